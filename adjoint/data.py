@@ -1,13 +1,13 @@
 """Text in, batches of token ids out.
 
     data = open_data(DataConfig(seqlen=16384, batch=1), seed=0)
-    ids = next(data.train)              # (batch, seqlen) int64; the labels are the same ids, the model shifts them
-    cursor = data.train.state_dict()    # plain ints and strings; load_state_dict(cursor) goes on exactly there
+    ids = next(data.train)              # (batch, seqlen) int64; the labels are the same ids: the model shifts
+    cursor = data.train.state_dict()    # plain ints and strings; load_state_dict(cursor) goes on from there
     for ids in data.eval: ...           # fixed windows of the held-out split, the same at every evaluation
 
 Documents are packed end to end, a separator after each, into one long stream a split (`adjoint.corpus` reads
-the files, `adjoint.tokens` tokenises and caches them). Training cuts its stream into windows of `seqlen`
-consecutive tokens, in an order that depends on the seed and the epoch alone.
+the files, `adjoint.tokens` tokenises, `adjoint.token_cache` keeps the result). Training cuts its stream into
+windows of `seqlen` consecutive tokens, in an order that depends on the seed and the epoch alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 
 from .corpus import find_sources
 from .errors import UserError
-from .tokens import TokenCache, Tokenizer, load_tokenizer, open_tokens, unigram_entropy
+from .token_cache import TokenCache, open_tokens, unigram_entropy
+from .tokens import Tokenizer, load_tokenizer
 
 __all__ = ["Batches", "Data", "DataConfig", "EvalBatches", "check_vocab_size", "open_data", "unigram_entropy"]
 
@@ -31,17 +32,17 @@ class DataConfig:
     """What text to train on and how it is cut.
 
     Args:
-        path: A file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl .parquet, each
-            also as .gz. Unset: the sources of the Python standard library.
+        path: A file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl
+            .parquet, each also as .gz. Unset: the sources of the Python standard library.
         seqlen: Tokens a sequence.
         batch: Sequences a step.
-        tokenizer: "byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a local Hugging Face
-            tokenizer folder.
+        tokenizer: "byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a local Hugging
+            Face tokenizer folder.
         text_field: The field (.jsonl) or column (.parquet) that holds a document's text.
-        separator: What closes each document in the stream. Unset: byte 0, or the tokenizer's end-of-text token. A
-            token of the tokenizer (any text for "byte"); "" for none.
-        eval_fraction: Share of the text held out for evaluation, above 0 and at most 0.5: whole files where that
-            comes near the share, else the end of the stream.
+        separator: What closes each document in the stream. Unset: byte 0, or the tokenizer's end-of-text
+            token. A token of the tokenizer (any text for "byte"); "" for none.
+        eval_fraction: Share of the text held out for evaluation, above 0 and at most 0.5: whole files where
+            that comes near the share, else the end of the stream.
         eval_tokens: At most so many held-out tokens are read at each evaluation; 0 for no evaluation.
         cache_dir: Where tokenised text is kept. Unset: $ADJOINT_CACHE, else $XDG_CACHE_HOME/adjoint, else
             ~/.cache/adjoint.
@@ -88,9 +89,9 @@ class DataConfig:
 class Batches:
     """The endless, resumable sequence of training batches.
 
-    Epoch e cuts the stream into windows of `seqlen` tokens from an offset of its own (so window edges move from
-    epoch to epoch) and shuffles them; both depend on (seed, e) alone. A batch is the next `batch` windows and may
-    span two epochs, so no window is dropped and a corpus may hold fewer windows than a batch.
+    Epoch e cuts the stream into windows of `seqlen` tokens from an offset of its own (so window edges move
+    from epoch to epoch) and shuffles them; both depend on (seed, e) alone. A batch is the next `batch`
+    windows and may span two epochs, so no window is dropped and a corpus may hold fewer windows than a batch.
 
     Attributes:
         epoch: Number of the epoch of the next window, from 0.
@@ -98,7 +99,7 @@ class Batches:
     """
 
     def __init__(self, tokens: np.ndarray, seqlen: int, batch: int, seed: int, fingerprint: str) -> None:
-        """tokens: (n,) unsigned integers, n > seqlen, may be memory-mapped; fingerprint: names their content."""
+        """tokens: (n,) unsigned integers, n > seqlen, fingerprint: names their content."""
         if len(tokens) < seqlen + 1:
             raise UserError(f"{len(tokens)} tokens are too few for data.seqlen {seqlen}")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
@@ -154,11 +155,14 @@ class Batches:
                     f"the data cursor to resume from has {name} {state.get(name)!r}, this run has {here!r}: "
                     "resume with the same data.path, data.tokenizer, data.seqlen, data.batch and seed"
                 )
-        epoch, position = state.get("epoch"), state.get("position")
-        whole = all(isinstance(n, int) and n >= 0 for n in (epoch, position))
-        if not whole or position > len(self._window_starts(int(epoch))):  # type: ignore[operator, arg-type]
-            raise UserError(f"the data cursor to resume from is damaged: epoch {epoch!r}, position {position!r}")
-        self.epoch, self.position = int(epoch), int(position)  # type: ignore[arg-type]
+        epoch: Any = state.get("epoch")
+        position: Any = state.get("position")
+        sound = isinstance(epoch, int) and isinstance(position, int) and epoch >= 0
+        if not sound or not 0 <= position <= len(self._window_starts(epoch)):
+            raise UserError(
+                f"the data cursor to resume from is damaged: epoch {epoch!r}, position {position!r}"
+            )
+        self.epoch, self.position = epoch, position
 
     def _identity(self) -> dict[str, int | str]:
         return {
@@ -171,11 +175,11 @@ class Batches:
 
 
 class EvalBatches:
-    """The held-out windows, in order, the same at every pass: iterate as often as you like; `len` counts batches.
+    """The held-out windows, in order and the same at every pass; `len` counts the batches of one pass.
 
-    Each item is (up to batch, up to seqlen) int64: the last batch may hold fewer windows, and a held-out split (or
-    `eval_tokens`) shorter than seqlen is one shorter window. Weigh each batch's loss by its number of predictions,
-    ids[:, 1:].numel(). Empty (no item) where there are fewer than two tokens.
+    Each item is (up to batch, up to seqlen) int64: the last batch may hold fewer windows, and a held-out
+    split (or `eval_tokens`) shorter than seqlen is one shorter window. Weigh each batch's loss by its number
+    of predictions, ids[:, 1:].numel(). Empty (no item) where there are fewer than two tokens.
     """
 
     def __init__(self, tokens: np.ndarray, seqlen: int, batch: int, eval_tokens: int) -> None:
@@ -206,7 +210,7 @@ class Data:
     Attributes:
         train: Endless training batches, with the cursor.
         eval: Held-out batches, the same at every pass; may be empty.
-        tokenizer: Has `encode(text) -> list[int]`, `decode(ids) -> str`, `vocab_size`, `separator_ids`, `name`.
+        tokenizer: Has `encode(text) -> list[int]`, `decode(ids) -> str`, `vocab_size`, `separator_ids`.
         vocab_size: The model's vocabulary: as asked for, else the tokenizer's.
         n_train_tokens: Tokens of the training split.
         n_eval_tokens: Tokens of the held-out split (`eval.n_tokens` of them are read).
@@ -280,7 +284,9 @@ def _check_length(cache: TokenCache, description: str, seqlen: int) -> None:
     n_train, n_total = len(cache.train), len(cache.train) + len(cache.eval)
     if n_train >= seqlen + 1:
         return
-    remedy = f"lower data.seqlen to at most {n_train - 1} or give more text" if n_train > 2 else "give more text"
+    remedy = (
+        f"lower data.seqlen to at most {n_train - 1} or give more text" if n_train > 2 else "give more text"
+    )
     raise UserError(
         f"{description} has {n_total} tokens, {n_train} of them for training, "
         f"but data.seqlen {seqlen} needs at least {seqlen + 1}: {remedy}"
