@@ -25,7 +25,7 @@ from .errors import UserError
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 
-# In the standard library: tests (some broken on purpose, and not installed everywhere), what pip installs, and
+# In the standard library: tests (some broken on purpose, not installed everywhere), what pip installs, and
 # what is generated for one machine.
 _STDLIB_SKIPPED_DIRS = {"__pycache__", "test", "tests", "idle_test", "lib2to3"}
 _STDLIB_SKIPPED_DIRS |= {"site-packages", "dist-packages"}
