@@ -1,0 +1,89 @@
+"""The ``adjoint`` command: ``adjoint train …``, the same as ``python train.py …``.
+
+A subcommand is a row of ``COMMANDS``: its name, the function that runs it, as "module:function", and a line of
+help. The function takes the arguments after the name and returns the exit code. Modules are imported when their
+command is called, so that a command needs only what it uses.
+
+Exit codes: 0 done, 2 something the user can mend (one line on stderr), 130 Ctrl-C, 143 SIGTERM. With
+``ADJOINT_DEBUG=1`` in the environment errors come with their traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+
+from adjoint.errors import UserError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("adjoint.training:main", "train a model: python train.py is the same"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _dispatch(argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError, MemoryError) as error:
+        if os.environ.get("ADJOINT_DEBUG") == "1":
+            raise
+        print(f"error: {_explain(error)}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if "out of memory" not in str(error).lower() and "can't allocate memory" not in str(error).lower():
+            raise
+        print(f"error: {_explain(MemoryError(str(error)))}", file=sys.stderr)
+        return 2
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    if argv[0] == "--version":
+        print(f"adjoint {_version()}")
+        return 0
+    if argv[0] not in COMMANDS:
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
+        raise UserError(f"adjoint {argv[0]}: no such command; {remedy}")
+    module, _, function = COMMANDS[argv[0]][0].partition(":")
+    return getattr(importlib.import_module(module), function)(argv[1:])
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    closing = "adjoint COMMAND --help explains one; adjoint --version"
+    return f"usage: adjoint COMMAND ...\n\ncommands:\n{rows}\n\n{closing}"
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("adjoint")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return getattr(importlib.import_module("adjoint"), "__version__", "unknown (not installed)")
+
+
+def _explain(error: BaseException) -> str:
+    """An error as one line: what, where, how to mend it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; check the path, its permissions and the space left"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{text}; install what is missing (pip install {error.name})"
+    if isinstance(error, MemoryError):
+        return f"out of memory: {text[:200]}; lower --method.chunk_size, --data.batch or --data.seqlen"
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
