@@ -1,0 +1,52 @@
+# make train   set everything up and train the default model      make test   set everything up and run the tests
+#
+# The environment lives in .venv. PYTHON=… picks another interpreter to build it with (3.11 or 3.12);
+# TRAIN="--training.steps 50 …" hands flags to the training run, TESTS="-m slow tests/test_x.py" to pytest.
+
+SHELL  := /bin/bash
+VENV   := .venv
+BIN    := $(VENV)/bin
+TRAIN  :=
+TESTS  :=
+CODE   := adjoint benchmarks tests $(wildcard train.py)
+
+.PHONY: help train test lint format setup setup-dev clean distclean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+train: setup  ## train the default model on real text: minutes on two cores
+	$(BIN)/python train.py $(TRAIN)
+
+test: setup-dev  ## run the tests (without those marked slow or gpu)
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: setup-dev  ## style, formatting and types
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+
+format: setup-dev  ## rewrite the code the way lint wants it
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+setup: $(VENV)/ready  ## install what training needs into .venv
+
+setup-dev: $(VENV)/ready-dev  ## install what the tests and lint need too
+
+# A stamp a set of packages: nothing is installed again until the lists of them change.
+$(VENV)/ready: pyproject.toml constraints.txt scripts/setup.sh
+	@scripts/setup.sh $(VENV) ""
+	@touch $@
+
+$(VENV)/ready-dev: pyproject.toml constraints.txt scripts/setup.sh
+	@scripts/setup.sh $(VENV) "dev"
+	@touch $(VENV)/ready $@
+
+clean:  ## remove caches and builds (runs/ and .venv stay)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find adjoint benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove .venv as well
+	rm -rf $(VENV)
