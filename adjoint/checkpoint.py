@@ -6,11 +6,11 @@
                               trainer.json            step, data cursor, configuration
                               MANIFEST.json           SHA-256 and size of each file above; written last
 
-A checkpoint is written to a hidden folder beside its place, every file is flushed to the disk, the manifest goes
-in last, and one rename makes it appear. Whoever is killed at any moment therefore leaves the old checkpoints
-untouched and at most a hidden folder, which the next save removes. State is stored by parameter name, never by
-position, so it can be read back by another grouping of the same parameters. Nothing is unpickled: `rng.pt` is read
-with ``weights_only=True``.
+A checkpoint is written to a hidden folder beside its place, every file is flushed to the disk, the manifest
+goes in last, and one rename makes it appear. Whoever is killed at any moment therefore leaves the old
+checkpoints untouched and at most a hidden folder, which the next save removes. State is stored by parameter
+name, never by position, so it can be read back by another grouping of the same parameters. Nothing is
+unpickled: `rng.pt` is read with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def list_checkpoints(directory: str | Path) -> list[Path]:
 
 
 def newest_checkpoint(directory: str | Path) -> Path | None:
-    """The newest checkpoint whose checksums hold, or None. Damaged ones are passed, each with a line on stderr."""
+    """The newest checkpoint whose checksums hold, or None. A damaged one is passed with a line on stderr."""
     for path in reversed(list_checkpoints(directory)):
         try:
             verify_checkpoint(path)

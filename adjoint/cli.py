@@ -1,8 +1,8 @@
 """The ``adjoint`` command: ``adjoint train …``, the same as ``python train.py …``.
 
-A subcommand is a row of ``COMMANDS``: its name, the function that runs it, as "module:function", and a line of
-help. The function takes the arguments after the name and returns the exit code. Modules are imported when their
-command is called, so that a command needs only what it uses.
+A subcommand is a row of ``COMMANDS``: its name, the function that runs it, as "module:function", and a line
+of help. The function takes the arguments after the name and returns the exit code. Modules are imported
+when their command is called, so that a command needs only what it uses.
 
 Exit codes: 0 done, 2 something the user can mend (one line on stderr), 130 Ctrl-C, 143 SIGTERM. With
 ``ADJOINT_DEBUG=1`` in the environment errors come with their traceback.

@@ -135,7 +135,7 @@ class RunConfig:
         dir: folder of the run; null takes runs/NAME, or runs/NAME-2, … if that is taken.
         name: NAME above; null is the name of the configuration file.
         resume: "never" starts anew, "auto" continues from the newest good checkpoint of the run (and starts
-            anew where there is none), anything else is the path of a checkpoint. ``--resume`` is short for it.
+            anew where there is none), or the path of a checkpoint. ``--resume`` is short for it.
     """
 
     dir: str | None = None
@@ -197,7 +197,7 @@ class Config:
 
 
 def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
-    """Read ``--config FILE`` (any number, later ones win) and ``--section.key value`` flags (they win over all).
+    """Read ``--config FILE`` (any number, later ones win) and ``--section.key value`` flags (they win).
 
     Raises:
         UserError: one line naming the flag or file, what is wrong with it and what would be right.

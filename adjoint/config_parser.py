@@ -1,9 +1,9 @@
 """The parser of a training run's configuration: YAML files and ``--section.key value`` flags → `Config`.
 
-Parsing, type checks, the merging of YAML and flags and the help texts are jsonargparse's: a maintained library
-that treats a YAML file and dotted command-line flags as the same thing, checks both against type annotations
-(unions, literals, lists) and needs no decorators in the dataclasses. What it does not do is name the nearest key,
-or say in one line which file or flag a bad value came from; that is done here.
+Parsing, type checks, the merging of YAML and flags and the help texts are jsonargparse's: a maintained
+library that treats a YAML file and dotted command-line flags as the same thing, checks both against type
+annotations (unions, literals, lists) and needs no decorators in the dataclasses. What it does not do is
+name the nearest key, or say in one line which file or flag a bad value came from; that is done here.
 """
 
 from __future__ import annotations
@@ -141,10 +141,9 @@ def _parser(prog: str) -> Any:
         exit_on_error=False,
         allow_abbrev=False,
         usage="%(prog)s [--config FILE] [--section.key VALUE ...] [--resume auto]",
-        description="Train a state-space language model on long text, exactly, in memory that does not grow "
-        "with the text.",
+        description="Train a state-space language model on long text.",
         epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576). Keys are the same in YAML and as "
-        "flags; flags win over the file.",
+        "flags; flags win.",
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the keys below")
     for section, keys in _sections().items():

@@ -17,8 +17,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     """The two groups of AdamW: what decays (the matrices of projections and convolutions) and what does not.
 
     Not decayed: biases, norms and everything else with fewer than two dimensions; ``A_log``, ``D``,
-    ``dt_bias``; parameters marked ``_no_weight_decay``; embeddings, and so a head tied to one: the rows of rare
-    tokens see hardly any gradient, and decay alone would wear them away.
+    ``dt_bias``; parameters marked ``_no_weight_decay``; embeddings, and so a head tied to one: the rows of
+    rare tokens see hardly any gradient, and decay alone would wear them away.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     decayed: list[nn.Parameter] = []

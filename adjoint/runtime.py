@@ -39,7 +39,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_precision(name: str, device: torch.device) -> str:
-    """float32, bfloat16 (autocast) or float64; "auto" takes bfloat16 where the GPU computes in it natively."""
+    """float32, bfloat16 (autocast) or float64; "auto" takes bfloat16 where the GPU has it natively."""
     if name != "auto":
         return name
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -250,8 +250,8 @@ class Trainer:
             f"run: {self.folder.path}\n"
             f"model: {self.model.num_parameters():,} parameters, {self.config.model.n_layer} layers, "
             f"d_model {self.config.model.d_model}; method: {self.method}\n"
-            f"data: {data.description}: {data.n_train_tokens:,} tokens to train on, {data.n_eval_tokens:,} held "
-            f"out, unigram entropy {data.unigram_entropy:.4f} nats a token (the loss to beat)\n"
+            f"data: {data.description}: {data.n_train_tokens:,} tokens to train on, "
+            f"{data.n_eval_tokens:,} held out, unigram entropy {data.unigram_entropy:.4f} nats a token\n"
             f"training: {settings.steps} steps of {self.config.data.batch * settings.grad_accumulation} x "
             f"{self.config.data.seqlen:,} tokens on {self.device} in {self.precision}",
             flush=True,
