@@ -179,12 +179,22 @@ def _folder_files(root: Path) -> list[tuple[Path, str]]:
 
     found = []
     entries = 0
-    for folder, dirs, names in os.walk(root, onerror=refuse):
-        dirs[:] = [d for d in dirs if not d.startswith(".") and d != "__pycache__"]
+    seen = set()
+    for folder, dirs, names in os.walk(root, onerror=refuse, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # links may lead round in a circle
+            dirs.clear()
+            continue
+        seen.add(real)
+        dirs[:] = sorted(d for d in dirs if not d.startswith(".") and d != "__pycache__")
         entries += len(names)
         for name in names:
             file = Path(folder, name)
-            if not name.startswith(".") and _suffix(file) and file.is_file():
+            if name.startswith(".") or not _suffix(file):
+                continue
+            if (
+                file.is_file() or not file.exists()
+            ):  # a dangling link is refused later, by name; a pipe left out
                 found.append((file, file.relative_to(root).as_posix()))
     if not found:
         what = f"none of its {entries} files is of a supported kind" if entries else "the folder is empty"

@@ -145,6 +145,22 @@ def test_folder_is_recursive_sorted_and_skips_hidden(tmp_path: Path) -> None:
     assert [file.name for file in found] == ["a/a.py", "a/z.md", "b.txt"]
 
 
+def test_links_are_followed_once_and_may_not_dangle(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.txt").write_text("b")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "a.txt").write_text("a")
+    (root / "z.txt").symlink_to(root / "a.txt")
+    (root / "linked").symlink_to(tmp_path / "elsewhere")
+    (root / "circle").symlink_to(root)
+    os.mkfifo(root / "pipe.txt")
+    assert [file.name for file in corpus.find_sources(str(root)).files] == ["a.txt", "linked/b.txt"]
+    (root / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"gone.txt: cannot be read \(No such file"):
+        corpus.find_sources(str(root))
+
+
 def test_lists_globs_and_the_same_file_twice(tmp_path: Path) -> None:
     words(tmp_path, 4)
     (tmp_path / "001.txt").rename(tmp_path / "x.md")
