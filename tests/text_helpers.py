@@ -1,0 +1,55 @@
+"""Small corpora for the tests of the text pipeline, and a cache folder of their own for each test."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from adjoint.data import Data
+
+TEXTS = ["The first document.\r\nTwo lines.\n", "Zweites Schriftstück: λ, 状態 🌊", "third\n" * 40]
+
+
+@pytest.fixture(autouse=True, name="cache")
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("ADJOINT_CACHE", str(folder))
+    return folder
+
+
+def stream(data: Data) -> list[int]:
+    """Every token of both splits, as they lie in the cache."""
+    return [*data.train.tokens.tolist(), *data.eval.tokens.tolist()]
+
+
+def packed(texts: list[str]) -> list[int]:
+    return [byte for text in texts for byte in [*text.encode(), 0]]
+
+
+def words(folder: Path, files: int, size: int = 400) -> Path:
+    for i in range(files):
+        text = " ".join(f"w{i}x{j}" for j in range(size))
+        (folder / f"{i:03}.txt").write_text(text[:size])
+    return folder
+
+
+def write(path: Path, texts: list[str], field: str = "text") -> Path:
+    """Texts in the format that the name asks for."""
+    kind = path.name.removesuffix(".gz").rsplit(".", 1)[1]
+    if kind == "parquet":
+        pa = pytest.importorskip("pyarrow")
+        import pyarrow.parquet as pq
+
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"id": list(range(len(texts))), field: texts}), sink)
+        content = sink.getvalue().to_pybytes()
+    elif kind == "jsonl":
+        content = "\n".join(json.dumps({"id": i, field: text}) for i, text in enumerate(texts)).encode()
+    else:
+        assert len(texts) == 1
+        content = texts[0].encode()
+    path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
+    return path
