@@ -1,0 +1,155 @@
+"""The command line: exit codes, and one line on stderr for what the user can mend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from training_helpers import tiny, train_tiny
+
+from adjoint.cli import COMMANDS, main
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, str]:
+    """Files and folders that cannot be trained on, by the names used below."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "one.txt").write_text("a")
+    (tmp_path / "short.txt").write_text("abc " * 50)
+    (tmp_path / "key.yaml").write_text("training:\n  stepz: 3\n")
+    (tmp_path / "type.yaml").write_text("training:\n  steps: many\n")
+    damaged = tmp_path / "other" / "checkpoints" / "step-00000003"
+    damaged.mkdir(parents=True)
+    (damaged / "MANIFEST.json").write_text("{")
+    return {path.name: str(path) for path in (*tmp_path.iterdir(), damaged)}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--training.stepz", "3", "did you mean training.steps?"),
+        ("--config", "key.yaml", "did you mean training.steps?"),
+        ("--training.steps", "many", "expected a whole number"),
+        ("--config", "type.yaml", "expected a whole number"),
+        ("--config", "nowhere.yaml", "no such file"),
+        ("--data.path", "nowhere", "no such file"),
+        ("--data.path", "empty", "empty"),
+        ("--data.path", "one.txt", "tokens"),
+        ("--data.path", "short.txt", "data.seqlen"),
+        ("--data.tokenizer", "nowhere.json", "no such file"),
+        ("--model.vocab_size", "50", "out of range"),
+        ("--run.resume", "step-00000003", "damaged checkpoint"),
+        ("--run.resume", "nowhere", "no such checkpoint"),
+        ("--run.dir", "one.txt", "is a file"),
+        ("--method.chunk_size", "0", "chunk_size"),
+        ("--data.seqlen", "1G", "seqlen"),
+        ("--training.device", "nothing", "is no device"),
+        ("--cluster.shards", "2", "--cluster.shards 0"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    places: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    flag: str,
+    value: str,
+    said: str,
+) -> None:
+    argv = [*tiny(tmp_path), flag, places.get(value, value)]
+    if value == "short.txt":
+        argv += ["--data.seqlen", "256"]
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    try:
+        assert main(argv) == 2
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_num_threads(before[1])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_train_py_is_adjoint_train_and_shows_no_traceback(tmp_path: Path) -> None:
+    argv = [sys.executable, "train.py", "--training.lrr", "1"]
+    result = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == [
+        "error: --training.lrr: unknown key training.lrr; did you mean training.lr? (--help lists all keys)"
+    ]
+
+
+def test_ctrl_c_before_training_is_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("adjoint.training.main", interrupted)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_full_disk_and_full_memory_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = [
+        OSError(28, "No space left on device", "runs/x"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+        ),
+    ]
+    for error, said in zip(
+        errors, ("runs/x: No space left", "--method.chunk_size", "--method.chunk_size"), strict=True
+    ):
+
+        def failing(argv: list[str], error: BaseException = error) -> int:
+            raise error
+
+        monkeypatch.setattr("adjoint.training.main", failing)
+        assert main(["train"]) == 2
+        line = capsys.readouterr().err
+        assert said in line
+        assert line.count("\n") == 1
+
+
+def test_what_is_our_fault_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(argv: list[str]) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("adjoint.training.main", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["train"])
+
+
+def test_tracebacks_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADJOINT_DEBUG", "1")
+    with pytest.raises(ValueError, match="training.steps"):
+        train_tiny(tmp_path, training__steps=0)
+
+
+def test_commands_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("adjoint ")
+    assert main(["trian"]) == 2
+    error = capsys.readouterr().err
+    assert "did you mean train?" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_exists_and_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    assert "usage:" in capsys.readouterr().out
