@@ -1,0 +1,75 @@
+"""Causal depthwise convolution with state, the short memory in front of a Mamba scan."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from adjoint.kernels import checks, dispatch
+
+
+class _CausalConv1d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, weight, bias, initial_state, reset, silu: bool, impl: ModuleType):  # type: ignore[override]
+        ctx.save_for_backward(x, weight, bias, initial_state, reset)
+        ctx.arguments = silu, impl
+        return impl.causal_conv1d_forward(x, weight, bias, initial_state, silu, reset)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy):  # type: ignore[override]
+        x, weight, bias, initial_state, reset = ctx.saved_tensors
+        silu, impl = ctx.arguments
+        dx, dweight, dbias, dinitial = impl.causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset)
+        return dx, dweight, dbias, dinitial if initial_state is not None else None, None, None, None
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    silu: bool = False,
+    seq_idx: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y_t = bias + sum_j weight[:, j] x_{t - d_conv + 1 + j}, then SiLU if asked.
+
+    Args:
+        x: (batch, seqlen, channels), floating point. weight: (channels, d_conv). bias: (channels,).
+        initial_state: (batch, channels, d_conv - 1), the inputs before this stretch, oldest first; zero if None.
+        seq_idx, backend: as in `selective_scan`.
+
+    Returns:
+        y like x, and the final state (batch, channels, d_conv - 1), the last inputs, in x's dtype.
+
+    Raises:
+        ValueError: a shape does not fit, or d_conv is not from 1 to 16.
+    """
+    if x.dim() != 3 or x.shape[1] == 0:
+        raise ValueError(f"x must have shape (batch, seqlen >= 1, channels), got {tuple(x.shape)}")
+    batch, seqlen, channels = x.shape
+    width = weight.shape[-1]
+    checks.shape("weight", weight, channels, width)
+    if not 1 <= width <= 16:
+        raise ValueError(f"d_conv must be from 1 to 16, got {width}")
+    checks.shape("bias", bias, channels)
+    checks.shape("initial_state", initial_state, batch, channels, width - 1)
+    reset = checks.reset_of(seq_idx, batch, seqlen)
+    dtype = dispatch.compute_dtype(x)
+    tensors = [None if t is None else t.to(dtype) for t in (x, weight, bias, initial_state)]
+    impl = dispatch.choose(backend, tensors[0])  # type: ignore[arg-type]
+    y = _CausalConv1d.apply(*tensors, reset, silu, impl)
+    return y.to(x.dtype), _tail(x, width - 1, initial_state)
+
+
+def _tail(x: Tensor, length: int, initial_state: Tensor | None) -> Tensor:
+    """The last `length` inputs, (batch, channels, length); those before the stretch come from the initial state."""
+    tail = x[:, max(0, x.shape[1] - length) :].transpose(1, 2)
+    missing = length - tail.shape[2]
+    if missing:
+        before = x.new_zeros(x.shape[0], x.shape[2], length) if initial_state is None else initial_state.to(x.dtype)
+        tail = torch.cat([before[:, :, length - missing :], tail], dim=2)
+    return tail

@@ -1,0 +1,91 @@
+"""Builds the C++ kernels on first use and loads them through ctypes.
+
+A plain C interface compiles in seconds, where torch/extension.h takes most of a minute. The library is
+cached by a hash of sources, compiler and flags, and moved into place in one step, so concurrent processes are safe.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+SOURCES = ("cpu_scan.cpp", "cpu_conv.cpp", "cpu_linear.cpp")
+HEADERS = ("cpu_lanes.h",)
+# No -ffast-math: a library linked with it switches the whole process to flush-to-zero.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: $ADJOINT_CACHE, or adjoint/ under $XDG_CACHE_HOME, or under ~/.cache."""
+    if os.environ.get("ADJOINT_CACHE"):
+        return Path(os.environ["ADJOINT_CACHE"]) / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adjoint" / "kernels"
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, else the first of g++, clang++, c++ on the path."""
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    return next((path for name in candidates if (path := shutil.which(name))), None)
+
+
+def _machine_flags() -> tuple[str, ...]:
+    return ("-mcpu=native",) if platform.machine() in ("arm64", "aarch64") else ("-march=native",)
+
+
+def _cpu_features() -> bytes:
+    """What -march=native depends on: a cache directory may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})).encode()
+    except OSError:
+        return platform.processor().encode()
+
+
+def _build(cxx: str) -> Path:
+    here = Path(__file__).parent
+    flags = (*FLAGS, *_machine_flags())
+    version = subprocess.run([cxx, "--version"], capture_output=True, check=True).stdout
+    key = hashlib.sha256(version + " ".join(flags).encode() + _cpu_features())
+    for name in (*SOURCES, *HEADERS):
+        key.update((here / name).read_bytes())
+    target = cache_dir() / f"adjoint-{key.hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / "kernels.so"
+        command = [cxx, *flags, "-o", str(built), *(str(here / name) for name in SOURCES)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        os.replace(built, target)
+    return target
+
+
+@functools.cache
+def load() -> tuple[ctypes.CDLL | None, str]:
+    """The compiled kernels, or None; and how it was built, or the reason why not."""
+    if os.environ.get("ADJOINT_DISABLE_CPU_KERNELS"):
+        return None, "disabled by ADJOINT_DISABLE_CPU_KERNELS"
+    cxx = compiler()
+    if cxx is None:
+        return None, "no C++ compiler found (install g++ or clang++, or set CXX)"
+    try:
+        path = _build(cxx)
+        return ctypes.CDLL(str(path)), f"{path}"
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr or "").strip().splitlines()[-1:] or ["no output"]
+        return None, f"{cxx} failed: {last[0]}"
+    except OSError as error:
+        return None, f"the compiled kernels could not be built or loaded: {error}"
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    warnings.warn(
+        f"compiled CPU kernels are not usable, so scans run in plain PyTorch, many times slower: {reason}", stacklevel=3
+    )

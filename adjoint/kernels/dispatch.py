@@ -1,0 +1,55 @@
+"""Which backend runs an operation, and why another one cannot."""
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from adjoint.kernels import cpu_build
+
+_OFFERED = ("reference", "cpu")
+
+
+def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str | None:
+    """None if backend `name` is usable (for tensors of that device and dtype), else the reason why it is not."""
+    if name not in _OFFERED:
+        return f"there is no such backend; the backends are {', '.join(_OFFERED)}"
+    if name == "cpu":
+        library, reason = cpu_build.load()
+        if library is None:
+            return reason
+        if device is not None and device.type != "cpu":
+            return f"it works on CPU tensors, these are on {device}"
+        if dtype is not None and dtype not in (torch.float32, torch.float64):
+            return f"it works in float32 and float64, not {dtype}"
+    return None
+
+
+def backends() -> list[str]:
+    """Names of the scan backends usable on this machine; "reference" always is."""
+    return [name for name in _OFFERED if why_not(name) is None]
+
+
+def choose(backend: str | None, tensor: Tensor) -> ModuleType:
+    """The module with the operation's forward/backward pair; `backend=None` picks the fastest usable one.
+
+    Raises ValueError, with the reason, if the backend asked for cannot be used on `tensor`.
+    """
+    if backend is None:
+        backend = "reference"
+        if tensor.device.type == "cpu":
+            reason = why_not("cpu", tensor.device, tensor.dtype)
+            if reason is None:
+                backend = "cpu"
+            elif cpu_build.load()[0] is None:
+                cpu_build.warn_once(reason)
+    reason = why_not(backend, tensor.device, tensor.dtype)
+    if reason is not None:
+        raise ValueError(f"backend {backend!r} is not usable here: {reason}. Usable: {', '.join(backends())}")
+    return importlib.import_module(f"adjoint.kernels.{backend}")
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """float64 stays; everything else, also bfloat16 and float16, is scanned in float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -1,0 +1,387 @@
+"""Every operation in plain PyTorch: any dtype, any device, no compiler. The fallback, and what the fast backends must equal.
+
+The recurrence h_t = a_t h_{t-1} + b_t is evaluated in two levels: short stretches step by step, all stretches at
+once, then the stretches' edges by the same rule. Nothing is divided and no running product is inverted, so
+decays of exactly 1 and products that underflow are both harmless.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+STRETCH = 16  # tokens stepped one by one, all stretches in parallel
+SEGMENT = 256  # tokens whose states exist at the same time
+
+
+def recurrence(a: Tensor, b: Tensor, initial: Tensor | None = None) -> Tensor:
+    """All states of h_t = a_t h_{t-1} + b_t along dim 1; a and b broadcast against each other, a (batch, seqlen, …)."""
+    seqlen = b.shape[1]
+    if seqlen <= STRETCH:
+        states, h = [], initial
+        for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):
+            h = b_t if h is None else a_t * h + b_t
+            states.append(h)
+        return torch.stack(states, dim=1)
+    stretches = -(-seqlen // STRETCH)
+    padding = stretches * STRETCH - seqlen
+    if padding:
+        a = torch.cat([a, a.new_ones(a.shape[0], padding, *a.shape[2:])], dim=1)
+        b = torch.cat([b, b.new_zeros(b.shape[0], padding, *b.shape[2:])], dim=1)
+    a = a.unflatten(1, (stretches, STRETCH))
+    b = b.unflatten(1, (stretches, STRETCH))
+    local, products = [b[:, :, 0]], [a[:, :, 0]]
+    for t in range(1, STRETCH):
+        local.append(a[:, :, t] * local[-1] + b[:, :, t])
+        products.append(a[:, :, t] * products[-1])
+    edges = recurrence(products[-1], local[-1], initial)
+    first = torch.zeros_like(edges[:, :1]) if initial is None else initial.unsqueeze(1)
+    before = torch.cat([first, edges[:, :-1]], dim=1).unsqueeze(2)
+    h = torch.stack(local, dim=2) + torch.stack(products, dim=2) * before
+    return h.flatten(1, 2)[:, :seqlen]
+
+
+def _next(a: Tensor) -> Tensor:
+    """a_{t+1} at t; 0 after the last token."""
+    return torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], dim=1)
+
+
+def accumulated_adjoint(g: Tensor, a: Tensor, window: int | None = None) -> Tensor:
+    """mu_t = sum over s in [t, t + window) of a_{t+1} … a_s g_s (the sum runs to the end if window is None).
+
+    g (batch, seqlen, …); a broadcasts against g. With a window: blocks of `window` tokens, a suffix scan inside each block, a
+    prefix scan in the next one, and the two joined — linear in seqlen for every window.
+    """
+    seqlen = g.shape[1]
+    if window is None or window >= seqlen:
+        return recurrence(_next(a).flip(1), g.flip(1)).flip(1)
+    if window == 1:
+        return g
+    following = _next(a)
+    blocks = -(-seqlen // window)
+    padding = blocks * window - seqlen
+
+    def cut(x: Tensor) -> Tensor:  # (batch * blocks, window, …)
+        if padding:
+            x = torch.cat([x, x.new_zeros(x.shape[0], padding, *x.shape[2:])], dim=1)
+        return x.reshape(x.shape[0] * blocks, window, *x.shape[2:])
+
+    g_blocks, following_blocks, a_blocks = cut(g), cut(following), cut(a)
+    inside = torch.cat([following_blocks[:, :-1], torch.zeros_like(following_blocks[:, :1])], dim=1)
+    suffix = recurrence(inside.flip(1), g_blocks.flip(1)).flip(1)
+    to_next_block = following_blocks.flip(1).cumprod(1).flip(1)
+    from_block_start = torch.cat([torch.ones_like(a_blocks[:, :1]), a_blocks[:, 1:]], dim=1).cumprod(1)
+    prefix = (from_block_start * g_blocks).cumsum(1)
+    prefix = prefix.unflatten(0, (g.shape[0], blocks))
+    joined = torch.zeros_like(prefix)  # the token at offset w of a block ends its window at offset w - 1 of the next
+    joined[:, :-1, 1:] = prefix[:, 1:, :-1]
+    mu = suffix + to_next_block * joined.flatten(0, 1)
+    return mu.reshape(g.shape[0], blocks * window, *g.shape[2:])[:, :seqlen]
+
+
+def _windowed_initial(g: Tensor, a: Tensor, window: int | None, mu: Tensor) -> Tensor:
+    """The initial state's cotangent: a_1 mu_1, where the window of the token before the first ends at token window - 1."""
+    if window is None or window > g.shape[1]:
+        return a[:, 0] * mu[:, 0]
+    if window == 1:
+        return torch.zeros_like(mu[:, 0])
+    products = torch.cat([torch.ones_like(a[:, :1]), a[:, 1 : window - 1]], dim=1).cumprod(1)
+    return a[:, 0] * (products * g[:, : window - 1]).sum(1)
+
+
+def _previous(h: Tensor, initial: Tensor | None) -> Tensor:
+    first = torch.zeros_like(h[:, :1]) if initial is None else initial.unsqueeze(1)
+    return torch.cat([first, h[:, :-1]], dim=1)
+
+
+def _add_final(g: Tensor, dfinal_state: Tensor | None) -> Tensor:
+    """The final state's cotangent is one more term of g at the last token."""
+    if dfinal_state is None:
+        return g
+    return torch.cat([g[:, :-1], g[:, -1:] + dfinal_state.unsqueeze(1)], dim=1)
+
+
+def _mask(x: Tensor, reset: Tensor | None) -> Tensor:
+    """Zero where a document begins, so that nothing is carried over its beginning."""
+    if reset is None:
+        return x
+    return x.masked_fill(reset.reshape(*reset.shape, *([1] * (x.dim() - 2))), 0)
+
+
+def _segments(seqlen: int, whole: bool) -> list[slice]:
+    step = seqlen if whole else SEGMENT
+    return [slice(s, min(s + step, seqlen)) for s in range(0, seqlen, step)]
+
+
+# --------------------------------------------------------------------------------------------------- linear scan
+
+
+def linear_scan_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
+    return recurrence(_mask(a, reset), b, initial_state)
+
+
+def linear_scan_backward(dh, a, h, initial_state, reset, window, halo=0):  # type: ignore[no-untyped-def]
+    masked = _mask(a, reset)
+    mu = accumulated_adjoint(dh, masked, window)
+    dinitial = _windowed_initial(dh, masked, window, mu)
+    mu = _owned(mu, halo)
+    da = _mask(mu * _previous(h, initial_state), reset)
+    if a.shape[-1] == 1:
+        da = da.sum(-1, keepdim=True)
+    return da, mu, dinitial
+
+
+def _owned(x: Tensor, halo: int) -> Tensor:
+    """Zero on the last `halo` tokens: they are context for the windows of the others, their own gradients belong elsewhere."""
+    if halo == 0:
+        return x
+    x = x.clone()
+    x[:, x.shape[1] - halo :] = 0
+    return x
+
+
+# ------------------------------------------------------------------------------------------------ selective scan
+
+
+def _step_size(delta, delta_bias, delta_softplus):  # type: ignore[no-untyped-def]
+    raw = delta if delta_bias is None else delta + delta_bias
+    return F.softplus(raw) if delta_softplus else raw
+
+
+def selective_scan_forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, reset, save=True):  # type: ignore[no-untyped-def]
+    batch, seqlen, d_inner = u.shape
+    state = u.new_zeros(batch, d_inner, A.shape[1]) if initial_state is None else initial_state
+    checkpoints, outputs = [], []
+    for s in _segments(seqlen, whole=False):
+        checkpoints.append(state)
+        _, h, _ = _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state)
+        state = h[:, -1]
+        y = (h * C[:, s].unsqueeze(2)).sum(-1)
+        if D is not None:
+            y = y + D * u[:, s]
+        outputs.append(y if z is None else y * F.silu(z[:, s]))
+    return torch.cat(outputs, dim=1), state, torch.stack(checkpoints, dim=1) if save else None
+
+
+def _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state):  # type: ignore[no-untyped-def]
+    d = _step_size(delta[:, s], delta_bias, delta_softplus)
+    a = _mask(torch.exp(d.unsqueeze(-1) * A), None if reset is None else reset[:, s])
+    h = recurrence(a, (d * u[:, s]).unsqueeze(-1) * B[:, s].unsqueeze(2), state)
+    return a, h, d
+
+
+def selective_scan_backward(  # type: ignore[no-untyped-def]
+    dy, dfinal_state, u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, reset, checkpoints, window, halo=0
+):
+    seqlen = u.shape[1]
+    windowed = (window is not None and window < seqlen + 1) or halo > 0  # then mu needs the whole sequence at once
+    du, ddelta, dB, dC = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (u, delta, B, C))
+    dz = None if z is None else torch.zeros_like(u)
+    dA = torch.zeros_like(A)
+    dD = None if D is None else torch.zeros_like(D)
+    carry = dfinal_state
+    for s in reversed(_segments(seqlen, whole=windowed)):
+        state = checkpoints[:, s.start // SEGMENT]
+        a, h, d = _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state)
+        u_s, B_s, C_s, dout = u[:, s], B[:, s].unsqueeze(2), C[:, s].unsqueeze(2), dy[:, s]
+        if z is not None:
+            y = (h * C_s).sum(-1) + (0 if D is None else D * u_s)
+            sig = torch.sigmoid(z[:, s])
+            dz[:, s] = _owned(dout * y * sig * (1 + z[:, s] * (1 - sig)), halo)
+            dout = dout * z[:, s] * sig
+        g = _add_final(dout.unsqueeze(-1) * C_s, carry)
+        mu = accumulated_adjoint(g, a, window)
+        carry = _windowed_initial(g, a, window, mu)
+        mu, dout = _owned(mu, halo), _owned(dout, halo)
+        through_a = mu * a * _previous(h, state)
+        into_b = (mu * B_s).sum(-1)
+        du[:, s] = d * into_b + (0 if D is None else D * dout)
+        dB[:, s] = (mu * (d * u_s).unsqueeze(-1)).sum(2)
+        dC[:, s] = (dout.unsqueeze(-1) * h).sum(2)
+        dd = (through_a * A).sum(-1) + u_s * into_b
+        if delta_softplus:
+            raw = delta[:, s] if delta_bias is None else delta[:, s] + delta_bias
+            dd = torch.where(raw > 20, dd, dd * torch.sigmoid(raw))
+        ddelta[:, s] = dd
+        dA += (through_a * d.unsqueeze(-1)).sum((0, 1))
+        if dD is not None:
+            dD += (dout * u_s).sum((0, 1))
+    dbias = None if delta_bias is None else ddelta.sum((0, 1))
+    return du, ddelta, dA, dB, dC, dD, dz, dbias, carry
+
+
+# ------------------------------------------------------------------------------------------------------ SSD scan
+
+
+def _ssd_states(x, d, decay, B, s, state):  # type: ignore[no-untyped-def]
+    inputs = (d[:, s].unsqueeze(-1) * x[:, s]).unsqueeze(-1) * B[:, s].unsqueeze(3)
+    return recurrence(decay[:, s, :, None, None], inputs, state)
+
+
+def _ssd_prepare(x, dt, A, B, C, dt_bias, dt_softplus, reset):  # type: ignore[no-untyped-def]
+    d = _step_size(dt, dt_bias, dt_softplus)
+    decay = _mask(torch.exp(d * A), reset)
+    repeat = x.shape[2] // B.shape[2]
+    return d, decay, B.repeat_interleave(repeat, dim=2), C.repeat_interleave(repeat, dim=2)
+
+
+def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):  # type: ignore[no-untyped-def]
+    batch, seqlen, nheads, headdim = x.shape
+    state = x.new_zeros(batch, nheads, headdim, B.shape[-1]) if initial_state is None else initial_state
+    d, decay, B, C = _ssd_prepare(x, dt, A, B, C, dt_bias, dt_softplus, reset)
+    checkpoints, outputs = [], []
+    for s in _segments(seqlen, whole=False):
+        checkpoints.append(state)
+        h = _ssd_states(x, d, decay, B, s, state)
+        state = h[:, -1]
+        y = (h * C[:, s].unsqueeze(3)).sum(-1)
+        outputs.append(y if D is None else y + D.unsqueeze(-1) * x[:, s])
+    return torch.cat(outputs, dim=1), state, torch.stack(checkpoints, dim=1) if save else None
+
+
+def ssd_scan_backward(  # type: ignore[no-untyped-def]
+    dy, dfinal_state, x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, checkpoints, window, halo=0
+):
+    seqlen, (groups, d_state) = x.shape[1], B.shape[2:]
+    windowed = (window is not None and window < seqlen + 1) or halo > 0
+    d, decay, B, C = _ssd_prepare(x, dt, A, B, C, dt_bias, dt_softplus, reset)
+    dx, dd, ddecay = torch.zeros_like(x), torch.zeros_like(d), torch.zeros_like(d)
+    dB, dC = torch.zeros_like(B), torch.zeros_like(C)
+    dD = None if D is None else torch.zeros_like(D)
+    carry = dfinal_state
+    for s in reversed(_segments(seqlen, whole=windowed)):
+        state = checkpoints[:, s.start // SEGMENT]
+        h = _ssd_states(x, d, decay, B, s, state)
+        a, x_s, d_s, dout = decay[:, s, :, None, None], x[:, s], d[:, s].unsqueeze(-1), dy[:, s]
+        g = _add_final(dout.unsqueeze(-1) * C[:, s].unsqueeze(3), carry)
+        mu = accumulated_adjoint(g, a, window)
+        carry = _windowed_initial(g, a, window, mu)
+        mu, dout = _owned(mu, halo), _owned(dout, halo)
+        into_b = (mu * B[:, s].unsqueeze(3)).sum(-1)
+        dx[:, s] = d_s * into_b + (0 if D is None else D.unsqueeze(-1) * dout)
+        dd[:, s] = (x_s * into_b).sum(-1)
+        ddecay[:, s] = (mu * _previous(h, state)).sum((-1, -2))
+        dB[:, s] = (mu * (d_s * x_s).unsqueeze(-1)).sum(3)
+        dC[:, s] = (dout.unsqueeze(-1) * h).sum(3)
+        if dD is not None:
+            dD += (dout * x_s).sum((0, 1, 3))
+    ddt, dA = ssd_step_gradients(dd, ddecay, d, decay, dt, A, dt_bias, dt_softplus)
+    dbias = None if dt_bias is None else ddt.sum((0, 1))
+    dB = dB.unflatten(2, (groups, -1)).sum(3)
+    dC = dC.unflatten(2, (groups, -1)).sum(3)
+    return dx, ddt, dA, dB, dC, dD, dbias, carry
+
+
+def ssd_step_gradients(dd, ddecay, d, decay, dt, A, dt_bias, dt_softplus):  # type: ignore[no-untyped-def]
+    """From cotangents of the step size and of the decay exp(d A) (zero at a reset) to those of dt and A."""
+    through = ddecay * decay
+    dd = dd + through * A
+    if dt_softplus:
+        raw = dt if dt_bias is None else dt + dt_bias
+        dd = torch.where(raw > 20, dd, dd * torch.sigmoid(raw))
+    return dd, (through * d).sum((0, 1))
+
+
+# ---------------------------------------------------------------------------------------------------- dense scan
+
+
+def dense_scan_forward(A: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
+    """All states of h_t = A_t h_{t-1} + b_t: A (batch, seqlen, d_state, d_state), b (batch, seqlen, d_state)."""
+    h = torch.zeros_like(b[:, 0]) if initial_state is None else initial_state
+    states = []
+    for A_t, b_t in zip(_mask(A, reset).unbind(1), b.unbind(1), strict=True):
+        h = (A_t @ h.unsqueeze(-1)).squeeze(-1) + b_t
+        states.append(h)
+    return torch.stack(states, dim=1)
+
+
+def dense_scan_backward(dh, A, h, initial_state, reset, window, halo=0):  # type: ignore[no-untyped-def]
+    masked = _mask(A, reset)
+    mu, dinitial = _dense_adjoint(dh, masked.transpose(-1, -2), window)
+    mu = _owned(mu, halo)
+    dA = _mask(mu.unsqueeze(-1) * _previous(h, initial_state).unsqueeze(-2), reset)
+    return dA, mu, dinitial
+
+
+def _dense_adjoint(g: Tensor, At: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    """mu and the initial state's cotangent for matrices; At holds the transposes. Same blocks as `accumulated_adjoint`."""
+    seqlen = g.shape[1]
+    g_t, At_t = g.unbind(1), At.unbind(1)
+    zero = torch.zeros_like(g_t[0])
+
+    def apply(M: Tensor, v: Tensor) -> Tensor:
+        return (M @ v.unsqueeze(-1)).squeeze(-1)
+
+    mu = list(g_t)
+    if window is None or window > seqlen:
+        for t in range(seqlen - 2, -1, -1):
+            mu[t] = g_t[t] + apply(At_t[t + 1], mu[t + 1])
+        return torch.stack(mu, dim=1), apply(At_t[0], mu[0])
+    if window == 1:
+        return g, zero
+    prefix: list[Tensor] = []  # inside each block, from its first token up to this one
+    product = At_t[0]
+    for t in range(seqlen):
+        if t % window == 0:
+            prefix.append(g_t[t])
+        else:
+            product = At_t[t] if t % window == 1 else product @ At_t[t]
+            prefix.append(prefix[-1] + apply(product, g_t[t]))
+    suffix = g_t[-1]
+    to_next: Tensor | None = None  # the product of At from t + 1 to the next block's first token
+    for t in range(seqlen - 1, -1, -1):
+        closes = t == seqlen - 1 or t % window == window - 1
+        suffix = g_t[t] if closes else g_t[t] + apply(At_t[t + 1], suffix)
+        if t + 1 < seqlen:
+            to_next = At_t[t + 1] if closes or to_next is None else At_t[t + 1] @ to_next
+        next_block = (t // window + 1) * window
+        mu[t] = suffix
+        if t % window and next_block < seqlen:
+            assert to_next is not None
+            mu[t] = suffix + apply(to_next, prefix[min(t + window - 1, seqlen - 1)])
+    return torch.stack(mu, dim=1), apply(At_t[0], prefix[window - 2])
+
+
+# -------------------------------------------------------------------------------------------------- causal conv1d
+
+
+def _taps(x: Tensor, width: int, initial_state: Tensor | None, reset: Tensor | None):  # type: ignore[no-untyped-def]
+    """For each tap j the input it sees, (batch, seqlen, channels), and 0 where it would reach into another document."""
+    batch, seqlen, channels = x.shape
+    before = x.new_zeros(batch, width - 1, channels) if initial_state is None else initial_state.transpose(1, 2)
+    padded = torch.cat([before, x], dim=1)
+    starts = None if reset is None else reset.to(torch.int32).cumsum(1)
+    for j in range(width):
+        lag = width - 1 - j
+        tap = padded[:, j : j + seqlen]
+        keep = None
+        if starts is not None and lag:
+            earlier = torch.cat([starts.new_zeros(batch, min(lag, seqlen)), starts[:, : seqlen - lag]], dim=1)
+            keep = (earlier == starts[:, :seqlen]).unsqueeze(-1)
+            tap = tap * keep
+        yield j, tap, keep
+
+
+def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):  # type: ignore[no-untyped-def]
+    p = _preactivation(x, weight, bias, initial_state, reset)
+    return F.silu(p) if silu else p
+
+
+def _preactivation(x, weight, bias, initial_state, reset):  # type: ignore[no-untyped-def]
+    p = sum(weight[:, j] * tap for j, tap, _ in _taps(x, weight.shape[1], initial_state, reset))
+    return p if bias is None else p + bias
+
+
+def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None):  # type: ignore[no-untyped-def]
+    width, seqlen = weight.shape[1], x.shape[1]
+    dp = dy
+    if silu:
+        p = _preactivation(x, weight, bias, initial_state, reset)
+        sig = torch.sigmoid(p)
+        dp = dy * sig * (1 + p * (1 - sig))
+    padded = x.new_zeros(x.shape[0], seqlen + width - 1, x.shape[2])
+    dweight = torch.zeros_like(weight)
+    for j, tap, keep in _taps(x, width, initial_state, reset):
+        dweight[:, j] = (dp * tap).sum((0, 1))
+        padded[:, j : j + seqlen] += weight[:, j] * (dp if keep is None else dp * keep)
+    dbias = None if bias is None else dp.sum((0, 1))
+    return padded[:, width - 1 :], dweight, dbias, padded[:, : width - 1].transpose(1, 2)

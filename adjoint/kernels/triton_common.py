@@ -1,0 +1,155 @@
+"""What the Triton kernels share: pointwise helpers, the pass that carries states from split to split, launch sizes.
+
+A long recurrence is cut into *splits* of the sequence when batch × channels alone would leave the GPU idle (a long
+context usually means batch 1). Each split is first run from a zero state, which gives its local final state and the
+product of its decays; the state at every split's edge then follows from a scan over the few splits
+(:func:`pass_states`), and the real run starts each split from the right state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_GRID_YZ = 65535  # CUDA's limit on the second and third grid dimension
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def log1p_exp(x):
+    """log(1 + exp(x)) without overflow, and without losing the small values (log1p is not a Triton primitive)."""
+    e = tl.exp(-tl.abs(x))
+    w = 1.0 + e
+    # log(w) * e / (w - 1) undoes the rounding of 1 + e; where w rounds to 1, log1p(e) = e.
+    small = w == 1.0
+    log1p = tl.where(small, e, tl.log(w) * (e / tl.where(small, 1.0, w - 1.0)))
+    return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) from the exponential of -|x|, which cannot overflow."""
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0.0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def _pass_states_kernel(
+    local,
+    decay,
+    init,
+    incoming,
+    last,
+    n_splits,
+    size,
+    decay_size,
+    group,
+    HAS_INIT: tl.constexpr,
+    REVERSE: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    batch = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = i < size
+    if HAS_INIT:
+        state = tl.load(init + batch * size + i, mask=ok, other=0.0).to(ACC)
+    else:
+        state = tl.zeros((BLOCK,), ACC)
+    for k in range(0, n_splits):
+        split = batch * n_splits + k
+        if REVERSE:
+            split = batch * n_splits + (n_splits - 1 - k)
+        tl.store(incoming + split * size + i, state, mask=ok)
+        a = tl.load(decay + split * decay_size + i // group, mask=ok, other=0.0).to(ACC)
+        state = a * state + tl.load(local + split * size + i, mask=ok, other=0.0).to(ACC)
+    tl.store(last + batch * size + i, state, mask=ok)
+
+
+def pass_states(
+    local: torch.Tensor, decay: torch.Tensor, init: torch.Tensor | None, reverse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Carry a state through the splits: ``s[k+1] = decay[k] * s[k] + local[k]``, ``s[0] = init`` or zero.
+
+    ``local`` is (batch, n_splits, *state); ``decay`` (batch, n_splits, *outer), whose elements each stand for an equal run
+    of the flattened state (one a head in the scalar case, one an element in the diagonal case). Returns ``s`` at every
+    split's entry (batch, n_splits, *state), and the last state (batch, *state). With ``reverse`` the splits run from
+    the last to the first.
+    """
+    batch, n_splits = local.shape[:2]
+    incoming = torch.empty_like(local)
+    last = local.new_empty((batch, *local.shape[2:]))
+    size, decay_size = last[0].numel(), decay[0, 0].numel()
+    if init is not None:
+        init = init.contiguous()
+    block = 256
+    with on_device(local):
+        _pass_states_kernel[(triton.cdiv(size, block), batch)](
+            local,
+            decay,
+            init,
+            incoming,
+            last,
+            n_splits,
+            size,
+            decay_size,
+            size // decay_size,
+            HAS_INIT=init is not None,
+            REVERSE=reverse,
+            ACC=tl_dtype(local.dtype),
+            BLOCK=block,
+            num_warps=4,
+        )
+    return incoming, last
+
+
+def tl_dtype(dtype: torch.dtype) -> Any:
+    """The Triton type in which values of ``dtype`` are computed: float64 for itself, float32 for all else."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states and partial sums for inputs of ``dtype``: float64 for itself, float32 for all else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def last_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """``x`` itself where its last dimension is dense (any other strides are fine), else a contiguous copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def reset_bytes(reset: torch.Tensor | None) -> torch.Tensor | None:
+    """Resets (batch, seqlen) as contiguous bytes, which every Triton version loads alike; None stays None."""
+    return None if reset is None else reset.to(torch.bool).contiguous().view(torch.uint8)
+
+
+def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, so make that the tensor's (nothing to do under the interpreter)."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def wanted_programs(x: torch.Tensor, per_multiprocessor: int) -> int:
+    """How many programs fill the tensor's device when ``per_multiprocessor`` of them are to share a multiprocessor."""
+    return per_multiprocessor * _multiprocessors(x.device)
+
+
+def split_length(seqlen: int, programs: int, wanted: int, unit: int, shortest: int) -> int:
+    """Tokens a split: the whole sequence when ``programs`` already reach ``wanted``, else a multiple of ``unit``.
+
+    Splits are never made shorter than ``shortest`` tokens, under which the extra pass costs more than it brings.
+    Depends on shapes and device alone, so the same call always splits alike (results are reproducible, and the
+    launch can be captured in a CUDA graph).
+    """
+    splits = max(1, min(-(-wanted // max(programs, 1)), seqlen // max(shortest, 1), MAX_GRID_YZ))
+    length = -(-seqlen // splits)
+    return -(-max(length, 1) // unit) * unit

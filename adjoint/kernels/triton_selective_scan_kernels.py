@@ -1,0 +1,490 @@
+"""Mamba-1's selective scan on the GPU in Triton: forward and accumulated-adjoint backward.
+
+A program owns one batch element, a few channels with their whole d_state, and one split of the sequence; the state lives
+in registers and time is walked in order, so each (token, channel, state) element costs one exponential a pass and
+nothing is ever scanned twice in a tree. The forward keeps the state once every ``EVERY`` tokens. The backward goes
+through those stretches from last to first: it redoes a stretch's states once to place finer marks every ``STEPS``
+tokens (a scratch buffer that stays in cache), and again stretch by stretch of ``STEPS`` with the decayed states
+p_t = a_t h_{t-1} held in registers, where the reverse walk of the adjoint state mu needs them.
+
+Tile shapes decide who holds what. Triton lays the last dimensions of a tile over the lanes of the warp first: the
+forward's (d_state, lanes) tile gives a thread one channel and all its states, so that the sum over d_state needs no
+communication; the backward's (rows, d_state, 8) tile gives a warp 8 lanes of channels × 4 of states, the balance between
+its two kinds of sums: over states (du, ddelta, dz) and over channels (dB, dC).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from adjoint.kernels.triton_common import LOG2E, log1p_exp, sigmoid
+
+
+@triton.jit
+def step_size(delta, bias, SOFTPLUS: tl.constexpr):
+    """(d, dd/d delta) of the discretisation step d = softplus(delta + bias)."""
+    x = delta + bias
+    if SOFTPLUS:
+        return log1p_exp(x), sigmoid(x)
+    else:
+        return x, tl.full(x.shape, 1.0, x.dtype)
+
+
+@triton.jit(do_not_specialize=["one"])
+def forward_kernel(
+    u,
+    delta,
+    A,
+    B,
+    C,
+    D,
+    z,
+    bias,
+    reset,
+    h_in,
+    y,
+    checkpoints,
+    h_out,
+    decay,
+    seqlen,
+    d_inner,
+    d_state,
+    split_len,
+    one,
+    u_b,
+    u_t,
+    delta_b,
+    delta_t,
+    B_b,
+    B_t,
+    C_b,
+    C_t,
+    z_b,
+    z_t,
+    LOCAL: tl.constexpr,
+    HAS_D: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    HAS_INIT: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    EVERY: tl.constexpr,
+    UNROLL: tl.constexpr,
+    N: tl.constexpr,
+    LANES: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """One split. LOCAL: from the zero state, only h_out and decay (b, split, d, n). Else: from h_in, y and checkpoints."""
+    split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n_splits = tl.num_programs(1)
+    d = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    n = tl.arange(0, N)
+    d_ok, n_ok = d < d_inner, n < d_state
+    ok = n_ok[:, None] & d_ok[None, :]
+    state = n[:, None] * d_inner + d[None, :] * one
+    A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
+
+    # int64 from here on: batch * stride and t * stride pass 2^31 at the lengths this is for
+    first = split.to(tl.int64) * split_len
+    stop = tl.minimum(first + split_len, seqlen)
+    u += batch * u_b
+    delta += batch * delta_b
+    B += batch * B_b
+    C += batch * C_b
+    if HAS_RESET:
+        reset += batch * seqlen
+    if not LOCAL:
+        y += batch * seqlen * d_inner
+        if HAS_Z:
+            z += batch * z_b
+    per_batch = tl.cast(d_inner, tl.int64) * d_state
+    n_checkpoints = (seqlen + EVERY - 1) // EVERY
+
+    step_bias = tl.zeros((LANES,), ACC)
+    if HAS_BIAS:
+        step_bias = tl.load(bias + d, mask=d_ok, other=0.0).to(ACC)
+    skip = tl.zeros((LANES,), ACC)
+    if HAS_D:
+        skip = tl.load(D + d, mask=d_ok, other=0.0).to(ACC)
+    h = tl.zeros((N, LANES), ACC)
+    if HAS_INIT:
+        h = tl.load(h_in + (batch * n_splits + split) * per_batch + state, mask=ok, other=0.0).to(ACC)
+    total = tl.zeros((LANES,), ACC)
+    kept = tl.full((LANES,), 1.0, ACC)
+
+    for stretch in range(0, (stop - first + EVERY - 1) // EVERY):
+        begin = first + stretch * EVERY
+        if not LOCAL:
+            mark = checkpoints + (batch * n_checkpoints + begin // EVERY) * per_batch
+            tl.store(mark + state, h, mask=ok)
+        for group in range(0, (tl.minimum(begin + EVERY, stop) - begin + UNROLL - 1) // UNROLL):
+            # All loads of a few tokens first: the stores below would keep later loads from being issued early.
+            us = ()
+            deltas = ()
+            for i in tl.static_range(UNROLL):
+                t = begin + group * UNROLL + i
+                us = us + (tl.load(u + t * u_t + d, mask=d_ok & (t < stop), other=0.0),)
+                deltas = deltas + (tl.load(delta + t * delta_t + d, mask=d_ok & (t < stop), other=0.0),)
+            for i in tl.static_range(UNROLL):
+                t = begin + group * UNROLL + i
+                inside = t < stop
+                step, _ = step_size(deltas[i].to(ACC), step_bias, SOFTPLUS)
+                step = tl.where(inside, step, 0.0)  # past the end: a = 1, nothing added
+                u_t_ = us[i].to(ACC)
+                B_t_ = tl.load(B + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                a = tl.exp2(A2 * step[None, :])
+                if HAS_RESET:
+                    keep = tl.where(tl.load(reset + t, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
+                    a = a * keep
+                    kept = kept * keep
+                h = a * h + (step * u_t_)[None, :] * B_t_[:, None]
+                total += step
+                if not LOCAL:
+                    C_t_ = tl.load(C + t * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                    out = tl.sum(h * C_t_[:, None], axis=0) + skip * u_t_
+                    if HAS_Z:
+                        z_ = tl.load(z + t * z_t + d, mask=d_ok & inside, other=0.0).to(ACC)
+                        out = out * z_ * sigmoid(z_)
+                    tl.store(y + t * d_inner + d, out, mask=d_ok & inside)
+
+    if LOCAL:
+        edge = (batch * n_splits + split) * per_batch
+        tl.store(h_out + edge + state, h, mask=ok)
+        tl.store(decay + edge + state, tl.exp2(A2 * total[None, :]) * kept[None, :], mask=ok)
+    else:
+        if split == n_splits - 1:
+            tl.store(h_out + batch * per_batch + state, h, mask=ok)
+
+
+@triton.jit(do_not_specialize=["one"])
+def adjoint_local_kernel(
+    dy,
+    delta,
+    A,
+    C,
+    z,
+    bias,
+    reset,
+    c_out,
+    decay,
+    seqlen,
+    d_inner,
+    d_state,
+    split_len,
+    one,
+    dy_b,
+    dy_t,
+    delta_b,
+    delta_t,
+    C_b,
+    C_t,
+    z_b,
+    z_t,
+    HAS_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    N: tl.constexpr,
+    LANES: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """The carried adjoint c = a_t mu_t at a split's left edge when it enters with zero, and the product of decays."""
+    split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    d = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    n = tl.arange(0, N)
+    d_ok, n_ok = d < d_inner, n < d_state
+    ok = n_ok[:, None] & d_ok[None, :]
+    state = n[:, None] * d_inner + d[None, :] * one
+    A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
+    first = split.to(tl.int64) * split_len
+    stop = tl.minimum(first + split_len, seqlen)
+    dy += batch * dy_b
+    delta += batch * delta_b
+    C += batch * C_b
+    if HAS_Z:
+        z += batch * z_b
+    if HAS_RESET:
+        reset += batch * seqlen
+    step_bias = tl.zeros((LANES,), ACC)
+    if HAS_BIAS:
+        step_bias = tl.load(bias + d, mask=d_ok, other=0.0).to(ACC)
+    c = tl.zeros((N, LANES), ACC)
+    total = tl.zeros((LANES,), ACC)
+    kept = tl.full((LANES,), 1.0, ACC)
+    for group in range(0, (stop - first + UNROLL - 1) // UNROLL):
+        for i in tl.static_range(UNROLL):
+            t = stop - 1 - group * UNROLL - i
+            inside = t >= first
+            m = d_ok & inside
+            step, _ = step_size(
+                tl.load(delta + t * delta_t + d, mask=m, other=0.0).to(ACC), step_bias, SOFTPLUS
+            )
+            step = tl.where(inside, step, 0.0)
+            g = tl.load(dy + t * dy_t + d, mask=m, other=0.0).to(ACC)
+            if HAS_Z:
+                z_ = tl.load(z + t * z_t + d, mask=m, other=0.0).to(ACC)
+                g = g * z_ * sigmoid(z_)
+            C_t_ = tl.load(C + t * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+            a = tl.exp2(A2 * step[None, :])
+            if HAS_RESET:
+                keep = tl.where(tl.load(reset + t, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
+                a = a * keep
+                kept = kept * keep
+            c = a * (g[None, :] * C_t_[:, None] + c)
+            total += step
+    edge = (batch * tl.num_programs(1) + split) * d_inner * d_state
+    tl.store(c_out + edge + state, c, mask=ok)
+    tl.store(decay + edge + state, tl.exp2(A2 * total[None, :]) * kept[None, :], mask=ok)
+
+
+@triton.jit
+def step_kernel(delta, bias, step, seqlen, d_inner, delta_b, delta_t, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
+                ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+    """d = softplus(delta + bias) in the states' precision, once: the backward's lanes would each redo it."""
+    batch = tl.program_id(2).to(tl.int64)
+    t = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    d = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    ok = (t < seqlen) & (d < d_inner)
+    x = tl.load(delta + batch * delta_b + t * delta_t + d, mask=ok, other=0.0).to(ACC)
+    if HAS_BIAS:
+        x += tl.load(bias + d, mask=d < d_inner, other=0.0).to(ACC)
+    if SOFTPLUS:
+        x = log1p_exp(x)
+    tl.store(step + (batch * seqlen + t) * d_inner + d, x, mask=ok)
+
+
+@triton.jit
+def _slope(step):
+    """d softplus(x) / dx = 1 - exp(-softplus(x)), by its series where the difference would cancel."""
+    series = step * (1.0 - step * (0.5 - step * (1.0 / 6.0 - step * (1.0 / 24.0 - step * (1.0 / 120.0)))))
+    return tl.where(step < 0.0625, series, 1.0 - tl.exp(-step))
+
+
+@triton.jit
+def _advance(h, t, stop, u, step, B, reset, u_t, B_t, d_inner, d_state, ds, ns, A2,
+             HAS_RESET: tl.constexpr, ROWS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+    """One token on every row: (p_t, h_t) = (a_t h_{t-1}, p_t + d_t u_t B_t)."""
+    inside = t < stop
+    B_ = tl.load(B + t * B_t + ns, mask=(ns < d_state) & inside, other=0.0).to(ACC)
+    if HAS_RESET:
+        keep = tl.where(tl.load(reset + t, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
+    ps = ()
+    hs = ()
+    for r in tl.static_range(ROWS):
+        m = (ds[r] < d_inner) & inside
+        step_ = tl.load(step + t * d_inner + ds[r], mask=m, other=0.0)
+        x = step_ * tl.load(u + t * u_t + ds[r], mask=m, other=0.0).to(ACC)
+        p = tl.exp2(A2[r] * step_[None, :]) * h[r]
+        if HAS_RESET:
+            p = p * keep
+        ps = ps + (p,)
+        hs = hs + (p + x[None, :] * B_[:, None],)
+    return ps, hs
+
+
+@triton.jit(do_not_specialize=["one"])
+def backward_kernel(
+    dy,
+    u,
+    step,
+    A,
+    B,
+    C,
+    D,
+    z,
+    reset,
+    checkpoints,
+    c_in,
+    scratch,
+    du,
+    ddelta,
+    dz,
+    dB,
+    dC,
+    dA,
+    dD,
+    dbias,
+    c_out,
+    seqlen,
+    d_inner,
+    d_state,
+    split_len,
+    one,
+    dy_b,
+    dy_t,
+    u_b,
+    u_t,
+    B_b,
+    B_t,
+    C_b,
+    C_t,
+    z_b,
+    z_t,
+    HAS_D: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    HAS_CIN: tl.constexpr,
+    WRITE_COUT: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    EVERY: tl.constexpr,
+    STEPS: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """One split, from the carried adjoint c_in at its right edge. dB and dC are this program's share of the sum over d."""
+    split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block, n_splits, n_blocks = tl.program_id(0), tl.num_programs(1), tl.num_programs(0)
+    n = tl.arange(0, N)
+    n_ok = n < d_state
+    first = split.to(tl.int64) * split_len
+    stop = tl.minimum(first + split_len, seqlen)
+    dy += batch * dy_b
+    u += batch * u_b
+    B += batch * B_b
+    C += batch * C_b
+    if HAS_Z:
+        z += batch * z_b
+    if HAS_RESET:
+        reset += batch * seqlen
+    rows = batch * seqlen  # of the contiguous tensors (batch, seqlen, ...)
+    step += rows * d_inner
+    du += rows * d_inner
+    ddelta += rows * d_inner
+    if HAS_Z:
+        dz += rows * d_inner
+    dB += (batch * n_blocks + block) * seqlen * d_state
+    dC += (batch * n_blocks + block) * seqlen * d_state
+    per_batch = tl.cast(d_inner, tl.int64) * d_state
+    edge = (batch * n_splits + split) * per_batch
+    n_checkpoints = (seqlen + EVERY - 1) // EVERY
+    # This program's fine marks, (EVERY // STEPS, ROWS, d_state, LANES): each thread reads back what it wrote.
+    tile: tl.constexpr = N * LANES
+    scratch += ((batch * n_splits + split) * n_blocks + block) * (EVERY // STEPS) * ROWS * tile
+    scratch += n[:, None] * LANES + tl.arange(0, LANES)[None, :] * one
+
+    ds = ()
+    A2 = ()
+    c = ()
+    sum_A = ()
+    sum_D = ()
+    sum_bias = ()
+    skip = ()
+    for r in tl.static_range(ROWS):
+        d = (block * ROWS + r) * LANES + tl.arange(0, LANES)
+        ds = ds + (d,)
+        ok = n_ok[:, None] & (d < d_inner)[None, :]
+        state = n[:, None] * d_inner + d[None, :] * one
+        A2 = A2 + (tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E,)
+        if HAS_CIN:
+            c = c + (tl.load(c_in + edge + state, mask=ok, other=0.0).to(ACC),)
+        else:
+            c = c + (tl.zeros((N, LANES), ACC),)
+        if HAS_D:
+            skip = skip + (tl.load(D + d, mask=d < d_inner, other=0.0).to(ACC),)
+        else:
+            skip = skip + (tl.zeros((LANES,), ACC),)
+        sum_A = sum_A + (tl.zeros((N, LANES), ACC),)
+        sum_D = sum_D + (tl.zeros((LANES,), ACC),)
+        sum_bias = sum_bias + (tl.zeros((LANES,), ACC),)
+
+    n_stretches = (stop - first + EVERY - 1) // EVERY
+    for back in range(0, n_stretches):
+        begin = first + (n_stretches - 1 - back) * EVERY
+        end = tl.minimum(begin + EVERY, stop)
+        n_groups = (end - begin + STEPS - 1) // STEPS
+        mark = checkpoints + (batch * n_checkpoints + begin // EVERY) * per_batch
+        h = ()
+        for r in tl.static_range(ROWS):
+            ok = n_ok[:, None] & (ds[r] < d_inner)[None, :]
+            h = h + (tl.load(mark + n[:, None] * d_inner + ds[r][None, :] * one, mask=ok, other=0.0),)
+            tl.store(scratch + r * tile, h[r])
+        for group in range(0, n_groups - 1):
+            for i in tl.static_range(STEPS):
+                t = begin + group * STEPS + i
+                _, h = _advance(h, t, end, u, step, B, reset, u_t, B_t, d_inner, d_state, ds, n, A2,
+                                HAS_RESET, ROWS, ACC)  # fmt: skip
+            for r in tl.static_range(ROWS):
+                tl.store(scratch + ((group + 1) * ROWS + r) * tile, h[r])
+        tl.debug_barrier()
+        for undone in range(0, n_groups):
+            group = n_groups - 1 - undone
+            h = ()
+            for r in tl.static_range(ROWS):
+                h = h + (tl.load(scratch + (group * ROWS + r) * tile),)
+            decayed = ()
+            for i in tl.static_range(STEPS):
+                t = begin + group * STEPS + i
+                p, h = _advance(h, t, end, u, step, B, reset, u_t, B_t, d_inner, d_state, ds, n, A2,
+                                HAS_RESET, ROWS, ACC)  # fmt: skip
+                decayed = decayed + (p,)
+            for i in tl.static_range(STEPS):
+                t = begin + group * STEPS + (STEPS - 1 - i)
+                inside = t < end
+                B_ = tl.load(B + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                C_ = tl.load(C + t * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                if HAS_RESET:
+                    keep = tl.where(tl.load(reset + t, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
+                mu_x = tl.zeros((N, LANES), ACC)
+                h_g = tl.zeros((N, LANES), ACC)
+                new_c = ()
+                new_A = ()
+                new_D = ()
+                new_bias = ()
+                for r in tl.static_range(ROWS):
+                    d = ds[r]
+                    m = (d < d_inner) & inside
+                    p = decayed[STEPS - 1 - i][r]
+                    step_ = tl.load(step + t * d_inner + d, mask=m, other=0.0)
+                    u_ = tl.load(u + t * u_t + d, mask=m, other=0.0).to(ACC)
+                    g = tl.load(dy + t * dy_t + d, mask=m, other=0.0).to(ACC)
+                    x = step_ * u_
+                    h_ = p + x[None, :] * B_[:, None]
+                    if HAS_Z:
+                        z_ = tl.load(z + t * z_t + d, mask=m, other=0.0).to(ACC)
+                        gate = sigmoid(z_)
+                        ungated = tl.sum(h_ * C_[:, None], axis=0) + skip[r] * u_
+                        dz_ = g * ungated * gate * (1.0 + z_ * (1.0 - gate))
+                        tl.store(dz + t * d_inner + d, dz_, mask=m)
+                        g = g * z_ * gate
+                    mu = g[None, :] * C_[:, None] + c[r]
+                    v = mu * p
+                    mu_x += mu * x[None, :]
+                    h_g += h_ * g[None, :]
+                    mu_B = tl.sum(mu * B_[:, None], axis=0)
+                    dstep = tl.sum(v * A2[r], axis=0) * (1.0 / LOG2E) + mu_B * u_
+                    if SOFTPLUS:
+                        dstep = dstep * _slope(step_)
+                    tl.store(du + t * d_inner + d, mu_B * step_ + skip[r] * g, mask=m)
+                    tl.store(ddelta + t * d_inner + d, dstep, mask=m)
+                    new_A = new_A + (sum_A[r] + v * step_[None, :],)
+                    new_D = new_D + (sum_D[r] + g * u_,)
+                    new_bias = new_bias + (sum_bias[r] + tl.where(inside, dstep, 0.0),)
+                    c_ = tl.exp2(A2[r] * step_[None, :]) * mu
+                    if HAS_RESET:
+                        c_ = c_ * keep
+                    new_c = new_c + (c_,)
+                c = new_c
+                sum_A = new_A
+                sum_D = new_D
+                sum_bias = new_bias
+                tl.store(dB + t * d_state + n, tl.sum(mu_x, axis=1), mask=n_ok & inside)
+                tl.store(dC + t * d_state + n, tl.sum(h_g, axis=1), mask=n_ok & inside)
+        tl.debug_barrier()  # the next stretch overwrites the marks
+
+    sums = (batch * n_splits + split) * d_inner
+    for r in tl.static_range(ROWS):
+        d_ok = ds[r] < d_inner
+        ok = n_ok[:, None] & d_ok[None, :]
+        state = n[:, None] * d_inner + ds[r][None, :] * one
+        tl.store(dA + edge + state, sum_A[r], mask=ok)
+        if HAS_D:
+            tl.store(dD + sums + ds[r], sum_D[r], mask=d_ok)
+        if HAS_BIAS:
+            tl.store(dbias + sums + ds[r], sum_bias[r], mask=d_ok)
+        if WRITE_COUT:
+            tl.store(c_out + edge + state, c[r], mask=ok)
