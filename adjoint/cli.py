@@ -31,7 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError, MemoryError) as error:
-        if os.environ.get("ADJOINT_DEBUG") == "1":
+        ours = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "adjoint"
+        if ours or os.environ.get("ADJOINT_DEBUG") == "1":
             raise
         print(f"error: {_explain(error)}", file=sys.stderr)
         return 2

@@ -60,7 +60,7 @@ class TrainingConfig:
         steps: optimizer steps of the whole run.
         seed: seed of the initial weights, of the order of the data and of the samples.
         lr: highest learning rate, reached after the warm-up.
-        min_lr: learning rate at the last step, where the cosine ends.
+        min_lr: learning rate at the last step, where the cosine ends; null is a tenth of lr.
         warmup_steps: steps of the linear warm-up, capped at half of the run.
         weight_decay: AdamW's decay, applied to the projection matrices only.
         betas: AdamW's two moments' decay rates.
@@ -84,7 +84,7 @@ class TrainingConfig:
     steps: int = 150
     seed: int = 0
     lr: float = 4e-3
-    min_lr: float = 4e-4
+    min_lr: float | None = None
     warmup_steps: int = 10
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -116,12 +116,14 @@ class TrainingConfig:
                 raise UserError(f"training.{key}: must be at least {lowest}, got {value}")
         for key in (*positive, "min_lr", "weight_decay", "grad_clip"):
             value = getattr(self, key)
-            if not (math.isfinite(value) and (value > 0 or (value == 0 and key not in positive))):
+            if value is not None and not (
+                math.isfinite(value) and (value > 0 or (value == 0 and key not in positive))
+            ):
                 word = "positive" if key in positive else "zero or positive"
                 raise UserError(f"training.{key}: must be a {word} finite number, got {value}")
         if self.seed >= 2**63:
             raise UserError(f"training.seed: must be below 2**63, got {self.seed}")
-        if self.min_lr > self.lr:
+        if self.min_lr is not None and self.min_lr > self.lr:
             raise UserError(f"training.min_lr: {self.min_lr} is above training.lr {self.lr}; lower it")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"training.betas: two numbers in [0, 1), got {list(self.betas)}")

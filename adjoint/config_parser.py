@@ -142,8 +142,8 @@ def _parser(prog: str) -> Any:
         allow_abbrev=False,
         usage="%(prog)s [--config FILE] [--section.key VALUE ...] [--resume auto]",
         description="Train a state-space language model on long text.",
-        epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576). Keys are the same in YAML and as "
-        "flags; flags win.",
+        epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576). YAML files have the same keys; "
+        "flags win over them.",
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the keys below")
     for section, keys in _sections().items():
@@ -168,7 +168,7 @@ def _parse(parser: Any, arguments: list[str], origin: dict[str, str]) -> dict[st
     import jsonargparse
 
     try:
-        return jsonargparse.namespace_to_dict(parser.parse_args(arguments))
+        return parser.parse_args(arguments).as_dict()
     except jsonargparse.ArgumentError as error:
         raise UserError(_one_line(str(error), origin, parser)) from None
 

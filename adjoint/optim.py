@@ -47,5 +47,6 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
     warmup = min(config.warmup_steps, config.steps // 2)
     if step <= warmup:
         return config.lr * step / warmup
+    lowest = config.lr / 10 if config.min_lr is None else config.min_lr
     progress = (step - warmup) / max(1, config.steps - warmup)
-    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return lowest + (config.lr - lowest) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 import time
@@ -271,9 +272,9 @@ class _Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(
-                total=settings.steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1
-            )
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns  # 0 where the terminal never said
+            width: dict[str, Any] = {"dynamic_ncols": True} if columns else {"ncols": 100}
+            self.bar = tqdm(total=settings.steps, initial=step, unit="step", smoothing=0.1, **width)
 
     def __enter__(self) -> _Progress:
         return self

@@ -172,7 +172,7 @@ def test_a_failed_write_leaves_the_old_checkpoints_and_no_litter(
 def test_a_kill_at_any_moment_of_a_write_leaves_whole_checkpoints_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL before the n-th call to the file system, for every n of a save that also deletes an old checkpoint."""
+    """SIGKILL before the n-th call to the file system, for every n of a save that deletes one, too."""
     calls = 0
     limit = 10**9
 
@@ -221,7 +221,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 
     path = save(tmp_path, 1)
     torch.save({"torch": Evil()}, path / "rng.pt")
-    with pytest.raises(Exception, match="[Ww]eights"):
+    with pytest.raises(Exception, match=r"[Ww]eights"):
         load_checkpoint(path, Tied(), verify=False)
     assert not (tmp_path / "owned").exists()
     assert checkpoint_module.FORMAT == 1

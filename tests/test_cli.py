@@ -131,7 +131,7 @@ def test_what_is_our_fault_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) 
 
 def test_tracebacks_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADJOINT_DEBUG", "1")
-    with pytest.raises(ValueError, match="training.steps"):
+    with pytest.raises(ValueError, match=r"training\.steps"):
         train_tiny(tmp_path, training__steps=0)
 
 

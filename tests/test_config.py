@@ -57,7 +57,7 @@ def test_every_config_file_is_tested() -> None:
 def test_written_configuration_reads_back_equal(tmp_path: Path) -> None:
     config = load_config(
         [
-            "--training.lr",
+            "--training.eps",
             "1e-05",
             "--data.path",
             "[a.txt, b]",
@@ -67,7 +67,7 @@ def test_written_configuration_reads_back_equal(tmp_path: Path) -> None:
             "x",
         ]
     )
-    assert config.training.lr == 1e-5
+    assert config.training.eps == 1e-5
     assert config.data.path == ["a.txt", "b"]
     assert config.method.build().chunk_size == 4096
     file = tmp_path / "again.yaml"

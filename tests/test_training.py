@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -336,7 +337,7 @@ def test_the_learning_rate_warms_up_and_falls_to_its_end() -> None:
     assert rates[9] == max(rates)
     assert rates[54] == pytest.approx(0.55)  # half-way down the cosine
     assert rates[-1] == pytest.approx(0.1)
-    assert all(later < earlier for earlier, later in zip(rates[9:], rates[10:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[9:]))
     assert learning_rate(1, TrainingConfig(steps=1, lr=1.0, min_lr=0.1, warmup_steps=10)) == pytest.approx(
         0.1
     )

@@ -8,7 +8,23 @@ from typing import Any
 
 from adjoint.cli import main
 
-WORDS = "the state of a chunk is all that the next chunk needs to know about every token before it".split()
+WORDS = [
+    "the",
+    "state",
+    "of",
+    "a",
+    "chunk",
+    "is",
+    "all",
+    "that",
+    "next",
+    "needs",
+    "to",
+    "know",
+    "about",
+    "every",
+    "token",
+]
 
 
 def write_text(path: Path, words: int = 3000) -> Path:
