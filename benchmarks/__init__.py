@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.NAME`; what they measured lies in benchmarks/results/."""
