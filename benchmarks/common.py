@@ -7,6 +7,8 @@ measurement in a journal at once, so that a benchmark that was stopped goes on w
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import csv
 import datetime
 import hashlib
@@ -27,7 +29,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 ALLOCATORS: dict[str, dict[str, str]] = {
     # glibc as it comes: large blocks are mapped and given back at each free.
     "default": {},
-    # glibc told to keep what it has: faster, for every large tensor is not mapped and zeroed anew, and hungrier.
+    # glibc told to keep what it has: faster, as large tensors are not mapped and zeroed anew, and hungrier.
     "retain": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"},
 }
 _ANSWER = "answer: "
@@ -51,10 +53,8 @@ def rss_bytes() -> tuple[int, int]:
 
 def reset_peak_rss() -> None:
     """Let the peak begin at what is resident now (Linux; elsewhere it stays as it is)."""
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def total_memory_bytes() -> int:
@@ -102,10 +102,8 @@ def versions(*packages: str) -> dict[str, str]:
     """Installed versions of `packages`; those that are not installed are left out."""
     found = {}
     for package in packages:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            pass
     return found
 
 
@@ -144,7 +142,7 @@ def commit() -> str:
 
 
 def fingerprint(*extra: object) -> str:
-    """Changes when a line of the code under test, or `extra`, does: measurements of one journal belong together."""
+    """A mark that changes with the code under test and with `extra`: one journal holds one mark's points."""
     digest = hashlib.sha256(repr(extra).encode())
     for path in sorted(p for p in (ROOT / "adjoint").rglob("*") if p.suffix in {".py", ".cpp", ".h"}):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
@@ -209,12 +207,13 @@ def write_results(
 
 
 def parse_size(text: str) -> int:
-    """Bytes or tokens: `"16384"`, `"16K"`, `"1M"`, `"18GB"`, `"17.5GiB"`; K is 1024. Raises ValueError."""
+    """Bytes or tokens: `"16384"`, `"16K"`, `"1M"`, `"18GB"`, `"17.5GiB"`; K is 1024.
+
+    It is a `type=` of argparse: what it cannot read raises ArgumentTypeError.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if not match:
-        raise ValueError(
-            f"{text!r} is not a size: write a whole number or one with K, M, G or T, as 16K or 18GB"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write a number, or 16K, 1M, 18GB")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 

@@ -1,15 +1,15 @@
 """Peak memory and time a token against sequence length: `python -m benchmarks.memory`.
 
-Every point is forward + backward of a whole language model on random tokens, in a fresh process: the model has
-d_model 256, 4 layers, expand 2, d_state 16 and a byte vocabulary with tied embeddings, in float32 at batch 1.
-Mamba-2 has headdim 64 and d_state 16 too, so that the widths are equal. Compared are `Exact`, backpropagation through the
-same scan with and without checkpointing (the honest opponents) and transformers' Mamba and Mamba-2.
+Every point is forward + backward of a whole language model on random tokens, in a fresh process: d_model 256,
+4 layers, expand 2, d_state 16, a byte vocabulary with tied embeddings, float32, batch 1. Mamba-2 has headdim 64
+and d_state 16 too, so that the widths are equal. Compared are `Exact`, backpropagation through the same scan
+with and without checkpointing (the honest opponents) and transformers' Mamba and Mamba-2.
 
-- Memory: peak resident size above what is resident after the imports; on a GPU, the peak that torch allocated.
-- Time: of a forward + backward, after one at 128 tokens that loads libraries and starts threads. Passes are repeated
-  inside a process for a few seconds, whole processes `--repeats` times; published is the median over processes.
+- Memory: peak resident size above what is resident after the imports; on a GPU, the peak torch allocated.
+- Time: of a forward + backward, after one at 128 tokens that loads libraries and starts threads. Passes are
+  repeated inside a process for some seconds, processes `--repeats` times; published is the median of those.
 - Points of different methods alternate, so that a machine that slows down slows all of them.
-- A length is left out when the memory predicted from the last two exceeds `--max-memory`; the reason is in the results.
+- A length is left out when the memory predicted from the last two exceeds `--max-memory`; the results say so.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ METHODS = {
 
 
 def build_ours(method: Method, device: str) -> Callable[[Any], Any]:
-    """`ids -> loss` of this package's model under `method`. Imports now; builds the model when first called."""
+    """`ids -> loss` of this package's model under `method`. Imports now, builds when first called."""
     import adjoint
 
     how = adjoint.Exact() if method.exact else adjoint.Backprop(checkpoint=method.checkpoint)
@@ -86,7 +86,7 @@ def build_transformers(method: Method, device: str) -> Callable[[Any], Any]:
     """`ids -> loss` of transformers' causal LM of the same widths. Imports now; builds when first called."""
     import transformers
 
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": MODEL["vocab_size"],
         "hidden_size": MODEL["d_model"],
         "num_hidden_layers": MODEL["n_layer"],
@@ -97,7 +97,9 @@ def build_transformers(method: Method, device: str) -> Callable[[Any], Any]:
     }
     if method.mixer == "mamba2":
         heads = MODEL["d_model"] * MODEL["expand"] // MODEL["headdim"]
-        config = transformers.Mamba2Config(**shape, head_dim=MODEL["headdim"], num_heads=heads, n_groups=1)
+        config: Any = transformers.Mamba2Config(
+            **shape, head_dim=MODEL["headdim"], num_heads=heads, n_groups=1
+        )
         kind: Any = transformers.Mamba2ForCausalLM
     else:
         if method.mambapy:
@@ -150,7 +152,7 @@ def measure(point: dict[str, Any]) -> dict[str, Any]:
 
 
 def predicted_bytes(measured: Sequence[tuple[int, int]], length: int) -> int | None:
-    """Memory at `length` by the straight line through the last two (length, bytes); through the origin for one."""
+    """Memory at `length` by a line through the last two (length, bytes), or through one and the origin."""
     shorter = sorted(m for m in measured if m[0] < length)[-2:]
     if not shorter:
         return None
@@ -160,7 +162,7 @@ def predicted_bytes(measured: Sequence[tuple[int, int]], length: int) -> int | N
 
 
 def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every point to measure, in the order they are run: methods alternate innermost, repeats are outermost."""
+    """Every point, in the order of measuring: methods alternate innermost, repeats are outermost."""
     points = []
     for repeat in range(options.repeats):
         for length in options.lengths:
@@ -246,7 +248,7 @@ def summarise(options: argparse.Namespace, journal: common.Journal) -> list[dict
                 row = {"method": name, "label": METHODS[name].label, "allocator": allocator, "length": length}
                 good = [r for r in results if "memory_bytes" in r]
                 if good:
-                    # The first pass of a process that made several also paid for memory touched for the first time.
+                    # The first pass of several also paid for touching memory for the first time.
                     times = [statistics.median(r["seconds"][1:] or r["seconds"]) for r in good]
                     row |= {
                         "status": "measured",
@@ -323,7 +325,7 @@ def _device_memory(device: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 when every point was run or rightly left out, 130 after Ctrl-C, 1 when one failed."""
+    """Run the benchmark. 0: every point was run or would not fit; 1: one failed; 130: Ctrl-C."""
     options = parse(arguments)
     if options.child:
         common.answer(measure(json.loads(options.child)))

@@ -48,7 +48,7 @@ def show(rows: Sequence[Row], environment: dict[str, Any], stem: Path, *, to_doc
 
 
 def tables(rows: Sequence[Row], allocator: str) -> list[Any]:
-    """Two rich tables, memory and time: a row a method, a column a length, each cell with its ratio to Exact."""
+    """Two rich tables, memory and time: a row a method, a column a length, each cell with its ratio."""
     from rich.table import Table
 
     lengths = sorted({row["length"] for row in rows})
@@ -146,8 +146,8 @@ def draw(rows: Sequence[Row], environment: dict[str, Any], path: Path) -> None:
     figure.text(
         0.005,
         -0.03,
-        f"d_model 256, 4 layers, d_state 16, float32, batch 1, allocator {rows[0]['allocator']} · {gpu} · torch "
-        f"{environment['versions'].get('torch')} · {environment['date'][:10]} · {environment['commit']}",
+        f"d_model 256, 4 layers, d_state 16, float32, batch 1, allocator {rows[0]['allocator']} · {gpu} · "
+        f"torch {environment['versions'].get('torch')} · {environment['date'][:10]} · {environment['commit']}",
         fontsize=7.5,
         color="#666666",
     )
@@ -157,7 +157,7 @@ def draw(rows: Sequence[Row], environment: dict[str, Any], path: Path) -> None:
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], longest: float) -> None:
-    """Write each curve's name right of the panel, pushed apart where they would overlap, with a thin leader."""
+    """Write each curve's name right of the panel, pushed apart where they would overlap."""
     ends = sorted(ends, key=lambda end: end[1])
     low, high = axes.get_ylim()
     to_axes = axes.transAxes.inverted().transform
