@@ -1,8 +1,8 @@
 """Peak memory and time a token against sequence length: `python -m benchmarks.memory`.
 
 Every point is forward + backward of a whole language model on random tokens, in a fresh process: d_model 256,
-4 layers, expand 2, d_state 16, a byte vocabulary with tied embeddings, float32, batch 1. Mamba-2 has headdim 64
-and d_state 16 too, so that the widths are equal. Compared are `Exact`, backpropagation through the same scan
+4 layers, expand 2, d_state 16, a byte vocabulary with tied embeddings, float32, batch 1. Mamba-2 has headdim
+64 and d_state 16 too, so that the widths are equal. Compared are `Exact`, backpropagation through the same scan
 with and without checkpointing (the honest opponents) and transformers' Mamba and Mamba-2.
 
 - Memory: peak resident size above what is resident after the imports; on a GPU, the peak torch allocated.
