@@ -14,6 +14,7 @@ import difflib
 import importlib
 import os
 import sys
+import warnings
 
 from adjoint.errors import UserError
 
@@ -25,6 +26,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    format_before = warnings.formatwarning
+    warnings.formatwarning = _format_warning
     try:
         return _dispatch(argv)
     except KeyboardInterrupt:
@@ -41,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"error: {_explain(MemoryError(str(error)))}", file=sys.stderr)
         return 2
+    finally:
+        warnings.formatwarning = format_before
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -72,6 +77,11 @@ def _version() -> str:
         return version("adjoint")
     except PackageNotFoundError:  # run from a checkout that was never installed
         return getattr(importlib.import_module("adjoint"), "__version__", "unknown (not installed)")
+
+
+def _format_warning(message: Warning | str, *where: object, **more: object) -> str:
+    """A warning as one line, without the place in the code that a user of a command has no use for."""
+    return f"warning: {' '.join(str(message).split())}\n"
 
 
 def _explain(error: BaseException) -> str:

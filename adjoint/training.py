@@ -273,7 +273,7 @@ class _Progress:
             from tqdm import tqdm
 
             columns = os.get_terminal_size(sys.stderr.fileno()).columns  # 0 where the terminal never said
-            width: dict[str, Any] = {"dynamic_ncols": True} if columns else {"ncols": 100}
+            width: dict[str, Any] = {"dynamic_ncols": True} if columns else {"ncols": 100, "nrows": 20}
             self.bar = tqdm(total=settings.steps, initial=step, unit="step", smoothing=0.1, **width)
 
     def __enter__(self) -> _Progress:

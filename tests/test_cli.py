@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,24 @@ def test_a_full_disk_and_full_memory_are_told(
         line = capsys.readouterr().err
         assert said in line
         assert line.count("\n") == 1
+
+
+def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def warning(argv: list[str]) -> int:
+        warnings.showwarning("two\nlines", UserWarning, "file.py", 1)
+        return 0
+
+    monkeypatch.setattr("adjoint.training.main", warning)
+    shown = warnings.formatwarning
+    with warnings.catch_warnings():  # pytest collects warnings; this is Python's own way of showing them
+        monkeypatch.setattr(warnings, "showwarning", python_showwarning)
+        assert main(["train"]) == 0
+    assert capsys.readouterr().err == "warning: two lines\n"
+    assert warnings.formatwarning is shown
+
+
+def python_showwarning(message: str, category: type, filename: str, line: int) -> None:
+    sys.stderr.write(warnings.formatwarning(message, category, filename, line))
 
 
 def test_what_is_our_fault_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
