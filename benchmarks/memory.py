@@ -2,8 +2,8 @@
 
 Every point is forward + backward of a whole language model on random tokens, in a fresh process: d_model 256,
 4 layers, expand 2, d_state 16, a byte vocabulary with tied embeddings, float32, batch 1. Mamba-2 has headdim
-64 and d_state 16 too, so that the widths are equal. Compared are `Exact`, backpropagation through the same scan
-with and without checkpointing (the honest opponents) and transformers' Mamba and Mamba-2.
+64 and d_state 16 too, so that the widths are equal. Compared are `Exact`, backpropagation through the same
+scan with and without checkpointing (the honest opponents) and transformers' Mamba and Mamba-2.
 
 - Memory: peak resident size above what is resident after the imports; on a GPU, the peak torch allocated.
 - Time: of a forward + backward, after one at 128 tokens that loads libraries and starts threads. Passes are
@@ -26,7 +26,14 @@ from typing import Any
 
 from benchmarks import common
 
-MODEL = {"d_model": 256, "n_layer": 4, "d_state": 16, "expand": 2, "vocab_size": 256, "headdim": 64}
+MODEL: dict[str, Any] = {
+    "d_model": 256,
+    "n_layer": 4,
+    "d_state": 16,
+    "expand": 2,
+    "vocab_size": 256,
+    "headdim": 64,
+}
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 QUICK_LENGTHS = (1024, 4096)
 SETTLED_AFTER_S = (
@@ -357,7 +364,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     payload = {"benchmark": "memory", "environment": environment, "model": MODEL, "complete": not stopped}
     payload |= {"max_memory_bytes": options.max_memory, "repeats": options.repeats, "device": options.device}
     common.write_results(folder, name, payload, rows)
-    memory_report.show(rows, environment, folder / name, to_docs=options.out is None and not stopped)
+    whole = options.methods == list(METHODS) and tuple(options.lengths) == LENGTHS
+    to_docs = whole and not stopped and options.out is None and options.device == "cpu"
+    memory_report.show(rows, environment, folder / name, to_docs=to_docs)
     if stopped:
         return 130
     journal.path.unlink()  # complete: the next run measures anew

@@ -11,6 +11,7 @@ from benchmarks import common
 
 Row = dict[str, Any]
 BASE = "exact"  # what the ratios are against
+TABLE_MARKS = ("<!-- memory table -->", "<!-- end of memory table -->")  # in README.md
 # Okabe and Ito's palette, readable with every kind of colour vision; ours are drawn thick, peers dashed.
 STYLE: dict[str, tuple[str, str]] = {
     "exact": ("#D55E00", "-"),
@@ -26,7 +27,10 @@ STYLE: dict[str, tuple[str, str]] = {
 
 
 def show(rows: Sequence[Row], environment: dict[str, Any], stem: Path, *, to_docs: bool) -> None:
-    """Print the tables and ratios of `rows`; draw stem.png, and docs/memory.png as well when `to_docs`."""
+    """Print the tables and ratios of `rows` and draw stem.png.
+
+    With `to_docs`, the picture is copied to docs/ and the first allocator's table put into README.md.
+    """
     from rich.console import Console
 
     console = Console()
@@ -44,6 +48,9 @@ def show(rows: Sequence[Row], environment: dict[str, Any], stem: Path, *, to_doc
             console.print(f"wrote {picture}", highlight=False, soft_wrap=True)
             if to_docs and not suffix:
                 shutil.copyfile(picture, common.ROOT / "docs" / picture.name)
+                readme = common.ROOT / "README.md"
+                readme.write_text(with_table(readme.read_text(), markdown(chosen)))
+                console.print("README.md and docs/ show these results now", highlight=False)
     console.print(f"wrote {stem}.json and {stem}.csv", highlight=False, soft_wrap=True)
 
 
@@ -82,6 +89,39 @@ def tables(rows: Sequence[Row], allocator: str) -> list[Any]:
     )
     made[-1].caption_justify = "left"
     return made
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The measured rows as a Markdown table: a method a line, a length a column, MiB and ms a token."""
+    lengths = sorted({row["length"] for row in rows})
+    lines = [
+        "| peak memory above the imports · time a token | "
+        + " | ".join(f"{n:,} tokens" for n in lengths)
+        + " |",
+        "| --- |" + " ---: |" * len(lengths),
+    ]
+    for name in dict.fromkeys(row["method"] for row in rows):
+        cells = []
+        for length in lengths:
+            row = find(rows, name, length)
+            measured = row is not None and row["status"] == "measured"
+            cells.append(
+                f"{row['memory_bytes'] / 2**20:,.0f} MiB · {row['ms_per_token']:.2f} ms"
+                if row and measured
+                else "–"
+            )
+        label = next(row["label"] for row in rows if row["method"] == name)
+        lines.append(f"| {f'**{label}**' if name == BASE else label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(document: str, table: str) -> str:
+    """`document` with what stands between its table marks replaced. Raises ValueError without the marks."""
+    before, begin, rest = document.partition(TABLE_MARKS[0])
+    _, end, after = rest.partition(TABLE_MARKS[1])
+    if not begin or not end:
+        raise ValueError(f"the document lacks the lines {TABLE_MARKS[0]} and {TABLE_MARKS[1]}")
+    return f"{before}{begin}\n\n{table}\n{end}{after}"
 
 
 def growth(rows: Sequence[Row]) -> list[str]:
@@ -142,12 +182,13 @@ def draw(rows: Sequence[Row], environment: dict[str, Any], path: Path) -> None:
         axes.grid(True, which="major", color="#E6E6E6", linewidth=0.8)
         axes.set_axisbelow(True)
         _label_ends(axes, ends, max(lengths))
-    gpu = environment["gpu"] or f"{environment['cores']} cores of {environment['cpu']}"
+    machine = environment["gpu"] or f"{environment['cores']} cores of {environment['cpu']}"
+    torch_version, date = environment["versions"].get("torch"), environment["date"][:10]
     figure.text(
         0.005,
         -0.03,
-        f"d_model 256, 4 layers, d_state 16, float32, batch 1, allocator {rows[0]['allocator']} · {gpu} · "
-        f"torch {environment['versions'].get('torch')} · {environment['date'][:10]} · {environment['commit']}",
+        f"d_model 256, 4 layers, d_state 16, float32, batch 1, allocator {rows[0]['allocator']} · "
+        f"{machine} · torch {torch_version} · {date} · {environment['commit']}",
         fontsize=7.5,
         color="#666666",
     )

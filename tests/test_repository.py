@@ -22,7 +22,7 @@ LEVELS = {
     "errors": 0,
     "kernels": 1,
     "layers": 2,
-    "stack": 3, "tile": 3, "loss": 3, "methods": 3, "reference": 3, "compat": 3,
+    "stack": 3, "exact": 3, "tile": 3, "loss": 3, "methods": 3, "reference": 3, "compat": 3,
     "training": 4, "compare": 4, "plan": 4, "data": 4, "config": 4, "checkpoint": 4, "plots": 4,
     "cluster": 5,
     "cli": 6, "__main__": 6,
@@ -96,7 +96,7 @@ def test_import_needs_torch_and_numpy_alone() -> None:
 import torch, numpy
 allowed = {*sys.stdlib_module_names, *(name.partition(".")[0] for name in sys.modules), "adjoint"}
 optional = '''ray triton transformers matplotlib mamba_ssm causal_conv1d liger_kernel fla mambapy pynvml yaml
-    rich jsonargparse tqdm safetensors tokenizers pyarrow tensorboard docstring_parser psutil packaging'''.split()
+    rich jsonargparse tqdm safetensors tokenizers pyarrow tensorboard docstring_parser psutil'''.split()
 for name in [n for n in sys.modules if n.partition(".")[0] in optional]:
     del sys.modules[name]
 
