@@ -33,9 +33,8 @@ def log1p_exp(x):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)) from the exponential of -|x|, which cannot overflow."""
-    e = tl.exp(-tl.abs(x))
-    return tl.where(x >= 0.0, 1.0, e) / (1.0 + e)
+    """1 / (1 + exp(-x)); an overflowing exponential gives the right 0."""
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit

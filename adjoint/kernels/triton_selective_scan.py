@@ -15,7 +15,7 @@ from adjoint.kernels import triton_common as common
 from adjoint.kernels import triton_selective_scan_kernels as kernels
 
 CHECKPOINT = 64  # tokens between the states that the forward keeps
-STEPS = 8  # tokens whose states the backward holds in registers
+STEPS = 4  # tokens whose states the backward holds in registers
 UNROLL = 4  # tokens the forward walks at once
 SHORTEST_SPLIT = 512  # tokens; a shorter split is not worth its extra pass
 MAX_D_STATE = 256  # above, a warp's registers cannot hold the state
@@ -31,9 +31,9 @@ def forward_tile(d_state: int) -> tuple[int, int]:
 
 
 def backward_tile(d_state: int) -> tuple[int, int, int]:
-    """(padded d_state, rows, lanes) of a backward program: rows × 8 channels, 16 state elements a thread."""
+    """(padded d_state, rows, lanes) of a backward program: rows × 8 channels, 8 state elements a thread (d_state 16)."""
     n = triton.next_power_of_2(d_state)
-    return n, min(max(64 // n, 1), 4), max(8, 32 // n) if n <= 128 else 4
+    return n, min(max(32 // n, 1), 4), max(8, 32 // n) if n <= 128 else 4
 
 
 def check(d_state: int) -> None:
@@ -220,6 +220,7 @@ def selective_scan_backward(
             HAS_D=D is not None,
             HAS_CIN=c_in is not None,
             WRITE_COUT=splits == 1,
+            EVEN=d_state == n and d_inner % (rows * lanes) == 0,
             EVERY=CHECKPOINT,
             STEPS=STEPS,
             N=n,

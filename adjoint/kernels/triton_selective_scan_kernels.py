@@ -263,25 +263,35 @@ def _slope(step):
 
 
 @triton.jit
-def _advance(h, t, stop, u, step, B, reset, u_t, B_t, d_inner, d_state, ds, ns, A2,
-             HAS_RESET: tl.constexpr, ROWS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+def _advance(h, t, end, u, step, B, reset, d, n, d_ok, n_ok, u_t, B_t, d_inner, A2, HAS_RESET: tl.constexpr,
+             EVEN: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """One token on every row: (p_t, h_t) = (a_t h_{t-1}, p_t + d_t u_t B_t)."""
-    inside = t < stop
-    B_ = tl.load(B + t * B_t + ns, mask=(ns < d_state) & inside, other=0.0).to(ACC)
+    # Past the end, read the last token again and take d = 0: loads need no mask for that.
+    at = tl.minimum(t, end - 1)
+    live = tl.where(t < end, 1.0, 0.0).to(ACC)
     if HAS_RESET:
-        keep = tl.where(tl.load(reset + t, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
+        keep = tl.where((tl.load(reset + at) != 0) & (t < end), 0.0, 1.0).to(ACC)
+    B_ = _load(B + at * B_t + n, n_ok, EVEN).to(ACC)
     ps = ()
     hs = ()
     for r in tl.static_range(ROWS):
-        m = (ds[r] < d_inner) & inside
-        step_ = tl.load(step + t * d_inner + ds[r], mask=m, other=0.0)
-        x = step_ * tl.load(u + t * u_t + ds[r], mask=m, other=0.0).to(ACC)
+        step_ = _load(step + at * d_inner + d + r * LANES, d_ok[r], EVEN) * live
+        x = step_ * _load(u + at * u_t + d + r * LANES, d_ok[r], EVEN).to(ACC)
         p = tl.exp2(A2[r] * step_[None, :]) * h[r]
         if HAS_RESET:
             p = p * keep
         ps = ps + (p,)
         hs = hs + (p + x[None, :] * B_[:, None],)
     return ps, hs
+
+
+@triton.jit
+def _load(pointer, ok, EVEN: tl.constexpr):
+    """A load, masked only where the tile overhangs (EVEN: it does not)."""
+    if EVEN:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=ok, other=0.0)
 
 
 @triton.jit(do_not_specialize=["one"])
@@ -329,6 +339,7 @@ def backward_kernel(
     HAS_CIN: tl.constexpr,
     WRITE_COUT: tl.constexpr,
     SOFTPLUS: tl.constexpr,
+    EVEN: tl.constexpr,
     EVERY: tl.constexpr,
     STEPS: tl.constexpr,
     N: tl.constexpr,
@@ -341,6 +352,8 @@ def backward_kernel(
     block, n_splits, n_blocks = tl.program_id(0), tl.num_programs(1), tl.num_programs(0)
     n = tl.arange(0, N)
     n_ok = n < d_state
+    # The channels of row r are d + r * LANES: the same pointers at a constant offset.
+    d = block * (ROWS * LANES) + tl.arange(0, LANES)
     first = split.to(tl.int64) * split_len
     stop = tl.minimum(first + split_len, seqlen)
     dy += batch * dy_b
@@ -351,12 +364,12 @@ def backward_kernel(
         z += batch * z_b
     if HAS_RESET:
         reset += batch * seqlen
-    rows = batch * seqlen  # of the contiguous tensors (batch, seqlen, ...)
-    step += rows * d_inner
-    du += rows * d_inner
-    ddelta += rows * d_inner
+    dense = batch * seqlen * d_inner  # in the contiguous tensors (batch, seqlen, d_inner)
+    step += dense
+    du += dense
+    ddelta += dense
     if HAS_Z:
-        dz += rows * d_inner
+        dz += dense
     dB += (batch * n_blocks + block) * seqlen * d_state
     dC += (batch * n_blocks + block) * seqlen * d_state
     per_batch = tl.cast(d_inner, tl.int64) * d_state
@@ -367,7 +380,8 @@ def backward_kernel(
     scratch += ((batch * n_splits + split) * n_blocks + block) * (EVERY // STEPS) * ROWS * tile
     scratch += n[:, None] * LANES + tl.arange(0, LANES)[None, :] * one
 
-    ds = ()
+    state = n[:, None] * d_inner + d[None, :] * one
+    d_ok = ()
     A2 = ()
     c = ()
     sum_A = ()
@@ -375,17 +389,15 @@ def backward_kernel(
     sum_bias = ()
     skip = ()
     for r in tl.static_range(ROWS):
-        d = (block * ROWS + r) * LANES + tl.arange(0, LANES)
-        ds = ds + (d,)
-        ok = n_ok[:, None] & (d < d_inner)[None, :]
-        state = n[:, None] * d_inner + d[None, :] * one
-        A2 = A2 + (tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E,)
+        d_ok = d_ok + (d + r * LANES < d_inner,)
+        ok = n_ok[:, None] & d_ok[r][None, :]
+        A2 = A2 + (tl.load(A + state + r * LANES, mask=ok, other=0.0).to(ACC) * LOG2E,)
         if HAS_CIN:
-            c = c + (tl.load(c_in + edge + state, mask=ok, other=0.0).to(ACC),)
+            c = c + (tl.load(c_in + edge + state + r * LANES, mask=ok, other=0.0).to(ACC),)
         else:
             c = c + (tl.zeros((N, LANES), ACC),)
         if HAS_D:
-            skip = skip + (tl.load(D + d, mask=d < d_inner, other=0.0).to(ACC),)
+            skip = skip + (tl.load(D + d + r * LANES, mask=d_ok[r], other=0.0).to(ACC),)
         else:
             skip = skip + (tl.zeros((LANES,), ACC),)
         sum_A = sum_A + (tl.zeros((N, LANES), ACC),)
@@ -400,14 +412,13 @@ def backward_kernel(
         mark = checkpoints + (batch * n_checkpoints + begin // EVERY) * per_batch
         h = ()
         for r in tl.static_range(ROWS):
-            ok = n_ok[:, None] & (ds[r] < d_inner)[None, :]
-            h = h + (tl.load(mark + n[:, None] * d_inner + ds[r][None, :] * one, mask=ok, other=0.0),)
+            h = h + (tl.load(mark + state + r * LANES, mask=n_ok[:, None] & d_ok[r][None, :], other=0.0),)
             tl.store(scratch + r * tile, h[r])
         for group in range(0, n_groups - 1):
             for i in tl.static_range(STEPS):
                 t = begin + group * STEPS + i
-                _, h = _advance(h, t, end, u, step, B, reset, u_t, B_t, d_inner, d_state, ds, n, A2,
-                                HAS_RESET, ROWS, ACC)  # fmt: skip
+                _, h = _advance(h, t, end, u, step, B, reset, d, n, d_ok, n_ok, u_t, B_t, d_inner, A2,
+                                HAS_RESET, EVEN, LANES, ROWS, ACC)  # fmt: skip
             for r in tl.static_range(ROWS):
                 tl.store(scratch + ((group + 1) * ROWS + r) * tile, h[r])
         tl.debug_barrier()
@@ -419,16 +430,18 @@ def backward_kernel(
             decayed = ()
             for i in tl.static_range(STEPS):
                 t = begin + group * STEPS + i
-                p, h = _advance(h, t, end, u, step, B, reset, u_t, B_t, d_inner, d_state, ds, n, A2,
-                                HAS_RESET, ROWS, ACC)  # fmt: skip
+                p, h = _advance(h, t, end, u, step, B, reset, d, n, d_ok, n_ok, u_t, B_t, d_inner, A2,
+                                HAS_RESET, EVEN, LANES, ROWS, ACC)  # fmt: skip
                 decayed = decayed + (p,)
             for i in tl.static_range(STEPS):
                 t = begin + group * STEPS + (STEPS - 1 - i)
                 inside = t < end
-                B_ = tl.load(B + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
-                C_ = tl.load(C + t * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                at = tl.minimum(t, end - 1)
+                live = tl.where(inside, 1.0, 0.0).to(ACC)
+                B_ = _load(B + at * B_t + n, n_ok, EVEN).to(ACC)
+                C_ = _load(C + at * C_t + n, n_ok, EVEN).to(ACC)
                 if HAS_RESET:
-                    keep = tl.where(tl.load(reset + t, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
+                    keep = tl.where((tl.load(reset + at) != 0) & inside, 0.0, 1.0).to(ACC)
                 mu_x = tl.zeros((N, LANES), ACC)
                 h_g = tl.zeros((N, LANES), ACC)
                 new_c = ()
@@ -436,20 +449,19 @@ def backward_kernel(
                 new_D = ()
                 new_bias = ()
                 for r in tl.static_range(ROWS):
-                    d = ds[r]
-                    m = (d < d_inner) & inside
+                    m = d_ok[r] & inside
                     p = decayed[STEPS - 1 - i][r]
-                    step_ = tl.load(step + t * d_inner + d, mask=m, other=0.0)
-                    u_ = tl.load(u + t * u_t + d, mask=m, other=0.0).to(ACC)
-                    g = tl.load(dy + t * dy_t + d, mask=m, other=0.0).to(ACC)
+                    step_ = _load(step + at * d_inner + d + r * LANES, d_ok[r], EVEN) * live
+                    u_ = _load(u + at * u_t + d + r * LANES, d_ok[r], EVEN).to(ACC)
+                    g = _load(dy + at * dy_t + d + r * LANES, d_ok[r], EVEN).to(ACC) * live
                     x = step_ * u_
                     h_ = p + x[None, :] * B_[:, None]
                     if HAS_Z:
-                        z_ = tl.load(z + t * z_t + d, mask=m, other=0.0).to(ACC)
+                        z_ = _load(z + at * z_t + d + r * LANES, d_ok[r], EVEN).to(ACC)
                         gate = sigmoid(z_)
                         ungated = tl.sum(h_ * C_[:, None], axis=0) + skip[r] * u_
                         dz_ = g * ungated * gate * (1.0 + z_ * (1.0 - gate))
-                        tl.store(dz + t * d_inner + d, dz_, mask=m)
+                        tl.store(dz + at * d_inner + d + r * LANES, dz_, mask=m)
                         g = g * z_ * gate
                     mu = g[None, :] * C_[:, None] + c[r]
                     v = mu * p
@@ -459,8 +471,8 @@ def backward_kernel(
                     dstep = tl.sum(v * A2[r], axis=0) * (1.0 / LOG2E) + mu_B * u_
                     if SOFTPLUS:
                         dstep = dstep * _slope(step_)
-                    tl.store(du + t * d_inner + d, mu_B * step_ + skip[r] * g, mask=m)
-                    tl.store(ddelta + t * d_inner + d, dstep, mask=m)
+                    tl.store(du + at * d_inner + d + r * LANES, mu_B * step_ + skip[r] * g, mask=m)
+                    tl.store(ddelta + at * d_inner + d + r * LANES, dstep, mask=m)
                     new_A = new_A + (sum_A[r] + v * step_[None, :],)
                     new_D = new_D + (sum_D[r] + g * u_,)
                     new_bias = new_bias + (sum_bias[r] + tl.where(inside, dstep, 0.0),)
@@ -472,19 +484,17 @@ def backward_kernel(
                 sum_A = new_A
                 sum_D = new_D
                 sum_bias = new_bias
-                tl.store(dB + t * d_state + n, tl.sum(mu_x, axis=1), mask=n_ok & inside)
-                tl.store(dC + t * d_state + n, tl.sum(h_g, axis=1), mask=n_ok & inside)
+                tl.store(dB + at * d_state + n, tl.sum(mu_x, axis=1), mask=n_ok & inside)
+                tl.store(dC + at * d_state + n, tl.sum(h_g, axis=1), mask=n_ok & inside)
         tl.debug_barrier()  # the next stretch overwrites the marks
 
     sums = (batch * n_splits + split) * d_inner
     for r in tl.static_range(ROWS):
-        d_ok = ds[r] < d_inner
-        ok = n_ok[:, None] & d_ok[None, :]
-        state = n[:, None] * d_inner + ds[r][None, :] * one
-        tl.store(dA + edge + state, sum_A[r], mask=ok)
+        ok = n_ok[:, None] & d_ok[r][None, :]
+        tl.store(dA + edge + state + r * LANES, sum_A[r], mask=ok)
         if HAS_D:
-            tl.store(dD + sums + ds[r], sum_D[r], mask=d_ok)
+            tl.store(dD + sums + d + r * LANES, sum_D[r], mask=d_ok[r])
         if HAS_BIAS:
-            tl.store(dbias + sums + ds[r], sum_bias[r], mask=d_ok)
+            tl.store(dbias + sums + d + r * LANES, sum_bias[r], mask=d_ok[r])
         if WRITE_COUT:
-            tl.store(c_out + edge + state, c[r], mask=ok)
+            tl.store(c_out + edge + state + r * LANES, c[r], mask=ok)
