@@ -81,9 +81,9 @@ class TrainingConfig:
         tensorboard: also write TensorBoard event files to the run's folder.
     """
 
-    steps: int = 150
+    steps: int = 200
     seed: int = 0
-    lr: float = 4e-3
+    lr: float = 6e-3
     min_lr: float | None = None
     warmup_steps: int = 10
     weight_decay: float = 0.1
@@ -171,7 +171,7 @@ class ClusterConfig:
 
 def default_model() -> StackConfig:
     """The model of ``configs/default.yaml``: small enough to learn something on two cores in minutes."""
-    return StackConfig(vocab_size=256, d_model=128, n_layer=4, mixer="mamba")
+    return StackConfig(vocab_size=256, d_model=128, n_layer=2, mixer="mamba")
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,11 @@ def _documented_fields(cls: type) -> list[tuple[str, Any, str]]:
     """(key, annotation, help text from the class's docstring) of a dataclass's fields."""
     import docstring_parser
 
-    texts = {p.arg_name: p.description or "" for p in docstring_parser.parse_from_object(cls).params}
+    texts = {
+        name: p.description or ""
+        for p in docstring_parser.parse_from_object(cls).params
+        for name in p.arg_name.split(", ")  # several keys may share one line
+    }
     hints = typing.get_type_hints(cls)
     return [
         (f.name, hints[f.name], " ".join(texts.get(f.name, "").split()))
