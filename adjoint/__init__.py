@@ -1,0 +1,22 @@
+"""Train state-space models on very long contexts: exact gradients by adjoint states, in memory that hardly grows with length."""
+
+from adjoint.kernels.dispatch import backends
+from adjoint.kernels.linear_scan import linear_scan
+from adjoint.kernels.selective_scan import selective_scan
+from adjoint.kernels.ssd_scan import ssd_scan
+from adjoint.layers import StackConfig
+from adjoint.methods import Backprop, Exact
+from adjoint.stack import Stack, StackOutput
+
+__version__ = "0.1.0"
+__all__ = [
+    "Backprop",
+    "Exact",
+    "Stack",
+    "StackConfig",
+    "StackOutput",
+    "backends",
+    "linear_scan",
+    "selective_scan",
+    "ssd_scan",
+]

@@ -1,0 +1,21 @@
+"""The gated MLP (SwiGLU) that may follow a mixer."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class GatedMLP(nn.Module):
+    """out_proj(silu(gate) * value): (…, d_model) → (…, d_model) through d_intermediate channels."""
+
+    def __init__(self, d_model: int, d_intermediate: int, bias: bool) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(d_model, 2 * d_intermediate, bias=bias)
+        self.out_proj = nn.Linear(d_intermediate, d_model, bias=bias)
+
+    def reset_parameters(self) -> None:
+        self.in_proj.reset_parameters()
+        self.out_proj.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.in_proj(x).chunk(2, dim=-1)
+        return self.out_proj(F.silu(gate) * value)

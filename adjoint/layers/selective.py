@@ -1,0 +1,91 @@
+"""The paper's generic selective SSM: h_t = A_t h_{t-1} + B_t x_t, y_t = C_t h_t, with A, B, C single-layer networks of x_t (eq. 1–3).
+
+The recurrence is kept stable by construction: a scalar or diagonal A_t is exp(-softplus(·)), in (0, 1); a dense A_t has rows
+whose absolute values add up to a number in (0, 1), so no product of them ever grows in the maximum norm.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adjoint.kernels.linear_scan import linear_scan
+from adjoint.layers.config import StackConfig
+from adjoint.layers.init import inverse_softplus_steps
+
+
+class SelectiveScanInputs(NamedTuple):
+    """a (batch, seqlen, 1 | d_state | d_state, d_state), b = B x (batch, seqlen, d_state), C (batch, seqlen, d_model, d_state)."""
+
+    a: Tensor
+    b: Tensor
+    C: Tensor
+
+
+class SelectiveMixer(nn.Module):
+    """A, B, C networks → linear scan → C h. State: (h,), (batch, d_state)."""
+
+    def __init__(self, config: StackConfig, structure: str) -> None:
+        super().__init__()
+        self.config = config
+        self.structure = structure
+        self.d_state = n = config.state_size(structure)
+        self.A_proj = nn.Linear(config.d_model, {"scalar": 1, "diagonal": n, "dense": n + n * n}[structure])
+        self.B_proj = nn.Linear(config.d_model, n * config.d_model)
+        self.C_proj = nn.Linear(config.d_model, config.d_model * n)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        d_model, n = self.config.d_model, self.d_state
+        decays = 1 if self.structure == "scalar" else n
+        nn.init.normal_(self.A_proj.weight, std=0.1 / math.sqrt(d_model))
+        self.A_proj.bias[:decays] = inverse_softplus_steps(self.config, self.A_proj.bias[:decays])
+        if self.structure == "dense":  # starts near a diagonal matrix
+            self.A_proj.bias[n:] = torch.eye(n, dtype=self.A_proj.bias.dtype).flatten()
+        for proj, std in ((self.B_proj, 1 / d_model), (self.C_proj, 1 / math.sqrt(d_model * n))):
+            nn.init.normal_(proj.weight, std=std)
+            nn.init.normal_(proj.bias, std=std)
+
+    def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        """Zeros: h (batch, d_state)."""
+        return (torch.zeros(batch, self.d_state, dtype=dtype, device=device),)
+
+    def transition(self, x: Tensor) -> Tensor:
+        """A_t for inputs (…, d_model): (…, 1), (…, d_state) or (…, d_state, d_state)."""
+        raw = self.A_proj(x)
+        if self.structure != "dense":
+            return torch.exp(-F.softplus(raw))
+        n = self.d_state
+        decay = torch.exp(-F.softplus(raw[..., :n]))
+        matrix = raw[..., n:].unflatten(-1, (n, n))
+        return (decay / (matrix.abs().sum(-1) + 1e-6)).unsqueeze(-1) * matrix
+
+    def input_matrix(self, x: Tensor) -> Tensor:
+        """B_t (…, d_state, d_model)."""
+        return self.B_proj(x).unflatten(-1, (self.d_state, self.config.d_model))
+
+    def output_matrix(self, x: Tensor) -> Tensor:
+        """C_t (…, d_model, d_state)."""
+        return self.C_proj(x).unflatten(-1, (self.config.d_model, self.d_state))
+
+    def scan_inputs(self, x: Tensor, conv_state: None = None) -> tuple[SelectiveScanInputs, None]:
+        """Everything before the scan: x (batch, seqlen, d_model) → the scan's inputs. There is no convolution."""
+        b = (self.input_matrix(x) @ x.unsqueeze(-1)).squeeze(-1)
+        return SelectiveScanInputs(self.transition(x), b, self.output_matrix(x)), None
+
+    def scan(self, inputs: SelectiveScanInputs, h: Tensor, window: int | None = None, halo: int = 0) -> tuple[Tensor, Tensor]:
+        """The recurrence: all states (batch, seqlen, d_state) and the last one."""
+        states = linear_scan(inputs.a, inputs.b, initial_state=h, window=window, halo=halo)
+        return states, states[:, -1]
+
+    def scan_outputs(self, y: Tensor, inputs: SelectiveScanInputs) -> Tensor:
+        """Everything after the scan: C_t h_t, (batch, seqlen, d_model)."""
+        return (inputs.C @ y.unsqueeze(-1)).squeeze(-1)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        inputs, _ = self.scan_inputs(x)
+        y, h = self.scan(inputs, state[0])
+        return self.scan_outputs(y, inputs), (h,)

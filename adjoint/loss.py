@@ -1,0 +1,88 @@
+"""The head's loss by mini-sequences (Mini-Sequence Transformer, section 3): logits exist for one slice of tokens at a time."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE_INDEX = -100
+SLICE_ELEMENTS = 1 << 22  # logits alive at a time: 16 MiB in float32
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Loss and gradients in one pass over the slices: with the logits at hand, their gradient is one subtraction away."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int, backward_follows: bool):  # type: ignore[override]
+        tokens = hidden.shape[0]
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        loss = hidden.new_zeros((), dtype=wide)
+        d_hidden = torch.empty_like(hidden) if backward_follows else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if backward_follows else None
+        for start in range(0, tokens, slice_tokens):
+            h, y = hidden[start : start + slice_tokens], targets[start : start + slice_tokens]
+            valid = y != IGNORE_INDEX
+            labels = torch.where(valid, y, 0).unsqueeze(1)
+            logits = (h @ weight.T).to(wide)
+            log_normalizer = logits.logsumexp(1, keepdim=True)
+            loss += ((log_normalizer - logits.gather(1, labels)).squeeze(1) * valid).sum()
+            if d_hidden is not None and d_weight is not None:
+                d_logits = logits.sub_(log_normalizer).exp_()  # softmax, in the logits' own memory
+                d_logits.scatter_add_(1, labels, d_logits.new_full((len(y), 1), -1))
+                narrow = d_logits.mul_(valid.unsqueeze(1)).to(h.dtype)
+                d_hidden[start : start + slice_tokens] = narrow @ weight
+                d_weight += narrow.T @ h
+        if d_weight is not None:
+            ctx.save_for_backward(d_hidden, d_weight)
+            ctx.dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor):  # type: ignore[override]
+        d_hidden, d_weight = ctx.saved_tensors
+        return (d_hidden * d_loss).to(d_hidden.dtype), (d_weight * d_loss).to(ctx.dtype), None, None, None
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int | None = None) -> Tensor:
+    """Sum over valid targets of -log softmax(hidden weightᵀ)[target], in float32 (float64 for float64 inputs).
+
+    Divide by the number of valid labels of the *whole* batch for the mean; the mean of slice means is not that.
+
+    Args:
+        hidden: (…, d_model). weight: (vocab_size, d_model). targets: (…,) int64; -100 is ignored.
+        slice_tokens: tokens whose logits exist at a time; by default what keeps them below 16 MiB. It need not divide anything.
+
+    Raises:
+        ValueError: slice_tokens is not positive, or targets do not match hidden.
+    """
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(f"targets {tuple(targets.shape)} must have hidden's shape without its last dimension, {tuple(hidden.shape)}")
+    if slice_tokens is None:
+        slice_tokens = max(1, SLICE_ELEMENTS // weight.shape[0])
+    if slice_tokens < 1:
+        raise ValueError(f"slice_tokens must be 1 or more, got {slice_tokens}")
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):  # what a linear layer would be cast to
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    backward_follows = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    with torch.autocast(device, enabled=False):
+        return _LinearCrossEntropy.apply(
+            hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), slice_tokens, backward_follows
+        )
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """Targets aligned with the tokens that predict them: position t holds label t + 1, the last position is ignored."""
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1)
+
+
+def count_valid(targets: Tensor) -> int:
+    """Number of targets that are not ignored; warns if there are none, since the loss is then 0 and teaches nothing."""
+    valid = int((targets != IGNORE_INDEX).sum())
+    if valid == 0:
+        warnings.warn("every label is ignored (-100): the loss is 0 and so are all gradients", stacklevel=2)
+    return valid

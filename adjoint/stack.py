@@ -1,0 +1,241 @@
+"""The model: embedding → residual stack of state-space layers → norm → head."""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adjoint.layers import StackConfig, make_mixer
+from adjoint.layers.mlp import GatedMLP
+from adjoint.layers.norm import RMSNorm
+from adjoint.loss import IGNORE_INDEX, count_valid, linear_cross_entropy, shift_labels
+from adjoint.methods import Backprop
+from adjoint.tile import State
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclasses.dataclass
+class StackOutput:
+    """loss: mean over valid labels, or None without labels. logits: (batch, seqlen, vocab_size) or None. state: one tuple a layer, or None."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    state: list[State] | None = None
+
+
+class Block(nn.Module):
+    """y + mixer(norm(y)), then y + mlp(norm2(y)) if there is an MLP. Takes and returns the mixer's recurrent state."""
+
+    def __init__(self, config: StackConfig, layer: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mixer = make_mixer(config, layer)
+        self.norm2: RMSNorm | None = None
+        self.mlp: GatedMLP | None = None
+        if config.d_intermediate:
+            self.norm2 = RMSNorm(config.d_model, config.norm_eps)
+            self.mlp = GatedMLP(config.d_model, config.d_intermediate, config.bias)
+
+    def forward(self, y: Tensor, state: State) -> tuple[Tensor, State]:
+        mixed, state = self.mixer(self.norm(y), state)
+        return self.feed_forward(y + mixed), state
+
+    def feed_forward(self, y: Tensor) -> Tensor:
+        """What follows the mixer's residual sum, token by token."""
+        return y if self.mlp is None or self.norm2 is None else y + self.mlp(self.norm2(y))
+
+
+class Stack(nn.Module):
+    """A language model of state-space layers whose backward pass is chosen a call.
+
+    There is no dropout: chunks are recomputed, and nothing in the state-space literature this follows needs it.
+    """
+
+    def __init__(self, config: StackConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.layers = nn.ModuleList(Block(config, k) for k in range(config.n_layer))
+        self.norm_f = RMSNorm(config.d_model, config.norm_eps)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embedding.weight
+        self._scale_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises everything anew, as mamba-ssm does."""
+        for block in self.layers:
+            for module in block.children():
+                module.reset_parameters()  # type: ignore[operator]
+        self.norm_f.reset_parameters()
+        self._scale_parameters()
+
+    @torch.no_grad()
+    def _scale_parameters(self) -> None:
+        """Embedding by initializer_range; projections into the residual stream smaller the more of them there are (GPT-2)."""
+        nn.init.normal_(self.embedding.weight, std=self.config.initializer_range)
+        if not self.config.tie_embeddings:
+            self.lm_head.reset_parameters()
+        residuals = self.config.n_layer * (2 if self.config.d_intermediate else 1)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("mixer.out_proj.weight", "mlp.out_proj.weight")):
+                nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+                parameter /= math.sqrt(residuals)
+
+    def num_parameters(self, embeddings: bool = True) -> int:
+        """Number of parameters, tied ones once; without the embedding table on request."""
+        total = sum(p.numel() for p in self.parameters())
+        return total if embeddings else total - self.embedding.weight.numel()
+
+    # -------------------------------------------------------------------------- pieces that schedules put together
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """(batch, seqlen) int64 → y_0 (batch, seqlen, d_model)."""
+        return self.embedding(input_ids)
+
+    def head_loss(self, y: Tensor, targets: Tensor) -> Tensor:
+        """Summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen)."""
+        return linear_cross_entropy(self.norm_f(y), self.lm_head.weight, targets)
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """The parameters `head_loss` reads."""
+        return [self.norm_f.weight, self.lm_head.weight]
+
+    def logits(self, y: Tensor) -> Tensor:
+        """(batch, seqlen, d_model) → (batch, seqlen, vocab_size)."""
+        return self.lm_head(self.norm_f(y))
+
+    def initial_state(self, batch: int) -> list[State]:
+        """Zeros: one tuple a layer, float32 (float64 for a float64 model)."""
+        weight = self.embedding.weight
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        return [block.mixer.initial_state(batch, dtype, weight.device) for block in self.layers]  # type: ignore[union-attr,operator]
+
+    # ------------------------------------------------------------------------------------------------------- use
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        method: Any = None,
+        state: list[State] | None = None,
+        return_logits: bool = False,
+        return_state: bool = False,
+    ) -> StackOutput:
+        """Loss of a batch of sequences, by any method; or, without labels, its logits.
+
+        Args:
+            input_ids: (batch, seqlen) int64.
+            labels: (batch, seqlen) int64, usually input_ids itself: the model shifts them. -100 is ignored.
+            method: how the backward will run; Backprop() if None.
+            state: recurrent states to start from, as returned with return_state; differentiable. Zero if None.
+            return_logits: also return logits (batch, seqlen, vocab_size), differentiable with Backprop() only.
+            return_state: also return the final recurrent states, differentiable.
+
+        Raises:
+            ValueError: an id or label is out of range, or a shape does not fit.
+        """
+        self._check(input_ids, labels)
+        method = Backprop() if method is None else method
+        states = self.initial_state(input_ids.shape[0]) if state is None else state
+        output = StackOutput()
+        if labels is None:
+            y, states = self._hidden(input_ids, states)
+            output.logits = self.logits(y)
+        else:
+            targets = shift_labels(labels)
+            output.loss, final = method.run(self, input_ids, targets, count_valid(targets), states)
+            if return_logits:
+                with torch.set_grad_enabled(torch.is_grad_enabled() and isinstance(method, Backprop)):
+                    output.logits = self.logits(self._hidden(input_ids, states)[0])
+            states = final
+        if return_state:
+            output.state = states
+        return output
+
+    def _hidden(self, input_ids: Tensor, states: list[State]) -> tuple[Tensor, list[State]]:
+        y, final = self.embed(input_ids), []
+        for layer, state in zip(self.layers, states, strict=True):
+            y, state = layer(y, state)
+            final.append(state)
+        return y, final
+
+    def _check(self, input_ids: Tensor, labels: Tensor | None) -> None:
+        if input_ids.dim() != 2 or input_ids.shape[0] < 1 or input_ids.shape[1] < 1:
+            raise ValueError(f"input_ids must have shape (batch, seqlen), neither of them 0; got {tuple(input_ids.shape)}")
+        for name, ids in (("input_ids", input_ids), ("labels", labels)):
+            if ids is None:
+                continue
+            if ids.shape != input_ids.shape:
+                raise ValueError(f"{name} must have input_ids' shape {tuple(input_ids.shape)}, got {tuple(ids.shape)}")
+            if ids.dtype not in (torch.int64, torch.int32):
+                raise ValueError(f"{name} must be int64, got {ids.dtype}")
+            checked = ids if name == "input_ids" else torch.where(ids == IGNORE_INDEX, 0, ids)
+            low, high = int(checked.min()), int(checked.max())
+            if low < 0 or high >= self.config.vocab_size:
+                bad = low if low < 0 else high
+                raise ValueError(
+                    f"{name} holds {bad}, but the model knows ids 0 to {self.config.vocab_size - 1}: "
+                    "use the tokeniser it was made for, or a larger vocab_size"
+                )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+        chunk_size: int = 1024,
+    ) -> Tensor:
+        """Continues sequences token by token from the recurrent state: constant memory and time a token.
+
+        Args:
+            input_ids: (batch, seqlen) int64, seqlen 1 or more; read `chunk_size` tokens at a time.
+            temperature: 0 takes the most likely token. top_k: sample among the k most likely tokens only.
+
+        Returns:
+            (batch, seqlen + max_new_tokens) int64.
+
+        Raises:
+            ValueError: an id is out of range, temperature < 0, top_k < 1 or max_new_tokens < 0.
+        """
+        if temperature < 0 or (top_k is not None and top_k < 1) or max_new_tokens < 0:
+            raise ValueError(
+                f"temperature must be 0 or more, top_k 1 or more, max_new_tokens 0 or more; got {temperature}, {top_k}, {max_new_tokens}"
+            )
+        self._check(input_ids, None)
+        states = self.initial_state(input_ids.shape[0])
+        for chunk in input_ids.split(chunk_size, dim=1):
+            y, states = self._hidden(chunk, states)
+        tokens = [input_ids]
+        for i in range(max_new_tokens):
+            if i:
+                y, states = self._hidden(tokens[-1], states)
+            logits = self.logits(y[:, -1]).float()
+            if temperature == 0:
+                tokens.append(logits.argmax(-1, keepdim=True))
+                continue
+            if top_k is not None:
+                cut = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                logits = logits.masked_fill(logits < cut, -torch.inf)
+            probabilities = F.softmax(logits / temperature, dim=-1)
+            tokens.append(torch.multinomial(probabilities, 1, generator=generator))
+        return torch.cat(tokens, dim=1)
+
+    @staticmethod
+    def from_transformers(hf_model: "PreTrainedModel") -> "Stack":
+        """A stack with a copy of the weights of a transformers MambaForCausalLM or Mamba2ForCausalLM.
+
+        Raises:
+            ValueError: the model is neither, or uses an option this stack does not have.
+        """
+        from adjoint.compat.transformers import from_transformers
+
+        return from_transformers(hf_model)

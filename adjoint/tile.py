@@ -1,0 +1,86 @@
+"""A tile is one piece of the model on one chunk: what every schedule is made of (docs/method.md, chunks and tiles).
+
+    forward    (y_{k-1}[c], S_k[c-1])  →  (y_k[c], S_k[c])
+    pullback   (ȳ_k[c], S̄_k[c])        →  (ȳ_{k-1}[c], S̄_k[c-1]), and adds to the parameters' gradients
+
+S is the layer's whole recurrent state at the chunk's edge; S̄ is its cotangent, the accumulated adjoint state.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+State = tuple[Tensor, ...]
+Cotangents = tuple[Tensor | None, ...]
+Pullback = Callable[[Tensor | None, Cotangents], tuple[Tensor | None, Cotangents]]
+
+
+class Gradients:
+    """Sums of parameter gradients over tiles, in float32 at least: a bfloat16 sum over many chunks would lose the small ones."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.sums: dict[nn.Parameter, Tensor] = {}
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        if parameter in self.sums:
+            self.sums[parameter] += gradient
+        else:
+            self.sums[parameter] = gradient if gradient.dtype == torch.float64 else gradient.float()
+
+    def add_rows(self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor) -> None:
+        """Adds gradient (n, d) to the rows (n,) of a table: an embedding's gradient without a dense table a chunk."""
+        if parameter not in self.sums:
+            wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            self.sums[parameter] = torch.zeros_like(parameter, dtype=wide)
+        self.sums[parameter].index_add_(0, rows, gradient.to(self.sums[parameter].dtype))
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        total = self.sums.get(parameter)  # type: ignore[call-overload]
+        return None if total is None else total.to(parameter.dtype)
+
+
+def forward(layer: nn.Module, y: Tensor, state: State) -> tuple[Tensor, State]:
+    """The tile's outputs alone, nothing kept: (y_k, S_k)."""
+    with torch.no_grad():
+        return layer(y, state)
+
+
+def linearize(layer: nn.Module, y: Tensor, state: State, gradients: Gradients) -> tuple[Tensor, State, Pullback]:
+    """The tile's outputs and its vjp. The pullback may be called once; it frees what it kept."""
+    y = y.detach().requires_grad_()
+    state = tuple(s.detach().requires_grad_() for s in state)
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    with torch.enable_grad():
+        y_out, state_out = layer(y, state)
+    outputs: list[Tensor] = [y_out, *state_out]
+
+    def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
+        given = [(out, d) for out, d in zip(outputs, (dy, *dstate), strict=True) if d is not None and out.requires_grad]
+        outputs.clear()
+        inputs = [y, *state, *parameters]
+        if not given:
+            return None, (None,) * len(state)
+        grads = torch.autograd.grad([out for out, _ in given], inputs, [d for _, d in given], allow_unused=True)
+        for parameter, gradient in zip(parameters, grads[1 + len(state) :], strict=True):
+            gradients.add(parameter, gradient)
+        return grads[0], grads[1 : 1 + len(state)]
+
+    return y_out.detach(), tuple(s.detach() for s in state_out), pullback
+
+
+def head_pullback(
+    head: Callable[[Tensor], Tensor], parameters: Sequence[nn.Parameter], y: Tensor, scale: Tensor, gradients: Gradients
+) -> Tensor:
+    """The cotangent of the last layer's output y from the chunk's summed loss, times `scale`; adds the head's gradients."""
+    y = y.detach().requires_grad_()
+    parameters = [p for p in parameters if p.requires_grad]
+    with torch.enable_grad():
+        loss = head(y)
+    grads = torch.autograd.grad(loss, [y, *parameters], scale.to(loss.dtype))
+    for parameter, gradient in zip(parameters, grads[1:], strict=True):
+        gradients.add(parameter, gradient)
+    return grads[0]
