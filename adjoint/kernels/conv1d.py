@@ -71,5 +71,6 @@ def _tail(x: Tensor, length: int, initial_state: Tensor | None) -> Tensor:
     missing = length - tail.shape[2]
     if missing:
         before = x.new_zeros(x.shape[0], x.shape[2], length) if initial_state is None else initial_state.to(x.dtype)
-        tail = torch.cat([before[:, :, length - missing :], tail], dim=2)
-    return tail
+        return torch.cat([before[:, :, length - missing :], tail], dim=2)
+    # A copy: whoever keeps the state, as chunk edges are kept, must not keep all of x with it.
+    return tail.clone(memory_format=torch.contiguous_format)

@@ -79,7 +79,7 @@ class SelectiveMixer(nn.Module):
     def scan(self, inputs: SelectiveScanInputs, h: Tensor, window: int | None = None, halo: int = 0) -> tuple[Tensor, Tensor]:
         """The recurrence: all states (batch, seqlen, d_state) and the last one."""
         states = linear_scan(inputs.a, inputs.b, initial_state=h, window=window, halo=halo)
-        return states, states[:, -1]
+        return states, states[:, -1].clone()  # a copy: whoever keeps the last state must not keep all of them
 
     def scan_outputs(self, y: Tensor, inputs: SelectiveScanInputs) -> Tensor:
         """Everything after the scan: C_t h_t, (batch, seqlen, d_model)."""
