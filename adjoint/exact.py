@@ -69,6 +69,7 @@ class _Sweep:
         self.chunks = [slice(s, min(s + chunk_size, seqlen)) for s in range(0, seqlen, chunk_size)]
         self.backward_follows = backward_follows
         self.edges: list[list[State]] = []  # states before each chunk, a tuple a layer
+        self.edge_memory: list[State] = []  # where all edges but the first lie
         self.inputs: list[list[Tensor]] = []  # inputs of each layer and of the head, a list a chunk; empty with keep="edges"
         self.last: tuple[Tensor, list[Pullback]] | None = None  # the last chunk, still linearised from the forward
         self.last_gradients: Gradients | None = None
@@ -91,7 +92,7 @@ class _Sweep:
         with torch.no_grad(), self._precision():
             for i, chunk in enumerate(self.chunks):
                 if self.backward_follows:
-                    self.edges.append([self._stow(state) for state in states])
+                    self._keep_edge(states)
                 y = self.model.embed(self.ids[:, chunk])
                 last = self.backward_follows and self.keep == "edges" and i == len(self.chunks) - 1
                 if last:  # the reverse sweep starts here: keep this chunk linearised instead of recomputing it
@@ -117,6 +118,28 @@ class _Sweep:
             pullbacks.append(pullback)
             after.append(state)
         return y, after, pullbacks
+
+    def _keep_edge(self, states: list[State]) -> None:
+        """Copies the states into memory taken at once: small blocks that stay, put between large ones that go, break up the heap.
+
+        The first edge is the caller's own, and may be of other dtypes than the later ones.
+        """
+        if not self.edges:
+            self.edges.append([self._stow(state) for state in states])
+            return
+        if not self.edge_memory:
+            host = self.keep == "offload" and self.device != "cpu"
+            device = torch.device("cpu") if host else self.ids.device
+            self.edge_memory = [
+                tuple(s.new_empty(len(self.chunks) - 1, *s.shape, device=device, pin_memory=host) for s in state) for state in states
+            ]
+        at = len(self.edges) - 1
+        self.edges.append(
+            [
+                tuple(room[at].copy_(s, non_blocking=True) for room, s in zip(rooms, state, strict=True))
+                for rooms, state in zip(self.edge_memory, states, strict=True)
+            ]
+        )
 
     def _stow(self, tensors: State) -> State:
         """Puts tensors where `keep` says. Copies to pinned host memory run behind the computation, in stream order."""
