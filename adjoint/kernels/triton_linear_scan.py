@@ -101,8 +101,8 @@ def _prefix_kernel(dh, a, reset, prefix, seqlen, size, split_len, window, dh_b, 
 
 
 @triton.jit
-def _backward_kernel(dh, a, h, initial, reset, c_in, prefix, da, db, c_out, decay, seqlen, size, split_len, window, dh_b,
-                     dh_t, a_b, a_t, LOCAL: tl.constexpr, WINDOWED: tl.constexpr, SCALAR: tl.constexpr,
+def _backward_kernel(dh, a, h, initial, reset, c_in, prefix, da, db, c_out, decay, seqlen, size, split_len, window, halo,
+                     dh_b, dh_t, a_b, a_t, LOCAL: tl.constexpr, WINDOWED: tl.constexpr, SCALAR: tl.constexpr,
                      HAS_CIN: tl.constexpr, HAS_INIT: tl.constexpr, HAS_RESET: tl.constexpr, UNROLL: tl.constexpr,
                      CHANNELS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """One split in reverse: mu_t = dh_t + c, c = a_t mu_t. LOCAL: from c = 0, only its end and the product of a."""
@@ -172,6 +172,7 @@ def _backward_kernel(dh, a, h, initial, reset, c_in, prefix, da, db, c_out, deca
                 c = c_
                 product = product * decays[i]
             if not LOCAL:
+                mu = tl.where(t < seqlen - halo, mu, 0.0)
                 tl.store(db + (rows + t) * size + d, mu, mask=ok & inside)
                 if SCALAR:
                     tl.store(da + (batch * n_blocks + block) * seqlen + t, tl.sum(mu * befores[i], axis=0), mask=inside)
@@ -240,10 +241,11 @@ def linear_scan_backward(
     initial_state: torch.Tensor | None,
     reset: torch.Tensor | None,
     window: int | None,
+    halo: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(da, db, dinitial_state) of :func:`linear_scan_forward`: ``mu_t = dh_t + a_{t+1} mu_{t+1}``, db = mu, da = mu h_{t-1}.
 
-    ``window`` = W keeps the terms of tokens t … t+W-1 in mu_t. dinitial_state (batch, N) is in float32 (float64 for float64).
+    ``window`` = W keeps the terms of tokens t … t+W-1 in mu_t; the last ``halo`` tokens get zero gradients. dinitial_state (batch, N) is in float32 (float64 for float64).
     """
     batch, seqlen, size = h.shape
     dh, a, h = common.last_contiguous(dh), common.last_contiguous(a), h.contiguous()
@@ -265,7 +267,7 @@ def linear_scan_backward(
 
     def launch(c: torch.Tensor | None, c_out: torch.Tensor, decay: torch.Tensor | None) -> None:
         _backward_kernel[(blocks, splits, batch)](
-            *(dh, a, h, initial, reset_u8, c, prefix, da, db, c_out, decay, seqlen, size, split_len, window or 0),
+            *(dh, a, h, initial, reset_u8, c, prefix, da, db, c_out, decay, seqlen, size, split_len, window or 0, halo),
             *(*dh.stride()[:2], *a.stride()[:2]),
             LOCAL=decay is not None,
             WINDOWED=window is not None,

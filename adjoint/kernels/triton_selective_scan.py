@@ -13,6 +13,7 @@ import triton
 
 from adjoint.kernels import triton_common as common
 from adjoint.kernels import triton_selective_scan_kernels as kernels
+from adjoint.kernels import triton_selective_scan_window as windowed_kernels
 
 CHECKPOINT = 64  # tokens between the states that the forward keeps
 STEPS = 4  # tokens whose states the backward holds in registers
@@ -20,8 +21,6 @@ UNROLL = 4  # tokens the forward walks at once
 SHORTEST_SPLIT = 512  # tokens; a shorter split is not worth its extra pass
 MAX_D_STATE = 256  # above, a warp's registers cannot hold the state
 FORWARD_PER_SM, BACKWARD_PER_SM = 16, 8  # one-warp programs a multiprocessor's registers hold
-
-Tensors = tuple[torch.Tensor, ...]
 
 
 def forward_tile(d_state: int) -> tuple[int, int]:
@@ -57,7 +56,8 @@ def selective_scan_forward(
     delta_softplus: bool,
     initial_state: torch.Tensor | None,
     reset: torch.Tensor | None,
-) -> Tensors:
+    save: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Run ``h_t = exp(d_t A) h_{t-1} + d_t u_t B_t``, ``y_t = (C_t h_t + D u_t) silu(z_t)``, ``d = softplus(delta + bias)``.
 
     u, delta, z (batch, seqlen, d_inner) with a dense last dimension, in float32, float64, bfloat16 or float16; A (d_inner,
@@ -65,7 +65,7 @@ def selective_scan_forward(
     None; reset (batch, seqlen) bool or None: True drops the carried state before that token.
 
     Returns y (like u), final_state (batch, d_inner, d_state) and the states before every 64th token, for the backward;
-    both in float32 (float64 for float64 inputs). Raises ValueError for d_state above 256.
+    both in float32 (float64 for float64 inputs). With ``save`` false the last is None. Raises ValueError for d_state above 256.
     """
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
@@ -79,7 +79,9 @@ def selective_scan_forward(
     h_in = None if initial_state is None else initial_state.to(acc).transpose(1, 2).contiguous()
     y = torch.empty((batch, seqlen, d_inner), dtype=u.dtype, device=u.device)
     n_checkpoints = triton.cdiv(seqlen, CHECKPOINT)
-    checkpoints = torch.empty((batch, n_checkpoints, d_state, d_inner), dtype=acc, device=u.device)
+    checkpoints = None
+    if save:
+        checkpoints = torch.empty((batch, n_checkpoints, d_state, d_inner), dtype=acc, device=u.device)
     final = torch.empty((batch, d_state, d_inner), dtype=acc, device=u.device)
     blocks = triton.cdiv(d_inner, lanes)
     wanted = common.wanted_programs(u, FORWARD_PER_SM)
@@ -95,6 +97,7 @@ def selective_scan_forward(
             *(*u.stride()[:2], *delta.stride()[:2], *B.stride()[:2], *C.stride()[:2]),
             *((0, 0) if z is None else z.stride()[:2]),
             LOCAL=local,
+            SAVE=save,
             HAS_D=D is not None,
             HAS_Z=z is not None,
             HAS_BIAS=delta_bias is not None,
@@ -136,11 +139,12 @@ def selective_scan_backward(
     reset: torch.Tensor | None,
     checkpoints: torch.Tensor,
     window: int | None,
+    halo: int = 0,
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of :func:`selective_scan_forward` through the accumulated adjoint state.
 
     ``mu_t = (dy_t silu(z_t)) C_t + a_{t+1} mu_{t+1}``, dfinal_state added at the last token; with ``window`` = W, mu_i sums
-    the terms of tokens i … i+W-1 only. Returns (du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state), each in its
+    the terms of tokens i … i+W-1 only. The last ``halo`` tokens get zero gradients. Returns (du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state), each in its
     tensor's dtype (states in float32, float64 for float64 inputs), None for D, z, delta_bias that are None.
     """
     batch, seqlen, d_inner = u.shape
@@ -151,15 +155,19 @@ def selective_scan_backward(
     z = None if z is None else common.last_contiguous(z)
     A = A.t().contiguous()  # kernels keep every state as (d_state, d_inner), channels dense
     reset_u8 = common.reset_bytes(reset)
-    if window is not None and window >= seqlen + 1:  # one more than seqlen: the initial state is a token too
+    if window is not None and window > seqlen:  # the initial state counts as one more token
         window = None
+    if halo > 0 and window is None:
+        window = seqlen + 1  # only the windowed kernel knows halos
 
     n, rows, lanes = backward_tile(d_state)
+    if window is not None:
+        rows = 1
     blocks = triton.cdiv(d_inner, rows * lanes)
     wanted = common.wanted_programs(u, BACKWARD_PER_SM)
-    shortest = SHORTEST_SPLIT if window is None else max(SHORTEST_SPLIT, 2 * window)
-    split_len = common.split_length(seqlen, batch * blocks, wanted, CHECKPOINT, shortest)
-    splits = triton.cdiv(seqlen, split_len)
+    unit = CHECKPOINT if window is None else window  # windowed splits are whole blocks, counted from token -1
+    split_len = common.split_length(seqlen, batch * blocks, wanted, unit, SHORTEST_SPLIT)
+    splits = triton.cdiv(seqlen + (window is not None), split_len)
 
     def empty(*shape: int, dtype: torch.dtype = acc) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=u.device)
@@ -172,7 +180,7 @@ def selective_scan_backward(
     dA_parts = empty(batch, splits, d_state, d_inner)
     dD_parts = None if D is None else empty(batch, splits, d_inner)
     dbias_parts = None if delta_bias is None else empty(batch, splits, d_inner)
-    scratch = empty(batch, splits, blocks, CHECKPOINT // STEPS, n * rows * lanes)
+    scratch = empty(batch, splits, blocks, CHECKPOINT // STEPS, n * rows * lanes * (1 if window is None else 3))
     flags = {
         "HAS_Z": z is not None,
         "HAS_BIAS": delta_bias is not None,
@@ -195,7 +203,14 @@ def selective_scan_backward(
             ACC=common.tl_dtype(acc),
             num_warps=4,
         )
-        if splits > 1 and window is None:
+        if window is not None:
+            dinitial = empty(batch, d_state, d_inner)
+            _windowed(
+                *(dy, u, step, A, B, C, D, z, reset_u8, checkpoints, c_in, scratch),
+                *(du, ddelta, dz, dB_parts, dC_parts, dA_parts, dD_parts, dbias_parts, dinitial),
+                *(split_len, splits, window, halo, flags),
+            )
+        elif splits > 1:
             local = empty(batch, splits, d_state, d_inner)
             decay = torch.empty_like(local)
             n_local, lanes_local = forward_tile(d_state)
@@ -209,25 +224,25 @@ def selective_scan_backward(
                 **flags,
             )
             c_in, dinitial = common.pass_states(local, decay, c_in, reverse=True)
-            c_in = c_in.contiguous()
         else:
             dinitial = empty(batch, d_state, d_inner)
-        kernels.backward_kernel[(blocks, splits, batch)](
-            *(dy, u, step, A, B, C, D, z, reset_u8, checkpoints, c_in, scratch),
-            *(du, ddelta, dz, dB_parts, dC_parts, dA_parts, dD_parts, dbias_parts, dinitial),
-            *(seqlen, d_inner, d_state, split_len, 1),
-            *(*dy.stride()[:2], *u.stride()[:2], *B.stride()[:2], *C.stride()[:2], *z_strides),
-            HAS_D=D is not None,
-            HAS_CIN=c_in is not None,
-            WRITE_COUT=splits == 1,
-            EVEN=d_state == n and d_inner % (rows * lanes) == 0,
-            EVERY=CHECKPOINT,
-            STEPS=STEPS,
-            N=n,
-            ROWS=rows,
-            LANES=lanes,
-            **flags,
-        )
+        if window is None:
+            kernels.backward_kernel[(blocks, splits, batch)](
+                *(dy, u, step, A, B, C, D, z, reset_u8, checkpoints, c_in, scratch),
+                *(du, ddelta, dz, dB_parts, dC_parts, dA_parts, dD_parts, dbias_parts, dinitial),
+                *(seqlen, d_inner, d_state, split_len, 1),
+                *(*dy.stride()[:2], *u.stride()[:2], *B.stride()[:2], *C.stride()[:2], *z_strides),
+                HAS_D=D is not None,
+                HAS_CIN=c_in is not None,
+                WRITE_COUT=splits == 1,
+                EVEN=d_state == n and d_inner % (rows * lanes) == 0,
+                EVERY=CHECKPOINT,
+                STEPS=STEPS,
+                N=n,
+                ROWS=rows,
+                LANES=lanes,
+                **flags,
+            )
     return (
         du,
         ddelta,
@@ -238,4 +253,36 @@ def selective_scan_backward(
         dz,
         None if delta_bias is None else dbias_parts.sum((0, 1)).to(delta_bias.dtype),
         dinitial.transpose(1, 2).contiguous(),
+    )
+
+
+def _windowed(dy, u, step, A, B, C, D, z, reset, checkpoints, dfinal, scratch,
+              du, ddelta, dz, dB, dC, dA, dD, dbias, dinitial, split_len, splits, window, halo, flags):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Launch the windowed backward on the buffers that :func:`selective_scan_backward` made."""
+    batch, seqlen, d_inner = u.shape
+    d_state = A.shape[0]
+    z_strides = (0, 0) if z is None else z.stride()[:2]
+    shared = {key: value for key, value in flags.items() if key not in ("HAS_BIAS", "SOFTPLUS")}
+    shared.update(HAS_FINAL=dfinal is not None, EVERY=CHECKPOINT)
+    totals, products = torch.empty_like(checkpoints), torch.empty_like(checkpoints)
+    n, lanes = forward_tile(d_state)
+    windowed_kernels.marks_kernel[(triton.cdiv(d_inner, lanes), splits, batch)](
+        *(dy, step, A, C, z, reset, dfinal, totals, products, seqlen, d_inner, d_state, split_len, window, 1),
+        *(*dy.stride()[:2], *C.stride()[:2], *z_strides),
+        N=n,
+        LANES=lanes,
+        **shared,
+    )
+    n, _, lanes = backward_tile(d_state)
+    windowed_kernels.backward_kernel[(triton.cdiv(d_inner, lanes), splits, batch)](
+        *(dy, u, step, A, B, C, D, z, reset, checkpoints, totals, products, dfinal, scratch),
+        *(du, ddelta, dz, dB, dC, dA, dD, dbias, dinitial, seqlen, d_inner, d_state, split_len, window, halo, 1),
+        *(*dy.stride()[:2], *u.stride()[:2], *B.stride()[:2], *C.stride()[:2], *z_strides),
+        HAS_D=D is not None,
+        HAS_BIAS=flags["HAS_BIAS"],
+        SOFTPLUS=flags["SOFTPLUS"],
+        STEPS=STEPS,
+        N=n,
+        LANES=lanes,
+        **shared,
     )

@@ -63,6 +63,7 @@ def forward_kernel(
     z_b,
     z_t,
     LOCAL: tl.constexpr,
+    SAVE: tl.constexpr,
     HAS_D: tl.constexpr,
     HAS_Z: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -115,7 +116,7 @@ def forward_kernel(
 
     for stretch in range(0, (stop - first + EVERY - 1) // EVERY):
         begin = first + stretch * EVERY
-        if not LOCAL:
+        if SAVE and not LOCAL:
             mark = checkpoints + (batch * n_checkpoints + begin // EVERY) * per_batch
             tl.store(mark + state, h, mask=ok)
         for group in range(0, (tl.minimum(begin + EVERY, stop) - begin + UNROLL - 1) // UNROLL):
