@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from adjoint.data import DataConfig
 from adjoint.errors import UserError
+from adjoint.layers import StackConfig
 from adjoint.methods import METHODS
-from adjoint.stack import StackConfig
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import yaml
 from torch import nn
 from training_helpers import metrics, tiny, train_tiny, weights
 
+from adjoint import Stack, StackConfig
 from adjoint.checkpoint import list_checkpoints
 from adjoint.config import TrainingConfig
 from adjoint.optim import learning_rate, parameter_groups
 from adjoint.rundir import RunFolder
-from adjoint.stack import Stack, StackConfig
 
 REPOSITORY = Path(__file__).parent.parent
 KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory_bytes"}
