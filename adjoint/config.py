@@ -40,7 +40,14 @@ class MethodConfig:
                 ]
                 raise UserError(
                     f"method.{key}: the method {self.name!r} takes no {key} "
-                    f"(taken by: {', '.join(takers) or 'none'}); leave it out or choose another --method.name"
+                    f"(taken by: {', '.join(takers) or 'none'}); "
+                    f"set --method.{key} null or choose another --method.name"
+                )
+        for needed in dataclasses.fields(METHODS[self.name]):
+            if needed.default is dataclasses.MISSING and needed.name not in self.arguments:
+                raise UserError(
+                    f"method.{needed.name}: the method {self.name!r} needs it; "
+                    f"give --method.{needed.name} VALUE"
                 )
         self.build()
 

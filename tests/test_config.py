@@ -215,6 +215,21 @@ def test_arguments_a_method_does_not_take_name_those_that_do() -> None:
     assert f"taken by: {', '.join(takers)}" in message
 
 
+def test_arguments_a_method_needs_are_asked_for() -> None:
+    for name, cls in METHODS.items():
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING:
+                assert f"method.{field.name}" in refused("--method.name", name)
+
+
+def test_another_methods_arguments_in_a_file_can_be_unset(tmp_path: Path) -> None:
+    file = tmp_path / "exact.yaml"
+    file.write_text(Config().to_yaml())
+    assert "--method.keep null" in refused("--config", str(file), "--method.name", "backprop")
+    argv = ["--config", str(file), "--method.name", "backprop", "--method.keep", "null"]
+    assert load_config(argv).method.build() == METHODS["backprop"]()
+
+
 def test_arguments_left_out_take_the_methods_own_default() -> None:
     for name, cls in METHODS.items():
         if all(f.default is not dataclasses.MISSING for f in dataclasses.fields(cls)):
