@@ -5,16 +5,18 @@ from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
 from adjoint.layers import StackConfig
-from adjoint.methods import Backprop, Exact
+from adjoint.methods import Backprop, Exact, LayerLocal, Truncated
 from adjoint.stack import Stack, StackOutput
 
 __version__ = "0.1.0"
 __all__ = [
     "Backprop",
     "Exact",
+    "LayerLocal",
     "Stack",
     "StackConfig",
     "StackOutput",
+    "Truncated",
     "backends",
     "linear_scan",
     "selective_scan",

@@ -15,7 +15,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Loss and gradients in one pass over the slices: with the logits at hand, their gradient is one subtraction away."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int, backward_follows: bool):  # type: ignore[override]
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int, backward_follows: bool
+    ):  # type: ignore[override]
         tokens = hidden.shape[0]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         loss = hidden.new_zeros((), dtype=wide)
@@ -46,7 +48,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (d_hidden * d_loss).to(d_hidden.dtype), (d_weight * d_loss).to(ctx.dtype), None, None, None
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int | None = None) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int | None = None
+) -> Tensor:
     """Sum over valid targets of -log softmax(hidden weightᵀ)[target], in float32 (float64 for float64 inputs).
 
     Divide by the number of valid labels of the *whole* batch for the mean; the mean of slice means is not that.
@@ -59,7 +63,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, slice_
         ValueError: slice_tokens is not positive, or targets do not match hidden.
     """
     if targets.shape != hidden.shape[:-1]:
-        raise ValueError(f"targets {tuple(targets.shape)} must have hidden's shape without its last dimension, {tuple(hidden.shape)}")
+        raise ValueError(
+            f"targets {tuple(targets.shape)} must have hidden's shape without its last dimension, {tuple(hidden.shape)}"
+        )
     if slice_tokens is None:
         slice_tokens = max(1, SLICE_ELEMENTS // weight.shape[0])
     if slice_tokens < 1:

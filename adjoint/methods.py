@@ -1,8 +1,10 @@
 """Ways to run a backward pass, as interchangeable objects: pass one as `method=` to the model.
 
-    | method     | equals backprop   | memory                          | time                                   |
-    | Backprop   | is backprop       | grows with seqlen               | forward + backward                     |
-    | Exact      | yes, to rounding  | flat, but for small chunk edges | one more forward, but for the last chunk |
+| method     | equals backprop   | memory                          | time                                   |
+| Backprop   | is backprop       | grows with seqlen               | forward + backward                     |
+| Exact      | yes, to rounding  | flat, but for small chunk edges | one more forward, but for the last chunk |
+| Truncated  | at window >= seqlen | n_layer × seqlen × d_model    | as Exact; chunks of a layer in any order |
+| LayerLocal | for one layer only | as the two above               | as Exact; all tasks in any order         |
 """
 
 import dataclasses
@@ -12,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from adjoint import exact
+from adjoint import windowed
+from adjoint.exact import ExactSweep
 from adjoint.tile import State
 
 if TYPE_CHECKING:
@@ -34,7 +37,9 @@ class Backprop:
     name: ClassVar[str] = "backprop"
     checkpoint: bool = False
 
-    def run(self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]) -> tuple[Tensor, list[State]]:
+    def run(
+        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]
+    ) -> tuple[Tensor, list[State]]:
         """Mean loss and the final states; `valid` is the number of targets that count."""
         y = model.embed(input_ids)
         final_states = []
@@ -74,18 +79,116 @@ class Exact:
         if self.keep not in KEEP:
             raise ValueError(f"keep must be one of {', '.join(KEEP)}; got {self.keep!r}")
 
-    def run(self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]) -> tuple[Tensor, list[State]]:
+    def run(
+        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]
+    ) -> tuple[Tensor, list[State]]:
         """Mean loss and the final states; `valid` is the number of targets that count."""
         chunk_size = self.chunk_size or default_chunk_size(model, input_ids)
-        return exact.run(model, input_ids, targets, valid, states, chunk_size, self.keep)
+        return ExactSweep(model, input_ids, targets, valid, states, chunk_size, self.keep).apply()
 
 
-METHODS: dict[str, Any] = {method.name: method for method in (Backprop, Exact)}
+@dataclasses.dataclass(frozen=True)
+class Truncated:
+    """Windowed recurrences, cotangents propagated through the layers: the paper's truncation with exact depth.
+
+    In each layer a token's output reaches back `window` tokens through the recurrence, no further; the paths through the
+    convolution, the residual stream and C are whole. Chunks of a layer are then independent tasks (`tasks()`). This is not the
+    gradient unless window >= seqlen; `adjoint sweep` measures how far it is off. Do not use it to save time or memory on
+    one device: `Exact` costs no more there, and is exact.
+
+    Args:
+        window: tokens, 1 or more.
+        chunk_size: tokens a task owns; None takes the larger of `Exact`'s choice and the window, so that halos at most double the work.
+
+    Raises:
+        ValueError: window or chunk_size is not a positive whole number.
+    """
+
+    name: ClassVar[str] = "truncated"
+    window: int
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_window(self.window)
+        check_chunk_size(self.chunk_size)
+
+    def tasks(self, model: "Stack", input_ids: Tensor) -> list[windowed.Task]:
+        """The backward's tasks with what each needs; those of one layer may run in any order."""
+        size = _windowed_chunk_size(self.chunk_size, self.window, model, input_ids)
+        return windowed.tasks(
+            model.config.n_layer, input_ids.shape[1], size, self.window, model.config.d_conv
+        )
+
+    def run(
+        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]
+    ) -> tuple[Tensor, list[State]]:
+        """Mean loss and the final states; `valid` is the number of targets that count."""
+        if self.window >= input_ids.shape[1]:
+            return Exact(self.chunk_size).run(model, input_ids, targets, valid, states)
+        size = _windowed_chunk_size(self.chunk_size, self.window, model, input_ids)
+        return windowed.WindowedSweep(
+            model, input_ids, targets, valid, states, size, self.window, layer_local=False
+        ).apply()
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerLocal:
+    """Every layer gets dL/dy_K for its cotangent: the paper's Proposition 3, eq. 7. Every (layer, chunk) task is independent.
+
+    It drops the paths by which a layer's output reaches the loss through the layers above, so it is the gradient for the last
+    layer and the head only, and an approximation below them that gets worse with depth. The embedding, too, gets dL/dy_K. Do not use it
+    where the gradient matters and the layers can wait for each other.
+
+    Args:
+        window: tokens each output reaches back through the recurrence; None for all.
+        chunk_size: tokens a task owns; None picks one.
+
+    Raises:
+        ValueError: window or chunk_size is not a positive whole number.
+    """
+
+    name: ClassVar[str] = "layer-local"
+    window: int | None = None
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            check_window(self.window)
+        check_chunk_size(self.chunk_size)
+
+    def run(
+        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]
+    ) -> tuple[Tensor, list[State]]:
+        """Mean loss and the final states; `valid` is the number of targets that count."""
+        if self.window is None or self.window >= input_ids.shape[1]:
+            size = self.chunk_size or default_chunk_size(model, input_ids)
+            return ExactSweep(model, input_ids, targets, valid, states, size, layer_local=True).apply()
+        size = _windowed_chunk_size(self.chunk_size, self.window, model, input_ids)
+        return windowed.WindowedSweep(
+            model, input_ids, targets, valid, states, size, self.window, layer_local=True
+        ).apply()
+
+
+METHODS: dict[str, Any] = {method.name: method for method in (Backprop, Exact, Truncated, LayerLocal)}
+
+
+def check_window(window: object) -> None:
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"window must be a whole number of tokens, 1 or more; got {window!r}")
+
+
+def _windowed_chunk_size(chunk_size: int | None, window: int, model: "Stack", input_ids: Tensor) -> int:
+    size = chunk_size or max(window, default_chunk_size(model, input_ids))
+    return min(size, input_ids.shape[1])
 
 
 def check_chunk_size(chunk_size: object) -> None:
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"chunk_size must be a whole number of tokens, 1 or more, or None to have one picked; got {chunk_size!r}")
+    if chunk_size is not None and (
+        isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1
+    ):
+        raise ValueError(
+            f"chunk_size must be a whole number of tokens, 1 or more, or None to have one picked; got {chunk_size!r}"
+        )
 
 
 def default_chunk_size(model: "Stack", input_ids: Tensor) -> int:

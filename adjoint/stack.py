@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from adjoint.layers import StackConfig, make_mixer
 from adjoint.layers.mlp import GatedMLP
@@ -98,9 +100,10 @@ class Stack(nn.Module):
         """(batch, seqlen) int64 → y_0 (batch, seqlen, d_model)."""
         return self.embedding(input_ids)
 
-    def head_loss(self, y: Tensor, targets: Tensor) -> Tensor:
-        """Summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen)."""
-        return linear_cross_entropy(self.norm_f(y), self.lm_head.weight, targets)
+    def head_loss(self, y: Tensor, targets: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
+        """Summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen); by other `head_parameters` on request."""
+        norm, head = self.head_parameters() if parameters is None else parameters
+        return linear_cross_entropy(functional_call(self.norm_f, {"weight": norm}, (y,)), head, targets)
 
     def head_parameters(self) -> list[nn.Parameter]:
         """The parameters `head_loss` reads."""
@@ -167,12 +170,16 @@ class Stack(nn.Module):
 
     def _check(self, input_ids: Tensor, labels: Tensor | None) -> None:
         if input_ids.dim() != 2 or input_ids.shape[0] < 1 or input_ids.shape[1] < 1:
-            raise ValueError(f"input_ids must have shape (batch, seqlen), neither of them 0; got {tuple(input_ids.shape)}")
+            raise ValueError(
+                f"input_ids must have shape (batch, seqlen), neither of them 0; got {tuple(input_ids.shape)}"
+            )
         for name, ids in (("input_ids", input_ids), ("labels", labels)):
             if ids is None:
                 continue
             if ids.shape != input_ids.shape:
-                raise ValueError(f"{name} must have input_ids' shape {tuple(input_ids.shape)}, got {tuple(ids.shape)}")
+                raise ValueError(
+                    f"{name} must have input_ids' shape {tuple(input_ids.shape)}, got {tuple(ids.shape)}"
+                )
             if ids.dtype not in (torch.int64, torch.int32):
                 raise ValueError(f"{name} must be int64, got {ids.dtype}")
             checked = ids if name == "input_ids" else torch.where(ids == IGNORE_INDEX, 0, ids)

@@ -6,10 +6,11 @@
 S is the layer's whole recurrent state at the chunk's edge; S̄ is its cotangent, the accumulated adjoint state.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 State = tuple[Tensor, ...]
 Cotangents = tuple[Tensor | None, ...]
@@ -49,22 +50,31 @@ def forward(layer: nn.Module, y: Tensor, state: State) -> tuple[Tensor, State]:
         return layer(y, state)
 
 
-def linearize(layer: nn.Module, y: Tensor, state: State, gradients: Gradients) -> tuple[Tensor, State, Pullback]:
+def linearize(
+    layer: nn.Module, y: Tensor, state: State, gradients: Gradients
+) -> tuple[Tensor, State, Pullback]:
     """The tile's outputs and its vjp. The pullback may be called once; it frees what it kept."""
     y = y.detach().requires_grad_()
     state = tuple(s.detach().requires_grad_() for s in state)
-    parameters = [p for p in layer.parameters() if p.requires_grad]
+    named = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+    parameters, leaves = list(named.values()), aliases(named.values())
     with torch.enable_grad():
-        y_out, state_out = layer(y, state)
+        y_out, state_out = functional_call(layer, dict(zip(named, leaves, strict=True)), (y, state))
     outputs: list[Tensor] = [y_out, *state_out]
 
     def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
-        given = [(out, d) for out, d in zip(outputs, (dy, *dstate), strict=True) if d is not None and out.requires_grad]
+        given = [
+            (out, d)
+            for out, d in zip(outputs, (dy, *dstate), strict=True)
+            if d is not None and out.requires_grad
+        ]
         outputs.clear()
-        inputs = [y, *state, *parameters]
+        inputs = [y, *state, *leaves]
         if not given:
             return None, (None,) * len(state)
-        grads = torch.autograd.grad([out for out, _ in given], inputs, [d for _, d in given], allow_unused=True)
+        grads = torch.autograd.grad(
+            [out for out, _ in given], inputs, [d for _, d in given], allow_unused=True
+        )
         for parameter, gradient in zip(parameters, grads[1 + len(state) :], strict=True):
             gradients.add(parameter, gradient)
         return grads[0], grads[1 : 1 + len(state)]
@@ -72,15 +82,26 @@ def linearize(layer: nn.Module, y: Tensor, state: State, gradients: Gradients) -
     return y_out.detach(), tuple(s.detach() for s in state_out), pullback
 
 
+def aliases(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Leaves that share the parameters' memory. Asking autograd for a parameter's own gradient runs the hooks users put on
+    it, which must see the whole gradient, once, and not each tile's share."""
+    return [p.detach().requires_grad_(p.requires_grad) for p in parameters]
+
+
 def head_pullback(
-    head: Callable[[Tensor], Tensor], parameters: Sequence[nn.Parameter], y: Tensor, scale: Tensor, gradients: Gradients
+    head: Callable[[Tensor, list[Tensor]], Tensor],
+    parameters: Sequence[nn.Parameter],
+    y: Tensor,
+    scale: Tensor,
+    gradients: Gradients,
 ) -> Tensor:
-    """The cotangent of the last layer's output y from the chunk's summed loss, times `scale`; adds the head's gradients."""
+    """The cotangent of the last layer's output y from the chunk's summed loss head(y, parameters), times `scale`; adds the head's gradients."""
     y = y.detach().requires_grad_()
-    parameters = [p for p in parameters if p.requires_grad]
+    leaves = aliases(parameters)
     with torch.enable_grad():
-        loss = head(y)
-    grads = torch.autograd.grad(loss, [y, *parameters], scale.to(loss.dtype))
-    for parameter, gradient in zip(parameters, grads[1:], strict=True):
+        loss = head(y, leaves)
+    trainable = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+    grads = torch.autograd.grad(loss, [y, *(leaves[i] for i in trainable)], scale.to(loss.dtype))
+    for parameter, gradient in zip((parameters[i] for i in trainable), grads[1:], strict=True):
         gradients.add(parameter, gradient)
     return grads[0]

@@ -47,7 +47,11 @@ def same_document(seq_idx, t):
 
 
 def selective_inputs(batch, seqlen, d_inner, d_state):
-    inputs = [randn(batch, seqlen, d_inner), randn(batch, seqlen, d_inner, seed=1), -randn(d_inner, d_state).exp()]
+    inputs = [
+        randn(batch, seqlen, d_inner),
+        randn(batch, seqlen, d_inner, seed=1),
+        -randn(d_inner, d_state).exp(),
+    ]
     inputs += [randn(batch, seqlen, d_state), randn(batch, seqlen, d_state, seed=1), randn(d_inner)]
     inputs += [randn(batch, seqlen, d_inner, seed=2), randn(d_inner, seed=1), randn(batch, d_inner, d_state)]
     return [x.requires_grad_() for x in inputs]
@@ -101,7 +105,17 @@ def test_selective_scan_in_two_pieces_equals_one(backend):
     outputs, state = [], h
     for s in (first, second):
         y, state = selective_scan(
-            u[:, s], delta[:, s], A, B[:, s], C[:, s], D, z[:, s], bias, True, initial_state=state, backend=backend
+            u[:, s],
+            delta[:, s],
+            A,
+            B[:, s],
+            C[:, s],
+            D,
+            z[:, s],
+            bias,
+            True,
+            initial_state=state,
+            backend=backend,
         )
         outputs.append(y)
     pieces, whole = (torch.cat(outputs, dim=1), state), run_selective(inputs, backend=backend)
@@ -264,7 +278,10 @@ def test_conv1d_equals_torch(backend):
         v.requires_grad_() for v in (randn(2, 37, 21), randn(21, 4), randn(21), randn(2, 21, 3))
     ]
     padded = torch.cat([state, x.transpose(1, 2)], dim=2)
-    expected = F.silu(F.conv1d(padded, weight.unsqueeze(1), bias, groups=21)).transpose(1, 2), padded[:, :, -3:]
+    expected = (
+        F.silu(F.conv1d(padded, weight.unsqueeze(1), bias, groups=21)).transpose(1, 2),
+        padded[:, :, -3:],
+    )
     got = causal_conv1d(x, weight, bias, state, silu=True, backend=backend)
     assert_same(got, expected)
     assert_same(gradients(got, inputs), gradients(expected, inputs))
@@ -278,7 +295,9 @@ def test_conv1d_never_reaches_into_another_document(backend):
     cuts, pieces = [0, 2, 3, 11, 20], []
     for i in range(4):
         before = state if i == 0 else torch.zeros_like(state)
-        pieces.append(causal_conv1d(x[:, cuts[i] : cuts[i + 1]], weight, bias, before, silu=True, backend=backend)[0])
+        pieces.append(
+            causal_conv1d(x[:, cuts[i] : cuts[i + 1]], weight, bias, before, silu=True, backend=backend)[0]
+        )
     seq_idx = torch.tensor([[i for i in range(4) for _ in range(cuts[i], cuts[i + 1])]])
     got = causal_conv1d(x, weight, bias, state, silu=True, seq_idx=seq_idx, backend=backend)[0]
     expected = torch.cat(pieces, dim=1)
@@ -330,7 +349,9 @@ def test_float32_stays_accurate_with_decays_near_one_and_underflowing_products(b
         exact = torch.autograd.grad(selective_scan(u, delta, A, B, C, window=150)[0], (u, B, C), dy)
         single = [x.detach().float().requires_grad_() for x in (u, delta, A, B, C)]
         y, _ = selective_scan(*single, window=150, backend=backend)
-        assert_same(torch.autograd.grad(y, (single[0], single[3], single[4]), dy.float()), exact, tolerance=1e-5)
+        assert_same(
+            torch.autograd.grad(y, (single[0], single[3], single[4]), dy.float()), exact, tolerance=1e-5
+        )
 
 
 @pytest.mark.parametrize(
@@ -375,5 +396,7 @@ def test_without_a_compiler_there_is_one_warning_and_the_reference():
         "print(len([w for w in seen if 'compiled CPU kernels' in str(w.message)]), dispatch.backends())"
     )
     environment = {**os.environ, "ADJOINT_DISABLE_CPU_KERNELS": "1"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert run.stdout.split("\n")[0].startswith("1 ['reference'")

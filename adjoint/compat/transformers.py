@@ -17,7 +17,9 @@ def from_transformers(hf_model: "PreTrainedModel") -> Stack:
     kind = getattr(hf, "model_type", None)
     if kind not in readers or not hasattr(hf_model, "backbone") or not hasattr(hf_model, "lm_head"):
         name = type(hf_model).__name__
-        raise ValueError(f"only MambaForCausalLM and Mamba2ForCausalLM can be copied, this is a {name} of type {kind!r}")
+        raise ValueError(
+            f"only MambaForCausalLM and Mamba2ForCausalLM can be copied, this is a {name} of type {kind!r}"
+        )
     if hf.hidden_act not in ("silu", "swish"):
         raise ValueError(f"hidden_act must be silu, the model has {hf.hidden_act!r}")
     config = readers[kind](hf)
@@ -52,14 +54,16 @@ def _shared(hf: Any) -> dict[str, Any]:
 
 def _mamba_config(hf: Any) -> StackConfig:
     if hf.intermediate_size != int(hf.expand) * hf.hidden_size:
-        raise ValueError(f"intermediate_size {hf.intermediate_size} must be expand * hidden_size = {int(hf.expand) * hf.hidden_size}")
+        raise ValueError(
+            f"intermediate_size {hf.intermediate_size} must be expand * hidden_size = {int(hf.expand) * hf.hidden_size}"
+        )
     return StackConfig(mixer="mamba", dt_rank=int(hf.time_step_rank), **_shared(hf))
 
 
 def _mamba2_config(hf: Any) -> StackConfig:
     low, high = hf.time_step_limit
     if low > 0 or high != float("inf"):
-        raise ValueError(f"time_step_limit must be (0, inf): step sizes are not clamped here, the model has {hf.time_step_limit}")
+        raise ValueError(
+            f"time_step_limit must be (0, inf): step sizes are not clamped here, the model has {hf.time_step_limit}"
+        )
     return StackConfig(mixer="mamba2", headdim=hf.head_dim, ngroups=hf.n_groups, **_shared(hf))
-
-

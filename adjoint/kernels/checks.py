@@ -11,7 +11,9 @@ def shape(name: str, x: Tensor | None, *expected: int) -> None:
 
 def window_and_halo(window: int | None, halo: int, seqlen: int) -> None:
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be a whole number of tokens, 1 or more, or None for no window; got {window!r}")
+        raise ValueError(
+            f"window must be a whole number of tokens, 1 or more, or None for no window; got {window!r}"
+        )
     if not 0 <= halo < seqlen:
         raise ValueError(f"halo must be from 0 to seqlen - 1 = {seqlen - 1} tokens, got {halo}")
 

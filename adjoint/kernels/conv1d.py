@@ -22,7 +22,9 @@ class _CausalConv1d(torch.autograd.Function):
     def backward(ctx: Any, dy):  # type: ignore[override]
         x, weight, bias, initial_state, reset = ctx.saved_tensors
         silu, impl = ctx.arguments
-        dx, dweight, dbias, dinitial = impl.causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset)
+        dx, dweight, dbias, dinitial = impl.causal_conv1d_backward(
+            dy, x, weight, bias, initial_state, silu, reset
+        )
         return dx, dweight, dbias, dinitial if initial_state is not None else None, None, None, None
 
 
@@ -70,7 +72,11 @@ def _tail(x: Tensor, length: int, initial_state: Tensor | None) -> Tensor:
     tail = x[:, max(0, x.shape[1] - length) :].transpose(1, 2)
     missing = length - tail.shape[2]
     if missing:
-        before = x.new_zeros(x.shape[0], x.shape[2], length) if initial_state is None else initial_state.to(x.dtype)
+        before = (
+            x.new_zeros(x.shape[0], x.shape[2], length)
+            if initial_state is None
+            else initial_state.to(x.dtype)
+        )
         return torch.cat([before[:, :, length - missing :], tail], dim=2)
     # A copy: whoever keeps the state, as chunk edges are kept, must not keep all of x with it.
     return tail.clone(memory_format=torch.contiguous_format)

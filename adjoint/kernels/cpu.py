@@ -21,7 +21,10 @@ class _ScanArgs(ctypes.Structure):  # mirrors ScanArgs in cpu_scan.cpp
         *((name, _I64) for name in ("batch", "seqlen", "nheads", "headdim", "ngroups", "d_state")),
         *((name, _I64) for name in ("interval", "threads", "softplus", "window", "halo")),
         *((name, _Rows) for name in ("u", "delta", "B", "C", "z", "decay", "y")),
-        *((name, _PTR) for name in ("A", "D", "delta_bias", "initial_state", "final_state", "checkpoints", "reset")),
+        *(
+            (name, _PTR)
+            for name in ("A", "D", "delta_bias", "initial_state", "final_state", "checkpoints", "reset")
+        ),
         *((name, _Rows) for name in ("dy", "du", "ddelta", "dz", "ddecay")),
         *((name, _PTR) for name in ("dB", "dC", "dA", "dD", "ddelta_bias", "dfinal_state", "dinitial_state")),
     ]
@@ -138,7 +141,9 @@ def _checkpoints(batch: int, seqlen: int, blocks: int, d_state: int, dtype: torc
     return _aligned((batch, segments, blocks, d_state, _lanes(dtype)), dtype)
 
 
-def selective_scan_forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, reset, save=True):  # type: ignore[no-untyped-def]
+def selective_scan_forward(
+    u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, reset, save=True
+):  # type: ignore[no-untyped-def]
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
     blocks = _blocks(1, d_inner, u.dtype)
@@ -155,7 +160,22 @@ def selective_scan_forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, 
 
 
 def selective_scan_backward(  # type: ignore[no-untyped-def]
-    dy, dfinal_state, u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, reset, checkpoints, window, halo=0
+    dy,
+    dfinal_state,
+    u,
+    delta,
+    A,
+    B,
+    C,
+    D,
+    z,
+    delta_bias,
+    delta_softplus,
+    initial_state,
+    reset,
+    checkpoints,
+    window,
+    halo=0,
 ):
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
@@ -170,7 +190,9 @@ def selective_scan_backward(  # type: ignore[no-untyped-def]
     dinitial = u.new_empty(batch, d_inner, d_state)
     f.numbers(softplus=delta_softplus, window=_effective(window, seqlen), halo=halo)
     f.rows(u=u, delta=delta, B=B, C=C, z=z, dy=dy, du=du, ddelta=ddelta, dz=dz)
-    f.pointers(A=A, D=D, delta_bias=delta_bias, reset=reset, checkpoints=checkpoints, dfinal_state=dfinal_state)
+    f.pointers(
+        A=A, D=D, delta_bias=delta_bias, reset=reset, checkpoints=checkpoints, dfinal_state=dfinal_state
+    )
     f.pointers(dB=dB, dC=dC, dA=dA, dD=dD, ddelta_bias=dbias, dinitial_state=dinitial)
     _call("scan", u.dtype, f.struct, 0, 1)
     dD = None if dD is None else dD.sum(0)
@@ -209,7 +231,21 @@ def _per_channel(D: Tensor | None, headdim: int) -> Tensor | None:
 
 
 def ssd_scan_backward(  # type: ignore[no-untyped-def]
-    dy, dfinal_state, x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, checkpoints, window, halo=0
+    dy,
+    dfinal_state,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    dt_bias,
+    dt_softplus,
+    initial_state,
+    reset,
+    checkpoints,
+    window,
+    halo=0,
 ):
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
@@ -255,7 +291,9 @@ def _linear_fields(a: Tensor, b: Tensor, dense: bool) -> _Fields:
     batch, seqlen, d_state = b.shape
     blocks = 1 if dense else -(-d_state // _lanes(b.dtype))
     f = _Fields(_LinearArgs())
-    f.numbers(batch=batch, seqlen=seqlen, d_state=d_state, a_width=a[0, 0].numel(), threads=_threads(batch, blocks))
+    f.numbers(
+        batch=batch, seqlen=seqlen, d_state=d_state, a_width=a[0, 0].numel(), threads=_threads(batch, blocks)
+    )
     f.pointers(a=a)
     return f
 

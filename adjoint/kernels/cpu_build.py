@@ -42,14 +42,16 @@ def _cpu_features() -> bytes:
     """What -march=native depends on: a cache directory may be shared by different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})).encode()
+        return "".join(
+            sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+        ).encode()
     except OSError:
         return platform.processor().encode()
 
 
-def _build(cxx: str) -> Path:
+def _build(cxx: str, openmp: bool = True) -> Path:
     here = Path(__file__).parent
-    flags = (*FLAGS, *_machine_flags())
+    flags = (*FLAGS, *_machine_flags(), *(["-fopenmp"] if openmp else []))
     version = subprocess.run([cxx, "--version"], capture_output=True, check=True).stdout
     key = hashlib.sha256(version + " ".join(flags).encode() + _cpu_features())
     for name in (*SOURCES, *HEADERS):
@@ -61,7 +63,12 @@ def _build(cxx: str) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / "kernels.so"
         command = [cxx, *flags, "-o", str(built), *(str(here / name) for name in SOURCES)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except subprocess.CalledProcessError:
+            if not openmp:
+                raise
+            return _build(cxx, openmp=False)  # a compiler without OpenMP, such as Apple's
         os.replace(built, target)
     return target
 
@@ -87,5 +94,6 @@ def load() -> tuple[ctypes.CDLL | None, str]:
 @functools.cache
 def warn_once(reason: str) -> None:
     warnings.warn(
-        f"compiled CPU kernels are not usable, so scans run in plain PyTorch, many times slower: {reason}", stacklevel=3
+        f"compiled CPU kernels are not usable, so scans run in plain PyTorch, many times slower: {reason}",
+        stacklevel=3,
     )

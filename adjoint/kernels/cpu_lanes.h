@@ -146,10 +146,16 @@ template <class T> ALWAYS_INLINE void softplusv(V<T> x, V<T>& value, V<T>& slope
   slope = x > 20 ? splat<T>(1) : (x < 0 ? e : splat<T>(1)) / (1 + e);
 }
 
-// Plain threads, started anew each call: an OpenMP runtime of our own would fight torch's.
+// With OpenMP the loaded library shares torch's thread pool (same soname, so one runtime), whose workers would
+// otherwise still be spinning for torch's next operation while ours want the cores. Elsewhere plain threads.
 template <class F> void parallel(int64_t threads, F body) {
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int64_t i = 0; i < threads; i++) body(i);
+#else
   std::vector<std::thread> pool;
   for (int64_t i = 1; i < threads; i++) pool.emplace_back(body, i);
   body(0);
   for (auto& t : pool) t.join();
+#endif
 }

@@ -46,22 +46,26 @@ template <class T, int NS, bool SSD> struct Scan {
   typedef V<T> Vt;
   static constexpr int L = Vec<T>::L;
   const ScanArgs& s;
-  const int64_t N, segments, blocks_per_head, blocks;
+  const int64_t segments, blocks_per_head, blocks;
 
   explicit Scan(const ScanArgs& args)
-      : s(args), N(NS ? NS : args.d_state), segments((args.seqlen + args.interval - 1) / args.interval),
+      : s(args), segments((args.seqlen + args.interval - 1) / args.interval),
         blocks_per_head((args.headdim + L - 1) / L), blocks(blocks_per_head * args.nheads) {}
 
+  // a function, so that the compiler sees a constant and keeps states in registers
+  ALWAYS_INLINE int64_t states() const { return NS ? NS : s.d_state; }
   Block block(int64_t i) const {
     int64_t head = i / blocks_per_head, first = (i % blocks_per_head) * L;
     int64_t left = s.headdim - first;
     return {i, head * s.headdim + first, head, head / (s.nheads / s.ngroups), int(left < L ? left : L)};
   }
   Vt* checkpoint(int64_t b, int64_t segment, int64_t i) const {
+    const int64_t N = states();
     return (Vt*)s.checkpoints + ((b * segments + segment) * blocks + i) * N;
   }
   // (channels, d_state) rows <-> one vector of channels for each state
   void gather(const void* rows, Vt* out, int64_t b, const Block& k, T factor) const {
+    const int64_t N = states();
     const T* p = (const T*)rows + (b * s.nheads * s.headdim + k.channel) * N;
     for (int64_t n = 0; n < N; n++) {
       out[n] = Vt{};
@@ -69,6 +73,7 @@ template <class T, int NS, bool SSD> struct Scan {
     }
   }
   void scatter(void* rows, const Vt* in, int64_t b, const Block& k) const {
+    const int64_t N = states();
     T* p = (T*)rows + (b * s.nheads * s.headdim + k.channel) * N;
     for (int64_t n = 0; n < N; n++)
       for (int l = 0; l < k.width; l++) p[l * N + n] = in[n][l];
@@ -98,6 +103,7 @@ template <class T, int NS, bool SSD> struct Scan {
 
   // ------------------------------------------------------------------------------------------- forward
   void forward(int64_t thread) const {
+    const int64_t N = states();
     std::vector<Vt> state(blocks * N), A2(blocks * N);
     const int64_t units = s.batch * blocks;
     const int64_t lo = units * thread / s.threads, hi = units * (thread + 1) / s.threads;
@@ -120,6 +126,7 @@ template <class T, int NS, bool SSD> struct Scan {
     }
   }
   void forward_segment(int64_t b, int64_t segment, Block k, const Vt* A2, Vt* state) const {
+    const int64_t N = states();
     Vt h[NS ? NS : 1];
     Vt* hp = NS ? h : state;
     if (NS) for (int n = 0; n < NS; n++) h[n] = state[n];
@@ -168,6 +175,7 @@ template <class T, int NS, bool SSD> struct Scan {
   // P_j and Q_j from P_{j-1} and Q_{j-1}: prefix sums of one block of W tokens
   ALWAYS_INLINE void prefix_step(int64_t b, int64_t j, const Block& k, const Vt* A2, Vt bias, const Vt* dfinal,
                                  Vt* P, Vt* Q) const {
+    const int64_t N = states();
     const Vt dy = output_cotangent(b, j, k);
     const T* C = row<T>(s.C, b, j) + k.group * N;
     const Vt* extra = j == s.seqlen - 1 ? dfinal : nullptr;
@@ -186,6 +194,7 @@ template <class T, int NS, bool SSD> struct Scan {
   }
 
   void backward(int64_t thread) const {
+    const int64_t N = states();
     const int64_t K = s.interval;
     const bool windowed = s.window > 0;
     Work w;
@@ -242,6 +251,7 @@ template <class T, int NS, bool SSD> struct Scan {
   // The prefix state that segment [s, e) starts from: P and Q after token s + W - 2 (or after the last token).
   // Slot `segments` keeps what the initial state needs: after token W - 2.
   void save_prefixes(int64_t b, const Block& k, const Vt* A2, const Vt* dfinal, Work& w) const {
+    const int64_t N = states();
     std::vector<Vt> PQ(2 * N);
     Vt *P = PQ.data(), *Q = P + N;
     const Vt bias = channels(s.delta_bias, 0, k);
@@ -257,6 +267,7 @@ template <class T, int NS, bool SSD> struct Scan {
 
   template <bool WINDOWED>
   void backward_segment(int64_t b, int64_t segment, Block k, const Vt* dfinal, Work& w) const {
+    const int64_t N = states();
     const int64_t K = s.interval, begin = segment * K, W = s.window;
     const int64_t end = begin + K < s.seqlen ? begin + K : s.seqlen, owned = s.seqlen - s.halo;
     const Vt bias = channels(s.delta_bias, 0, k), D = channels(s.D, 0, k);
@@ -275,15 +286,16 @@ template <class T, int NS, bool SSD> struct Scan {
       const Vt* h0 = &w.h[q * N];
       Vt *h = &w.h[(q + 1) * N], *a = &w.a[q * N];
       const bool drop = !SSD && dropped(b, t);
+      Vt y = D * u;
       for (int64_t n = 0; n < N; n++) {
         const Vt an = drop ? Vt{} : decay(A2, n, delta, ha);
         if (!SSD) a[n] = an;
-        h[n] = an * h0[n] + du * B[n];
+        const Vt hn = an * h0[n] + du * B[n];
+        h[n] = hn;
+        y += hn * C[n];
       }
       Vt dy = load<T>(row<T>(s.dy, b, t) + k.channel, k.width);
       if (s.z.data) {
-        Vt y = D * u;
-        for (int64_t n = 0; n < N; n++) y += h[n] * C[n];
         const Vt z = load<T>(row<T>(s.z, b, t) + k.channel, k.width), sig = sigmoidv<T>(z);
         Vt dz = dy * y * sig * (1 + z * (1 - sig));
         if (t >= owned) dz = Vt{};
@@ -359,6 +371,7 @@ template <class T, int NS, bool SSD> struct Scan {
   }
   // dB and dC are sums over channels: across lanes here, across threads by the caller
   void flush(int64_t thread, int64_t b, int64_t segment, int64_t group, Work& w) const {
+    const int64_t N = states();
     const int64_t begin = segment * s.interval;
     const int64_t end = begin + s.interval < s.seqlen ? begin + s.interval : s.seqlen;
     for (int64_t t = begin; t < end; t++) {

@@ -54,8 +54,14 @@ def linear_scan(
         raise ValueError(f"b must have shape (batch, seqlen >= 1, d_state), got {tuple(b.shape)}")
     batch, seqlen, d_state = b.shape
     dense = a.dim() == 4
-    if tuple(a.shape) not in ((batch, seqlen, 1), (batch, seqlen, d_state), (batch, seqlen, d_state, d_state)):
-        raise ValueError(f"a must be scalar, diagonal or dense for states {tuple(b.shape)}, got {tuple(a.shape)}")
+    if tuple(a.shape) not in (
+        (batch, seqlen, 1),
+        (batch, seqlen, d_state),
+        (batch, seqlen, d_state, d_state),
+    ):
+        raise ValueError(
+            f"a must be scalar, diagonal or dense for states {tuple(b.shape)}, got {tuple(a.shape)}"
+        )
     checks.shape("initial_state", initial_state, batch, d_state)
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)

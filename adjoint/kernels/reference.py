@@ -72,7 +72,9 @@ def accumulated_adjoint(g: Tensor, a: Tensor, window: int | None = None) -> Tens
     from_block_start = torch.cat([torch.ones_like(a_blocks[:, :1]), a_blocks[:, 1:]], dim=1).cumprod(1)
     prefix = (from_block_start * g_blocks).cumsum(1)
     prefix = prefix.unflatten(0, (g.shape[0], blocks))
-    joined = torch.zeros_like(prefix)  # the token at offset w of a block ends its window at offset w - 1 of the next
+    joined = torch.zeros_like(
+        prefix
+    )  # the token at offset w of a block ends its window at offset w - 1 of the next
     joined[:, :-1, 1:] = prefix[:, 1:, :-1]
     mu = suffix + to_next_block * joined.flatten(0, 1)
     return mu.reshape(g.shape[0], blocks * window, *g.shape[2:])[:, :seqlen]
@@ -147,7 +149,9 @@ def _step_size(delta, delta_bias, delta_softplus):  # type: ignore[no-untyped-de
     return F.softplus(raw) if delta_softplus else raw
 
 
-def selective_scan_forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, reset, save=True):  # type: ignore[no-untyped-def]
+def selective_scan_forward(
+    u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, reset, save=True
+):  # type: ignore[no-untyped-def]
     batch, seqlen, d_inner = u.shape
     state = u.new_zeros(batch, d_inner, A.shape[1]) if initial_state is None else initial_state
     checkpoints, outputs = [], []
@@ -170,11 +174,30 @@ def _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, stat
 
 
 def selective_scan_backward(  # type: ignore[no-untyped-def]
-    dy, dfinal_state, u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, reset, checkpoints, window, halo=0
+    dy,
+    dfinal_state,
+    u,
+    delta,
+    A,
+    B,
+    C,
+    D,
+    z,
+    delta_bias,
+    delta_softplus,
+    initial_state,
+    reset,
+    checkpoints,
+    window,
+    halo=0,
 ):
     seqlen = u.shape[1]
-    windowed = (window is not None and window < seqlen + 1) or halo > 0  # then mu needs the whole sequence at once
-    du, ddelta, dB, dC = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (u, delta, B, C))
+    windowed = (
+        window is not None and window < seqlen + 1
+    ) or halo > 0  # then mu needs the whole sequence at once
+    du, ddelta, dB, dC = (
+        torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (u, delta, B, C)
+    )
     dz = None if z is None else torch.zeros_like(u)
     dA = torch.zeros_like(A)
     dD = None if D is None else torch.zeros_like(D)
@@ -239,7 +262,21 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
 
 
 def ssd_scan_backward(  # type: ignore[no-untyped-def]
-    dy, dfinal_state, x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, checkpoints, window, halo=0
+    dy,
+    dfinal_state,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    dt_bias,
+    dt_softplus,
+    initial_state,
+    reset,
+    checkpoints,
+    window,
+    halo=0,
 ):
     seqlen, (groups, d_state) = x.shape[1], B.shape[2:]
     windowed = (window is not None and window < seqlen + 1) or halo > 0
@@ -347,7 +384,9 @@ def _dense_adjoint(g: Tensor, At: Tensor, window: int | None) -> tuple[Tensor, T
 def _taps(x: Tensor, width: int, initial_state: Tensor | None, reset: Tensor | None):  # type: ignore[no-untyped-def]
     """For each tap j the input it sees, (batch, seqlen, channels), and 0 where it would reach into another document."""
     batch, seqlen, channels = x.shape
-    before = x.new_zeros(batch, width - 1, channels) if initial_state is None else initial_state.transpose(1, 2)
+    before = (
+        x.new_zeros(batch, width - 1, channels) if initial_state is None else initial_state.transpose(1, 2)
+    )
     padded = torch.cat([before, x], dim=1)
     starts = None if reset is None else reset.to(torch.int32).cumsum(1)
     for j in range(width):

@@ -15,7 +15,22 @@ class _SelectiveScan(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, u, delta, A, B, C, D, z, delta_bias, initial_state, reset, softplus: bool, window, halo: int, impl: ModuleType, save: bool
+        ctx: Any,
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D,
+        z,
+        delta_bias,
+        initial_state,
+        reset,
+        softplus: bool,
+        window,
+        halo: int,
+        impl: ModuleType,
+        save: bool,
     ):
         y, final_state, checkpoints = impl.selective_scan_forward(
             u, delta, A, B, C, D, z, delta_bias, softplus, initial_state, reset, save
@@ -33,7 +48,22 @@ class _SelectiveScan(torch.autograd.Function):
         if dy is None:
             dy = torch.zeros_like(u)
         du, ddelta, dA, dB, dC, dD, dz, dbias, dinitial = impl.selective_scan_backward(
-            dy, dfinal_state, u, delta, A, B, C, D, z, delta_bias, softplus, initial_state, reset, checkpoints, window, halo
+            dy,
+            dfinal_state,
+            u,
+            delta,
+            A,
+            B,
+            C,
+            D,
+            z,
+            delta_bias,
+            softplus,
+            initial_state,
+            reset,
+            checkpoints,
+            window,
+            halo,
         )
         dinitial = dinitial if initial_state is not None else None
         return du, ddelta, dA, dB, dC, dD, dz, dbias, dinitial, None, None, None, None, None, None
@@ -92,7 +122,9 @@ def selective_scan(
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
     dtype = dispatch.compute_dtype(u)
-    tensors = [None if x is None else x.to(dtype) for x in (u, delta, A, B, C, D, z, delta_bias, initial_state)]
+    tensors = [
+        None if x is None else x.to(dtype) for x in (u, delta, A, B, C, D, z, delta_bias, initial_state)
+    ]
     impl = dispatch.choose(backend, tensors[0])  # type: ignore[arg-type]
     save = checks.differentiable(*tensors)
     y, final_state = _SelectiveScan.apply(*tensors, reset, delta_softplus, window, halo, impl, save)

@@ -14,9 +14,25 @@ from adjoint.kernels import checks, dispatch
 class _SSDScan(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x, dt, A, B, C, D, dt_bias, initial_state, reset, softplus: bool, window, halo: int, impl: ModuleType, save: bool
+        ctx: Any,
+        x,
+        dt,
+        A,
+        B,
+        C,
+        D,
+        dt_bias,
+        initial_state,
+        reset,
+        softplus: bool,
+        window,
+        halo: int,
+        impl: ModuleType,
+        save: bool,
     ):
-        y, final_state, checkpoints = impl.ssd_scan_forward(x, dt, A, B, C, D, dt_bias, softplus, initial_state, reset, save)
+        y, final_state, checkpoints = impl.ssd_scan_forward(
+            x, dt, A, B, C, D, dt_bias, softplus, initial_state, reset, save
+        )
         ctx.save_for_backward(x, dt, A, B, C, D, dt_bias, initial_state, reset, checkpoints)
         ctx.arguments = softplus, window, halo, impl
         ctx.set_materialize_grads(False)
@@ -30,7 +46,21 @@ class _SSDScan(torch.autograd.Function):
         if dy is None:
             dy = torch.zeros_like(x)
         dx, ddt, dA, dB, dC, dD, dbias, dinitial = impl.ssd_scan_backward(
-            dy, dfinal_state, x, dt, A, B, C, D, dt_bias, softplus, initial_state, reset, checkpoints, window, halo
+            dy,
+            dfinal_state,
+            x,
+            dt,
+            A,
+            B,
+            C,
+            D,
+            dt_bias,
+            softplus,
+            initial_state,
+            reset,
+            checkpoints,
+            window,
+            halo,
         )
         dinitial = dinitial if initial_state is not None else None
         return dx, ddt, dA, dB, dC, dD, dbias, dinitial, None, None, None, None, None, None
@@ -72,7 +102,9 @@ def ssd_scan(
         raise ValueError(f"x must have shape (batch, seqlen >= 1, nheads, headdim), got {tuple(x.shape)}")
     batch, seqlen, nheads, headdim = x.shape
     if B.dim() != 4 or nheads % B.shape[2]:
-        raise ValueError(f"B must have shape (batch, seqlen, ngroups, d_state), ngroups dividing {nheads} heads; got {tuple(B.shape)}")
+        raise ValueError(
+            f"B must have shape (batch, seqlen, ngroups, d_state), ngroups dividing {nheads} heads; got {tuple(B.shape)}"
+        )
     for name, value in (("B", B), ("C", C)):
         checks.shape(name, value, batch, seqlen, *B.shape[2:])
     checks.shape("dt", dt, batch, seqlen, nheads)

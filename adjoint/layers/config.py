@@ -67,15 +67,21 @@ class StackConfig:
         if self.norm_eps <= 0:
             raise ValueError(f"norm_eps must be positive, got {self.norm_eps}")
         if not 0 < self.dt_min <= self.dt_max:
-            raise ValueError(f"dt_min and dt_max must satisfy 0 < dt_min <= dt_max, got {self.dt_min} and {self.dt_max}")
+            raise ValueError(
+                f"dt_min and dt_max must satisfy 0 < dt_min <= dt_max, got {self.dt_min} and {self.dt_max}"
+            )
         for kind in self.mixers:
             if kind not in MIXERS:
                 raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, or a list of them; got {kind!r}")
         if len(self.mixers) != self.n_layer:
-            raise ValueError(f"mixer lists {len(self.mixers)} layers but n_layer is {self.n_layer}: give one for each layer")
+            raise ValueError(
+                f"mixer lists {len(self.mixers)} layers but n_layer is {self.n_layer}: give one for each layer"
+            )
         if "mamba2" in self.mixers:
             if self.d_inner % self.headdim:
-                raise ValueError(f"headdim {self.headdim} must divide d_inner = expand * d_model = {self.d_inner}")
+                raise ValueError(
+                    f"headdim {self.headdim} must divide d_inner = expand * d_model = {self.d_inner}"
+                )
             if self.nheads % self.ngroups:
                 raise ValueError(f"ngroups {self.ngroups} must divide the number of heads, {self.nheads}")
 

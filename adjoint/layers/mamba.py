@@ -62,16 +62,22 @@ class MambaMixer(nn.Module):
         """Everything before the scan: x (batch, seqlen, d_model) → the scan's inputs and the new conv tail."""
         d_inner, d_state = self.A_log.shape
         u, z = self.in_proj(x).split(d_inner, dim=-1)
-        u, conv_state = causal_conv1d(u, self.conv1d.weight.squeeze(1), self.conv1d.bias, conv_state, silu=True)
+        u, conv_state = causal_conv1d(
+            u, self.conv1d.weight.squeeze(1), self.conv1d.bias, conv_state, silu=True
+        )
         delta, B, C = self.x_proj(u).split([self.config.step_rank, d_state, d_state], dim=-1)
         return MambaScanInputs(u, F.linear(delta, self.dt_proj.weight), B, C, z), conv_state
 
-    def scan(self, inputs: MambaScanInputs, h: Tensor, window: int | None = None, halo: int = 0) -> tuple[Tensor, Tensor]:
+    def scan(
+        self, inputs: MambaScanInputs, h: Tensor, window: int | None = None, halo: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """The recurrence: gated outputs (batch, seqlen, d_inner) and the final h."""
         u, delta, B, C, z = inputs
         A = -torch.exp(self.A_log if self.A_log.dtype == torch.float64 else self.A_log.float())
         bias = self.dt_proj.bias
-        return selective_scan(u, delta, A, B, C, self.D, z, bias, True, initial_state=h, window=window, halo=halo)
+        return selective_scan(
+            u, delta, A, B, C, self.D, z, bias, True, initial_state=h, window=window, halo=halo
+        )
 
     def scan_outputs(self, y: Tensor, inputs: MambaScanInputs) -> Tensor:
         """Everything after the scan: (batch, seqlen, d_inner) → (batch, seqlen, d_model)."""

@@ -62,16 +62,22 @@ class Mamba2Mixer(nn.Module):
         """Everything before the scan: x (batch, seqlen, d_model) → the scan's inputs and the new conv tail."""
         c = self.config
         z, xBC, dt = self.in_proj(x).split([c.d_inner, self.d_conv_channels, c.nheads], dim=-1)
-        xBC, conv_state = causal_conv1d(xBC, self.conv1d.weight.squeeze(1), self.conv1d.bias, conv_state, silu=True)
+        xBC, conv_state = causal_conv1d(
+            xBC, self.conv1d.weight.squeeze(1), self.conv1d.bias, conv_state, silu=True
+        )
         x, B, C = xBC.split([c.d_inner, c.ngroups * self.d_state, c.ngroups * self.d_state], dim=-1)
         B, C = (v.unflatten(-1, (c.ngroups, self.d_state)) for v in (B, C))
         return SSDScanInputs(x.unflatten(-1, (c.nheads, c.headdim)), dt, B, C, z), conv_state
 
-    def scan(self, inputs: SSDScanInputs, h: Tensor, window: int | None = None, halo: int = 0) -> tuple[Tensor, Tensor]:
+    def scan(
+        self, inputs: SSDScanInputs, h: Tensor, window: int | None = None, halo: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """The recurrence: outputs (batch, seqlen, nheads, headdim) and the final h."""
         x, dt, B, C, _ = inputs
         A = -torch.exp(self.A_log if self.A_log.dtype == torch.float64 else self.A_log.float())
-        return ssd_scan(x, dt, A, B, C, self.D, None, self.dt_bias, True, initial_state=h, window=window, halo=halo)
+        return ssd_scan(
+            x, dt, A, B, C, self.D, None, self.dt_bias, True, initial_state=h, window=window, halo=halo
+        )
 
     def scan_outputs(self, y: Tensor, inputs: SSDScanInputs) -> Tensor:
         """Everything after the scan: (batch, seqlen, nheads, headdim) → (batch, seqlen, d_model)."""

@@ -76,7 +76,9 @@ class SelectiveMixer(nn.Module):
         b = (self.input_matrix(x) @ x.unsqueeze(-1)).squeeze(-1)
         return SelectiveScanInputs(self.transition(x), b, self.output_matrix(x)), None
 
-    def scan(self, inputs: SelectiveScanInputs, h: Tensor, window: int | None = None, halo: int = 0) -> tuple[Tensor, Tensor]:
+    def scan(
+        self, inputs: SelectiveScanInputs, h: Tensor, window: int | None = None, halo: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """The recurrence: all states (batch, seqlen, d_state) and the last one."""
         states = linear_scan(inputs.a, inputs.b, initial_state=h, window=window, halo=halo)
         return states, states[:, -1].clone()  # a copy: whoever keeps the last state must not keep all of them

@@ -1,0 +1,214 @@
+"""`Truncated` and `LayerLocal` with a window: a layer's chunks are independent tasks.
+
+Tokens [s, e) of a layer, windowed to W tokens, need the layer's inputs and output cotangents up to token e + W - 2 (the halo),
+the recurrent state before s, and the d_conv - 1 inputs before s: the convolution's short paths are not windowed, so a task
+carries its own copy of them instead of waiting for its neighbour. Nothing else passes between tasks; their
+contributions are added up, in any order.
+"""
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from adjoint import sweep, tile
+from adjoint.tile import Cotangents, Gradients, State
+
+if TYPE_CHECKING:
+    from adjoint.stack import Block, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """The vjp of one layer on the tokens [start, stop).
+
+    It reads the layer's inputs on [left, halo_stop), the cotangents of its outputs on [start, halo_stop) and the recurrent
+    state before `start`; it writes the parameters' gradients and the cotangents of the inputs on [left, stop).
+    """
+
+    layer: int
+    chunk: int
+    left: int
+    start: int
+    stop: int
+    halo_stop: int
+
+
+def tasks(n_layer: int, seqlen: int, chunk_size: int, window: int, d_conv: int) -> list[Task]:
+    """All tasks of a backward pass, layers from the top; tasks of one layer are independent of each other."""
+    found = []
+    for layer in reversed(range(n_layer)):
+        for i, chunk in enumerate(sweep.chunks_of(seqlen, chunk_size)):
+            left, halo_stop = max(0, chunk.start - (d_conv - 1)), min(seqlen, chunk.stop + window - 1)
+            found.append(Task(layer, i, left, chunk.start, chunk.stop, halo_stop))
+    return found
+
+
+def vjp(
+    block: "Block",
+    task: Task,
+    inputs: Tensor,
+    state: State,
+    dy: Tensor,
+    d_final: Cotangents,
+    window: int,
+    gradients: Gradients,
+) -> tuple[Tensor, Cotangents]:
+    """Runs one task.
+
+    Args:
+        inputs: (batch, halo_stop - left, d_model), the layer's inputs on [left, halo_stop).
+        state: the recurrent state before `start`; its conv tail is used at the start of the sequence only.
+        dy: (batch, halo_stop - start, d_model), cotangents of the layer's outputs.
+        d_final: cotangents of the state after the last token, for tasks that reach it; else None each.
+        gradients: the parameters' gradients are added here.
+
+    Returns:
+        The contribution to the inputs' cotangents on [left, stop), and the cotangents of `state`.
+    """
+    halo = task.halo_stop - task.stop
+    x = inputs[:, : task.stop - task.left].detach().requires_grad_()
+    y_halo = inputs[:, task.stop - task.left :]
+    state = tuple(s.detach().requires_grad_() for s in state)
+    named = {f"block.{name}": p for name, p in block.named_parameters() if p.requires_grad}
+    parameters, leaves = list(named.values()), tile.aliases(named.values())
+    with torch.enable_grad():
+        y_left, y_own = x.split([task.start - task.left, task.stop - task.start], dim=1)
+        call = (y_left, y_own, y_halo, state, window)
+        y, scan_halo, ahead, state_out = functional_call(
+            _TaskForward(block), dict(zip(named, leaves, strict=True)), call
+        )
+    given = [(y, dy[:, : task.stop - task.start])]
+    if halo:
+        # what the tokens ahead say about the states; their own gradients belong to the tasks that own them
+        with torch.enable_grad():
+            scan_ahead = scan_halo.detach().requires_grad_()
+            after = block.feed_forward(y_halo + block.mixer.scan_outputs(scan_ahead, ahead))  # type: ignore[operator,union-attr]
+        given.append((scan_halo, torch.autograd.grad(after, scan_ahead, dy[:, task.stop - task.start :])[0]))
+    given += [
+        (end, d) for end, d in zip(state_out, d_final, strict=True) if end is not None and d is not None
+    ]
+    grads = torch.autograd.grad(
+        [a for a, _ in given], [x, *state, *leaves], [d for _, d in given], allow_unused=True
+    )
+    for parameter, gradient in zip(parameters, grads[1 + len(state) :], strict=True):
+        gradients.add(parameter, gradient)
+    return grads[0], grads[1 : 1 + len(state)]
+
+
+class _TaskForward(nn.Module):
+    """A block on the tokens a task owns, its recurrence run on through the halo: a module, so that `functional_call` applies."""
+
+    def __init__(self, block: "Block") -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, y_left: Tensor, y_own: Tensor, y_halo: Tensor, state: State, window: int):  # type: ignore[no-untyped-def]
+        block, mixer, halo = self.block, self.block.mixer, y_halo.shape[1]
+        conv_state = state[0] if len(state) > 1 else None
+        if conv_state is not None and y_left.shape[1]:
+            tail = mixer.conv_tail(block.norm(y_left))  # type: ignore[operator,union-attr]
+            missing = conv_state.shape[2] - tail.shape[2]  # the oldest, from before the sequence
+            conv_state = torch.cat([conv_state[:, :, :missing], tail.to(conv_state.dtype)], dim=2)
+        scanned, tail = mixer.scan_inputs(block.norm(y_own), conv_state)  # type: ignore[operator,union-attr]
+        joined, ahead = scanned, None
+        if halo:
+            with torch.no_grad():
+                ahead, _ = mixer.scan_inputs(block.norm(y_halo), tail)  # type: ignore[operator,union-attr]
+            joined = type(scanned)(*(torch.cat(pair, dim=1) for pair in zip(scanned, ahead, strict=True)))
+        y_scan, h = mixer.scan(joined, state[-1], window, halo)  # type: ignore[operator,union-attr]
+        scan_own, scan_halo = y_scan.split([y_own.shape[1], halo], dim=1)
+        y = block.feed_forward(y_own + mixer.scan_outputs(scan_own, scanned))  # type: ignore[operator,union-attr]
+        return y, scan_halo, ahead, (h,) if len(state) == 1 else (None if halo else tail, h)
+
+
+class WindowedSweep(sweep.Sweep):
+    """Layer by layer, every layer's inputs kept: n_layer × seqlen × d_model, beside the states at the chunks' edges."""
+
+    def __init__(
+        self,
+        model: "Stack",
+        input_ids: Tensor,
+        targets: Tensor,
+        valid: int,
+        states: list[State],
+        chunk_size: int,
+        window: int,
+        layer_local: bool,
+    ) -> None:
+        super().__init__(model, input_ids, targets, valid, states, chunk_size)
+        self.window, self.layer_local = window, layer_local
+        self.edges: list[list[State]] = []  # states before each chunk, a tuple a layer
+        self.inputs: list[Tensor] = []  # inputs of each layer and of the head, (batch, seqlen, d_model)
+
+    def forward(self) -> tuple[Tensor, list[State]]:
+        model, states = self.model, [tuple(s.detach() for s in state) for state in self.initial]
+        total: Tensor | None = None
+        kept: list[list[Tensor]] = [[] for _ in range(len(model.layers) + 1)]
+        with torch.no_grad(), self.precision():
+            for chunk in self.chunks:
+                self.edges.append(list(states))
+                y = model.embed(self.ids[:, chunk])
+                for k, layer in enumerate(model.layers):
+                    if self.backward_follows:
+                        kept[k].append(y)
+                    y, states[k] = tile.forward(layer, y, states[k])
+                if self.backward_follows:
+                    kept[-1].append(y)
+                loss = model.head_loss(y, self.targets[:, chunk])
+                total = loss if total is None else total + loss
+        self.inputs = [torch.cat(parts, dim=1) for parts in kept if parts]
+        assert total is not None
+        return total / self.valid, states
+
+    def backward(
+        self, d_loss: Tensor | None, d_final: tuple[Tensor | None, ...]
+    ) -> tuple[Gradients, list[Tensor | None]]:
+        model, seqlen = self.model, self.ids.shape[1]
+        gradients = Gradients(self.parameters)
+        d_initial: list[Cotangents] = sweep.by_layer(self.initial, [None] * len(d_final))
+        final = sweep.by_layer(self.initial, list(d_final))
+        d_head = torch.zeros_like(self.inputs[-1])
+        with self.precision():
+            if d_loss is not None:
+                for chunk in self.chunks:
+                    d_chunk = self.head_pullback(
+                        self.inputs[-1][:, chunk], chunk, d_loss / self.valid, gradients
+                    )
+                    d_head[:, chunk] = d_chunk
+            d_below = d_head
+            every = tasks(len(model.layers), seqlen, self.chunks[0].stop, self.window, model.config.d_conv)
+            for k, of_layer in itertools.groupby(every, key=lambda task: task.layer):
+                dy, d_below = d_head if self.layer_local else d_below, torch.zeros_like(d_head)
+                for task in of_layer:
+                    ends_here = task.halo_stop == seqlen
+                    dx, d_state = vjp(
+                        model.layers[k],  # type: ignore[arg-type]
+                        task,
+                        self.inputs[k][:, task.left : task.halo_stop],
+                        self.edges[task.chunk][k],
+                        dy[:, task.start : task.halo_stop],
+                        final[k] if ends_here else (None,) * len(final[k]),
+                        self.window,
+                        gradients,
+                    )
+                    d_below[:, task.left : task.stop] += dx
+                    d_initial[k] = self._initial(task, d_state, d_initial[k])
+            for chunk in self.chunks:
+                self.embedding_pullback((d_head if self.layer_local else d_below)[:, chunk], chunk, gradients)
+        return gradients, [d for state in d_initial for d in state]
+
+    def _initial(self, task: Task, d_state: Cotangents, so_far: Cotangents) -> Cotangents:
+        """The initial states' cotangents: from the first task; of the conv tail also from tasks that still reach before the sequence."""
+        kept = d_state
+        if task.start > 0:
+            d_tail = d_state[0] if len(d_state) > 1 else None
+            if d_tail is None or task.start >= d_tail.shape[2]:
+                return so_far
+            # this chunk's tail is the initial one moved on by `start` tokens
+            kept = (F.pad(d_tail[:, :, : d_tail.shape[2] - task.start], (task.start, 0)), None)
+        return tuple(a if b is None else b if a is None else a + b for a, b in zip(so_far, kept, strict=True))
