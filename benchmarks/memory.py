@@ -36,9 +36,8 @@ MODEL: dict[str, Any] = {
 }
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 QUICK_LENGTHS = (1024, 4096)
-SETTLED_AFTER_S = (
-    4.0  # a process repeats its pass until it has run this long, so that short ones are not one draw
-)
+# A process repeats its pass until it has run this long, so that a short pass is not one draw.
+SETTLE_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def measure(point: dict[str, Any]) -> dict[str, Any]:
     ids = torch.randint(MODEL["vocab_size"], (1, point["length"]), device=device)
     loss_of(ids[:, :128]).backward()
     seconds: list[float] = []
-    while not seconds or (sum(seconds) < SETTLED_AFTER_S and len(seconds) < 20):
+    while not seconds or (sum(seconds) < point["settle_s"] and len(seconds) < 20):
         if cuda:
             torch.cuda.synchronize()
         began = time.perf_counter()
@@ -189,6 +188,7 @@ def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
                             "allocator": allocator,
                             "device": options.device,
                             "repeat": repeat,
+                            "settle_s": options.settle_s,
                         }
                     )
     return points
@@ -249,7 +249,7 @@ def summarise(options: argparse.Namespace, journal: common.Journal) -> list[dict
                         "allocator": allocator,
                         "device": options.device,
                     }
-                    found = journal.get(point | {"repeat": repeat})
+                    found = journal.get(point | {"repeat": repeat, "settle_s": options.settle_s})
                     if found:
                         results.append(found)
                 row = {"method": name, "label": METHODS[name].label, "allocator": allocator, "length": length}
@@ -318,6 +318,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.allocators = ["default"]  # glibc's settings do not reach the GPU's memory
     if options.max_memory is None:
         options.max_memory = int(0.75 * _device_memory(options.device))
+    options.settle_s = 0.5 if options.quick else SETTLE_S
     if options.quick and options.out is None:
         options.out = common.RESULTS / "partial" / "quick"
     return options
