@@ -1,4 +1,5 @@
-"""Train state-space models on very long contexts: exact gradients by adjoint states, in memory that hardly grows with length."""
+"""Train state-space models on very long contexts: exact gradients by adjoint states, in memory that hardly
+grows with length."""
 
 from adjoint.kernels.dispatch import backends
 from adjoint.kernels.linear_scan import linear_scan

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 
 class ExactSweep(sweep.Sweep):
-    """Chunk by chunk forward, keeping the states at the chunks' edges; chunk by chunk in reverse, carrying the adjoint state.
+    """Chunk by chunk forward, keeping the states at the chunks' edges; chunk by chunk in reverse, carrying
+    the adjoint state.
 
-    With `layer_local` every layer gets dL/dy_K for its cotangent (Prop. 3, eq. 7) instead of the one from the layer above.
+    With `layer_local` every layer gets dL/dy_K for its cotangent (Prop. 3, eq. 7) instead of the one from the
+    layer above.
     """
 
     def __init__(
@@ -41,7 +43,8 @@ class ExactSweep(sweep.Sweep):
         )
         self.last_gradients: Gradients | None = None
 
-    # ------------------------------------------------------------------------------------------------- forward
+    # -------------------------------------------------------------------------------------------------
+    # forward
 
     def forward(self) -> tuple[Tensor, list[State]]:
         states = [tuple(s.detach() for s in state) for state in self.initial]
@@ -81,7 +84,8 @@ class ExactSweep(sweep.Sweep):
         return y, after, pullbacks
 
     def _keep_edge(self, states: list[State]) -> None:
-        """Copies the states into memory taken at once: small blocks that stay, put between large ones that go, break up the heap.
+        """Copies the states into memory taken at once: small blocks that stay, put between large ones that
+        go, break up the heap.
 
         The first edge is the caller's own, and may be of other dtypes than the later ones.
         """
@@ -106,7 +110,8 @@ class ExactSweep(sweep.Sweep):
         )
 
     def _stow(self, tensors: State) -> State:
-        """Puts tensors where `keep` says. Copies to pinned host memory run behind the computation, in stream order."""
+        """Puts tensors where `keep` says. Copies to pinned host memory run behind the computation, in stream
+        order."""
         if self.keep != "offload" or self.device == "cpu":
             return tensors
         stowed = (torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in tensors)
@@ -115,7 +120,8 @@ class ExactSweep(sweep.Sweep):
     def _fetch(self, tensors: State) -> State:
         return tuple(t.to(self.ids.device, non_blocking=True) for t in tensors)
 
-    # ------------------------------------------------------------------------------------------------ backward
+    # ------------------------------------------------------------------------------------------------
+    # backward
 
     def backward(
         self, d_loss: Tensor | None, d_final: tuple[Tensor | None, ...]

@@ -1,4 +1,5 @@
-"""The head's loss by mini-sequences (Mini-Sequence Transformer, section 3): logits exist for one slice of tokens at a time."""
+"""The head's loss by mini-sequences (Mini-Sequence Transformer, section 3): logits exist for one slice of
+tokens at a time."""
 
 import warnings
 from typing import Any
@@ -12,12 +13,13 @@ SLICE_ELEMENTS = 1 << 22  # logits alive at a time: 16 MiB in float32
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Loss and gradients in one pass over the slices: with the logits at hand, their gradient is one subtraction away."""
+    """Loss and gradients in one pass over the slices: with the logits at hand, their gradient is one
+    subtraction away."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int, backward_follows: bool
-    ):  # type: ignore[override]
+    ) -> Tensor:
         tokens = hidden.shape[0]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         loss = hidden.new_zeros((), dtype=wide)
@@ -43,7 +45,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, d_loss: Tensor) -> Any:
         d_hidden, d_weight = ctx.saved_tensors
         return (d_hidden * d_loss).to(d_hidden.dtype), (d_weight * d_loss).to(ctx.dtype), None, None, None
 
@@ -51,20 +53,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int | None = None
 ) -> Tensor:
-    """Sum over valid targets of -log softmax(hidden weightᵀ)[target], in float32 (float64 for float64 inputs).
+    """Sum over valid targets of -log softmax(hidden weightᵀ)[target], in float32 (float64 for float64
+    inputs).
 
-    Divide by the number of valid labels of the *whole* batch for the mean; the mean of slice means is not that.
+    Divide by the number of valid labels of the *whole* batch for the mean; the mean of slice means is not
+    that.
 
     Args:
         hidden: (…, d_model). weight: (vocab_size, d_model). targets: (…,) int64; -100 is ignored.
-        slice_tokens: tokens whose logits exist at a time; by default what keeps them below 16 MiB. It need not divide anything.
+        slice_tokens: tokens whose logits exist at a time; by default what keeps them below 16 MiB. It need
+            not divide anything.
 
     Raises:
         ValueError: slice_tokens is not positive, or targets do not match hidden.
     """
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"targets {tuple(targets.shape)} must have hidden's shape without its last dimension, {tuple(hidden.shape)}"
+            f"targets {tuple(targets.shape)} must have hidden's shape without its last dimension, "
+            f"{tuple(hidden.shape)}"
         )
     if slice_tokens is None:
         slice_tokens = max(1, SLICE_ELEMENTS // weight.shape[0])
@@ -82,12 +88,14 @@ def linear_cross_entropy(
 
 
 def shift_labels(labels: Tensor) -> Tensor:
-    """Targets aligned with the tokens that predict them: position t holds label t + 1, the last position is ignored."""
+    """Targets aligned with the tokens that predict them: position t holds label t + 1, the last position is
+    ignored."""
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1)
 
 
 def count_valid(targets: Tensor) -> int:
-    """Number of targets that are not ignored; warns if there are none, since the loss is then 0 and teaches nothing."""
+    """Number of targets that are not ignored; warns if there are none, since the loss is then 0 and teaches
+    nothing."""
     valid = int((targets != IGNORE_INDEX).sum())
     if valid == 0:
         warnings.warn("every label is ignored (-100): the loss is 0 and so are all gradients", stacklevel=2)

@@ -1,10 +1,10 @@
 """Ways to run a backward pass, as interchangeable objects: pass one as `method=` to the model.
 
-| method     | equals backprop   | memory                          | time                                   |
-| Backprop   | is backprop       | grows with seqlen               | forward + backward                     |
-| Exact      | yes, to rounding  | flat, but for small chunk edges | one more forward, but for the last chunk |
-| Truncated  | at window >= seqlen | n_layer × seqlen × d_model    | as Exact; chunks of a layer in any order |
-| LayerLocal | for one layer only | as the two above               | as Exact; all tasks in any order         |
+| method     | equals backprop     | memory                          | time                                    |
+| Backprop   | is backprop         | grows with seqlen               | forward + backward                      |
+| Exact      | yes, to rounding    | flat, but for small chunk edges | one more forward                        |
+| Truncated  | at window >= seqlen | n_layer × seqlen × d_model      | as Exact, a layer's chunks in any order |
+| LayerLocal | for one layer only  | as the two above                | as Exact, all tasks in any order        |
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ KEEP = ("edges", "inputs", "offload")
 class Backprop:
     """Plain backpropagation through the whole sequence: the baseline.
 
-    Do not use it for sequences whose activations do not fit in memory; that is what the other methods are for.
+    Do not use it for sequences whose activations do not fit in memory; that is what the other methods are
+    for.
 
     Args:
         checkpoint: recompute each layer in the backward instead of keeping its activations.
@@ -45,7 +46,7 @@ class Backprop:
         final_states = []
         for layer, state in zip(model.layers, states, strict=True):
             if self.checkpoint and torch.is_grad_enabled():
-                y, state = checkpointed(layer, y, state, use_reentrant=False)  # type: ignore[misc]
+                y, state = checkpointed(layer, y, state, use_reentrant=False)
             else:
                 y, state = layer(y, state)
             final_states.append(state)
@@ -54,16 +55,22 @@ class Backprop:
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """The exact gradient by adjoint states over chunks, in memory that hardly grows with the sequence (docs/method.md §4).
+    """The exact gradient by adjoint states over chunks, in memory that hardly grows with the sequence
+    (docs/method.md §4).
 
-    Forward keeps the recurrent states at chunk edges; the backward sweeps the chunks in reverse, recomputes each one and
-    carries the accumulated adjoint state across its edge. Do not use it where the whole sequence's activations fit anyway and time is
+    Forward keeps the recurrent states at chunk edges; the backward sweeps the chunks in reverse, recomputes
+    each one and
+    carries the accumulated adjoint state across its edge. Do not use it where the whole sequence's
+    activations fit anyway and time is
     all that counts: `Backprop` saves the extra forward.
 
     Args:
-        chunk_size: tokens a chunk; need not divide seqlen. None picks one from the model's widths and the device.
-        keep: "edges" keeps only the states at chunk edges and recomputes all layers of a chunk at a time; "inputs" also
-            keeps every layer's input (n_layer × seqlen × d_model), so that one layer of a chunk is worked on at a time; "offload" is
+        chunk_size: tokens a chunk; need not divide seqlen. None picks one from the model's widths and the
+            device.
+        keep: "edges" keeps only the states at chunk edges and recomputes all layers of a chunk at a time;
+            "inputs" also
+            keeps every layer's input (n_layer × seqlen × d_model), so that one layer of a chunk is worked on
+            at a time; "offload" is
             "inputs" with edges and inputs in host memory (on a CPU the same as "inputs").
 
     Raises:
@@ -89,16 +96,17 @@ class Exact:
 
 @dataclasses.dataclass(frozen=True)
 class Truncated:
-    """Windowed recurrences, cotangents propagated through the layers: the paper's truncation with exact depth.
+    """Windowed recurrences, cotangents propagated through the layers: the paper's truncation, exact in depth.
 
-    In each layer a token's output reaches back `window` tokens through the recurrence, no further; the paths through the
-    convolution, the residual stream and C are whole. Chunks of a layer are then independent tasks (`tasks()`). This is not the
-    gradient unless window >= seqlen; `adjoint sweep` measures how far it is off. Do not use it to save time or memory on
-    one device: `Exact` costs no more there, and is exact.
+    In each layer a token's output reaches back `window` tokens through the recurrence, no further; the paths
+    through the convolution, the residual stream and C are whole. Chunks of a layer are then independent
+    tasks (`tasks()`). This is not the gradient unless window >= seqlen. Do not use it to save time or memory
+    on one device: `Exact` costs no more there, and is exact.
 
     Args:
         window: tokens, 1 or more.
-        chunk_size: tokens a task owns; None takes the larger of `Exact`'s choice and the window, so that halos at most double the work.
+        chunk_size: tokens a task owns; None takes the larger of `Exact`'s choice and the window, so that
+            halos at most double the work.
 
     Raises:
         ValueError: window or chunk_size is not a positive whole number.
@@ -133,11 +141,11 @@ class Truncated:
 
 @dataclasses.dataclass(frozen=True)
 class LayerLocal:
-    """Every layer gets dL/dy_K for its cotangent: the paper's Proposition 3, eq. 7. Every (layer, chunk) task is independent.
+    """Every layer gets dL/dy_K for its cotangent (the paper's Proposition 3, eq. 7); tasks are independent.
 
-    It drops the paths by which a layer's output reaches the loss through the layers above, so it is the gradient for the last
-    layer and the head only, and an approximation below them that gets worse with depth. The embedding, too, gets dL/dy_K. Do not use it
-    where the gradient matters and the layers can wait for each other.
+    It drops the paths by which a layer's output reaches the loss through the layers above: the gradient for
+    the last layer and the head only, below them an approximation that gets worse with depth. The embedding,
+    too, gets dL/dy_K. Do not use it where the gradient matters and the layers can wait for each other.
 
     Args:
         window: tokens each output reaches back through the recurrence; None for all.
@@ -187,14 +195,16 @@ def check_chunk_size(chunk_size: object) -> None:
         isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1
     ):
         raise ValueError(
-            f"chunk_size must be a whole number of tokens, 1 or more, or None to have one picked; got {chunk_size!r}"
+            "chunk_size must be a whole number of tokens, 1 or more, or None to have one picked; "
+            f"got {chunk_size!r}"
         )
 
 
 def default_chunk_size(model: "Stack", input_ids: Tensor) -> int:
     """Tokens a chunk: enough work to keep the device busy, few enough that a chunk's activations stay small.
 
-    On a CPU about 1,000 tokens are as fast as more. A GPU wants more at a time; there the chunk's activations, about
+    On a CPU about 1,000 tokens are as fast as more. A GPU wants more at a time; there the chunk's
+    activations, about
     40 channels of d_model a token and layer in the widest case, get an eighth of the device's memory.
     """
     batch = input_ids.shape[0]

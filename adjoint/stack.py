@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class StackOutput:
-    """loss: mean over valid labels, or None without labels. logits: (batch, seqlen, vocab_size) or None. state: one tuple a layer, or None."""
+    """loss: mean over valid labels, or None without labels. logits: (batch, seqlen, vocab_size) or None.
+    state: one tuple a layer, or None."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -31,7 +32,10 @@ class StackOutput:
 
 
 class Block(nn.Module):
-    """y + mixer(norm(y)), then y + mlp(norm2(y)) if there is an MLP. Takes and returns the mixer's recurrent state."""
+    """y + mixer(norm(y)), then y + mlp(norm2(y)) if there is an MLP. Takes and returns the mixer's recurrent
+    state."""
+
+    mixer: Any  # MambaMixer, Mamba2Mixer or SelectiveMixer
 
     def __init__(self, config: StackConfig, layer: int) -> None:
         super().__init__()
@@ -55,7 +59,8 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """A language model of state-space layers whose backward pass is chosen a call.
 
-    There is no dropout: chunks are recomputed, and nothing in the state-space literature this follows needs it.
+    There is no dropout: chunks are recomputed, and nothing in the state-space literature this follows needs
+        it.
     """
 
     def __init__(self, config: StackConfig) -> None:
@@ -79,7 +84,8 @@ class Stack(nn.Module):
 
     @torch.no_grad()
     def _scale_parameters(self) -> None:
-        """Embedding by initializer_range; projections into the residual stream smaller the more of them there are (GPT-2)."""
+        """Embedding by initializer_range; projections into the residual stream smaller the more of them there
+        are (GPT-2)."""
         nn.init.normal_(self.embedding.weight, std=self.config.initializer_range)
         if not self.config.tie_embeddings:
             self.lm_head.reset_parameters()
@@ -87,25 +93,31 @@ class Stack(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith(("mixer.out_proj.weight", "mlp.out_proj.weight")):
                 nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
-                parameter /= math.sqrt(residuals)
+                parameter.div_(math.sqrt(residuals))
 
     def num_parameters(self, embeddings: bool = True) -> int:
         """Number of parameters, tied ones once; without the embedding table on request."""
         total = sum(p.numel() for p in self.parameters())
         return total if embeddings else total - self.embedding.weight.numel()
 
-    # -------------------------------------------------------------------------- pieces that schedules put together
+    # -------------------------------------------------------------------------- pieces that schedules put
+    # together
+
+    def blocks(self) -> list[Block]:
+        """The layers, typed."""
+        return list(self.layers)  # type: ignore[arg-type]
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """(batch, seqlen) int64 → y_0 (batch, seqlen, d_model)."""
         return self.embedding(input_ids)
 
     def head_loss(self, y: Tensor, targets: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
-        """Summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen); by other `head_parameters` on request."""
+        """Summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen); by other
+        `head_parameters` on request."""
         norm, head = self.head_parameters() if parameters is None else parameters
         return linear_cross_entropy(functional_call(self.norm_f, {"weight": norm}, (y,)), head, targets)
 
-    def head_parameters(self) -> list[nn.Parameter]:
+    def head_parameters(self) -> list[Tensor]:
         """The parameters `head_loss` reads."""
         return [self.norm_f.weight, self.lm_head.weight]
 
@@ -117,9 +129,10 @@ class Stack(nn.Module):
         """Zeros: one tuple a layer, float32 (float64 for a float64 model)."""
         weight = self.embedding.weight
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        return [block.mixer.initial_state(batch, dtype, weight.device) for block in self.layers]  # type: ignore[union-attr,operator]
+        return [block.mixer.initial_state(batch, dtype, weight.device) for block in self.blocks()]
 
-    # ------------------------------------------------------------------------------------------------------- use
+    # -------------------------------------------------------------------------------------------------------
+    # use
 
     def forward(
         self,
@@ -136,8 +149,10 @@ class Stack(nn.Module):
             input_ids: (batch, seqlen) int64.
             labels: (batch, seqlen) int64, usually input_ids itself: the model shifts them. -100 is ignored.
             method: how the backward will run; Backprop() if None.
-            state: recurrent states to start from, as returned with return_state; differentiable. Zero if None.
-            return_logits: also return logits (batch, seqlen, vocab_size), differentiable with Backprop() only.
+            state: recurrent states to start from, as returned with return_state; differentiable. Zero if
+                None.
+            return_logits: also return logits (batch, seqlen, vocab_size), differentiable with Backprop()
+                only.
             return_state: also return the final recurrent states, differentiable.
 
         Raises:
@@ -215,7 +230,8 @@ class Stack(nn.Module):
         """
         if temperature < 0 or (top_k is not None and top_k < 1) or max_new_tokens < 0:
             raise ValueError(
-                f"temperature must be 0 or more, top_k 1 or more, max_new_tokens 0 or more; got {temperature}, {top_k}, {max_new_tokens}"
+                "temperature must be 0 or more, top_k 1 or more, max_new_tokens 0 or more; "
+                f"got {temperature}, {top_k}, {max_new_tokens}"
             )
         self._check(input_ids, None)
         states = self.initial_state(input_ids.shape[0])

@@ -1,4 +1,5 @@
-"""What all chunked methods share: one autograd function from parameters to loss around a forward and a reverse sweep."""
+"""What all chunked methods share: one autograd function from parameters to loss around a forward and a
+reverse sweep."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
 
 
 class Sweep:
-    """One forward over the chunks and what the backward needs of it. Subclasses write `forward` and `backward`.
+    """One forward over the chunks and what the backward needs of it. Subclasses write `forward` and
+    `backward`.
 
-    input_ids, targets: (batch, seqlen) int64, targets already shifted, `valid` of them not ignored. states: one tuple a layer.
+    input_ids, targets: (batch, seqlen) int64, targets already shifted, `valid` of them not ignored. states:
+        one tuple a layer.
     """
 
     def __init__(
@@ -48,11 +51,13 @@ class Sweep:
     def backward(
         self, d_loss: Tensor | None, d_final: tuple[Tensor | None, ...]
     ) -> tuple[Gradients, list[Tensor | None]]:
-        """Parameter gradients and the initial states' cotangents, from those of the loss and of the final states (flat)."""
+        """Parameter gradients and the initial states' cotangents, from those of the loss and of the final
+        states (flat)."""
         raise NotImplementedError
 
     def apply(self) -> tuple[Tensor, list[State]]:
-        """Runs the forward; mean loss and final states, differentiable in the parameters and the initial states."""
+        """Runs the forward; mean loss and final states, differentiable in the parameters and the initial
+        states."""
         loss, *final = _SweepFunction.apply(
             self, *self.parameters, *(s for state in self.initial for s in state)
         )
@@ -60,7 +65,8 @@ class Sweep:
 
     @contextmanager
     def precision(self) -> Iterator[None]:
-        """The caller's autocast, also in the backward. Its weight cache is off: casts made without gradients must not be reused."""
+        """The caller's autocast, also in the backward. Its weight cache is off: casts made without gradients
+        must not be reused."""
         enabled, dtype = self.autocast
         with torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
             yield
@@ -89,7 +95,7 @@ class Sweep:
 
 class _SweepFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sweep: Sweep, *tensors: Tensor):  # type: ignore[override]
+    def forward(ctx: Any, sweep: Sweep, *tensors: Tensor) -> Any:
         loss, states = sweep.forward()
         ctx.sweep = sweep
         ctx.save_for_backward(
@@ -100,7 +106,7 @@ class _SweepFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor | None, *d_final: Tensor | None):  # type: ignore[override]
+    def backward(ctx: Any, d_loss: Tensor | None, *d_final: Tensor | None) -> Any:
         _ = ctx.saved_tensors  # the check happens on access
         gradients, d_initial = ctx.sweep.backward(d_loss, d_final)
         return None, *(gradients.of(p) for p in ctx.sweep.parameters), *d_initial

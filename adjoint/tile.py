@@ -1,4 +1,5 @@
-"""A tile is one piece of the model on one chunk: what every schedule is made of (docs/method.md, chunks and tiles).
+"""A tile is one piece of the model on one chunk: what every schedule is made of (docs/method.md, chunks and
+tiles).
 
     forward    (y_{k-1}[c], S_k[c-1])  →  (y_k[c], S_k[c])
     pullback   (ȳ_k[c], S̄_k[c])        →  (ȳ_{k-1}[c], S̄_k[c-1]), and adds to the parameters' gradients
@@ -18,13 +19,14 @@ Pullback = Callable[[Tensor | None, Cotangents], tuple[Tensor | None, Cotangents
 
 
 class Gradients:
-    """Sums of parameter gradients over tiles, in float32 at least: a bfloat16 sum over many chunks would lose the small ones."""
+    """Sums of parameter gradients over tiles, in float32 at least: a bfloat16 sum over many chunks would lose
+    the small ones."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.sums: dict[nn.Parameter, Tensor] = {}
+        self.sums: dict[Tensor, Tensor] = {}
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    def add(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if gradient is None:
             return
         if parameter in self.sums:
@@ -32,15 +34,16 @@ class Gradients:
         else:
             self.sums[parameter] = gradient if gradient.dtype == torch.float64 else gradient.float()
 
-    def add_rows(self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor) -> None:
-        """Adds gradient (n, d) to the rows (n,) of a table: an embedding's gradient without a dense table a chunk."""
+    def add_rows(self, parameter: Tensor, rows: Tensor, gradient: Tensor) -> None:
+        """Adds gradient (n, d) to the rows (n,) of a table: an embedding's gradient without a dense table a
+        chunk."""
         if parameter not in self.sums:
             wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             self.sums[parameter] = torch.zeros_like(parameter, dtype=wide)
         self.sums[parameter].index_add_(0, rows, gradient.to(self.sums[parameter].dtype))
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        total = self.sums.get(parameter)  # type: ignore[call-overload]
+        total = self.sums.get(parameter)
         return None if total is None else total.to(parameter.dtype)
 
 
@@ -83,19 +86,21 @@ def linearize(
 
 
 def aliases(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Leaves that share the parameters' memory. Asking autograd for a parameter's own gradient runs the hooks users put on
+    """Leaves that share the parameters' memory. Asking autograd for a parameter's own gradient runs the hooks
+    users put on
     it, which must see the whole gradient, once, and not each tile's share."""
     return [p.detach().requires_grad_(p.requires_grad) for p in parameters]
 
 
 def head_pullback(
     head: Callable[[Tensor, list[Tensor]], Tensor],
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Tensor],
     y: Tensor,
     scale: Tensor,
     gradients: Gradients,
 ) -> Tensor:
-    """The cotangent of the last layer's output y from the chunk's summed loss head(y, parameters), times `scale`; adds the head's gradients."""
+    """The cotangent of the last layer's output y from the chunk's summed loss head(y, parameters), times
+    `scale`; adds the head's gradients."""
     y = y.detach().requires_grad_()
     leaves = aliases(parameters)
     with torch.enable_grad():

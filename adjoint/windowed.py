@@ -1,14 +1,16 @@
 """`Truncated` and `LayerLocal` with a window: a layer's chunks are independent tasks.
 
-Tokens [s, e) of a layer, windowed to W tokens, need the layer's inputs and output cotangents up to token e + W - 2 (the halo),
-the recurrent state before s, and the d_conv - 1 inputs before s: the convolution's short paths are not windowed, so a task
+Tokens [s, e) of a layer, windowed to W tokens, need the layer's inputs and output cotangents up to token e +
+W - 2 (the halo),
+the recurrent state before s, and the d_conv - 1 inputs before s: the convolution's short paths are not
+windowed, so a task
 carries its own copy of them instead of waiting for its neighbour. Nothing else passes between tasks; their
 contributions are added up, in any order.
 """
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 class Task:
     """The vjp of one layer on the tokens [start, stop).
 
-    It reads the layer's inputs on [left, halo_stop), the cotangents of its outputs on [start, halo_stop) and the recurrent
-    state before `start`; it writes the parameters' gradients and the cotangents of the inputs on [left, stop).
+    It reads the layer's inputs on [left, halo_stop), the cotangents of its outputs on [start, halo_stop) and
+    the recurrent
+    state before `start`; it writes the parameters' gradients and the cotangents of the inputs on [left,
+    stop).
     """
 
     layer: int
@@ -87,7 +91,7 @@ def vjp(
         # what the tokens ahead say about the states; their own gradients belong to the tasks that own them
         with torch.enable_grad():
             scan_ahead = scan_halo.detach().requires_grad_()
-            after = block.feed_forward(y_halo + block.mixer.scan_outputs(scan_ahead, ahead))  # type: ignore[operator,union-attr]
+            after = block.feed_forward(y_halo + block.mixer.scan_outputs(scan_ahead, ahead))
         given.append((scan_halo, torch.autograd.grad(after, scan_ahead, dy[:, task.stop - task.start :])[0]))
     given += [
         (end, d) for end, d in zip(state_out, d_final, strict=True) if end is not None and d is not None
@@ -101,33 +105,35 @@ def vjp(
 
 
 class _TaskForward(nn.Module):
-    """A block on the tokens a task owns, its recurrence run on through the halo: a module, so that `functional_call` applies."""
+    """A block on the tokens a task owns, its recurrence run on through the halo: a module, so that
+    `functional_call` applies."""
 
     def __init__(self, block: "Block") -> None:
         super().__init__()
         self.block = block
 
-    def forward(self, y_left: Tensor, y_own: Tensor, y_halo: Tensor, state: State, window: int):  # type: ignore[no-untyped-def]
+    def forward(self, y_left: Tensor, y_own: Tensor, y_halo: Tensor, state: State, window: int) -> Any:
         block, mixer, halo = self.block, self.block.mixer, y_halo.shape[1]
         conv_state = state[0] if len(state) > 1 else None
         if conv_state is not None and y_left.shape[1]:
-            tail = mixer.conv_tail(block.norm(y_left))  # type: ignore[operator,union-attr]
+            tail = mixer.conv_tail(block.norm(y_left))
             missing = conv_state.shape[2] - tail.shape[2]  # the oldest, from before the sequence
             conv_state = torch.cat([conv_state[:, :, :missing], tail.to(conv_state.dtype)], dim=2)
-        scanned, tail = mixer.scan_inputs(block.norm(y_own), conv_state)  # type: ignore[operator,union-attr]
+        scanned, tail = mixer.scan_inputs(block.norm(y_own), conv_state)
         joined, ahead = scanned, None
         if halo:
             with torch.no_grad():
-                ahead, _ = mixer.scan_inputs(block.norm(y_halo), tail)  # type: ignore[operator,union-attr]
+                ahead, _ = mixer.scan_inputs(block.norm(y_halo), tail)
             joined = type(scanned)(*(torch.cat(pair, dim=1) for pair in zip(scanned, ahead, strict=True)))
-        y_scan, h = mixer.scan(joined, state[-1], window, halo)  # type: ignore[operator,union-attr]
+        y_scan, h = mixer.scan(joined, state[-1], window, halo)
         scan_own, scan_halo = y_scan.split([y_own.shape[1], halo], dim=1)
-        y = block.feed_forward(y_own + mixer.scan_outputs(scan_own, scanned))  # type: ignore[operator,union-attr]
+        y = block.feed_forward(y_own + mixer.scan_outputs(scan_own, scanned))
         return y, scan_halo, ahead, (h,) if len(state) == 1 else (None if halo else tail, h)
 
 
 class WindowedSweep(sweep.Sweep):
-    """Layer by layer, every layer's inputs kept: n_layer × seqlen × d_model, beside the states at the chunks' edges."""
+    """Layer by layer, every layer's inputs kept: n_layer × seqlen × d_model, beside the states at the chunks'
+    edges."""
 
     def __init__(
         self,
@@ -179,6 +185,7 @@ class WindowedSweep(sweep.Sweep):
                     d_chunk = self.head_pullback(
                         self.inputs[-1][:, chunk], chunk, d_loss / self.valid, gradients
                     )
+                    assert d_chunk is not None
                     d_head[:, chunk] = d_chunk
             d_below = d_head
             every = tasks(len(model.layers), seqlen, self.chunks[0].stop, self.window, model.config.d_conv)
@@ -187,7 +194,7 @@ class WindowedSweep(sweep.Sweep):
                 for task in of_layer:
                     ends_here = task.halo_stop == seqlen
                     dx, d_state = vjp(
-                        model.layers[k],  # type: ignore[arg-type]
+                        model.blocks()[k],
                         task,
                         self.inputs[k][:, task.left : task.halo_stop],
                         self.edges[task.chunk][k],
@@ -203,7 +210,8 @@ class WindowedSweep(sweep.Sweep):
         return gradients, [d for state in d_initial for d in state]
 
     def _initial(self, task: Task, d_state: Cotangents, so_far: Cotangents) -> Cotangents:
-        """The initial states' cotangents: from the first task; of the conv tail also from tasks that still reach before the sequence."""
+        """The initial states' cotangents: from the first task; of the conv tail also from tasks that still
+        reach before the sequence."""
         kept = d_state
         if task.start > 0:
             d_tail = d_state[0] if len(d_state) > 1 else None

@@ -1,4 +1,5 @@
-"""Every backend of every scan against a plain loop under autograd, in float64: outputs, states and all gradients."""
+"""Every backend of every scan against a plain loop under autograd, in float64: outputs, states and all
+gradients."""
 
 import os
 import subprocess
@@ -84,7 +85,7 @@ def test_selective_scan_equals_loop(backend, shape):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_selective_scan_optional_arguments(backend):
-    u, delta, A, B, C, D, z, bias, h = selective_inputs(2, 37, 11, 16)
+    u, delta, A, B, C, *_ = selective_inputs(2, 37, 11, 16)
     delta = delta.detach().abs().requires_grad_()
     zero = torch.zeros(11, dtype=torch.float64)
     y, final = selective_scan(u, delta, A, B, C, backend=backend)
@@ -124,7 +125,8 @@ def test_selective_scan_in_two_pieces_equals_one(backend):
 
 
 def brute_window(g, a, window):
-    """mu_i as the sum it is defined by, each product of decays multiplied out anew; a[:, 0] leads from the virtual token 0."""
+    """mu_i as the sum it is defined by, each product of decays multiplied out anew; a[:, 0] leads from the
+    virtual token 0."""
     mu = torch.zeros_like(g)
     for i in range(g.shape[1]):
         for t in range(i, min(g.shape[1], i + window)):
@@ -212,7 +214,8 @@ def test_ssd_scan_equals_loop(backend, shape):
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windowed_ssd_scan_is_the_selective_scan_with_shared_decays(window):
-    """Mamba-2 is Mamba-1 whose channels of a head share delta and A: an independent path to the same windowed gradient."""
+    """Mamba-2 is Mamba-1 whose channels of a head share delta and A: an independent path to the same windowed
+    gradient."""
     x, dt, A, B, C, D, bias, h = inputs = ssd_inputs(2, 131, 3, 5, 1, 8)
     repeat = {"delta": dt.repeat_interleave(5, 2), "A": A.repeat_interleave(5)[:, None].expand(15, 8)}
     expected = selective_scan(

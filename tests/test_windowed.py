@@ -104,7 +104,7 @@ def test_a_task_needs_no_more_than_its_halo():
 @pytest.mark.parametrize("mixer", MIXERS, ids=str)
 def test_layer_local_gives_every_layer_the_last_cotangent(mixer):
     """Prop. 3, eq. 7, written out with autograd: each block's own vjp with dL/dy_K, nothing passed down."""
-    model, ids, initial = setup(mixer)
+    model, ids, _ = setup(mixer)
     for window in (None, 5):
         got = gradients_without_states(model, adjoint.LayerLocal(window, 9), ids)
         y, d_last = hidden(model, ids)

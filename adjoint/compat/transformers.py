@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 
 from adjoint.layers import StackConfig
 from adjoint.stack import Stack
@@ -24,6 +25,7 @@ def from_transformers(hf_model: "PreTrainedModel") -> Stack:
         raise ValueError(f"hidden_act must be silu, the model has {hf.hidden_act!r}")
     config = readers[kind](hf)
     weight = hf_model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
     stack = Stack(config).to(device=weight.device, dtype=weight.dtype)
     source = {_renamed(name): tensor for name, tensor in hf_model.state_dict().items()}
     if config.tie_embeddings:
@@ -55,7 +57,8 @@ def _shared(hf: Any) -> dict[str, Any]:
 def _mamba_config(hf: Any) -> StackConfig:
     if hf.intermediate_size != int(hf.expand) * hf.hidden_size:
         raise ValueError(
-            f"intermediate_size {hf.intermediate_size} must be expand * hidden_size = {int(hf.expand) * hf.hidden_size}"
+            f"intermediate_size {hf.intermediate_size} must be expand * hidden_size = "
+            f"{int(hf.expand) * hf.hidden_size}"
         )
     return StackConfig(mixer="mamba", dt_rank=int(hf.time_step_rank), **_shared(hf))
 
@@ -64,6 +67,7 @@ def _mamba2_config(hf: Any) -> StackConfig:
     low, high = hf.time_step_limit
     if low > 0 or high != float("inf"):
         raise ValueError(
-            f"time_step_limit must be (0, inf): step sizes are not clamped here, the model has {hf.time_step_limit}"
+            "time_step_limit must be (0, inf): step sizes are not clamped here, "
+            f"the model has {hf.time_step_limit}"
         )
     return StackConfig(mixer="mamba2", headdim=hf.head_dim, ngroups=hf.n_groups, **_shared(hf))

@@ -19,7 +19,8 @@ def window_and_halo(window: int | None, halo: int, seqlen: int) -> None:
 
 
 def reset_of(seq_idx: Tensor | None, batch: int, seqlen: int) -> Tensor | None:
-    """Bool (batch, seqlen), True where seq_idx changes; the initial state belongs to the first token's document."""
+    """Bool (batch, seqlen), True where seq_idx changes; the initial state belongs to the first token's
+    document."""
     if seq_idx is None:
         return None
     shape("seq_idx", seq_idx, batch, seqlen)

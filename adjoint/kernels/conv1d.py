@@ -12,14 +12,14 @@ from adjoint.kernels import checks, dispatch
 
 class _CausalConv1d(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, bias, initial_state, reset, silu: bool, impl: ModuleType):  # type: ignore[override]
+    def forward(ctx: Any, x, weight, bias, initial_state, reset, silu: bool, impl: ModuleType):
         ctx.save_for_backward(x, weight, bias, initial_state, reset)
         ctx.arguments = silu, impl
         return impl.causal_conv1d_forward(x, weight, bias, initial_state, silu, reset)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy):  # type: ignore[override]
+    def backward(ctx: Any, dy):
         x, weight, bias, initial_state, reset = ctx.saved_tensors
         silu, impl = ctx.arguments
         dx, dweight, dbias, dinitial = impl.causal_conv1d_backward(
@@ -41,7 +41,8 @@ def causal_conv1d(
 
     Args:
         x: (batch, seqlen, channels), floating point. weight: (channels, d_conv). bias: (channels,).
-        initial_state: (batch, channels, d_conv - 1), the inputs before this stretch, oldest first; zero if None.
+        initial_state: (batch, channels, d_conv - 1), the inputs before this stretch, oldest first; zero if
+            None.
         seq_idx, backend: as in `selective_scan`.
 
     Returns:
@@ -62,13 +63,14 @@ def causal_conv1d(
     reset = checks.reset_of(seq_idx, batch, seqlen)
     dtype = dispatch.compute_dtype(x)
     tensors = [None if t is None else t.to(dtype) for t in (x, weight, bias, initial_state)]
-    impl = dispatch.choose(backend, tensors[0])  # type: ignore[arg-type]
+    impl = dispatch.choose(backend, x.device, dtype)
     y = _CausalConv1d.apply(*tensors, reset, silu, impl)
     return y.to(x.dtype), _tail(x, width - 1, initial_state)
 
 
 def _tail(x: Tensor, length: int, initial_state: Tensor | None) -> Tensor:
-    """The last `length` inputs, (batch, channels, length); those before the stretch come from the initial state."""
+    """The last `length` inputs, (batch, channels, length); those before the stretch come from the initial
+    state."""
     tail = x[:, max(0, x.shape[1] - length) :].transpose(1, 2)
     missing = length - tail.shape[2]
     if missing:

@@ -109,7 +109,8 @@ class _Fields:
 
 
 def _scan_interval(d_state: int) -> int:
-    """Tokens between saved states: a segment's states fit the second-level cache; longer for a larger state, to save fewer."""
+    """Tokens between saved states: a segment's states fit the second-level cache; longer for a larger state,
+    to save fewer."""
     return max(64, d_state)
 
 
@@ -143,7 +144,7 @@ def _checkpoints(batch: int, seqlen: int, blocks: int, d_state: int, dtype: torc
 
 def selective_scan_forward(
     u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, reset, save=True
-):  # type: ignore[no-untyped-def]
+):
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
     blocks = _blocks(1, d_inner, u.dtype)
@@ -159,7 +160,7 @@ def selective_scan_forward(
     return y, final_state, checkpoints
 
 
-def selective_scan_backward(  # type: ignore[no-untyped-def]
+def selective_scan_backward(
     dy,
     dfinal_state,
     u,
@@ -205,7 +206,7 @@ def _effective(window: int | None, seqlen: int) -> int:
     return 0 if window is None or window > seqlen else window
 
 
-def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):  # type: ignore[no-untyped-def]
+def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
     d, decay = _ssd_steps(dt, A, dt_bias, dt_softplus, reset)
@@ -221,7 +222,7 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     return y, final_state, checkpoints
 
 
-def _ssd_steps(dt, A, dt_bias, dt_softplus, reset):  # type: ignore[no-untyped-def]
+def _ssd_steps(dt, A, dt_bias, dt_softplus, reset):
     d = reference._step_size(dt, dt_bias, dt_softplus)
     return d, reference._mask(torch.exp(d * A), reset)
 
@@ -230,7 +231,7 @@ def _per_channel(D: Tensor | None, headdim: int) -> Tensor | None:
     return None if D is None else D.repeat_interleave(headdim)
 
 
-def ssd_scan_backward(  # type: ignore[no-untyped-def]
+def ssd_scan_backward(
     dy,
     dfinal_state,
     x,
@@ -298,17 +299,17 @@ def _linear_fields(a: Tensor, b: Tensor, dense: bool) -> _Fields:
     return f
 
 
-def linear_scan_backward(dh, a, h, initial_state, reset, window, halo=0):  # type: ignore[no-untyped-def]
+def linear_scan_backward(dh, a, h, initial_state, reset, window, halo=0):
     return _linear_backward(dh, a, h, initial_state, reset, window, halo, dense=False)
 
 
-def dense_scan_backward(dh, A, h, initial_state, reset, window, halo=0):  # type: ignore[no-untyped-def]
+def dense_scan_backward(dh, A, h, initial_state, reset, window, halo=0):
     if _effective(window, h.shape[1]):
         return reference.dense_scan_backward(dh, A, h, initial_state, reset, window, halo)
     return _linear_backward(dh, A, h, initial_state, reset, None, halo, dense=True)
 
 
-def _linear_backward(dh, a, h, initial_state, reset, window, halo, dense):  # type: ignore[no-untyped-def]
+def _linear_backward(dh, a, h, initial_state, reset, window, halo, dense):
     batch, seqlen, d_state = h.shape
     f = _linear_fields(reference._mask(a, reset), h, dense)
     per_token = a.shape[2:] if dense or a.shape[-1] > 1 else (-(-d_state // _lanes(h.dtype)),)
@@ -338,11 +339,11 @@ def _conv_fields(x: Tensor, weight: Tensor, silu: bool) -> _Fields:
         x_time_stride=x.stride(1),
     )
     f.alive.append(x)
-    f.struct.x = x.data_ptr()  # type: ignore[attr-defined]
+    f.struct.x = x.data_ptr()
     return f
 
 
-def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):  # type: ignore[no-untyped-def]
+def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):
     y = x.new_empty(x.shape)
     f = _conv_fields(x, weight, silu)
     f.pointers(weight=weight, bias=bias, initial_state=initial_state, y=y, reset=reset)
@@ -350,7 +351,7 @@ def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):  # 
     return y
 
 
-def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None):  # type: ignore[no-untyped-def]
+def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None):
     batch, _, channels = x.shape
     dx = x.new_empty(x.shape)
     dweight = x.new_empty(batch, *weight.shape)

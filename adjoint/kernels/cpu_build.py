@@ -1,7 +1,8 @@
 """Builds the C++ kernels on first use and loads them through ctypes.
 
 A plain C interface compiles in seconds, where torch/extension.h takes most of a minute. The library is
-cached by a hash of sources, compiler and flags, and moved into place in one step, so concurrent processes are safe.
+cached by a hash of sources, compiler and flags, and moved into place in one step, so concurrent processes are
+safe.
 """
 
 import ctypes
@@ -22,7 +23,8 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: $ADJOINT_CACHE, or adjoint/ under $XDG_CACHE_HOME, or under ~/.cache."""
+    """Where compiled kernels are kept: $ADJOINT_CACHE, or adjoint/ under $XDG_CACHE_HOME, or under
+    ~/.cache."""
     if os.environ.get("ADJOINT_CACHE"):
         return Path(os.environ["ADJOINT_CACHE"]) / "kernels"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adjoint" / "kernels"

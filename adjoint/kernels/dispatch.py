@@ -12,7 +12,8 @@ _OFFERED = ("reference", "cpu")
 
 
 def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str | None:
-    """None if backend `name` is usable (for tensors of that device and dtype), else the reason why it is not."""
+    """None if backend `name` is usable (for tensors of that device and dtype), else the reason why it is
+    not."""
     if name not in _OFFERED:
         return f"there is no such backend; the backends are {', '.join(_OFFERED)}"
     if name == "cpu":
@@ -31,20 +32,20 @@ def backends() -> list[str]:
     return [name for name in _OFFERED if why_not(name) is None]
 
 
-def choose(backend: str | None, tensor: Tensor) -> ModuleType:
+def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> ModuleType:
     """The module with the operation's forward/backward pair; `backend=None` picks the fastest usable one.
 
-    Raises ValueError, with the reason, if the backend asked for cannot be used on `tensor`.
+    Raises ValueError, with the reason, if the backend asked for cannot be used on such tensors.
     """
     if backend is None:
         backend = "reference"
-        if tensor.device.type == "cpu":
-            reason = why_not("cpu", tensor.device, tensor.dtype)
+        if device.type == "cpu":
+            reason = why_not("cpu", device, dtype)
             if reason is None:
                 backend = "cpu"
             elif cpu_build.load()[0] is None:
                 cpu_build.warn_once(reason)
-    reason = why_not(backend, tensor.device, tensor.dtype)
+    reason = why_not(backend, device, dtype)
     if reason is not None:
         raise ValueError(f"backend {backend!r} is not usable here: {reason}. Usable: {', '.join(backends())}")
     return importlib.import_module(f"adjoint.kernels.{backend}")

@@ -12,7 +12,7 @@ from adjoint.kernels import checks, dispatch
 
 class _LinearScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a, b, initial_state, reset, window, halo: int, impl: ModuleType, dense: bool):  # type: ignore[override]
+    def forward(ctx: Any, a, b, initial_state, reset, window, halo: int, impl: ModuleType, dense: bool):
         h = (impl.dense_scan_forward if dense else impl.linear_scan_forward)(a, b, initial_state, reset)
         ctx.save_for_backward(a, initial_state, reset, h)
         ctx.arguments = window, halo, impl, dense
@@ -20,7 +20,7 @@ class _LinearScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dh):  # type: ignore[override]
+    def backward(ctx: Any, dh):
         a, initial_state, reset, h = ctx.saved_tensors
         window, halo, impl, dense = ctx.arguments
         backward = impl.dense_scan_backward if dense else impl.linear_scan_backward
@@ -40,7 +40,8 @@ def linear_scan(
     """All states of h_t = A_t h_{t-1} + b_t (the generic selective SSM; docs/method.md §1).
 
     Args:
-        a: (batch, seqlen, 1) scalar, (batch, seqlen, d_state) diagonal or (batch, seqlen, d_state, d_state) dense.
+        a: (batch, seqlen, 1) scalar, (batch, seqlen, d_state) diagonal or (batch, seqlen, d_state, d_state)
+            dense.
         b: (batch, seqlen, d_state). initial_state: (batch, d_state), zero if None.
         window, seq_idx, backend, halo: as in `selective_scan`.
 
@@ -67,6 +68,6 @@ def linear_scan(
     reset = checks.reset_of(seq_idx, batch, seqlen)
     dtype = dispatch.compute_dtype(b)
     initial_state = None if initial_state is None else initial_state.to(dtype)
-    impl = dispatch.choose(backend, b.to(dtype))
+    impl = dispatch.choose(backend, b.device, dtype)
     h = _LinearScan.apply(a.to(dtype), b.to(dtype), initial_state, reset, window, halo, impl, dense)
     return h.to(b.dtype)

@@ -1,7 +1,8 @@
-"""Every operation in plain PyTorch: any dtype, any device, no compiler. The fallback, and what the fast backends must equal.
+"""Every operation in plain PyTorch: any dtype, any device, no compiler. The fallback, and what the fast
+backends must equal.
 
-The recurrence h_t = a_t h_{t-1} + b_t is evaluated in two levels: short stretches step by step, all stretches at
-once, then the stretches' edges by the same rule. Nothing is divided and no running product is inverted, so
+The recurrence h_t = a_t h_{t-1} + b_t is evaluated in two levels: short stretches step by step, all stretches
+at once, then the stretches' edges by the same rule. Nothing is divided and no running product is inverted, so
 decays of exactly 1 and products that underflow are both harmless.
 """
 
@@ -14,7 +15,8 @@ SEGMENT = 256  # tokens whose states exist at the same time
 
 
 def recurrence(a: Tensor, b: Tensor, initial: Tensor | None = None) -> Tensor:
-    """All states of h_t = a_t h_{t-1} + b_t along dim 1; a and b broadcast against each other, a (batch, seqlen, …)."""
+    """All states of h_t = a_t h_{t-1} + b_t along dim 1; a and b broadcast against each other, a (batch,
+    seqlen, …)."""
     seqlen = b.shape[1]
     if seqlen <= STRETCH:
         states, h = [], initial
@@ -48,7 +50,8 @@ def _next(a: Tensor) -> Tensor:
 def accumulated_adjoint(g: Tensor, a: Tensor, window: int | None = None) -> Tensor:
     """mu_t = sum over s in [t, t + window) of a_{t+1} … a_s g_s (the sum runs to the end if window is None).
 
-    g (batch, seqlen, …); a broadcasts against g. With a window: blocks of `window` tokens, a suffix scan inside each block, a
+    g (batch, seqlen, …); a broadcasts against g. With a window: blocks of `window` tokens, a suffix scan
+    inside each block, a
     prefix scan in the next one, and the two joined — linear in seqlen for every window.
     """
     seqlen = g.shape[1]
@@ -81,7 +84,8 @@ def accumulated_adjoint(g: Tensor, a: Tensor, window: int | None = None) -> Tens
 
 
 def _windowed_initial(g: Tensor, a: Tensor, window: int | None, mu: Tensor) -> Tensor:
-    """The initial state's cotangent: a_1 mu_1, where the window of the token before the first ends at token window - 1."""
+    """The initial state's cotangent: a_1 mu_1, where the window of the token before the first ends at token
+    window - 1."""
     if window is None or window > g.shape[1]:
         return a[:, 0] * mu[:, 0]
     if window == 1:
@@ -114,14 +118,15 @@ def _segments(seqlen: int, whole: bool) -> list[slice]:
     return [slice(s, min(s + step, seqlen)) for s in range(0, seqlen, step)]
 
 
-# --------------------------------------------------------------------------------------------------- linear scan
+# --------------------------------------------------------------------------------------------------- linear
+# scan
 
 
 def linear_scan_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
     return recurrence(_mask(a, reset), b, initial_state)
 
 
-def linear_scan_backward(dh, a, h, initial_state, reset, window, halo=0):  # type: ignore[no-untyped-def]
+def linear_scan_backward(dh, a, h, initial_state, reset, window, halo=0):
     masked = _mask(a, reset)
     mu = accumulated_adjoint(dh, masked, window)
     dinitial = _windowed_initial(dh, masked, window, mu)
@@ -133,7 +138,8 @@ def linear_scan_backward(dh, a, h, initial_state, reset, window, halo=0):  # typ
 
 
 def _owned(x: Tensor, halo: int) -> Tensor:
-    """Zero on the last `halo` tokens: they are context for the windows of the others, their own gradients belong elsewhere."""
+    """Zero on the last `halo` tokens: they are context for the windows of the others, their own gradients
+    belong elsewhere."""
     if halo == 0:
         return x
     x = x.clone()
@@ -141,17 +147,18 @@ def _owned(x: Tensor, halo: int) -> Tensor:
     return x
 
 
-# ------------------------------------------------------------------------------------------------ selective scan
+# ------------------------------------------------------------------------------------------------ selective
+# scan
 
 
-def _step_size(delta, delta_bias, delta_softplus):  # type: ignore[no-untyped-def]
+def _step_size(delta, delta_bias, delta_softplus):
     raw = delta if delta_bias is None else delta + delta_bias
     return F.softplus(raw) if delta_softplus else raw
 
 
 def selective_scan_forward(
     u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, reset, save=True
-):  # type: ignore[no-untyped-def]
+):
     batch, seqlen, d_inner = u.shape
     state = u.new_zeros(batch, d_inner, A.shape[1]) if initial_state is None else initial_state
     checkpoints, outputs = [], []
@@ -166,14 +173,14 @@ def selective_scan_forward(
     return torch.cat(outputs, dim=1), state, torch.stack(checkpoints, dim=1) if save else None
 
 
-def _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state):  # type: ignore[no-untyped-def]
+def _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state):
     d = _step_size(delta[:, s], delta_bias, delta_softplus)
     a = _mask(torch.exp(d.unsqueeze(-1) * A), None if reset is None else reset[:, s])
     h = recurrence(a, (d * u[:, s]).unsqueeze(-1) * B[:, s].unsqueeze(2), state)
     return a, h, d
 
 
-def selective_scan_backward(  # type: ignore[no-untyped-def]
+def selective_scan_backward(
     dy,
     dfinal_state,
     u,
@@ -198,7 +205,7 @@ def selective_scan_backward(  # type: ignore[no-untyped-def]
     du, ddelta, dB, dC = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (u, delta, B, C)
     )
-    dz = None if z is None else torch.zeros_like(u)
+    dz = torch.zeros_like(u)
     dA = torch.zeros_like(A)
     dD = None if D is None else torch.zeros_like(D)
     carry = dfinal_state
@@ -229,25 +236,26 @@ def selective_scan_backward(  # type: ignore[no-untyped-def]
         if dD is not None:
             dD += (dout * u_s).sum((0, 1))
     dbias = None if delta_bias is None else ddelta.sum((0, 1))
-    return du, ddelta, dA, dB, dC, dD, dz, dbias, carry
+    return du, ddelta, dA, dB, dC, dD, None if z is None else dz, dbias, carry
 
 
-# ------------------------------------------------------------------------------------------------------ SSD scan
+# ------------------------------------------------------------------------------------------------------ SSD
+# scan
 
 
-def _ssd_states(x, d, decay, B, s, state):  # type: ignore[no-untyped-def]
+def _ssd_states(x, d, decay, B, s, state):
     inputs = (d[:, s].unsqueeze(-1) * x[:, s]).unsqueeze(-1) * B[:, s].unsqueeze(3)
     return recurrence(decay[:, s, :, None, None], inputs, state)
 
 
-def _ssd_prepare(x, dt, A, B, C, dt_bias, dt_softplus, reset):  # type: ignore[no-untyped-def]
+def _ssd_prepare(x, dt, A, B, C, dt_bias, dt_softplus, reset):
     d = _step_size(dt, dt_bias, dt_softplus)
     decay = _mask(torch.exp(d * A), reset)
     repeat = x.shape[2] // B.shape[2]
     return d, decay, B.repeat_interleave(repeat, dim=2), C.repeat_interleave(repeat, dim=2)
 
 
-def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):  # type: ignore[no-untyped-def]
+def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):
     batch, seqlen, nheads, headdim = x.shape
     state = x.new_zeros(batch, nheads, headdim, B.shape[-1]) if initial_state is None else initial_state
     d, decay, B, C = _ssd_prepare(x, dt, A, B, C, dt_bias, dt_softplus, reset)
@@ -261,7 +269,7 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     return torch.cat(outputs, dim=1), state, torch.stack(checkpoints, dim=1) if save else None
 
 
-def ssd_scan_backward(  # type: ignore[no-untyped-def]
+def ssd_scan_backward(
     dy,
     dfinal_state,
     x,
@@ -278,7 +286,7 @@ def ssd_scan_backward(  # type: ignore[no-untyped-def]
     window,
     halo=0,
 ):
-    seqlen, (groups, d_state) = x.shape[1], B.shape[2:]
+    seqlen, groups = x.shape[1], B.shape[2]
     windowed = (window is not None and window < seqlen + 1) or halo > 0
     d, decay, B, C = _ssd_prepare(x, dt, A, B, C, dt_bias, dt_softplus, reset)
     dx, dd, ddecay = torch.zeros_like(x), torch.zeros_like(d), torch.zeros_like(d)
@@ -308,7 +316,7 @@ def ssd_scan_backward(  # type: ignore[no-untyped-def]
     return dx, ddt, dA, dB, dC, dD, dbias, carry
 
 
-def ssd_step_gradients(dd, ddecay, d, decay, dt, A, dt_bias, dt_softplus):  # type: ignore[no-untyped-def]
+def ssd_step_gradients(dd, ddecay, d, decay, dt, A, dt_bias, dt_softplus):
     """From cotangents of the step size and of the decay exp(d A) (zero at a reset) to those of dt and A."""
     through = ddecay * decay
     dd = dd + through * A
@@ -318,11 +326,13 @@ def ssd_step_gradients(dd, ddecay, d, decay, dt, A, dt_bias, dt_softplus):  # ty
     return dd, (through * d).sum((0, 1))
 
 
-# ---------------------------------------------------------------------------------------------------- dense scan
+# ---------------------------------------------------------------------------------------------------- dense
+# scan
 
 
 def dense_scan_forward(A: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
-    """All states of h_t = A_t h_{t-1} + b_t: A (batch, seqlen, d_state, d_state), b (batch, seqlen, d_state)."""
+    """All states of h_t = A_t h_{t-1} + b_t: A (batch, seqlen, d_state, d_state), b (batch, seqlen,
+    d_state)."""
     h = torch.zeros_like(b[:, 0]) if initial_state is None else initial_state
     states = []
     for A_t, b_t in zip(_mask(A, reset).unbind(1), b.unbind(1), strict=True):
@@ -331,7 +341,7 @@ def dense_scan_forward(A: Tensor, b: Tensor, initial_state: Tensor | None, reset
     return torch.stack(states, dim=1)
 
 
-def dense_scan_backward(dh, A, h, initial_state, reset, window, halo=0):  # type: ignore[no-untyped-def]
+def dense_scan_backward(dh, A, h, initial_state, reset, window, halo=0):
     masked = _mask(A, reset)
     mu, dinitial = _dense_adjoint(dh, masked.transpose(-1, -2), window)
     mu = _owned(mu, halo)
@@ -340,7 +350,8 @@ def dense_scan_backward(dh, A, h, initial_state, reset, window, halo=0):  # type
 
 
 def _dense_adjoint(g: Tensor, At: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """mu and the initial state's cotangent for matrices; At holds the transposes. Same blocks as `accumulated_adjoint`."""
+    """mu and the initial state's cotangent for matrices; At holds the transposes. Same blocks as
+    `accumulated_adjoint`."""
     seqlen = g.shape[1]
     g_t, At_t = g.unbind(1), At.unbind(1)
     zero = torch.zeros_like(g_t[0])
@@ -378,11 +389,13 @@ def _dense_adjoint(g: Tensor, At: Tensor, window: int | None) -> tuple[Tensor, T
     return torch.stack(mu, dim=1), apply(At_t[0], prefix[window - 2])
 
 
-# -------------------------------------------------------------------------------------------------- causal conv1d
+# -------------------------------------------------------------------------------------------------- causal
+# conv1d
 
 
-def _taps(x: Tensor, width: int, initial_state: Tensor | None, reset: Tensor | None):  # type: ignore[no-untyped-def]
-    """For each tap j the input it sees, (batch, seqlen, channels), and 0 where it would reach into another document."""
+def _taps(x: Tensor, width: int, initial_state: Tensor | None, reset: Tensor | None):
+    """For each tap j the input it sees, (batch, seqlen, channels), and 0 where it would reach into another
+    document."""
     batch, seqlen, channels = x.shape
     before = (
         x.new_zeros(batch, width - 1, channels) if initial_state is None else initial_state.transpose(1, 2)
@@ -400,17 +413,17 @@ def _taps(x: Tensor, width: int, initial_state: Tensor | None, reset: Tensor | N
         yield j, tap, keep
 
 
-def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):  # type: ignore[no-untyped-def]
+def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):
     p = _preactivation(x, weight, bias, initial_state, reset)
     return F.silu(p) if silu else p
 
 
-def _preactivation(x, weight, bias, initial_state, reset):  # type: ignore[no-untyped-def]
+def _preactivation(x, weight, bias, initial_state, reset):
     p = sum(weight[:, j] * tap for j, tap, _ in _taps(x, weight.shape[1], initial_state, reset))
     return p if bias is None else p + bias
 
 
-def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None):  # type: ignore[no-untyped-def]
+def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None):
     width, seqlen = weight.shape[1], x.shape[1]
     dp = dy
     if silu:

@@ -11,10 +11,11 @@ from adjoint.kernels import checks, dispatch
 
 
 class _SelectiveScan(torch.autograd.Function):
-    """Backward is the accumulated adjoint state: a reverse scan that recomputes h from sparse saved states."""
+    """Backward is the accumulated adjoint state: a reverse scan that recomputes h from sparse saved
+    states."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         u,
         delta,
@@ -42,7 +43,7 @@ class _SelectiveScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy, dfinal_state):  # type: ignore[override]
+    def backward(ctx: Any, dy, dfinal_state):
         u, delta, A, B, C, D, z, delta_bias, initial_state, reset, checkpoints = ctx.saved_tensors
         softplus, window, halo, impl = ctx.arguments
         if dy is None:
@@ -85,22 +86,27 @@ def selective_scan(
     backend: str | None = None,
     halo: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Runs h_t = exp(d_t A) h_{t-1} + d_t u_t B_t,  y_t = (C_t · h_t + D u_t) silu(z_t),  d = delta or softplus(delta + delta_bias).
+    """Runs h_t = exp(d_t A) h_{t-1} + d_t u_t B_t,  y_t = (C_t · h_t + D u_t) silu(z_t),  d = delta or
+    softplus(delta + delta_bias).
 
-    Mamba (Gu & Dao 2023), eq. 2; the backward is the accumulated adjoint state (docs/method.md), in time linear in seqlen.
+    Mamba (Gu & Dao 2023), eq. 2; the backward is the accumulated adjoint state (docs/method.md), in time
+    linear in seqlen.
 
     Args:
         u, delta, z: (batch, seqlen, d_inner), floating point.
         A: (d_inner, d_state), usually negative. D, delta_bias: (d_inner,).
         B, C: (batch, seqlen, d_state).
         initial_state: (batch, d_inner, d_state), zero if None.
-        window: tokens; the backward keeps, of each output's dependence on the past, the last `window` tokens. None keeps all: exact.
-        seq_idx: (batch, seqlen) integers; where it changes a new document begins and the state starts from zero.
+        window: tokens; the backward keeps, of each output's dependence on the past, the last `window` tokens.
+            None keeps all: exact.
+        seq_idx: (batch, seqlen) integers; where it changes a new document begins and the state starts from
+            zero.
         backend: a name of `adjoint.backends()`; None picks one.
         halo: the last `halo` tokens only serve the windows of the others: they get no gradients of their own.
 
     Returns:
-        y (batch, seqlen, d_inner) in u's dtype and the final state (batch, d_inner, d_state), float32 for bfloat16 and float16.
+        y (batch, seqlen, d_inner) in u's dtype and the final state (batch, d_inner, d_state), float32 for
+        bfloat16 and float16.
 
     Raises:
         ValueError: a shape does not fit, window < 1, or the backend is not usable here.
@@ -125,7 +131,7 @@ def selective_scan(
     tensors = [
         None if x is None else x.to(dtype) for x in (u, delta, A, B, C, D, z, delta_bias, initial_state)
     ]
-    impl = dispatch.choose(backend, tensors[0])  # type: ignore[arg-type]
+    impl = dispatch.choose(backend, u.device, dtype)
     save = checks.differentiable(*tensors)
     y, final_state = _SelectiveScan.apply(*tensors, reset, delta_softplus, window, halo, impl, save)
     return y.to(u.dtype), final_state

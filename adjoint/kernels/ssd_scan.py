@@ -13,7 +13,7 @@ from adjoint.kernels import checks, dispatch
 
 class _SSDScan(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x,
         dt,
@@ -40,7 +40,7 @@ class _SSDScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy, dfinal_state):  # type: ignore[override]
+    def backward(ctx: Any, dy, dfinal_state):
         x, dt, A, B, C, D, dt_bias, initial_state, reset, checkpoints = ctx.saved_tensors
         softplus, window, halo, impl = ctx.arguments
         if dy is None:
@@ -103,20 +103,21 @@ def ssd_scan(
     batch, seqlen, nheads, headdim = x.shape
     if B.dim() != 4 or nheads % B.shape[2]:
         raise ValueError(
-            f"B must have shape (batch, seqlen, ngroups, d_state), ngroups dividing {nheads} heads; got {tuple(B.shape)}"
+            f"B must have shape (batch, seqlen, ngroups, d_state), ngroups dividing {nheads} heads; "
+            f"got {tuple(B.shape)}"
         )
     for name, value in (("B", B), ("C", C)):
         checks.shape(name, value, batch, seqlen, *B.shape[2:])
     checks.shape("dt", dt, batch, seqlen, nheads)
-    for name, value in (("A", A), ("D", D), ("dt_bias", dt_bias)):
-        checks.shape(name, value, nheads)
+    for name, vector in (("A", A), ("D", D), ("dt_bias", dt_bias)):
+        checks.shape(name, vector, nheads)
     checks.shape("z", z, batch, seqlen, nheads, headdim)
     checks.shape("initial_state", initial_state, batch, nheads, headdim, B.shape[-1])
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
     dtype = dispatch.compute_dtype(x)
     tensors = [None if t is None else t.to(dtype) for t in (x, dt, A, B, C, D, dt_bias, initial_state)]
-    impl = dispatch.choose(backend, tensors[0])  # type: ignore[arg-type]
+    impl = dispatch.choose(backend, x.device, dtype)
     save = checks.differentiable(*tensors)
     y, final_state = _SSDScan.apply(*tensors, reset, dt_softplus, window, halo, impl, save)
     y = y.to(x.dtype)

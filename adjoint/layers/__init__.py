@@ -1,4 +1,5 @@
-"""Recurrent layers. A mixer maps (batch, seqlen, d_model) to the same shape and carries a state, a tuple of tensors, across calls."""
+"""Recurrent layers. A mixer maps (batch, seqlen, d_model) to the same shape and carries a state, a tuple of
+tensors, across calls."""
 
 from torch import nn
 

@@ -16,7 +16,8 @@ class StackConfig:
         d_model: width of the residual stream.
         n_layer: number of layers.
         mixer: mamba, mamba2, diagonal, scalar or dense; or a list of n_layer of them.
-        d_state: state size a channel (mamba), a head's channel (mamba2) or a layer (the generic three); by default 16, for mamba2 128.
+        d_state: state size a channel (mamba), a head's channel (mamba2) or a layer (the generic three); by
+            default 16, for mamba2 128.
         d_conv: taps of the causal convolution of mamba and mamba2.
         expand: d_inner = expand * d_model, for mamba and mamba2.
         headdim: channels a head, for mamba2; must divide d_inner.
@@ -75,7 +76,7 @@ class StackConfig:
                 raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, or a list of them; got {kind!r}")
         if len(self.mixers) != self.n_layer:
             raise ValueError(
-                f"mixer lists {len(self.mixers)} layers but n_layer is {self.n_layer}: give one for each layer"
+                f"mixer lists {len(self.mixers)} layers but n_layer is {self.n_layer}: give one a layer"
             )
         if "mamba2" in self.mixers:
             if self.d_inner % self.headdim:

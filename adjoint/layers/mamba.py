@@ -13,7 +13,8 @@ from adjoint.layers.init import inverse_softplus_steps
 
 
 class MambaScanInputs(NamedTuple):
-    """What the scan reads, token by token: u, delta, z (batch, seqlen, d_inner), B, C (batch, seqlen, d_state)."""
+    """What the scan reads, token by token: u, delta, z (batch, seqlen, d_inner), B, C (batch, seqlen,
+    d_state)."""
 
     u: Tensor
     delta: Tensor
@@ -59,7 +60,8 @@ class MambaMixer(nn.Module):
         return conv, torch.zeros(batch, d_inner, d_state, dtype=dtype, device=device)
 
     def scan_inputs(self, x: Tensor, conv_state: Tensor) -> tuple[MambaScanInputs, Tensor]:
-        """Everything before the scan: x (batch, seqlen, d_model) → the scan's inputs and the new conv tail."""
+        """Everything before the scan: x (batch, seqlen, d_model) → the scan's inputs and the new conv
+        tail."""
         d_inner, d_state = self.A_log.shape
         u, z = self.in_proj(x).split(d_inner, dim=-1)
         u, conv_state = causal_conv1d(

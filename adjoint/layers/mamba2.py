@@ -14,7 +14,8 @@ from adjoint.layers.norm import RMSNorm
 
 
 class SSDScanInputs(NamedTuple):
-    """x (batch, seqlen, nheads, headdim), dt (batch, seqlen, nheads), B, C (batch, seqlen, ngroups, d_state), z (batch, seqlen, d_inner)."""
+    """x (batch, seqlen, nheads, headdim), dt (batch, seqlen, nheads), B, C (batch, seqlen, ngroups, d_state),
+    z (batch, seqlen, d_inner)."""
 
     x: Tensor
     dt: Tensor
@@ -59,7 +60,8 @@ class Mamba2Mixer(nn.Module):
         return conv, torch.zeros(batch, c.nheads, c.headdim, self.d_state, dtype=dtype, device=device)
 
     def scan_inputs(self, x: Tensor, conv_state: Tensor) -> tuple[SSDScanInputs, Tensor]:
-        """Everything before the scan: x (batch, seqlen, d_model) → the scan's inputs and the new conv tail."""
+        """Everything before the scan: x (batch, seqlen, d_model) → the scan's inputs and the new conv
+        tail."""
         c = self.config
         z, xBC, dt = self.in_proj(x).split([c.d_inner, self.d_conv_channels, c.nheads], dim=-1)
         xBC, conv_state = causal_conv1d(

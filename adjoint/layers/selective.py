@@ -1,6 +1,8 @@
-"""The paper's generic selective SSM: h_t = A_t h_{t-1} + B_t x_t, y_t = C_t h_t, with A, B, C single-layer networks of x_t (eq. 1–3).
+"""The paper's generic selective SSM: h_t = A_t h_{t-1} + B_t x_t, y_t = C_t h_t, with A, B, C single-layer
+networks of x_t (eq. 1–3).
 
-The recurrence is kept stable by construction: a scalar or diagonal A_t is exp(-softplus(·)), in (0, 1); a dense A_t has rows
+The recurrence is kept stable by construction: a scalar or diagonal A_t is exp(-softplus(·)), in (0, 1); a
+    dense A_t has rows
 whose absolute values add up to a number in (0, 1), so no product of them ever grows in the maximum norm.
 """
 
@@ -17,7 +19,8 @@ from adjoint.layers.init import inverse_softplus_steps
 
 
 class SelectiveScanInputs(NamedTuple):
-    """a (batch, seqlen, 1 | d_state | d_state, d_state), b = B x (batch, seqlen, d_state), C (batch, seqlen, d_model, d_state)."""
+    """a (batch, seqlen, 1 | d_state | d_state, d_state), b = B x (batch, seqlen, d_state), C (batch, seqlen,
+    d_model, d_state)."""
 
     a: Tensor
     b: Tensor
@@ -72,7 +75,8 @@ class SelectiveMixer(nn.Module):
         return self.C_proj(x).unflatten(-1, (self.config.d_model, self.d_state))
 
     def scan_inputs(self, x: Tensor, conv_state: None = None) -> tuple[SelectiveScanInputs, None]:
-        """Everything before the scan: x (batch, seqlen, d_model) → the scan's inputs. There is no convolution."""
+        """Everything before the scan: x (batch, seqlen, d_model) → the scan's inputs. There is no
+        convolution."""
         b = (self.input_matrix(x) @ x.unsqueeze(-1)).squeeze(-1)
         return SelectiveScanInputs(self.transition(x), b, self.output_matrix(x)), None
 
