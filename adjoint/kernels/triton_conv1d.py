@@ -1,7 +1,7 @@
 """Causal depthwise convolution over time with state, in Triton: ``y_t = silu(bias + sum_j weight[:, j] x_{t-d_conv+1+j})``.
 
-A bandwidth-bound operation: a program covers a tile of tokens × channels and reads each input once from memory (the
-d_conv shifted reads of a tile hit the cache). Inputs before the first token come from the state, the last d_conv - 1
+A bandwidth-bound operation: a program walks a stretch of tokens with the last d_conv inputs (and, backwards, the unfinished
+gradients of as many) in registers, so everything is read once. Inputs before the first token come from the state, the last d_conv - 1
 inputs of the stretch before. With resets a tap counts only if no document begins between it and the output.
 """
 
@@ -14,77 +14,95 @@ import triton.language as tl
 from adjoint.kernels import triton_common as common
 from adjoint.kernels.triton_common import sigmoid
 
-TOKENS, CHANNELS = 16, 128  # a tile
-TILES = 16  # tiles of tokens a backward program goes through, so that few partial weight gradients are written
+TOKENS, CHANNELS = 128, 64  # a program: one warp walks these tokens, two channels a thread
+UNROLL = 4  # tokens loaded at once
 MAX_D_CONV = 8
 
 
 @triton.jit
-def _input(x, state, t, d, ok, x_t, channels, W: tl.constexpr, HAS_STATE: tl.constexpr, ACC: tl.constexpr):
-    """x_t for t >= 0, the state's entry for t < 0 (zero without one); zero where not ``ok``."""
-    value = tl.load(x + t * x_t + d, mask=ok & (t >= 0), other=0.0).to(ACC)
+def _input(x, state, t, seqlen, d, d_ok, x_t, W: tl.constexpr, HAS_STATE: tl.constexpr, ACC: tl.constexpr):
+    """x_t for 0 <= t < seqlen, the state's entry for t < 0 (zero without one), zero elsewhere."""
+    value = tl.load(x + t * x_t + d, mask=d_ok & (t >= 0) & (t < seqlen), other=0.0).to(ACC)
     if HAS_STATE:
         # the state (channels, W - 1) holds x at t = -(W - 1) ... -1
-        value += tl.load(state + d * (W - 1) + (t + (W - 1)), mask=ok & (t < 0) & (t > -W), other=0.0).to(ACC)
+        value += tl.load(state + d * (W - 1) + (t + (W - 1)), mask=d_ok & (t < 0) & (t > -W), other=0.0).to(ACC)
     return value
 
 
 @triton.jit
-def _preactivation(x, weight, bias, state, reset, t, d, ok, x_t, channels, W: tl.constexpr, HAS_BIAS: tl.constexpr,
-                   HAS_STATE: tl.constexpr, HAS_RESET: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """bias + sum over the taps for tokens t (rows, 1) and channels d (1, columns)."""
-    total = tl.zeros(ok.shape, ACC)
-    if HAS_BIAS:
-        total += tl.load(bias + d, mask=d < channels, other=0.0).to(ACC)
-    same = ok
-    for k in tl.static_range(W):  # the tap k tokens back
-        w = tl.load(weight + d * W + (W - 1 - k), mask=d < channels, other=0.0).to(ACC)
-        total += w * _input(x, state, t - k, d, same, x_t, channels, W, HAS_STATE, ACC)
+def _begins(reset, t, seqlen, HAS_RESET: tl.constexpr):
+    """Whether a document begins at token t."""
+    if HAS_RESET:
+        return tl.load(reset + t, mask=(t >= 0) & (t < seqlen), other=0) != 0
+    else:
+        return t > seqlen  # never
+
+
+@triton.jit
+def _taps(xs, begins, w, W: tl.constexpr, HAS_RESET: tl.constexpr):
+    """(sum_k w_k x_{t-k}, the inputs x_{t-k} as the taps see them); xs and begins hold t, t - 1, ..."""
+    total = w[0] * xs[0]
+    seen = (xs[0],)
+    if HAS_RESET:
+        cut = begins[0]
+    for k in tl.static_range(1, W):
+        x_ = xs[k]
         if HAS_RESET:
-            same = same & (tl.load(reset + t - k, mask=(t - k >= 0) & ok, other=0) == 0)
-    return total
+            x_ = tl.where(cut, 0.0, x_)
+            cut = cut | begins[k]
+        total += w[k] * x_
+        seen = seen + (x_,)
+    return total, seen
 
 
 @triton.jit
 def _forward_kernel(x, weight, bias, state, reset, y, seqlen, channels, x_b, x_t, W: tl.constexpr, SILU: tl.constexpr,
                     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_RESET: tl.constexpr, TOKENS: tl.constexpr,
-                    CHANNELS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+                    UNROLL: tl.constexpr, CHANNELS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     batch = tl.program_id(2).to(tl.int64)
-    t = (tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS))[:, None]
-    d = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
-    ok = (t < seqlen) & (d < channels)
+    first = tl.program_id(0).to(tl.int64) * TOKENS
+    d = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    d_ok = d < channels
     x += batch * x_b
     if HAS_STATE:
         state += batch * channels * (W - 1)
     if HAS_RESET:
         reset += batch * seqlen
-    out = _preactivation(x, weight, bias, state, reset, t, d, ok, x_t, channels, W, HAS_BIAS, HAS_STATE, HAS_RESET, ACC)
-    if SILU:
-        out = out * sigmoid(out)
-    tl.store(y + (batch * seqlen + t) * channels + d, out, mask=ok)
-
-
-@triton.jit
-def _grad_preactivation(dy, x, weight, bias, state, reset, t, d, ok, dy_t, x_t, channels, W: tl.constexpr,
-                        SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_RESET: tl.constexpr,
-                        ACC: tl.constexpr):  # fmt: skip
-    grad = tl.load(dy + t * dy_t + d, mask=ok, other=0.0).to(ACC)
-    if SILU:
-        pre = _preactivation(x, weight, bias, state, reset, t, d, ok, x_t, channels, W, HAS_BIAS, HAS_STATE, HAS_RESET, ACC)
-        gate = sigmoid(pre)
-        grad = grad * gate * (1.0 + pre * (1.0 - gate))
-    return grad
+    b = tl.zeros((CHANNELS,), ACC)
+    if HAS_BIAS:
+        b = tl.load(bias + d, mask=d_ok, other=0.0).to(ACC)
+    w = ()
+    xs = ()  # x_{t-1}, x_{t-2}, ...
+    begins = ()
+    for k in tl.static_range(W):  # the tap k tokens back
+        w = w + (tl.load(weight + d * W + (W - 1 - k), mask=d_ok, other=0.0).to(ACC),)
+        xs = xs + (_input(x, state, first - 1 - k, seqlen, d, d_ok, x_t, W, HAS_STATE, ACC),)
+        begins = begins + (_begins(reset, first - 1 - k, seqlen, HAS_RESET),)
+    for group in range(0, (tl.minimum(TOKENS, seqlen - first) + UNROLL - 1) // UNROLL):
+        loaded = ()
+        for i in tl.static_range(UNROLL):
+            t = first + group * UNROLL + i
+            loaded = loaded + (tl.load(x + t * x_t + d, mask=d_ok & (t < seqlen), other=0.0).to(ACC),)
+        for i in tl.static_range(UNROLL):
+            t = first + group * UNROLL + i
+            xs = (loaded[i],) + xs[: W - 1]
+            begins = (_begins(reset, t, seqlen, HAS_RESET),) + begins[: W - 1]
+            out, seen = _taps(xs, begins, w, W, HAS_RESET)
+            out += b
+            if SILU:
+                out = out * sigmoid(out)
+            tl.store(y + (batch * seqlen + t) * channels + d, out, mask=d_ok & (t < seqlen))
 
 
 @triton.jit
 def _backward_kernel(dy, x, weight, bias, state, reset, dx, dstate, dweight, dbias, seqlen, channels, dy_b, dy_t, x_b, x_t,
                      W: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr,
-                     HAS_RESET: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr, CHANNELS: tl.constexpr,
+                     HAS_RESET: tl.constexpr, TOKENS: tl.constexpr, UNROLL: tl.constexpr, CHANNELS: tl.constexpr,
                      ACC: tl.constexpr):  # fmt: skip
-    """dx of TILES tiles of tokens, and their share of dweight and dbias: (batch, parts, W, channels), (…, channels)."""
+    """dx of TOKENS tokens, and their share of dweight and dbias: (batch, parts, W, channels), (batch, parts, channels)."""
     batch = tl.program_id(2).to(tl.int64)
     part, parts = tl.program_id(0), tl.num_programs(0)
-    d = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    d = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     d_ok = d < channels
     dy += batch * dy_b
     x += batch * x_b
@@ -92,34 +110,62 @@ def _backward_kernel(dy, x, weight, bias, state, reset, dx, dstate, dweight, dbi
         state += batch * channels * (W - 1)
     if HAS_RESET:
         reset += batch * seqlen
-    sums = ()
-    for k in tl.static_range(W):
-        sums = sums + (tl.zeros((1, CHANNELS), ACC),)
-    sum_bias = tl.zeros((1, CHANNELS), ACC)
+    b = tl.zeros((CHANNELS,), ACC)
+    if HAS_BIAS:
+        b = tl.load(bias + d, mask=d_ok, other=0.0).to(ACC)
     # Tokens are counted from -(W - 1): the state's inputs get their gradient like any other.
-    first = part.to(tl.int64) * TOKENS * TILES - (W - 1)
-    for tile in range(0, TILES):
-        t = (first + tile * TOKENS + tl.arange(0, TOKENS))[:, None]
-        grad_x = tl.zeros((TOKENS, CHANNELS), ACC)
-        same = d_ok & (t > -W)
-        x_ = _input(x, state, t, d, same & (t < seqlen), x_t, channels, W, HAS_STATE, ACC)
-        new = ()
-        for k in tl.static_range(W):  # x_t is the tap k back of output t + k
-            if HAS_RESET and k > 0:
-                begins = (t + k >= 0) & (t + k < seqlen)
-                same = same & (tl.load(reset + t + k, mask=begins, other=0) == 0)
-            ok = same & (t + k >= 0) & (t + k < seqlen)
-            grad = _grad_preactivation(dy, x, weight, bias, state, reset, t + k, d, ok, dy_t, x_t, channels, W, SILU,
-                                       HAS_BIAS, HAS_STATE, HAS_RESET, ACC)  # fmt: skip
-            w = tl.load(weight + d * W + (W - 1 - k), mask=d_ok, other=0.0).to(ACC)
-            grad_x += w * grad
-            new = new + (sums[k] + tl.sum(grad * x_, axis=0)[None, :],)
-            if k == 0:
-                sum_bias += tl.sum(grad, axis=0)[None, :]
-        sums = new
-        tl.store(dx + (batch * seqlen + t) * channels + d, grad_x, mask=d_ok & (t >= 0) & (t < seqlen))
-        entry = dstate + (batch * channels + d) * (W - 1) + (t + (W - 1))
-        tl.store(entry, grad_x, mask=d_ok & (t < 0) & (t > -W))
+    first = part.to(tl.int64) * TOKENS - (W - 1)
+    stop = first + TOKENS
+    w = ()
+    xs = ()
+    begins = ()
+    sums = ()
+    pending = ()  # of dx: at t - 1, t - 2, ...
+    for k in tl.static_range(W):
+        w = w + (tl.load(weight + d * W + (W - 1 - k), mask=d_ok, other=0.0).to(ACC),)
+        xs = xs + (_input(x, state, first - 1 - k, seqlen, d, d_ok, x_t, W, HAS_STATE, ACC),)
+        begins = begins + (_begins(reset, first - 1 - k, seqlen, HAS_RESET),)
+        sums = sums + (tl.zeros((CHANNELS,), ACC),)
+        pending = pending + (tl.zeros((CHANNELS,), ACC),)
+    sum_bias = tl.zeros((CHANNELS,), ACC)
+    # W - 1 tokens more, into which the last of these tokens feed
+    for group in range(0, (TOKENS + W - 1 + UNROLL - 1) // UNROLL):
+        loaded = ()
+        grads = ()
+        for i in tl.static_range(UNROLL):
+            t = first + group * UNROLL + i
+            loaded = loaded + (_input(x, state, t, seqlen, d, d_ok, x_t, W, HAS_STATE, ACC),)
+            inside = (t >= 0) & (t < seqlen)
+            grads = grads + (tl.load(dy + t * dy_t + d, mask=d_ok & inside, other=0.0).to(ACC),)
+        for i in tl.static_range(UNROLL):
+            t = first + group * UNROLL + i
+            xs = (loaded[i],) + xs[: W - 1]
+            begins = (_begins(reset, t, seqlen, HAS_RESET),) + begins[: W - 1]
+            out, seen = _taps(xs, begins, w, W, HAS_RESET)
+            grad = grads[i]
+            if SILU:
+                out += b
+                gate = sigmoid(out)
+                grad = grad * gate * (1.0 + out * (1.0 - gate))
+            own = tl.where(t < stop, grad, 0.0)
+            sum_bias += own
+            if HAS_RESET:
+                cut = begins[0]
+            new_sums = (sums[0] + own * seen[0],)
+            new_pending = (w[0] * grad,)
+            for k in tl.static_range(1, W):
+                new_sums = new_sums + (sums[k] + own * seen[k],)
+                share = w[k] * grad
+                if HAS_RESET:
+                    share = tl.where(cut, 0.0, share)
+                    cut = cut | begins[k]
+                new_pending = new_pending + (pending[k - 1] + share,)
+            sums = new_sums
+            pending = new_pending
+            s = t - (W - 1)  # complete now
+            done = d_ok & (s >= first) & (s < stop) & (s < seqlen)
+            tl.store(dx + (batch * seqlen + s) * channels + d, pending[W - 1], mask=done & (s >= 0))
+            tl.store(dstate + (batch * channels + d) * (W - 1) + (s + (W - 1)), pending[W - 1], mask=done & (s < 0))
     row = batch * parts + part
     for k in tl.static_range(W):
         tl.store(dweight + (row * W + (W - 1 - k)) * channels + d, sums[k], mask=d_ok)
@@ -160,9 +206,10 @@ def causal_conv1d_forward(
             HAS_STATE=state is not None,
             HAS_RESET=reset is not None,
             TOKENS=TOKENS,
+            UNROLL=UNROLL,
             CHANNELS=CHANNELS,
             ACC=common.tl_dtype(x.dtype),
-            num_warps=4,
+            num_warps=1,
         )
     return y
 
@@ -186,7 +233,7 @@ def causal_conv1d_backward(
     dy, x = common.last_contiguous(dy), common.last_contiguous(x)
     state = initial_state.contiguous() if initial_state is not None and d_conv > 1 else None
     acc = common.state_dtype(x.dtype)
-    parts = triton.cdiv(seqlen + d_conv - 1, TOKENS * TILES)
+    parts = triton.cdiv(seqlen + d_conv - 1, TOKENS)
     dx = torch.empty((batch, seqlen, channels), dtype=x.dtype, device=x.device)
     dstate = torch.empty(
         (batch, channels, d_conv - 1),
@@ -205,10 +252,10 @@ def causal_conv1d_backward(
             HAS_STATE=state is not None,
             HAS_RESET=reset is not None,
             TOKENS=TOKENS,
-            TILES=TILES,
+            UNROLL=UNROLL,
             CHANNELS=CHANNELS,
             ACC=common.tl_dtype(x.dtype),
-            num_warps=4,
+            num_warps=1,
         )
     dweight_sum = dweight.sum((0, 1)).t().contiguous().to(weight.dtype)
     return dx, dweight_sum, None if bias is None else dbias.sum((0, 1)).to(bias.dtype), dstate

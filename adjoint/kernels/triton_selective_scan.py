@@ -17,6 +17,7 @@ from adjoint.kernels import triton_selective_scan_window as windowed_kernels
 
 CHECKPOINT = 64  # tokens between the states that the forward keeps
 STEPS = 4  # tokens whose states the backward holds in registers
+WINDOW_STEPS = 2  # the same with a window, whose prefixes are held too
 UNROLL = 4  # tokens the forward walks at once
 SHORTEST_SPLIT = 512  # tokens; a shorter split is not worth its extra pass
 MAX_D_STATE = 256  # above, a warp's registers cannot hold the state
@@ -180,7 +181,8 @@ def selective_scan_backward(
     dA_parts = empty(batch, splits, d_state, d_inner)
     dD_parts = None if D is None else empty(batch, splits, d_inner)
     dbias_parts = None if delta_bias is None else empty(batch, splits, d_inner)
-    scratch = empty(batch, splits, blocks, CHECKPOINT // STEPS, n * rows * lanes * (1 if window is None else 3))
+    marks = CHECKPOINT // STEPS if window is None else 3 * (CHECKPOINT // WINDOW_STEPS)
+    scratch = empty(batch, splits, blocks, marks, n * rows * lanes)
     flags = {
         "HAS_Z": z is not None,
         "HAS_BIAS": delta_bias is not None,
@@ -281,7 +283,7 @@ def _windowed(dy, u, step, A, B, C, D, z, reset, checkpoints, dfinal, scratch,
         HAS_D=D is not None,
         HAS_BIAS=flags["HAS_BIAS"],
         SOFTPLUS=flags["SOFTPLUS"],
-        STEPS=STEPS,
+        STEPS=WINDOW_STEPS,
         N=n,
         LANES=lanes,
         **shared,

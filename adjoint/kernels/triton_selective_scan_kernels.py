@@ -23,12 +23,12 @@ from adjoint.kernels.triton_common import LOG2E, log1p_exp, sigmoid
 
 @triton.jit
 def step_size(delta, bias, SOFTPLUS: tl.constexpr):
-    """(d, dd/d delta) of the discretisation step d = softplus(delta + bias)."""
+    """The discretisation step d = softplus(delta + bias)."""
     x = delta + bias
     if SOFTPLUS:
-        return log1p_exp(x), sigmoid(x)
+        return log1p_exp(x)
     else:
-        return x, tl.full(x.shape, 1.0, x.dtype)
+        return x
 
 
 @triton.jit(do_not_specialize=["one"])
@@ -125,29 +125,31 @@ def forward_kernel(
             deltas = ()
             for i in tl.static_range(UNROLL):
                 t = begin + group * UNROLL + i
-                us = us + (tl.load(u + t * u_t + d, mask=d_ok & (t < stop), other=0.0),)
-                deltas = deltas + (tl.load(delta + t * delta_t + d, mask=d_ok & (t < stop), other=0.0),)
+                at = tl.minimum(t, stop - 1)  # past the end: read the last token again, and take d = 0 below
+                us = us + (tl.load(u + at * u_t + d, mask=d_ok, other=0.0),)
+                deltas = deltas + (tl.load(delta + at * delta_t + d, mask=d_ok, other=0.0),)
             for i in tl.static_range(UNROLL):
                 t = begin + group * UNROLL + i
                 inside = t < stop
-                step, _ = step_size(deltas[i].to(ACC), step_bias, SOFTPLUS)
+                at = tl.minimum(t, stop - 1)
+                step = step_size(deltas[i].to(ACC), step_bias, SOFTPLUS)
                 step = tl.where(inside, step, 0.0)  # past the end: a = 1, nothing added
                 u_t_ = us[i].to(ACC)
-                B_t_ = tl.load(B + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                B_t_ = tl.load(B + at * B_t + n, mask=n_ok, other=0.0).to(ACC)
                 a = tl.exp2(A2 * step[None, :])
                 if HAS_RESET:
-                    keep = tl.where(tl.load(reset + t, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
+                    keep = tl.where((tl.load(reset + at) != 0) & inside, 0.0, 1.0).to(ACC)
                     a = a * keep
                     kept = kept * keep
                 h = a * h + (step * u_t_)[None, :] * B_t_[:, None]
                 total += step
                 if not LOCAL:
-                    C_t_ = tl.load(C + t * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                    C_t_ = tl.load(C + at * C_t + n, mask=n_ok, other=0.0).to(ACC)
                     out = tl.sum(h * C_t_[:, None], axis=0) + skip * u_t_
                     if HAS_Z:
-                        z_ = tl.load(z + t * z_t + d, mask=d_ok & inside, other=0.0).to(ACC)
+                        z_ = tl.load(z + at * z_t + d, mask=d_ok, other=0.0).to(ACC)
                         out = out * z_ * sigmoid(z_)
-                    tl.store(y + t * d_inner + d, out, mask=d_ok & inside)
+                    tl.store(y + at * d_inner + d, out, mask=d_ok & inside)
 
     if LOCAL:
         edge = (batch * n_splits + split) * per_batch
@@ -218,19 +220,17 @@ def adjoint_local_kernel(
         for i in tl.static_range(UNROLL):
             t = stop - 1 - group * UNROLL - i
             inside = t >= first
-            m = d_ok & inside
-            step, _ = step_size(
-                tl.load(delta + t * delta_t + d, mask=m, other=0.0).to(ACC), step_bias, SOFTPLUS
-            )
+            at = tl.maximum(t, first)
+            step = step_size(tl.load(delta + at * delta_t + d, mask=d_ok, other=0.0).to(ACC), step_bias, SOFTPLUS)
             step = tl.where(inside, step, 0.0)
-            g = tl.load(dy + t * dy_t + d, mask=m, other=0.0).to(ACC)
+            g = tl.where(inside, tl.load(dy + at * dy_t + d, mask=d_ok, other=0.0).to(ACC), 0.0)
             if HAS_Z:
-                z_ = tl.load(z + t * z_t + d, mask=m, other=0.0).to(ACC)
+                z_ = tl.load(z + at * z_t + d, mask=d_ok, other=0.0).to(ACC)
                 g = g * z_ * sigmoid(z_)
-            C_t_ = tl.load(C + t * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+            C_t_ = tl.load(C + at * C_t + n, mask=n_ok, other=0.0).to(ACC)
             a = tl.exp2(A2 * step[None, :])
             if HAS_RESET:
-                keep = tl.where(tl.load(reset + t, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
+                keep = tl.where((tl.load(reset + at) != 0) & inside, 0.0, 1.0).to(ACC)
                 a = a * keep
                 kept = kept * keep
             c = a * (g[None, :] * C_t_[:, None] + c)

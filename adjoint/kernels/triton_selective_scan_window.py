@@ -41,7 +41,7 @@ def _include(total, product, i, window, seqlen, dy, z, C, step, reset, dfinal, d
         z_ = tl.load(z + j * z_t + d, mask=d_ok & inside, other=0.0).to(ACC)
         g = g * z_ * sigmoid(z_)
     C_ = tl.load(C + j * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
-    _, a = _decay(step, reset, j, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+    step_, a = _decay(step, reset, j, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
     product = tl.where(begins, 1.0, product * a)
     term = g[None, :] * C_[:, None] + tl.where(j == seqlen - 1, dfinal, 0.0)
     return used, used + product * term, product
@@ -82,7 +82,7 @@ def marks_kernel(
         here = ok & (i % EVERY == 0) & (i >= 0)
         tl.store(totals + mark, total, mask=here)
         tl.store(products + mark, product, mask=here)
-        _, total, product = _include(total, product, i, window, seqlen, dy, z, C, step, reset, last, dy_t, z_t, C_t, d, n,
+        used, total, product = _include(total, product, i, window, seqlen, dy, z, C, step, reset, last, dy_t, z_t, C_t, d, n,
                                      d_ok, n_ok, A2, d_inner, HAS_Z, HAS_RESET, ACC)  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def backward_kernel(
     stop = tl.minimum(first + split_len, seqlen)
     first = tl.maximum(first, 0)
     c = tl.zeros((N, LANES), ACC)
-    _, across = _decay(step, reset, stop, stop < seqlen, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+    step_, across = _decay(step, reset, stop, stop < seqlen, d, d_ok, A2, d_inner, HAS_RESET, ACC)
     sum_A = tl.zeros((N, LANES), ACC)
     sum_D = tl.zeros((LANES,), ACC)
     sum_bias = tl.zeros((LANES,), ACC)
@@ -159,7 +159,7 @@ def backward_kernel(
                 x = step_ * tl.load(u + t * u_t + d, mask=d_ok & inside, other=0.0).to(ACC)
                 B_ = tl.load(B + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
                 h = a * h + x[None, :] * B_[:, None]
-                _, total, product = _include(total, product, t, window, seqlen, dy, z, C, step, reset, last, dy_t, z_t, C_t,
+                used, total, product = _include(total, product, t, window, seqlen, dy, z, C, step, reset, last, dy_t, z_t, C_t,
                                              d, n, d_ok, n_ok, A2, d_inner, HAS_Z, HAS_RESET, ACC)  # fmt: skip
         tl.debug_barrier()
         for undone in range(0, n_groups):
@@ -185,6 +185,7 @@ def backward_kernel(
                 p = decayed[STEPS - 1 - k]
                 t = begin + group * STEPS + (STEPS - 1 - k)
                 inside = (t < end) & (t >= first)
+                at = tl.minimum(tl.maximum(t, first), end - 1)  # an address that no loop variable steps: spares registers
                 own = tl.where(inside & (t < seqlen - halo), 1.0, 0.0).to(ACC)
                 m = d_ok & inside
                 step_, a = _decay(step, reset, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
@@ -198,7 +199,7 @@ def backward_kernel(
                     z_ = tl.load(z + t * z_t + d, mask=m, other=0.0).to(ACC)
                     gate = sigmoid(z_)
                     ungated = tl.sum(h_ * C_[:, None], axis=0) + skip * u_
-                    tl.store(dz + t * d_inner + d, own * g * ungated * gate * (1.0 + z_ * (1.0 - gate)), mask=m)
+                    tl.store(dz + at * d_inner + d, own * g * ungated * gate * (1.0 + z_ * (1.0 - gate)), mask=m)
                     g = g * z_ * gate
                 suffix = g[None, :] * C_[:, None] + tl.where(inside & (t == seqlen - 1), last, 0.0) + c
                 mu = (suffix + across * prefixes[STEPS - 1 - k]) * own
@@ -206,15 +207,15 @@ def backward_kernel(
                 c = tl.where(begins, 0.0, a * suffix)
                 across = tl.where(begins, a, across * a)
                 g = g * own
-                tl.store(dB + t * d_state + n, tl.sum(mu * x[None, :], axis=1), mask=n_ok & inside)
-                tl.store(dC + t * d_state + n, tl.sum(h_ * g[None, :], axis=1), mask=n_ok & inside)
+                tl.store(dB + at * d_state + n, tl.sum(mu * x[None, :], axis=1), mask=n_ok & inside)
+                tl.store(dC + at * d_state + n, tl.sum(h_ * g[None, :], axis=1), mask=n_ok & inside)
                 v = mu * p
                 mu_B = tl.sum(mu * B_[:, None], axis=0)
                 dstep = tl.sum(v * A2, axis=0) * (1.0 / LOG2E) + mu_B * u_
                 if SOFTPLUS:
                     dstep = dstep * slope_of(step_)
-                tl.store(du + t * d_inner + d, mu_B * step_ + skip * g, mask=m)
-                tl.store(ddelta + t * d_inner + d, dstep, mask=m)
+                tl.store(du + at * d_inner + d, mu_B * step_ + skip * g, mask=m)
+                tl.store(ddelta + at * d_inner + d, dstep, mask=m)
                 sum_A += v * step_[None, :]
                 sum_D += g * u_
                 sum_bias += dstep

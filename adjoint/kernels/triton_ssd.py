@@ -19,7 +19,9 @@ from adjoint.kernels import triton_common as common
 from adjoint.kernels import triton_selective_scan as selective
 from adjoint.kernels import triton_ssd_kernels as kernels
 
-CHUNK = 64  # tokens a matrix tile
+CHUNK = {2: 64, 4: 32, 8: 16}  # tokens a matrix tile, by the size of the inputs' elements: registers hold the tiles
+BLOCK = {2: 32, 4: 32, 8: 16}  # of d_state, likewise
+BACKWARD_WARPS = 8
 HEADS_EACH = 16  # heads whose dB, dC a program sums before writing them
 MAX_HEADDIM, MAX_D_STATE = 128, 256
 
@@ -35,9 +37,9 @@ def _tile(x: torch.Tensor, d_state: int) -> dict[str, Any]:
             "use smaller ones or backend='reference'"
         )
     return {
-        "Q": CHUNK,
+        "Q": CHUNK[x.element_size()],
         "P": max(16, triton.next_power_of_2(headdim)),
-        "N": max(16, triton.next_power_of_2(d_state)),
+        "N": min(max(16, triton.next_power_of_2(d_state)), BLOCK[x.element_size()]),
         "DOT": _TL[x.dtype],
         "PRECISION": "tf32x3" if x.dtype == torch.float32 else "ieee" if x.dtype == torch.float64 else "tf32",
         "ACC": common.tl_dtype(x.dtype),
@@ -46,19 +48,19 @@ def _tile(x: torch.Tensor, d_state: int) -> dict[str, Any]:
 
 
 def _steps(
-    dt: torch.Tensor, A: torch.Tensor, dt_bias: torch.Tensor | None, dt_softplus: bool, acc: torch.dtype
+    dt: torch.Tensor, A: torch.Tensor, dt_bias: torch.Tensor | None, dt_softplus: bool, chunk: int, acc: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(step, running sum of step * A in each chunk), both (batch, nheads, chunks * CHUNK)."""
+    """(step, running sum of step * A in each chunk), both (batch, nheads, chunks * chunk)."""
     batch, seqlen, nheads = dt.shape
-    chunks = triton.cdiv(seqlen, CHUNK)
-    step = torch.empty((batch, nheads, chunks * CHUNK), dtype=acc, device=dt.device)
+    chunks = triton.cdiv(seqlen, chunk)
+    step = torch.empty((batch, nheads, chunks * chunk), dtype=acc, device=dt.device)
     cum = torch.empty_like(step)
     heads = 16
     kernels.step_kernel[(chunks, triton.cdiv(nheads, heads), batch)](
         *(dt, A, dt_bias, step, cum, seqlen, nheads, *dt.stride()[:2]),
         HAS_BIAS=dt_bias is not None,
         SOFTPLUS=dt_softplus,
-        Q=CHUNK,
+        Q=chunk,
         HEADS=heads,
         ACC=common.tl_dtype(acc),
         num_warps=4,
@@ -92,14 +94,15 @@ def ssd_scan_forward(
     acc = common.state_dtype(x.dtype)
     x, dt, B, C = (common.last_contiguous(v) for v in (x, dt, B, C))
     reset_u8 = common.reset_bytes(reset)
-    chunks = triton.cdiv(seqlen, CHUNK)
+    chunk, blocks = tile["Q"], triton.cdiv(d_state, tile["N"])
+    chunks = triton.cdiv(seqlen, chunk)
     y = torch.empty((batch, seqlen, nheads, headdim), dtype=x.dtype, device=x.device)
     local = torch.empty((batch, chunks, nheads, headdim, d_state), dtype=acc, device=x.device)
     decay = torch.empty((batch, chunks, nheads), dtype=acc, device=x.device)
     sizes = (seqlen, nheads, headdim, d_state, nheads // ngroups)
     with common.on_device(x):
-        step, cum = _steps(dt, A, dt_bias, dt_softplus, acc)
-        kernels.chunk_state_kernel[(chunks, nheads, batch)](
+        step, cum = _steps(dt, A, dt_bias, dt_softplus, chunk, acc)
+        kernels.chunk_state_kernel[(chunks, nheads * blocks, batch)](
             *(x, B, step, cum, reset_u8, local, decay, *sizes, *x.stride()[:3], *B.stride()[:3]),
             REVERSE=False,
             HAS_RESET=reset is not None,
@@ -150,7 +153,8 @@ def ssd_scan_backward(
     acc = common.state_dtype(x.dtype)
     dy, x, dt, B, C = (common.last_contiguous(v) for v in (dy, x, dt, B, C))
     reset_u8 = common.reset_bytes(reset)
-    chunks = triton.cdiv(seqlen, CHUNK)
+    chunk, blocks = tile["Q"], triton.cdiv(d_state, tile["N"])
+    chunks = triton.cdiv(seqlen, chunk)
 
     def empty(*shape: int, dtype: torch.dtype = acc) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
@@ -164,8 +168,8 @@ def ssd_scan_backward(
     heads_a_group = nheads // ngroups
     strides = (*dy.stride()[:3], *x.stride()[:3], *B.stride()[:3], *C.stride()[:3])
     with common.on_device(x):
-        step, cum = _steps(dt, A, dt_bias, dt_softplus, acc)
-        kernels.chunk_state_kernel[(chunks, nheads, batch)](
+        step, cum = _steps(dt, A, dt_bias, dt_softplus, chunk, acc)
+        kernels.chunk_state_kernel[(chunks, nheads * blocks, batch)](
             *(dy, C, step, cum, reset_u8, local, decay, *sizes, heads_a_group, *dy.stride()[:3], *C.stride()[:3]),
             REVERSE=True,
             HAS_RESET=reset is not None,
@@ -174,20 +178,28 @@ def ssd_scan_backward(
         )
         last = None if dfinal_state is None else dfinal_state.to(acc)
         g_out, dinitial = common.pass_states(local, decay, last, reverse=True)
+        read, through = torch.empty_like(step), torch.empty_like(decay)
+        kernels.read_kernel[(chunks, nheads, batch)](
+            *(dy, C, cum, reset_u8, checkpoints, g_out, read, through, *sizes, heads_a_group),
+            *(*dy.stride()[:3], *C.stride()[:3]),
+            HAS_RESET=reset is not None,
+            num_warps=4,
+            **tile,
+        )
         kernels.input_grad_kernel[(chunks, nheads, batch)](
-            *(dy, x, B, C, A, D, step, cum, reset_u8, checkpoints, g_out, dx, ddt, dA, dD, dbias, *sizes),
+            *(dy, x, B, C, A, D, step, cum, reset_u8, g_out, read, through, dx, ddt, dA, dD, dbias, *sizes),
             *(heads_a_group, *strides),
             HAS_D=D is not None,
             SOFTPLUS=dt_softplus,
             HAS_RESET=reset is not None,
-            num_warps=8,
+            num_warps=BACKWARD_WARPS,
             **tile,
         )
-        kernels.group_grad_kernel[(chunks, ngroups * shares, batch)](
+        kernels.group_grad_kernel[(chunks, ngroups * shares * blocks, batch)](
             *(dy, x, B, C, step, cum, reset_u8, checkpoints, g_out, dB, dC, *sizes, ngroups, heads_a_group),
             *(HEADS_EACH, *strides),
             HAS_RESET=reset is not None,
-            num_warps=8,
+            num_warps=BACKWARD_WARPS,
             **tile,
         )
     return (

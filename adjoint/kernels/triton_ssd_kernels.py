@@ -51,10 +51,17 @@ def _segments(reset, t, seqlen, HAS_RESET: tl.constexpr, Q: tl.constexpr):
 
 
 @triton.jit
-def _rows(pointer, t, i, stride, seqlen, size, DOT: tl.constexpr):
-    """A (tokens, size) tile in the matrix products' dtype, zero outside."""
-    ok = (t < seqlen)[:, None] & (i < size)[None, :]
-    return tl.load(pointer + t[:, None] * stride + i[None, :], mask=ok, other=0.0).to(DOT)
+def _rows(pointer, first, j, i, stride, seqlen, size, DOT: tl.constexpr):
+    """The tile of tokens first + j, in the matrix products' dtype, zero outside. Offsets in the tile fit 32 bits."""
+    ok = (j < seqlen - first)[:, None] & (i < size)[None, :]
+    return tl.load(pointer + first * stride + (j[:, None] * stride + i[None, :]), mask=ok, other=0.0).to(DOT)
+
+
+@triton.jit
+def _state(pointer, p, n, headdim, d_state):
+    """A (headdim, d_state) tile of a state, zero outside."""
+    ok = (p < headdim)[:, None] & (n < d_state)[None, :]
+    return tl.load(pointer + p[:, None] * d_state + n[None, :], mask=ok, other=0.0)
 
 
 @triton.jit
@@ -63,10 +70,11 @@ def chunk_state_kernel(x, B, step, cum, reset, local, decay, seqlen, nheads, hea
                        P: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
                        ACC: tl.constexpr):  # fmt: skip
     """A chunk's own (headdim, d_state) state. REVERSE: its own cotangent of h_in, x and B being dy and C."""
-    chunk, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunk, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1) % nheads, tl.program_id(2).to(tl.int64)
     chunks = tl.num_programs(0)
-    t = chunk * Q + tl.arange(0, Q)
-    p, n = tl.arange(0, P), tl.arange(0, N)
+    j = tl.arange(0, Q)
+    t = chunk * Q + j
+    p, n = tl.arange(0, P), tl.program_id(1) // nheads * N + tl.arange(0, N)
     line = (batch * nheads + head) * (chunks * Q) + t
     c = tl.load(cum + line)
     last = tl.load(cum + (batch * nheads + head) * (chunks * Q) + chunk * Q + Q - 1)
@@ -77,8 +85,8 @@ def chunk_state_kernel(x, B, step, cum, reset, local, decay, seqlen, nheads, hea
         weight = tl.where(count == 0, tl.exp(c), 0.0)
     else:
         weight = tl.where(count == all_resets, tl.exp(last - c), 0.0) * tl.load(step + line)
-    x_ = _rows(x + batch * x_b + head * x_h, t, p, x_t, seqlen, headdim, ACC)
-    B_ = _rows(B + batch * B_b + head // heads_a_group * B_g, t, n, B_t, seqlen, d_state, DOT)
+    x_ = _rows(x + batch * x_b + head * x_h, chunk * Q, j, p, x_t, seqlen, headdim, ACC)
+    B_ = _rows(B + batch * B_b + head // heads_a_group * B_g, chunk * Q, j, n, B_t, seqlen, d_state, DOT)
     scaled = (x_ * weight[:, None]).to(DOT)
     out = tl.dot(tl.trans(scaled), B_, input_precision=PRECISION, out_dtype=ACC)
     state = ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
@@ -96,27 +104,32 @@ def output_kernel(x, B, C, D, step, cum, reset, h_in, y, seqlen, nheads, headdim
     """y of one chunk and head from the state at its entry."""
     chunk, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunks = tl.num_programs(0)
-    i = tl.arange(0, Q)
-    t = chunk * Q + i
-    p, n = tl.arange(0, P), tl.arange(0, N)
+    j = tl.arange(0, Q)
+    t = chunk * Q + j
+    p = tl.arange(0, P)
     line = (batch * nheads + head) * (chunks * Q) + t
-    c = tl.load(cum + line)
     if HAS_RESET:
         reset += batch * seqlen
     count, _ = _segments(reset, t, seqlen, HAS_RESET, Q)
     group = head // heads_a_group
-    C_ = _rows(C + batch * C_b + group * C_g, t, n, C_t, seqlen, d_state, DOT)
-    state = ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
-    ok = (p < headdim)[:, None] & (n < d_state)[None, :]
-    h = tl.load(h_in + state + p[:, None] * d_state + n[None, :], mask=ok, other=0.0).to(DOT)
-    from_start = tl.where(count == 0, tl.exp(c), 0.0)
-    out = tl.dot(C_, tl.trans(h), input_precision=PRECISION, out_dtype=ACC) * from_start[:, None]
-    B_ = _rows(B + batch * B_b + group * B_g, t, n, B_t, seqlen, d_state, DOT)
-    scores = tl.dot(C_, tl.trans(B_), input_precision=PRECISION, out_dtype=ACC)
-    pair = (i[:, None] >= i[None, :]) & (count[:, None] == count[None, :])
+    B += batch * B_b + group * B_g
+    C += batch * C_b + group * C_g
+    h_in += ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
+    out = tl.zeros((Q, P), ACC)
+    scores = tl.zeros((Q, Q), ACC)
+    for block in range(0, (d_state + N - 1) // N):
+        n = block * N + tl.arange(0, N)
+        C_ = _rows(C, chunk * Q, j, n, C_t, seqlen, d_state, DOT)
+        h = _state(h_in, p, n, headdim, d_state).to(DOT)
+        out = tl.dot(C_, tl.trans(h), out, input_precision=PRECISION, out_dtype=ACC)
+        B_ = _rows(B, chunk * Q, j, n, B_t, seqlen, d_state, DOT)
+        scores = tl.dot(C_, tl.trans(B_), scores, input_precision=PRECISION, out_dtype=ACC)
+    c = tl.load(cum + line)
+    out *= tl.where(count == 0, tl.exp(c), 0.0)[:, None]
+    pair = (j[:, None] >= j[None, :]) & (count[:, None] == count[None, :])
     scores *= tl.exp(tl.where(pair, c[:, None] - c[None, :], float("-inf"))) * tl.load(step + line)[None, :]
-    x_ = _rows(x + batch * x_b + head * x_h, t, p, x_t, seqlen, headdim, DOT)
-    out += tl.dot(scores.to(DOT), x_, input_precision=PRECISION, out_dtype=ACC)
+    x_ = _rows(x + batch * x_b + head * x_h, chunk * Q, j, p, x_t, seqlen, headdim, DOT)
+    out = tl.dot(scores.to(DOT), x_, out, input_precision=PRECISION, out_dtype=ACC)
     if HAS_D:
         out += tl.load(D + head).to(ACC) * x_.to(ACC)
     ok = (t < seqlen)[:, None] & (p < headdim)[None, :]
@@ -124,7 +137,42 @@ def output_kernel(x, B, C, D, step, cum, reset, h_in, y, seqlen, nheads, headdim
 
 
 @triton.jit
-def input_grad_kernel(dy, x, B, C, A, D, step, cum, reset, h_in, g_out, dx, ddt, dA, dD, dbias, seqlen, nheads, headdim,
+def read_kernel(dy, C, cum, reset, h_in, g_out, read, through, seqlen, nheads, headdim, d_state, heads_a_group,
+                dy_b, dy_t, dy_h, C_b, C_t, C_g, HAS_RESET: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
+                N: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+    """What each token reads of h_in, weighed with its dy, and h_in's way through to h_out, weighed with its cotangent.
+
+    (batch, nheads, chunks * Q) and (batch, chunks, nheads): the decays' gradient needs both.
+    """
+    chunk, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunks = tl.num_programs(0)
+    j = tl.arange(0, Q)
+    t = chunk * Q + j
+    p = tl.arange(0, P)
+    line = (batch * nheads + head) * (chunks * Q)
+    if HAS_RESET:
+        reset += batch * seqlen
+    count, all_resets = _segments(reset, t, seqlen, HAS_RESET, Q)
+    state = ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
+    C += batch * C_b + head // heads_a_group * C_g
+    reads = tl.zeros((Q, P), ACC)
+    kept = tl.zeros((P,), ACC)
+    for block in range(0, (d_state + N - 1) // N):
+        n = block * N + tl.arange(0, N)
+        C_ = _rows(C, chunk * Q, j, n, C_t, seqlen, d_state, DOT)
+        h = _state(h_in + state, p, n, headdim, d_state)
+        reads = tl.dot(C_, tl.trans(h.to(DOT)), reads, input_precision=PRECISION, out_dtype=ACC)
+        kept += tl.sum(_state(g_out + state, p, n, headdim, d_state) * h, axis=1)
+    c = tl.load(cum + line + t)
+    last = tl.load(cum + line + chunk * Q + Q - 1)
+    dy_ = _rows(dy + batch * dy_b + head * dy_h, chunk * Q, j, p, dy_t, seqlen, headdim, ACC)
+    tl.store(read + line + t, tl.sum(reads * dy_, axis=1) * tl.where(count == 0, tl.exp(c), 0.0))
+    total = tl.sum(kept, axis=0) * tl.where(all_resets == 0, tl.exp(last), 0.0)
+    tl.store(through + (batch * chunks + chunk) * nheads + head, total)
+
+
+@triton.jit
+def input_grad_kernel(dy, x, B, C, A, D, step, cum, reset, g_out, read, through, dx, ddt, dA, dD, dbias, seqlen, nheads, headdim,
                       d_state, heads_a_group, dy_b, dy_t, dy_h, x_b, x_t, x_h, B_b, B_t, B_g, C_b, C_t, C_g,
                       HAS_D: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_RESET: tl.constexpr, Q: tl.constexpr,
                       P: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
@@ -134,51 +182,49 @@ def input_grad_kernel(dy, x, B, C, A, D, step, cum, reset, h_in, g_out, dx, ddt,
     chunks = tl.num_programs(0)
     j = tl.arange(0, Q)
     t = chunk * Q + j
-    p, n = tl.arange(0, P), tl.arange(0, N)
+    p = tl.arange(0, P)
     line = (batch * nheads + head) * (chunks * Q)
-    c = tl.load(cum + line + t)
-    last = tl.load(cum + line + chunk * Q + Q - 1)
-    step_ = tl.load(step + line + t)
     if HAS_RESET:
         reset += batch * seqlen
     count, all_resets = _segments(reset, t, seqlen, HAS_RESET, Q)
     group = head // heads_a_group
-    state = ((batch * chunks + chunk) * nheads + head) * (headdim * d_state) + p[:, None] * d_state + n[None, :]
-    ok = (p < headdim)[:, None] & (n < d_state)[None, :]
-    dy_ = _rows(dy + batch * dy_b + head * dy_h, t, p, dy_t, seqlen, headdim, DOT)
-    C_ = _rows(C + batch * C_b + group * C_g, t, n, C_t, seqlen, d_state, DOT)
-    h = tl.load(h_in + state, mask=ok, other=0.0)
-    # what every token reads of h_in, weighed with its dy
-    read = tl.dot(C_, tl.trans(h.to(DOT)), input_precision=PRECISION, out_dtype=ACC)
-    read = tl.sum(read * dy_.to(ACC), axis=1) * tl.where(count == 0, tl.exp(c), 0.0)
-    g = tl.load(g_out + state, mask=ok, other=0.0)
-    through = tl.sum(tl.sum(g * h, axis=1), axis=0) * tl.where(all_resets == 0, tl.exp(last), 0.0)
-    B_ = _rows(B + batch * B_b + group * B_g, t, n, B_t, seqlen, d_state, DOT)
-    x_ = _rows(x + batch * x_b + head * x_h, t, p, x_t, seqlen, headdim, DOT)
-    dxd = tl.dot(B_, tl.trans(g.to(DOT)), input_precision=PRECISION, out_dtype=ACC)
+    state = ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
+    g_out += state
+    B += batch * B_b + group * B_g
+    C += batch * C_b + group * C_g
+    c = tl.load(cum + line + t)
+    last = tl.load(cum + line + chunk * Q + Q - 1)
+    dxd = tl.zeros((Q, P), ACC)
+    scores = tl.zeros((Q, Q), ACC)  # rows j (inputs), columns i >= j (outputs)
+    for block in range(0, (d_state + N - 1) // N):
+        n = block * N + tl.arange(0, N)
+        C_ = _rows(C, chunk * Q, j, n, C_t, seqlen, d_state, DOT)
+        g = _state(g_out, p, n, headdim, d_state)
+        B_ = _rows(B, chunk * Q, j, n, B_t, seqlen, d_state, DOT)
+        dxd = tl.dot(B_, tl.trans(g.to(DOT)), dxd, input_precision=PRECISION, out_dtype=ACC)
+        scores = tl.dot(B_, tl.trans(C_), scores, input_precision=PRECISION, out_dtype=ACC)
+    step_ = tl.load(step + line + t)
+    x_ = _rows(x + batch * x_b + head * x_h, chunk * Q, j, p, x_t, seqlen, headdim, DOT)
+    dy_ = _rows(dy + batch * dy_b + head * dy_h, chunk * Q, j, p, dy_t, seqlen, headdim, DOT)
+    # what every token feeds into h_out, weighed with its cotangent
     dxd *= tl.where(count == all_resets, tl.exp(last - c), 0.0)[:, None]
-    fed = tl.sum(dxd * x_.to(ACC), axis=1) * step_  # what every token feeds into h_out, weighed with its cotangent
-    # rows j (inputs), columns i >= j (outputs)
+    fed = tl.sum(dxd * x_.to(ACC), axis=1) * step_
     pair = (j[:, None] <= j[None, :]) & (count[:, None] == count[None, :])
-    scores = tl.dot(B_, tl.trans(C_), input_precision=PRECISION, out_dtype=ACC)
     scores *= tl.exp(tl.where(pair, c[None, :] - c[:, None], float("-inf")))
-    dxd += tl.dot(scores.to(DOT), dy_, input_precision=PRECISION, out_dtype=ACC)
+    dxd = tl.dot(scores.to(DOT), dy_, dxd, input_precision=PRECISION, out_dtype=ACC)
     crossing = tl.dot(x_, tl.trans(dy_), input_precision=PRECISION, out_dtype=ACC) * scores * step_[:, None]
     crossing = tl.where(j[:, None] < j[None, :], crossing, 0.0)
-    before = (j[None, :] < j[:, None]).to(ACC)  # (t, j): j < t
-    if DOT == ACC:
-        summed = tl.dot(before, crossing, input_precision=PRECISION, out_dtype=ACC)
-    else:
-        summed = tl.dot(before, crossing, input_precision="tf32", out_dtype=ACC)
-    over = tl.where(j[None, :] >= j[:, None], summed + read[None, :], fed[None, :])
-    ddecay = tl.sum(over, axis=1) + through
+    before = (j[None, :] < j[:, None]).to(DOT)  # (t, j): j < t
+    summed = tl.dot(before, crossing.to(DOT), input_precision=PRECISION, out_dtype=ACC)
+    share = (batch * chunks + chunk) * nheads + head
+    over = tl.where(j[None, :] >= j[:, None], summed + tl.load(read + line + t)[None, :], fed[None, :])
+    ddecay = tl.sum(over, axis=1) + tl.load(through + share)
     dstep = tl.sum(dxd * x_.to(ACC), axis=1) + ddecay * tl.load(A + head).to(ACC)
     ddt_ = dstep
     if SOFTPLUS:
         ddt_ = dstep * slope_of(step_)
     ddt_ = tl.where(t < seqlen, ddt_, 0.0)
     dx_ = dxd * step_[:, None]
-    share = (batch * chunks + chunk) * nheads + head
     if HAS_D:
         dx_ += tl.load(D + head).to(ACC) * dy_.to(ACC)
         tl.store(dD + share, tl.sum(tl.sum(dy_.to(ACC) * x_.to(ACC), axis=1), axis=0))
@@ -197,16 +243,16 @@ def group_grad_kernel(dy, x, B, C, step, cum, reset, h_in, g_out, dB, dC, seqlen
     """dB and dC of one chunk and group, summed over a share of the group's heads: (batch, shares, seqlen, ngroups, d_state)."""
     chunk, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     chunks = tl.num_programs(0)
-    group, share = tl.program_id(1) % ngroups, tl.program_id(1) // ngroups
-    shares = tl.num_programs(1) // ngroups
+    blocks = (d_state + N - 1) // N
+    group, share = tl.program_id(1) // blocks % ngroups, tl.program_id(1) // (blocks * ngroups)
+    shares = tl.num_programs(1) // (blocks * ngroups)
     j = tl.arange(0, Q)
     t = chunk * Q + j
-    p, n = tl.arange(0, P), tl.arange(0, N)
+    p, n = tl.arange(0, P), tl.program_id(1) % blocks * N + tl.arange(0, N)
     if HAS_RESET:
         reset += batch * seqlen
     count, all_resets = _segments(reset, t, seqlen, HAS_RESET, Q)
     pair = (j[:, None] <= j[None, :]) & (count[:, None] == count[None, :])
-    ok = (p < headdim)[:, None] & (n < d_state)[None, :]
     dB_ = tl.zeros((Q, N), ACC)
     dC_ = tl.zeros((Q, N), ACC)
     scores = tl.zeros((Q, Q), ACC)  # rows j (inputs), columns i (outputs): cotangent of B_j . C_i, over the heads
@@ -216,24 +262,22 @@ def group_grad_kernel(dy, x, B, C, step, cum, reset, h_in, g_out, dB, dC, seqlen
         c = tl.load(cum + line + t)
         last = tl.load(cum + line + chunk * Q + Q - 1)
         step_ = tl.load(step + line + t)
-        state = ((batch * chunks + chunk) * nheads + head) * (headdim * d_state) + p[:, None] * d_state + n[None, :]
-        dy_ = _rows(dy + batch * dy_b + head * dy_h, t, p, dy_t, seqlen, headdim, DOT)
-        x_ = _rows(x + batch * x_b + head * x_h, t, p, x_t, seqlen, headdim, DOT)
+        state = ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
+        dy_ = _rows(dy + batch * dy_b + head * dy_h, chunk * Q, j, p, dy_t, seqlen, headdim, DOT)
+        x_ = _rows(x + batch * x_b + head * x_h, chunk * Q, j, p, x_t, seqlen, headdim, DOT)
         part = tl.dot(x_, tl.trans(dy_), input_precision=PRECISION, out_dtype=ACC)
         scores += part * tl.exp(tl.where(pair, c[None, :] - c[:, None], float("-inf"))) * step_[:, None]
-        h = tl.load(h_in + state, mask=ok, other=0.0).to(DOT)
+        h = _state(h_in + state, p, n, headdim, d_state).to(DOT)
         weight = tl.where(count == 0, tl.exp(c), 0.0)
-        scaled = (dy_.to(ACC) * weight[:, None]).to(DOT)
-        dC_ += tl.dot(scaled, h, input_precision=PRECISION, out_dtype=ACC)
-        g = tl.load(g_out + state, mask=ok, other=0.0).to(DOT)
+        dC_ += tl.dot(dy_, h, input_precision=PRECISION, out_dtype=ACC) * weight[:, None]
+        g = _state(g_out + state, p, n, headdim, d_state).to(DOT)
         weight = tl.where(count == all_resets, tl.exp(last - c), 0.0) * step_
-        scaled = (x_.to(ACC) * weight[:, None]).to(DOT)
-        dB_ += tl.dot(scaled, g, input_precision=PRECISION, out_dtype=ACC)
+        dB_ += tl.dot(x_, g, input_precision=PRECISION, out_dtype=ACC) * weight[:, None]
     scores = scores.to(DOT)
-    C_ = _rows(C + batch * C_b + group * C_g, t, n, C_t, seqlen, d_state, DOT)
-    dB_ += tl.dot(scores, C_, input_precision=PRECISION, out_dtype=ACC)
-    B_ = _rows(B + batch * B_b + group * B_g, t, n, B_t, seqlen, d_state, DOT)
-    dC_ += tl.dot(tl.trans(scores), B_, input_precision=PRECISION, out_dtype=ACC)
+    C_ = _rows(C + batch * C_b + group * C_g, chunk * Q, j, n, C_t, seqlen, d_state, DOT)
+    dB_ = tl.dot(scores, C_, dB_, input_precision=PRECISION, out_dtype=ACC)
+    B_ = _rows(B + batch * B_b + group * B_g, chunk * Q, j, n, B_t, seqlen, d_state, DOT)
+    dC_ = tl.dot(tl.trans(scores), B_, dC_, input_precision=PRECISION, out_dtype=ACC)
     out = (((batch * shares + share) * seqlen + t[:, None]) * ngroups + group) * d_state + n[None, :]
     ok = (t < seqlen)[:, None] & (n < d_state)[None, :]
     tl.store(dB + out, dB_, mask=ok)
