@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from adjoint import Stack, StackConfig
+from adjoint.methods import LayerLocal, Truncated
 from adjoint.reference import (
     VjpCounts,
     adjoint_states,
@@ -55,9 +57,9 @@ def make_batch(batch: int = 1, seqlen: int = SEQLEN, seed: int = 0) -> tuple[Ten
     return ids, labels
 
 
-def backprop(model: Stack, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def backprop(model: Stack, ids: Tensor, labels: Tensor, method: Any = None) -> dict[str, Tensor]:
     names, parameters = zip(*model.named_parameters(), strict=True)
-    grads = torch.autograd.grad(model(ids, labels=labels).loss, parameters)
+    grads = torch.autograd.grad(model(ids, labels=labels, method=method).loss, parameters)
     return dict(zip(names, grads, strict=True))
 
 
@@ -232,6 +234,27 @@ def test_propagated_is_backprop_at_every_depth(structure: str | list[str], tie_e
         model, ids, labels, 6
     )  # 7 reach as far as 8: the last token predicts nothing
     assert relative_error(got["layers.0.mixer.B_proj.weight"], want["layers.0.mixer.B_proj.weight"]) > 1e-8
+
+
+# ------------------------------------------------------------------ the methods, which do it in linear time
+
+
+@pytest.mark.parametrize("n_layer", [1, 3])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_methods_are_the_reference_at_every_window(structure: str, n_layer: int) -> None:
+    seqlen = 7
+    model = make_model(structure, n_layer, d_intermediate=5)
+    ids, labels = make_batch(2, seqlen)
+    for window in (*range(1, seqlen + 1), None):
+        local, _ = layer_local_gradients(model, ids, labels, window)
+        truncated, _ = truncated_gradients(model, ids, labels, window)
+        cases = [(LayerLocal(window, chunk_size=3), local)]
+        if window is not None:
+            cases.append((Truncated(window, chunk_size=3), truncated))
+        for method, want in cases:
+            got = backprop(model, ids, labels, method)
+            for name in want:
+                assert relative_error(got[name], want[name]) < TOLERANCE, (method, name)
 
 
 # --------------------------------------------------------------------------------------------------- counting
