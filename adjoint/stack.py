@@ -160,6 +160,10 @@ class Stack(nn.Module):
         """
         self._check(input_ids, labels)
         method = Backprop() if method is None else method
+        if not hasattr(method, "run"):
+            raise ValueError(f"method must be an object such as adjoint.Exact(), got {method!r}")
+        if state is not None and len(state) != self.config.n_layer:
+            raise ValueError(f"state must have one entry for each of the {self.config.n_layer} layers, got {len(state)}")
         states = self.initial_state(input_ids.shape[0]) if state is None else state
         output = StackOutput()
         if labels is None:

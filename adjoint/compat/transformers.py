@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def from_transformers(hf_model: "PreTrainedModel") -> Stack:
     """See `Stack.from_transformers`."""
-    hf = hf_model.config
+    hf: Any = getattr(hf_model, "config", None)
     readers = {"mamba": _mamba_config, "mamba2": _mamba2_config}
     kind = getattr(hf, "model_type", None)
     if kind not in readers or not hasattr(hf_model, "backbone") or not hasattr(hf_model, "lm_head"):

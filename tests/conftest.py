@@ -1,0 +1,38 @@
+"""What tests share: a cache of their own, but for the compiled kernels; and `one_thread`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from adjoint.kernels import cpu_build
+
+
+@pytest.fixture(autouse=True, scope="session")
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Points $ADJOINT_CACHE at a fresh folder; its kernels/ leads to the usual place: built only once."""
+    kernels = cpu_build.cache_dir()
+    cpu_build.load()  # now, so that a test that takes the cache away does not have them built anew
+    folder = tmp_path_factory.mktemp("adjoint-cache")
+    if kernels.is_dir():
+        (folder / "kernels").symlink_to(kernels.resolve(), target_is_directory=True)
+    before = os.environ.get("ADJOINT_CACHE")
+    os.environ["ADJOINT_CACHE"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["ADJOINT_CACHE"]
+    else:
+        os.environ["ADJOINT_CACHE"] = before
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny models mostly wait for a second thread, far longer where other programs want the cores too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,74 @@
+"""Small models with parameters away from their initial values, and gradients side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint import Stack, StackConfig
+
+SIZES: dict[str, Any] = {"vocab_size": 17, "d_model": 12, "n_layer": 2, "d_state": 4, "headdim": 6}
+ALL_MIXERS = ["mamba", "mamba2", "diagonal", "scalar", "dense"]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mamba": {"mixer": "mamba"},
+    "mamba2": {"mixer": "mamba2", "ngroups": 2},
+    "diagonal": {"mixer": "diagonal"},
+    "scalar": {"mixer": "scalar"},
+    "dense": {"mixer": "dense"},
+    "mamba, MLP, untied": {"mixer": "mamba", "d_intermediate": 10, "tie_embeddings": False, "bias": True},
+    "mamba2, MLP, no conv bias": {"mixer": "mamba2", "d_intermediate": 10, "conv_bias": False, "d_conv": 2},
+    "mixed, untied": {"mixer": ALL_MIXERS, "n_layer": 5, "tie_embeddings": False},
+}
+
+
+def make_model(
+    variant: str = "mamba", dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: Any
+) -> Stack:
+    """The variant's model, its weights larger than at initialisation: so that every path matters."""
+    torch.manual_seed(seed)
+    model = Stack(StackConfig(**{**SIZES, **VARIANTS[variant], **sizes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model.to(dtype)
+
+
+def make_ids(batch: int, seqlen: int, vocab_size: int = SIZES["vocab_size"], seed: int = 0) -> Tensor:
+    return torch.randint(vocab_size, (batch, seqlen), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(
+    model: Stack, input_ids: Tensor, labels: Tensor, method: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and every parameter's gradient, float64, by name."""
+    model.zero_grad()
+    loss = model(input_ids, labels=labels, method=method).loss
+    loss.backward()
+    return loss.detach(), current_gradients(model)
+
+
+def current_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing, f"no gradient for {missing}"
+    return {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    """Relative L2 error; 0 for two zeros, infinite for something where there should be nothing."""
+    error, size = (got - expected).norm().item(), expected.norm().item()
+    return 0.0 if error == 0 else error / size if size else float("inf")
+
+
+def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-10) -> None:
+    assert got.keys() == expected.keys()
+    errors = {name: relative(got[name], expected[name]) for name in expected}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= tolerance, f"{worst}: {errors[worst]:.1e}"
+
+
+def error(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Relative L2 error of all gradients taken as one vector."""
+    return relative(*(torch.cat([g[name].flatten() for name in expected]) for g in (got, expected)))

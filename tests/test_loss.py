@@ -1,0 +1,146 @@
+"""The head's loss by mini-sequences against torch's cross entropy of all logits at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from adjoint.loss import count_valid, linear_cross_entropy, shift_labels
+
+VOCAB, D_MODEL = 13, 6
+
+
+def inputs(dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (3, 17)) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(*shape, D_MODEL, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, D_MODEL, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(VOCAB, shape, generator=generator)
+    return hidden, weight, targets.masked_fill(torch.rand(shape, generator=generator) < 0.3, -100)
+
+
+def plain(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, reduction: str = "sum"
+) -> torch.Tensor:
+    return F.cross_entropy((hidden @ weight.T).flatten(0, -2), targets.flatten(), reduction=reduction)
+
+
+def with_gradients(loss: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("shape", [(3, 17), (1, 1), (51,), (2, 3, 5)])
+@pytest.mark.parametrize("slice_tokens", [1, 7, 50, 51, 1000, None])
+def test_equals_torch(slice_tokens: int | None, shape: tuple[int, ...]) -> None:
+    hidden, weight, targets = inputs(shape=shape)
+    targets[(0,) * len(shape)] = 3  # at least one that counts
+    got = with_gradients(3 * linear_cross_entropy(hidden, weight, targets, slice_tokens), hidden, weight)
+    expected = with_gradients(3 * plain(hidden, weight, targets), hidden, weight)
+    for a, b in zip(got, expected, strict=True):
+        assert relative(a, b) <= 1e-13
+
+
+def test_the_mean_is_over_the_valid_labels_of_all_slices() -> None:
+    """Slices with one, none and many valid labels: the mean of their means would be something else."""
+    hidden, weight, targets = inputs()
+    targets[0, 1:9] = -100
+    mean = linear_cross_entropy(hidden, weight, targets, 4) / count_valid(targets)
+    assert relative(mean, plain(hidden, weight, targets, "mean")) <= 1e-13
+
+
+@pytest.mark.parametrize("slice_tokens", [1, 7, None])
+def test_all_ignored_is_zero_and_never_nan(slice_tokens: int | None) -> None:
+    hidden, weight, targets = inputs()
+    targets = torch.full_like(targets, -100)
+    for value in with_gradients(linear_cross_entropy(hidden, weight, targets, slice_tokens), hidden, weight):
+        assert (value == 0).all()
+    with pytest.warns(UserWarning, match="every label is ignored"):
+        assert count_valid(targets) == 0
+
+
+def test_huge_logits_stay_finite() -> None:
+    hidden, weight, targets = inputs()
+    hidden = (hidden.detach() * 1e4).requires_grad_()
+    got = with_gradients(linear_cross_entropy(hidden, weight, targets, 7), hidden, weight)
+    for a, b in zip(got, with_gradients(plain(hidden, weight, targets), hidden, weight), strict=True):
+        assert a.isfinite().all()
+        assert relative(a, b) <= 1e-12
+
+
+def test_gradcheck() -> None:
+    hidden, weight, targets = inputs(shape=(2, 5))
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, targets, 3), (hidden, weight))
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_one_of_both_frozen(frozen: int) -> None:
+    hidden, weight, targets = inputs()
+    leaves = [hidden, weight]
+    (expected,) = torch.autograd.grad(plain(hidden, weight, targets), [leaves[1 - frozen]])
+    leaves[frozen].requires_grad_(False)
+    linear_cross_entropy(hidden, weight, targets, 7).backward()
+    assert relative(leaves[1 - frozen].grad, expected) <= 1e-13
+    assert leaves[frozen].grad is None
+
+
+def test_without_gradients_there_is_no_graph() -> None:
+    hidden, weight, targets = inputs()
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, targets, 7)
+    assert not loss.requires_grad
+    assert relative(loss, plain(hidden, weight, targets)) <= 1e-13
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_loses_no_more_than_torch(autocast: bool) -> None:
+    hidden, weight, targets = inputs(torch.float32 if autocast else torch.bfloat16, (4, 500))
+    expected = with_gradients(plain(hidden.double(), weight.double(), targets), hidden, weight)
+    errors = []
+    for of in (
+        lambda: linear_cross_entropy(hidden, weight, targets, 64),
+        lambda: plain_linear(hidden, weight, targets),
+    ):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = of()
+        got = with_gradients(loss, hidden, weight)
+        assert got[1].dtype == hidden.dtype
+        errors.append([relative(a, b.double()) for a, b in zip(got, expected, strict=True)])
+    assert linear_cross_entropy(hidden, weight, targets).dtype == torch.float32
+    for ours, theirs in zip(*errors, strict=True):
+        assert ours <= max(1.05 * theirs, 2**-9)  # as good, or better than rounding the right result once
+        assert theirs < 0.05
+
+
+def plain_linear(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """As a model would: a linear layer, then cross entropy in float32."""
+    return F.cross_entropy(
+        F.linear(hidden, weight).flatten(0, -2).float(), targets.flatten(), reduction="sum"
+    )
+
+
+def test_float16_head_does_not_overflow() -> None:
+    """Summed over many tokens the weight's gradient leaves float16's range on the way, not in the mean."""
+    hidden, weight, targets = inputs(torch.float32, (1, 3000))
+    big = (hidden.detach() * 40).half().requires_grad_()
+    loss = linear_cross_entropy(big, weight.half(), targets, 100) / 3000
+    (d_hidden,) = torch.autograd.grad(loss, [big])
+    assert loss.isfinite()
+    assert d_hidden.isfinite().all()
+
+
+def test_labels_are_shifted_and_the_last_position_ignored() -> None:
+    labels = torch.tensor([[1, 2, -100, 4], [5, 6, 7, 8]])
+    assert shift_labels(labels).tolist() == [[2, -100, 4, -100], [6, 7, 8, -100]]
+    assert count_valid(shift_labels(labels)) == 5
+
+
+def test_bad_arguments_are_named() -> None:
+    hidden, weight, targets = inputs()
+    with pytest.raises(ValueError, match="slice_tokens must be 1 or more, got 0"):
+        linear_cross_entropy(hidden, weight, targets, 0)
+    with pytest.raises(ValueError, match=r"targets \(3, 16\) must have hidden's shape"):
+        linear_cross_entropy(hidden, weight, targets[:, 1:])
