@@ -1,0 +1,115 @@
+"""What a measurement needs from its machine: peak memory of some work, memory left, and a description."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import gc
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "numpy", "triton", "mamba-ssm", "causal-conv1d")
+
+
+class PeakMemory:
+    """Most memory that a piece of work took beyond what was in use before it.
+
+        with PeakMemory(device) as peak:
+            ...
+        peak.bytes
+
+    CUDA: what tensors held. Linux on a CPU: the process's resident set, after freed memory has been handed
+    back to the system. Elsewhere a peak cannot be begun anew, and `bytes` is None.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.bytes, self._before = device, None if device.type == "cpu" else 0, 0
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+        else:
+            with contextlib.suppress(OSError, AttributeError):  # not glibc
+                ctypes.CDLL(None).malloc_trim(0)
+            self._resettable = _reset_peak_resident()
+            self._before = _resident()[0]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - self._before
+        elif self._resettable:
+            self.bytes = max(0, _resident()[1] - self._before)
+
+    @staticmethod
+    def meaning(device: torch.device) -> str:
+        """What `bytes` is, for a caption."""
+        if device.type == "cuda":
+            return "most memory that tensors took on the GPU beyond what they held before"
+        return "growth of the process's resident memory at its peak, measured inside the process"
+
+
+def memory_left(device: torch.device) -> int:
+    """Bytes that can still be taken: on the GPU, or of the machine and its control group."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    left = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        left = int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
+        left = min(left, int(limit) - int(used))
+    return max(left, 0)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Date, hardware and versions, in what JSON can hold."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    versions = {"adjoint": importlib.import_module("adjoint").__version__}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _reset_peak_resident() -> bool:
+    """Lets the peak of the resident set begin at what is resident now; False where that is not possible."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _resident() -> tuple[int, int]:
+    """Resident memory of this process in bytes: now, and at its peak. Linux only; zeros elsewhere."""
+    with contextlib.suppress(OSError, KeyError):
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(fields["VmRSS"].split()[0]) * 1024, int(fields["VmHWM"].split()[0]) * 1024
+    return 0, 0

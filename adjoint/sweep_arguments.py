@@ -1,0 +1,196 @@
+"""The command line of `adjoint sweep`: its own flags, and the configuration of model and data."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Never
+
+from adjoint.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
+from adjoint.config import Config, load_config
+from adjoint.config_parser import Count, nearest
+from adjoint.errors import UserError
+from adjoint.methods import METHODS, Backprop, Exact, LayerLocal, Truncated, check_window
+from adjoint.rundir import RUNS
+
+BASELINES = (Backprop.name, Exact.name)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for, beside the configuration.
+
+    Attributes:
+        windows: tokens, ascending; None, the whole sequence, comes last. Empty: picked from seqlen.
+        methods: names, in the order given.
+        data: "config" for the configuration's text, "random" for random tokens.
+        baseline: "backprop", "exact", or "auto": backprop where it fits in memory.
+    """
+
+    windows: tuple[int | None, ...]
+    methods: tuple[str, ...]
+    batches: int
+    chunk_size: int | None
+    seed: int
+    out: Path
+    model: str | None
+    data: str
+    baseline: str
+    resume: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Never:
+        raise UserError(message.removeprefix("argument "))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="adjoint sweep",
+        allow_abbrev=False,
+        usage="%(prog)s --out DIR [--config FILE] [--windows 1,16,256,full] [--seqlen N] [--model RUN] …",
+        description="Measure how far windowed and layer-local gradients are from backpropagation's: "
+        "how long a window do you need?",
+        epilog="Numbers may be written 16K (16,384) or 1M (1,048,576). All keys of adjoint train are flags "
+        "here too (--data.path, --model.d_model, …). The sweep runs in float32 unless --training.precision "
+        "says otherwise.",
+    )
+    add = parser.add_argument
+    add("--out", required=True, metavar="DIR", help="folder for sweep.json, sweep.csv and sweep.png")
+    add("--config", action="append", metavar="FILE", help="configuration, as for adjoint train")
+    add("--windows", help="tokens, and full for all; default: powers of four below seqlen, and full")
+    add("--seqlen", metavar="N", help="tokens a sequence; default: the configuration's data.seqlen")
+    add(
+        "--model",
+        metavar="RUN",
+        help="a run's folder (its newest checkpoint) or a checkpoint; without it the model is fresh. "
+        "The run's configuration is taken where --config is not given",
+    )
+    add(
+        "--methods",
+        default=f"{Truncated.name},{LayerLocal.name}",
+        help=f"of {', '.join(METHODS)}; default: %(default)s",
+    )
+    add("--batches", default="3", metavar="N", help="batches to average over; default: %(default)s")
+    add("--chunk-size", metavar="N", help="of the methods that take one; default: they pick")
+    add("--seed", default="0", metavar="N", help="of fresh weights and of the data; default: %(default)s")
+    add("--data", default="config", help="config: the configuration's text (default); random: random tokens")
+    add(
+        "--baseline",
+        default="auto",
+        help="backprop, exact, or auto (default): backprop where it fits in memory, else exact in its place",
+    )
+    add(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the rows that DIR holds of the same sweep (default)",
+    )
+    return parser
+
+
+def read_arguments(argv: list[str]) -> tuple[Request, Config]:
+    """The command line: what is the sweep's own, and the configuration of model and data.
+
+    Raises:
+        UserError: naming the flag, what is wrong with it and what would be right.
+        SystemExit: code 0, after ``--help``.
+    """
+    given, rest = _parser().parse_known_args(argv)
+    request = Request(
+        windows=_windows(given.windows),
+        methods=tuple(dict.fromkeys(_choice("--methods", m, METHODS) for m in _list(given.methods))),
+        batches=_count("--batches", given.batches, 1),
+        chunk_size=None if given.chunk_size is None else _count("--chunk-size", given.chunk_size, 1),
+        seed=_count("--seed", given.seed, 0),
+        out=Path(given.out),
+        model=given.model,
+        data=_choice("--data", given.data, ("config", "random")),
+        baseline=_choice("--baseline", given.baseline, ("auto", *BASELINES)),
+        resume=given.resume,
+    )
+    if not request.methods:
+        raise UserError(f"--methods: is empty; name some of {', '.join(METHODS)}")
+    if request.out.exists() and not request.out.is_dir():
+        raise UserError(f"--out {request.out}: is a file; name a folder")
+    files = given.config or []
+    if request.model is not None:
+        shape = next((word for word in rest if word.startswith("--model.")), None)
+        if shape:
+            raise UserError(f"{shape}: the model is that of --model {request.model}; leave one of them out")
+        own = find_checkpoint(request.model).parent.parent / "config.yaml"
+        files = files or [str(own)] * own.is_file()
+    words = [word for file in files for word in ("--config", file)] + rest
+    if given.seqlen is not None:
+        words += ["--data.seqlen", str(_count("--seqlen", given.seqlen, 2))]
+    return request, load_config(words, "adjoint sweep")
+
+
+def _windows(text: str | None) -> tuple[int | None, ...]:
+    found: list[int | None] = []
+    for word in [] if text is None else _list(text) or [""]:
+        if word.lower() == "full":
+            found.append(None)
+            continue
+        try:
+            window = Count.parse(word)
+            check_window(window)
+        except ValueError:
+            raise UserError(
+                f"--windows: {word!r} is not a window; give tokens, 1 or more, or full: 1,16,256,full"
+            ) from None
+        found.append(window)
+    return in_order(found)
+
+
+def in_order(windows: list[int | None]) -> tuple[int | None, ...]:
+    """Ascending, each once; None, the whole sequence, last."""
+    some = sorted({window for window in windows if window is not None})
+    return (*some, None) if None in windows else tuple(some)
+
+
+def _list(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _count(flag: str, text: str, least: int) -> int:
+    try:
+        number = Count.parse(text)
+    except ValueError:
+        number = least - 1
+    if not least <= number < 2**63:
+        raise UserError(f"{flag}: expected a whole number, {least} or more, such as 16 or 4K; got {text!r}")
+    return number
+
+
+def _choice(flag: str, word: str, known: Any) -> str:
+    if word not in known:
+        raise UserError(
+            f"{flag}: {word!r} is not one of {', '.join(known)}; did you mean {nearest(word, known)}?"
+        )
+    return word
+
+
+def find_checkpoint(name: str) -> Path:
+    """The checkpoint that ``--model`` names: a run's newest good one, or one itself. `runs/` may be left out.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = next((p for p in (Path(name), RUNS / name) if p.exists()), None)
+    if path is None:
+        runs = sorted(p.name for p in RUNS.iterdir() if p.is_dir()) if RUNS.is_dir() else []
+        remedy = f"runs here: {', '.join(runs)}" if runs else "train one first: adjoint train"
+        raise UserError(f"--model {name}: no such run or checkpoint; {remedy}")
+    if not (path / "checkpoints").is_dir():
+        try:
+            verify_checkpoint(path)
+        except UserError as error:
+            raise UserError(f"--model {name}: not a run and not a good checkpoint ({error})") from None
+        return path.absolute()
+    newest = newest_checkpoint(path / "checkpoints")
+    if newest is None:
+        state = "no good checkpoint" if list_checkpoints(path / "checkpoints") else "no checkpoint yet"
+        raise UserError(f"--model {name}: the run has {state}; train on, or name another run")
+    return newest.absolute()
