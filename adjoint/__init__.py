@@ -1,6 +1,12 @@
 """Train state-space models on very long contexts: exact gradients by adjoint states, in memory that hardly
 grows with length."""
 
+import os
+
+# Threads that wait for work sleep instead of spinning, unless told otherwise or torch is loaded already: a chunk
+# is many short parallel regions, and on shared cores spinning costs several times the work itself.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from adjoint.kernels.dispatch import backends
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.selective_scan import selective_scan

@@ -151,5 +151,5 @@ class ExactSweep(sweep.Sweep):
                         state = self._fetch(self.edges[i][k])
                         _, _, pullback = tile.linearize(model.layers[k], inputs[k], state, gradients)
                         dy, d_states[k] = pullback(d_head if self.layer_local else dy, d_states[k])
-                self.embedding_pullback(d_head if self.layer_local else dy, chunk, gradients)
+                self.embedding_pullback(dy, chunk, gradients)
         return gradients, [d for state in d_states for d in state]

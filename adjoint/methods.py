@@ -144,8 +144,8 @@ class LayerLocal:
     """Every layer gets dL/dy_K for its cotangent (the paper's Proposition 3, eq. 7); tasks are independent.
 
     It drops the paths by which a layer's output reaches the loss through the layers above: the gradient for
-    the last layer and the head only, below them an approximation that gets worse with depth. The embedding,
-    too, gets dL/dy_K. Do not use it where the gradient matters and the layers can wait for each other.
+    the last layer and the head only, below them an approximation that gets worse with depth. The embedding
+    gets what the first layer hands down. Do not use it where the gradient matters and the layers can wait for each other.
 
     Args:
         window: tokens each output reaches back through the recurrence; None for all.

@@ -256,8 +256,8 @@ def layer_local_gradients(
     Without a window the gradient of backpropagation for the last layer and the head, and so for one layer;
     not for the layers below, since what their outputs change in the inputs of the layers above is left out.
     Proposition 3 speaks of the mixers alone. The rest of a block (norm, MLP) gets the gradient of the block's
-    own map with y_{k-1} held constant, the embedding gets dL/dy_K, which reaches y_0 along the residual path;
-    final norm and head are exact.
+    own map with y_{k-1} held constant; the embedding gets what the first block's own pullback hands down, so
+    that one layer is exact throughout; final norm and head are exact.
 
     Args:
         model: a float64 stack whose mixers are dense, diagonal or scalar.
@@ -318,7 +318,7 @@ def _model_gradients(
         for name, gradient in by_parameter.items():
             gradients[f"layers.{k}.{name}"] += gradient
         counts += count
-        if propagate:
+        if propagate or k == 0:  # what stands before the first layer gets what that layer hands down
             dy = d_input
     gradients["embedding.weight"].index_add_(0, input_ids.reshape(-1), dy.flatten(0, 1))
     return gradients, counts

@@ -206,7 +206,7 @@ class WindowedSweep(sweep.Sweep):
                     d_below[:, task.left : task.stop] += dx
                     d_initial[k] = self._initial(task, d_state, d_initial[k])
             for chunk in self.chunks:
-                self.embedding_pullback((d_head if self.layer_local else d_below)[:, chunk], chunk, gradients)
+                self.embedding_pullback(d_below[:, chunk], chunk, gradients)
         return gradients, [d for state in d_initial for d in state]
 
     def _initial(self, task: Task, d_state: Cotangents, so_far: Cotangents) -> Cotangents:
