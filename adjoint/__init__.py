@@ -3,8 +3,8 @@ grows with length."""
 
 import os
 
-# Threads that wait for work sleep instead of spinning, unless told otherwise or torch is loaded already: a chunk
-# is many short parallel regions, and on shared cores spinning costs several times the work itself.
+# Threads that wait for work sleep instead of spinning, unless told otherwise or torch is loaded already: a
+# chunk is many short parallel regions, and on shared cores spinning costs several times the work itself.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from adjoint.kernels.dispatch import backends
