@@ -1,10 +1,10 @@
 """Ways to run a backward pass, as interchangeable objects: pass one as `method=` to the model.
 
-| method     | equals backprop     | memory                          | time                                    |
-| Backprop   | is backprop         | grows with seqlen               | forward + backward                      |
-| Exact      | yes, to rounding    | flat, but for small chunk edges | one more forward                        |
-| Truncated  | at window >= seqlen | n_layer × seqlen × d_model      | as Exact, a layer's chunks in any order |
-| LayerLocal | for one layer only  | as the two above                | as Exact, all tasks in any order        |
+| method     | equals backprop     | memory                          | time                       |
+| Backprop   | is backprop         | grows with seqlen               | forward + backward         |
+| Exact      | yes, to rounding    | flat, but for small chunk edges | one more forward           |
+| Truncated  | at window >= seqlen | n_layer × seqlen × d_model      | as Exact, chunks any order |
+| LayerLocal | for one layer only  | as the two above                | as Exact, tasks any order  |
 """
 
 import dataclasses
@@ -145,7 +145,8 @@ class LayerLocal:
 
     It drops the paths by which a layer's output reaches the loss through the layers above: the gradient for
     the last layer and the head only, below them an approximation that gets worse with depth. The embedding
-    gets what the first layer hands down. Do not use it where the gradient matters and the layers can wait for each other.
+    gets what the first layer hands down. Do not use it where the gradient matters and the layers can wait
+    for each other.
 
     Args:
         window: tokens each output reaches back through the recurrence; None for all.

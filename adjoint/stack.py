@@ -163,7 +163,7 @@ class Stack(nn.Module):
         if not hasattr(method, "run"):
             raise ValueError(f"method must be an object such as adjoint.Exact(), got {method!r}")
         if state is not None and len(state) != self.config.n_layer:
-            raise ValueError(f"state must have one entry for each of the {self.config.n_layer} layers, got {len(state)}")
+            raise ValueError(f"state must have {self.config.n_layer} entries, one a layer; got {len(state)}")
         states = self.initial_state(input_ids.shape[0]) if state is None else state
         output = StackOutput()
         if labels is None:
