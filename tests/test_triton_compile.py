@@ -1,4 +1,5 @@
-"""Every Triton kernel compiles for A100 and H100/H200 without a GPU, and the main ones keep everything in registers.
+"""Every Triton kernel compiles for A100 and H100/H200 without a GPU, and the main ones keep everything in
+registers.
 
 ``python tests/test_triton_compile.py`` prints the table of registers, spilled bytes and shared memory.
 """
@@ -73,7 +74,11 @@ def call_conv(dtype=BF16, seqlen=65536, channels=4096, d_conv=4):
 
 
 def call_norm(dtype=BF16, rows=65536, width=2048):
-    x, residual, weight = empty(rows, width, dtype=dtype), empty(rows, width, dtype=FP32), empty(width, dtype=FP32)
+    x, residual, weight = (
+        empty(rows, width, dtype=dtype),
+        empty(rows, width, dtype=FP32),
+        empty(width, dtype=FP32),
+    )
     y, s, rstd = norm.rms_norm_forward(x, weight, residual, x)
     norm.rms_norm_backward(y, residual, s, weight, x, rstd)
 
@@ -92,7 +97,8 @@ MAIN = {
 
 @pytest.fixture
 def big_device(monkeypatch):
-    """Shapes are launched as on a device of 132 multiprocessors, so that the split passes are compiled too."""
+    """Shapes are launched as on a device of 132 multiprocessors, so that the split passes are compiled
+    too."""
     monkeypatch.setattr(common, "_multiprocessors", lambda device: 132)
 
 
@@ -103,10 +109,13 @@ def test_main_kernels_do_not_spill(name, capability, big_device, record_property
     built = aot.compile_call(MAIN[name], capability)
     assert built, "the call launched nothing"
     for kernel in built:
-        record_property(f"{kernel.name} sm_{capability}", f"{kernel.registers} registers, {kernel.spills} bytes spilled")
+        record_property(
+            f"{kernel.name} sm_{capability}", f"{kernel.registers} registers, {kernel.spills} bytes spilled"
+        )
     spilled = {k.name: k.spills for k in built if k.spills}
     if (name, capability) == ("ssd bf16", 80):
-        # mma.sync holds both operands in registers, and this kernel's five products still pass 255 by a few on A100.
+        # mma.sync holds both operands in registers, and this kernel's five products still pass 255 by a few
+        # on A100.
         assert spilled.pop("input_grad_kernel", 0) <= 256
     assert spilled == {}
 
@@ -124,7 +133,8 @@ def test_forward_scans_do_not_spill(big_device):
     assert [k.spills for k in built] == [0, 0]
     # sixteen one-warp programs share a multiprocessor's 64K registers
     assert all(k.registers <= 128 for k in built)
-    # a thread holds its channel's whole state: no sum over d_state crosses lanes, nothing goes through shared memory
+    # a thread holds its channel's whole state: no sum over d_state crosses lanes, nothing goes through
+    # shared memory
     assert all("shfl" not in k.ptx and k.shared == 0 for k in built)
 
 
@@ -142,7 +152,8 @@ def test_other_dtypes_compile(dtype, big_device):
 
 
 def test_spills_are_seen():
-    """The report is read right: a kernel held to 32 registers a thread has to spill, and does so in the report."""
+    """The report is read right: a kernel held to 32 registers a thread has to spill, and does so in the
+    report."""
     with aot.record_launches() as launches:
         call_selective(d_inner=64)
     kernel, args, kwargs = next(launch for launch in launches if launch[0].__name__ == "forward_kernel")
@@ -151,12 +162,15 @@ def test_spills_are_seen():
 
 def table(capabilities=(80, 90)) -> list[str]:
     """Rows of a Markdown table of every main kernel's resources."""
-    rows = ["| call | kernel | target | warps | registers | spilled bytes | shared bytes |", "| --- " * 7 + "|"]
+    rows = [
+        "| call | kernel | target | warps | registers | spilled bytes | shared bytes |",
+        "| --- " * 7 + "|",
+    ]
     for capability in capabilities:
         for name, call in MAIN.items():
             for k in aot.compile_call(call, capability):
-                target = f"sm_{capability}"
-                rows.append(f"| {name} | {k.name} | {target} | {k.num_warps} | {k.registers} | {k.spills} | {k.shared} |")
+                start = f"| {name} | {k.name} | sm_{capability} | {k.num_warps} "
+                rows.append(f"{start}| {k.registers} | {k.spills} | {k.shared} |")
     return rows
 
 

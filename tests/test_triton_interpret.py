@@ -1,6 +1,8 @@
-"""The Triton kernels under Triton's interpreter, on the CPU, against plain float64 loops differentiated by autograd.
+"""The Triton kernels under Triton's interpreter, on the CPU, against plain float64 loops differentiated by
+autograd.
 
-Triton decides when it is imported whether kernels are interpreted, so the tests re-run this file in a process of its own
+Triton decides when it is imported whether kernels are interpreted, so the tests re-run this file in a
+process of its own
 with TRITON_INTERPRET=1. Sizes are tiny: interpreted kernels are slow.
 """
 
@@ -21,8 +23,21 @@ if not INTERPRETED:
 
     @pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
     def test_under_the_interpreter(marks):
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marks, __file__]
-        run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            marks,
+            __file__,
+        ]
+        run = subprocess.run(
+            command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+        )
         assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
         assert " passed" in run.stdout
 
@@ -36,7 +51,9 @@ else:
 
     @pytest.fixture(autouse=True)
     def poisoned(monkeypatch):
-        """Uninitialised memory reads as NaN, so an element that no program writes cannot pass for a result."""
+        """Uninitialised memory reads as NaN, so an element that no program writes cannot pass for a
+        result."""
+
         def poison(make):
             def poisoned(*args, **kwargs):
                 out = make(*args, **kwargs)
@@ -61,13 +78,15 @@ else:
         return ((a.double() - b.double()).norm() / (scale if scale > 0 else 1.0)).item()
 
     def strided(x):
-        """``x`` as a view into a wider buffer whose other half is NaN: the last dimension dense, the others not."""
+        """``x`` as a view into a wider buffer whose other half is NaN: the last dimension dense, the others
+        not."""
         wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 3), float("nan"), dtype=x.dtype)
         wide[..., 1 : 1 + x.shape[-1]] = x
         return wide[..., 1 : 1 + x.shape[-1]]
 
     def adjoint_oracle(decays, terms, window):
-        """mu_{-1} … mu_{T-1} by definition: mu_i = sum over t of the window of terms[t] prod decays[i+1 … t]; terms[-1] = 0."""
+        """mu_{-1} … mu_{T-1} by definition: mu_i = sum over t of the window of terms[t] prod decays[i+1 …
+        t]; terms[-1] = 0."""
         seqlen = len(decays)
         out = []
         for i in range(-1, seqlen):
@@ -80,7 +99,8 @@ else:
             out.append(total)
         return out
 
-    # ---------------------------------------------------------------------------------------------- selective scan
+    # ----------------------------------------------------------------------------------------------
+    # selective scan
 
     def selective_inputs(seqlen, d_inner, d_state, *, batch=2, resets=True, optional=True):
         generator = torch.Generator().manual_seed(seqlen * 1000 + d_inner)
@@ -121,7 +141,8 @@ else:
         return (y if z is None else y * F.silu(z)), h
 
     def selective_windowed_gradients(tensors, initial, reset, softplus, dy, dfinal, window):
-        """The windowed gradients by definition: an explicit sum over every token's window, then local vjps."""
+        """The windowed gradients by definition: an explicit sum over every token's window, then local
+        vjps."""
         leaves = {k: None if v is None else v.clone().requires_grad_() for k, v in tensors.items()}
         u, delta, A, B, C, D, z, bias = leaves.values()
         start = u.new_zeros(u.shape[0], *A.shape) if initial is None else initial
@@ -134,7 +155,10 @@ else:
             b = (d[:, t] * u[:, t])[..., None] * B[:, t, None, :]
             h = (a * h + b).detach()
             decays.append(a), inputs.append(b), states.append(h)
-        outputs = [(states[t + 1] * C[:, t, None, :]).sum(-1) + (0 if D is None else D * u[:, t]) for t in range(u.shape[1])]
+        outputs = [
+            (states[t + 1] * C[:, t, None, :]).sum(-1) + (0 if D is None else D * u[:, t])
+            for t in range(u.shape[1])
+        ]
         y = torch.stack(outputs, 1)
         y = y if z is None else y * F.silu(z)
         dh = (dy if z is None else dy * F.silu(z.detach()))[..., None] * C.detach()[:, :, None]
@@ -142,7 +166,9 @@ else:
         if dfinal is not None:
             terms[-1] = terms[-1] + dfinal
         mu = adjoint_oracle([a.detach() for a in decays], terms, window)
-        local = sum((m * (a * s + b)).sum() for m, a, s, b in zip(mu[1:], decays, states, inputs, strict=False))
+        local = sum(
+            (m * (a * s + b)).sum() for m, a, s, b in zip(mu[1:], decays, states, inputs, strict=False)
+        )
         wanted = {k: v for k, v in leaves.items() if v is not None}
         gradients = torch.autograd.grad((y * dy).sum() + local, list(wanted.values()))
         return {**dict(zip(wanted, gradients, strict=True)), "initial": mu[0]}
@@ -151,16 +177,23 @@ else:
         """(y, final state, gradients by name) from the Triton pair, on strided views."""
         state = torch.float64 if dtype == torch.float64 else torch.float32
         kept = ("A", "D", "delta_bias")
-        cast = {k: None if v is None else v.to(state) if k in kept else strided(v.to(dtype)) for k, v in tensors.items()}
+        cast = {
+            k: None if v is None else v.to(state) if k in kept else strided(v.to(dtype))
+            for k, v in tensors.items()
+        }
         start = None if initial is None else initial.to(state)
         inputs = (*cast.values(), softplus, start, reset)
         y, final, checkpoints = selective.selective_scan_forward(*inputs)
         last = None if dfinal is None else dfinal.to(state)
-        gradients = selective.selective_scan_backward(strided(dy.to(dtype)), last, *inputs, checkpoints, window)
+        gradients = selective.selective_scan_backward(
+            strided(dy.to(dtype)), last, *inputs, checkpoints, window
+        )
         order = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial")
         return y, final, dict(zip(order, gradients, strict=True))
 
-    def check_selective(seqlen, d_inner, d_state, *, softplus=True, tolerance=1e-5, dtype=torch.float32, **kind):
+    def check_selective(
+        seqlen, d_inner, d_state, *, softplus=True, tolerance=1e-5, dtype=torch.float32, **kind
+    ):
         tensors, initial, reset, dy, dfinal = selective_inputs(seqlen, d_inner, d_state, **kind)
         leaves = {k: None if v is None else v.clone().requires_grad_() for k, v in tensors.items()}
         start = None if initial is None else initial.clone().requires_grad_()
@@ -172,7 +205,9 @@ else:
         assert error(got_y, y) <= tolerance
         assert error(got_final, final) <= tolerance
         for name, gradient in expected.items():
-            assert got[name].dtype == (dtype if name in ("u", "delta", "B", "C", "z") else got_final.dtype), name
+            assert got[name].dtype == (dtype if name in ("u", "delta", "B", "C", "z") else got_final.dtype), (
+                name
+            )
             assert error(got[name], gradient) <= tolerance, name
         assert all(got[name] is None for name in ("D", "z", "delta_bias") if tensors[name] is None)
 
@@ -185,7 +220,7 @@ else:
 
     def test_selective_scan_small_steps_keep_their_relative_precision():
         """softplus(-12) is 6e-6: 1 + exp(x) rounds, log1p must not."""
-        tensors, initial, reset, dy, dfinal = selective_inputs(5, 8, 4)
+        tensors, *_ = selective_inputs(5, 8, 4)
         tensors["delta"] = tensors["delta"] * 0.1 - 12
         tensors["delta_bias"] = tensors["delta_bias"] * 0.1
         y, _ = selective_loop({**tensors, "D": None}, None, None, True)
@@ -238,12 +273,18 @@ else:
     def test_selective_scan_rejects_a_state_too_large():
         tensors, *_ = selective_inputs(1, 2, 300, optional=False, resets=False)
         with pytest.raises(ValueError, match="d_state=300"):
-            selective.selective_scan_forward(*(None if v is None else v.float() for v in tensors.values()), True, None, None)
+            selective.selective_scan_forward(
+                *(None if v is None else v.float() for v in tensors.values()), True, None, None
+            )
 
-    # -------------------------------------------------------------------------------------------------- linear scan
+    # --------------------------------------------------------------------------------------------------
+    # linear scan
 
     @pytest.mark.parametrize("scalar", [False, True])
-    @pytest.mark.parametrize(("seqlen", "window"), [(1, None), (5, None), (33, None), (33, 1), (33, 3), (33, 16), (33, 33), (5, 40)])
+    @pytest.mark.parametrize(
+        ("seqlen", "window"),
+        [(1, None), (5, None), (33, None), (33, 1), (33, 3), (33, 16), (33, 33), (5, 40)],
+    )
     def test_linear_scan(seqlen, window, scalar):
         check_linear(seqlen, window, scalar)
 
@@ -275,18 +316,31 @@ else:
             assert x.shape == y.shape
             assert error(x, y) <= 1e-5
 
-    # ------------------------------------------------------------------------------------------------------- conv1d
+    # -------------------------------------------------------------------------------------------------------
+    # conv1d
 
     @pytest.mark.parametrize(
         ("seqlen", "d_conv", "silu", "resets", "state"),
-        [(1, 4, True, True, True), (5, 3, False, False, True), (33, 4, True, True, False), (67, 4, True, False, True),
-         (150, 2, False, True, True), (5, 1, True, False, False)],
-    )  # fmt: skip
-    def test_causal_conv1d(seqlen, d_conv, silu, resets, state, batch=2, channels=5):
+        [
+            (1, 4, True, True, True),
+            (5, 3, False, False, True),
+            (33, 4, True, True, False),
+            (67, 4, True, False, True),
+            (150, 2, False, True, True),
+            (5, 1, True, False, False),
+        ],
+    )
+    def test_causal_conv1d(seqlen, d_conv, silu, resets, state):
+        batch, channels = 2, 5
         torch.manual_seed(seqlen)
         x, weight, bias, past = (
             torch.randn(*shape).double().requires_grad_()
-            for shape in ((batch, seqlen, channels), (channels, d_conv), (channels,), (batch, channels, d_conv - 1))
+            for shape in (
+                (batch, seqlen, channels),
+                (channels, d_conv),
+                (channels,),
+                (batch, channels, d_conv - 1),
+            )
         )
         reset = torch.rand(batch, seqlen) < 0.2 if resets else None
         document = torch.zeros(batch, seqlen) if reset is None else reset.long().cumsum(1)
@@ -307,10 +361,11 @@ else:
             assert error(g, e) <= 1e-5
         assert got[3].isfinite().all()
 
-    # --------------------------------------------------------------------------------------------------------- norm
+    # ---------------------------------------------------------------------------- norm
 
     @pytest.mark.parametrize(
-        ("group_size", "residual", "gated"), [(None, True, False), (8, True, True), (None, False, True), (5, False, False)]
+        ("group_size", "residual", "gated"),
+        [(None, True, False), (8, True, True), (None, False, True), (5, False, False)],
     )
     def test_rms_norm(group_size, residual, gated):
         torch.manual_seed(0)
@@ -326,7 +381,9 @@ else:
         f32 = [strided(v.detach().float()) for v in (x, r, z)]
         gate = f32[2] if gated else None
         weight = w.detach().float()
-        got_y, got_s, rstd = norm.rms_norm_forward(f32[0], weight, f32[1] if residual else None, gate, 1e-5, group_size)
+        got_y, got_s, rstd = norm.rms_norm_forward(
+            f32[0], weight, f32[1] if residual else None, gate, 1e-5, group_size
+        )
         assert error(got_y, y) <= 1e-5
         assert error(got_s, s) <= 1e-6
         d_s = ds.float() if residual else None
@@ -334,7 +391,7 @@ else:
         for g, e in zip(got, expected, strict=False):
             assert error(g, e) <= 1e-5
 
-    # ---------------------------------------------------------------------------------------------------------- SSD
+    # ---------------------------------------------------------------------------- SSD
 
     def ssd_inputs(seqlen, nheads, headdim, ngroups, d_state, batch=2):
         g = torch.Generator().manual_seed(seqlen)
@@ -344,7 +401,15 @@ else:
 
         A = -torch.rand(nheads, generator=g, dtype=torch.float64) - 0.05
         B, C = randn(batch, seqlen, ngroups, d_state), randn(batch, seqlen, ngroups, d_state)
-        tensors = [randn(batch, seqlen, nheads, headdim), randn(batch, seqlen, nheads), A, B, C, randn(nheads), randn(nheads)]
+        tensors = [
+            randn(batch, seqlen, nheads, headdim),
+            randn(batch, seqlen, nheads),
+            A,
+            B,
+            C,
+            randn(nheads),
+            randn(nheads),
+        ]
         state = (batch, nheads, headdim, d_state)
         reset = torch.rand(batch, seqlen, generator=g) < 0.05
         return tensors, randn(*state), reset, randn(batch, seqlen, nheads, headdim), randn(*state)
@@ -361,7 +426,8 @@ else:
         return torch.stack(ys, 1), h
 
     @pytest.mark.parametrize(
-        ("seqlen", "nheads", "headdim", "ngroups", "d_state"), [(1, 2, 8, 1, 5), (5, 4, 8, 2, 5), (33, 4, 5, 2, 40), (67, 2, 16, 1, 16)]
+        ("seqlen", "nheads", "headdim", "ngroups", "d_state"),
+        [(1, 2, 8, 1, 5), (5, 4, 8, 2, 5), (33, 4, 5, 2, 40), (67, 2, 16, 1, 16)],
     )
     def test_ssd_scan(seqlen, nheads, headdim, ngroups, d_state):
         tensors, initial, reset, dy, dfinal = ssd_inputs(seqlen, nheads, headdim, ngroups, d_state)
@@ -374,7 +440,9 @@ else:
         assert error(got_y, y) <= 1e-5
         assert error(got_final, final) <= 1e-5
         got = ssd.ssd_scan_backward(strided(dy.float()), dfinal.float(), *args, checkpoints, None)
-        for name, g, e in zip(("x", "dt", "A", "B", "C", "D", "dt_bias", "initial"), got, expected, strict=True):
+        for name, g, e in zip(
+            ("x", "dt", "A", "B", "C", "D", "dt_bias", "initial"), got, expected, strict=True
+        ):
             assert error(g, e) <= 1e-5, name
 
     def test_ssd_scan_float16_is_no_worse_than_autograd():
@@ -394,25 +462,46 @@ else:
         got_y, _, checkpoints = ssd.ssd_scan_forward(*args)
         got = ssd.ssd_scan_backward(dy.half(), dfinal.float(), *args, checkpoints, None)
         assert error(got_y, y) <= error(y_half, y)
-        for name, g, e, h in zip(("x", "dt", "A", "B", "C", "D", "dt_bias", "initial"), got, exact, half, strict=True):
+        for name, g, e, h in zip(
+            ("x", "dt", "A", "B", "C", "D", "dt_bias", "initial"), got, exact, half, strict=True
+        ):
             assert error(g, e) <= error(h, e), name
 
     @pytest.mark.parametrize("window", [1, 3, 20])
     def test_ssd_scan_window(window):
-        """A window's gradients do not know of chunks; the oracle is the selective scan's, channel by channel."""
+        """A window's gradients do not know of chunks; the oracle is the selective scan's, channel by
+        channel."""
         tensors, initial, reset, dy, dfinal = ssd_inputs(20, 2, 3, 1, 4)
         x, dt, A, B, C, D, bias = tensors
-        batch, seqlen, nheads, headdim = x.shape
+        nheads, headdim = x.shape[2:]
 
         def channels(v):
             return v.repeat_interleave(headdim, -1)
 
-        as_selective = {"u": x.flatten(2), "delta": channels(dt), "A": channels(A)[:, None].repeat(1, 4), "B": B[:, :, 0],
-                        "C": C[:, :, 0], "D": channels(D), "z": None, "delta_bias": channels(bias)}  # fmt: skip
-        e = selective_windowed_gradients(as_selective, initial.flatten(1, 2), reset, True, dy.flatten(2), dfinal.flatten(1, 2), window)
+        as_selective = {
+            "u": x.flatten(2),
+            "delta": channels(dt),
+            "A": channels(A)[:, None].repeat(1, 4),
+            "B": B[:, :, 0],
+            "C": C[:, :, 0],
+            "D": channels(D),
+            "z": None,
+            "delta_bias": channels(bias),
+        }
+        e = selective_windowed_gradients(
+            as_selective, initial.flatten(1, 2), reset, True, dy.flatten(2), dfinal.flatten(1, 2), window
+        )
         heads = {k: e[k].unflatten(-1, (nheads, headdim)).sum(-1) for k in ("delta", "D", "delta_bias")}
-        expected = (e["u"].view_as(x), heads["delta"], e["A"].sum(1).view(nheads, headdim).sum(1), e["B"][:, :, None],
-                    e["C"][:, :, None], heads["D"], heads["delta_bias"], e["initial"].view_as(initial))  # fmt: skip
+        expected = (
+            e["u"].view_as(x),
+            heads["delta"],
+            e["A"].sum(1).view(nheads, headdim).sum(1),
+            e["B"][:, :, None],
+            e["C"][:, :, None],
+            heads["D"],
+            heads["delta_bias"],
+            e["initial"].view_as(initial),
+        )
         args = (*(v.float() for v in tensors), True, initial.float(), reset)
         _, _, checkpoints = ssd.ssd_scan_forward(*args)
         got = ssd.ssd_scan_backward(dy.float(), dfinal.float(), *args, checkpoints, window)

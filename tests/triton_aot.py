@@ -1,6 +1,7 @@
 """Compile Triton kernels ahead of time, without a GPU, exactly as a call would launch them.
 
-A launch is recorded instead of run (tensors may be on the ``meta`` device, so any size will do); its arguments give the
+A launch is recorded instead of run (tensors may be on the ``meta`` device, so any size will do); its
+arguments give the
 kernel's signature, and the PTX goes through the ptxas in Triton's wheel, which reports registers and spills.
 """
 
@@ -71,8 +72,10 @@ def compile_launch(launch: tuple[Any, tuple[Any, ...], dict[str, Any]], capabili
     signature, constants, attrs = {}, {}, {}
     for i, param in enumerate(kernel.params):
         value = values[param.name]
-        if param.is_constexpr or value is None or (
-            isinstance(value, int) and value == 1 and not param.do_not_specialize
+        if (
+            param.is_constexpr
+            or value is None
+            or (isinstance(value, int) and value == 1 and not param.do_not_specialize)
         ):
             signature[param.name] = "constexpr"
             constants[param.name] = value
@@ -95,7 +98,13 @@ def compile_launch(launch: tuple[Any, tuple[Any, ...], dict[str, Any]], capabili
     registers, spills = assemble(built.asm["ptx"])
     num_warps = built.metadata.num_warps
     return Compiled(
-        kernel.__name__, registers, spills, built.metadata.shared, num_warps, built.asm["ptx"], built.asm["ttgir"]
+        kernel.__name__,
+        registers,
+        spills,
+        built.metadata.shared,
+        num_warps,
+        built.asm["ptx"],
+        built.asm["ttgir"],
     )
 
 

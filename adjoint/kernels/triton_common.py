@@ -1,7 +1,10 @@
-"""What the Triton kernels share: pointwise helpers, the pass that carries states from split to split, launch sizes.
+"""What the Triton kernels share: pointwise helpers, the pass that carries states from split to split, launch
+sizes.
 
-A long recurrence is cut into *splits* of the sequence when batch × channels alone would leave the GPU idle (a long
-context usually means batch 1). Each split is first run from a zero state, which gives its local final state and the
+A long recurrence is cut into *splits* of the sequence when batch × channels alone would leave the GPU idle
+(a long
+context usually means batch 1). Each split is first run from a zero state, which gives its local final state
+and the
 product of its decays; the state at every split's edge then follows from a scan over the few splits
 (:func:`pass_states`), and the real run starts each split from the right state.
 """
@@ -22,7 +25,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def log1p_exp(x):
-    """log(1 + exp(x)) without overflow, and without losing the small values (log1p is not a Triton primitive)."""
+    """log(1 + exp(x)) without overflow, and without losing the small values (log1p is not a Triton
+    primitive)."""
     e = tl.exp(-tl.abs(x))
     w = 1.0 + e
     # log(w) * e / (w - 1) undoes the rounding of 1 + e; where w rounds to 1, log1p(e) = e.
@@ -75,9 +79,12 @@ def pass_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Carry a state through the splits: ``s[k+1] = decay[k] * s[k] + local[k]``, ``s[0] = init`` or zero.
 
-    ``local`` is (batch, n_splits, *state); ``decay`` (batch, n_splits, *outer), whose elements each stand for an equal run
-    of the flattened state (one a head in the scalar case, one an element in the diagonal case). Returns ``s`` at every
-    split's entry (batch, n_splits, *state), and the last state (batch, *state). With ``reverse`` the splits run from
+    ``local`` is (batch, n_splits, *state); ``decay`` (batch, n_splits, *outer), whose elements each stand
+    for an equal run
+    of the flattened state (one a head in the scalar case, one an element in the diagonal case). Returns
+    ``s`` at every
+    split's entry (batch, n_splits, *state), and the last state (batch, *state). With ``reverse`` the splits
+    run from
     the last to the first.
     """
     batch, n_splits = local.shape[:2]
@@ -113,7 +120,8 @@ def tl_dtype(dtype: torch.dtype) -> Any:
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states and partial sums for inputs of ``dtype``: float64 for itself, float32 for all else."""
+    """The dtype of states and partial sums for inputs of ``dtype``: float64 for itself, float32 for all
+    else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -128,7 +136,8 @@ def reset_bytes(reset: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, so make that the tensor's (nothing to do under the interpreter)."""
+    """Triton launches on the current device, so make that the tensor's (nothing to do under the
+    interpreter)."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
@@ -138,15 +147,19 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def wanted_programs(x: torch.Tensor, per_multiprocessor: int) -> int:
-    """How many programs fill the tensor's device when ``per_multiprocessor`` of them are to share a multiprocessor."""
+    """How many programs fill the tensor's device when ``per_multiprocessor`` of them are to share a
+    multiprocessor."""
     return per_multiprocessor * _multiprocessors(x.device)
 
 
 def split_length(seqlen: int, programs: int, wanted: int, unit: int, shortest: int) -> int:
-    """Tokens a split: the whole sequence when ``programs`` already reach ``wanted``, else a multiple of ``unit``.
+    """Tokens a split: the whole sequence when ``programs`` already reach ``wanted``, else a multiple of
+    ``unit``.
 
-    Splits are never made shorter than ``shortest`` tokens, under which the extra pass costs more than it brings.
-    Depends on shapes and device alone, so the same call always splits alike (results are reproducible, and the
+    Splits are never made shorter than ``shortest`` tokens, under which the extra pass costs more than it
+    brings.
+    Depends on shapes and device alone, so the same call always splits alike (results are reproducible, and
+    the
     launch can be captured in a CUDA graph).
     """
     splits = max(1, min(-(-wanted // max(programs, 1)), seqlen // max(shortest, 1), MAX_GRID_YZ))

@@ -1,9 +1,16 @@
-"""Causal depthwise convolution over time with state, in Triton: ``y_t = silu(bias + sum_j weight[:, j] x_{t-d_conv+1+j})``.
+"""Causal depthwise convolution over time with state, in Triton: ``y_t = silu(bias + sum_j weight[:, j]
+x_{t-d_conv+1+j})``.
 
-A bandwidth-bound operation: a program walks a stretch of tokens with the last d_conv inputs (and, backwards, the unfinished
-gradients of as many) in registers, so everything is read once. Inputs before the first token come from the state, the last d_conv - 1
+A bandwidth-bound operation: a program walks a stretch of tokens with the last d_conv inputs (and, backwards,
+the unfinished
+gradients of as many) in registers, so everything is read once. Inputs before the first token come from the
+state, the last d_conv - 1
 inputs of the stretch before. With resets a tap counts only if no document begins between it and the output.
 """
+
+# Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, misc, var-annotated"
 
 from __future__ import annotations
 
@@ -25,7 +32,9 @@ def _input(x, state, t, seqlen, d, d_ok, x_t, W: tl.constexpr, HAS_STATE: tl.con
     value = tl.load(x + t * x_t + d, mask=d_ok & (t >= 0) & (t < seqlen), other=0.0).to(ACC)
     if HAS_STATE:
         # the state (channels, W - 1) holds x at t = -(W - 1) ... -1
-        value += tl.load(state + d * (W - 1) + (t + (W - 1)), mask=d_ok & (t < 0) & (t > -W), other=0.0).to(ACC)
+        value += tl.load(state + d * (W - 1) + (t + (W - 1)), mask=d_ok & (t < 0) & (t > -W), other=0.0).to(
+            ACC
+        )
     return value
 
 
@@ -56,9 +65,27 @@ def _taps(xs, begins, w, W: tl.constexpr, HAS_RESET: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(x, weight, bias, state, reset, y, seqlen, channels, x_b, x_t, W: tl.constexpr, SILU: tl.constexpr,
-                    HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_RESET: tl.constexpr, TOKENS: tl.constexpr,
-                    UNROLL: tl.constexpr, CHANNELS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+def _forward_kernel(
+    x,
+    weight,
+    bias,
+    state,
+    reset,
+    y,
+    seqlen,
+    channels,
+    x_b,
+    x_t,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ACC: tl.constexpr,
+):
     batch = tl.program_id(2).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * TOKENS
     d = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -87,7 +114,7 @@ def _forward_kernel(x, weight, bias, state, reset, y, seqlen, channels, x_b, x_t
             t = first + group * UNROLL + i
             xs = (loaded[i],) + xs[: W - 1]
             begins = (_begins(reset, t, seqlen, HAS_RESET),) + begins[: W - 1]
-            out, seen = _taps(xs, begins, w, W, HAS_RESET)
+            out, _seen = _taps(xs, begins, w, W, HAS_RESET)
             out += b
             if SILU:
                 out = out * sigmoid(out)
@@ -95,11 +122,35 @@ def _forward_kernel(x, weight, bias, state, reset, y, seqlen, channels, x_b, x_t
 
 
 @triton.jit
-def _backward_kernel(dy, x, weight, bias, state, reset, dx, dstate, dweight, dbias, seqlen, channels, dy_b, dy_t, x_b, x_t,
-                     W: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr,
-                     HAS_RESET: tl.constexpr, TOKENS: tl.constexpr, UNROLL: tl.constexpr, CHANNELS: tl.constexpr,
-                     ACC: tl.constexpr):  # fmt: skip
-    """dx of TOKENS tokens, and their share of dweight and dbias: (batch, parts, W, channels), (batch, parts, channels)."""
+def _backward_kernel(
+    dy,
+    x,
+    weight,
+    bias,
+    state,
+    reset,
+    dx,
+    dstate,
+    dweight,
+    dbias,
+    seqlen,
+    channels,
+    dy_b,
+    dy_t,
+    x_b,
+    x_t,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """dx of TOKENS tokens, and their share of dweight and dbias: (batch, parts, W, channels), (batch, parts,
+    channels)."""
     batch = tl.program_id(2).to(tl.int64)
     part, parts = tl.program_id(0), tl.num_programs(0)
     d = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -165,7 +216,9 @@ def _backward_kernel(dy, x, weight, bias, state, reset, dx, dstate, dweight, dbi
             s = t - (W - 1)  # complete now
             done = d_ok & (s >= first) & (s < stop) & (s < seqlen)
             tl.store(dx + (batch * seqlen + s) * channels + d, pending[W - 1], mask=done & (s >= 0))
-            tl.store(dstate + (batch * channels + d) * (W - 1) + (s + (W - 1)), pending[W - 1], mask=done & (s < 0))
+            tl.store(
+                dstate + (batch * channels + d) * (W - 1) + (s + (W - 1)), pending[W - 1], mask=done & (s < 0)
+            )
     row = batch * parts + part
     for k in tl.static_range(W):
         tl.store(dweight + (row * W + (W - 1 - k)) * channels + d, sums[k], mask=d_ok)
@@ -187,10 +240,13 @@ def causal_conv1d_forward(
     silu: bool,
     reset: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y (batch, seqlen, channels) for x of that shape (last dimension dense), weight (channels, d_conv), bias (channels,).
+    """y (batch, seqlen, channels) for x of that shape (last dimension dense), weight (channels, d_conv),
+    bias (channels,).
 
-    initial_state (batch, channels, d_conv - 1): the inputs just before, oldest first; None stands for zeros. reset (batch,
-    seqlen) bool: taps do not reach back across a token where it is True. Raises ValueError for d_conv above 8.
+    initial_state (batch, channels, d_conv - 1): the inputs just before, oldest first; None stands for zeros.
+    reset (batch,
+    seqlen) bool: taps do not reach back across a token where it is True. Raises ValueError for d_conv above
+    8.
     """
     batch, seqlen, channels = x.shape
     d_conv = _check(x, weight)
@@ -199,7 +255,17 @@ def causal_conv1d_forward(
     y = torch.empty((batch, seqlen, channels), dtype=x.dtype, device=x.device)
     with common.on_device(x):
         _forward_kernel[(triton.cdiv(seqlen, TOKENS), triton.cdiv(channels, CHANNELS), batch)](
-            *(x, weight.contiguous(), bias, state, common.reset_bytes(reset), y, seqlen, channels, *x.stride()[:2]),
+            *(
+                x,
+                weight.contiguous(),
+                bias,
+                state,
+                common.reset_bytes(reset),
+                y,
+                seqlen,
+                channels,
+                *x.stride()[:2],
+            ),
             W=d_conv,
             SILU=silu,
             HAS_BIAS=bias is not None,
@@ -223,9 +289,11 @@ def causal_conv1d_backward(
     silu: bool,
     reset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(dx, dweight, dbias, dinitial_state) of :func:`causal_conv1d_forward`; dbias is None for a bias that is None.
+    """(dx, dweight, dbias, dinitial_state) of :func:`causal_conv1d_forward`; dbias is None for a bias that
+    is None.
 
-    dinitial_state (batch, channels, d_conv - 1) is given also when initial_state is None (the gradient at zeros), in
+    dinitial_state (batch, channels, d_conv - 1) is given also when initial_state is None (the gradient at
+    zeros), in
     x's dtype.
     """
     batch, seqlen, channels = x.shape

@@ -1,10 +1,17 @@
-"""The plain linear scan ``h_t = a_t h_{t-1} + b_t`` in Triton: a diagonal (batch, seqlen, N) or scalar (batch, seqlen, 1).
+"""The plain linear scan ``h_t = a_t h_{t-1} + b_t`` in Triton: a diagonal (batch, seqlen, N) or scalar
+(batch, seqlen, 1).
 
-Bandwidth is all it costs, so a thread owns one channel and walks its split of the sequence with a few loads in flight; a
-scalar decay is read once a token, never expanded. The windowed backward follows METHOD: blocks of ``window`` tokens, a
+Bandwidth is all it costs, so a thread owns one channel and walks its split of the sequence with a few loads
+in flight; a
+scalar decay is read once a token, never expanded. The windowed backward follows METHOD: blocks of ``window``
+tokens, a
 suffix scan inside each, joined with the prefix scan of the next; nothing is subtracted or divided. Blocks are
 counted from the token before the first, whose windowed adjoint state is the initial state's gradient.
 """
+
+# Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -22,9 +29,29 @@ PER_SM = 32
 
 
 @triton.jit
-def _forward_kernel(a, b, h_in, reset, h, h_out, decay, seqlen, size, split_len, a_b, a_t, b_b, b_t,
-                    LOCAL: tl.constexpr, SCALAR: tl.constexpr, HAS_INIT: tl.constexpr, HAS_RESET: tl.constexpr,
-                    UNROLL: tl.constexpr, CHANNELS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+def _forward_kernel(
+    a,
+    b,
+    h_in,
+    reset,
+    h,
+    h_out,
+    decay,
+    seqlen,
+    size,
+    split_len,
+    a_b,
+    a_t,
+    b_b,
+    b_t,
+    LOCAL: tl.constexpr,
+    SCALAR: tl.constexpr,
+    HAS_INIT: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    UNROLL: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """One split. LOCAL: from zero, only the local final state and the product of a. Else: h."""
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -67,9 +94,26 @@ def _forward_kernel(a, b, h_in, reset, h, h_out, decay, seqlen, size, split_len,
 
 
 @triton.jit
-def _prefix_kernel(dh, a, reset, prefix, seqlen, size, split_len, window, dh_b, dh_t, a_b, a_t, SCALAR: tl.constexpr,
-                   HAS_RESET: tl.constexpr, CHANNELS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """For token i, the part of its window in the next block, up to that block's first decay: sum of g_t (a ... a)."""
+def _prefix_kernel(
+    dh,
+    a,
+    reset,
+    prefix,
+    seqlen,
+    size,
+    split_len,
+    window,
+    dh_b,
+    dh_t,
+    a_b,
+    a_t,
+    SCALAR: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """For token i, the part of its window in the next block, up to that block's first decay: sum of g_t (a
+    ... a)."""
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     ok = d < size
@@ -101,11 +145,39 @@ def _prefix_kernel(dh, a, reset, prefix, seqlen, size, split_len, window, dh_b, 
 
 
 @triton.jit
-def _backward_kernel(dh, a, h, initial, reset, c_in, prefix, da, db, c_out, decay, seqlen, size, split_len, window, halo,
-                     dh_b, dh_t, a_b, a_t, LOCAL: tl.constexpr, WINDOWED: tl.constexpr, SCALAR: tl.constexpr,
-                     HAS_CIN: tl.constexpr, HAS_INIT: tl.constexpr, HAS_RESET: tl.constexpr, UNROLL: tl.constexpr,
-                     CHANNELS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """One split in reverse: mu_t = dh_t + c, c = a_t mu_t. LOCAL: from c = 0, only its end and the product of a."""
+def _backward_kernel(
+    dh,
+    a,
+    h,
+    initial,
+    reset,
+    c_in,
+    prefix,
+    da,
+    db,
+    c_out,
+    decay,
+    seqlen,
+    size,
+    split_len,
+    window,
+    halo,
+    dh_b,
+    dh_t,
+    a_b,
+    a_t,
+    LOCAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SCALAR: tl.constexpr,
+    HAS_CIN: tl.constexpr,
+    HAS_INIT: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    UNROLL: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """One split in reverse: mu_t = dh_t + c, c = a_t mu_t. LOCAL: from c = 0, only its end and the product
+    of a."""
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     block, n_blocks = tl.program_id(0), tl.num_programs(0)
     d = block * CHANNELS + tl.arange(0, CHANNELS)
@@ -125,7 +197,9 @@ def _backward_kernel(dh, a, h, initial, reset, c_in, prefix, da, db, c_out, deca
     c = tl.zeros((CHANNELS,), ACC)
     if HAS_CIN:
         c = tl.load(c_in + edge, mask=ok, other=0.0).to(ACC)
-    product = tl.full((CHANNELS,), 1.0, ACC)  # of a over the split; windowed: of a from the token to the next block's first
+    product = tl.full(
+        (CHANNELS,), 1.0, ACC
+    )  # of a over the split; windowed: of a from the token to the next block's first
     if WINDOWED:
         beyond = stop < seqlen
         if SCALAR:
@@ -175,7 +249,11 @@ def _backward_kernel(dh, a, h, initial, reset, c_in, prefix, da, db, c_out, deca
                 mu = tl.where(t < seqlen - halo, mu, 0.0)
                 tl.store(db + (rows + t) * size + d, mu, mask=ok & inside)
                 if SCALAR:
-                    tl.store(da + (batch * n_blocks + block) * seqlen + t, tl.sum(mu * befores[i], axis=0), mask=inside)
+                    tl.store(
+                        da + (batch * n_blocks + block) * seqlen + t,
+                        tl.sum(mu * befores[i], axis=0),
+                        mask=inside,
+                    )
                 else:
                     tl.store(da + (rows + t) * size + d, mu * befores[i], mask=ok & inside)
     if LOCAL:
@@ -196,9 +274,11 @@ def _splits(x: torch.Tensor, batch: int, seqlen: int, blocks: int, window: int |
 def linear_scan_forward(
     a: torch.Tensor, b: torch.Tensor, initial_state: torch.Tensor | None, reset: torch.Tensor | None
 ) -> torch.Tensor:
-    """h (batch, seqlen, N) of ``h_t = a_t h_{t-1} + b_t`` for b of that shape and a (batch, seqlen, N) or (batch, seqlen, 1).
+    """h (batch, seqlen, N) of ``h_t = a_t h_{t-1} + b_t`` for b of that shape and a (batch, seqlen, N) or
+    (batch, seqlen, 1).
 
-    initial_state (batch, N) or None (zero); reset (batch, seqlen) bool or None: True takes a_t as 0. h has b's dtype, the
+    initial_state (batch, N) or None (zero); reset (batch, seqlen) bool or None: True takes a_t as 0. h has
+    b's dtype, the
     running state float32 (float64 for float64).
     """
     batch, seqlen, size = b.shape
@@ -213,7 +293,20 @@ def linear_scan_forward(
 
     def launch(state: torch.Tensor | None, h_out: torch.Tensor | None, decay: torch.Tensor | None) -> None:
         _forward_kernel[(blocks, splits, batch)](
-            *(a, b, state, reset_u8, h, h_out, decay, seqlen, size, split_len, *a.stride()[:2], *b.stride()[:2]),
+            *(
+                a,
+                b,
+                state,
+                reset_u8,
+                h,
+                h_out,
+                decay,
+                seqlen,
+                size,
+                split_len,
+                *a.stride()[:2],
+                *b.stride()[:2],
+            ),
             LOCAL=decay is not None,
             SCALAR=scalar,
             HAS_INIT=state is not None,
@@ -243,9 +336,11 @@ def linear_scan_backward(
     window: int | None,
     halo: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(da, db, dinitial_state) of :func:`linear_scan_forward`: ``mu_t = dh_t + a_{t+1} mu_{t+1}``, db = mu, da = mu h_{t-1}.
+    """(da, db, dinitial_state) of :func:`linear_scan_forward`: ``mu_t = dh_t + a_{t+1} mu_{t+1}``, db = mu,
+    da = mu h_{t-1}.
 
-    ``window`` = W keeps the terms of tokens t … t+W-1 in mu_t; the last ``halo`` tokens get zero gradients. dinitial_state (batch, N) is in float32 (float64 for float64).
+    ``window`` = W keeps the terms of tokens t … t+W-1 in mu_t; the last ``halo`` tokens get zero gradients.
+    dinitial_state (batch, N) is in float32 (float64 for float64).
     """
     batch, seqlen, size = h.shape
     dh, a, h = common.last_contiguous(dh), common.last_contiguous(a), h.contiguous()
@@ -267,7 +362,24 @@ def linear_scan_backward(
 
     def launch(c: torch.Tensor | None, c_out: torch.Tensor, decay: torch.Tensor | None) -> None:
         _backward_kernel[(blocks, splits, batch)](
-            *(dh, a, h, initial, reset_u8, c, prefix, da, db, c_out, decay, seqlen, size, split_len, window or 0, halo),
+            *(
+                dh,
+                a,
+                h,
+                initial,
+                reset_u8,
+                c,
+                prefix,
+                da,
+                db,
+                c_out,
+                decay,
+                seqlen,
+                size,
+                split_len,
+                window or 0,
+                halo,
+            ),
             *(*dh.stride()[:2], *a.stride()[:2]),
             LOCAL=decay is not None,
             WINDOWED=window is not None,
@@ -285,7 +397,18 @@ def linear_scan_backward(
         carried = None
         if window is not None:
             _prefix_kernel[(blocks, splits, batch)](
-                *(dh, a, reset_u8, prefix, seqlen, size, split_len, window, *dh.stride()[:2], *a.stride()[:2]),
+                *(
+                    dh,
+                    a,
+                    reset_u8,
+                    prefix,
+                    seqlen,
+                    size,
+                    split_len,
+                    window,
+                    *dh.stride()[:2],
+                    *a.stride()[:2],
+                ),
                 SCALAR=scalar,
                 HAS_RESET=reset is not None,
                 CHANNELS=CHANNELS,

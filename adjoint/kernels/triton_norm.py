@@ -2,9 +2,12 @@
 
     s = x + residual,   v = s silu(gate),   y = weight v / sqrt(mean(v^2) + eps)
 
-``s`` goes on as the residual stream; the gate is Mamba-2's (normalised after gating). The mean runs over groups of
-``group_size`` channels, the whole row by default. A program keeps one group of a few rows in registers, so every tensor is
-read and written once; weight gradients are summed over the program's rows and then over programs, in a fixed order.
+``s`` goes on as the residual stream; the gate is Mamba-2's (normalised after gating). The mean runs over
+groups of
+``group_size`` channels, the whole row by default. A program keeps one group of a few rows in registers, so
+every tensor is
+read and written once; weight gradients are summed over the program's rows and then over programs, in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -21,9 +24,26 @@ PROGRAMS_PER_SM = 4
 
 
 @triton.jit
-def _forward_kernel(x, residual, gate, weight, y, s, rstd, rows, width, eps, x_r, residual_r, gate_r,
-                    HAS_RESIDUAL: tl.constexpr, HAS_GATE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-                    ACC: tl.constexpr):  # fmt: skip
+def _forward_kernel(
+    x,
+    residual,
+    gate,
+    weight,
+    y,
+    s,
+    rstd,
+    rows,
+    width,
+    eps,
+    x_r,
+    residual_r,
+    gate_r,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     i = tl.arange(0, BLOCK)
@@ -43,9 +63,29 @@ def _forward_kernel(x, residual, gate, weight, y, s, rstd, rows, width, eps, x_r
 
 
 @triton.jit
-def _backward_kernel(dy, ds, s, gate, weight, rstd, dx, dgate, dweight, rows, width, rows_each, dy_r, ds_r, s_r, gate_r,
-                     HAS_DS: tl.constexpr, HAS_GATE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-                     ACC: tl.constexpr):  # fmt: skip
+def _backward_kernel(
+    dy,
+    ds,
+    s,
+    gate,
+    weight,
+    rstd,
+    dx,
+    dgate,
+    dweight,
+    rows,
+    width,
+    rows_each,
+    dy_r,
+    ds_r,
+    s_r,
+    gate_r,
+    HAS_DS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):
     part, group = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, BLOCK)
     ok = i < GROUP
@@ -87,7 +127,9 @@ def _group(width: int, group_size: int | None) -> tuple[int, int, int]:
     if group < 1 or width % group:
         raise ValueError(f"group_size={group_size} does not divide the {width} channels of the norm")
     if group > MAX_GROUP:
-        raise ValueError(f"a norm over {group} channels is above {MAX_GROUP}, the most the Triton kernel takes")
+        raise ValueError(
+            f"a norm over {group} channels is above {MAX_GROUP}, the most the Triton kernel takes"
+        )
     block = triton.next_power_of_2(group)
     return group, block, min(max(block // 256, 1), 16)
 
@@ -101,10 +143,13 @@ def rms_norm_forward(
     group_size: int | None = None,
     residual_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, s, rstd): the norm of ``s = x + residual`` gated by silu(gate), s itself, and what the backward needs.
+    """(y, s, rstd): the norm of ``s = x + residual`` gated by silu(gate), s itself, and what the backward
+    needs.
 
-    x, residual, gate (..., width), weight (width,). y has x's dtype; s has ``residual_dtype`` (default: residual's dtype),
-    and is x itself when residual is None; rstd (rows, groups) is float32 (float64 for float64). Raises ValueError when
+    x, residual, gate (..., width), weight (width,). y has x's dtype; s has ``residual_dtype`` (default:
+    residual's dtype),
+    and is x itself when residual is None; rstd (rows, groups) is float32 (float64 for float64). Raises
+    ValueError when
     group_size does not divide width, or for groups above 16384 channels.
     """
     width = x.shape[-1]
@@ -143,7 +188,8 @@ def rms_norm_backward(
     rstd: torch.Tensor,
     group_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(dx, dweight, dgate) of :func:`rms_norm_forward`; ds is the cotangent of s (None: none), dx also that of residual.
+    """(dx, dweight, dgate) of :func:`rms_norm_forward`; ds is the cotangent of s (None: none), dx also that
+    of residual.
 
     dx has s's dtype, so that a float32 residual stream keeps a float32 gradient.
     """

@@ -1,8 +1,11 @@
 """Selective scan (Mamba-1) in Triton: the forward/backward pair behind ``adjoint.selective_scan``.
 
-The kernels are in ``triton_selective_scan_kernels`` (and, for windows, ``triton_selective_scan_window``); here are their
-launches: shapes, buffers, how the sequence is split. Nothing here waits for the device or depends on values, so a call
-can be captured in a CUDA graph. All sums over channels and splits go through partial buffers added up in a fixed order:
+The kernels are in ``triton_selective_scan_kernels`` (and, for windows, ``triton_selective_scan_window``);
+here are their
+launches: shapes, buffers, how the sequence is split. Nothing here waits for the device or depends on values,
+so a call
+can be captured in a CUDA graph. All sums over channels and splits go through partial buffers added up in a
+fixed order:
 the same call gives the same bits.
 """
 
@@ -25,13 +28,15 @@ FORWARD_PER_SM, BACKWARD_PER_SM = 16, 8  # one-warp programs a multiprocessor's 
 
 
 def forward_tile(d_state: int) -> tuple[int, int]:
-    """(padded d_state, channels) of a forward program: 32 channels, fewer once a thread would hold over 32 states."""
+    """(padded d_state, channels) of a forward program: 32 channels, fewer once a thread would hold over 32
+    states."""
     n = triton.next_power_of_2(d_state)
     return n, max(1024 // max(n, 32), 4)
 
 
 def backward_tile(d_state: int) -> tuple[int, int, int]:
-    """(padded d_state, rows, lanes) of a backward program: rows × 8 channels, 8 state elements a thread (d_state 16)."""
+    """(padded d_state, rows, lanes) of a backward program: rows × 8 channels, 8 state elements a thread
+    (d_state 16)."""
     n = triton.next_power_of_2(d_state)
     return n, min(max(32 // n, 1), 4), max(8, 32 // n) if n <= 128 else 4
 
@@ -59,14 +64,19 @@ def selective_scan_forward(
     reset: torch.Tensor | None,
     save: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Run ``h_t = exp(d_t A) h_{t-1} + d_t u_t B_t``, ``y_t = (C_t h_t + D u_t) silu(z_t)``, ``d = softplus(delta + bias)``.
+    """Run ``h_t = exp(d_t A) h_{t-1} + d_t u_t B_t``, ``y_t = (C_t h_t + D u_t) silu(z_t)``, ``d =
+    softplus(delta + bias)``.
 
-    u, delta, z (batch, seqlen, d_inner) with a dense last dimension, in float32, float64, bfloat16 or float16; A (d_inner,
-    d_state); B, C (batch, seqlen, d_state); D, delta_bias (d_inner,) or None; initial_state (batch, d_inner, d_state) or
+    u, delta, z (batch, seqlen, d_inner) with a dense last dimension, in float32, float64, bfloat16 or
+    float16; A (d_inner,
+    d_state); B, C (batch, seqlen, d_state); D, delta_bias (d_inner,) or None; initial_state (batch, d_inner,
+    d_state) or
     None; reset (batch, seqlen) bool or None: True drops the carried state before that token.
 
-    Returns y (like u), final_state (batch, d_inner, d_state) and the states before every 64th token, for the backward;
-    both in float32 (float64 for float64 inputs). With ``save`` false the last is None. Raises ValueError for d_state above 256.
+    Returns y (like u), final_state (batch, d_inner, d_state) and the states before every 64th token, for the
+    backward;
+    both in float32 (float64 for float64 inputs). With ``save`` false the last is None. Raises ValueError for
+    d_state above 256.
     """
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
@@ -106,7 +116,7 @@ def selective_scan_forward(
             HAS_INIT=h is not None,
             SOFTPLUS=delta_softplus,
             EVERY=CHECKPOINT,
-            UNROLL=UNROLL,
+            UNROLL=UNROLL if reset is None else UNROLL // 2,  # resets take registers too
             N=n,
             LANES=lanes,
             ACC=common.tl_dtype(acc),
@@ -144,8 +154,10 @@ def selective_scan_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of :func:`selective_scan_forward` through the accumulated adjoint state.
 
-    ``mu_t = (dy_t silu(z_t)) C_t + a_{t+1} mu_{t+1}``, dfinal_state added at the last token; with ``window`` = W, mu_i sums
-    the terms of tokens i … i+W-1 only. The last ``halo`` tokens get zero gradients. Returns (du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state), each in its
+    ``mu_t = (dy_t silu(z_t)) C_t + a_{t+1} mu_{t+1}``, dfinal_state added at the last token; with ``window``
+    = W, mu_i sums
+    the terms of tokens i … i+W-1 only. The last ``halo`` tokens get zero gradients. Returns (du, ddelta, dA,
+    dB, dC, dD, dz, ddelta_bias, dinitial_state), each in its
     tensor's dtype (states in float32, float64 for float64 inputs), None for D, z, delta_bias that are None.
     """
     batch, seqlen, d_inner = u.shape
@@ -251,15 +263,41 @@ def selective_scan_backward(
         dA_parts.sum((0, 1)).t().contiguous().to(A.dtype),
         dB_parts.sum(1).to(B.dtype),
         dC_parts.sum(1).to(C.dtype),
-        None if D is None else dD_parts.sum((0, 1)).to(D.dtype),
+        None if dD_parts is None or D is None else dD_parts.sum((0, 1)).to(D.dtype),
         dz,
-        None if delta_bias is None else dbias_parts.sum((0, 1)).to(delta_bias.dtype),
+        None if dbias_parts is None or delta_bias is None else dbias_parts.sum((0, 1)).to(delta_bias.dtype),
         dinitial.transpose(1, 2).contiguous(),
     )
 
 
-def _windowed(dy, u, step, A, B, C, D, z, reset, checkpoints, dfinal, scratch,
-              du, ddelta, dz, dB, dC, dA, dD, dbias, dinitial, split_len, splits, window, halo, flags):  # type: ignore[no-untyped-def]  # fmt: skip
+def _windowed(
+    dy,
+    u,
+    step,
+    A,
+    B,
+    C,
+    D,
+    z,
+    reset,
+    checkpoints,
+    dfinal,
+    scratch,
+    du,
+    ddelta,
+    dz,
+    dB,
+    dC,
+    dA,
+    dD,
+    dbias,
+    dinitial,
+    split_len,
+    splits,
+    window,
+    halo,
+    flags,
+):
     """Launch the windowed backward on the buffers that :func:`selective_scan_backward` made."""
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[0]
@@ -278,7 +316,24 @@ def _windowed(dy, u, step, A, B, C, D, z, reset, checkpoints, dfinal, scratch,
     n, _, lanes = backward_tile(d_state)
     windowed_kernels.backward_kernel[(triton.cdiv(d_inner, lanes), splits, batch)](
         *(dy, u, step, A, B, C, D, z, reset, checkpoints, totals, products, dfinal, scratch),
-        *(du, ddelta, dz, dB, dC, dA, dD, dbias, dinitial, seqlen, d_inner, d_state, split_len, window, halo, 1),
+        *(
+            du,
+            ddelta,
+            dz,
+            dB,
+            dC,
+            dA,
+            dD,
+            dbias,
+            dinitial,
+            seqlen,
+            d_inner,
+            d_state,
+            split_len,
+            window,
+            halo,
+            1,
+        ),
         *(*dy.stride()[:2], *u.stride()[:2], *B.stride()[:2], *C.stride()[:2], *z_strides),
         HAS_D=D is not None,
         HAS_BIAS=flags["HAS_BIAS"],

@@ -1,17 +1,29 @@
 """Mamba-1's selective scan on the GPU in Triton: forward and accumulated-adjoint backward.
 
-A program owns one batch element, a few channels with their whole d_state, and one split of the sequence; the state lives
-in registers and time is walked in order, so each (token, channel, state) element costs one exponential a pass and
-nothing is ever scanned twice in a tree. The forward keeps the state once every ``EVERY`` tokens. The backward goes
-through those stretches from last to first: it redoes a stretch's states once to place finer marks every ``STEPS``
-tokens (a scratch buffer that stays in cache), and again stretch by stretch of ``STEPS`` with the decayed states
+A program owns one batch element, a few channels with their whole d_state, and one split of the sequence; the
+state lives
+in registers and time is walked in order, so each (token, channel, state) element costs one exponential a
+pass and
+nothing is ever scanned twice in a tree. The forward keeps the state once every ``EVERY`` tokens. The
+backward goes
+through those stretches from last to first: it redoes a stretch's states once to place finer marks every
+``STEPS``
+tokens (a scratch buffer that stays in cache), and again stretch by stretch of ``STEPS`` with the decayed
+states
 p_t = a_t h_{t-1} held in registers, where the reverse walk of the adjoint state mu needs them.
 
-Tile shapes decide who holds what. Triton lays the last dimensions of a tile over the lanes of the warp first: the
-forward's (d_state, lanes) tile gives a thread one channel and all its states, so that the sum over d_state needs no
-communication; the backward's (rows, d_state, 8) tile gives a warp 8 lanes of channels × 4 of states, the balance between
+Tile shapes decide who holds what. Triton lays the last dimensions of a tile over the lanes of the warp
+first: the
+forward's (d_state, lanes) tile gives a thread one channel and all its states, so that the sum over d_state
+needs no
+communication; the backward's (rows, d_state, 8) tile gives a warp 8 lanes of channels × 4 of states, the
+balance between
 its two kinds of sums: over states (du, ddelta, dz) and over channels (dB, dC).
 """
+
+# Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -76,7 +88,8 @@ def forward_kernel(
     LANES: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """One split. LOCAL: from the zero state, only h_out and decay (b, split, d, n). Else: from h_in, y and checkpoints."""
+    """One split. LOCAL: from the zero state, only h_out and decay (b, split, d, n). Else: from h_in, y and
+    checkpoints."""
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_splits = tl.num_programs(1)
     d = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -120,7 +133,8 @@ def forward_kernel(
             mark = checkpoints + (batch * n_checkpoints + begin // EVERY) * per_batch
             tl.store(mark + state, h, mask=ok)
         for group in range(0, (tl.minimum(begin + EVERY, stop) - begin + UNROLL - 1) // UNROLL):
-            # All loads of a few tokens first: the stores below would keep later loads from being issued early.
+            # All loads of a few tokens first: the stores below would keep later loads from being issued
+            # early.
             us = ()
             deltas = ()
             for i in tl.static_range(UNROLL):
@@ -193,7 +207,8 @@ def adjoint_local_kernel(
     LANES: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """The carried adjoint c = a_t mu_t at a split's left edge when it enters with zero, and the product of decays."""
+    """The carried adjoint c = a_t mu_t at a split's left edge when it enters with zero, and the product of
+    decays."""
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.program_id(0) * LANES + tl.arange(0, LANES)
     n = tl.arange(0, N)
@@ -221,7 +236,9 @@ def adjoint_local_kernel(
             t = stop - 1 - group * UNROLL - i
             inside = t >= first
             at = tl.maximum(t, first)
-            step = step_size(tl.load(delta + at * delta_t + d, mask=d_ok, other=0.0).to(ACC), step_bias, SOFTPLUS)
+            step = step_size(
+                tl.load(delta + at * delta_t + d, mask=d_ok, other=0.0).to(ACC), step_bias, SOFTPLUS
+            )
             step = tl.where(inside, step, 0.0)
             g = tl.where(inside, tl.load(dy + at * dy_t + d, mask=d_ok, other=0.0).to(ACC), 0.0)
             if HAS_Z:
@@ -241,8 +258,20 @@ def adjoint_local_kernel(
 
 
 @triton.jit
-def step_kernel(delta, bias, step, seqlen, d_inner, delta_b, delta_t, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
-                ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+def step_kernel(
+    delta,
+    bias,
+    step,
+    seqlen,
+    d_inner,
+    delta_b,
+    delta_t,
+    HAS_BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """d = softplus(delta + bias) in the states' precision, once: the backward's lanes would each redo it."""
     batch = tl.program_id(2).to(tl.int64)
     t = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -264,8 +293,28 @@ def _slope(step):
 
 
 @triton.jit
-def _advance(h, t, end, u, step, B, reset, d, n, d_ok, n_ok, u_t, B_t, d_inner, A2, HAS_RESET: tl.constexpr,
-             EVEN: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+def _advance(
+    h,
+    t,
+    end,
+    u,
+    step,
+    B,
+    reset,
+    d,
+    n,
+    d_ok,
+    n_ok,
+    u_t,
+    B_t,
+    d_inner,
+    A2,
+    HAS_RESET: tl.constexpr,
+    EVEN: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """One token on every row: (p_t, h_t) = (a_t h_{t-1}, p_t + d_t u_t B_t)."""
     # Past the end, read the last token again and take d = 0: loads need no mask for that.
     at = tl.minimum(t, end - 1)
@@ -348,7 +397,8 @@ def backward_kernel(
     LANES: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """One split, from the carried adjoint c_in at its right edge. dB and dC are this program's share of the sum over d."""
+    """One split, from the carried adjoint c_in at its right edge. dB and dC are this program's share of the
+    sum over d."""
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     block, n_splits, n_blocks = tl.program_id(0), tl.num_programs(1), tl.num_programs(0)
     n = tl.arange(0, N)
@@ -418,8 +468,28 @@ def backward_kernel(
         for group in range(0, n_groups - 1):
             for i in tl.static_range(STEPS):
                 t = begin + group * STEPS + i
-                _, h = _advance(h, t, end, u, step, B, reset, d, n, d_ok, n_ok, u_t, B_t, d_inner, A2,
-                                HAS_RESET, EVEN, LANES, ROWS, ACC)  # fmt: skip
+                _, h = _advance(
+                    h,
+                    t,
+                    end,
+                    u,
+                    step,
+                    B,
+                    reset,
+                    d,
+                    n,
+                    d_ok,
+                    n_ok,
+                    u_t,
+                    B_t,
+                    d_inner,
+                    A2,
+                    HAS_RESET,
+                    EVEN,
+                    LANES,
+                    ROWS,
+                    ACC,
+                )
             for r in tl.static_range(ROWS):
                 tl.store(scratch + ((group + 1) * ROWS + r) * tile, h[r])
         tl.debug_barrier()
@@ -431,8 +501,28 @@ def backward_kernel(
             decayed = ()
             for i in tl.static_range(STEPS):
                 t = begin + group * STEPS + i
-                p, h = _advance(h, t, end, u, step, B, reset, d, n, d_ok, n_ok, u_t, B_t, d_inner, A2,
-                                HAS_RESET, EVEN, LANES, ROWS, ACC)  # fmt: skip
+                p, h = _advance(
+                    h,
+                    t,
+                    end,
+                    u,
+                    step,
+                    B,
+                    reset,
+                    d,
+                    n,
+                    d_ok,
+                    n_ok,
+                    u_t,
+                    B_t,
+                    d_inner,
+                    A2,
+                    HAS_RESET,
+                    EVEN,
+                    LANES,
+                    ROWS,
+                    ACC,
+                )
                 decayed = decayed + (p,)
             for i in tl.static_range(STEPS):
                 t = begin + group * STEPS + (STEPS - 1 - i)

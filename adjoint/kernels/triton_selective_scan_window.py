@@ -1,13 +1,22 @@
-"""The selective scan's windowed backward in Triton: mu_i sums the terms of tokens i … i + window - 1 only, in time O(seqlen).
+"""The selective scan's windowed backward in Triton: mu_i sums the terms of tokens i … i + window - 1 only,
+in time O(seqlen).
 
-Blocks of ``window`` tokens, counted from the token before the first (whose windowed adjoint is the initial state's gradient):
-token i's window is the rest of its own block, a suffix scan, and the beginning of the next, a prefix scan carried across
-by the decays between. Nothing is subtracted and nothing divided. A first kernel walks the prefixes forward and marks them
-every ``EVERY`` tokens; the second goes through the sequence backwards and redoes states and prefixes from the marks. A
+Blocks of ``window`` tokens, counted from the token before the first (whose windowed adjoint is the initial
+state's gradient):
+token i's window is the rest of its own block, a suffix scan, and the beginning of the next, a prefix scan
+carried across
+by the decays between. Nothing is subtracted and nothing divided. A first kernel walks the prefixes forward
+and marks them
+every ``EVERY`` tokens; the second goes through the sequence backwards and redoes states and prefixes from
+the marks. A
 split of the sequence is whole blocks, so splits need nothing of each other.
 
 ``halo``: the last tokens serve the windows of the others and get no gradient themselves.
 """
+
+# Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -29,8 +38,31 @@ def _decay(step, reset, t, inside, d, d_ok, A2, d_inner, HAS_RESET: tl.constexpr
 
 
 @triton.jit
-def _include(total, product, i, window, seqlen, dy, z, C, step, reset, dfinal, dy_t, z_t, C_t, d, n, d_ok, n_ok, A2,
-             d_inner, HAS_Z: tl.constexpr, HAS_RESET: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+def _include(
+    total,
+    product,
+    i,
+    window,
+    seqlen,
+    dy,
+    z,
+    C,
+    step,
+    reset,
+    dfinal,
+    dy_t,
+    z_t,
+    C_t,
+    d,
+    n,
+    d_ok,
+    n_ok,
+    A2,
+    d_inner,
+    HAS_Z: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """(the prefix that token i uses, prefix and product after token i + window joins them)."""
     begins = (i + 1) % window == 0
     used = tl.where(begins, 0.0, total)
@@ -41,7 +73,7 @@ def _include(total, product, i, window, seqlen, dy, z, C, step, reset, dfinal, d
         z_ = tl.load(z + j * z_t + d, mask=d_ok & inside, other=0.0).to(ACC)
         g = g * z_ * sigmoid(z_)
     C_ = tl.load(C + j * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
-    step_, a = _decay(step, reset, j, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+    _step, a = _decay(step, reset, j, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
     product = tl.where(begins, 1.0, product * a)
     term = g[None, :] * C_[:, None] + tl.where(j == seqlen - 1, dfinal, 0.0)
     return used, used + product * term, product
@@ -49,10 +81,35 @@ def _include(total, product, i, window, seqlen, dy, z, C, step, reset, dfinal, d
 
 @triton.jit(do_not_specialize=["one"])
 def marks_kernel(
-    dy, step, A, C, z, reset, dfinal, totals, products, seqlen, d_inner, d_state, split_len, window, one,
-    dy_b, dy_t, C_b, C_t, z_b, z_t, HAS_Z: tl.constexpr, HAS_RESET: tl.constexpr, HAS_FINAL: tl.constexpr,
-    EVERY: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
+    dy,
+    step,
+    A,
+    C,
+    z,
+    reset,
+    dfinal,
+    totals,
+    products,
+    seqlen,
+    d_inner,
+    d_state,
+    split_len,
+    window,
+    one,
+    dy_b,
+    dy_t,
+    C_b,
+    C_t,
+    z_b,
+    z_t,
+    HAS_Z: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    EVERY: tl.constexpr,
+    N: tl.constexpr,
+    LANES: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """Prefix and product before every EVERY-th token, (batch, marks, d_state, d_inner) each."""
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -82,19 +139,87 @@ def marks_kernel(
         here = ok & (i % EVERY == 0) & (i >= 0)
         tl.store(totals + mark, total, mask=here)
         tl.store(products + mark, product, mask=here)
-        used, total, product = _include(total, product, i, window, seqlen, dy, z, C, step, reset, last, dy_t, z_t, C_t, d, n,
-                                     d_ok, n_ok, A2, d_inner, HAS_Z, HAS_RESET, ACC)  # fmt: skip
+        _used, total, product = _include(
+            total,
+            product,
+            i,
+            window,
+            seqlen,
+            dy,
+            z,
+            C,
+            step,
+            reset,
+            last,
+            dy_t,
+            z_t,
+            C_t,
+            d,
+            n,
+            d_ok,
+            n_ok,
+            A2,
+            d_inner,
+            HAS_Z,
+            HAS_RESET,
+            ACC,
+        )
 
 
 @triton.jit(do_not_specialize=["one"])
 def backward_kernel(
-    dy, u, step, A, B, C, D, z, reset, checkpoints, totals, products, dfinal, scratch,
-    du, ddelta, dz, dB, dC, dA, dD, dbias, c_out, seqlen, d_inner, d_state, split_len, window, halo, one,
-    dy_b, dy_t, u_b, u_t, B_b, B_t, C_b, C_t, z_b, z_t,
-    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESET: tl.constexpr, HAS_FINAL: tl.constexpr,
-    SOFTPLUS: tl.constexpr, EVERY: tl.constexpr, STEPS: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr,
+    dy,
+    u,
+    step,
+    A,
+    B,
+    C,
+    D,
+    z,
+    reset,
+    checkpoints,
+    totals,
+    products,
+    dfinal,
+    scratch,
+    du,
+    ddelta,
+    dz,
+    dB,
+    dC,
+    dA,
+    dD,
+    dbias,
+    c_out,
+    seqlen,
+    d_inner,
+    d_state,
+    split_len,
+    window,
+    halo,
+    one,
+    dy_b,
+    dy_t,
+    u_b,
+    u_t,
+    B_b,
+    B_t,
+    C_b,
+    C_t,
+    z_b,
+    z_t,
+    HAS_D: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    EVERY: tl.constexpr,
+    STEPS: tl.constexpr,
+    N: tl.constexpr,
+    LANES: tl.constexpr,
     ACC: tl.constexpr,
-):  # fmt: skip
+):
     """One split (whole blocks) in reverse; outputs as of the kernel without a window."""
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     block, n_splits, n_blocks = tl.program_id(0), tl.num_programs(1), tl.num_programs(0)
@@ -159,8 +284,31 @@ def backward_kernel(
                 x = step_ * tl.load(u + t * u_t + d, mask=d_ok & inside, other=0.0).to(ACC)
                 B_ = tl.load(B + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
                 h = a * h + x[None, :] * B_[:, None]
-                used, total, product = _include(total, product, t, window, seqlen, dy, z, C, step, reset, last, dy_t, z_t, C_t,
-                                             d, n, d_ok, n_ok, A2, d_inner, HAS_Z, HAS_RESET, ACC)  # fmt: skip
+                used, total, product = _include(
+                    total,
+                    product,
+                    t,
+                    window,
+                    seqlen,
+                    dy,
+                    z,
+                    C,
+                    step,
+                    reset,
+                    last,
+                    dy_t,
+                    z_t,
+                    C_t,
+                    d,
+                    n,
+                    d_ok,
+                    n_ok,
+                    A2,
+                    d_inner,
+                    HAS_Z,
+                    HAS_RESET,
+                    ACC,
+                )
         tl.debug_barrier()
         for undone in range(0, n_groups):
             group = n_groups - 1 - undone
@@ -177,15 +325,40 @@ def backward_kernel(
                 B_ = tl.load(B + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
                 p = a * h
                 h = p + x[None, :] * B_[:, None]
-                used, total, product = _include(total, product, t, window, seqlen, dy, z, C, step, reset, last, dy_t, z_t,
-                                                C_t, d, n, d_ok, n_ok, A2, d_inner, HAS_Z, HAS_RESET, ACC)  # fmt: skip
+                used, total, product = _include(
+                    total,
+                    product,
+                    t,
+                    window,
+                    seqlen,
+                    dy,
+                    z,
+                    C,
+                    step,
+                    reset,
+                    last,
+                    dy_t,
+                    z_t,
+                    C_t,
+                    d,
+                    n,
+                    d_ok,
+                    n_ok,
+                    A2,
+                    d_inner,
+                    HAS_Z,
+                    HAS_RESET,
+                    ACC,
+                )
                 decayed = decayed + (p,)
                 prefixes = prefixes + (used,)
             for k in tl.static_range(STEPS):
                 p = decayed[STEPS - 1 - k]
                 t = begin + group * STEPS + (STEPS - 1 - k)
                 inside = (t < end) & (t >= first)
-                at = tl.minimum(tl.maximum(t, first), end - 1)  # an address that no loop variable steps: spares registers
+                at = tl.minimum(
+                    tl.maximum(t, first), end - 1
+                )  # an address that no loop variable steps: spares registers
                 own = tl.where(inside & (t < seqlen - halo), 1.0, 0.0).to(ACC)
                 m = d_ok & inside
                 step_, a = _decay(step, reset, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
@@ -199,7 +372,9 @@ def backward_kernel(
                     z_ = tl.load(z + t * z_t + d, mask=m, other=0.0).to(ACC)
                     gate = sigmoid(z_)
                     ungated = tl.sum(h_ * C_[:, None], axis=0) + skip * u_
-                    tl.store(dz + at * d_inner + d, own * g * ungated * gate * (1.0 + z_ * (1.0 - gate)), mask=m)
+                    tl.store(
+                        dz + at * d_inner + d, own * g * ungated * gate * (1.0 + z_ * (1.0 - gate)), mask=m
+                    )
                     g = g * z_ * gate
                 suffix = g[None, :] * C_[:, None] + tl.where(inside & (t == seqlen - 1), last, 0.0) + c
                 mu = (suffix + across * prefixes[STEPS - 1 - k]) * own

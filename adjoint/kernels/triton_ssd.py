@@ -1,9 +1,13 @@
 """SSD scan (Mamba-2) in Triton on tensor cores: the forward/backward pair behind ``adjoint.ssd_scan``.
 
-Chunks' own states, a pass that carries them through the sequence, then every chunk's outputs from the state at its entry; the
-backward is its mirror image, with the state's cotangent passed from the last chunk to the first. Products take the
-inputs' 16-bit dtype (float32 inputs: three-fold TF32, as exact as float32), sums and states are float32. A window or halo
-takes the selective scan's windowed kernel, head channels side by side: exact, linear in time, without tensor cores.
+Chunks' own states, a pass that carries them through the sequence, then every chunk's outputs from the state
+at its entry; the
+backward is its mirror image, with the state's cotangent passed from the last chunk to the first. Products
+take the
+inputs' 16-bit dtype (float32 inputs: three-fold TF32, as exact as float32), sums and states are float32. A
+window or halo
+takes the selective scan's windowed kernel, head channels side by side: exact, linear in time, without tensor
+cores.
 Nothing waits for the device or depends on values, and all sums have a fixed order.
 """
 
@@ -19,13 +23,22 @@ from adjoint.kernels import triton_common as common
 from adjoint.kernels import triton_selective_scan as selective
 from adjoint.kernels import triton_ssd_kernels as kernels
 
-CHUNK = {2: 64, 4: 32, 8: 16}  # tokens a matrix tile, by the size of the inputs' elements: registers hold the tiles
+CHUNK = {
+    2: 64,
+    4: 32,
+    8: 16,
+}  # tokens a matrix tile, by the size of the inputs' elements: registers hold the tiles
 BLOCK = {2: 32, 4: 32, 8: 16}  # of d_state, likewise
 BACKWARD_WARPS = 8
 HEADS_EACH = 16  # heads whose dB, dC a program sums before writing them
 MAX_HEADDIM, MAX_D_STATE = 128, 256
 
-_TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
+_TL = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
 
 
 def _tile(x: torch.Tensor, d_state: int) -> dict[str, Any]:
@@ -33,7 +46,8 @@ def _tile(x: torch.Tensor, d_state: int) -> dict[str, Any]:
     headdim = x.shape[-1]
     if headdim > MAX_HEADDIM or d_state > MAX_D_STATE:
         raise ValueError(
-            f"headdim={headdim}, d_state={d_state}: the Triton SSD scan takes at most {MAX_HEADDIM} and {MAX_D_STATE}; "
+            f"headdim={headdim}, d_state={d_state}: the Triton SSD scan takes at most "
+            f"{MAX_HEADDIM} and {MAX_D_STATE}; "
             "use smaller ones or backend='reference'"
         )
     return {
@@ -48,7 +62,12 @@ def _tile(x: torch.Tensor, d_state: int) -> dict[str, Any]:
 
 
 def _steps(
-    dt: torch.Tensor, A: torch.Tensor, dt_bias: torch.Tensor | None, dt_softplus: bool, chunk: int, acc: torch.dtype
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    chunk: int,
+    acc: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(step, running sum of step * A in each chunk), both (batch, nheads, chunks * chunk)."""
     batch, seqlen, nheads = dt.shape
@@ -83,9 +102,12 @@ def ssd_scan_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Run ``h_t = exp(dt_t A) h_{t-1} + dt_t x_t (x) B_t``, ``y_t = h_t C_t + D x_t`` in every head.
 
-    x (batch, seqlen, nheads, headdim), dt (batch, seqlen, nheads), A, D, dt_bias (nheads,), B, C (batch, seqlen, ngroups,
-    d_state), initial_state (batch, nheads, headdim, d_state) or None, reset (batch, seqlen) bool or None. Returns y (like x),
-    final_state (float32, float64 for float64 inputs) and the states at the chunks' entries (None unless ``save``).
+    x (batch, seqlen, nheads, headdim), dt (batch, seqlen, nheads), A, D, dt_bias (nheads,), B, C (batch,
+    seqlen, ngroups,
+    d_state), initial_state (batch, nheads, headdim, d_state) or None, reset (batch, seqlen) bool or None.
+    Returns y (like x),
+    final_state (float32, float64 for float64 inputs) and the states at the chunks' entries (None unless
+    ``save``).
     Raises ValueError for headdim above 128 or d_state above 256.
     """
     batch, seqlen, nheads, headdim = x.shape
@@ -139,9 +161,11 @@ def ssd_scan_backward(
     window: int | None,
     halo: int = 0,
 ) -> tuple[torch.Tensor | None, ...]:
-    """(dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_state) of :func:`ssd_scan_forward`, each in its tensor's dtype.
+    """(dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_state) of :func:`ssd_scan_forward`, each in its tensor's
+    dtype.
 
-    ``window`` and ``halo`` as in the selective scan's backward. None stands for the gradients of D, dt_bias that are None.
+    ``window`` and ``halo`` as in the selective scan's backward. None stands for the gradients of D, dt_bias
+    that are None.
     """
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
@@ -170,7 +194,19 @@ def ssd_scan_backward(
     with common.on_device(x):
         step, cum = _steps(dt, A, dt_bias, dt_softplus, chunk, acc)
         kernels.chunk_state_kernel[(chunks, nheads * blocks, batch)](
-            *(dy, C, step, cum, reset_u8, local, decay, *sizes, heads_a_group, *dy.stride()[:3], *C.stride()[:3]),
+            *(
+                dy,
+                C,
+                step,
+                cum,
+                reset_u8,
+                local,
+                decay,
+                *sizes,
+                heads_a_group,
+                *dy.stride()[:3],
+                *C.stride()[:3],
+            ),
             REVERSE=True,
             HAS_RESET=reset is not None,
             num_warps=4,
@@ -216,8 +252,9 @@ def ssd_scan_backward(
 
 def _through_selective_scan(
     dy, dfinal_state, x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, window, halo
-):  # type: ignore[no-untyped-def]
-    """The windowed backward: a group's heads are channels of a selective scan whose decay does not depend on the state's index."""
+):
+    """The windowed backward: a group's heads are channels of a selective scan whose decay does not depend on
+    the state's index."""
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
     heads = nheads // ngroups
@@ -247,6 +284,7 @@ def _through_selective_scan(
             reset,
         )
         _, _, checkpoints = selective.selective_scan_forward(*inputs)
+        assert checkpoints is not None
         d_out = dy[:, :, s].reshape(batch, seqlen, -1)
         parts.append(selective.selective_scan_backward(d_out, last, *inputs, checkpoints, window, halo))
     du, ddelta, dA, dB, dC, dD, _, dbias, dinitial = zip(*parts, strict=True)

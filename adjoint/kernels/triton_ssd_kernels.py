@@ -1,11 +1,15 @@
-"""Tensor-core kernels of Mamba-2's SSD scan (launched by ``triton_ssd``): chunks of Q tokens as matrix products.
+"""Tensor-core kernels of Mamba-2's SSD scan (launched by ``triton_ssd``): chunks of Q tokens as matrix
+products.
 
 Inside a chunk, with c_t the running sum of dt A and L_ij = exp(c_i - c_j) for i >= j (0 across a reset):
 
-    y_i = sum_j (C_i . B_j) L_ij dt_j x_j + exp(c_i) C_i h_in + D x_i,     h_out = sum_j exp(c_Q - c_j) dt_j x_j (x) B_j + exp(c_Q) h_in
+    y_i = sum_j (C_i . B_j) L_ij dt_j x_j + exp(c_i) C_i h_in + D x_i,     h_out = sum_j exp(c_Q - c_j) dt_j
+    x_j (x) B_j + exp(c_Q) h_in
 
-The decays' gradient d(dt A)_t is the sum of all that crosses t: pairs j < t <= i inside the chunk, tokens from t on that read
-h_in, tokens before t that feed h_out, and h_in through to h_out. These sums are formed directly (a product with a
+The decays' gradient d(dt A)_t is the sum of all that crosses t: pairs j < t <= i inside the chunk, tokens
+from t on that read
+h_in, tokens before t that feed h_out, and h_in through to h_out. These sums are formed directly (a product
+with a
 triangle of ones), never as the difference of two running sums, which would cancel.
 """
 
@@ -19,9 +23,24 @@ from adjoint.kernels.triton_selective_scan_kernels import _slope as slope_of
 
 
 @triton.jit
-def step_kernel(dt, A, bias, step, cum, seqlen, nheads, dt_b, dt_t, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
-                Q: tl.constexpr, HEADS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """step = softplus(dt + bias) and the chunk's running sum of step * A, both (batch, nheads, chunks * Q), 0-padded."""
+def step_kernel(
+    dt,
+    A,
+    bias,
+    step,
+    cum,
+    seqlen,
+    nheads,
+    dt_b,
+    dt_t,
+    HAS_BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    Q: tl.constexpr,
+    HEADS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """step = softplus(dt + bias) and the chunk's running sum of step * A, both (batch, nheads, chunks * Q),
+    0-padded."""
     chunk, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     t = chunk.to(tl.int64) * Q + tl.arange(0, Q)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -52,7 +71,8 @@ def _segments(reset, t, seqlen, HAS_RESET: tl.constexpr, Q: tl.constexpr):
 
 @triton.jit
 def _rows(pointer, first, j, i, stride, seqlen, size, DOT: tl.constexpr):
-    """The tile of tokens first + j, in the matrix products' dtype, zero outside. Offsets in the tile fit 32 bits."""
+    """The tile of tokens first + j, in the matrix products' dtype, zero outside. Offsets in the tile fit 32
+    bits."""
     ok = (j < seqlen - first)[:, None] & (i < size)[None, :]
     return tl.load(pointer + first * stride + (j[:, None] * stride + i[None, :]), mask=ok, other=0.0).to(DOT)
 
@@ -65,12 +85,40 @@ def _state(pointer, p, n, headdim, d_state):
 
 
 @triton.jit
-def chunk_state_kernel(x, B, step, cum, reset, local, decay, seqlen, nheads, headdim, d_state, heads_a_group,
-                       x_b, x_t, x_h, B_b, B_t, B_g, REVERSE: tl.constexpr, HAS_RESET: tl.constexpr, Q: tl.constexpr,
-                       P: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-                       ACC: tl.constexpr):  # fmt: skip
+def chunk_state_kernel(
+    x,
+    B,
+    step,
+    cum,
+    reset,
+    local,
+    decay,
+    seqlen,
+    nheads,
+    headdim,
+    d_state,
+    heads_a_group,
+    x_b,
+    x_t,
+    x_h,
+    B_b,
+    B_t,
+    B_g,
+    REVERSE: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """A chunk's own (headdim, d_state) state. REVERSE: its own cotangent of h_in, x and B being dy and C."""
-    chunk, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1) % nheads, tl.program_id(2).to(tl.int64)
+    chunk, head, batch = (
+        tl.program_id(0).to(tl.int64),
+        tl.program_id(1) % nheads,
+        tl.program_id(2).to(tl.int64),
+    )
     chunks = tl.num_programs(0)
     j = tl.arange(0, Q)
     t = chunk * Q + j
@@ -97,10 +145,39 @@ def chunk_state_kernel(x, B, step, cum, reset, local, decay, seqlen, nheads, hea
 
 
 @triton.jit
-def output_kernel(x, B, C, D, step, cum, reset, h_in, y, seqlen, nheads, headdim, d_state, heads_a_group,
-                  x_b, x_t, x_h, B_b, B_t, B_g, C_b, C_t, C_g, HAS_D: tl.constexpr, HAS_RESET: tl.constexpr,
-                  Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-                  ACC: tl.constexpr):  # fmt: skip
+def output_kernel(
+    x,
+    B,
+    C,
+    D,
+    step,
+    cum,
+    reset,
+    h_in,
+    y,
+    seqlen,
+    nheads,
+    headdim,
+    d_state,
+    heads_a_group,
+    x_b,
+    x_t,
+    x_h,
+    B_b,
+    B_t,
+    B_g,
+    C_b,
+    C_t,
+    C_g,
+    HAS_D: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """y of one chunk and head from the state at its entry."""
     chunk, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunks = tl.num_programs(0)
@@ -137,10 +214,36 @@ def output_kernel(x, B, C, D, step, cum, reset, h_in, y, seqlen, nheads, headdim
 
 
 @triton.jit
-def read_kernel(dy, C, cum, reset, h_in, g_out, read, through, seqlen, nheads, headdim, d_state, heads_a_group,
-                dy_b, dy_t, dy_h, C_b, C_t, C_g, HAS_RESET: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
-                N: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """What each token reads of h_in, weighed with its dy, and h_in's way through to h_out, weighed with its cotangent.
+def read_kernel(
+    dy,
+    C,
+    cum,
+    reset,
+    h_in,
+    g_out,
+    read,
+    through,
+    seqlen,
+    nheads,
+    headdim,
+    d_state,
+    heads_a_group,
+    dy_b,
+    dy_t,
+    dy_h,
+    C_b,
+    C_t,
+    C_g,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """What each token reads of h_in, weighed with its dy, and h_in's way through to h_out, weighed with its
+    cotangent.
 
     (batch, nheads, chunks * Q) and (batch, chunks, nheads): the decays' gradient needs both.
     """
@@ -172,12 +275,53 @@ def read_kernel(dy, C, cum, reset, h_in, g_out, read, through, seqlen, nheads, h
 
 
 @triton.jit
-def input_grad_kernel(dy, x, B, C, A, D, step, cum, reset, g_out, read, through, dx, ddt, dA, dD, dbias, seqlen, nheads, headdim,
-                      d_state, heads_a_group, dy_b, dy_t, dy_h, x_b, x_t, x_h, B_b, B_t, B_g, C_b, C_t, C_g,
-                      HAS_D: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_RESET: tl.constexpr, Q: tl.constexpr,
-                      P: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-                      ):  # fmt: skip
-    """dx and ddt of one chunk and head, and its share of dA, dD, dbias (batch, chunks, nheads). g_out: cotangent of h_out."""
+def input_grad_kernel(
+    dy,
+    x,
+    B,
+    C,
+    A,
+    D,
+    step,
+    cum,
+    reset,
+    g_out,
+    read,
+    through,
+    dx,
+    ddt,
+    dA,
+    dD,
+    dbias,
+    seqlen,
+    nheads,
+    headdim,
+    d_state,
+    heads_a_group,
+    dy_b,
+    dy_t,
+    dy_h,
+    x_b,
+    x_t,
+    x_h,
+    B_b,
+    B_t,
+    B_g,
+    C_b,
+    C_t,
+    C_g,
+    HAS_D: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """dx and ddt of one chunk and head, and its share of dA, dD, dbias (batch, chunks, nheads). g_out:
+    cotangent of h_out."""
     chunk, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunks = tl.num_programs(0)
     j = tl.arange(0, Q)
@@ -236,11 +380,47 @@ def input_grad_kernel(dy, x, B, C, A, D, step, cum, reset, g_out, read, through,
 
 
 @triton.jit
-def group_grad_kernel(dy, x, B, C, step, cum, reset, h_in, g_out, dB, dC, seqlen, nheads, headdim, d_state, ngroups,
-                      heads_a_group, heads_each, dy_b, dy_t, dy_h, x_b, x_t, x_h, B_b, B_t, B_g, C_b, C_t, C_g,
-                      HAS_RESET: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr,
-                      PRECISION: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """dB and dC of one chunk and group, summed over a share of the group's heads: (batch, shares, seqlen, ngroups, d_state)."""
+def group_grad_kernel(
+    dy,
+    x,
+    B,
+    C,
+    step,
+    cum,
+    reset,
+    h_in,
+    g_out,
+    dB,
+    dC,
+    seqlen,
+    nheads,
+    headdim,
+    d_state,
+    ngroups,
+    heads_a_group,
+    heads_each,
+    dy_b,
+    dy_t,
+    dy_h,
+    x_b,
+    x_t,
+    x_h,
+    B_b,
+    B_t,
+    B_g,
+    C_b,
+    C_t,
+    C_g,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """dB and dC of one chunk and group, summed over a share of the group's heads: (batch, shares, seqlen,
+    ngroups, d_state)."""
     chunk, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     chunks = tl.num_programs(0)
     blocks = (d_state + N - 1) // N
@@ -255,7 +435,9 @@ def group_grad_kernel(dy, x, B, C, step, cum, reset, h_in, g_out, dB, dC, seqlen
     pair = (j[:, None] <= j[None, :]) & (count[:, None] == count[None, :])
     dB_ = tl.zeros((Q, N), ACC)
     dC_ = tl.zeros((Q, N), ACC)
-    scores = tl.zeros((Q, Q), ACC)  # rows j (inputs), columns i (outputs): cotangent of B_j . C_i, over the heads
+    scores = tl.zeros(
+        (Q, Q), ACC
+    )  # rows j (inputs), columns i (outputs): cotangent of B_j . C_i, over the heads
     first = group * heads_a_group + share * heads_each
     for head in range(first, tl.minimum(first + heads_each, (group + 1) * heads_a_group)):
         line = (batch * nheads + head) * (chunks * Q)
