@@ -11,7 +11,7 @@ from typing import Any
 from adjoint.compare import smallest_window, worst
 from adjoint.sweep_report import TOLERANCE, error_text, layers_of, swept, window_text
 
-_FLOOR = 1e-6  # smaller errors are rounding; drawn here, so that they do not press the rest together
+_FLOOR = 1e-6  # smaller errors are drawn here: the exact ends must not press the rest together
 _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink")
 
 
@@ -56,7 +56,7 @@ def plot_sweep(result: dict[str, Any], path: str | Path) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: ticks.get(round(x), "")))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda y, _: f"{y * 100:.6g}%" if y > 1.5 * _FLOOR else "rounding")
+        FuncFormatter(lambda y, _: f"{y * 100:.6g}%" if y > 1.5 * _FLOOR else f"≤ {y * 100:.6g}%")
     )
     axes.set_xlabel(f"window: tokens that a layer's recurrence reaches back (full: {seqlen:,})")
     axes.set_ylabel(f"relative error of the gradient, against {settings['baseline']}")
@@ -108,7 +108,7 @@ def _mark(
     index = [row["window"] for row in rows].index(window)
     axes.plot(at[index], height[index], "o", color=colour, markersize=11, markerfacecolor="none",
               markeredgewidth=1 if every_kind else 2, zorder=4)  # fmt: skip
-    what = "every kind" if every_kind else "all together"
+    what = "every kind of parameter" if every_kind else "all together"
     text = f"{what} below {TOLERANCE:.0%}:\n{window_text(window)}"
     if index == 0:
         _say(axes, text, at[index], height[index], (4, -26), colour)

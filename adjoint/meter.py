@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
-import gc
 import importlib.metadata
 import os
 import platform
@@ -26,14 +25,14 @@ class PeakMemory:
         peak.bytes
 
     CUDA: what tensors held. Linux on a CPU: the process's resident set, after freed memory has been handed
-    back to the system. Elsewhere a peak cannot be begun anew, and `bytes` is None.
+    back to the system. Elsewhere a peak cannot be begun anew, and `bytes` is None. Collect garbage before, where
+    reference cycles may hold tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.bytes, self._before = device, None if device.type == "cpu" else 0, 0
 
     def __enter__(self) -> PeakMemory:
-        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)

@@ -15,6 +15,12 @@ from adjoint.methods import METHODS, Backprop, Exact, LayerLocal, Truncated, che
 from adjoint.rundir import RUNS
 
 BASELINES = (Backprop.name, Exact.name)
+# Keys of a training run that would be passed over here; in a configuration file they do no harm.
+_INSTEAD = {
+    "--method.": "--methods, --windows and --chunk-size",
+    "--run.": "--out and --model",
+    "--training.seed": "--seed",
+}
 
 
 @dataclass(frozen=True)
@@ -115,10 +121,13 @@ def read_arguments(argv: list[str]) -> tuple[Request, Config]:
     if request.out.exists() and not request.out.is_dir():
         raise UserError(f"--out {request.out}: is a file; name a folder")
     files = given.config or []
+    for word in rest:
+        for prefix, instead in _INSTEAD.items():
+            if word.startswith(prefix):
+                raise UserError(f"{word}: a sweep does not take it; use {instead}")
+        if request.model is not None and word.startswith("--model."):
+            raise UserError(f"{word}: the model is that of --model {request.model}; leave one of them out")
     if request.model is not None:
-        shape = next((word for word in rest if word.startswith("--model.")), None)
-        if shape:
-            raise UserError(f"{shape}: the model is that of --model {request.model}; leave one of them out")
         own = find_checkpoint(request.model).parent.parent / "config.yaml"
         files = files or [str(own)] * own.is_file()
     words = [word for file in files for word in ("--config", file)] + rest

@@ -107,7 +107,8 @@ class Sweeping:
             with _progress(len(missing) * self.request.batches) as (name_row, step):
                 for name, window in missing:
                     name_row(name, window)
-                    self.rows[name, window] = self.comparison.row(name, window, step)
+                    with _memory_told(name, window):
+                        self.rows[name, window] = self.comparison.row(name, window, step)
                     self._write()
         except KeyboardInterrupt:
             interrupted = True
@@ -251,6 +252,21 @@ def _first_difference(there: dict[str, Any], here: dict[str, Any], prefix: str =
         elif a != b:
             return f"{prefix}{key} {str(a)[:16]} there, {str(b)[:16]} here"
     return None
+
+
+@contextmanager
+def _memory_told(name: str, window: int | None) -> Iterator[None]:
+    """Raises UserError, with what can be done in a sweep, where memory runs out."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error).lower()
+        if isinstance(error, RuntimeError) and not ("out of memory" in text or "can't allocate" in text):
+            raise
+        raise UserError(
+            f"{sweep_report.row_name(name, window)}: out of memory; lower --chunk-size, --seqlen or "
+            "--data.batch, or take --baseline exact (the rows before it are kept)"
+        ) from error
 
 
 @contextmanager

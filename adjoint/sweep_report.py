@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ _COLUMNS = (
 )
 
 
-def layers_of(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def layers_of(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Cosine and relative error of the layers proper, without embedding, last norm and head."""
     return {name: values for name, values in row["layer"].items() if name.startswith("layers.")}
 
@@ -84,7 +84,7 @@ def show(result: dict[str, Any]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 120  # a file or a pipe has no width of its own
-    console.print(_overall_table(result))
+    console.print(_overall_table(result, console.width))
     for name in dict.fromkeys(row["method"] for row in result["rows"]):
         if name != result["settings"]["baseline"]:
             console.print(_parts_table(result, name, console.width))
@@ -124,28 +124,29 @@ def _csv_lines(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {**shared, "scope": scope, "name": name, **numbers}
 
 
-def _overall_table(result: dict[str, Any]) -> Any:
+def _overall_table(result: dict[str, Any], width: int) -> Any:
     from rich.table import Table
 
     table = Table(title="gradients side by side")
-    left = ("method", "worst layer", "worst kind")
-    for heading in ("method", "window", "error", "cosine", *left[1:], "vjps", "seconds", "memory"):
-        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
+    # The tables by part say the same at length: a narrow terminal does without.
+    parts = ("worst layer", "worst kind") if width >= 112 else ()
+    for heading in ("method", "window", "error", "cosine", *parts, "vjps", "seconds", "memory"):
+        left = heading == "method" or heading in parts
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for row in result["rows"]:
         reference = row["method"] == result["settings"]["baseline"]
         memory = row["peak_memory_bytes"]
-        layer, kind = (
+        furthest = [
             "" if reference else f"{name.removeprefix('layers.')}: {error_text(error)}"
             for name, error in (worst(layers_of(row)), worst(row["kind"]))
-        )
+        ]
         table.add_row(
             row["method"],
             "full" if row["window"] is None else f"{row['window']:,}",
             "reference" if reference else error_text(row["relative_error"]),
             "" if reference or row["cosine"] is None else f"{row['cosine']:.6f}",
-            layer,
-            kind,
-            "" if row["vjps"] is None else f"{row['vjps']:,}",
+            *furthest[: len(parts)],
+            "" if row["vjps"] is None else f"{row['vjps']:,}" if row["vjps"] < 1e8 else f"{row['vjps']:.3e}",
             f"{row['seconds']:.2f}",
             "–" if memory is None else f"{memory / 2**20:,.0f} MiB",
         )

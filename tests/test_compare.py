@@ -176,7 +176,7 @@ def test_peak_memory_sees_what_comes_and_goes() -> None:
     assert environment(cpu)["versions"]["torch"] == torch.__version__
 
 
-# -------------------------------------------------------------------------------------------------- the command
+# ------------------------------------------------------------------------------------------------ the command
 
 
 def test_sweep_of_a_fresh_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,6 +232,7 @@ def test_a_sweep_goes_on_with_what_it_has(
         return row(self, name, window, step)
 
     monkeypatch.setattr(Comparison, "row", interrupted)
+    monkeypatch.setattr("adjoint.compare_plot.plot_sweep", lambda result, path: None)  # half a second each
     assert sweep(tmp_path, data="random") == 130
     shown = capsys.readouterr()
     assert "gradients side by side" in shown.out and "4 rows to go" in shown.err
@@ -264,6 +265,40 @@ def test_a_sweep_goes_on_with_what_it_has(
     assert len(results(tmp_path)["rows"]) == 2
 
 
+def test_exact_is_the_baseline_where_backprop_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("adjoint.compare_plot.plot_sweep", lambda result, path: None)
+    monkeypatch.setattr(compare, "backprop_fits", lambda model, ids: False)
+    flags = {"data": "random", "windows": "4", "methods": "truncated"}
+    assert sweep(tmp_path, **flags) == 0
+    assert "Exact, its equal to rounding, stands in" in capsys.readouterr().out
+    rows = results(tmp_path)["rows"]
+    assert [row["method"] for row in rows] == ["exact", "truncated"]
+    monkeypatch.setattr(compare, "backprop_fits", lambda model, ids: True)
+    assert sweep(tmp_path, **flags) == 0  # memory comes and goes: the sweep keeps its baseline
+    assert results(tmp_path)["rows"] == rows
+    assert sweep(tmp_path, **flags, baseline="backprop") == 2
+    assert "baseline exact there, backprop here" in capsys.readouterr().err
+
+
+def test_running_out_of_memory_is_told_and_keeps_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = Comparison.row
+
+    def greedy(self: Comparison, name: str, window: int | None, step: Any) -> dict[str, Any]:
+        if window == 4:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+        return row(self, name, window, step)
+
+    monkeypatch.setattr(Comparison, "row", greedy)
+    assert sweep(tmp_path, data="random") == 2
+    error = capsys.readouterr().err
+    assert "truncated, window 4: out of memory; lower --chunk-size" in error and error.count("\n") == 1
+    assert list(by_key(results(tmp_path))) == [("backprop", None), ("truncated", 1)]
+
+
 def test_interrupted_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,6 +329,8 @@ def test_interrupted_at_once(
         ({"model": "nowhere"}, "--model nowhere: no such run"),
         ({"model.vocab_size": 50}, "out of range"),
         ({"window": 4}, "unknown key window"),
+        ({"method.window": 4}, "use --methods"),
+        ({"training.seed": 4}, "use --seed"),
         ({"out": "text.txt"}, "is a file"),
     ],
 )
