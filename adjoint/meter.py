@@ -25,8 +25,8 @@ class PeakMemory:
         peak.bytes
 
     CUDA: what tensors held. Linux on a CPU: the process's resident set, after freed memory has been handed
-    back to the system. Elsewhere a peak cannot be begun anew, and `bytes` is None. Collect garbage before, where
-    reference cycles may hold tensors.
+    back to the system. Elsewhere a peak cannot be begun anew, and `bytes` is None. Collect garbage
+    before, where reference cycles may hold tensors.
     """
 
     def __init__(self, device: torch.device) -> None:

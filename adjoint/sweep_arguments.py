@@ -58,9 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s --out DIR [--config FILE] [--windows 1,16,256,full] [--seqlen N] [--model RUN] …",
         description="Measure how far windowed and layer-local gradients are from backpropagation's: "
         "how long a window do you need?",
-        epilog="Numbers may be written 16K (16,384) or 1M (1,048,576). All keys of adjoint train are flags "
-        "here too (--data.path, --model.d_model, …). The sweep runs in float32 unless --training.precision "
-        "says otherwise.",
+        epilog="Numbers may be written 16K (16,384) or 1M (1,048,576). The model., data. and training. keys "
+        "of adjoint train are flags here too (--data.path, --model.d_model, …). The sweep runs "
+        "in float32 unless --training.precision says otherwise.",
     )
     add = parser.add_argument
     add("--out", required=True, metavar="DIR", help="folder for sweep.json, sweep.csv and sweep.png")
