@@ -8,6 +8,7 @@ from torch import Tensor
 from adjoint.kernels import cpu_build, reference
 
 LANE_BYTES = 64
+ELEMENTS_A_THREAD = 1 << 17  # about a tenth of a millisecond
 _I64 = ctypes.c_int64
 _PTR = ctypes.c_void_p
 
@@ -133,8 +134,9 @@ def _blocks(nheads: int, headdim: int, dtype: torch.dtype) -> int:
     return nheads * -(-headdim // _lanes(dtype))
 
 
-def _threads(batch: int, blocks: int) -> int:
-    return max(1, min(torch.get_num_threads(), batch * blocks))
+def _threads(units: int, work: int) -> int:
+    """Threads for `units` independent pieces and `work` elements in all: waking another one must be worth it."""
+    return max(1, min(torch.get_num_threads(), units, work // ELEMENTS_A_THREAD))
 
 
 def _checkpoints(batch: int, seqlen: int, blocks: int, d_state: int, dtype: torch.dtype) -> Tensor:
@@ -148,7 +150,7 @@ def selective_scan_forward(
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
     blocks = _blocks(1, d_inner, u.dtype)
-    f = _scan_fields(u, d_inner, 1, 1, d_state, _threads(batch, blocks))
+    f = _scan_fields(u, d_inner, 1, 1, d_state, _threads(batch * blocks, u.numel() * d_state))
     y = u.new_empty(batch, seqlen, d_inner)
     final_state = u.new_empty(batch, d_inner, d_state)
     checkpoints = _checkpoints(batch, seqlen, blocks, d_state, u.dtype) if save else None
@@ -180,7 +182,7 @@ def selective_scan_backward(
 ):
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
-    threads = _threads(batch, _blocks(1, d_inner, u.dtype))
+    threads = _threads(batch * _blocks(1, d_inner, u.dtype), u.numel() * d_state)
     f = _scan_fields(u, d_inner, 1, 1, d_state, threads)
     du, ddelta = (u.new_empty(batch, seqlen, d_inner) for _ in range(2))
     dz = None if z is None else u.new_empty(batch, seqlen, d_inner)
@@ -211,7 +213,7 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     ngroups, d_state = B.shape[2:]
     d, decay = _ssd_steps(dt, A, dt_bias, dt_softplus, reset)
     blocks = _blocks(nheads, headdim, x.dtype)
-    f = _scan_fields(x, headdim, nheads, ngroups, d_state, _threads(batch, blocks))
+    f = _scan_fields(x, headdim, nheads, ngroups, d_state, _threads(batch * blocks, x.numel() * d_state))
     y = x.new_empty(batch, seqlen, nheads, headdim)
     final_state = x.new_empty(batch, nheads, headdim, d_state)
     checkpoints = _checkpoints(batch, seqlen, blocks, d_state, x.dtype) if save else None
@@ -252,7 +254,7 @@ def ssd_scan_backward(
     ngroups, d_state = B.shape[2:]
     d, decay = _ssd_steps(dt, A, dt_bias, dt_softplus, reset)
     blocks = _blocks(nheads, headdim, x.dtype)
-    threads = _threads(batch, blocks)
+    threads = _threads(batch * blocks, x.numel() * d_state)
     f = _scan_fields(x, headdim, nheads, ngroups, d_state, threads)
     dx = x.new_empty(batch, seqlen, nheads, headdim)
     dd, ddecay = (x.new_empty(batch, seqlen, blocks) for _ in range(2))
@@ -293,7 +295,11 @@ def _linear_fields(a: Tensor, b: Tensor, dense: bool) -> _Fields:
     blocks = 1 if dense else -(-d_state // _lanes(b.dtype))
     f = _Fields(_LinearArgs())
     f.numbers(
-        batch=batch, seqlen=seqlen, d_state=d_state, a_width=a[0, 0].numel(), threads=_threads(batch, blocks)
+        batch=batch,
+        seqlen=seqlen,
+        d_state=d_state,
+        a_width=a[0, 0].numel(),
+        threads=_threads(batch * blocks, a.numel()),
     )
     f.pointers(a=a)
     return f
@@ -334,7 +340,7 @@ def _conv_fields(x: Tensor, weight: Tensor, silu: bool) -> _Fields:
         channels=channels,
         width=weight.shape[1],
         silu=silu,
-        threads=_threads(batch, -(-channels // _lanes(x.dtype))),
+        threads=_threads(batch * -(-channels // _lanes(x.dtype)), x.numel() * weight.shape[1]),
         x_batch_stride=x.stride(0),
         x_time_stride=x.stride(1),
     )
