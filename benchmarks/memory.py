@@ -196,19 +196,19 @@ def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def reason_to_skip(point: dict[str, Any], journal: common.Journal, max_memory: int) -> str | None:
     """Why `point` is not to be run: it would not fit, or a shorter one of its curve did not. None: run it."""
-    measured = []
+    measured: dict[int, int] = {}  # the highest of the repeats, by length
     for key, result in journal.done.items():
         other = json.loads(key)
         if any(other[field] != point[field] for field in ("method", "allocator", "device")):
             continue
         if "memory_bytes" in result:
-            measured.append((other["length"], result["memory_bytes"]))
+            measured[other["length"]] = max(result["memory_bytes"], measured.get(other["length"], 0))
         elif other["length"] <= point["length"] and (other["length"], other["repeat"]) != (
             point["length"],
             point["repeat"],
         ):
             return f"at {other['length']:,} tokens: {result.get('skipped') or result.get('error')}"
-    expected = predicted_bytes(measured, point["length"])
+    expected = predicted_bytes(sorted(measured.items()), point["length"])
     if expected is not None and expected > max_memory:
         return f"{expected / 2**30:.1f} GiB predicted, the limit is {max_memory / 2**30:.1f}"
     return None

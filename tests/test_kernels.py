@@ -403,3 +403,21 @@ def test_without_a_compiler_there_is_one_warning_and_the_reference():
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert run.stdout.split("\n")[0].startswith("1 ['reference'")
+
+
+def test_triton_is_asked_for_by_name_and_refused_where_it_cannot_run():
+    x, A, B = torch.ones(1, 4, 2), -torch.ones(2, 3), torch.ones(1, 4, 3)
+    if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+        assert "triton" not in dispatch.backends()
+        with pytest.raises(ValueError, match="backend 'triton' is not usable here"):
+            selective_scan(x, x, A, B, B, backend="triton")
+    code = (
+        "import torch, adjoint\n"
+        "assert 'triton' in adjoint.backends()\n"
+        "x = torch.rand(1, 9, 4); A = -torch.rand(4, 3); B = torch.rand(1, 9, 3)\n"
+        "a, b = (adjoint.selective_scan(x, x, A, B, B, backend=k)[0] for k in ('triton', 'reference'))\n"
+        "assert (a - b).norm() <= 1e-5 * b.norm()"
+    )
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -1,6 +1,8 @@
 """Which backend runs an operation, and why another one cannot."""
 
 import importlib
+import importlib.util
+import os
 from types import ModuleType
 
 import torch
@@ -8,14 +10,13 @@ from torch import Tensor
 
 from adjoint.kernels import cpu_build
 
-_OFFERED = ("reference", "cpu")
+_MODULES = {"reference": "reference", "cpu": "cpu", "triton": "triton_backend"}
 
 
 def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str | None:
-    """None if backend `name` is usable (for tensors of that device and dtype), else the reason why it is
-    not."""
-    if name not in _OFFERED:
-        return f"there is no such backend; the backends are {', '.join(_OFFERED)}"
+    """None if backend `name` is usable (for tensors of that device and dtype), else the reason."""
+    if name not in _MODULES:
+        return f"there is no such backend; the backends are {', '.join(_MODULES)}"
     if name == "cpu":
         library, reason = cpu_build.load()
         if library is None:
@@ -24,16 +25,24 @@ def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | 
             return f"it works on CPU tensors, these are on {device}"
         if dtype is not None and dtype not in (torch.float32, torch.float64):
             return f"it works in float32 and float64, not {dtype}"
+    if name == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed (pip install triton)"
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if not interpreted and not torch.cuda.is_available():
+            return "there is no CUDA device (TRITON_INTERPRET=1 runs it on the CPU, slowly)"
+        if not interpreted and device is not None and device.type != "cuda":
+            return f"it works on CUDA tensors, these are on {device}"
     return None
 
 
 def backends() -> list[str]:
     """Names of the scan backends usable on this machine; "reference" always is."""
-    return [name for name in _OFFERED if why_not(name) is None]
+    return [name for name in _MODULES if why_not(name) is None]
 
 
 def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The module with the operation's forward/backward pair; `backend=None` picks the fastest usable one.
+    """The module with the operation's forward/backward pair; `backend=None` picks the fastest proven one.
 
     Raises ValueError, with the reason, if the backend asked for cannot be used on such tensors.
     """
@@ -48,7 +57,7 @@ def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> Mod
     reason = why_not(backend, device, dtype)
     if reason is not None:
         raise ValueError(f"backend {backend!r} is not usable here: {reason}. Usable: {', '.join(backends())}")
-    return importlib.import_module(f"adjoint.kernels.{backend}")
+    return importlib.import_module(f"adjoint.kernels.{_MODULES[backend]}")
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:

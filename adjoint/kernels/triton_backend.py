@@ -1,0 +1,24 @@
+"""The Triton backend: the pairs of functions of `reference`, gathered from a module an operation.
+
+Proven under Triton's interpreter and compiled for sm_80 and sm_90, but not yet run on a GPU: nothing picks it by
+itself, `backend="triton"` asks for it. Dense recurrences take the reference.
+"""
+
+from adjoint.kernels.reference import dense_scan_backward, dense_scan_forward
+from adjoint.kernels.triton_conv1d import causal_conv1d_backward, causal_conv1d_forward
+from adjoint.kernels.triton_linear_scan import linear_scan_backward, linear_scan_forward
+from adjoint.kernels.triton_selective_scan import selective_scan_backward, selective_scan_forward
+from adjoint.kernels.triton_ssd import ssd_scan_backward, ssd_scan_forward
+
+__all__ = [
+    "causal_conv1d_backward",
+    "causal_conv1d_forward",
+    "dense_scan_backward",
+    "dense_scan_forward",
+    "linear_scan_backward",
+    "linear_scan_forward",
+    "selective_scan_backward",
+    "selective_scan_forward",
+    "ssd_scan_backward",
+    "ssd_scan_forward",
+]
