@@ -58,7 +58,7 @@ class ExactSweep(sweep.Sweep):
                 if (
                     last
                 ):  # the reverse sweep starts here: keep this chunk linearised instead of recomputing it
-                    self.last_gradients = Gradients(self.parameters)
+                    self.last_gradients = Gradients()
                     y, states, pullbacks = self._linearize_column(y, states, self.last_gradients)
                     self.last = y, pullbacks
                 else:
@@ -127,7 +127,7 @@ class ExactSweep(sweep.Sweep):
         self, d_loss: Tensor | None, d_final: tuple[Tensor | None, ...]
     ) -> tuple[Gradients, list[Tensor | None]]:
         model = self.model
-        gradients = self.last_gradients or Gradients(self.parameters)
+        gradients = self.last_gradients or Gradients()
         last, self.last, self.last_gradients = self.last, None, None
         d_states: list[Cotangents] = sweep.by_layer(self.initial, list(d_final))
         scale = None if d_loss is None else d_loss / self.valid

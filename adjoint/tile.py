@@ -22,8 +22,7 @@ class Gradients:
     """Sums of parameter gradients over tiles, in float32 at least: a bfloat16 sum over many chunks would lose
     the small ones."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
+    def __init__(self) -> None:
         self.sums: dict[Tensor, Tensor] = {}
 
     def add(self, parameter: Tensor, gradient: Tensor | None) -> None:
@@ -87,8 +86,7 @@ def linearize(
 
 def aliases(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Leaves that share the parameters' memory. Asking autograd for a parameter's own gradient runs the hooks
-    users put on
-    it, which must see the whole gradient, once, and not each tile's share."""
+    users put on it, which must see the whole gradient, once, and not each tile's share."""
     return [p.detach().requires_grad_(p.requires_grad) for p in parameters]
 
 

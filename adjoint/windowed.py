@@ -1,11 +1,9 @@
 """`Truncated` and `LayerLocal` with a window: a layer's chunks are independent tasks.
 
-Tokens [s, e) of a layer, windowed to W tokens, need the layer's inputs and output cotangents up to token e +
-W - 2 (the halo),
-the recurrent state before s, and the d_conv - 1 inputs before s: the convolution's short paths are not
-windowed, so a task
-carries its own copy of them instead of waiting for its neighbour. Nothing else passes between tasks; their
-contributions are added up, in any order.
+Tokens [s, e) of a layer, windowed to W tokens, need the layer's inputs and output cotangents up to token
+e + W - 2 (the halo), the recurrent state before s, and the d_conv - 1 inputs before s: the convolution's
+short paths are not windowed, so a task carries its own copy of them instead of waiting for its neighbour.
+Nothing else passes between tasks; their contributions are added up, in any order.
 """
 
 import dataclasses
@@ -29,9 +27,8 @@ class Task:
     """The vjp of one layer on the tokens [start, stop).
 
     It reads the layer's inputs on [left, halo_stop), the cotangents of its outputs on [start, halo_stop) and
-    the recurrent
-    state before `start`; it writes the parameters' gradients and the cotangents of the inputs on [left,
-    stop).
+    the recurrent state before `start`; it writes the parameters' gradients and the cotangents of the inputs
+    on [left, stop).
     """
 
     layer: int
@@ -175,7 +172,7 @@ class WindowedSweep(sweep.Sweep):
         self, d_loss: Tensor | None, d_final: tuple[Tensor | None, ...]
     ) -> tuple[Gradients, list[Tensor | None]]:
         model, seqlen = self.model, self.ids.shape[1]
-        gradients = Gradients(self.parameters)
+        gradients = Gradients()
         d_initial: list[Cotangents] = sweep.by_layer(self.initial, [None] * len(d_final))
         final = sweep.by_layer(self.initial, list(d_final))
         d_head = torch.zeros_like(self.inputs[-1])

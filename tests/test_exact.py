@@ -363,15 +363,16 @@ def step(method, seqlen):
 
 torch.set_num_threads(1)
 model = Stack(StackConfig(vocab_size=64, d_model=64, n_layer=2, mixer=sys.argv[1], d_state=16, headdim=32))
-ids = torch.randint(64, (1, 16384))
+ids = torch.randint(64, (1, 65536))
 step(Exact(512), 64)
 baseline = peak()
-for method, seqlen in ((Exact(512), 1024), (Exact(512), 16384), (Backprop(), 16384)):
+for method, seqlen in ((Exact(512), 4096), (Exact(512), 65536), (Backprop(), 16384)):
     step(method, seqlen)
     print(peak() - baseline)
 """
 
 
+@pytest.mark.slow  # a model this small is near the noise of the heap; benchmarks.memory measures a real one
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("mixer", ["mamba", "mamba2", "diagonal"])
 def test_peak_memory_does_not_grow_with_the_sequence(mixer: str) -> None:
@@ -379,5 +380,5 @@ def test_peak_memory_does_not_grow_with_the_sequence(mixer: str) -> None:
         [sys.executable, "-c", PEAKS, mixer], capture_output=True, text=True, check=True, timeout=120
     )
     short, long, backprop = (int(line) / 1024 for line in done.stdout.split())
-    assert long < 1.5 * short, f"{short:.1f} MiB at 1,024 tokens, {long:.1f} at 16,384"
+    assert long < 1.5 * short, f"{short:.1f} MiB at 4,096 tokens, {long:.1f} at 65,536"
     assert backprop > 3 * long, f"{long:.1f} MiB, {backprop:.1f} by backpropagation: nothing measured"
