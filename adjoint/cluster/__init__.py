@@ -1,0 +1,1 @@
+"""Layer shards over processes, GPUs and MIG slices: devices, partition, schedules, transport, recovery."""
