@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# scripts/setup.sh VENV EXTRAS: make VENV and install this repository into it with EXTRAS ("" or "dev" or "dev,ray").
+# scripts/setup.sh VENV EXTRAS: make VENV and install this repository into it with EXTRAS ("" or "dev" or "dev,cluster").
 #
 # Where there is no NVIDIA GPU the CPU build of torch is asked for by its local version (2.13.0+cpu). Plain
 # "torch" from PyPI is the CUDA build on Linux: gigabytes that such a machine cannot use.
