@@ -15,8 +15,9 @@ they end, and whoever wants times or drawings walks over the same data.
     embedding     the embedding's gradient                         every chunk, first shard (the two below)
 
 Messages: "y" up and "dy" down between neighbours, (batch, chunk, d_model) each; "d_head", dL/dy_K, from the
-last shard to all; between a shard and its helpers "weights" and "gradients" of a layer and "task", the inputs of
-one; "table_gradient", the embedding's part of a tied table's gradient, to the head's shard, which owns the table.
+last shard to all; between a shard and its helpers "weights" and "gradients" of a layer and "task", the inputs
+of one; "table_gradient", the embedding's part of a tied table's gradient, to the head's shard, which owns the
+table.
 """
 
 from __future__ import annotations
