@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "adjoint.sweep_command:main",
         "gradients of the methods against backpropagation: how long a window?",
     ),
+    "cluster": ("adjoint.cluster.command:main", "GPUs and MIG slices of this node, and how Ray gets them"),
 }
 
 

@@ -1,0 +1,49 @@
+"""`adjoint cluster env`: what a node has, and how to start Ray on it so that each slice is a worker."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from adjoint.cluster import devices
+
+
+def main(argv: list[str]) -> int:
+    """``adjoint cluster …``; returns the exit code."""
+    options = _parser().parse_args(argv)
+    inventory = devices.visible(devices.find())
+    print(json.dumps(inventory.as_dict(), indent=1) if options.json else text(inventory))
+    return 0
+
+
+def text(inventory: devices.Inventory) -> str:
+    """What `adjoint cluster env` prints: a line for a node without GPUs, else a table and commands."""
+    if not inventory.devices:
+        why = "; ".join(inventory.notes) or "CUDA_VISIBLE_DEVICES is empty"
+        return f"{why}. Shards run on the CPU: ray start --head --num-gpus=0"
+    rows = [("GPU", "kind", "memory", "UUID")]
+    for device in inventory.devices:
+        kind = device.name if not device.is_slice else f"{device.name} {device.profile}"
+        rows.append((str(device.gpu), kind, f"{device.memory_bytes // devices.MIB} MiB", device.uuid))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"not used: {note}" for note in inventory.notes]
+    lines += [
+        "",
+        "# the first node; the others take --address=HOST:6379 in place of --head",
+        inventory.ray_start(),
+    ]
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="adjoint cluster", description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    env = commands.add_parser(
+        "env",
+        help="GPUs and MIG slices of this node, and the Ray command that offers them",
+        description="Lists this node's GPUs and MIG slices and prints the command that starts Ray on "
+        "it: Ray does not count MIG slices by itself. A CUDA_VISIBLE_DEVICES that is set is kept to.",
+    )
+    env.add_argument("--json", action="store_true", help="the same as JSON")
+    return parser

@@ -1,0 +1,292 @@
+"""GPUs and MIG slices of one node, as NVML reports them, and what Ray has to be told about them.
+
+Ray counts physical GPUs and knows nothing of MIG. A node with slices is therefore started with the slices'
+UUIDs in ``CUDA_VISIBLE_DEVICES`` and their number as ``--num-gpus``: Ray then deals them out one to an actor
+that asks for ``num_gpus=1``, and CUDA shows a process one slice at most. Ray's custom resources are counters
+and no addresses: on a node of unequal slices any actor may get any slice. So the shards are placed first,
+each says which device it was given (`mine`), and only then are the layers shared out by memory (`shares`).
+
+``pynvml`` (nvidia-ml-py) is imported where it is used; every function takes another object in its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adjoint.errors import UserError
+
+MIB = 1 << 20
+WHOLE_GPU, MIG_SLICE = "whole_gpu", "mig_slice"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one process computes on: a whole GPU or one MIG slice.
+
+    Attributes:
+        uuid: what ``CUDA_VISIBLE_DEVICES`` calls it, "GPU-…" or "MIG-…".
+        name: the GPU's product name; a slice bears that of the GPU it is part of.
+        gpu: index of the physical GPU on its node, in NVML's order (that of the PCI bus).
+        memory_bytes: the device's memory, as NVML reports it; compute instances that share a GPU instance's
+            have equal parts of it.
+        profile: of a slice, such as "1g.5gb"; "" of a whole GPU.
+    """
+
+    uuid: str
+    name: str
+    gpu: int
+    memory_bytes: int
+    profile: str = ""
+
+    @property
+    def is_slice(self) -> bool:
+        return bool(self.profile)
+
+    def __str__(self) -> str:
+        part = f" {self.profile}" if self.profile else ""
+        return f"{self.name}{part}, {self.memory_bytes // MIB} MiB"
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The devices of a node, in the order Ray should number them, and a note on each that is unusable."""
+
+    devices: tuple[Device, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def visible(self) -> str:
+        """The value of ``CUDA_VISIBLE_DEVICES`` the node's Ray is to be started with."""
+        return ",".join(device.uuid for device in self.devices)
+
+    @property
+    def resources(self) -> dict[str, int]:
+        """Ray's custom resources: devices by kind, and slices by profile ("mig-1g.5gb")."""
+        counts: dict[str, int] = {}
+        for device in self.devices:
+            kinds = [MIG_SLICE, f"mig-{device.profile}"] if device.is_slice else [WHOLE_GPU]
+            for kind in kinds:
+                counts[kind] = counts.get(kind, 0) + 1
+        return counts
+
+    def ray_start(self, *where: str) -> str:
+        """The shell command that starts Ray on this node; `where` is ``--head`` or ``--address=…``."""
+        words = ["ray", "start", *(where or ("--head",)), f"--num-gpus={len(self.devices)}"]
+        if self.resources:
+            words.append(f"--resources={json.dumps(self.resources)}")
+        # An empty list hides what Ray is not to count; on a node with nothing to hide it says the same.
+        return f"CUDA_VISIBLE_DEVICES={shlex.quote(self.visible)} {shlex.join(words)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything here in plain types, for JSON."""
+        return {
+            "devices": [dataclasses.asdict(device) for device in self.devices],
+            "notes": list(self.notes),
+            "cuda_visible_devices": self.visible,
+            "num_gpus": len(self.devices),
+            "resources": self.resources,
+            "ray_start": self.ray_start(),
+        }
+
+
+def find(nvml: Any = None) -> Inventory:
+    """All GPUs and MIG slices of this node that a process may use, whatever ``CUDA_VISIBLE_DEVICES`` says.
+
+    A GPU in MIG mode stands for its slices and is no device itself. Whatever cannot be used is a line in
+    `notes` and never an exception: no driver, no permission, MIG mode without instances, a GPU that is lost.
+    `nvml` is a module or object with pynvml's functions and exceptions; pynvml itself where it is None.
+    """
+    if nvml is None:
+        try:
+            import pynvml as nvml
+        except ImportError:
+            return Inventory(notes=("nvidia-ml-py is not installed: pip install nvidia-ml-py to find GPUs",))
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return Inventory(notes=(_why_no_driver(nvml, error),))
+    try:
+        return _find(nvml)
+    except nvml.NVMLError as error:
+        return Inventory(notes=(f"NVML could not list the GPUs: {error}",))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _find(nvml: Any) -> Inventory:
+    devices: list[Device] = []
+    notes: list[str] = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            name = _text(nvml.nvmlDeviceGetName(handle))
+            if _mig_mode(nvml, handle):
+                found, remarks = _slices(nvml, handle, index, name)
+                devices += found
+                notes += remarks
+            else:
+                total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+                devices.append(Device(_text(nvml.nvmlDeviceGetUUID(handle)), name, index, total))
+        except nvml.NVMLError as error:
+            notes.append(f"GPU {index}: {_reason(nvml, error)}")
+    if not devices and not notes:
+        notes.append("the NVIDIA driver is loaded and lists no GPU")
+    return Inventory(tuple(devices), tuple(notes))
+
+
+def _mig_mode(nvml: Any, handle: Any) -> bool:
+    try:
+        current, _pending = nvml.nvmlDeviceGetMigMode(handle)
+    except nvml.NVMLError as error:
+        if error.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND):
+            return False  # a GPU, or a driver, that has no MIG
+        raise
+    return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
+
+
+def _slices(nvml: Any, gpu: Any, index: int, name: str) -> tuple[list[Device], list[str]]:
+    """The MIG devices of one GPU. Their indices have holes where an instance was destroyed."""
+    found, remarks = [], []
+    instances = []  # the GPU instance of each: compute instances of one have its memory in common
+    for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+        try:
+            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place)
+            total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+            instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
+            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+            found.append(Device(uuid, name, index, total, _profile(nvml, handle)))
+            instances.append(instance)
+        except nvml.NVMLError as error:
+            if error.value != nvml.NVML_ERROR_NOT_FOUND:
+                remarks.append(f"GPU {index}, MIG device {place}: {_reason(nvml, error)}")
+    if not found and not remarks:
+        remarks.append(
+            f"GPU {index}: in MIG mode without instances, unusable as it is; create some "
+            f"(nvidia-smi mig -i {index} -cgi … -C) or leave the mode (nvidia-smi -i {index} -mig 0)"
+        )
+    found = [
+        dataclasses.replace(device, memory_bytes=device.memory_bytes // instances.count(instance))
+        for device, instance in zip(found, instances, strict=True)
+    ]
+    return found, remarks
+
+
+def _profile(nvml: Any, handle: Any) -> str:
+    """ "1g.5gb" and the like: from the device's name, else from its attributes."""
+    match = re.search(r"MIG (\S+)$", _text(nvml.nvmlDeviceGetName(handle)))
+    if match:
+        return match[1]
+    attributes = nvml.nvmlDeviceGetAttributes(handle)
+    gb = -(-attributes.memorySizeMB // 1024)
+    return f"{attributes.gpuInstanceSliceCount}g.{gb}gb"
+
+
+def _why_no_driver(nvml: Any, error: Any) -> str:
+    if error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
+        return "no NVIDIA driver here (libnvidia-ml is not installed)"
+    if error.value == nvml.NVML_ERROR_DRIVER_NOT_LOADED:
+        return "the NVIDIA driver is installed but not loaded: load it (modprobe nvidia) or reboot"
+    if error.value == nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
+        return "the NVIDIA driver was updated under the running kernel module: reboot"
+    return f"NVML does not start: {_reason(nvml, error)}"
+
+
+def _reason(nvml: Any, error: Any) -> str:
+    if error.value == nvml.NVML_ERROR_NO_PERMISSION:
+        return (
+            "no permission to use it: for a GPU see the owner of /dev/nvidia*, "
+            "for a MIG slice that of /dev/nvidia-caps/*"
+        )
+    return " ".join(str(error).split())
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def visible(inventory: Inventory, environ: Mapping[str, str] | None = None) -> Inventory:
+    """The part of the inventory that ``CUDA_VISIBLE_DEVICES`` leaves, in that variable's order.
+
+    Entries are UUIDs, the beginnings of UUIDs, or indices of physical GPUs (in the order of the PCI bus, as
+    with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; a GPU in MIG mode then stands for its first slice, as for CUDA).
+
+    Raises:
+        UserError: an entry names no device here, or more than one.
+    """
+    listed = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    if listed is None or not inventory.devices:
+        return inventory
+    chosen: list[Device] = []
+    for entry in filter(None, (part.strip() for part in listed.split(","))):
+        if entry.lstrip("-").isdigit():
+            if int(entry) < 0:  # CUDA ignores what follows an invalid index, and -1 is how people say "none"
+                break
+            fits = [d for d in inventory.devices if d.gpu == int(entry)][:1]
+        else:
+            fits = [d for d in inventory.devices if d.uuid.startswith(entry)]
+            fits = [d for d in fits if d.uuid == entry] or fits
+        if len(fits) != 1:
+            there = ", ".join(d.uuid for d in inventory.devices) or "; ".join(inventory.notes)
+            what = "several devices" if fits else "no device"
+            raise UserError(f"CUDA_VISIBLE_DEVICES: {entry!r} names {what} of this node; it has {there}")
+        chosen.append(fits[0])
+    return dataclasses.replace(inventory, devices=tuple(chosen))
+
+
+def mine(nvml: Any = None, environ: Mapping[str, str] | None = None) -> Device | None:
+    """The device of this process, None where it computes on the CPU.
+
+    Raises:
+        UserError: the process sees several MIG devices (CUDA would take the first without a word), or
+            ``CUDA_VISIBLE_DEVICES`` names something that is not there.
+    """
+    listed = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    if listed is not None and not listed.strip():
+        return None
+    seen = visible(find(nvml), environ).devices
+    if len(seen) > 1 and any(device.is_slice for device in seen):
+        raise UserError(
+            f"this process sees {len(seen)} devices, MIG slices among them, and can use one: start one process "
+            "a slice, its UUID alone in CUDA_VISIBLE_DEVICES (adjoint cluster env lists them)"
+        )
+    return seen[0] if seen else None
+
+
+def backend(a: Device | None, b: Device | None) -> str:
+    """The torch.distributed backend between two shards' devices (None is a CPU): "nccl" or "gloo".
+
+    NCCL needs a whole GPU of its own at each end: slices have no peer-to-peer access, and two ranks on one
+    GPU are refused.
+    """
+    if a is None or b is None or a.is_slice or b.is_slice or a.uuid == b.uuid:
+        return "gloo"
+    return "nccl"
+
+
+def shares(devices: Sequence[Device | None]) -> list[float]:
+    """What part of the layers each device should take: its part of all memory. They add up to 1.
+
+    It is the `capacities` of `adjoint.cluster.partition.partition`. Memory stands for speed as well: a
+    slice's compute grows with its memory, if not in quite the same steps. Where no device has memory of its
+    own (CPUs only) the parts are equal.
+
+    Raises:
+        UserError: CPUs and GPUs together, which have no common measure.
+    """
+    if not devices:
+        return []
+    sizes = [0 if device is None else device.memory_bytes for device in devices]
+    if not any(sizes):
+        return [1 / len(devices)] * len(devices)
+    if not all(sizes):
+        raise UserError(
+            f"{sizes.count(0)} of {len(sizes)} shards have no GPU: give a GPU or slice to every shard, or to none"
+        )
+    return [size / sum(sizes) for size in sizes]
