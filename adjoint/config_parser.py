@@ -286,7 +286,7 @@ def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return (
             " or ".join(map(str, arguments))
-            if len(arguments) == 2
+            if len(arguments) <= 2
             else f"one of {', '.join(map(str, arguments))}"
         )
     if typing.get_origin(hint) in (typing.Union, types.UnionType):

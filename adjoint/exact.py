@@ -17,7 +17,8 @@ class ExactSweep(sweep.Sweep):
     the adjoint state.
 
     With `layer_local` every layer gets dL/dy_K for its cotangent (Prop. 3, eq. 7) instead of the one from the
-    layer above.
+    layer above. With `cut` the adjoint state is dropped at an edge with that probability, each layer by its
+    own draw, and weighted by 1 / (1 - cut) where it passes: what arrives is right in expectation.
     """
 
     def __init__(
@@ -30,9 +31,14 @@ class ExactSweep(sweep.Sweep):
         chunk_size: int,
         keep: str = "edges",
         layer_local: bool = False,
+        cut: float = 0.0,
     ) -> None:
         super().__init__(model, input_ids, targets, valid, states, chunk_size)
         self.keep, self.layer_local = keep, layer_local
+        # what the adjoint state is multiplied by as it leaves each chunk, a row a layer
+        self.passing = (
+            draw_passing(len(model.layers), len(self.chunks), cut) if cut and self.backward_follows else None
+        )
         self.edges: list[list[State]] = []  # states before each chunk, a tuple a layer
         self.edge_memory: list[State] = []  # where all edges but the first lie
         self.inputs: list[
@@ -151,5 +157,21 @@ class ExactSweep(sweep.Sweep):
                         state = self._fetch(self.edges[i][k])
                         _, _, pullback = tile.linearize(model.layers[k], inputs[k], state, gradients)
                         dy, d_states[k] = pullback(d_head if self.layer_local else dy, d_states[k])
+                if self.passing is not None and i > 0:
+                    d_states = [
+                        _pass_on(d, m) for d, m in zip(d_states, self.passing[:, i].tolist(), strict=True)
+                    ]
                 self.embedding_pullback(dy, chunk, gradients)
         return gradients, [d for state in d_states for d in state]
+
+
+def draw_passing(n_layer: int, n_chunks: int, cut: float) -> Tensor:
+    """(n_layer, n_chunks): 0 with probability `cut`, else 1 / (1 - cut); from the CPU's generator."""
+    return (torch.rand(n_layer, n_chunks) >= cut).double() / (1 - cut)
+
+
+def _pass_on(d_state: Cotangents, multiplier: float) -> Cotangents:
+    """The recurrence's adjoint state, the last of the tuple, times the multiplier; the convolution's short
+    paths are not truncated."""
+    *tail, d = d_state
+    return (*tail, None if d is None or multiplier == 0 else d * multiplier)

@@ -8,7 +8,7 @@
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint import windowed
 from adjoint.exact import ExactSweep
+from adjoint.sweep import Result
 from adjoint.tile import State
 
 if TYPE_CHECKING:
     from adjoint.stack import Stack
 
 KEEP = ("edges", "inputs", "offload")
+TOLERANCE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Backprop:
 
     def run(
         self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]
-    ) -> tuple[Tensor, list[State]]:
+    ) -> Result:
         """Mean loss and the final states; `valid` is the number of targets that count."""
         y = model.embed(input_ids)
         final_states = []
@@ -50,7 +52,7 @@ class Backprop:
             else:
                 y, state = layer(y, state)
             final_states.append(state)
-        return model.head_loss(y, targets) / max(valid, 1), final_states
+        return Result(model.head_loss(y, targets) / max(valid, 1), final_states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Exact:
 
     def run(
         self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]
-    ) -> tuple[Tensor, list[State]]:
+    ) -> Result:
         """Mean loss and the final states; `valid` is the number of targets that count."""
         chunk_size = self.chunk_size or default_chunk_size(model, input_ids)
         return ExactSweep(model, input_ids, targets, valid, states, chunk_size, self.keep).apply()
@@ -103,25 +105,61 @@ class Truncated:
     tasks (`tasks()`). This is not the gradient unless window >= seqlen. Do not use it to save time or memory
     on one device: `Exact` costs no more there, and is exact.
 
+    With window="auto" each layer gets the smallest window, step by step, over which its recurrence was seen
+    to decay to `tolerance`: what is dropped of its adjoint state is at most `tolerance` times the largest
+    adjoint state of the same channel. The windows are in the model's output (`StackOutput.windows`).
+
+    With unbiased=True the truncation is random and reweighted, so that the gradient's expectation is the
+    exact gradient (Tallec & Ollivier 2017, "Unbiasing truncated backpropagation through time"): at each
+    chunk's edge and in each layer the adjoint state is dropped with probability chunk_size / window, and
+    divided by the probability of passing where it passes. `window` is then the mean number of tokens between
+    cuts. The price is variance: it grows by a factor of about e a window that a dependence is long, so this
+    pays where the recurrence decays over a few windows, and a larger window is the remedy where it does not.
+
     Args:
-        window: tokens, 1 or more.
+        window: tokens, 1 or more, or "auto".
         chunk_size: tokens a task owns; None takes the larger of `Exact`'s choice and the window, so that
-            halos at most double the work.
+            halos at most double the work (with unbiased: the smaller of `Exact`'s and a quarter window).
+        tolerance: of window="auto": between 0 and 1; None is 0.001.
+        unbiased: random, reweighted truncation instead of a fixed one.
 
     Raises:
-        ValueError: window or chunk_size is not a positive whole number.
+        ValueError: window or chunk_size is not a positive whole number, tolerance is not between 0 and 1 or
+            is given to a window that is not "auto", or unbiased meets window="auto" or a chunk_size that is
+            not below the window.
     """
 
     name: ClassVar[str] = "truncated"
-    window: int
+    window: int | Literal["auto"]
     chunk_size: int | None = None
+    tolerance: float | None = None
+    unbiased: bool = False
 
     def __post_init__(self) -> None:
-        check_window(self.window)
+        if self.window != "auto":
+            check_window(self.window, 'or "auto"')
         check_chunk_size(self.chunk_size)
+        if self.tolerance is not None:
+            if self.window != "auto":
+                raise ValueError(f'tolerance goes with window="auto"; leave it out of window={self.window}')
+            check_tolerance(self.tolerance)
+        if self.unbiased:
+            if self.window == "auto":
+                raise ValueError('unbiased needs a window in tokens, the mean between cuts; got "auto"')
+            if (self.chunk_size or 1) >= self.window:
+                raise ValueError(
+                    "unbiased needs chunk_size below window, as cuts fall on chunks' edges; "
+                    f"got chunk_size={self.chunk_size or 1}, window={self.window}"
+                )
 
     def tasks(self, model: "Stack", input_ids: Tensor) -> list[windowed.Task]:
-        """The backward's tasks with what each needs; those of one layer may run in any order."""
+        """The backward's tasks with what each needs; those of one layer may run in any order.
+
+        Raises:
+            ValueError: the tasks depend on the data (window="auto") or on chance (unbiased).
+        """
+        if self.window == "auto" or self.unbiased:
+            raise ValueError('tasks are known in advance only for a window in tokens, not "auto" or unbiased')
         size = _windowed_chunk_size(self.chunk_size, self.window, model, input_ids)
         return windowed.tasks(
             model.config.n_layer, input_ids.shape[1], size, self.window, model.config.d_conv
@@ -129,14 +167,20 @@ class Truncated:
 
     def run(
         self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]
-    ) -> tuple[Tensor, list[State]]:
+    ) -> Result:
         """Mean loss and the final states; `valid` is the number of targets that count."""
+        given = (model, input_ids, targets, valid, states)
+        if self.window == "auto":
+            size = self.chunk_size or default_chunk_size(model, input_ids)
+            tolerance = TOLERANCE if self.tolerance is None else self.tolerance
+            return windowed.WindowedSweep(*given, size, window=None, tolerance=tolerance).apply()
         if self.window >= input_ids.shape[1]:
-            return Exact(self.chunk_size).run(model, input_ids, targets, valid, states)
+            return Exact(self.chunk_size).run(*given)
+        if self.unbiased:
+            size = self.chunk_size or min(default_chunk_size(model, input_ids), max(1, self.window // 4))
+            return ExactSweep(*given, size, cut=size / self.window).apply()
         size = _windowed_chunk_size(self.chunk_size, self.window, model, input_ids)
-        return windowed.WindowedSweep(
-            model, input_ids, targets, valid, states, size, self.window, layer_local=False
-        ).apply()
+        return windowed.WindowedSweep(*given, size, self.window).apply()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +211,7 @@ class LayerLocal:
 
     def run(
         self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]
-    ) -> tuple[Tensor, list[State]]:
+    ) -> Result:
         """Mean loss and the final states; `valid` is the number of targets that count."""
         if self.window is None or self.window >= input_ids.shape[1]:
             size = self.chunk_size or default_chunk_size(model, input_ids)
@@ -181,9 +225,18 @@ class LayerLocal:
 METHODS: dict[str, Any] = {method.name: method for method in (Backprop, Exact, Truncated, LayerLocal)}
 
 
-def check_window(window: object) -> None:
+def check_window(window: object, alternative: str = "") -> None:
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"window must be a whole number of tokens, 1 or more; got {window!r}")
+        also = f", {alternative}" if alternative else ""
+        raise ValueError(f"window must be a whole number of tokens, 1 or more{also}; got {window!r}")
+
+
+def check_tolerance(tolerance: object) -> None:
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
+        raise ValueError(
+            "tolerance must be a number between 0 and 1, the share of the adjoint state that may be dropped; "
+            f"got {tolerance!r}"
+        )
 
 
 def _windowed_chunk_size(chunk_size: int | None, window: int, model: "Stack", input_ids: Tensor) -> int:

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 @dataclasses.dataclass
 class StackOutput:
     """loss: mean over valid labels, or None without labels. logits: (batch, seqlen, vocab_size) or None.
-    state: one tuple a layer, or None."""
+    state: one tuple a layer, or None. windows: tokens, a layer's each, where the method picked them."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     state: list[State] | None = None
+    windows: list[int] | None = None
 
 
 class Block(nn.Module):
@@ -171,11 +172,12 @@ class Stack(nn.Module):
             output.logits = self.logits(y)
         else:
             targets = shift_labels(labels)
-            output.loss, final = method.run(self, input_ids, targets, count_valid(targets), states)
+            result = method.run(self, input_ids, targets, count_valid(targets), states)
+            output.loss, output.windows = result.loss, result.windows
             if return_logits:
                 with torch.set_grad_enabled(torch.is_grad_enabled() and isinstance(method, Backprop)):
                     output.logits = self.logits(self._hidden(input_ids, states)[0])
-            states = final
+            states = result.states
         if return_state:
             output.state = states
         return output

@@ -3,7 +3,7 @@ reverse sweep."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,15 @@ from adjoint.tile import Gradients, State
 
 if TYPE_CHECKING:
     from adjoint.stack import Stack
+
+
+class Result(NamedTuple):
+    """What a method's `run` gives back: the mean loss, the final states (a tuple a layer) and, where the
+    method picked them itself, each layer's window."""
+
+    loss: Tensor
+    states: list[State]
+    windows: list[int] | None = None
 
 
 class Sweep:
@@ -55,13 +64,13 @@ class Sweep:
         states (flat)."""
         raise NotImplementedError
 
-    def apply(self) -> tuple[Tensor, list[State]]:
+    def apply(self) -> Result:
         """Runs the forward; mean loss and final states, differentiable in the parameters and the initial
         states."""
         loss, *final = _SweepFunction.apply(
             self, *self.parameters, *(s for state in self.initial for s in state)
         )
-        return loss, by_layer(self.initial, final)
+        return Result(loss, by_layer(self.initial, final))
 
     @contextmanager
     def precision(self) -> Iterator[None]:

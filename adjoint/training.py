@@ -105,7 +105,9 @@ class Trainer:
                 self.folder.append(row)
                 progress.show(row)
                 if self.board is not None:
-                    for key, value in row.items():
+                    scalars = {key: value for key, value in row.items() if key != "windows"}
+                    scalars |= {f"windows/layer {k}": w for k, w in enumerate(row.get("windows", []))}
+                    for key, value in scalars.items():
                         self.board.add_scalar(key, value, row["step"])
                 if _due(self.step, self.settings.save_every) and self.step < self.settings.steps:
                     self._save()
@@ -135,12 +137,15 @@ class Trainer:
             group["lr"] = learning_rate(step, settings)
         self.optimizer.zero_grad(set_to_none=True)
         loss, tokens = 0.0, 0
+        windows: list[int] | None = None
         for _ in range(settings.grad_accumulation):
             ids = next(self.data.train).to(self.device)
             with autocast(self.precision, self.device):
-                part = self.model(ids, labels=ids, method=self.method).loss
+                output = self.model(ids, labels=ids, method=self.method)
+            if output.windows is not None:  # the widest of the batches
+                windows = list(map(max, windows or output.windows, output.windows))
             # Every batch holds as many predictions, so the mean of the means is the mean over tokens.
-            part = part / settings.grad_accumulation
+            part = output.loss / settings.grad_accumulation
             loss += part.item()
             if not math.isfinite(loss):
                 self._diverged("loss", loss, step)
@@ -163,6 +168,8 @@ class Trainer:
             "tokens_per_second": tokens / (time.perf_counter() - started),
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
+        if windows is not None:
+            row["windows"] = windows
         if (_due(step, settings.eval_every) or step == settings.steps) and len(self.data.eval):
             row["eval_loss"] = self._evaluate()
         return row

@@ -7,7 +7,6 @@ Nothing else passes between tasks; their contributions are added up, in any orde
 """
 
 import dataclasses
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from adjoint import sweep, tile
+from adjoint.decay import Decays
 from adjoint.tile import Cotangents, Gradients, State
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The vjp of one layer on the tokens [start, stop).
+    """The vjp of one layer on the tokens [start, stop), `chunk` being the layer's how-manieth.
 
     It reads the layer's inputs on [left, halo_stop), the cotangents of its outputs on [start, halo_stop) and
     the recurrent state before `start`; it writes the parameters' gradients and the cotangents of the inputs
@@ -41,12 +41,26 @@ class Task:
 
 def tasks(n_layer: int, seqlen: int, chunk_size: int, window: int, d_conv: int) -> list[Task]:
     """All tasks of a backward pass, layers from the top; tasks of one layer are independent of each other."""
-    found = []
-    for layer in reversed(range(n_layer)):
-        for i, chunk in enumerate(sweep.chunks_of(seqlen, chunk_size)):
-            left, halo_stop = max(0, chunk.start - (d_conv - 1)), min(seqlen, chunk.stop + window - 1)
-            found.append(Task(layer, i, left, chunk.start, chunk.stop, halo_stop))
-    return found
+    return [
+        task
+        for layer in reversed(range(n_layer))
+        for task in layer_tasks(layer, seqlen, chunk_size, window, d_conv)
+    ]
+
+
+def layer_tasks(layer: int, seqlen: int, chunk_size: int, window: int, d_conv: int) -> list[Task]:
+    """The tasks of one layer, which may run in any order."""
+    return [
+        Task(
+            layer,
+            chunk=i,
+            left=max(0, chunk.start - (d_conv - 1)),
+            start=chunk.start,
+            stop=chunk.stop,
+            halo_stop=min(seqlen, chunk.stop + window - 1),
+        )
+        for i, chunk in enumerate(sweep.chunks_of(seqlen, chunk_size))
+    ]
 
 
 def vjp(
@@ -56,7 +70,7 @@ def vjp(
     state: State,
     dy: Tensor,
     d_final: Cotangents,
-    window: int,
+    window: int | None,
     gradients: Gradients,
 ) -> tuple[Tensor, Cotangents]:
     """Runs one task.
@@ -65,7 +79,9 @@ def vjp(
         inputs: (batch, halo_stop - left, d_model), the layer's inputs on [left, halo_stop).
         state: the recurrent state before `start`; its conv tail is used at the start of the sequence only.
         dy: (batch, halo_stop - start, d_model), cotangents of the layer's outputs.
-        d_final: cotangents of the state after the last token, for tasks that reach it; else None each.
+        d_final: cotangents of the state after the task's halo, for tasks that reach the end; else None each.
+        window: tokens; None where nothing is truncated (then there is no halo, and d_final carries on what
+            the next chunk handed down).
         gradients: the parameters' gradients are added here.
 
     Returns:
@@ -109,7 +125,7 @@ class _TaskForward(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, y_left: Tensor, y_own: Tensor, y_halo: Tensor, state: State, window: int) -> Any:
+    def forward(self, y_left: Tensor, y_own: Tensor, y_halo: Tensor, state: State, window: int | None) -> Any:
         block, mixer, halo = self.block, self.block.mixer, y_halo.shape[1]
         conv_state = state[0] if len(state) > 1 else None
         if conv_state is not None and y_left.shape[1]:
@@ -128,9 +144,23 @@ class _TaskForward(nn.Module):
         return y, scan_halo, ahead, (h,) if len(state) == 1 else (None if halo else tail, h)
 
 
+def forward_noting_decay(block: "Block", y: Tensor, state: State, decays: Decays) -> tuple[Tensor, State]:
+    """`tile.forward`, with the recurrence's decays noted on the way."""
+    mixer, *tail = block.mixer, *state[:-1]
+    inputs, new_tail = mixer.scan_inputs(block.norm(y), *tail)
+    decays.add(mixer.log_decay(inputs))
+    scanned, h = mixer.scan(inputs, state[-1])
+    y = block.feed_forward(y + mixer.scan_outputs(scanned, inputs))
+    return y, ((new_tail, h) if tail else (h,))
+
+
 class WindowedSweep(sweep.Sweep):
     """Layer by layer, every layer's inputs kept: n_layer × seqlen × d_model, beside the states at the chunks'
-    edges."""
+    edges.
+
+    Args:
+        window: tokens in every layer; None picks one a layer by `tolerance` (see `adjoint.decay`).
+    """
 
     def __init__(
         self,
@@ -140,30 +170,43 @@ class WindowedSweep(sweep.Sweep):
         valid: int,
         states: list[State],
         chunk_size: int,
-        window: int,
-        layer_local: bool,
+        window: int | None,
+        layer_local: bool = False,
+        tolerance: float = 0.0,
     ) -> None:
         super().__init__(model, input_ids, targets, valid, states, chunk_size)
-        self.window, self.layer_local = window, layer_local
+        self.layer_local, self.tolerance, self.chunk_size = layer_local, tolerance, chunk_size
+        self.windows = None if window is None else [window] * len(model.layers)
         self.edges: list[list[State]] = []  # states before each chunk, a tuple a layer
         self.inputs: list[Tensor] = []  # inputs of each layer and of the head, (batch, seqlen, d_model)
 
+    def apply(self) -> sweep.Result:
+        picked = self.windows is None
+        result = super().apply()
+        return result._replace(windows=self.windows) if picked else result
+
     def forward(self) -> tuple[Tensor, list[State]]:
         model, states = self.model, [tuple(s.detach() for s in state) for state in self.initial]
+        decays = [Decays() for _ in model.layers] if self.windows is None else None
         total: Tensor | None = None
         kept: list[list[Tensor]] = [[] for _ in range(len(model.layers) + 1)]
         with torch.no_grad(), self.precision():
             for chunk in self.chunks:
                 self.edges.append(list(states))
                 y = model.embed(self.ids[:, chunk])
-                for k, layer in enumerate(model.layers):
+                for k, block in enumerate(model.blocks()):
                     if self.backward_follows:
                         kept[k].append(y)
-                    y, states[k] = tile.forward(layer, y, states[k])
+                    if decays is None:
+                        y, states[k] = tile.forward(block, y, states[k])
+                    else:
+                        y, states[k] = forward_noting_decay(block, y, states[k], decays[k])
                 if self.backward_follows:
                     kept[-1].append(y)
                 loss = model.head_loss(y, self.targets[:, chunk])
                 total = loss if total is None else total + loss
+            if decays is not None:
+                self.windows = [d.window(self.tolerance, self.ids.shape[1]) for d in decays]
         self.inputs = [torch.cat(parts, dim=1) for parts in kept if parts]
         assert total is not None
         return total / self.valid, states
@@ -171,7 +214,7 @@ class WindowedSweep(sweep.Sweep):
     def backward(
         self, d_loss: Tensor | None, d_final: tuple[Tensor | None, ...]
     ) -> tuple[Gradients, list[Tensor | None]]:
-        model, seqlen = self.model, self.ids.shape[1]
+        model = self.model
         gradients = Gradients()
         d_initial: list[Cotangents] = sweep.by_layer(self.initial, [None] * len(d_final))
         final = sweep.by_layer(self.initial, list(d_final))
@@ -185,26 +228,42 @@ class WindowedSweep(sweep.Sweep):
                     assert d_chunk is not None
                     d_head[:, chunk] = d_chunk
             d_below = d_head
-            every = tasks(len(model.layers), seqlen, self.chunks[0].stop, self.window, model.config.d_conv)
-            for k, of_layer in itertools.groupby(every, key=lambda task: task.layer):
-                dy, d_below = d_head if self.layer_local else d_below, torch.zeros_like(d_head)
-                for task in of_layer:
-                    ends_here = task.halo_stop == seqlen
-                    dx, d_state = vjp(
-                        model.blocks()[k],
-                        task,
-                        self.inputs[k][:, task.left : task.halo_stop],
-                        self.edges[task.chunk][k],
-                        dy[:, task.start : task.halo_stop],
-                        final[k] if ends_here else (None,) * len(final[k]),
-                        self.window,
-                        gradients,
-                    )
-                    d_below[:, task.left : task.stop] += dx
-                    d_initial[k] = self._initial(task, d_state, d_initial[k])
+            for k in reversed(range(len(model.layers))):
+                dy = d_head if self.layer_local else d_below
+                d_below, d_initial[k] = self._layer_backward(k, dy, final[k], gradients)
             for chunk in self.chunks:
                 self.embedding_pullback(d_below[:, chunk], chunk, gradients)
         return gradients, [d for state in d_initial for d in state]
+
+    def _layer_backward(
+        self, k: int, dy: Tensor, d_final: Cotangents, gradients: Gradients
+    ) -> tuple[Tensor, Cotangents]:
+        """The cotangents of layer k's inputs and of its initial states, from those of its outputs and final
+        states."""
+        assert self.windows is not None
+        block, seqlen, window = self.model.blocks()[k], self.ids.shape[1], self.windows[k]
+        nothing: Cotangents = (None,) * len(d_final)
+        d_below, d_initial, carried = torch.zeros_like(dy), nothing, d_final
+        whole = window >= seqlen
+        # Nothing is truncated: the adjoint state is handed on from chunk to chunk, as in `Exact`. Else tasks
+        # take several chunks at a time where the window is longer than one: halos at most double the work.
+        size = self.chunk_size * (1 if whole else -(-window // self.chunk_size))
+        d_conv = self.model.config.d_conv
+        for task in reversed(layer_tasks(k, seqlen, size, 1 if whole else window, d_conv)):
+            dx, d_state = vjp(
+                block,
+                task,
+                self.inputs[k][:, task.left : task.halo_stop],
+                self.edges[task.start // self.chunk_size][k],
+                dy[:, task.start : task.halo_stop],
+                carried if whole else d_final if task.halo_stop == seqlen else nothing,
+                None if whole else window,
+                gradients,
+            )
+            carried = (*nothing[1:], d_state[-1])
+            d_below[:, task.left : task.stop] += dx
+            d_initial = self._initial(task, d_state, d_initial)
+        return d_below, d_initial
 
     def _initial(self, task: Task, d_state: Cotangents, so_far: Cotangents) -> Cotangents:
         """The initial states' cotangents: from the first task; of the conv tail also from tasks that still

@@ -7,6 +7,7 @@ import torch
 
 import adjoint
 from adjoint import windowed
+from adjoint.sweep import Result
 
 MIXERS = ["mamba", "mamba2", "diagonal", "scalar", "dense", ["mamba", "dense"]]
 
@@ -14,17 +15,17 @@ MIXERS = ["mamba", "mamba2", "diagonal", "scalar", "dense", ["mamba", "dense"]]
 class WindowedBackprop:
     """Plain autograd through whole sequences, the recurrence's adjoint windowed by the scans themselves."""
 
-    def __init__(self, window):
-        self.window = window
+    def __init__(self, *windows):  # one a layer, or one for all
+        self.windows = windows
 
     def run(self, model, input_ids, targets, valid, states):
         y, final = model.embed(input_ids), []
-        for block, state in zip(model.layers, states, strict=True):
+        for k, (block, state) in enumerate(zip(model.layers, states, strict=True)):
             inputs, tail = block.mixer.scan_inputs(block.norm(y), state[0])
-            scanned, h = block.mixer.scan(inputs, state[-1], self.window)
+            scanned, h = block.mixer.scan(inputs, state[-1], self.windows[k % len(self.windows)])
             y = block.feed_forward(y + block.mixer.scan_outputs(scanned, inputs))
             final.append((tail, h) if len(state) > 1 else (h,))
-        return model.head_loss(y, targets) / valid, final
+        return Result(model.head_loss(y, targets) / valid, final)
 
 
 def make(mixer, seed=0):
@@ -82,14 +83,14 @@ def test_truncated_equals_autograd_over_windowed_scans(mixer, monkeypatch):
 def test_tasks_of_a_layer_may_run_in_any_order(method, monkeypatch):
     model, ids, initial = setup("mamba")
     in_order = gradients(model, method, ids, initial)
-    ordered = windowed.tasks
+    ordered = windowed.layer_tasks
 
     def shuffled(*arguments):
         found = ordered(*arguments)
         random.Random(0).shuffle(found)
-        return sorted(found, key=lambda task: -task.layer)
+        return found
 
-    monkeypatch.setattr(windowed, "tasks", shuffled)
+    monkeypatch.setattr(windowed, "layer_tasks", shuffled)
     assert_same(gradients(model, method, ids, initial), in_order)
 
 

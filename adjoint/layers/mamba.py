@@ -81,6 +81,12 @@ class MambaMixer(nn.Module):
             u, delta, A, B, C, self.D, z, bias, True, initial_state=h, window=window, halo=halo
         )
 
+    def log_decay(self, inputs: MambaScanInputs) -> Tensor:
+        """(batch, seqlen, d_inner): the log of each channel's slowest decay at each token, 0 or less."""
+        slowest = -torch.exp(self.A_log if self.A_log.dtype == torch.float64 else self.A_log.float()).amin(1)
+        step = F.softplus(inputs.delta.to(slowest.dtype) + self.dt_proj.bias.to(slowest.dtype))
+        return step * slowest
+
     def scan_outputs(self, y: Tensor, inputs: MambaScanInputs) -> Tensor:
         """Everything after the scan: (batch, seqlen, d_inner) → (batch, seqlen, d_model)."""
         return self.out_proj(y)

@@ -81,6 +81,11 @@ class Mamba2Mixer(nn.Module):
             x, dt, A, B, C, self.D, None, self.dt_bias, True, initial_state=h, window=window, halo=halo
         )
 
+    def log_decay(self, inputs: SSDScanInputs) -> Tensor:
+        """(batch, seqlen, nheads): the log of each head's decay at each token, 0 or less."""
+        A = -torch.exp(self.A_log if self.A_log.dtype == torch.float64 else self.A_log.float())
+        return F.softplus(inputs.dt.to(A.dtype) + self.dt_bias.to(A.dtype)) * A
+
     def scan_outputs(self, y: Tensor, inputs: SSDScanInputs) -> Tensor:
         """Everything after the scan: (batch, seqlen, nheads, headdim) → (batch, seqlen, d_model)."""
         return self.out_proj(self.norm(y.flatten(-2) * F.silu(inputs.z)))

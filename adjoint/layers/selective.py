@@ -87,6 +87,13 @@ class SelectiveMixer(nn.Module):
         states = linear_scan(inputs.a, inputs.b, initial_state=h, window=window, halo=halo)
         return states, states[:, -1].clone()  # a copy: whoever keeps the last state must not keep all of them
 
+    def log_decay(self, inputs: SelectiveScanInputs) -> Tensor:
+        """(batch, seqlen, 1 | d_state): the log of the factor by which a token's step shrinks each channel of
+        the adjoint state, 0 or less; for a dense A the log of its maximum norm, by which the adjoint state
+        shrinks in the sum norm."""
+        a = inputs.a.abs().sum(-1).amax(-1, keepdim=True) if self.structure == "dense" else inputs.a
+        return torch.log(a if a.dtype == torch.float64 else a.float())
+
     def scan_outputs(self, y: Tensor, inputs: SelectiveScanInputs) -> Tensor:
         """Everything after the scan: C_t h_t, (batch, seqlen, d_model)."""
         return (inputs.C @ y.unsqueeze(-1)).squeeze(-1)
