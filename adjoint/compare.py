@@ -16,7 +16,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ _PROBE = 256  # tokens of the passes that warm up and that measure what a token 
 _SHARE_OF_MEMORY = 0.4
 
 Gradients = dict[str, Tensor]
+Window = int | Literal["auto"] | None  # tokens, picked a layer, or the whole sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,17 +61,24 @@ def gradient(model: Stack, input_ids: Tensor, method: Any, precision: str = "flo
         method: an object of `adjoint.methods`.
         precision: as `adjoint.runtime.autocast` takes it.
     """
+    return _gradient(model, input_ids, method, precision)[0]
+
+
+def _gradient(
+    model: Stack, input_ids: Tensor, method: Any, precision: str
+) -> tuple[Gradients, list[int] | None]:
+    """`gradient`, and the windows that the method picked."""
     model.zero_grad(set_to_none=True)
     with autocast(precision, input_ids.device):
-        loss = model(input_ids, labels=input_ids, method=method).loss
-    loss.backward()
+        output = model(input_ids, labels=input_ids, method=method)
+    output.loss.backward()
     found = {
         name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in model.named_parameters()
         if p.requires_grad
     }
     model.zero_grad(set_to_none=True)
-    return found
+    return found, output.windows
 
 
 def compare(reference: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, dict[str, Agreement]]:
@@ -112,10 +120,15 @@ def _agreement(dot: float, found: float, reference: float, difference: float) ->
 # ---------------------------------------------------------------------------------------------------- methods
 
 
-def build(name: str, window: int | None, seqlen: int, chunk_size: int | None) -> Any:
-    """The method `name` with a window (None: all of seqlen) and a chunk size, where it takes them."""
+def build(
+    name: str, window: Window, seqlen: int, chunk_size: int | None, tolerance: float | None = None
+) -> Any:
+    """The method `name` with a window (None: all of seqlen), a chunk size and the tolerance of window "auto",
+    where it takes them."""
     taken = {field.name for field in dataclasses.fields(METHODS[name])}
-    values = {"window": seqlen if window is None else window, "chunk_size": chunk_size}
+    values: dict[str, Any] = {"window": seqlen if window is None else window, "chunk_size": chunk_size}
+    if window == "auto":
+        values["tolerance"] = tolerance
     return METHODS[name](**{key: value for key, value in values.items() if key in taken})
 
 
@@ -124,13 +137,21 @@ def takes_window(name: str) -> bool:
     return any(field.name == "window" for field in dataclasses.fields(METHODS[name]))
 
 
-def counted_vjps(name: str, window: int | None, seqlen: int, n_layer: int) -> int | None:
-    """The vjps of the paper's Algorithm 4 with this window, one for the whole batch; None for backprop.
+def takes_auto(name: str) -> bool:
+    """Whether the method can pick its windows."""
+    return any(field.name == "tolerance" for field in dataclasses.fields(METHODS[name]))
+
+
+def counted_vjps(name: str, windows: Sequence[int | None], seqlen: int) -> int | None:
+    """The vjps of the paper's Algorithm 4 with these windows, one a layer (None: all of seqlen), counted
+    once for the whole batch; None for backprop.
 
     That is the paper's cost, not this package's: here the products that share a token are added up before
     they are differentiated, and the vjps are 3 × seqlen × n_layer whatever the window.
     """
-    return None if name == Backprop.name else vjp_counts(seqlen, n_layer, window).total
+    if name == Backprop.name:
+        return None
+    return sum(vjp_counts(seqlen, 1, window).total for window in windows)
 
 
 def backprop_fits(model: Stack, input_ids: Tensor) -> bool:
@@ -168,6 +189,7 @@ class Comparison:
         baseline: the name of the method whose gradient is the reference: "backprop" or "exact".
         chunk_size: of the methods that take one; None lets them pick.
         precision: "float32", "float64" or "bfloat16".
+        tolerance: of window "auto"; None is that method's own default.
     """
 
     def __init__(
@@ -177,17 +199,19 @@ class Comparison:
         baseline: str = "backprop",
         chunk_size: int | None = None,
         precision: str = "float32",
+        tolerance: float | None = None,
     ) -> None:
         self.model, self.batches, self.baseline = model, list(batches), baseline
-        self.chunk_size, self.precision = chunk_size, precision
+        self.chunk_size, self.precision, self.tolerance = chunk_size, precision, tolerance
         self.device, self.seqlen = model.embedding.weight.device, batches[0].shape[1]
         self._references: list[Gradients] = []
 
-    def row(self, name: str, window: int | None, step: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    def row(self, name: str, window: Window, step: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Measures one method with one window (None: all) on every batch; `step` is called after each.
 
         Returns:
-            JSON's types only: method, window, cosine and relative_error (means over the batches),
+            JSON's types only: method, window, windows (a layer's each, the longest of the batches', where the
+            method picked them; else None), cosine and relative_error (means over the batches),
             relative_error_of_batches, layer and kind (name → cosine, relative_error), vjps, seconds (of
             forward + backward, median), peak_memory_bytes (largest; None where it cannot be measured).
 
@@ -195,14 +219,18 @@ class Comparison:
             UserError: the reference gradient is not finite, so that there is nothing to compare with.
         """
         reference = name == self.baseline
-        method = build(name, window, self.seqlen, None if reference else self.chunk_size)
+        method = build(name, window, self.seqlen, None if reference else self.chunk_size, self.tolerance)
         if not reference and not self._references:
             self._make_references()
         gradient(self.model, self._ids(0)[:, :_PROBE], method, self.precision)  # loads and compiles
         gc.collect()  # cycles of earlier rows would come free in the middle of a measurement
         agreements, seconds, peaks = [], [], []
+        n_layer = self.model.config.n_layer
+        picked: list[int] | None = None
         for i in range(len(self.batches)):
-            found, spent, peak = self._measure(i, method)
+            found, windows, spent, peak = self._measure(i, method)
+            if windows is not None:
+                picked = list(map(max, picked or windows, windows))
             seconds.append(spent)
             peaks.append(peak)
             if reference and len(self._references) <= i:
@@ -214,13 +242,16 @@ class Comparison:
         return {
             "method": name,
             "window": window,
+            "windows": picked,
             **_mean(overall),
             "relative_error_of_batches": [a.relative_error for a in overall],
             **{
                 scope: {part: _mean([a[scope][part] for a in agreements]) for part in agreements[0][scope]}
                 for scope in ("layer", "kind")
             },
-            "vjps": counted_vjps(name, window, self.seqlen, self.model.config.n_layer),
+            "vjps": counted_vjps(
+                name, picked or [None if window == "auto" else window] * n_layer, self.seqlen
+            ),
             "seconds": statistics.median(seconds),
             "peak_memory_bytes": None if None in peaks else max(p for p in peaks if p is not None),
         }
@@ -228,15 +259,15 @@ class Comparison:
     def _ids(self, i: int) -> Tensor:
         return self.batches[i].to(self.device)
 
-    def _measure(self, i: int, method: Any) -> tuple[Gradients, float, int | None]:
+    def _measure(self, i: int, method: Any) -> tuple[Gradients, list[int] | None, float, int | None]:
         ids = self._ids(i)
         with PeakMemory(self.device) as peak:
             self._wait()
             started = time.perf_counter()
-            found = gradient(self.model, ids, method, self.precision)
+            found, windows = _gradient(self.model, ids, method, self.precision)
             self._wait()
             spent = time.perf_counter() - started
-        return found, spent, peak.bytes
+        return found, windows, spent, peak.bytes
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -270,10 +301,11 @@ def smallest_window(
             where the many that a window leaves nearly untouched outweigh the few that it does not.
 
     Returns:
-        (window, found): window is None for the whole sequence; found is False where even that is not enough.
+        (window, found), "auto" left out: window is None for the whole sequence; found is False where even that
+        is not enough.
     """
     own = sorted(
-        (row for row in rows if row["method"] == name),
+        (row for row in rows if row["method"] == name and row["window"] != "auto"),
         key=lambda row: math.inf if row["window"] is None else row["window"],
     )
     best: tuple[int | None, bool] = (None, False)

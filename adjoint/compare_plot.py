@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.compare import smallest_window, worst
-from adjoint.sweep_report import TOLERANCE, error_text, layers_of, swept, window_text
+from adjoint.sweep_report import TOLERANCE, error_text, layers_of, span, swept, window_text
 
 _FLOOR = 1e-6  # smaller errors are drawn here: the exact ends must not press the rest together
 _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink")
@@ -46,6 +46,9 @@ def plot_sweep(result: dict[str, Any], path: str | Path) -> None:
     ticks: dict[int, str] = {}
     for name, colour in zip(methods, _COLOURS, strict=False):
         rows = [r for r in result["rows"] if r["method"] == name and r["relative_error"] is not None]
+        for row in (r for r in rows if r["window"] == "auto"):
+            _draw_auto(axes, row, colour)
+        rows = [r for r in rows if r["window"] != "auto"]
         if rows:
             _draw_method(axes, rows, name, colour, seqlen)
             ends.append((rows[-1]["relative_error"], name, colour))
@@ -90,6 +93,14 @@ def _draw_method(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, colour
         _say(axes, kinds[middle][0], at[middle], height[middle], (4, 7), colour)
         _mark(axes, rows, name, at, height, colour, every_kind=True)
     _mark(axes, rows, name, at, error, colour, every_kind=False)
+
+
+def _draw_auto(axes: Any, row: Mapping[str, Any], colour: str) -> None:
+    """A star at the longest window picked, a line to the shortest."""
+    height, windows = _height(row["relative_error"]), row["windows"]
+    axes.plot([min(windows), max(windows)], [height] * 2, "-", color=colour, linewidth=1.5, zorder=3)
+    axes.plot(max(windows), height, "*", color=colour, markersize=15, markeredgecolor="white", zorder=6)
+    _say(axes, f"auto: {span(windows)}", max(windows), height, (0, 13), colour, ha="right")
 
 
 def _mark(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never
 
 from adjoint.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
+from adjoint.compare import Window
 from adjoint.config import Config, load_config
 from adjoint.config_parser import Count, nearest
 from adjoint.errors import UserError
-from adjoint.methods import METHODS, Backprop, Exact, LayerLocal, Truncated, check_window
+from adjoint.methods import METHODS, Backprop, Exact, LayerLocal, Truncated, check_tolerance, check_window
 from adjoint.rundir import RUNS
 
 BASELINES = (Backprop.name, Exact.name)
@@ -28,13 +30,15 @@ class Request:
     """What the command line asked for, beside the configuration.
 
     Attributes:
-        windows: tokens, ascending; None, the whole sequence, comes last. Empty: picked from seqlen.
+        windows: tokens, ascending, then None, the whole sequence, then "auto". Empty: picked from seqlen.
+        tolerance: of "auto"; None is the method's own.
         methods: names, in the order given.
         data: "config" for the configuration's text, "random" for random tokens.
         baseline: "backprop", "exact", or "auto": backprop where it fits in memory.
     """
 
-    windows: tuple[int | None, ...]
+    windows: tuple[Window, ...]
+    tolerance: float | None
     methods: tuple[str, ...]
     batches: int
     chunk_size: int | None
@@ -65,7 +69,16 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", required=True, metavar="DIR", help="folder for sweep.json, sweep.csv and sweep.png")
     add("--config", action="append", metavar="FILE", help="configuration, as for adjoint train")
-    add("--windows", help="tokens, and full for all; default: powers of four below seqlen, and full")
+    add(
+        "--windows",
+        help="tokens, full for all, and auto for windows picked a layer; "
+        "default: powers of four below seqlen, full, and auto",
+    )
+    add(
+        "--tolerance",
+        metavar="X",
+        help="of auto: the share of the adjoint state that may be dropped; default: 0.001",
+    )
     add("--seqlen", metavar="N", help="tokens a sequence; default: the configuration's data.seqlen")
     add(
         "--model",
@@ -106,6 +119,7 @@ def read_arguments(argv: list[str]) -> tuple[Request, Config]:
     given, rest = _parser().parse_known_args(argv)
     request = Request(
         windows=_windows(given.windows),
+        tolerance=_tolerance(given.tolerance),
         methods=tuple(dict.fromkeys(_choice("--methods", m, METHODS) for m in _list(given.methods))),
         batches=_count("--batches", given.batches, 1),
         chunk_size=None if given.chunk_size is None else _count("--chunk-size", given.chunk_size, 1),
@@ -136,27 +150,41 @@ def read_arguments(argv: list[str]) -> tuple[Request, Config]:
     return request, load_config(words, "adjoint sweep")
 
 
-def _windows(text: str | None) -> tuple[int | None, ...]:
-    found: list[int | None] = []
+def _tolerance(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        tolerance = float(text)
+        check_tolerance(tolerance)
+    except ValueError:
+        raise UserError(
+            f"--tolerance: expected a number between 0 and 1, such as 0.001; got {text!r}"
+        ) from None
+    return tolerance
+
+
+def _windows(text: str | None) -> tuple[Window, ...]:
+    found: list[Window] = []
     for word in [] if text is None else _list(text) or [""]:
-        if word.lower() == "full":
-            found.append(None)
+        if word.lower() in ("full", "auto"):
+            found.append(None if word.lower() == "full" else "auto")
             continue
         try:
             window = Count.parse(word)
             check_window(window)
         except ValueError:
             raise UserError(
-                f"--windows: {word!r} is not a window; give tokens, 1 or more, or full: 1,16,256,full"
+                f"--windows: {word!r} is not a window; give tokens, full or auto: 1,16,256,full,auto"
             ) from None
         found.append(window)
     return in_order(found)
 
 
-def in_order(windows: list[int | None]) -> tuple[int | None, ...]:
-    """Ascending, each once; None, the whole sequence, last."""
-    some = sorted({window for window in windows if window is not None})
-    return (*some, None) if None in windows else tuple(some)
+def in_order(windows: Iterable[Window]) -> tuple[Window, ...]:
+    """Ascending, each once; then None, the whole sequence; then "auto"."""
+    given = set(windows)
+    last: tuple[Window, ...] = (None, "auto")
+    return (*sorted(w for w in given if isinstance(w, int)), *(w for w in last if w in given))
 
 
 def _list(text: str) -> list[str]:

@@ -20,12 +20,13 @@ import torch
 
 from adjoint import compare, sweep_report
 from adjoint.checkpoint import load_checkpoint
+from adjoint.compare import Window
 from adjoint.config import Config, plain
 from adjoint.data import open_data
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.meter import PeakMemory, environment
-from adjoint.methods import METHODS, Backprop, Exact
+from adjoint.methods import METHODS, TOLERANCE, Backprop, Exact
 from adjoint.rundir import write_atomically
 from adjoint.runtime import pick_device, set_up
 from adjoint.stack import Stack
@@ -65,6 +66,7 @@ class Sweeping:
                     "batch": config.data.batch,
                     "batches": request.batches,
                     "chunk_size": request.chunk_size,
+                    "tolerance": TOLERANCE if request.tolerance is None else request.tolerance,
                     "seed": request.seed,
                     "precision": self.precision,
                     "device": torch.cuda.get_device_name(self.device)
@@ -86,7 +88,7 @@ class Sweeping:
             )
         self.settings["baseline"] = baseline
         self.comparison = compare.Comparison(
-            self.model, batches, baseline, request.chunk_size, self.precision
+            self.model, batches, baseline, request.chunk_size, self.precision, self.settings["tolerance"]
         )
         self.described = {
             "model": str(checkpoint) if checkpoint else "fresh",
@@ -102,6 +104,8 @@ class Sweeping:
         wanted = self._wanted()
         missing = [key for key in wanted if key not in self.rows]
         self._announce(len(wanted) - len(missing))
+        if not wanted[1:]:
+            raise UserError("--windows auto: only truncated picks its windows; add it to --methods")
         interrupted = False
         try:
             with _progress(len(missing) * self.request.batches) as (name_row, step):
@@ -129,21 +133,24 @@ class Sweeping:
             print(f"interrupted with {left} rows to go; the same command goes on from here", file=sys.stderr)
         return 130 if interrupted else 0
 
-    def _windows_within(self, windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    def _windows_within(self, windows: tuple[Window, ...]) -> tuple[Window, ...]:
         if not windows:
             powers = (4**i for i in range(32))
-            return (*(w for w in powers if w < self.seqlen), None)
-        for window in windows:
-            if window is not None and window >= self.seqlen:
-                print(f"note: a window of {window:,} covers all {self.seqlen:,} tokens: that is full")
-        return in_order([None if w is None or w >= self.seqlen else w for w in windows])
+            return (*(w for w in powers if w < self.seqlen), None, "auto")
 
-    def _wanted(self) -> list[tuple[str, int | None]]:
+        def covers_all(window: Window) -> bool:
+            return isinstance(window, int) and window >= self.seqlen
+
+        for window in filter(covers_all, windows):
+            print(f"note: a window of {window:,} covers all {self.seqlen:,} tokens: that is full")
+        return in_order(None if covers_all(w) else w for w in windows)
+
+    def _wanted(self) -> list[tuple[str, Window]]:
         """(method, window) of every row, the reference first."""
-        wanted: list[tuple[str, int | None]] = [(self.settings["baseline"], None)]
+        wanted: list[tuple[str, Window]] = [(self.settings["baseline"], None)]
         for name in self.request.methods:
             windows = self.windows if compare.takes_window(name) else (None,)
-            wanted += [(name, window) for window in windows]
+            wanted += [(name, w) for w in windows if w != "auto" or compare.takes_auto(name)]
         return list(dict.fromkeys(wanted))
 
     def _batches(self, config: Config, shape: StackConfig) -> tuple[list[torch.Tensor], str, str]:
@@ -166,7 +173,7 @@ class Sweeping:
             )
         return batches, text.description, text.fingerprint
 
-    def _kept(self) -> tuple[dict[tuple[str, int | None], dict[str, Any]], str | None]:
+    def _kept(self) -> tuple[dict[tuple[str, Window], dict[str, Any]], str | None]:
         """The rows that the folder holds of this sweep, and their baseline.
 
         Raises:
@@ -199,7 +206,7 @@ class Sweeping:
             key=lambda row: (
                 row["method"] != self.settings["baseline"],
                 order.index(row["method"]) if row["method"] in order else len(order),
-                self.seqlen if row["window"] is None else row["window"],
+                {None: self.seqlen, "auto": self.seqlen + 1}.get(row["window"], row["window"]),
             ),
         )
         result = {"settings": self.settings, **self.described, "rows": rows}
@@ -255,7 +262,7 @@ def _first_difference(there: dict[str, Any], here: dict[str, Any], prefix: str =
 
 
 @contextmanager
-def _memory_told(name: str, window: int | None) -> Iterator[None]:
+def _memory_told(name: str, window: Window) -> Iterator[None]:
     """Raises UserError, with what can be done in a sweep, where memory runs out."""
     try:
         yield
@@ -282,7 +289,7 @@ def _progress(total: int) -> Iterator[tuple[Any, Any]]:
         return
     done = 0
 
-    def name_row(name: str, window: int | None) -> None:
+    def name_row(name: str, window: Window) -> None:
         print(f"measuring {sweep_report.row_name(name, window)} (batch {done + 1} of {total})", flush=True)
 
     def step() -> None:

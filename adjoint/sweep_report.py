@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from adjoint.compare import smallest_window, worst
+from adjoint.compare import Window, smallest_window, worst
 
 TOLERANCE = 0.01  # the relative error that the summary and the picture mark
 _MOST_LAYERS = 8  # in the table; sweep.csv has them all
@@ -31,9 +31,14 @@ def layers_of(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: values for name, values in row["layer"].items() if name.startswith("layers.")}
 
 
-def row_name(method: str, window: int | None) -> str:
+def row_name(method: str, window: Window) -> str:
     """A row in words."""
-    return f"{method}, {'full' if window is None else f'window {window:,}'}"
+    return f"{method}, {f'window {window:,}' if isinstance(window, int) else heading(window)}"
+
+
+def heading(window: Window) -> str:
+    """A window over a column: 1,024, full, auto."""
+    return "full" if window is None else window if window == "auto" else f"{window:,}"
 
 
 def error_text(error: float | None) -> str:
@@ -49,7 +54,15 @@ def conclusion(result: dict[str, Any]) -> list[str]:
     """One line a method that has a window: how long a one is needed."""
     lines = []
     for name in swept(result):
-        own = [row for row in result["rows"] if row["method"] == name]
+        auto = [row for row in result["rows"] if row["method"] == name and row["window"] == "auto"]
+        own = [row for row in result["rows"] if row["method"] == name and row["window"] != "auto"]
+        lines += [
+            f"{name}, auto: error {error_text(row['relative_error'])} with windows of {span(row['windows'])} "
+            f"for a tolerance of {result['settings']['tolerance']:g}"
+            for row in auto
+        ]
+        if not own:
+            continue
         best = min(own, key=lambda row: math.inf if row["relative_error"] is None else row["relative_error"])
         whole = smallest_window(own, name, TOLERANCE)
         if not whole[1]:
@@ -65,6 +78,12 @@ def conclusion(result: dict[str, Any]) -> list[str]:
             said = f"error below {TOLERANCE:.0%} from {window_text(whole[0])}; {kind}"
         lines.append(f"{name}: {said}")
     return lines
+
+
+def span(windows: list[int]) -> str:
+    """The windows of all layers in words: 127 to 1,535 tokens."""
+    low, high = min(windows), max(windows)
+    return window_text(high) if low == high else f"{low:,} to {window_text(high)}"
 
 
 def window_text(window: int | None) -> str:
@@ -103,7 +122,8 @@ def show(result: dict[str, Any]) -> None:
 def write_csv(result: dict[str, Any], folder: Path) -> str:
     """Writes sweep.csv, a line a (row, part of the model); returns its name.
 
-    scope is overall, layer or kind, name the part. window is empty for the whole sequence.
+    scope is overall, layer or kind, name the part. window is empty for the whole sequence; where it is auto,
+    the lines of layers have the window of that layer.
     """
     unfinished = folder / ".sweep.csv"
     with unfinished.open("w", newline="", encoding="utf-8") as stream:
@@ -121,7 +141,10 @@ def _csv_lines(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
         parts += [(scope, name, values) for scope in ("layer", "kind") for name, values in row[scope].items()]
         for scope, name, values in parts:
             numbers = {key: values[key] for key in ("cosine", "relative_error")}
-            yield {**shared, "scope": scope, "name": name, **numbers}
+            line = {**shared, "scope": scope, "name": name, **numbers}
+            if row["windows"] is not None and name.startswith("layers."):
+                line["window"] = row["windows"][int(name.removeprefix("layers."))]
+            yield line
 
 
 def _overall_table(result: dict[str, Any], width: int) -> Any:
@@ -130,9 +153,9 @@ def _overall_table(result: dict[str, Any], width: int) -> Any:
     table = Table(title="gradients side by side")
     # The tables by part say the same at length: a narrow terminal does without.
     parts = ("worst layer", "worst kind") if width >= 112 else ()
-    for heading in ("method", "window", "error", "cosine", *parts, "vjps", "seconds", "memory"):
-        left = heading == "method" or heading in parts
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    for title in ("method", "window", "error", "cosine", *parts, "vjps", "seconds", "memory"):
+        left = title == "method" or title in parts
+        table.add_column(title, justify="left" if left else "right", no_wrap=True)
     for row in result["rows"]:
         reference = row["method"] == result["settings"]["baseline"]
         memory = row["peak_memory_bytes"]
@@ -142,7 +165,7 @@ def _overall_table(result: dict[str, Any], width: int) -> Any:
         ]
         table.add_row(
             row["method"],
-            "full" if row["window"] is None else f"{row['window']:,}",
+            heading(row["window"]) if row["windows"] is None else f"auto ≤ {max(row['windows']):,}",
             "reference" if reference else error_text(row["relative_error"]),
             "" if reference or row["cosine"] is None else f"{row['cosine']:.6f}",
             *furthest[: len(parts)],
@@ -163,7 +186,7 @@ def _parts_table(result: dict[str, Any], method: str, width: int) -> Any:
     table = Table(title=f"relative error of {method}, by window")
     table.add_column("part")
     for row in shown:
-        table.add_column("full" if row["window"] is None else f"{row['window']:,}", justify="right")
+        table.add_column(heading(row["window"]), justify="right")
     layers = list(layers_of(rows[0]))
     layers = [layers[i] for i in _evenly(len(layers), _MOST_LAYERS)]
     for scope, names in (("layer", layers), ("kind", list(rows[0]["kind"]))):

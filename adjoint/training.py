@@ -159,7 +159,7 @@ class Trainer:
         self.step, self.tokens = step, self.tokens + tokens
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        row = {
+        row: dict[str, Any] = {
             "step": step,
             "loss": loss,
             "lr": learning_rate(step, settings),

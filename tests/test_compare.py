@@ -125,15 +125,16 @@ def test_exact_stands_in_for_backprop() -> None:
 
 def test_vjps_are_counted_as_the_paper_does() -> None:
     pairs = sum(min(t, 4) for t in range(1, 33))  # of 𝒜, and as many of ℬ; 𝒞 has one a token
-    assert compare.counted_vjps("truncated", 4, 32, 3) == 3 * (2 * pairs + 32)
-    assert compare.counted_vjps("layer-local", None, 32, 1) == 32 * 33 + 32
-    assert compare.counted_vjps("exact", None, 32, 1) == 32 * 33 + 32
-    assert compare.counted_vjps("backprop", None, 32, 1) is None
+    assert compare.counted_vjps("truncated", [4] * 3, 32) == 3 * (2 * pairs + 32)
+    assert compare.counted_vjps("layer-local", [None], 32) == 32 * 33 + 32
+    assert compare.counted_vjps("exact", [None], 32) == 32 * 33 + 32
+    assert compare.counted_vjps("backprop", [None], 32) is None
 
 
 def test_methods_are_built_with_what_they_take() -> None:
     assert compare.build("truncated", None, 32, 8) == Truncated(window=32, chunk_size=8)
     assert compare.build("layer-local", 4, 32, None) == LayerLocal(window=4)
+    assert compare.build("truncated", "auto", 32, 8, 0.1) == Truncated("auto", 8, tolerance=0.1)
     assert compare.build("exact", None, 32, 8) == Exact(chunk_size=8)
     assert compare.build("backprop", None, 32, 8) == Backprop()
 
@@ -192,7 +193,7 @@ def test_sweep_of_a_fresh_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert rows["backprop", None]["relative_error"] == 0
     assert rows["truncated", None]["relative_error"] < 1e-5 < rows["truncated", 1]["relative_error"]
     assert rows["truncated", 1]["kind"]["A_log"]["relative_error"] > 0.1
-    assert rows["truncated", 4]["vjps"] == compare.counted_vjps("truncated", 4, 32, 2)
+    assert rows["truncated", 4]["vjps"] == compare.counted_vjps("truncated", [4, 4], 32)
     assert result["settings"]["baseline"] == "backprop"
     assert {"date", "cpu", "versions"} <= set(result["environment"])
     assert result["config"]["model"]["d_model"] == 8
@@ -299,6 +300,24 @@ def test_running_out_of_memory_is_told_and_keeps_the_rows(
     assert list(by_key(results(tmp_path))) == [("backprop", None), ("truncated", 1)]
 
 
+def test_auto_is_a_row_with_a_window_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {"windows": "4,auto", "seqlen": 300, "tolerance": 0.9, "batches": 1, "data": "random"}
+    assert sweep(tmp_path, **flags) == 0
+    result = results(tmp_path)
+    rows = by_key(result)
+    assert list(rows) == [("backprop", None), ("truncated", 4), ("truncated", "auto"), ("layer-local", 4)]
+    auto = rows["truncated", "auto"]
+    assert len(auto["windows"]) == 2 and all(15 < w < 300 for w in auto["windows"])
+    assert 0 < auto["relative_error"] < rows["truncated", 4]["relative_error"]
+    assert auto["vjps"] == compare.counted_vjps("truncated", auto["windows"], 300)
+    assert "truncated, auto: error" in capsys.readouterr().out
+    with open(tmp_path / "out" / "sweep.csv", newline="") as stream:
+        windows = {r["name"]: r["window"] for r in csv.DictReader(stream) if r["vjps"] == str(auto["vjps"])}
+    assert windows["layers.1"] == str(auto["windows"][1]) and windows["overall"] == "auto"
+    assert sweep(tmp_path, **flags) == 0  # resumed: the row is kept
+    assert "4 rows kept" in capsys.readouterr().out
+
+
 def test_interrupted_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,6 +337,9 @@ def test_interrupted_at_once(
         ({"windows": "-1"}, "--windows: '-1'"),
         ({"windows": "1.5"}, "--windows: '1.5'"),
         ({"windows": ","}, "--windows"),
+        ({"windows": "auto", "methods": "layer-local"}, "only truncated picks its windows"),
+        ({"tolerance": "nan"}, "--tolerance: expected a number between 0 and 1"),
+        ({"tolerance": "1"}, "--tolerance: expected a number between 0 and 1"),
         ({"methods": "truncatd"}, "did you mean truncated?"),
         ({"methods": ","}, "--methods: is empty"),
         ({"seqlen": "many"}, "--seqlen"),
