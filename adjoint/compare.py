@@ -301,8 +301,8 @@ def smallest_window(
             where the many that a window leaves nearly untouched outweigh the few that it does not.
 
     Returns:
-        (window, found), "auto" left out: window is None for the whole sequence; found is False where even that
-        is not enough.
+        (window, found), "auto" left out: window is None for the whole sequence; found is False where even
+        that is not enough.
     """
     own = sorted(
         (row for row in rows if row["method"] == name and row["window"] != "auto"),
