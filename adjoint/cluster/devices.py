@@ -12,6 +12,7 @@ each says which device it was given (`mine`), and only then are the layers share
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -105,7 +106,7 @@ def find(nvml: Any = None) -> Inventory:
     """
     if nvml is None:
         try:
-            import pynvml as nvml
+            nvml = importlib.import_module("pynvml")
         except ImportError:
             return Inventory(notes=("nvidia-ml-py is not installed: pip install nvidia-ml-py to find GPUs",))
     try:
@@ -253,8 +254,8 @@ def mine(nvml: Any = None, environ: Mapping[str, str] | None = None) -> Device |
     seen = visible(find(nvml), environ).devices
     if len(seen) > 1 and any(device.is_slice for device in seen):
         raise UserError(
-            f"this process sees {len(seen)} devices, MIG slices among them, and can use one: start one process "
-            "a slice, its UUID alone in CUDA_VISIBLE_DEVICES (adjoint cluster env lists them)"
+            f"this process sees {len(seen)} devices, MIG slices among them, and can use one: start a process "
+            "for each, its UUID alone in CUDA_VISIBLE_DEVICES (adjoint cluster env lists them)"
         )
     return seen[0] if seen else None
 
@@ -287,6 +288,6 @@ def shares(devices: Sequence[Device | None]) -> list[float]:
         return [1 / len(devices)] * len(devices)
     if not all(sizes):
         raise UserError(
-            f"{sizes.count(0)} of {len(sizes)} shards have no GPU: give a GPU or slice to every shard, or to none"
+            f"{sizes.count(0)} of {len(sizes)} shards have no GPU: give a GPU or slice to all of them or none"
         )
     return [size / sum(sizes) for size in sizes]
