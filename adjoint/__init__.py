@@ -7,7 +7,7 @@ import os
 # chunk is many short parallel regions, and on shared cores spinning costs several times the work itself.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from adjoint.kernels.dispatch import backends
+from adjoint.kernels.dispatch import backends, unusable_backends
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
@@ -28,4 +28,5 @@ __all__ = [
     "linear_scan",
     "selective_scan",
     "ssd_scan",
+    "unusable_backends",
 ]

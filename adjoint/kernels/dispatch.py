@@ -11,6 +11,7 @@ from torch import Tensor
 from adjoint.kernels import cpu_build
 
 _MODULES = {"reference": "reference", "cpu": "cpu", "triton": "triton_backend"}
+OPERATIONS = ("selective_scan", "ssd_scan", "linear_scan", "dense_scan", "causal_conv1d")
 
 
 def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str | None:
@@ -39,6 +40,23 @@ def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | 
 def backends() -> list[str]:
     """Names of the scan backends usable on this machine; "reference" always is."""
     return [name for name in _MODULES if why_not(name) is None]
+
+
+def unusable_backends() -> dict[str, str]:
+    """The backends that cannot be used on this machine, each with the reason why."""
+    reasons = {name: why_not(name) for name in _MODULES}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def implementation(operation: str, backend: str | None, device: torch.device, dtype: torch.dtype) -> str:
+    """Whose code runs one of `OPERATIONS` on such tensors: a backend may leave an operation to the reference.
+
+    Raises ValueError, with the reason, if the backend asked for cannot be used on such tensors.
+    """
+    chosen = choose(backend, device, dtype)
+    if getattr(chosen, f"{operation}_forward").__module__.endswith(".reference"):
+        return "reference"
+    return next(name for name, module in _MODULES.items() if chosen.__name__.endswith(f".{module}"))
 
 
 def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> ModuleType:

@@ -1,0 +1,166 @@
+"""The text of ``adjoint doctor``."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+YES, NO, ABSENT = "[green]✓[/green]", "[red]✗[/red]", "[dim]–[/dim]"
+Rows = list[tuple[str, ...]]
+
+
+def show(report: dict[str, Any], console: Console | None = None) -> None:
+    """Print the report of `doctor.examine`."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120  # else 80, and the lines of a log would be folded
+    for title, rows in (
+        ("System", _system(report["system"])),
+        ("Packages", _packages(report["packages"])),
+        ("Devices", _devices(report["devices"])),
+        ("C++ kernels", _build(report["cpp_build"])),
+        ("Backends", _backends(report["backends"])),
+        ("What backend=None takes", _choices(report["choices"])),
+        ("Threads and memory", _settings(report)),
+        ("Selective scan and its gradients against the reference in float64", _checks(report["checks"])),
+    ):
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for _ in rows[0]:
+            table.add_column(overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(f"[bold]{title}[/bold]", table, "", sep="\n")
+    for line in report["advice"]:
+        console.print(f"[yellow]![/yellow] {escape(line)}")
+    verdict = f"{YES} works" if report["works"] else f"{NO} no backend computes a scan right here"
+    console.print(f"{verdict}  [dim]({report['seconds']:.1f} s)[/dim]")
+
+
+def _system(system: dict[str, Any]) -> Rows:
+    cuda = f"built for CUDA {system['torch_cuda']}" if system["torch_cuda"] else "built without CUDA"
+    return [
+        ("adjoint", system["adjoint"]),
+        ("Python", escape(f"{system['python']}, {system['executable']}")),
+        ("PyTorch", cuda),
+        ("platform", escape(system["platform"])),
+    ]
+
+
+def _packages(packages: list[dict[str, Any]]) -> Rows:
+    rows: Rows = []
+    for package in packages:
+        purpose = escape(package["purpose"])
+        if package["problem"]:
+            rows.append((NO, package["name"], package["version"], f"{purpose}: {escape(package['problem'])}"))
+        elif package["version"]:
+            rows.append((YES, package["name"], package["version"], purpose))
+        else:
+            source = escape(f"pip install '{package['source'] or package['name']}'")
+            rows.append((ABSENT, package["name"], "missing", f"{purpose} [dim]({source})[/dim]"))
+    return rows
+
+
+def _devices(devices: dict[str, Any]) -> Rows:
+    cpu, nvml = devices["cpu"], devices["nvml"]
+    vectors = " ".join(cpu["vectors"])
+    rows: Rows = [
+        ("CPU", escape(f"{cpu['model']}, {cpu['cores']} cores, {_gib(cpu['memory_bytes'])}, {vectors}"))
+    ]
+    for gpu in devices["cuda"]:
+        details = f"{gpu['multiprocessors']} multiprocessors, {_gib(gpu['memory_bytes'])}"
+        rows.append((f"cuda:{gpu['index']}", escape(f"{gpu['name']}, sm_{gpu['capability']}, {details}")))
+    if not devices["cuda"]:
+        rows.append(("CUDA", "no device that PyTorch can use"))
+    if nvml["problem"]:
+        rows.append(("NVML", f"[dim]{escape(nvml['problem'])}[/dim]"))
+    elif not nvml["gpus"]:
+        rows.append(("NVML", f"driver {escape(nvml['driver'])} lists no GPU"))
+    for gpu in nvml["gpus"]:
+        mig = {True: f"MIG on, {len(gpu['slices'])} slices", False: "MIG off", None: "without MIG"}[
+            gpu["mig"]
+        ]
+        rows.append(
+            ("driver", escape(f"{nvml['driver']}: {gpu['name']}, {_gib(gpu['memory_bytes'])}, {mig}"))
+        )
+        for part in gpu["slices"]:
+            rows.append(("slice", escape(f"{part['name']}, {_gib(part['memory_bytes'])}, {part['uuid']}")))
+    return rows
+
+
+def _build(build: dict[str, Any]) -> Rows:
+    rows: Rows = []
+    if build["works"]:
+        how = "taken from the cache" if build["from_cache"] else "built now"
+        rows.append((YES, f"{how} in {build['seconds']:.2f} s", escape(build["library"])))
+    else:
+        rows.append((NO, "not usable", escape(build["reason"])))
+    if build["compiler"] and build["compiler_problem"] is None:
+        version = build["compiler_version"] or "version unknown"
+        rows.append((YES, "compiler", escape(f"{build['compiler']}: {version}")))
+    else:
+        rows.append(
+            (NO, "compiler", escape(f"{build['compiler'] or ''} {build['compiler_problem']}".strip()))
+        )
+    writable = build["cache_writable"]
+    rows.append(
+        (YES if writable else NO, "cache", escape(build["cache"]) + ("" if writable else ": not writable"))
+    )
+    return rows
+
+
+def _backends(backends: dict[str, Any]) -> Rows:
+    rows: Rows = [(YES, name, "usable") for name in backends["usable"]]
+    return rows + [(ABSENT, name, escape(reason)) for name, reason in backends["unusable"].items()]
+
+
+def _choices(choices: list[dict[str, Any]]) -> Rows:
+    """A row an operation and device: each backend with the dtypes that go to it."""
+    rows: Rows = []
+    for (device, operation), group in groupby(choices, lambda row: (row["device"], row["operation"])):
+        taken: dict[str, list[str]] = {}
+        for row in group:
+            taken.setdefault(row["backend"], []).append(row["dtype"])
+        told = "; ".join(f"{name} [dim]({', '.join(dtypes)})[/dim]" for name, dtypes in taken.items())
+        rows.append((device, operation, told))
+    return rows
+
+
+def _settings(report: dict[str, Any]) -> Rows:
+    threads, allocator = report["threads"], report["allocator"]
+    return [
+        (
+            "PyTorch",
+            f"{threads['torch']} threads, {threads['interop']} between operations, {threads['parallel']}",
+        ),
+        ("environment", _environment(threads["settings"])),
+        ("allocator", escape(allocator["name"])),
+        ("environment", _environment(allocator["settings"])),
+    ]
+
+
+def _environment(settings: dict[str, str | None]) -> str:
+    is_set = " ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
+    unset = " ".join(name for name, value in settings.items() if value is None)
+    return (
+        f"{escape(is_set)}{'  ' if is_set and unset else ''}{f'[dim]unset: {unset}[/dim]' if unset else ''}"
+    )
+
+
+def _checks(checks: list[dict[str, Any]]) -> Rows:
+    rows: Rows = []
+    for check in checks:
+        error = "no result" if check["error"] is None else f"{check['error']:.1e}"
+        told = f"relative error {error}, at most {check['tolerance']:.0e}"
+        if check["problem"]:
+            told = check["problem"]
+        mark = YES if check["passed"] else NO
+        rows.append((mark, check["backend"], check["device"], check["dtype"], escape(told)))
+    return rows
+
+
+def _gib(size: int | None) -> str:
+    return "memory unknown" if size is None else f"{size / 2**30:.1f} GiB"
