@@ -100,7 +100,7 @@ def _draw_auto(axes: Any, row: Mapping[str, Any], colour: str) -> None:
     height, windows = _height(row["relative_error"]), row["windows"]
     axes.plot([min(windows), max(windows)], [height] * 2, "-", color=colour, linewidth=1.5, zorder=3)
     axes.plot(max(windows), height, "*", color=colour, markersize=15, markeredgecolor="white", zorder=6)
-    _say(axes, f"auto: {span(windows)}", max(windows), height, (0, 13), colour, ha="right")
+    _say(axes, f"auto: {span(windows)}", max(windows), height, (-8, -11), colour, ha="right")
 
 
 def _mark(
