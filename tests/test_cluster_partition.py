@@ -1,0 +1,127 @@
+"""Partitions of layers against all partitions there are."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adjoint import Stack, StackConfig
+from adjoint.cluster.devices import Device, shares
+from adjoint.cluster.partition import layer_costs, partition
+from adjoint.errors import UserError
+
+
+def every_partition(layers: int, shards: int) -> Iterator[list[range]]:
+    for inner in itertools.combinations(range(1, layers), shards - 1):
+        yield [range(a, b) for a, b in itertools.pairwise([0, *inner, layers])]
+
+
+def loads(ranges: Sequence[range], costs: Sequence[float], capacities: Sequence[float]) -> list[float]:
+    return [sum(costs[k] for k in own) / c for own, c in zip(ranges, capacities, strict=True)]
+
+
+def within(ranges: Sequence[range], memory: Sequence[float], limits: Sequence[float]) -> bool:
+    return all(sum(memory[k] for k in own) <= limit for own, limit in zip(ranges, limits, strict=True))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Costs and memory of up to 8 layers, capacities and limits of up to 4 shards: whole numbers, so that
+    sums are exact and equal to brute force's whatever the order."""
+    layers = draw(st.integers(1, 8))
+    shards = draw(st.integers(1, min(4, layers)))
+    ints = lambda low, high, n: st.lists(st.integers(low, high), min_size=n, max_size=n)  # noqa: E731
+    capacities = [2**k for k in draw(ints(0, 3, shards))]  # and quotients too
+    return draw(ints(0, 9, layers)), capacities, draw(ints(0, 9, layers)), draw(ints(1, 40, shards))
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_equals_brute_force(problem: tuple[list[int], list[int], list[int], list[int]]) -> None:
+    costs, capacities, memory, limits = problem
+    candidates = [p for p in every_partition(len(costs), len(limits)) if within(p, memory, limits)]
+    if not candidates:
+        with pytest.raises(UserError, match="do not fit"):
+            partition(costs, len(limits), capacities, memory=memory, limits=limits)
+        return
+
+    def worth(ranges: list[range]) -> tuple[float, float]:
+        each = loads(ranges, costs, capacities)
+        return max(each), sum(x**2 for x in each)
+
+    found = partition(costs, len(limits), capacities, memory=memory, limits=limits)
+    assert [k for own in found for k in own] == list(range(len(costs)))
+    assert all(found) and within(found, memory, limits)
+    assert worth(found) == min(map(worth, candidates))
+
+
+def test_layers_of_measured_times() -> None:
+    times = np.random.default_rng(0).uniform(0.8, 1.3, 12).tolist()
+    found = partition(times, 4)
+    best = min(max(loads(p, times, [1] * 4)) for p in every_partition(12, 4))
+    assert max(loads(found, times, [1] * 4)) == pytest.approx(best, rel=1e-12)
+
+
+def test_a_heavy_head_gets_fewer_layers_and_the_others_stay_balanced() -> None:
+    assert partition([1, 1, 1, 1, 10], 3) == [range(0, 2), range(2, 4), range(4, 5)]
+
+
+def test_slices_take_layers_by_their_memory() -> None:
+    sizes = [4864, 4864, 9856, 19968]  # 1g, 1g, 2g and 3g of an A100-40
+    slices = [Device(f"MIG-{i}", "A100", 0, mib << 20, "x") for i, mib in enumerate(sizes)]
+    assert [len(own) for own in partition([1.0] * 48, 4, shares(slices))] == [6, 6, 12, 24]
+
+
+@pytest.mark.parametrize(
+    ("memory", "limits", "message"),
+    [
+        ([1e9] * 10, [2e9] * 2, "2 shards of 2.00 GB each; 5 such shards would do, or 2 of 5.00 GB would do"),
+        ([5e9] * 4, [2e9] * 2, "layer 0 alone needs 5.00 GB; 2 of 10.00 GB would do"),
+        ([1e9] * 10, [2e9, 5e9], "2.00 to 5.00 GB; 2 shards with 1.50 times the memory each would do"),
+    ],
+)
+def test_what_would_fit_is_said_and_true(memory: list[float], limits: list[float], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        partition([1.0] * len(memory), len(limits), memory=memory, limits=limits)
+    text = str(caught.value)
+    assert "\n" not in text
+    if count := re.search(r"(\d+) such shards", text):
+        more = int(count[1])
+        partition([1.0] * len(memory), more, memory=memory, limits=limits[:1] * more)
+        with pytest.raises(UserError):
+            partition([1.0] * len(memory), more - 1, memory=memory, limits=limits[:1] * (more - 1))
+    if size := re.search(r"\d of ([\d.]+) GB would do", text):
+        partition(
+            [1.0] * len(memory), len(limits), memory=memory, limits=[float(size[1]) * 1e9] * len(limits)
+        )
+    if factor := re.search(r"with ([\d.]+) times", text):
+        room = [float(factor[1]) * limit for limit in limits]
+        partition([1.0] * len(memory), len(limits), memory=memory, limits=room)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(UserError, match=r"5 shards for 4 layers.*at most 4"):
+        partition([1.0] * 4, 5)
+    with pytest.raises(ValueError, match="capacities: 2 shards, but 3 values"):
+        partition([1.0] * 4, 2, [1, 1, 1])
+    with pytest.raises(ValueError, match="costs must be numbers of at least 0"):
+        partition([1.0, float("nan")], 1)
+    with pytest.raises(ValueError, match="capacities must be greater than 0"):
+        partition([1.0, 1.0], 2, [1, 0])
+    with pytest.raises(ValueError, match="go together"):
+        partition([1.0, 1.0], 2, limits=[1, 1])
+
+
+def test_estimated_costs_count_matrices_and_put_the_head_last() -> None:
+    small = {"vocab_size": 50, "d_model": 16, "n_layer": 3, "mixer": "mamba", "d_state": 4}
+    costs = layer_costs(Stack(StackConfig(**small)))
+    assert costs[0] == costs[1] > 0
+    assert costs[2] - costs[0] == 50 * 16
+    wider = layer_costs(Stack(StackConfig(**small, d_intermediate=64)))
+    assert wider[0] - costs[0] >= 2 * 16 * 64
