@@ -1,0 +1,186 @@
+"""Simulated times of schedules against closed forms, worked examples and a clock that ticks."""
+
+from __future__ import annotations
+
+import collections
+import random
+import time
+
+import pytest
+
+from adjoint.cluster import schedule as schedules
+from adjoint.cluster.schedule import Recv, Run, Schedule, Send
+from adjoint.cluster.simulate import simulate
+from adjoint.windowed import tasks
+
+
+def uniform(forward: float, backward: float):
+    return lambda worker, run: forward if run.kind == "forward" else backward
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 8, 33])
+@pytest.mark.parametrize("chunks", [1, 2, 5, 64])
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_idle_share_of_the_wavefront(shards: int, chunks: int, buffers: int) -> None:
+    found = simulate(schedules.exact(shards, chunks, buffers=buffers), uniform(1.0, 3.0))
+    assert found.idle_share == pytest.approx((shards - 1) / (chunks + shards - 1), abs=1e-12)
+    assert found.seconds == pytest.approx(4 * (chunks + shards - 1))
+    assert found.busy == pytest.approx([4 * chunks] * shards)
+
+
+def test_two_thousand_workers_in_seconds() -> None:
+    schedule = schedules.exact(2000, 16)
+    began = time.process_time()
+    found = simulate(schedule, uniform(0.25, 0.75))
+    assert time.process_time() - began < 10
+    assert found.idle_share == pytest.approx(1999 / 2015)
+
+
+def test_a_slow_receiver_holds_its_sender_back_by_the_channels_bound() -> None:
+    """Sender: 1 s a tile, receiver: 10 s. With one message in the channel, tile c + 2 cannot be handed over
+    before the receiver took c + 1, that is after its tile c."""
+    schedule = schedules.exact(2, 4, backward=False, buffers=1)
+    found = simulate(schedule, lambda worker, run: 10.0 if worker else 1.0, spans=True)
+    stops = [[span.stop for span in found.spans if span.worker == worker] for worker in (0, 1)]
+    assert stops == [[1, 2, 3, 12], [11, 21, 31, 41]]
+    wide = simulate(
+        schedules.exact(2, 4, backward=False, buffers=3), lambda w, run: 10.0 if w else 1.0, spans=True
+    )
+    assert [span.stop for span in wide.spans if span.worker == 0] == [1, 2, 3, 4]
+
+
+def test_messages_overlap_with_computing_and_queue_at_the_senders_port() -> None:
+    schedule = schedules.exact(2, 3, backward=False, buffers=8)
+    quick = simulate(schedule, uniform(2.0, 0), lambda send, worker: 2.0, latency=0.5, spans=True)
+    # y[0] leaves at 2, is there at 4.5; the later ones arrive as fast as they are consumed
+    assert [s.start for s in quick.spans if s.worker == 1] == [4.5, 6.5, 8.5]
+    slow = simulate(schedule, uniform(2.0, 0), lambda send, worker: 3.0, spans=True)
+    assert [s.start for s in slow.spans if s.worker == 1] == [5, 8, 11]  # the port is the bottleneck
+
+
+def test_a_broadcast_leaves_one_port() -> None:
+    layers = [range(k, k + 1) for k in range(4)]
+    schedule = schedules.layer_local(layers, 1, tasks(4, 8, 8, 4, 4), buffers=2)
+    sent = simulate(schedule, uniform(0, 0), lambda send, worker: 1.0 if send.what == "d_head" else 0.0)
+    assert sent.seconds == 3  # the last shard to three others, one after the other
+
+
+# ------------------------------------------------------------------------------- against a clock that ticks
+
+
+def ticking(schedule: Schedule, tile, message, latency: int) -> int:
+    """The end of a schedule whose times are whole numbers, found by looking at every worker at every tick."""
+    at, until, port = [0] * schedule.workers, [0] * schedule.workers, [0] * schedule.workers
+    inside: dict[tuple[int, int, str], collections.deque[int]] = collections.defaultdict(collections.deque)
+    now = last = 0
+    while any(at[w] < len(p) for w, p in enumerate(schedule.programs)):
+        moved = True
+        while moved:
+            moved = False
+            for worker, program in enumerate(schedule.programs):
+                if until[worker] > now or at[worker] == len(program):
+                    continue
+                action = program[at[worker]]
+                if isinstance(action, Run):
+                    until[worker] = now + tile(worker, action)
+                elif isinstance(action, Send):
+                    channel = inside[worker, action.to, action.what]
+                    if len(channel) == schedule.buffers:
+                        continue
+                    port[worker] = max(now, port[worker]) + message(action, worker)
+                    channel.append(port[worker] + latency)
+                else:
+                    channel = inside[action.source, worker, action.what]
+                    if not channel or channel[0] > now:
+                        continue
+                    channel.popleft()
+                at[worker] += 1
+                moved = True
+                last = max(last, now, until[worker])
+        now += 1
+        assert now < 100_000
+    return last
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_equals_a_clock_that_ticks(seed: int) -> None:
+    draw = random.Random(seed)
+    shards, chunks, buffers = draw.randint(1, 4), draw.randint(1, 6), draw.randint(1, 3)
+    layers = [range(2 * s, 2 * s + 2) for s in range(shards)]
+    parts = tasks(2 * shards, chunks * 8 - draw.randint(0, 7), 8, draw.randint(1, 12), 4)
+    helpers = [draw.randrange(shards) for _ in range(draw.randint(0, 3))]
+    for schedule in (
+        schedules.exact(shards, chunks, tied=True, buffers=buffers),
+        schedules.truncated(layers, parts, buffers=buffers),
+        schedules.layer_local(layers, chunks, parts, helpers=helpers, buffers=buffers),
+        schedules.layer_local(layers, chunks, helpers=helpers, tied=True, buffers=buffers),
+    ):
+        times = collections.defaultdict(lambda: draw.randint(1, 9))
+        transfers = collections.defaultdict(lambda: draw.randint(0, 9))
+        tile = lambda worker, run: times[worker, run]  # noqa: B023, E731
+        message = lambda send, worker: transfers[worker, send]  # noqa: B023, E731
+        latency = draw.randint(0, 3)
+        found = simulate(schedule, tile, message, latency=latency, spans=True)
+        assert found.seconds == ticking(schedule, tile, message, latency)
+        assert found.busy == pytest.approx(
+            [sum(times[worker, run] for run in schedule.runs(worker)) for worker in range(schedule.workers)]
+        )
+        assert [[s.run for s in found.spans if s.worker == w] for w in range(schedule.workers)] == [
+            schedule.runs(w) for w in range(schedule.workers)
+        ]
+        # as many slots as workers are no limit
+        free = simulate(schedule, tile, message, latency=latency, slots=schedule.workers)
+        assert free.seconds == pytest.approx(found.seconds)
+        # nor does a slot to each of as many hosts
+        each = simulate(schedule, tile, message, latency=latency, slots=1, hosts=range(schedule.workers))
+        assert each.seconds == pytest.approx(found.seconds)
+
+
+# -------------------------------------------------------------------------------------------- shared slots
+
+
+def alone(*programs: tuple[Run, ...]) -> Schedule:
+    return Schedule("alone", len(programs), 1, 1, programs)
+
+
+def test_tiles_share_the_slots_of_their_host() -> None:
+    schedule = alone(*[(Run("task", 0),)] * 4)
+    assert simulate(schedule, lambda worker, run: 3.0, slots=2).seconds == pytest.approx(6)
+    assert simulate(schedule, lambda worker, run: 3.0, slots=1).seconds == pytest.approx(12)
+    two_hosts = simulate(schedule, lambda worker, run: 3.0, slots=2, hosts=[0, 0, 1, 1])
+    assert two_hosts.seconds == pytest.approx(3)
+
+
+def test_processor_sharing_worked_out() -> None:
+    """One slot, tiles of 1, 2 and 4 s begun together: thirds until 3 s, halves until 5 s, then the last
+    alone until 7 s."""
+    schedule = alone(*[(Run("task", 0),)] * 3)
+    found = simulate(schedule, lambda worker, run: (1.0, 2.0, 4.0)[worker], slots=1, spans=True)
+    assert [span.stop for span in found.spans] == pytest.approx([3, 5, 7])
+
+
+def test_a_wavefront_on_too_few_cores_is_bound_by_the_work() -> None:
+    schedule = schedules.exact(4, 32)
+    found = simulate(schedule, uniform(1.0, 3.0), slots=2)
+    work = 4 * 32 * 4 / 2
+    ramp = 2 * (1 + 3)  # at each end of either sweep only one shard, then two, have something to do
+    assert work < found.seconds <= work + ramp
+
+
+# -------------------------------------------------------------------------------------------------- errors
+
+
+def test_a_schedule_that_never_ends_is_named() -> None:
+    stuck = Schedule("stuck", 2, 1, 1, ((Recv(1, "y", 0),), (Recv(0, "y", 0),)))
+    with pytest.raises(ValueError, match=r"worker 0 waits for ever: receive y\[0\] from 1"):
+        simulate(stuck, uniform(1, 1))
+
+
+def test_wrong_arguments_are_named() -> None:
+    schedule = schedules.exact(2, 2)
+    with pytest.raises(ValueError, match="slots must be 1 or more"):
+        simulate(schedule, uniform(1, 1), slots=0)
+    with pytest.raises(ValueError, match="2 workers, but 1 values"):
+        simulate(schedule, uniform(1, 1), slots=1, hosts=[0])
+    with pytest.raises(ValueError, match="a time of -1 s"):
+        simulate(schedule, uniform(-1, 1))
