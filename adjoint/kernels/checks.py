@@ -27,8 +27,3 @@ def reset_of(seq_idx: Tensor | None, batch: int, seqlen: int) -> Tensor | None:
     reset = torch.zeros_like(seq_idx, dtype=torch.bool)
     reset[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return reset
-
-
-def differentiable(*tensors: Tensor | None) -> bool:
-    """Whether a backward pass may follow, so that states have to be saved for it."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

@@ -1,31 +1,35 @@
 """Causal depthwise convolution with state, the short memory in front of a Mamba scan."""
 
-from types import ModuleType
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from adjoint.kernels import checks, dispatch
+from adjoint.kernels import checks, dispatch, operators
 
 
-class _CausalConv1d(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, weight, bias, initial_state, reset, silu: bool, impl: ModuleType):
-        ctx.save_for_backward(x, weight, bias, initial_state, reset)
-        ctx.arguments = silu, impl
-        return impl.causal_conv1d_forward(x, weight, bias, initial_state, silu, reset)
+def _forward(x, weight, bias, initial_state, reset, silu, backend):
+    impl = dispatch.choose(backend, x.device, x.dtype)
+    return (impl.causal_conv1d_forward(x, weight, bias, initial_state, silu, reset),)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy):
-        x, weight, bias, initial_state, reset = ctx.saved_tensors
-        silu, impl = ctx.arguments
-        dx, dweight, dbias, dinitial = impl.causal_conv1d_backward(
-            dy, x, weight, bias, initial_state, silu, reset
-        )
-        return dx, dweight, dbias, dinitial if initial_state is not None else None, None, None, None
+
+def _fake(x, weight, bias, initial_state, reset, silu, backend):
+    return (x.new_empty(x.shape),)
+
+
+def _backward(dy, x, weight, bias, initial_state, reset, silu, backend):
+    impl = dispatch.choose(backend, x.device, x.dtype)
+    dy = torch.zeros_like(x) if dy is None else dy
+    return impl.causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset)
+
+
+_causal_conv1d = operators.register(
+    "causal_conv1d",
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? reset",
+    "bool silu, str? backend",
+    outputs=1,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+)
 
 
 def causal_conv1d(
@@ -63,8 +67,7 @@ def causal_conv1d(
     reset = checks.reset_of(seq_idx, batch, seqlen)
     dtype = dispatch.compute_dtype(x)
     tensors = [None if t is None else t.to(dtype) for t in (x, weight, bias, initial_state)]
-    impl = dispatch.choose(backend, x.device, dtype)
-    y = _CausalConv1d.apply(*tensors, reset, silu, impl)
+    y = _causal_conv1d(*tensors, reset, silu, backend)
     return y.to(x.dtype), _tail(x, width - 1, initial_state)
 
 

@@ -1,5 +1,6 @@
 """Which backend runs an operation, and why another one cannot."""
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -59,6 +60,7 @@ def implementation(operation: str, backend: str | None, device: torch.device, dt
     return next(name for name, module in _MODULES.items() if chosen.__name__.endswith(f".{module}"))
 
 
+@functools.cache  # asked for in every forward and backward
 def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> ModuleType:
     """The module with the operation's forward/backward pair; `backend=None` picks the fastest proven one.
 

@@ -1,31 +1,40 @@
 """Linear recurrences h_t = A_t h_{t-1} + b_t with scalar, diagonal or dense A_t, returning every state."""
 
-from types import ModuleType
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from adjoint.kernels import checks, dispatch
+from adjoint.kernels import checks, dispatch, operators
 
 
-class _LinearScan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a, b, initial_state, reset, window, halo: int, impl: ModuleType, dense: bool):
-        h = (impl.dense_scan_forward if dense else impl.linear_scan_forward)(a, b, initial_state, reset)
-        ctx.save_for_backward(a, initial_state, reset, h)
-        ctx.arguments = window, halo, impl, dense
-        return h
+def _forward(a, b, initial_state, reset, window, halo, backend):
+    impl = dispatch.choose(backend, b.device, b.dtype)
+    run = impl.dense_scan_forward if a.dim() == 4 else impl.linear_scan_forward
+    return (run(a, b, initial_state, reset),)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh):
-        a, initial_state, reset, h = ctx.saved_tensors
-        window, halo, impl, dense = ctx.arguments
-        backward = impl.dense_scan_backward if dense else impl.linear_scan_backward
-        da, db, dinitial = backward(dh.contiguous(), a, h, initial_state, reset, window, halo)
-        return da, db, dinitial if initial_state is not None else None, None, None, None, None, None
+
+def _fake(a, b, initial_state, reset, window, halo, backend):
+    return (b.new_empty(b.shape),)
+
+
+def _backward(dh, a, h, initial_state, reset, window, halo, backend):
+    impl = dispatch.choose(backend, h.device, h.dtype)
+    run = impl.dense_scan_backward if a.dim() == 4 else impl.linear_scan_backward
+    dh = torch.zeros_like(h) if dh is None else dh
+    da, db, dinitial = run(dh, a, h, initial_state, reset, window, halo)
+    return da, db.clone() if db is dh else db, dinitial  # with a window of one token, db is dh
+
+
+_linear_scan = operators.register(
+    "linear_scan",
+    "Tensor a, Tensor b, Tensor? initial_state, Tensor? reset",
+    "SymInt? window, SymInt halo, str? backend",
+    outputs=1,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    saved="Tensor a, Tensor h, Tensor? initial_state, Tensor? reset",
+    save=lambda a, b, initial_state, reset, h: (a, h, initial_state, reset),
+)
 
 
 def linear_scan(
@@ -54,7 +63,6 @@ def linear_scan(
     if b.dim() != 3 or b.shape[1] == 0:
         raise ValueError(f"b must have shape (batch, seqlen >= 1, d_state), got {tuple(b.shape)}")
     batch, seqlen, d_state = b.shape
-    dense = a.dim() == 4
     if tuple(a.shape) not in (
         (batch, seqlen, 1),
         (batch, seqlen, d_state),
@@ -68,6 +76,5 @@ def linear_scan(
     reset = checks.reset_of(seq_idx, batch, seqlen)
     dtype = dispatch.compute_dtype(b)
     initial_state = None if initial_state is None else initial_state.to(dtype)
-    impl = dispatch.choose(backend, b.device, dtype)
-    h = _LinearScan.apply(a.to(dtype), b.to(dtype), initial_state, reset, window, halo, impl, dense)
+    h = _linear_scan(a.to(dtype), b.to(dtype), initial_state, reset, window, halo, backend)
     return h.to(b.dtype)

@@ -1,73 +1,61 @@
 """The selective scan of Mamba-1, differentiable in every tensor, both states included."""
 
-from types import ModuleType
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from adjoint.kernels import checks, dispatch
+from adjoint.kernels import checkpoints, checks, dispatch, operators
 
 
-class _SelectiveScan(torch.autograd.Function):
-    """Backward is the accumulated adjoint state: a reverse scan that recomputes h from sparse saved
-    states."""
+def _forward(
+    u, delta, A, B, C, D, z, bias, initial_state, reset, softplus, window, halo, backend, save=False
+):
+    impl = dispatch.choose(backend, u.device, u.dtype)
+    return impl.selective_scan_forward(u, delta, A, B, C, D, z, bias, softplus, initial_state, reset, save)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        u,
-        delta,
-        A,
-        B,
-        C,
-        D,
-        z,
-        delta_bias,
-        initial_state,
-        reset,
-        softplus: bool,
-        window,
-        halo: int,
-        impl: ModuleType,
-        save: bool,
-    ):
-        y, final_state, checkpoints = impl.selective_scan_forward(
-            u, delta, A, B, C, D, z, delta_bias, softplus, initial_state, reset, save
-        )
-        ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, initial_state, reset, checkpoints)
-        ctx.arguments = softplus, window, halo, impl
-        ctx.set_materialize_grads(False)
-        return y, final_state
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy, dfinal_state):
-        u, delta, A, B, C, D, z, delta_bias, initial_state, reset, checkpoints = ctx.saved_tensors
-        softplus, window, halo, impl = ctx.arguments
-        if dy is None:
-            dy = torch.zeros_like(u)
-        du, ddelta, dA, dB, dC, dD, dz, dbias, dinitial = impl.selective_scan_backward(
-            dy,
-            dfinal_state,
-            u,
-            delta,
-            A,
-            B,
-            C,
-            D,
-            z,
-            delta_bias,
-            softplus,
-            initial_state,
-            reset,
-            checkpoints,
-            window,
-            halo,
-        )
-        dinitial = dinitial if initial_state is not None else None
-        return du, ddelta, dA, dB, dC, dD, dz, dbias, dinitial, None, None, None, None, None, None
+def _fake(u, delta, A, B, C, D, z, bias, initial_state, reset, softplus, window, halo, backend, save=False):
+    state = u.new_empty(u.shape[0], *A.shape, dtype=dispatch.compute_dtype(u))
+    saved = state.new_empty(checkpoints.selective_scan(backend, u, A) if save else 0)
+    return u.new_empty(u.shape), state, saved
+
+
+def _backward(
+    dy,
+    dfinal_state,
+    u,
+    delta,
+    A,
+    B,
+    C,
+    D,
+    z,
+    bias,
+    initial_state,
+    reset,
+    saved,
+    softplus,
+    window,
+    halo,
+    backend,
+):
+    """The accumulated adjoint state: a reverse scan that recomputes h from sparse saved states."""
+    impl = dispatch.choose(backend, u.device, u.dtype)
+    inputs = u, delta, A, B, C, D, z, bias, softplus, initial_state, reset
+    dy = torch.zeros_like(u) if dy is None else dy
+    return impl.selective_scan_backward(dy, dfinal_state, *inputs, saved, window, halo)
+
+
+_selective_scan = operators.register(
+    "selective_scan",
+    "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
+    "Tensor? initial_state, Tensor? reset",
+    "bool delta_softplus, SymInt? window, SymInt halo, str? backend",
+    outputs=2,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    checkpoints=True,
+)
 
 
 def selective_scan(
@@ -131,7 +119,5 @@ def selective_scan(
     tensors = [
         None if x is None else x.to(dtype) for x in (u, delta, A, B, C, D, z, delta_bias, initial_state)
     ]
-    impl = dispatch.choose(backend, u.device, dtype)
-    save = checks.differentiable(*tensors)
-    y, final_state = _SelectiveScan.apply(*tensors, reset, delta_softplus, window, halo, impl, save)
+    y, final_state, _ = _selective_scan(*tensors, reset, delta_softplus, window, halo, backend)
     return y.to(u.dtype), final_state

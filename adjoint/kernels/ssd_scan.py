@@ -1,69 +1,44 @@
 """The scan of Mamba-2 (state-space duality), differentiable in every tensor, both states included."""
 
-from types import ModuleType
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from adjoint.kernels import checks, dispatch
+from adjoint.kernels import checkpoints, checks, dispatch, operators
 
 
-class _SSDScan(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x,
-        dt,
-        A,
-        B,
-        C,
-        D,
-        dt_bias,
-        initial_state,
-        reset,
-        softplus: bool,
-        window,
-        halo: int,
-        impl: ModuleType,
-        save: bool,
-    ):
-        y, final_state, checkpoints = impl.ssd_scan_forward(
-            x, dt, A, B, C, D, dt_bias, softplus, initial_state, reset, save
-        )
-        ctx.save_for_backward(x, dt, A, B, C, D, dt_bias, initial_state, reset, checkpoints)
-        ctx.arguments = softplus, window, halo, impl
-        ctx.set_materialize_grads(False)
-        return y, final_state
+def _forward(x, dt, A, B, C, D, bias, initial_state, reset, softplus, window, halo, backend, save=False):
+    impl = dispatch.choose(backend, x.device, x.dtype)
+    return impl.ssd_scan_forward(x, dt, A, B, C, D, bias, softplus, initial_state, reset, save)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy, dfinal_state):
-        x, dt, A, B, C, D, dt_bias, initial_state, reset, checkpoints = ctx.saved_tensors
-        softplus, window, halo, impl = ctx.arguments
-        if dy is None:
-            dy = torch.zeros_like(x)
-        dx, ddt, dA, dB, dC, dD, dbias, dinitial = impl.ssd_scan_backward(
-            dy,
-            dfinal_state,
-            x,
-            dt,
-            A,
-            B,
-            C,
-            D,
-            dt_bias,
-            softplus,
-            initial_state,
-            reset,
-            checkpoints,
-            window,
-            halo,
-        )
-        dinitial = dinitial if initial_state is not None else None
-        return dx, ddt, dA, dB, dC, dD, dbias, dinitial, None, None, None, None, None, None
+
+def _fake(x, dt, A, B, C, D, bias, initial_state, reset, softplus, window, halo, backend, save=False):
+    batch, _, nheads, headdim = x.shape
+    state = x.new_empty(batch, nheads, headdim, B.shape[-1], dtype=dispatch.compute_dtype(x))
+    saved = state.new_empty(checkpoints.ssd_scan(backend, x, B) if save else 0)
+    return x.new_empty(x.shape), state, saved
+
+
+def _backward(
+    dy, dfinal_state, x, dt, A, B, C, D, bias, initial_state, reset, saved, softplus, window, halo, backend
+):
+    impl = dispatch.choose(backend, x.device, x.dtype)
+    inputs = x, dt, A, B, C, D, bias, softplus, initial_state, reset
+    dy = torch.zeros_like(x) if dy is None else dy
+    return impl.ssd_scan_backward(dy, dfinal_state, *inputs, saved, window, halo)
+
+
+_ssd_scan = operators.register(
+    "ssd_scan",
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor? initial_state, "
+    "Tensor? reset",
+    "bool dt_softplus, SymInt? window, SymInt halo, str? backend",
+    outputs=2,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    checkpoints=True,
+)
 
 
 def ssd_scan(
@@ -117,8 +92,6 @@ def ssd_scan(
     reset = checks.reset_of(seq_idx, batch, seqlen)
     dtype = dispatch.compute_dtype(x)
     tensors = [None if t is None else t.to(dtype) for t in (x, dt, A, B, C, D, dt_bias, initial_state)]
-    impl = dispatch.choose(backend, x.device, dtype)
-    save = checks.differentiable(*tensors)
-    y, final_state = _SSDScan.apply(*tensors, reset, dt_softplus, window, halo, impl, save)
+    y, final_state, _ = _ssd_scan(*tensors, reset, dt_softplus, window, halo, backend)
     y = y.to(x.dtype)
     return (y if z is None else y * F.silu(z)), final_state
