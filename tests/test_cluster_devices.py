@@ -318,6 +318,27 @@ def test_command_lists_devices(
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(find(MIXED).as_dict()))
 
 
+def test_command_for_a_shell(
+    with_nvml: Callable[[FakeNVML], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_nvml(FakeNVML((A100_40, ["1g.5gb"]), (A100_40, [])))
+    assert command.main(["env", "--start=--address=10.0.0.1:6379 --object-manager-port=8076"]) == 0
+    out, err = capsys.readouterr()
+    said = subprocess.run(
+        ["bash", "-c", 'ray() { echo "$CUDA_VISIBLE_DEVICES"; printf "%s\\n" "$@"; }; eval "$0"', out],
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    assert said[:5] == [
+        "MIG-0000-0",
+        "start",
+        "--address=10.0.0.1:6379",
+        "--object-manager-port=8076",
+        "--num-gpus=1",
+    ]
+    assert json.loads(said[5].removeprefix("--resources=")) == {"mig_slice": 1, "mig-1g.5gb": 1}
+    assert err.startswith("not used: GPU 1")
+
+
 def test_command_where_there_is_no_driver() -> None:
     if find().devices:
         pytest.skip("this machine has GPUs")

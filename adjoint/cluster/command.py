@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 
 from adjoint.cluster import devices
 
@@ -12,7 +14,14 @@ def main(argv: list[str]) -> int:
     """``adjoint cluster …``; returns the exit code."""
     options = _parser().parse_args(argv)
     inventory = devices.visible(devices.find())
-    print(json.dumps(inventory.as_dict(), indent=1) if options.json else text(inventory))
+    if options.json:
+        print(json.dumps(inventory.as_dict(), indent=1))
+    elif options.start is not None:
+        for note in inventory.notes:
+            print(f"not used: {note}" if inventory.devices else note, file=sys.stderr)
+        print(inventory.ray_start(*shlex.split(options.start)))
+    else:
+        print(text(inventory))
     return 0
 
 
@@ -45,5 +54,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Lists this node's GPUs and MIG slices and prints the command that starts Ray on "
         "it: Ray does not count MIG slices by itself. A CUDA_VISIBLE_DEVICES that is set is kept to.",
     )
-    env.add_argument("--json", action="store_true", help="the same as JSON")
+    form = env.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="the same as JSON")
+    form.add_argument(
+        "--start",
+        metavar="ARGUMENTS",
+        help="print the command alone, with these arguments of ray start, for a shell to run: "
+        """eval "$(adjoint cluster env --start='--address=10.0.0.1:6379')\"""",
+    )
     return parser
