@@ -275,6 +275,73 @@ def test_linear_scan_equals_loop_and_brute_force_windows(backend, structure):
         assert relative(halo[:, :-4], mu[:, :-4]) <= 1e-12 and not halo[:, -4:].any()
 
 
+def brute_dense_window(g, A, window):
+    """mu and the initial state's cotangent: every g_t carried back a token at a time, `window` - 1 times."""
+    carried, mu = g, g.clone()
+    dinitial = torch.zeros_like(g[:, 0])
+    for _ in range(min(window, g.shape[1] + 1) - 1):
+        carried = (A.mT @ carried.unsqueeze(-1)).squeeze(-1)
+        dinitial += carried[:, 0]
+        carried = torch.cat([carried[:, 1:], torch.zeros_like(g[:, :1])], dim=1)
+        mu += carried
+    return mu, dinitial
+
+
+def dense_inputs(batch, seqlen, d_state):
+    """Matrices of norm near 1; in between identities, near-identities and ones whose products underflow."""
+    A = randn(batch, seqlen, d_state, d_state) / d_state**0.5
+    identity = torch.eye(d_state, dtype=torch.float64)
+    kind = (torch.rand(batch, seqlen, generator=torch.Generator().manual_seed(5)) * 12).long()
+    for i, scale in enumerate((1.0, 1 - 1e-12, 1e-300)):
+        A = torch.where((kind == i)[..., None, None], scale * identity, A)
+    inputs = A, randn(batch, seqlen, d_state), randn(batch, d_state)
+    return [x.requires_grad_() for x in inputs]
+
+
+DENSE_SHAPES = [(3, 34, 13), (2, 1, 16)]  # the reference steps token by token in Python: short ones for it
+DENSE_CASES = [("reference", shape) for shape in DENSE_SHAPES] + [
+    ("cpu", shape) for shape in [*DENSE_SHAPES, (1, 131, 16), (3, 67, 4), (1, 77, 8), (1, 35, 32)]
+]
+
+
+@pytest.mark.parametrize("backend, shape", [case for case in DENSE_CASES if case[0] in BACKENDS])
+def test_windowed_dense_scan_equals_brute_force(backend, shape):
+    batch, seqlen, d_state = shape
+    A, b, h0 = inputs = dense_inputs(*shape)
+    seq_idx = documents(batch, seqlen)
+    kept = torch.stack([same_document(seq_idx, t) for t in range(seqlen)], dim=1)[..., None, None]
+    masked = (A * kept).detach()
+    h = linear_scan(A, b, h0, seq_idx=seq_idx, backend="reference").detach()
+    before = torch.cat([h0.detach().unsqueeze(1), h[:, :-1]], dim=1)
+    g = randn(batch, seqlen, d_state, seed=5)
+    windows = {1, 2, 3, 7, 8, 9, 16, 17, 64, seqlen // 2, seqlen - 1, seqlen, seqlen + 1}
+    for window in sorted(w for w in windows if 0 < w <= seqlen + 1):
+        for halo in sorted({0, seqlen // 5}):
+            mu, dinitial = brute_dense_window(g, masked, window)
+            mu[:, seqlen - halo :] = 0
+            got = linear_scan(A, b, h0, window=window, seq_idx=seq_idx, backend=backend, halo=halo)
+            dA, db, dh0 = torch.autograd.grad(got, inputs, g)
+            assert_same((db, dA), (mu, mu.unsqueeze(-1) * before.unsqueeze(-2) * kept))
+            assert (dh0 - dinitial).norm() <= 1e-12 * g.norm()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("window", [None, 2, 9, 300, 699, 700])
+def test_dense_scan_gives_the_same_bits_on_any_number_of_threads(batch, window):
+    A, b, h0 = inputs = [x.detach().float().requires_grad_() for x in dense_inputs(batch, 700, 32)]
+    h = linear_scan(A, b, h0, window=window)
+    g = randn(batch, 700, 32, seed=5).float()
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3, 3):
+            torch.set_num_threads(count)
+            results.append(torch.autograd.grad(h, inputs, g, retain_graph=True))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(result, results[0], strict=True))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_conv1d_equals_torch(backend):
     x, weight, bias, state = inputs = [

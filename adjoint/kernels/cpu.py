@@ -44,7 +44,7 @@ class _ConvArgs(ctypes.Structure):  # mirrors ConvArgs in cpu_conv.cpp
     ]
 
 
-class _LinearArgs(ctypes.Structure):  # mirrors LinearArgs in cpu_linear.cpp
+class _LinearArgs(ctypes.Structure):  # mirrors LinearArgs in cpu_linear.h
     _fields_ = [
         *((name, _I64) for name in ("batch", "seqlen", "d_state", "a_width", "threads", "window", "halo")),
         *((name, _PTR) for name in ("a", "b", "initial_state", "h", "dh", "da", "db", "dinitial_state")),
@@ -135,7 +135,7 @@ def _blocks(nheads: int, headdim: int, dtype: torch.dtype) -> int:
 
 
 def _threads(units: int, work: int) -> int:
-    """Threads for `units` independent pieces and `work` elements in all: waking another one must be worth it."""
+    """Threads for `units` independent pieces and `work` elements in all: another must be worth waking."""
     return max(1, min(torch.get_num_threads(), units, work // ELEMENTS_A_THREAD))
 
 
@@ -284,25 +284,28 @@ def dense_scan_forward(A: Tensor, b: Tensor, initial_state: Tensor | None, reset
 def _linear_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, dense: bool) -> Tensor:
     batch, seqlen, d_state = b.shape
     h = b.new_empty(batch, seqlen, d_state)
-    f = _linear_fields(a, b, dense)
+    f = _linear_fields(a, b, batch if dense else batch * _linear_blocks(d_state, b.dtype))
     f.pointers(b=b, initial_state=initial_state, h=h)
-    _call("linear", b.dtype, f.struct, int(dense), 0)
+    _call("dense" if dense else "linear", b.dtype, f.struct, 0)
     return h
 
 
-def _linear_fields(a: Tensor, b: Tensor, dense: bool) -> _Fields:
+def _linear_fields(a: Tensor, b: Tensor, units: int) -> _Fields:
     batch, seqlen, d_state = b.shape
-    blocks = 1 if dense else -(-d_state // _lanes(b.dtype))
     f = _Fields(_LinearArgs())
     f.numbers(
         batch=batch,
         seqlen=seqlen,
         d_state=d_state,
         a_width=a[0, 0].numel(),
-        threads=_threads(batch * blocks, a.numel()),
+        threads=_threads(units, a.numel()),
     )
     f.pointers(a=a)
     return f
+
+
+def _linear_blocks(d_state: int, dtype: torch.dtype) -> int:
+    return -(-d_state // _lanes(dtype))
 
 
 def linear_scan_backward(dh, a, h, initial_state, reset, window, halo=0):
@@ -310,21 +313,20 @@ def linear_scan_backward(dh, a, h, initial_state, reset, window, halo=0):
 
 
 def dense_scan_backward(dh, A, h, initial_state, reset, window, halo=0):
-    if _effective(window, h.shape[1]):
-        return reference.dense_scan_backward(dh, A, h, initial_state, reset, window, halo)
-    return _linear_backward(dh, A, h, initial_state, reset, None, halo, dense=True)
+    return _linear_backward(dh, A, h, initial_state, reset, window, halo, dense=True)
 
 
 def _linear_backward(dh, a, h, initial_state, reset, window, halo, dense):
     batch, seqlen, d_state = h.shape
-    f = _linear_fields(reference._mask(a, reset), h, dense)
-    per_token = a.shape[2:] if dense or a.shape[-1] > 1 else (-(-d_state // _lanes(h.dtype)),)
+    blocks = _linear_blocks(d_state, h.dtype)
+    f = _linear_fields(reference._mask(a, reset), h, batch * (seqlen if dense else blocks))
+    per_token = a.shape[2:] if dense or a.shape[-1] > 1 else (blocks,)
     da = h.new_empty(batch, seqlen, *per_token)
     db = h.new_empty(batch, seqlen, d_state)
     dinitial = h.new_empty(batch, d_state)
     f.numbers(window=_effective(window, seqlen), halo=halo)
     f.pointers(h=h, initial_state=initial_state, dh=dh, da=da, db=db, dinitial_state=dinitial)
-    _call("linear", h.dtype, f.struct, int(dense), 1)
+    _call("dense" if dense else "linear", h.dtype, f.struct, 1)
     if a.shape[2:] == (1,):
         da = da.sum(-1, keepdim=True)
     return reference._mask(da, reset), db, dinitial

@@ -1,6 +1,7 @@
 // One 512-bit vector of channels ("lanes") and the three functions the scans need on it.
 // GCC/Clang vector extensions: the compiler lowers them to AVX-512, AVX2 or NEON. The exponential alone has an AVX-512 form of its own.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <thread>
@@ -158,4 +159,17 @@ template <class F> void parallel(int64_t threads, F body) {
   body(0);
   for (auto& t : pool) t.join();
 #endif
+}
+
+// One of several phases inside a single parallel region: `units` in pieces, claimed by whichever thread comes; all
+// threads leave when all pieces are done. A region of its own for each phase would wait every time for the slowest
+// thread to be given a core, on a busy machine many times the work itself. Pieces are computed whole, so the numbers
+// do not depend on who claims them.
+struct Phase { std::atomic<int64_t> claimed{0}, finished{0}; };
+
+template <class F> void in_pieces(Phase& phase, int64_t pieces, int64_t units, F body) {
+  if (pieces > units) pieces = units;
+  for (int64_t i; (i = phase.claimed++) < pieces; phase.finished++)
+    body(units * i / pieces, units * (i + 1) / pieces);
+  while (phase.finished < pieces) std::this_thread::yield();
 }

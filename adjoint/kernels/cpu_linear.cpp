@@ -1,12 +1,6 @@
-// h_t = a_t h_{t-1} + b_t with a diagonal (or one number a token) or dense A, on the CPU: forward and adjoint.
-// The caller keeps all states: they are as small as the inputs. Unwindowed; windows take the reference path for dense A.
-#include "cpu_lanes.h"
-
-struct LinearArgs {
-  int64_t batch, seqlen, d_state, a_width, threads, window, halo;  // a_width: d_state, 1, or d_state^2 (dense)
-  void *a, *b, *initial_state, *h;  // contiguous; the caller has zeroed a at resets
-  void *dh, *da, *db, *dinitial_state;
-};
+// h_t = a_t h_{t-1} + b_t with a diagonal a, or one number a token, on the CPU: forward and adjoint.
+// The caller keeps all states: they are as small as the inputs.
+#include "cpu_linear.h"
 
 namespace {
 template <class T> struct Linear {
@@ -69,60 +63,15 @@ template <class T> struct Linear {
       store<T>((T*)s.dinitial_state + b * s.d_state + n, R, width);
     });
   }
-
-  // Dense: one sequence of matrix-vector products a batch entry.
-  void dense_forward(int64_t thread) const {
-    const int64_t N = s.d_state;
-    std::vector<T> h(N), next(N);
-    for (int64_t b = thread; b < s.batch; b += s.threads) {
-      for (int64_t n = 0; n < N; n++) h[n] = s.initial_state ? ((T*)s.initial_state)[b * N + n] : T(0);
-      for (int64_t t = 0; t < s.seqlen; t++) {
-        const T *A = at(s.a, b, t, N * N), *x = at(s.b, b, t, N);
-        for (int64_t i = 0; i < N; i++) {
-          T sum = 0;
-          for (int64_t j = 0; j < N; j++) sum += A[i * N + j] * h[j];
-          next[i] = sum + x[i];
-        }
-        h.swap(next);
-        std::memcpy(at(s.h, b, t, N), h.data(), N * sizeof(T));
-      }
-    }
-  }
-  void dense_backward(int64_t thread) const {
-    const int64_t N = s.d_state, owned = s.seqlen - s.halo;
-    std::vector<T> mu(N), carry(N), zero(N);
-    for (int64_t b = thread; b < s.batch; b += s.threads) {
-      std::fill(carry.begin(), carry.end(), T(0));
-      for (int64_t t = s.seqlen - 1; t >= 0; t--) {
-        const T *A = at(s.a, b, t, N * N), *g = at(s.dh, b, t, N);
-        const T* before = t ? at(s.h, b, t - 1, N) : s.initial_state ? (T*)s.initial_state + b * N : zero.data();
-        T *dA = at(s.da, b, t, N * N), *db = at(s.db, b, t, N);
-        for (int64_t i = 0; i < N; i++) mu[i] = carry[i] + g[i];
-        std::fill(carry.begin(), carry.end(), T(0));
-        for (int64_t i = 0; i < N; i++) {
-          const T m = t < owned ? mu[i] : T(0);
-          db[i] = m;
-          for (int64_t j = 0; j < N; j++) {
-            dA[i * N + j] = m * before[j];
-            carry[j] += A[i * N + j] * mu[i];
-          }
-        }
-      }
-      std::memcpy((T*)s.dinitial_state + b * N, carry.data(), N * sizeof(T));
-    }
-  }
 };
 
-template <class T> void run_linear(const LinearArgs& s, bool dense, bool backward) {
+template <class T> void run_linear(const LinearArgs& s, bool backward) {
   Linear<T> scan{s};
-  parallel(s.threads, [&](int64_t i) {
-    if (dense) backward ? scan.dense_backward(i) : scan.dense_forward(i);
-    else backward ? scan.backward(i) : scan.forward(i);
-  });
+  parallel(s.threads, [&](int64_t i) { backward ? scan.backward(i) : scan.forward(i); });
 }
 }  // namespace
 
 extern "C" {
-void adjoint_linear_f32(const LinearArgs* s, int dense, int backward) { run_linear<float>(*s, dense, backward); }
-void adjoint_linear_f64(const LinearArgs* s, int dense, int backward) { run_linear<double>(*s, dense, backward); }
+void adjoint_linear_f32(const LinearArgs* s, int backward) { run_linear<float>(*s, backward); }
+void adjoint_linear_f64(const LinearArgs* s, int backward) { run_linear<double>(*s, backward); }
 }
