@@ -1,0 +1,247 @@
+"""A shard: consecutive layers with all that belongs to them, and the loop that carries schedules out.
+
+`Shard` knows nothing of Ray: `adjoint.cluster.group` puts one into each actor, tests put several into the
+threads of one process. Every shard is given the whole batch's token ids, 8 bytes a token, so that no message
+has to carry ids, targets or their number.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.cluster import schedule
+from adjoint.cluster.part import Part
+from adjoint.cluster.schedule import Recv, Run, Schedule, Send
+from adjoint.cluster.transport import Transport
+from adjoint.cluster.work import ExactWork, TaskWork, Work
+from adjoint.config import TrainingConfig
+from adjoint.errors import UserError
+from adjoint.layers import StackConfig
+from adjoint.loss import count_valid, shift_labels
+from adjoint.methods import Exact, LayerLocal, Truncated, default_chunk_size
+from adjoint.optim import make_optimizer
+from adjoint.runtime import autocast, peak_memory_bytes
+from adjoint.windowed import tasks as windowed_tasks
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What a shard has to know, plain values only.
+
+    Args:
+        model: the whole stack.
+        training: optimizer and seed.
+        method: Exact, Truncated or LayerLocal.
+        spans: every shard's layers, bottom up.
+        rank: which of them this is.
+        device: a torch device. precision: float32, bfloat16 (autocast) or float64.
+        threads: CPU threads; None leaves PyTorch's choice.
+    """
+
+    model: StackConfig
+    training: TrainingConfig
+    method: Any
+    spans: tuple[range, ...]
+    rank: int
+    device: str = "cpu"
+    precision: str = "float32"
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One action of a shard's program as it was carried out: what, and when it began and ended (seconds of
+    `time.perf_counter`, of this process)."""
+
+    action: str
+    start: float
+    stop: float
+
+
+class Shard:
+    """Parameters, states, gradients and optimizer state of some layers.
+
+    Args:
+        spec: what to be.
+        transport: to the other shards; None where there are none.
+        drawn: whether the weights are drawn now; else they are undefined until `load`.
+    """
+
+    def __init__(self, spec: ShardSpec, transport: Transport | None = None, drawn: bool = True) -> None:
+        window_of(spec.method, 1)  # refuses a method before anything is built
+        self.spec, self.transport = spec, transport
+        self.device = torch.device(spec.device)
+        dtype = torch.float64 if spec.precision == "float64" else torch.float32
+        seed = spec.training.seed if drawn else None
+        self.part = Part(spec.model, spec.spans[spec.rank], seed, self.device, dtype)
+        self.optimizer = make_optimizer(self.part, spec.training)
+        self.trace: list[Tile] = []  # of the last batch
+
+    @property
+    def shards(self) -> int:
+        return len(self.spec.spans)
+
+    # ---------------------------------------------------------------------------------------------- a step
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.part.has_copy:
+            self.part.table.weight.grad = None
+
+    def accumulate(
+        self, ids: Tensor, chunk_size: int | None = None, batches: int = 1, final: bool = True
+    ) -> float | None:
+        """Forward and backward over one batch; adds to the gradients.
+
+        Args:
+            ids: (batch, seqlen) int64, the same on every shard; the labels are the same ids.
+            chunk_size: tokens a chunk, the same on every shard; None takes this device's own choice.
+            batches: of how many batches this is one; the loss and the gradients are divided by it.
+            final: whether this is the last batch before the optimizer's step.
+
+        Returns:
+            The mean loss divided by `batches` on the last shard, None elsewhere.
+        """
+        ids = ids.to(self.device)
+        tied = self.spec.model.tie_embeddings and final
+        made, work = self._plan(ids, chunk_size, batches, tied)
+        self._carry_out(made, work)
+        work.settle()
+        return _loss(work)
+
+    def evaluate(self, ids: Tensor, chunk_size: int | None = None) -> float | None:
+        """The mean loss of a batch on the last shard, None elsewhere."""
+        ids = ids.to(self.device)
+        with torch.no_grad():
+            size = chunk_size or self.chunk_size(*ids.shape)
+            work = self._work(ExactWork, ids, size)
+            self._carry_out(schedule.exact(self.shards, len(work.chunks), backward=False), work)
+        return _loss(work)
+
+    def norms(self) -> dict[str, float]:
+        """The L2 norm of each parameter's gradient, by the parameter's name in the stack."""
+        named = [(n, p.grad) for n, p in self.part.named_weights().items() if p.grad is not None]
+        if not named:
+            return {}
+        values = torch.stack([torch.nn.utils.get_total_norm([gradient]) for _, gradient in named])
+        return dict(zip((name for name, _ in named), values.tolist(), strict=True))
+
+    def step(self, lr: float, total_norm: float) -> None:
+        """Clips by the norm of the whole model's gradient, steps, and brings the copied table up to date."""
+        weights = list(self.part.parameters())
+        if self.spec.training.grad_clip:
+            norm = torch.tensor(total_norm, dtype=weights[0].dtype, device=self.device)
+            torch.nn.utils.clip_grads_with_norm_(weights, self.spec.training.grad_clip, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.share_table()
+
+    def share_table(self) -> None:
+        """Sends a tied table from the shard that owns it to the one with the embedding."""
+        if not self.spec.model.tie_embeddings or self.shards == 1:
+            return
+        assert self.transport is not None
+        if self.part.last:
+            self.transport.send(Send(0, "table", 0), self.part.lm_head.weight.detach())
+            self.transport.flush()
+        elif self.part.first:
+            self.transport.post(Recv(self.shards - 1, "table", 0), self.part.table.weight.detach())()
+
+    def chunk_size(self, batch: int, seqlen: int) -> int:
+        """The tokens of a chunk that suit the method and this device."""
+        method = self.spec.method
+        ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
+        size = method.chunk_size or default_chunk_size(self.part, ids)  # type: ignore[arg-type]
+        window = window_of(method, seqlen)
+        if window is not None:  # halos at most double the work
+            size *= -(-window // size)
+        return min(size, seqlen)
+
+    def peak_memory_bytes(self) -> int:
+        return peak_memory_bytes(self.device)
+
+    # -------------------------------------------------------------------------------------------- schedules
+
+    def _plan(self, ids: Tensor, chunk_size: int | None, batches: int, tied: bool) -> tuple[Schedule, Work]:
+        method, (batch, seqlen) = self.spec.method, ids.shape
+        size = chunk_size or self.chunk_size(batch, seqlen)
+        window = window_of(method, seqlen)
+        chunks = -(-seqlen // size)
+        if isinstance(method, Exact) or (isinstance(method, Truncated) and window is None):
+            work: Work = self._work(ExactWork, ids, size, batches, keep=getattr(method, "keep", "edges"))
+            return schedule.exact(self.shards, chunks, tied=tied), work
+        model = self.spec.model
+        tasks = None if window is None else windowed_tasks(model.n_layer, seqlen, size, window, model.d_conv)
+        local = isinstance(method, LayerLocal)
+        work = self._work(TaskWork, ids, size, batches, tasks=tasks, window=window, layer_local=local)
+        if local:
+            return schedule.layer_local(self.spec.spans, chunks, tasks, tied=tied), work
+        assert tasks is not None
+        return schedule.truncated(self.spec.spans, tasks, tied=tied), work
+
+    def _work(self, kind: type[Any], ids: Tensor, size: int, batches: int = 1, **more: Any) -> Any:
+        targets = shift_labels(ids)
+        with autocast(self.spec.precision, self.device):
+            return kind(self.part, ids, targets, count_valid(targets), size, batches, **more)
+
+    def _carry_out(self, made: Schedule, work: Work) -> None:
+        """Runs this shard's program: computes tile by tile while the next messages are already under way."""
+        program, transport = made.programs[self.spec.rank], self.transport
+        receives = collections.deque(action for action in program if isinstance(action, Recv))
+        posted: collections.deque[Any] = collections.deque()
+        self.trace = []
+        for action in program:
+            start = time.perf_counter()
+            while receives and len(posted) < made.buffers:
+                assert transport is not None
+                posted.append(transport.post(receives[0], work.room(receives.popleft())))
+            if isinstance(action, Run):
+                work.run(action)
+            elif isinstance(action, Send):
+                assert transport is not None
+                transport.send(action, work.outgoing(action))
+            else:
+                work.incoming(action, posted.popleft()())
+            self.trace.append(Tile(str(action), start, time.perf_counter()))
+        if transport is not None:
+            transport.flush()
+
+
+def total_norm(norms: Sequence[float], precision: str) -> float:
+    """The L2 norm of the whole model's gradient from those of its parameters in the stack's order, rounded as
+    `torch.nn.utils.clip_grad_norm_` does in one process."""
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    return torch.nn.utils.get_total_norm(torch.tensor(norms, dtype=dtype).unbind()).item()
+
+
+def window_of(method: Any, seqlen: int) -> int | None:
+    """The window in tokens; None where nothing is cut off.
+
+    Raises:
+        UserError: the method does not run over shards.
+    """
+    if isinstance(method, Exact):
+        return None
+    window = getattr(method, "window", None)
+    if (
+        not isinstance(method, Truncated | LayerLocal)
+        or isinstance(window, str)
+        or getattr(method, "unbiased", False)
+    ):
+        raise UserError(
+            f"method {method}: does not run over shards; use exact, layer-local, truncated with a window in "
+            "tokens, or --cluster.shards 0"
+        )
+    return None if window is None or window >= seqlen else window
+
+
+def _loss(work: Work) -> float | None:
+    return None if work.total is None else (work.total / work.valid / work.batches).item()

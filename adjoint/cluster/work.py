@@ -1,0 +1,359 @@
+"""What a shard computes of one batch: the tiles of a schedule's program, and what its messages carry.
+
+The arithmetic is that of `adjoint.exact` and `adjoint.windowed` in one process, tile by tile in the same
+order. What differs is where a tile's input comes from: each shard keeps what arrives from below, a tensor
+(batch, chunk, d_model) a chunk, so that its layers are recomputed without the shards below it. That is seqlen
+× d_model a shard, the price of a backward wavefront with no second forward one in front of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adjoint import sweep, tile
+from adjoint.cluster.part import Part
+from adjoint.cluster.schedule import Recv, Run, Send
+from adjoint.tile import Cotangents, Gradients, Pullback, State
+from adjoint.windowed import Task, vjp
+
+
+class Work(sweep.Sweep):
+    """The forward tiles, and what all methods share.
+
+    Args:
+        part: the shard's layers.
+        input_ids, targets: (batch, seqlen) int64 of the whole batch, the targets already shifted; `valid` of
+            them count.
+        batches: of how many batches the gradients are averaged.
+        keep: as `adjoint.Exact`'s; "offload" puts what is kept into host memory.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        input_ids: Tensor,
+        targets: Tensor,
+        valid: int,
+        chunk_size: int,
+        batches: int = 1,
+        keep: str = "edges",
+    ) -> None:
+        states = part.initial_state(input_ids.shape[0])
+        super().__init__(part, input_ids, targets, valid, states, chunk_size)  # type: ignore[arg-type]
+        self.part, self.keep = part, keep
+        self.states: list[State] = list(states)
+        self.edges = Edges(len(self.chunks), keep == "offload" and self.device != "cpu")
+        self.gradients = Gradients()
+        self.total: Tensor | None = None
+        weight = next(part.parameters())
+        self.wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        one = torch.ones((), dtype=self.wide, device=input_ids.device)
+        self.batches, self.scale = batches, one / batches / self.valid
+        self.messages: dict[tuple[str, int], Tensor] = {}  # arrived, or ready to go
+        self._settled = False
+
+    # ------------------------------------------------------------------------------------------ messages
+
+    def room(self, action: Recv) -> Tensor:
+        """An empty tensor for a message."""
+        if action.what == "table_gradient":
+            return torch.empty_like(self.part.lm_head.weight)
+        chunk = self.chunks[action.chunk]
+        shape = (self.ids.shape[0], chunk.stop - chunk.start, self.part.config.d_model)
+        return torch.empty(shape, dtype=self.wide, device=self.ids.device)
+
+    def incoming(self, action: Recv, tensor: Tensor) -> None:
+        """Takes a message in."""
+        if action.what == "table_gradient":
+            self.settle()
+            _add_gradient(self.part.lm_head.weight, tensor)
+        else:
+            self.messages[action.what, action.chunk] = tensor
+
+    def outgoing(self, action: Send) -> Tensor:
+        """Gives a message out; it is not written to afterwards."""
+        if action.what == "table_gradient":
+            self.settle()
+            gradient = self.part.table.weight.grad
+            assert gradient is not None
+            return gradient
+        return self.messages.pop((action.what, action.chunk)).contiguous()
+
+    # --------------------------------------------------------------------------------------------- tiles
+
+    def run(self, action: Run) -> None:
+        """Carries one tile out."""
+        with self.precision():
+            if action.kind == "forward":
+                with torch.no_grad():
+                    y = self.forward_tile(action.chunk)
+                    if self.part.last:
+                        loss = self.part.head_loss(y, self.targets[:, self.chunks[action.chunk]])
+                        self.total = loss if self.total is None else self.total + loss
+                    else:
+                        self.messages["y", action.chunk] = y
+            elif action.kind == "backward":
+                self.backward_tile(action.chunk)
+            elif action.kind == "head":
+                self.head_tile(action.chunk)
+            elif action.kind == "task":
+                assert action.layer is not None
+                self.task_tile(action.layer, action.chunk)
+            else:
+                self.embedding_tile(action.chunk)
+
+    def forward_tile(self, chunk: int) -> Tensor:
+        """The output of the shard's last layer on a chunk; `self.states` moves on."""
+        if self.backward_follows:
+            self.edges.put(chunk, self.states)
+        y = self.enter(chunk)
+        for k, block in enumerate(self.part.blocks()):
+            y, self.states[k] = tile.forward(block, y, self.states[k])
+        return y
+
+    def enter(self, chunk: int) -> Tensor:
+        """The input of the shard's first layer on a chunk."""
+        if self.part.first:
+            with torch.no_grad():
+                return self.part.embed(self.ids[:, self.chunks[chunk]])
+        return self.messages["y", chunk]
+
+    def backward_tile(self, chunk: int) -> None:
+        raise NotImplementedError(f"{type(self).__name__} has no such tile")
+
+    def head_tile(self, chunk: int) -> None:
+        raise NotImplementedError(f"{type(self).__name__} has no such tile")
+
+    def task_tile(self, layer: int, chunk: int) -> None:
+        raise NotImplementedError(f"{type(self).__name__} has no such tile")
+
+    def embedding_tile(self, chunk: int) -> None:
+        raise NotImplementedError(f"{type(self).__name__} has no such tile")
+
+    def leave(self, chunk: int, dy: Tensor | None) -> None:
+        """The cotangent of the shard's inputs on a chunk: down, or to the embedding."""
+        if self.part.first:
+            table = self.part.table.weight
+            if dy is not None:
+                self.gradients.add_rows(table, self.ids[:, self.chunks[chunk]].flatten(), dy.flatten(0, 1))
+        else:
+            assert dy is not None
+            self.messages["dy", chunk] = dy
+
+    def head_cotangent(self, y: Tensor, chunk: int) -> Tensor:
+        """dL/dy_K on a chunk."""
+        dy = self.head_pullback(y, self.chunks[chunk], self.scale, self.gradients)
+        assert dy is not None
+        return dy
+
+    def settle(self) -> None:
+        """Adds this batch's gradients to the parameters' `.grad`; once."""
+        if self._settled:
+            return
+        self._settled = True
+        tables = [self.part.table.weight] if self.part.has_copy else []
+        for parameter in [*self.part.parameters(), *tables]:
+            gradient = self.gradients.of(parameter)
+            if gradient is not None:
+                _add_gradient(parameter, gradient)
+        self.gradients = Gradients()
+
+
+class ExactWork(Work):
+    """`Exact`: chunks in reverse, the layers recomputed and the adjoint states carried across the edges."""
+
+    def __init__(self, *arguments: object, **keywords: object) -> None:
+        super().__init__(*arguments, **keywords)  # type: ignore[arg-type]
+        self.d_states: list[Cotangents] = [(None,) * len(s) for s in self.states]
+        self.kept: dict[int, list[Tensor]] = {}  # a chunk's inputs of each layer and of what follows them
+        self.linear: tuple[Tensor, list[Pullback]] | None = None  # the last chunk, linearised by the forward
+
+    def forward_tile(self, chunk: int) -> Tensor:
+        if not self.backward_follows:
+            y = super().forward_tile(chunk)
+            self.messages.pop(("y", chunk), None)
+            return y
+        if self.keep == "edges" and chunk == len(self.chunks) - 1:  # the backward starts here
+            self.edges.put(chunk, self.states)
+            y, pullbacks = self.linearize(chunk)
+            self.linear = y, pullbacks
+            return y
+        if self.keep == "edges":
+            y = super().forward_tile(chunk)
+        else:
+            self.edges.put(chunk, self.states)
+            y, kept = self.enter(chunk), []
+            for k, block in enumerate(self.part.blocks()):
+                kept.append(y)
+                y, self.states[k] = tile.forward(block, y, self.states[k])
+            self.kept[chunk] = [self.edges.stow(x) for x in ([*kept, y] if self.part.last else kept)]
+            self.messages.pop(("y", chunk), None)
+        if self.keep == "edges" and not self.part.first:
+            self.kept[chunk] = [self.messages.pop(("y", chunk))]
+        return y
+
+    def linearize(self, chunk: int) -> tuple[Tensor, list[Pullback]]:
+        y = self.kept.pop(chunk)[0] if chunk in self.kept else self.enter(chunk)
+        self.messages.pop(("y", chunk), None)
+        pullbacks = []
+        for k, (block, state) in enumerate(zip(self.part.blocks(), self.edges.get(chunk), strict=True)):
+            y, self.states[k], pullback = tile.linearize(block, y, state, self.gradients)
+            pullbacks.append(pullback)
+        return y, pullbacks
+
+    def backward_tile(self, chunk: int) -> None:
+        blocks = self.part.blocks()
+        if self.keep == "edges":
+            y, pullbacks = self.linear or self.linearize(chunk)
+            self.linear = None
+            dy: Tensor | None = self.cotangent(y, chunk)
+            del y
+            for k in reversed(range(len(blocks))):
+                dy, self.d_states[k] = pullbacks.pop()(dy, self.d_states[k])
+        else:
+            inputs = [self.edges.fetch(x, self.ids.device) for x in self.kept.pop(chunk)]
+            states = self.edges.get(chunk)
+            dy = self.cotangent(inputs[-1], chunk)
+            for k in reversed(range(len(blocks))):
+                state = tuple(self.edges.fetch(s, self.ids.device) for s in states[k])
+                _, _, pullback = tile.linearize(blocks[k], inputs[k], state, self.gradients)
+                dy, self.d_states[k] = pullback(dy, self.d_states[k])
+        self.leave(chunk, dy)
+
+    def cotangent(self, y: Tensor, chunk: int) -> Tensor:
+        return self.head_cotangent(y, chunk) if self.part.last else self.messages.pop(("dy", chunk))
+
+
+class TaskWork(Work):
+    """`Truncated` and `LayerLocal`: every layer's inputs are kept, and a layer's chunks are tasks.
+
+    Args:
+        tasks: as `adjoint.windowed.tasks` gives them; None without a window, where the adjoint state is
+            carried from chunk to chunk of a layer.
+        layer_local: every layer gets dL/dy_K for its cotangent.
+    """
+
+    def __init__(
+        self,
+        *arguments: object,
+        tasks: list[Task] | None,
+        window: int | None,
+        layer_local: bool,
+        **keywords: object,
+    ) -> None:
+        super().__init__(*arguments, **keywords)  # type: ignore[arg-type]
+        span, (batch, seqlen) = self.part.span, self.ids.shape
+        shape = (batch, seqlen, self.part.config.d_model)
+        self.window, self.layer_local = window, layer_local
+        self.tasks = None if tasks is None else {(t.layer, t.chunk): t for t in tasks}
+        whole = {"dtype": self.wide, "device": self.ids.device}
+        self.inputs = {k: torch.empty(shape, **whole) for k in span} if self.backward_follows else {}  # type: ignore[call-overload]
+        # cotangents of the outputs of layer k, added to by the tasks of layer k + 1
+        self.d_out = {span.stop - 1: torch.zeros(shape, **whole)}  # type: ignore[call-overload]
+        for k in range(span.start - 1, span.stop - 1):
+            if not layer_local or k < 0:
+                self.d_out[k] = torch.zeros(shape, **whole)  # type: ignore[call-overload]
+        self.d_states: dict[int, Cotangents] = {
+            k: (None,) * len(state) for k, state in zip(span, self.states, strict=True)
+        }
+        self.kept: dict[int, Tensor] = {}  # the head's inputs
+
+    def incoming(self, action: Recv, tensor: Tensor) -> None:
+        if action.what in ("dy", "d_head"):
+            self.d_out[self.part.span.stop - 1][:, self.chunks[action.chunk]] = tensor
+        else:
+            super().incoming(action, tensor)
+
+    def outgoing(self, action: Send) -> Tensor:
+        if action.what == "dy":
+            return self.d_out[self.part.span.start - 1][:, self.chunks[action.chunk]].contiguous()
+        if action.what == "d_head":
+            return self.d_out[self.part.span.stop - 1][:, self.chunks[action.chunk]].contiguous()
+        return super().outgoing(action)
+
+    def forward_tile(self, chunk: int) -> Tensor:
+        if self.backward_follows:
+            self.edges.put(chunk, self.states)
+        y = self.enter(chunk)
+        self.messages.pop(("y", chunk), None)
+        for at, (k, block) in enumerate(zip(self.part.span, self.part.blocks(), strict=True)):
+            if self.backward_follows:
+                self.inputs[k][:, self.chunks[chunk]] = y
+            y, self.states[at] = tile.forward(block, y, self.states[at])
+        if self.part.last and self.backward_follows:
+            self.kept[chunk] = y
+        return y
+
+    def head_tile(self, chunk: int) -> None:
+        d_head = self.head_cotangent(self.kept.pop(chunk), chunk)
+        self.d_out[self.part.span.stop - 1][:, self.chunks[chunk]] = d_head
+
+    def task_tile(self, layer: int, chunk: int) -> None:
+        dy = self.d_out[self.part.span.stop - 1 if self.layer_local else layer]
+        state = self.edges.get(chunk)[layer - self.part.span.start]
+        block, below = self.part.block(layer), self.d_out.get(layer - 1)
+        if self.tasks is None:
+            own = self.chunks[chunk]
+            _, _, pullback = tile.linearize(block, self.inputs[layer][:, own], state, self.gradients)
+            dx, self.d_states[layer] = pullback(dy[:, own], self.d_states[layer])
+            if below is not None and dx is not None:
+                below[:, own] += dx
+            return
+        assert self.window is not None
+        task = self.tasks[layer, chunk]
+        inputs = self.inputs[layer][:, task.left : task.halo_stop]
+        nothing: Cotangents = (None,) * len(state)
+        around = dy[:, task.start : task.halo_stop]
+        dx, _ = vjp(block, task, inputs, state, around, nothing, self.window, self.gradients)
+        if below is not None:
+            below[:, task.left : task.stop] += dx
+
+    def embedding_tile(self, chunk: int) -> None:
+        self.leave(chunk, self.d_out[-1][:, self.chunks[chunk]])
+
+
+class Edges:
+    """The states before each chunk, in memory taken at once: small blocks that stay, put between large ones
+    that go, would break up the heap."""
+
+    def __init__(self, chunks: int, host: bool) -> None:
+        self.chunks, self.host = chunks, host
+        self.first: list[State] = []  # may be of other dtypes than the later ones
+        self.memory: list[State] = []
+
+    def put(self, chunk: int, states: list[State]) -> None:
+        """Keeps the states before a chunk."""
+        if chunk == 0:
+            self.first = list(states)
+            return
+        if not self.memory:
+            device = "cpu" if self.host else states[0][0].device
+            self.memory = [
+                tuple(
+                    s.new_empty(self.chunks - 1, *s.shape, device=device, pin_memory=self.host) for s in state
+                )
+                for state in states
+            ]
+        for room, state in zip(self.memory, states, strict=True):
+            for r, s in zip(room, state, strict=True):
+                r[chunk - 1].copy_(s, non_blocking=True)
+
+    def get(self, chunk: int) -> list[State]:
+        """The states before a chunk, where they are kept."""
+        return self.first if chunk == 0 else [tuple(r[chunk - 1] for r in room) for room in self.memory]
+
+    def stow(self, tensor: Tensor) -> Tensor:
+        """A tensor where the edges are."""
+        if not self.host:
+            return tensor
+        room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return room.copy_(tensor, non_blocking=True)
+
+    @staticmethod
+    def fetch(tensor: Tensor, device: torch.device) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
