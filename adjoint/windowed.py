@@ -105,15 +105,16 @@ def vjp(
         with torch.enable_grad():
             scan_ahead = scan_halo.detach().requires_grad_()
             after = block.feed_forward(y_halo + block.mixer.scan_outputs(scan_ahead, ahead))
-        given.append((scan_halo, torch.autograd.grad(after, scan_ahead, dy[:, task.stop - task.start :])[0]))
+        (d_ahead,) = tile.vjp([(after, dy[:, task.stop - task.start :])], [scan_ahead])
+        assert d_ahead is not None
+        given.append((scan_halo, d_ahead))
     given += [
         (end, d) for end, d in zip(state_out, d_final, strict=True) if end is not None and d is not None
     ]
-    grads = torch.autograd.grad(
-        [a for a, _ in given], [x, *state, *leaves], [d for _, d in given], allow_unused=True
-    )
+    grads = tile.vjp(given, [x, *state, *leaves])
     for parameter, gradient in zip(parameters, grads[1 + len(state) :], strict=True):
         gradients.add(parameter, gradient)
+    assert grads[0] is not None
     return grads[0], grads[1 : 1 + len(state)]
 
 

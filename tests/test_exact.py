@@ -382,3 +382,19 @@ def test_peak_memory_does_not_grow_with_the_sequence(mixer: str) -> None:
     short, long, backprop = (int(line) / 1024 for line in done.stdout.split())
     assert long < 1.5 * short, f"{short:.1f} MiB at 4,096 tokens, {long:.1f} at 65,536"
     assert backprop > 3 * long, f"{long:.1f} MiB, {backprop:.1f} by backpropagation: nothing measured"
+
+
+def test_the_backward_imports_nothing():
+    """`torch.autograd.grad` with cotangents imports SymPy: more memory than the model's own at small sizes."""
+    code = """
+import sys, torch, adjoint
+model = adjoint.Stack(adjoint.StackConfig(vocab_size=7, d_model=8, n_layer=1))
+ids = torch.zeros(1, 9, dtype=torch.int64)
+model(ids, labels=ids, method=adjoint.Backprop()).loss.backward()
+before = set(sys.modules)
+for method in (adjoint.Exact(4), adjoint.Truncated(3, 4)):
+    model(ids, labels=ids, method=method).loss.backward()
+print(sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", done.stdout
