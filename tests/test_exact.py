@@ -385,7 +385,7 @@ def test_peak_memory_does_not_grow_with_the_sequence(mixer: str) -> None:
 
 
 def test_the_backward_imports_nothing():
-    """`torch.autograd.grad` with cotangents imports SymPy: more memory than the model's own at small sizes."""
+    """`torch.autograd.grad` with cotangents imports SymPy: tens of MiB that no tile needs."""
     code = """
 import sys, torch, adjoint
 model = adjoint.Stack(adjoint.StackConfig(vocab_size=7, d_model=8, n_layer=1))
