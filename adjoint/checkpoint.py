@@ -6,6 +6,9 @@
                               trainer.json            step, data cursor, configuration
                               MANIFEST.json           SHA-256 and size of each file above; written last
 
+A run over several shards writes model-00001-of-00004.safetensors and so on, a file a shard, and likewise for
+the optimizer; the names inside are the same, so that any number of shards, or one process, reads either.
+
 A checkpoint is written to a hidden folder beside its place, every file is flushed to the disk, the manifest
 goes in last, and one rename makes it appear. Whoever is killed at any moment therefore leaves the old
 checkpoints untouched and at most a hidden folder, which the next save removes. State is stored by parameter
@@ -21,6 +24,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,8 @@ from adjoint.errors import UserError
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")
+_SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
+_WRITING = ".writing-"
 
 
 class DamagedCheckpoint(UserError):
@@ -61,25 +67,96 @@ def save_checkpoint(
     Raises:
         OSError: the disk refused; earlier checkpoints are as they were.
     """
+    work = begin_checkpoint(directory, step)
+    try:
+        _write_tensors(work, model, optimizer)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)  # a full disk needs the room back
+        raise
+    return commit_checkpoint(work, {}, {"step": step, **trainer}, rng or {}, keep)
+
+
+def begin_checkpoint(directory: str | Path, step: int) -> Path:
+    """Make the hidden folder that a checkpoint's files are written to before `commit_checkpoint`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(directory)
-    final = directory / f"step-{step:08d}"
-    work = directory / f".writing-{final.name}"
+    work = directory / f"{_WRITING}step-{step:08d}"
     work.mkdir()
+    return work
+
+
+def commit_checkpoint(
+    work: Path,
+    files: dict[str, dict[str, Any]],
+    trainer: dict[str, Any],
+    rng: dict[str, Any],
+    keep: int | None = None,
+) -> Path:
+    """Add what is not tensors to the folder of `begin_checkpoint`, then the manifest; make it appear.
+
+    Args:
+        files: name → entry of the manifest, of files that others have written and flushed (`write_file`).
+    """
+    final = work.with_name(work.name.removeprefix(_WRITING))
     try:
-        _write_files(work, model, optimizer, {"step": step, **trainer}, rng or {})
+        _seal(work, files, trainer, rng)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)  # a full disk needs the room back
+        shutil.rmtree(work, ignore_errors=True)
         raise
     if final.exists():  # only a damaged one, or one of a future that a resume went back behind
         _remove(final)
     os.replace(work, final)
-    _fsync(directory)
+    _fsync(final.parent)
     if keep is not None:
-        for old in list_checkpoints(directory)[:-keep]:
+        for old in list_checkpoints(final.parent)[:-keep]:
             _remove(old)
     return final
+
+
+def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Write tensors by name, flushed to the disk; return the file's entry for the manifest."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, str(path))
+    except SafetensorError as error:  # its way to say that the disk is full
+        raise OSError(None, str(error), str(path)) from error
+    return _flushed(path, path.parent.stat().st_mode & 0o666)
+
+
+class Tensors:
+    """The tensors of a checkpoint's model or optimizer files, read one at a time by name.
+
+    Args:
+        path: the checkpoint. stem: "model" or "optimizer".
+    """
+
+    def __init__(self, path: Path, stem: str) -> None:
+        from safetensors import safe_open
+
+        self.path, self.where = path, dict[str, Any]()
+        for file in sorted(path.glob(f"{stem}*.safetensors")):
+            stored = safe_open(str(file), "pt")
+            self.where |= dict.fromkeys(stored.keys(), stored)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A tensor by name; a tied table under either of its names.
+
+        Raises:
+            UserError: the checkpoint has none of that name.
+        """
+        tied = {"embedding.weight": "lm_head.weight", "lm_head.weight": "embedding.weight"}
+        found = name if name in self.where else tied.get(name, name)
+        if found not in self.where:
+            raise UserError(f"{self.path}: has no {name}; resume with its own config")
+        return self.where[found].get_tensor(found)
+
+    def of(self, parameter: str) -> dict[str, torch.Tensor]:
+        """A parameter's optimizer state."""
+        names = [name for name in self.where if name.rpartition("|")[0] == parameter]
+        return {name.rpartition("|")[2]: self[name] for name in names}
 
 
 def load_checkpoint(
@@ -98,24 +175,20 @@ def load_checkpoint(
     Raises:
         UserError: the checkpoint is damaged, or is of another model: the first differing key is named.
     """
-    from safetensors.torch import load_file, load_model
-
     path = Path(path)
     if verify:
         verify_checkpoint(path)
     trainer = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
     if config is not None:
         _same_model(path, trainer.get("config", {}).get("model", {}), config["model"])
-    device = next(model.parameters()).device
-    try:
-        load_model(model, str(path / "model.safetensors"), device=str(device))
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{path}: its weights do not fit this model ({reason}); resume with its own config"
-        ) from None
+    _load_weights(path, model)
     if optimizer is not None:
-        _load_optimizer(path, model, optimizer, load_file(str(path / "optimizer.safetensors"), device="cpu"))
+        stored = Tensors(path, "optimizer")
+        names = [name for name, _ in model.named_parameters()]
+        unknown = {name.rpartition("|")[0] for name in stored.where} - set(names)
+        if unknown:
+            raise UserError(f"{path}: has optimizer state of {min(unknown)}, which this model has not")
+        load_optimizer(optimizer, {name: stored.of(name) for name in names}, dict(model.named_parameters()))
     rng = torch.load(path / "rng.pt", weights_only=True, map_location="cpu")
     return trainer, rng
 
@@ -166,7 +239,8 @@ def verify_checkpoint(path: str | Path) -> None:
         raise UserError(
             f"{path}: written in checkpoint format {version}, this version reads {FORMAT}; use another one"
         )
-    if "model.safetensors" not in files or "trainer.json" not in files:
+    whole = "model.safetensors" in files or _all_shards(files)
+    if not whole or "trainer.json" not in files:
         raise DamagedCheckpoint(f"damaged checkpoint {path}: {MANIFEST} is incomplete")
     for name, sha256, size in entries:
         file = path / name
@@ -193,58 +267,87 @@ def set_aside_after(directory: str | Path, step: int) -> list[Path]:
     return moved
 
 
-def _write_files(
-    work: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    trainer: dict[str, Any],
-    rng: dict[str, Any],
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer | None, named: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The state of named parameters as "<name>|<state key>"."""
+    tensors: dict[str, torch.Tensor] = {}
+    if optimizer is not None:
+        for name, parameter in named.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"{name}|{key}"] = torch.as_tensor(value).detach().contiguous()
+    return tensors
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, dict[str, torch.Tensor]],
+    named: Mapping[str, torch.Tensor],
 ) -> None:
+    """Fill an optimizer with the state of its parameters, whatever groups they are in."""
+    names = {parameter: name for name, parameter in named.items()}
+    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    by_index = {index: state[name] for index, name in enumerate(ordered) if state.get(name)}
+    optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _write_tensors(work: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file, save_model
 
     try:
         save_model(model, str(work / "model.safetensors"))
-        save_file(_optimizer_tensors(model, optimizer), str(work / "optimizer.safetensors"))
+        named = dict(model.named_parameters())
+        save_file(optimizer_tensors(optimizer, named), str(work / "optimizer.safetensors"))
     except SafetensorError as error:  # its way to say that the disk is full
         raise OSError(None, str(error), str(work)) from error
+
+
+def _seal(work: Path, files: dict[str, dict[str, Any]], trainer: dict[str, Any], rng: dict[str, Any]) -> None:
     torch.save(rng, work / "rng.pt")
     (work / "trainer.json").write_text(json.dumps(trainer, indent=1), encoding="utf-8")
-    files = {}
+    files = dict(files)
     mode = (work / "trainer.json").stat().st_mode
     for file in sorted(work.iterdir()):
-        file.chmod(mode)  # safetensors makes its files private; the run's other files follow the umask
-        _fsync(file)
-        files[file.name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
+        if file.name not in files:
+            files[file.name] = _flushed(file, mode)
     manifest = {"format": FORMAT, "step": trainer["step"], "files": files}
     (work / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     _fsync(work / MANIFEST)
     _fsync(work)
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    if optimizer is not None:
-        for name, parameter in model.named_parameters():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{name}|{key}"] = torch.as_tensor(value).detach().contiguous()
-    return tensors
+def _flushed(file: Path, mode: int) -> dict[str, Any]:
+    file.chmod(mode)  # safetensors makes its files private; the run's other files follow the umask
+    _fsync(file)
+    return {"sha256": _sha256(file), "bytes": file.stat().st_size}
 
 
-def _load_optimizer(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
-) -> None:
-    by_name: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        parameter, _, key = name.rpartition("|")
-        by_name.setdefault(parameter, {})[key] = tensor
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    unknown = set(by_name) - set(names.values())
-    if unknown:
-        raise UserError(f"{path}: has optimizer state of {min(unknown)}, which this model has not")
-    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    state = {index: by_name[name] for index, name in enumerate(ordered) if name in by_name}
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+def _load_weights(path: Path, model: nn.Module) -> None:
+    from safetensors.torch import load_model
+
+    file, device = path / "model.safetensors", next(model.parameters()).device
+    try:
+        if file.exists():
+            load_model(model, str(file), device=str(device))
+        else:
+            stored = Tensors(path, "model")
+            missing, unexpected = model.load_state_dict(
+                {name: stored[name] for name in model.state_dict()}, strict=False
+            )
+            strangers = set(stored.where) - set(model.state_dict())
+            if missing or unexpected or strangers:
+                raise RuntimeError(f"differing: {', '.join(sorted([*missing, *unexpected, *strangers])[:3])}")
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{path}: its weights do not fit this model ({reason}); resume with its own config"
+        ) from None
+
+
+def _all_shards(files: Mapping[str, Any]) -> bool:
+    matches = [match for match in map(_SHARD.fullmatch, files) if match]
+    return bool(matches) and len(matches) == int(matches[0][1])
 
 
 def _same_model(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
@@ -278,5 +381,5 @@ def _remove(path: Path) -> None:
 
 def _remove_leftovers(directory: Path) -> None:
     for path in directory.iterdir():
-        if path.name.startswith((".writing-", ".removing-")):
+        if path.name.startswith((_WRITING, ".removing-")):
             shutil.rmtree(path)
