@@ -78,7 +78,7 @@ class Inventory:
         return counts
 
     def ray_start(self, *where: str) -> str:
-        """The shell command that starts Ray on this node; `where` is ``--head``, or others of its arguments."""
+        """The shell command that starts Ray on this node; `where` is ``--head`` or other arguments."""
         words = ["ray", "start", *(where or ("--head",)), f"--num-gpus={len(self.devices)}"]
         if self.resources:
             words.append(f"--resources={json.dumps(self.resources)}")
