@@ -64,7 +64,7 @@ template <class T, int FIXED> struct Dense {
         std::memcpy(X + r * N + k * L, &total, BYTES);
       }
   }
-  ALWAYS_INLINE void carry(T* X, int64_t rows, const T* A, T* spare) const {
+  __attribute__((noinline)) void carry(T* X, int64_t rows, const T* A, T* spare) const {
     const int64_t N = states();
     if constexpr (FIXED > 0) {
       for (; rows >= 4; rows -= 4, X += 4 * N) carry_group<4>(X, A);

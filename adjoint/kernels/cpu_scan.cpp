@@ -172,7 +172,7 @@ template <class T, int NS, bool SSD> struct Scan {
     }
     return dy;
   }
-  // P_j and Q_j from P_{j-1} and Q_{j-1}: prefix sums of one block of W tokens
+  // P_j and Q_j from P_{j-1} and Q_{j-1}: prefix sums of one block of W tokens. In Mamba-2 all states share Q[0].
   ALWAYS_INLINE void prefix_step(int64_t b, int64_t j, const Block& k, const Vt* A2, Vt bias, const Vt* dfinal,
                                  Vt* P, Vt* Q) const {
     const int64_t N = states();
@@ -186,7 +186,14 @@ template <class T, int NS, bool SSD> struct Scan {
     Vt delta, slope;
     step_size(b, j, k, bias, delta, slope);
     const T ha = head_decay(b, j, k);
-    const bool drop = !SSD && dropped(b, j);
+    if (SSD) {
+      Q[0] *= ha;
+      const Vt scaled = Q[0] * dy;
+      for (int64_t n = 0; n < N; n++) P[n] += scaled * C[n];
+      if (extra) for (int64_t n = 0; n < N; n++) P[n] += Q[0] * extra[n];
+      return;
+    }
+    const bool drop = dropped(b, j);
     for (int64_t n = 0; n < N; n++) {
       Q[n] = drop ? Vt{} : Q[n] * decay(A2, n, delta, ha);
       P[n] += Q[n] * (dy * C[n] + (extra ? extra[n] : Vt{}));
@@ -205,7 +212,7 @@ template <class T, int NS, bool SSD> struct Scan {
     w.mu.resize(N);
     for (auto* x : {&w.dD, &w.dbias}) x->resize(blocks);
     std::vector<Vt> dfinal(blocks * N);
-    if (windowed) w.prefix.resize((segments + 1) * blocks * 2 * N);
+    if (windowed) w.prefix.resize(segments * blocks * 2 * N);
     const int64_t units = s.batch * blocks;
     const int64_t lo = units * thread / s.threads, hi = units * (thread + 1) / s.threads;
     for (int64_t b = lo / blocks; b < s.batch && b * blocks < hi; b++) {
@@ -217,7 +224,7 @@ template <class T, int NS, bool SSD> struct Scan {
         for (int64_t n = 0; n < N; n++) w.dA[i * N + n] = w.R[i * N + n] = w.S[i * N + n] = dfinal[i * N + n] = Vt{};
         if (s.dfinal_state) gather(s.dfinal_state, windowed ? &dfinal[i * N] : &w.R[i * N], b, k, T(1));
         w.dD[i] = w.dbias[i] = Vt{};
-        if (windowed) save_prefixes(b, k, &w.A2[i * N], &dfinal[i * N], w);
+        if (s.window > 1) save_prefixes(b, k, &w.A2[i * N], &dfinal[i * N], w);
       }
       for (int64_t segment = segments - 1; segment >= 0; segment--) {
         std::fill(w.dB.begin(), w.dB.end(), Vt{});
@@ -236,10 +243,10 @@ template <class T, int NS, bool SSD> struct Scan {
         if (s.dD) store<T>((T*)s.dD + at, w.dD[i], k.width);
         if (s.ddelta_bias) store<T>((T*)s.ddelta_bias + at, w.dbias[i], k.width);
         if (s.dinitial_state) {
-          Vt* out = &w.R[i * N];  // R = a_1 mu_1; with a window plus a_1 P_{W-2} (the virtual token 0)
+          Vt* out = &w.R[i * N];  // R = a_1 mu_1; with a window a_1 P_{W-2} (the virtual token 0)
           if (windowed && s.window > 1) {
-            const Vt *P = w.prefix.data() + ((segments * blocks + i) * 2) * N, *S = &w.S[i * N];
-            for (int64_t n = 0; n < N; n++) out[n] = S[n] * P[n];
+            const Vt *P = w.prefix.data() + i * 2 * N, *S = &w.S[i * N];  // the first segment's P; S is a_1
+            for (int64_t n = 0; n < N; n++) out[n] = S[SSD ? 0 : n] * P[n];
           } else if (windowed) {
             for (int64_t n = 0; n < N; n++) out[n] = Vt{};
           }
@@ -249,20 +256,18 @@ template <class T, int NS, bool SSD> struct Scan {
     }
   }
   // The prefix state that segment [s, e) starts from: P and Q after token s + W - 2 (or after the last token).
-  // Slot `segments` keeps what the initial state needs: after token W - 2.
   void save_prefixes(int64_t b, const Block& k, const Vt* A2, const Vt* dfinal, Work& w) const {
-    const int64_t N = states();
+    const int64_t N = states(), W = s.window;
     std::vector<Vt> PQ(2 * N);
     Vt *P = PQ.data(), *Q = P + N;
     const Vt bias = channels(s.delta_bias, 0, k);
-    auto slot = [&](int64_t i) { return w.prefix.data() + ((i * blocks + k.index) * 2) * N; };
-    int64_t next = 0;
-    for (int64_t j = 0; j < s.seqlen; j++) {
-      if (next < segments && j == next * s.interval + s.window - 1) std::memcpy((void*)slot(next++), (void*)P, 2 * N * 64);
-      prefix_step(b, j, k, A2, bias, dfinal, P, Q);
-      if (j == s.window - 2 || (j == s.seqlen - 1 && s.window - 2 > j)) std::memcpy((void*)slot(segments), (void*)P, 2 * N * 64);
+    int64_t j = 0;
+    for (int64_t segment = 0; segment < segments; segment++) {
+      const int64_t end = segment * s.interval + W - 1 < s.seqlen ? segment * s.interval + W - 1 : s.seqlen;
+      const int64_t start = (end - 1) / W * W;  // P begins anew with each block of W tokens
+      for (j = start > j ? start : j; j < end; j++) prefix_step(b, j, k, A2, bias, dfinal, P, Q);
+      std::memcpy((void*)(w.prefix.data() + ((segment * blocks + k.index) * 2) * N), (void*)P, 2 * N * 64);
     }
-    for (; next < segments; next++) std::memcpy((void*)slot(next), (void*)P, 2 * N * 64);
   }
 
   template <bool WINDOWED>
@@ -286,16 +291,17 @@ template <class T, int NS, bool SSD> struct Scan {
       const Vt* h0 = &w.h[q * N];
       Vt *h = &w.h[(q + 1) * N], *a = &w.a[q * N];
       const bool drop = !SSD && dropped(b, t);
+      const bool gated = !SSD && s.z.data;  // only the gate's gradient needs y again
       Vt y = D * u;
       for (int64_t n = 0; n < N; n++) {
         const Vt an = drop ? Vt{} : decay(A2, n, delta, ha);
         if (!SSD) a[n] = an;
         const Vt hn = an * h0[n] + du * B[n];
         h[n] = hn;
-        y += hn * C[n];
+        if (gated) y += hn * C[n];
       }
       Vt dy = load<T>(row<T>(s.dy, b, t) + k.channel, k.width);
-      if (s.z.data) {
+      if (gated) {
         const Vt z = load<T>(row<T>(s.z, b, t) + k.channel, k.width), sig = sigmoidv<T>(z);
         Vt dz = dy * y * sig * (1 + z * (1 - sig));
         if (t >= owned) dz = Vt{};
@@ -305,7 +311,7 @@ template <class T, int NS, bool SSD> struct Scan {
       w.u[q] = u; w.delta[q] = delta; w.slope[q] = slope; w.dy[q] = dy;
     }
     // 2. the prefix sums P_{t+W-1} that the windows of this segment end in
-    if (WINDOWED) {
+    if (WINDOWED && W > 1) {
       std::vector<Vt> PQ(2 * N);
       Vt *P = PQ.data(), *Q = P + N;
       std::memcpy((void*)P, (void*)(w.prefix.data() + ((segment * blocks + k.index) * 2) * N), 2 * N * 64);
@@ -338,8 +344,8 @@ template <class T, int NS, bool SSD> struct Scan {
         Vt mu = WINDOWED && closes ? g : R[n] + g;
         R[n] = an * mu;
         if (WINDOWED) {
-          if (joined) mu += S[n] * P[n];
-          S[n] = opens ? an : an * S[n];
+          if (joined) mu += S[SSD ? 0 : n] * P[n];
+          if (!SSD) S[n] = opens ? an : an * S[n];
         }
         if (!own) continue;
         dC[n] += dy * h[n];
@@ -352,6 +358,7 @@ template <class T, int NS, bool SSD> struct Scan {
           from_a += through_a * A2[n];
         }
       }
+      if (WINDOWED && SSD) S[0] = opens ? splat<T>(ha) : ha * S[0];
       Vt grad_u{}, grad_delta{};
       if (own) {
         grad_u = delta * from_B + D * dy;
