@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 
@@ -366,21 +367,34 @@ model = Stack(StackConfig(vocab_size=64, d_model=64, n_layer=2, mixer=sys.argv[1
 ids = torch.randint(64, (1, 65536))
 step(Exact(512), 64)
 baseline = peak()
-for method, seqlen in ((Exact(512), 4096), (Exact(512), 65536), (Backprop(), 16384)):
+for method, seqlen in ((Exact(2048), 8192), (Exact(2048), 65536), (Backprop(), 16384)):
     step(method, seqlen)
     print(peak() - baseline)
 """
 
 
-@pytest.mark.slow  # a model this small is near the noise of the heap; benchmarks.memory measures a real one
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("mixer", ["mamba", "mamba2", "diagonal"])
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        "mamba",
+        pytest.param("mamba2", marks=pytest.mark.slow),
+        pytest.param("diagonal", marks=pytest.mark.slow),
+    ],
+)
 def test_peak_memory_does_not_grow_with_the_sequence(mixer: str) -> None:
+    # glibc gives blocks from 64 KiB on back at once: the peak is then what is alive, not how the heap broke up
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
-        [sys.executable, "-c", PEAKS, mixer], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", PEAKS, mixer],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+        env=environment,
     )
     short, long, backprop = (int(line) / 1024 for line in done.stdout.split())
-    assert long < 1.5 * short, f"{short:.1f} MiB at 4,096 tokens, {long:.1f} at 65,536"
+    assert long < 1.2 * short, f"{short:.1f} MiB at 8,192 tokens, {long:.1f} at 65,536"
     assert backprop > 3 * long, f"{long:.1f} MiB, {backprop:.1f} by backpropagation: nothing measured"
 
 
