@@ -114,7 +114,7 @@ def commit_checkpoint(
     return final
 
 
-def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Write tensors by name, flushed to the disk; return the file's entry for the manifest."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -178,9 +178,9 @@ def load_checkpoint(
     path = Path(path)
     if verify:
         verify_checkpoint(path)
-    trainer = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    trainer = read_trainer(path)
     if config is not None:
-        _same_model(path, trainer.get("config", {}).get("model", {}), config["model"])
+        check_config(path, config)
     _load_weights(path, model)
     if optimizer is not None:
         stored = Tensors(path, "optimizer")
@@ -191,6 +191,22 @@ def load_checkpoint(
         load_optimizer(optimizer, {name: stored.of(name) for name in names}, dict(model.named_parameters()))
     rng = torch.load(path / "rng.pt", weights_only=True, map_location="cpu")
     return trainer, rng
+
+
+def read_trainer(path: Path) -> dict[str, Any]:
+    """A checkpoint's step, data cursor, configuration, …"""
+    return json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+
+
+def check_config(path: Path, config: dict[str, Any]) -> None:
+    """Raises UserError, naming the first differing key, where the checkpoint is of another model."""
+    saved, here = read_trainer(path).get("config", {}).get("model", {}), config["model"]
+    for key in [*here, *(key for key in saved if key not in here)]:
+        if saved.get(key) != here.get(key):
+            raise UserError(
+                f"{path}: has model.{key} {saved.get(key)}, this run has {here.get(key)}; "
+                f"set --model.{key} {saved.get(key)} or start another run"
+            )
 
 
 def list_checkpoints(directory: str | Path) -> list[Path]:
@@ -348,15 +364,6 @@ def _load_weights(path: Path, model: nn.Module) -> None:
 def _all_shards(files: Mapping[str, Any]) -> bool:
     matches = [match for match in map(_SHARD.fullmatch, files) if match]
     return bool(matches) and len(matches) == int(matches[0][1])
-
-
-def _same_model(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
-    for key in [*here, *(key for key in saved if key not in here)]:
-        if saved.get(key) != here.get(key):
-            raise UserError(
-                f"{path}: has model.{key} {saved.get(key)}, this run has {here.get(key)}; "
-                f"set --model.{key} {saved.get(key)} or start another run"
-            )
 
 
 def _sha256(file: Path) -> str:

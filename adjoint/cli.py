@@ -19,7 +19,7 @@ import warnings
 from adjoint.errors import UserError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("adjoint.training:main", "train a model: python train.py is the same"),
+    "train": ("adjoint.cluster.training:main", "train a model: python train.py is the same"),
     "sweep": (
         "adjoint.sweep_command:main",
         "gradients of the methods against backpropagation: how long a window?",

@@ -160,20 +160,38 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Training over several processes.
+    """Training over several processes, each of which owns some of the layers.
 
     Args:
-        shards: processes that share the layers; 0 trains in this process.
+        shards: processes that share the layers; 0 trains in this process, without Ray; "auto" takes what the
+            cluster of RAY_ADDRESS (inside a job), or else this machine, has room for.
+        cpus: CPUs a shard asks for.
+        transport: how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere.
+        max_failures: how many times lost shards are made anew from the last checkpoint before the run stops;
+            machines that are taken away on purpose do not count.
+        start_timeout: seconds within which the shards must have got their place.
+        hang_timeout: seconds without a sign of life after which a shard counts as lost.
     """
 
-    shards: int = 0
+    shards: int | Literal["auto"] = 0
+    cpus: int = 1
+    transport: Literal["auto", "gloo", "nccl"] = "auto"
+    max_failures: int = 3
+    start_timeout: float = 300.0
+    hang_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.shards != 0:
+        if self.shards != "auto" and self.shards < 0:
             raise UserError(
-                f"cluster.shards: {self.shards} asked for, but this build trains in one process; "
-                "use --cluster.shards 0"
+                f'cluster.shards: must be 0 (no Ray), a number of processes or "auto", got {self.shards}'
             )
+        for key, lowest in (("cpus", 1), ("max_failures", 0)):
+            if getattr(self, key) < lowest:
+                raise UserError(f"cluster.{key}: must be at least {lowest}, got {getattr(self, key)}")
+        for key in ("start_timeout", "hang_timeout"):
+            value = getattr(self, key)
+            if not (math.isfinite(value) and value > 0):
+                raise UserError(f"cluster.{key}: must be a positive number of seconds, got {value}")
 
 
 def default_model() -> StackConfig:

@@ -84,12 +84,9 @@ class Trainer:
         set_up(settings, self.device)
         self.data: Data = open_data(config.data, seed=settings.seed, vocab_size=config.model.vocab_size)
         self.method = config.method.build()
-        self.model = Stack(config.model).to(
-            self.device, torch.float64 if self.precision == "float64" else None
-        )
-        self.optimizer = make_optimizer(self.model, settings)
         self.step = self.saved_step = 0
         self.tokens = 0
+        self._build(checkpoint)
         if checkpoint is not None:
             self._resume(checkpoint)
         folder.start(self.step)
@@ -130,11 +127,19 @@ class Trainer:
         print(f"run: {path} (metrics.jsonl, loss.png, sample.txt, config.yaml, checkpoints/)", flush=True)
         return Outcome(path, self.step)
 
-    def _train_step(self) -> dict[str, Any]:
-        started = time.perf_counter()
-        step, settings = self.step + 1, self.settings
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, settings)
+    # What is done to model and optimizer is in the next methods and nowhere else: over several processes
+    # (`adjoint.cluster.training`) these are others.
+
+    def _build(self, checkpoint: Path | None) -> None:
+        """Make model and optimizer; a checkpoint is loaded into them by `_load`."""
+        dtype = torch.float64 if self.precision == "float64" else None
+        self.model = Stack(self.config.model).to(self.device, dtype)
+        self.optimizer = make_optimizer(self.model, self.settings)
+        self.num_parameters = self.model.num_parameters()
+
+    def _gradients(self, step: int) -> tuple[float, int, list[int] | None]:
+        """Fill the gradients from the next batches: the mean loss, tokens, each layer's window if picked."""
+        settings = self.settings
         self.optimizer.zero_grad(set_to_none=True)
         loss, tokens = 0.0, 0
         windows: list[int] | None = None
@@ -151,11 +156,52 @@ class Trainer:
                 self._diverged("loss", loss, step)
             part.backward()
             tokens += ids.numel()
+        return loss, tokens, windows
+
+    def _update(self, step: int) -> float:
+        """Clip the gradients and step; the gradient's norm before that."""
         # clip_grad_norm_ measures the norm whatever it clips to
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip or math.inf).item()
+        limit = self.settings.grad_clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(norm):
             self._diverged("gradient norm", norm, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.settings)
         self.optimizer.step()
+        return norm
+
+    def _loss_of(self, ids: torch.Tensor) -> float:
+        """The mean loss of a batch, without gradients."""
+        ids = ids.to(self.device)
+        with autocast(self.precision, self.device):
+            return self.model(ids, labels=ids, method=self.method).loss.item()
+
+    def _write(self, directory: Path, trainer: dict[str, Any], keep: int) -> None:
+        """Write a checkpoint."""
+        save_checkpoint(directory, self.step, self.model, self.optimizer, trainer, rng_state(), keep)
+
+    def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read a checkpoint that is known to be whole; its (trainer, rng) dictionaries."""
+        here = self.config.to_dict()
+        return load_checkpoint(checkpoint, self.model, self.optimizer, here, verify=False)
+
+    def _continue(self, prompt: torch.Tensor) -> torch.Tensor:
+        """The prompt (1, seqlen) with sampled tokens after it."""
+        settings = self.settings
+        generator = torch.Generator(self.device).manual_seed(settings.seed)
+        prompt, temperature = prompt.to(self.device), settings.sample_temperature
+        return self.model.generate(prompt, settings.sample_tokens, temperature, generator=generator)
+
+    def _peak_memory_bytes(self) -> int:
+        return peak_memory_bytes(self.device)
+
+    # The rest is the same however many processes there are.
+
+    def _train_step(self) -> dict[str, Any]:
+        started = time.perf_counter()
+        step, settings = self.step + 1, self.settings
+        loss, tokens, windows = self._gradients(step)
+        norm = self._update(step)
         self.step, self.tokens = step, self.tokens + tokens
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -166,7 +212,7 @@ class Trainer:
             "grad_norm": norm,
             "tokens": self.tokens,
             "tokens_per_second": tokens / (time.perf_counter() - started),
-            "peak_memory_bytes": peak_memory_bytes(self.device),
+            "peak_memory_bytes": self._peak_memory_bytes(),
         }
         if windows is not None:
             row["windows"] = windows
@@ -180,9 +226,7 @@ class Trainer:
         total, count = 0.0, 0
         for ids in self.data.eval:
             predictions = ids[:, 1:].numel()
-            ids = ids.to(self.device)
-            with autocast(self.precision, self.device):
-                total += self.model(ids, labels=ids, method=self.method).loss.item() * predictions
+            total += self._loss_of(ids) * predictions
             count += predictions
         return total / count
 
@@ -194,15 +238,13 @@ class Trainer:
             "torch": torch.__version__,
             "config": self.config.to_dict(),
         }
-        keep = self.settings.keep_checkpoints
-        directory = self.folder.path / "checkpoints"
-        save_checkpoint(directory, self.step, self.model, self.optimizer, trainer, rng_state(), keep)
+        self._write(self.folder.path / "checkpoints", trainer, self.settings.keep_checkpoints)
         self.saved_step = self.step
 
     def _resume(self, checkpoint: Path) -> None:
         here = self.config.to_dict()
         # open_run has compared the checksums already
-        trainer, rng = load_checkpoint(checkpoint, self.model, self.optimizer, here, verify=False)
+        trainer, rng = self._load(checkpoint)
         self.data.train.load_state_dict(trainer["data"])
         self.step, self.tokens = trainer["step"], trainer["tokens"]
         if checkpoint.absolute().parent == (self.folder.path / "checkpoints").absolute():
@@ -219,7 +261,7 @@ class Trainer:
 
     def _plot(self) -> None:
         if self.folder.rows:
-            size = f"{self.model.num_parameters():,} parameters"
+            size = f"{self.num_parameters:,} parameters"
             title = f"{self.folder.path.name}: {size}, {self.config.method.name}"
             plot_losses(self.folder.rows, self.folder.path / "loss.png", self.data.unigram_entropy, title)
 
@@ -230,11 +272,7 @@ class Trainer:
             return
         tokenizer = self.data.tokenizer
         prompt = tokenizer.encode(settings.sample_prompt) or list(tokenizer.separator_ids) or [0]
-        ids = torch.tensor([prompt], device=self.device)
-        generator = torch.Generator(self.device).manual_seed(settings.seed)
-        ids = self.model.generate(
-            ids, settings.sample_tokens, temperature=settings.sample_temperature, generator=generator
-        )
+        ids = self._continue(torch.tensor([prompt]))
         # The model may have more rows in its embedding than the tokenizer has tokens.
         text = tokenizer.decode([token for token in ids[0].tolist() if token < tokenizer.vocab_size])
         (self.folder.path / "sample.txt").write_text(text, encoding="utf-8")
@@ -256,7 +294,7 @@ class Trainer:
         data, settings = self.data, self.settings
         print(
             f"run: {self.folder.path}\n"
-            f"model: {self.model.num_parameters():,} parameters, {self.config.model.n_layer} layers, "
+            f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
             f"d_model {self.config.model.d_model}; method: {self.method}\n"
             f"data: {data.description}: {data.n_train_tokens:,} tokens to train on, "
             f"{data.n_eval_tokens:,} held out, unigram entropy {data.unigram_entropy:.4f} nats a token\n"

@@ -50,7 +50,7 @@ def places(tmp_path: Path) -> dict[str, str]:
         ("--method.chunk_size", "0", "chunk_size"),
         ("--data.seqlen", "1G", "seqlen"),
         ("--training.device", "nothing", "is no device"),
-        ("--cluster.shards", "2", "--cluster.shards 0"),
+        ("--cluster.shards", "-1", "0 (no Ray)"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2(

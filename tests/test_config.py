@@ -199,7 +199,7 @@ def test_bad_files_are_named(tmp_path: Path, content: str, said: str) -> None:
         (["--method.chunk_size", "0"], "chunk_size"),
         (["--method.keep", "all"], "edges"),
         (["--run.name", "a/b"], "run.name"),
-        (["--cluster.shards", "2"], "use --cluster.shards 0"),
+        (["--cluster.shards", "-1"], "must be 0 (no Ray)"),
     ],
 )
 def test_bad_flags_say_what_is_wrong(argv: list[str], said: str) -> None:

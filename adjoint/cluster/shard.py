@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adjoint.checkpoint import Tensors, load_optimizer, optimizer_tensors, write_file
 from adjoint.cluster import schedule
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run, Schedule, Send
@@ -148,12 +150,87 @@ class Shard:
         """Sends a tied table from the shard that owns it to the one with the embedding."""
         if not self.spec.model.tie_embeddings or self.shards == 1:
             return
-        assert self.transport is not None
         if self.part.last:
-            self.transport.send(Send(0, "table", 0), self.part.lm_head.weight.detach())
-            self.transport.flush()
+            self._send(0, "table", 0, self.part.lm_head.weight.detach())
         elif self.part.first:
-            self.transport.post(Recv(self.shards - 1, "table", 0), self.part.table.weight.detach())()
+            self._receive(self.shards - 1, "table", 0, self.part.table.weight.detach())
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def save(self, folder: str) -> dict[str, dict[str, Any]]:
+        """Writes this shard's weights and optimizer state; the files' entries for the manifest."""
+        number = f"{self.spec.rank + 1:05d}-of-{self.shards:05d}.safetensors"
+        named = self.part.named_weights()
+        contents: list[tuple[str, Mapping[str, Tensor]]] = [
+            (f"model-{number}", named),
+            (f"optimizer-{number}", optimizer_tensors(self.optimizer, named)),
+        ]
+        return {name: write_file(Path(folder) / name, tensors) for name, tensors in contents}
+
+    def load(self, path: str) -> None:
+        """Takes this shard's share of a checkpoint, written by any number of shards.
+
+        Raises:
+            UserError: something of it is not there.
+        """
+        weights, state = Tensors(Path(path), "model"), Tensors(Path(path), "optimizer")
+        named = self.part.named_weights()
+        self.part.load_weights(weights.__getitem__)
+        load_optimizer(self.optimizer, {name: state.of(name) for name in named}, named)
+
+    # --------------------------------------------------------------------------------------------- samples
+
+    @torch.no_grad()
+    def generate(
+        self, prompt: Tensor, max_new_tokens: int, temperature: float, seed: int, chunk_size: int = 1024
+    ) -> Tensor | None:
+        """What `Stack.generate` does, token by token through the shards.
+
+        Args:
+            prompt: (batch, seqlen) int64.
+
+        Returns:
+            (batch, seqlen + max_new_tokens) int64 on the last shard, None elsewhere.
+        """
+        states = self.part.initial_state(prompt.shape[0])
+        generator = torch.Generator(self.device).manual_seed(seed)
+        tokens, chunks = [prompt.to(self.device)], prompt.to(self.device).split(chunk_size, dim=1)
+        for i in range(len(chunks) + max_new_tokens - 1):
+            ids = chunks[i] if i < len(chunks) else tokens[-1]
+            if i >= len(chunks) and self.part.first and not self.part.last:
+                ids = self._receive(self.shards - 1, "token", i, ids.new_empty(len(ids), 1))
+            y = self._enter(ids, i)
+            for k, block in enumerate(self.part.blocks()):
+                y, states[k] = block(y, states[k])
+            if not self.part.last:
+                self._send(self.spec.rank + 1, "y", i, y)
+            elif i >= len(chunks) - 1:
+                logits = self.part.logits(y[:, -1]).float()
+                probabilities = torch.softmax(logits / temperature, dim=-1)
+                tokens.append(torch.multinomial(probabilities, 1, generator=generator))
+                if not self.part.first and i < len(chunks) + max_new_tokens - 2:
+                    self._send(0, "token", i + 1, tokens[-1])
+            if not self.part.last and i >= len(chunks) - 1:
+                tokens.append(ids.new_empty(len(ids), 1))  # only its shape counts here
+        return torch.cat(tokens, dim=1).cpu() if self.part.last else None
+
+    def _enter(self, ids: Tensor, i: int) -> Tensor:
+        if self.part.first:
+            return self.part.embed(ids)
+        dtype = next(self.part.parameters()).dtype
+        room = torch.empty(*ids.shape, self.spec.model.d_model, dtype=dtype, device=self.device)
+        return self._receive(self.spec.rank - 1, "y", i, room)
+
+    def _send(self, to: int, what: str, i: int, tensor: Tensor) -> None:
+        assert self.transport is not None
+        self.transport.send(Send(to, what, i % 65536), tensor)
+        self.transport.flush()
+
+    def _receive(self, source: int, what: str, i: int, room: Tensor) -> Tensor:
+        assert self.transport is not None
+        return self.transport.post(Recv(source, what, i % 65536), room)()
+
+    # ----------------------------------------------------------------------------------------------- sizes
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
         """The tokens of a chunk that suit the method and this device."""

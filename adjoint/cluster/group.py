@@ -1,0 +1,288 @@
+"""The driver's side of the shards: makes their actors, calls them, watches them.
+
+Ray is the control plane: one call a shard and phase. What happens inside a phase, the shards settle among
+themselves, tensor by tensor, over their transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from adjoint.cluster import placement
+from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
+from adjoint.cluster.shard import Shard, ShardSpec
+from adjoint.config import TrainingConfig
+from adjoint.errors import UserError
+
+GRACE = 3.0  # seconds that the others get to fail too, once one has
+BEAT = 1.0  # seconds between questions whether a shard is alive
+
+
+class ShardActor:
+    """The process of one shard: a thin wrapper that Ray calls. Its heart beats in a thread of its own."""
+
+    shard: Shard | None = None
+
+    def look(self, training: TrainingConfig) -> dict[str, Any]:
+        """What this process has: its node, device, precision and cores."""
+        import ray
+        import torch
+
+        from adjoint.cluster import devices
+        from adjoint.runtime import pick_device, pick_precision
+
+        device = pick_device(training.device)
+        gpu = devices.mine() if device.type == "cuda" else None
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "address": ray.util.get_node_ip_address(),
+            "port": port,
+            "device": str(device),
+            "gpu": gpu,
+            "precision": pick_precision(training.precision, device),
+            "cores": os.cpu_count() or 1,
+            "torch": torch.__version__,
+            "pid": os.getpid(),
+        }
+
+    def build(
+        self, spec: ShardSpec, meeting: str, backend: str, timeout: float, checkpoint: str | None
+    ) -> None:
+        """Becomes a shard, drawn from the seed or filled from a checkpoint."""
+        import torch
+
+        from adjoint.cluster.transport import join
+        from adjoint.runtime import set_up
+
+        set_up(dataclasses.replace(spec.training, threads=spec.threads), torch.device(spec.device))
+        transport = None
+        if len(spec.spans) > 1:
+            transport = join(meeting, spec.rank, len(spec.spans), backend, timeout)
+        self.shard = Shard(spec, transport, drawn=checkpoint is None)
+        if checkpoint is not None:
+            self.shard.load(checkpoint)
+
+    def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        """Calls a method of the shard; NumPy arrays become tensors."""
+        import numpy as np
+        import torch
+
+        own = [torch.from_numpy(a.copy()) if isinstance(a, np.ndarray) else a for a in arguments]
+        return getattr(self.shard, name)(*own, **keywords)
+
+    def beat(self) -> float:
+        """Answers, whatever else this process is doing."""
+        return time.time()
+
+
+class Group:
+    """Shards that live in actors.
+
+    Args:
+        training: optimizer, seed, device, precision.
+        model: the whole stack's sizes; method: how the gradient is computed.
+        shards: how many, or "auto": what the cluster has room for.
+        need: what each asks of its node.
+        checkpoint: folder to fill the shards from; None draws the weights.
+        transport: "gloo", "nccl", or "auto": NCCL between whole GPUs, gloo elsewhere.
+        start_timeout: seconds within which the shards must have their place.
+        hang_timeout: seconds without a heartbeat after which a shard counts as hung.
+
+    Raises:
+        UserError: the cluster has not what is asked for.
+        ShardFailure: a shard was lost while the group was made.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        training: TrainingConfig,
+        method: Any,
+        shards: int | str,
+        need: placement.Need | None = None,
+        checkpoint: str | None = None,
+        transport: str = "auto",
+        start_timeout: float = 120.0,
+        hang_timeout: float = 60.0,
+    ) -> None:
+        import ray
+
+        need = need or placement.Need()
+        if shards == "auto":
+            shards = max(1, min(placement.how_many(need, placement.nodes()), model.n_layer))
+        assert isinstance(shards, int)
+        if shards > model.n_layer:
+            raise UserError(
+                f"cluster.shards: {shards} shards for {model.n_layer} layers; a shard needs a layer: take at "
+                f"most {model.n_layer}"
+            )
+        self.hang_timeout = hang_timeout
+        self.place = placement.place(shards, need, start_timeout)
+        self.actors: list[Any] = []
+        self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
+        try:
+            self.actors = [self._actor(ray, rank, need) for rank in range(shards)]
+            found = self.all("look", training, direct=True)
+            self.device, self.spans, specs = _specs(model, training, method, found)
+            backend = _backend(transport, [look["gpu"] for look in found])
+            one_node = len({look["node"] for look in found} | {ray.get_runtime_context().get_node_id()}) == 1
+            # A file needs no port, but every shard must see it.
+            meeting = f"file://{self.meeting}"
+            if not one_node:
+                meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
+            self.precision = specs[0].precision
+            self.pids = [look["pid"] for look in found]
+            rest = (meeting, backend, max(hang_timeout, 60.0), checkpoint)
+            self.each("build", [(spec, *rest) for spec in specs], direct=True)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _actor(self, ray: Any, rank: int, need: placement.Need) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        # Ray leaves an actor without GPUs the whole list of its node.
+        hidden = {} if need.gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        options = {
+            "num_cpus": need.cpus,
+            "num_gpus": need.gpus,
+            "max_restarts": 0,  # a restarted actor would be blank: the group is made anew as a whole
+            "max_task_retries": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.place, rank),
+            "runtime_env": {"env_vars": hidden},
+        }
+        return ray.remote(concurrency_groups={"watch": 1})(ShardActor).options(**options).remote()
+
+    # --------------------------------------------------------------------------------------------- calls
+
+    def all(self, name: str, *arguments: Any, direct: bool = False, **keywords: Any) -> list[Any]:
+        """Calls a method of every shard with the same arguments; the results, by rank."""
+        return self.each(name, [arguments] * len(self.actors), direct, **keywords)
+
+    def each(
+        self, name: str, arguments: Sequence[tuple[Any, ...]], direct: bool = False, **keywords: Any
+    ) -> list[Any]:
+        """Calls a method of every shard with its own arguments.
+
+        Raises:
+            ShardFailure: a shard was lost, hung or failed; the group must be killed.
+            UserError: a shard says so.
+        """
+        references = [
+            getattr(actor, name).remote(*given, **keywords)
+            if direct
+            else actor.call.remote(name, *given, **keywords)
+            for actor, given in zip(self.actors, arguments, strict=True)
+        ]
+        return self._collect(references, name)
+
+    def _collect(self, references: list[Any], during: str) -> list[Any]:
+        import ray
+
+        failed: dict[int, Cause] = {}
+        results: dict[int, Any] = {}
+        rank_of = {reference: rank for rank, reference in enumerate(references)}
+        beats: dict[int, Any] = {}
+        last_seen = dict.fromkeys(range(len(references)), time.monotonic())
+        deadline = float("inf")
+        waiting = list(references)
+        while waiting and time.monotonic() < deadline:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=min(BEAT, GRACE))
+            for reference in ready:
+                rank = rank_of[reference]
+                try:
+                    results[rank] = ray.get(reference)
+                except Exception as error:
+                    inner = getattr(error, "cause", None)
+                    if isinstance(inner, UserError):
+                        raise inner from None
+                    failed[rank] = cause_of(error, rank)
+                    deadline = min(deadline, time.monotonic() + GRACE)
+            if not ready:
+                for rank in (rank_of[reference] for reference in waiting):
+                    if self._hangs(rank, beats, last_seen):
+                        quiet = f"no heartbeat for {self.hang_timeout:.0f} s"
+                        failed[rank] = Cause("hung", rank, quiet)
+                        deadline = min(deadline, time.monotonic())
+        if failed:
+            raise ShardFailure(list(failed.values()), during)
+        return [results[rank] for rank in range(len(references))]
+
+    def _hangs(self, rank: int, beats: dict[int, Any], last_seen: dict[int, float]) -> bool:
+        import ray
+
+        if rank in beats and ray.wait([beats[rank]], timeout=0)[0]:
+            with contextlib.suppress(Exception):  # if it is dead, its call says so
+                ray.get(beats.pop(rank))
+            last_seen[rank] = time.monotonic()
+            beats.pop(rank, None)
+        if rank not in beats:
+            beats[rank] = self.actors[rank].beat.options(concurrency_group="watch").remote()
+        return time.monotonic() - last_seen[rank] > self.hang_timeout
+
+    def kill(self) -> None:
+        """Ends the actors and gives their place back."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in self.actors:
+            with contextlib.suppress(Exception):
+                ray.kill(actor, no_restart=True)
+        with contextlib.suppress(Exception):
+            remove_placement_group(self.place)
+        with contextlib.suppress(OSError):
+            os.unlink(self.meeting)
+        self.actors = []
+
+
+def _specs(
+    model: Any, training: TrainingConfig, method: Any, found: list[dict[str, Any]]
+) -> tuple[str, tuple[range, ...], list[ShardSpec]]:
+    """Layers by the devices' shares; one precision for all; cores shared among the shards of a node."""
+    import torch
+
+    from adjoint.cluster.devices import shares
+    from adjoint.cluster.partition import layer_costs, partition
+    from adjoint.stack import Stack
+
+    with torch.device("meta"):
+        costs = layer_costs(Stack(model))
+    capacities = shares([look["gpu"] for look in found])
+    spans = tuple(partition(costs, len(found), capacities))
+    precisions = {look["precision"] for look in found}
+    precision = precisions.pop() if len(precisions) == 1 else "float32"
+    nodes = [look["node"] for look in found]
+    specs = [
+        ShardSpec(
+            model,
+            training,
+            method,
+            spans,
+            rank,
+            look["device"],
+            precision,
+            training.threads or max(1, look["cores"] // nodes.count(look["node"])),
+        )
+        for rank, look in enumerate(found)
+    ]
+    return found[0]["device"], spans, specs
+
+
+def _backend(wanted: str, gpus: list[Any]) -> str:
+    from adjoint.cluster.devices import backend
+
+    if wanted != "auto":
+        return wanted
+    pairs = [backend(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]]
+    return "nccl" if pairs and set(pairs) == {"nccl"} else "gloo"

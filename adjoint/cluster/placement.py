@@ -1,0 +1,144 @@
+"""Ray itself: a small one on loopback, or the cluster this process is part of; and what fits on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adjoint.errors import UserError
+
+OBJECT_STORE = 200 << 20  # bytes; ids and small results pass through it, tensors do not
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one shard asks of its node."""
+
+    cpus: int = 1
+    gpus: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{count} {name}{'s' if count > 1 else ''}" for count, name in self._counts() if count]
+        return " and ".join(parts) or "nothing"
+
+    def _counts(self) -> list[tuple[int, str]]:
+        return [(self.cpus, "CPU"), (self.gpus, "GPU")]
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        return {key: float(count) for count, key in self._counts() if count}
+
+    def times_in(self, resources: Mapping[str, float]) -> int:
+        """How many of these a node has room for."""
+        return min(int(resources.get(key, 0) // amount) for key, amount in self.bundle.items())
+
+
+def connect(shards: int, need: Need) -> bool:
+    """Joins the cluster of RAY_ADDRESS (set inside a job) or one that this process is connected to already;
+    else starts one on this machine that listens on loopback alone.
+
+    Returns:
+        Whether it was started here, and should end with the run.
+
+    Raises:
+        UserError: ray is not installed, or the cluster does not answer.
+    """
+    ours = not _is_connected() and not os.environ.get("RAY_ADDRESS")
+    if ours:  # both are read when ray is imported or starts
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # its name for: loopback only
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise UserError(
+            'cluster.shards: needs Ray; pip install "adjoint[cluster]", or --cluster.shards 0'
+        ) from None
+    if ray.is_initialized():
+        return False
+    if not ours:
+        try:
+            ray.init(logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"RAY_ADDRESS {os.environ['RAY_ADDRESS']}: no cluster answers there "
+                f"({' '.join(str(error).split())[:200]}); unset it to start one on this machine"
+            ) from None
+        return False
+    cpus = max(os.cpu_count() or 1, shards * need.cpus)  # shards may share cores: it is the user's laptop
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": loopback()}},
+    )
+    return True
+
+
+def _is_connected() -> bool:
+    import sys
+
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(getattr(ray, "is_initialized", lambda: False)())
+
+
+def loopback() -> str:
+    """The name of the loopback interface, "lo" on Linux."""
+    import socket
+
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def nodes() -> list[dict[str, float]]:
+    """The resources of each node that is up."""
+    import ray
+
+    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def how_many(need: Need, resources: Sequence[Mapping[str, float]]) -> int:
+    """How many shards these nodes have room for."""
+    return sum(need.times_in(node) for node in resources)
+
+
+def check_feasible(shards: int, need: Need, resources: Sequence[Mapping[str, float]]) -> None:
+    """Ray would wait for ever for what no node has.
+
+    Raises:
+        UserError: saying what there is and what would fit.
+    """
+    most = how_many(need, resources)
+    if shards <= most:
+        return
+    there = "; ".join(f"{node.get('CPU', 0):.0f} CPUs, {node.get('GPU', 0):.0f} GPUs" for node in resources)
+    would = f"--cluster.shards {most}" if most else "fewer CPUs a shard (--cluster.cpus), or another device"
+    raise UserError(
+        f"cluster.shards: {shards} shards with {need} each asked for, but the cluster has {there}; "
+        f"what fits: {would}"
+    )
+
+
+def place(shards: int, need: Need, timeout: float) -> Any:
+    """A placement group with a bundle a shard, close together.
+
+    Raises:
+        UserError: the resources are there, but were not free within `timeout` seconds.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    check_feasible(shards, need, nodes())
+    group = placement_group([need.bundle] * shards, strategy="PACK")
+    if not group.wait(timeout):
+        remove_placement_group(group)
+        free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
+        raise UserError(
+            f"cluster.shards: {shards} shards with {need} each got no place within {timeout:.0f} s, free are "
+            f"{free or 'no CPUs and no GPUs'}; wait for other jobs to end, or take fewer shards"
+        )
+    return group

@@ -1,0 +1,104 @@
+"""What went wrong with a group of shards: causes told apart, the first one named.
+
+When a shard dies its neighbours fail too, with errors about the connection to it, and the first error to
+arrive may be one of those. So all of them are collected and ranked before one is named.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# The more a cause explains, the earlier it stands.
+KINDS = ("out of memory", "node lost", "preempted", "died", "hung", "error", "connection")
+_COLLATERAL = re.compile(
+    r"connection (closed|reset|refused)|gloo|nccl|another shard has failed|broken pipe|timed out|"
+    r"peer|socket|store",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a shard did not answer.
+
+    Attributes:
+        kind: one of `KINDS`.
+        rank: the shard.
+        detail: in one line.
+    """
+
+    kind: str
+    rank: int
+    detail: str
+
+    def __str__(self) -> str:
+        return (
+            f"shard {self.rank}: {self.kind}: {self.detail}"
+            if self.detail
+            else f"shard {self.rank}: {self.kind}"
+        )
+
+
+class ShardFailure(RuntimeError):
+    """Shards were lost: the group is of no more use.
+
+    Attributes:
+        causes: of all shards that did not answer, the likeliest culprit first.
+    """
+
+    def __init__(self, causes: list[Cause], during: str) -> None:
+        self.causes, self.during = rank_causes(causes), during
+        super().__init__(f"{self.causes[0]} (during {during})")
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a machine was taken away on purpose, which is no fault of the run."""
+        return self.causes[0].kind == "preempted"
+
+
+def rank_causes(causes: list[Cause]) -> list[Cause]:
+    """The cause first that explains the others."""
+    return sorted(causes, key=lambda cause: (KINDS.index(cause.kind), cause.rank))
+
+
+def cause_of(error: BaseException, rank: int) -> Cause:
+    """What an exception from `ray.get` says about a shard."""
+    import ray.exceptions as known
+
+    detail = _first_line(error)
+    if isinstance(error, known.OutOfMemoryError):  # Ray's monitor killed it; no RayActorError
+        return Cause("out of memory", rank, "killed by Ray, the node's memory was full")
+    if isinstance(error, known.NodeDiedError):
+        return Cause("node lost", rank, detail)
+    if isinstance(error, known.RayActorError):
+        if getattr(error, "preempted", False):
+            return Cause("preempted", rank, detail)
+        text = str(error)
+        if re.search(r"node (was terminated|has died|died|is dead)|ip address.*dead", text, re.IGNORECASE):
+            return Cause("node lost", rank, detail)
+        if re.search(r"out of memory|oom", text, re.IGNORECASE) and "SIGKILL" not in text:
+            return Cause("out of memory", rank, detail)
+        return Cause("died", rank, detail)
+    if isinstance(error, known.RayTaskError):
+        inner = error.cause if isinstance(error.cause, BaseException) else error
+        text = f"{type(inner).__name__}: {_first_line(inner)}"
+        if isinstance(inner, MemoryError) or "out of memory" in str(inner).lower():
+            return Cause("out of memory", rank, text)
+        collateral = isinstance(inner, RuntimeError | ConnectionError) and _COLLATERAL.search(str(inner))
+        return Cause("connection" if collateral else "error", rank, text)
+    return Cause("error", rank, f"{type(error).__name__}: {detail}")
+
+
+def _first_line(error: BaseException) -> str:
+    """The line of a message that says why, without the lines about where."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [
+        line
+        for line in lines
+        if re.search(r"cause|exit|kill|error|died|lost|terminated", line, re.IGNORECASE)
+    ]
+    for line in telling[::-1]:
+        if re.search(r"(exit (type|detail|code)|signal|unexpectedly|oom)", line, re.IGNORECASE):
+            return line[:300]
+    return (telling or lines or [type(error).__name__])[0][:300]

@@ -1,0 +1,225 @@
+"""Training over shards: the loop of `adjoint.training`, with the model in the hands of a `Group`.
+
+`adjoint train` comes through here: with ``cluster.shards`` 0 it goes on to the loop in one process, and Ray
+is never imported. A run over shards writes the same folder, and its checkpoints are read by any number of
+shards and by one process.
+
+When shards are lost the group is made anew from the last checkpoint and the steps since are done again; the
+order of batches and every draw are the checkpoint's, so that the run ends as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adjoint.checkpoint import (
+    begin_checkpoint,
+    check_config,
+    commit_checkpoint,
+    newest_checkpoint,
+    read_trainer,
+)
+from adjoint.cluster import placement
+from adjoint.cluster.group import Group
+from adjoint.cluster.recovery import ShardFailure
+from adjoint.cluster.shard import total_norm, window_of
+from adjoint.config import Config, load_config
+from adjoint.errors import UserError
+from adjoint.optim import learning_rate
+from adjoint.rundir import open_run
+from adjoint.runtime import rng_state
+from adjoint.stack import Stack
+from adjoint.training import Outcome, Trainer
+from adjoint.training import train as train_in_one_process
+
+
+def main(argv: list[str]) -> int:
+    """``adjoint train``: exit code 0, or 128 plus the signal that stopped the run (130 for Ctrl-C)."""
+    outcome = train(load_config(argv))
+    return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
+
+
+def train(config: Config) -> Outcome:
+    """Train as configured, over ``cluster.shards`` processes or in this one.
+
+    Raises:
+        UserError: something the user can mend; also more failures than ``cluster.max_failures``.
+    """
+    settings = config.cluster
+    if settings.shards == 0:
+        return train_in_one_process(config)
+    window_of(config.method.build(), config.data.seqlen)
+    need = placement.Need(settings.cpus, int(_wants_gpus(config)))
+    wanted = 1 if settings.shards == "auto" else settings.shards
+    folder, checkpoint = open_run(config.run)
+    ours, trainer = False, None
+    try:
+        ours = placement.connect(wanted, need)
+        trainer = ShardedTrainer(config, folder, checkpoint)
+        return trainer.run()
+    finally:
+        folder.close()
+        if trainer is not None:
+            trainer.close()
+        if ours:
+            import ray
+
+            ray.shutdown()
+
+
+def _wants_gpus(config: Config) -> bool:
+    device = config.training.device
+    if device != "auto":
+        return device.startswith("cuda")
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return bool(ray.cluster_resources().get("GPU"))
+    return torch.cuda.is_available()
+
+
+class ShardedTrainer(Trainer):
+    """A run whose model lives in shards. This process draws the batches, calls the shards and writes."""
+
+    group: Group | None = None
+
+    def run(self) -> Outcome:
+        """The steps that are left, through failures of shards."""
+        while True:
+            try:
+                return super().run()
+            except ShardFailure as failure:
+                self._recover(failure)
+
+    def close(self) -> None:
+        """Ends the shards."""
+        if self.group is not None:
+            self.group.kill()
+            self.group = None
+
+    def _recover(self, failure: ShardFailure) -> None:
+        """Makes the group anew from the last checkpoint, or from the beginning where there is none yet.
+
+        Raises:
+            UserError: that was one failure too many.
+        """
+        most = self.config.cluster.max_failures
+        while True:
+            self.close()
+            self.failures += not failure.preempted
+            if self.failures > most:
+                raise UserError(
+                    f"{self.folder.path}: {failure}, at step {self.step + 1}; that is failure "
+                    f"{self.failures} and cluster.max_failures is {most}; mend the cause, then --resume auto"
+                ) from None
+            checkpoint = newest_checkpoint(self.folder.path / "checkpoints")
+            step = 0 if checkpoint is None else read_trainer(checkpoint)["step"]
+            print(
+                f"failure {self.failures} of at most {most} at step {self.step + 1}: {failure}; "
+                f"going on after step {step}",
+                file=sys.stderr,
+                flush=True,
+            )
+            try:
+                self._build(checkpoint)
+                break
+            except ShardFailure as again:
+                failure = again
+        if checkpoint is None:
+            self.step = self.saved_step = self.tokens = 0
+            self.data.train.load_state_dict(self.beginning)
+        else:
+            self._resume(checkpoint)
+        self.folder.start(self.step)
+
+    # ---------------------------------------------------------------- what is done to model and optimizer
+
+    def _build(self, checkpoint: Path | None) -> None:
+        config, settings = self.config, self.config.cluster
+        if not hasattr(self, "failures"):
+            self.failures = 0
+            self.beginning = self.data.train.state_dict()
+            with torch.device("meta"):
+                whole = Stack(config.model)
+            self.num_parameters = whole.num_parameters()
+            self.names = [name for name, _ in whole.named_parameters()]
+        if checkpoint is not None:
+            check_config(checkpoint, config.to_dict())
+        self.group = Group(
+            config.model,
+            config.training,
+            self.method,
+            settings.shards,
+            placement.Need(settings.cpus, int(_wants_gpus(config))),
+            None if checkpoint is None else str(checkpoint.absolute()),
+            settings.transport,
+            settings.start_timeout,
+            settings.hang_timeout,
+        )
+        self.precision = self.group.precision
+        sizes = self._all("chunk_size", config.data.batch, config.data.seqlen)
+        self.chunk_size = min(sizes)
+
+    def _all(self, name: str, *arguments: Any, **keywords: Any) -> list[Any]:
+        assert self.group is not None
+        return self.group.all(name, *arguments, **keywords)
+
+    def _gradients(self, step: int) -> tuple[float, int, list[int] | None]:
+        batches = self.settings.grad_accumulation
+        self._all("zero_grad")
+        loss, tokens = 0.0, 0
+        for i in range(batches):
+            ids = next(self.data.train)
+            final = i + 1 == batches
+            found = self._all("accumulate", ids.numpy(), self.chunk_size, batches=batches, final=final)
+            loss += found[-1]
+            if not math.isfinite(loss):
+                self._diverged("loss", loss, step)
+            tokens += ids.numel()
+        return loss, tokens, None
+
+    def _update(self, step: int) -> float:
+        norms = {name: norm for found in self._all("norms") for name, norm in found.items()}
+        total = total_norm([norms[name] for name in self.names if name in norms], self.precision)
+        if not math.isfinite(total):
+            self._diverged("gradient norm", total, step)
+        self._all("step", learning_rate(step, self.settings), total)
+        return total
+
+    def _loss_of(self, ids: torch.Tensor) -> float:
+        return self._all("evaluate", ids.numpy(), min(self.chunk_size, ids.shape[1]))[-1]
+
+    def _write(self, directory: Path, trainer: dict[str, Any], keep: int) -> None:
+        work = begin_checkpoint(directory.absolute(), self.step)
+        try:
+            written = self._all("save", str(work))
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+        files = {name: entry for entries in written for name, entry in entries.items()}
+        commit_checkpoint(work, files, {"step": self.step, **trainer}, rng_state(), keep)
+
+    def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        rng = torch.load(checkpoint / "rng.pt", weights_only=True, map_location="cpu")
+        return read_trainer(checkpoint), rng  # the shards have read the rest
+
+    def _continue(self, prompt: torch.Tensor) -> torch.Tensor:
+        settings = self.settings
+        arguments = (settings.sample_tokens, settings.sample_temperature, settings.seed)
+        return self._all("generate", prompt.numpy(), *arguments)[-1]
+
+    def _peak_memory_bytes(self) -> int:
+        return max(self._all("peak_memory_bytes"))
+
+    def _announce(self) -> None:
+        assert self.group is not None
+        if self.failures:
+            return
+        super()._announce()
+        layers = ", ".join(f"{span.start}-{span.stop - 1}" for span in self.group.spans)
+        print(f"shards: {len(self.group.spans)}, layers {layers}, on {self.group.device}", flush=True)
