@@ -9,7 +9,7 @@
 //
 // Adjoint (mu is the accumulated adjoint state, g_t = dy_t C_t):   mu_t = g_t + a_{t+1} mu_{t+1}.
 // With a window W, mu_t sums only g_t .. g_{t+W-1}: blocks of W tokens, a suffix scan (R, S) inside the block
-// and a prefix scan (P, Q) in the next one, joined as mu_t = R_t + S_t P_{t+W-1}. No subtraction, no division.
+// and a prefix scan (P) in the next one, joined as mu_t = R_t + S_t P_{t+W-1}. No subtraction, no division.
 #include "cpu_lanes.h"
 
 struct Rows {  // a (batch, seqlen, channels) view: the last dimension is contiguous
@@ -156,12 +156,18 @@ template <class T, int NS, bool SSD> struct Scan {
   }
 
   // ------------------------------------------------------------------------------------------ backward
+  // What the prefix sums P of a block of W tokens need of the decays since the block's first token: in Mamba-2 their
+  // product; in Mamba-1, where a product of exp(delta A) is the exp of a sum, the sum of delta (with Kahan's
+  // correction) and whether a document has begun, which ends the block's sums.
+  struct Since { Vt total, low; bool cut; };
   struct Work {  // one thread's scratch
     std::vector<Vt> h, a, dB, dC, P;           // (interval + 1 | interval, d_state)
     std::vector<Vt> u, delta, slope, dy;       // (interval)
-    std::vector<Vt> A2, mu, R, S, dA;          // (blocks, d_state); mu is this token's, R and S carry over
+    std::vector<Vt> A2, R, S, dA;              // (blocks, d_state); R and S carry over from segment to segment
     std::vector<Vt> dD, dbias;                 // (blocks)
-    std::vector<Vt> prefix;                    // (segments, blocks, 2, d_state): P and Q before the segment's first need
+    std::vector<Vt> prefix;                    // (segments, blocks, d_state): P before the segment's first need
+    std::vector<Since> since;                  // (segments, blocks)
+    std::vector<Vt> sums;                      // (d_state): the running P where it is too large for registers
   };
 
   ALWAYS_INLINE Vt output_cotangent(int64_t b, int64_t t, const Block& k) const {  // dL/dy_t before the gate
@@ -172,31 +178,34 @@ template <class T, int NS, bool SSD> struct Scan {
     }
     return dy;
   }
-  // P_j and Q_j from P_{j-1} and Q_{j-1}: prefix sums of one block of W tokens. In Mamba-2 all states share Q[0].
+  // P_j from P_{j-1}.
   ALWAYS_INLINE void prefix_step(int64_t b, int64_t j, const Block& k, const Vt* A2, Vt bias, const Vt* dfinal,
-                                 Vt* P, Vt* Q) const {
+                                 Vt* P, Since& since) const {
     const int64_t N = states();
+    const bool first = j % s.window == 0, last = j == s.seqlen - 1;
+    if (first) {
+      since = {splat<T>(SSD ? 1 : 0), Vt{}, false};
+      for (int64_t n = 0; n < N; n++) P[n] = Vt{};
+    } else if (SSD) {
+      since.total *= head_decay(b, j, k);
+    } else {
+      since.cut |= dropped(b, j);
+      if (since.cut) return;
+      Vt delta, slope;
+      step_size(b, j, k, bias, delta, slope);
+      const Vt term = delta - since.low, total = since.total + term;
+      since.low = (total - since.total) - term;
+      since.total = total;
+    }
     const Vt dy = output_cotangent(b, j, k);
     const T* C = row<T>(s.C, b, j) + k.group * N;
-    const Vt* extra = j == s.seqlen - 1 ? dfinal : nullptr;
-    if (j % s.window == 0) {
-      for (int64_t n = 0; n < N; n++) { P[n] = dy * C[n] + (extra ? extra[n] : Vt{}); Q[n] = splat<T>(1); }
-      return;
-    }
-    Vt delta, slope;
-    step_size(b, j, k, bias, delta, slope);
-    const T ha = head_decay(b, j, k);
     if (SSD) {
-      Q[0] *= ha;
-      const Vt scaled = Q[0] * dy;
+      const Vt scaled = since.total * dy;
       for (int64_t n = 0; n < N; n++) P[n] += scaled * C[n];
-      if (extra) for (int64_t n = 0; n < N; n++) P[n] += Q[0] * extra[n];
-      return;
-    }
-    const bool drop = dropped(b, j);
-    for (int64_t n = 0; n < N; n++) {
-      Q[n] = drop ? Vt{} : Q[n] * decay(A2, n, delta, ha);
-      P[n] += Q[n] * (dy * C[n] + (extra ? extra[n] : Vt{}));
+      if (last) for (int64_t n = 0; n < N; n++) P[n] += since.total * dfinal[n];
+    } else {
+      for (int64_t n = 0; n < N; n++) P[n] += exp2v<T>(since.total * A2[n]) * (dy * C[n]);
+      if (last) for (int64_t n = 0; n < N; n++) P[n] += exp2v<T>(since.total * A2[n]) * dfinal[n];
     }
   }
 
@@ -207,12 +216,12 @@ template <class T, int NS, bool SSD> struct Scan {
     Work w;
     for (auto* x : {&w.a, &w.dB, &w.dC, &w.P}) x->resize(K * N);
     w.h.resize((K + 1) * N);
+    w.sums.resize(N);
     for (auto* x : {&w.u, &w.delta, &w.slope, &w.dy}) x->resize(K);
     for (auto* x : {&w.A2, &w.R, &w.S, &w.dA}) x->resize(blocks * N);
-    w.mu.resize(N);
     for (auto* x : {&w.dD, &w.dbias}) x->resize(blocks);
     std::vector<Vt> dfinal(blocks * N);
-    if (windowed) w.prefix.resize(segments * blocks * 2 * N);
+    if (windowed) w.prefix.resize(segments * blocks * N), w.since.resize(segments * blocks);
     const int64_t units = s.batch * blocks;
     const int64_t lo = units * thread / s.threads, hi = units * (thread + 1) / s.threads;
     for (int64_t b = lo / blocks; b < s.batch && b * blocks < hi; b++) {
@@ -245,7 +254,7 @@ template <class T, int NS, bool SSD> struct Scan {
         if (s.dinitial_state) {
           Vt* out = &w.R[i * N];  // R = a_1 mu_1; with a window a_1 P_{W-2} (the virtual token 0)
           if (windowed && s.window > 1) {
-            const Vt *P = w.prefix.data() + i * 2 * N, *S = &w.S[i * N];  // the first segment's P; S is a_1
+            const Vt *P = &w.prefix[i * N], *S = &w.S[i * N];  // the first segment's P; S is a_1
             for (int64_t n = 0; n < N; n++) out[n] = S[SSD ? 0 : n] * P[n];
           } else if (windowed) {
             for (int64_t n = 0; n < N; n++) out[n] = Vt{};
@@ -255,18 +264,20 @@ template <class T, int NS, bool SSD> struct Scan {
       }
     }
   }
-  // The prefix state that segment [s, e) starts from: P and Q after token s + W - 2 (or after the last token).
+  // The prefix sums that segment [s, e) starts from: after token s + W - 2 (or after the last token).
   void save_prefixes(int64_t b, const Block& k, const Vt* A2, const Vt* dfinal, Work& w) const {
     const int64_t N = states(), W = s.window;
-    std::vector<Vt> PQ(2 * N);
-    Vt *P = PQ.data(), *Q = P + N;
+    Vt sums[NS ? NS : 1];
+    Vt* P = NS ? sums : w.sums.data();
+    Since since;
     const Vt bias = channels(s.delta_bias, 0, k);
     int64_t j = 0;
     for (int64_t segment = 0; segment < segments; segment++) {
       const int64_t end = segment * s.interval + W - 1 < s.seqlen ? segment * s.interval + W - 1 : s.seqlen;
       const int64_t start = (end - 1) / W * W;  // P begins anew with each block of W tokens
-      for (j = start > j ? start : j; j < end; j++) prefix_step(b, j, k, A2, bias, dfinal, P, Q);
-      std::memcpy((void*)(w.prefix.data() + ((segment * blocks + k.index) * 2) * N), (void*)P, 2 * N * 64);
+      for (j = start > j ? start : j; j < end; j++) prefix_step(b, j, k, A2, bias, dfinal, P, since);
+      std::memcpy((void*)&w.prefix[(segment * blocks + k.index) * N], (void*)P, N * 64);
+      w.since[segment * blocks + k.index] = since;
     }
   }
 
@@ -312,12 +323,14 @@ template <class T, int NS, bool SSD> struct Scan {
     }
     // 2. the prefix sums P_{t+W-1} that the windows of this segment end in
     if (WINDOWED && W > 1) {
-      std::vector<Vt> PQ(2 * N);
-      Vt *P = PQ.data(), *Q = P + N;
-      std::memcpy((void*)P, (void*)(w.prefix.data() + ((segment * blocks + k.index) * 2) * N), 2 * N * 64);
+      Vt sums[NS ? NS : 1];
+      Vt* P = NS ? sums : w.sums.data();
+      const Vt* saved = &w.prefix[(segment * blocks + k.index) * N];
+      for (int64_t n = 0; n < N; n++) P[n] = saved[n];
+      Since since = w.since[segment * blocks + k.index];
       for (int64_t t = begin; t < end; t++) {
-        if (t + W - 1 < s.seqlen) prefix_step(b, t + W - 1, k, A2, bias, dfinal, P, Q);
-        std::memcpy((void*)&w.P[(t - begin) * N], (void*)P, N * 64);
+        if (t + W - 1 < s.seqlen) prefix_step(b, t + W - 1, k, A2, bias, dfinal, P, since);
+        for (int64_t n = 0; n < N; n++) w.P[(t - begin) * N + n] = P[n];
       }
     }
     // 3. the reverse sweep; the carry lives in registers where the state's size is known
