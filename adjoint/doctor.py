@@ -221,7 +221,7 @@ def choices() -> list[dict[str, Any]]:
             ),
         }
         for kind in kinds
-        for operation in dispatch.OPERATIONS
+        for operation in dispatch.operations()
         for dtype in DTYPES
     ]
 

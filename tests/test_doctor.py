@@ -237,3 +237,13 @@ def test_every_backend_is_usable_or_has_a_reason() -> None:
     assert {*dispatch.backends(), *unusable} == {"reference", "cpu", "triton"}
     assert not {*dispatch.backends()} & {*unusable}
     assert all(unusable.values())
+
+
+def test_operations_are_those_of_every_backend() -> None:
+    assert {"selective_scan", "ssd_scan", "linear_scan", "dense_scan", "causal_conv1d"} <= {
+        *dispatch.operations()
+    }
+    for operation in dispatch.operations():
+        for name in (f"{operation}_forward", f"{operation}_backward"):
+            assert callable(getattr(reference, name))
+            assert callable(getattr(cpu, name))

@@ -12,7 +12,6 @@ from torch import Tensor
 from adjoint.kernels import cpu_build
 
 _MODULES = {"reference": "reference", "cpu": "cpu", "triton": "triton_backend"}
-OPERATIONS = ("selective_scan", "ssd_scan", "linear_scan", "dense_scan", "causal_conv1d")
 
 
 def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str | None:
@@ -49,8 +48,14 @@ def unusable_backends() -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
+def operations() -> list[str]:
+    """The operations that backends implement: those of the reference, which has them all."""
+    names = vars(importlib.import_module("adjoint.kernels.reference"))
+    return [name.removesuffix("_forward") for name in names if name.endswith("_forward") and name[0] != "_"]
+
+
 def implementation(operation: str, backend: str | None, device: torch.device, dtype: torch.dtype) -> str:
-    """Whose code runs one of `OPERATIONS` on such tensors: a backend may leave an operation to the reference.
+    """Whose code runs one of `operations()` on such tensors: a backend may leave one to the reference.
 
     Raises ValueError, with the reason, if the backend asked for cannot be used on such tensors.
     """
