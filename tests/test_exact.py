@@ -383,7 +383,7 @@ for method, seqlen in ((Exact(2048), 8192), (Exact(2048), 65536), (Backprop(), 1
     ],
 )
 def test_peak_memory_does_not_grow_with_the_sequence(mixer: str) -> None:
-    # glibc gives blocks from 64 KiB on back at once: the peak is then what is alive, not how the heap broke up
+    # glibc then gives blocks from 64 KiB on back at once: the peak is what is alive, not how the heap broke up
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, "-c", PEAKS, mixer],

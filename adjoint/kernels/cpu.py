@@ -51,6 +51,17 @@ class _LinearArgs(ctypes.Structure):  # mirrors LinearArgs in cpu_linear.h
     ]
 
 
+class _NormArgs(ctypes.Structure):  # mirrors NormArgs in cpu_norm.cpp
+    _fields_ = [
+        *((name, _I64) for name in ("rows", "width", "group", "threads")),
+        ("eps", ctypes.c_double),
+        *((name, _PTR) for name in ("x", "gate", "weight", "y", "rstd")),
+        *((name, _I64) for name in ("x_stride", "gate_stride")),
+        *((name, _PTR) for name in ("dy", "dx", "dgate", "dweight")),
+        ("dy_stride", _I64),
+    ]
+
+
 def _call(name: str, dtype: torch.dtype, args: ctypes.Structure, *flags: int) -> None:
     library, reason = cpu_build.load()
     if library is None:
@@ -373,3 +384,42 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
     f.pointers(dx=dx, dweight=dweight, dbias=dbias, dinitial_state=dinitial)
     _call("conv1d", x.dtype, f.struct, 1)
     return dx, dweight.sum(0), None if dbias is None else dbias.sum(0), dinitial
+
+
+def _norm_fields(x: Tensor, weight: Tensor, gate: Tensor | None, rstd: Tensor, group_size: int) -> _Fields:
+    width = x.shape[-1]
+    f = _Fields(_NormArgs())
+    rows = x.numel() // width
+    f.numbers(rows=rows, width=width, group=group_size, threads=_threads(rows, 4 * x.numel()))
+    _norm_rows(f, x=x, gate=gate)
+    f.pointers(weight=weight, rstd=rstd)
+    return f
+
+
+def _norm_rows(f: _Fields, **tensors: Tensor | None) -> None:
+    """(…, width) tensors as rows, in place where the strides allow it."""
+    for name, x in tensors.items():
+        if x is not None:
+            rows = x.reshape(-1, x.shape[-1])
+            rows = rows if rows.stride(1) == 1 else rows.contiguous()
+            f.alive.append(rows)
+            f.numbers(**{name: rows.data_ptr(), f"{name}_stride": rows.stride(0)})
+
+
+def rms_norm_forward(x, weight, gate, eps, group_size):
+    y, rstd = x.new_empty(x.shape), x.new_empty(*x.shape[:-1], x.shape[-1] // group_size)
+    f = _norm_fields(x, weight, gate, rstd, group_size)
+    f.struct.eps = eps
+    f.pointers(y=y)
+    _call("norm", x.dtype, f.struct, 0)
+    return y, rstd
+
+
+def rms_norm_backward(dy, x, weight, gate, rstd, group_size):
+    f = _norm_fields(x, weight, gate, rstd, group_size)
+    dx, dgate = x.new_empty(x.shape), None if gate is None else x.new_empty(x.shape)
+    dweight = x.new_zeros(f.struct.threads, x.shape[-1])
+    _norm_rows(f, dy=dy)
+    f.pointers(dx=dx, dgate=dgate, dweight=dweight)
+    _call("norm", x.dtype, f.struct, 1)
+    return dx, dweight.sum(0), dgate

@@ -16,7 +16,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-SOURCES = ("cpu_scan.cpp", "cpu_conv.cpp", "cpu_linear.cpp", "cpu_dense.cpp")
+SOURCES = ("cpu_scan.cpp", "cpu_conv.cpp", "cpu_linear.cpp", "cpu_dense.cpp", "cpu_norm.cpp")
 HEADERS = ("cpu_lanes.h", "cpu_linear.h")
 # No -ffast-math: a library linked with it switches the whole process to flush-to-zero.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wno-psabi")

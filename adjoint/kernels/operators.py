@@ -24,6 +24,7 @@ def register(
     fake: Callable[..., tuple[Tensor, ...]],
     backward: Callable[..., tuple[Tensor | None, ...]],
     checkpoints: bool = False,
+    gradients: int | None = None,
     saved: str | None = None,
     save: Callable[..., Sequence[Tensor | None]] | None = None,
 ) -> Callable[..., Any]:
@@ -33,19 +34,21 @@ def register(
     Arguments are not checked here: that is for the public functions.
 
     Args:
-        tensors: schema of the tensor arguments; the last one, `reset`, is the only one without a gradient.
+        tensors: schema of the tensor arguments.
         options: schema of all other arguments.
         outputs: how many outputs are differentiable.
         forward: (*tensors, *options) → outputs. With `checkpoints` it takes one argument more, `save`, false
             unless a backward follows, and returns one output more, None unless `save`.
         fake: as forward, but only allocates contiguous outputs of the right shapes.
-        backward: (*cotangents, *saved, *options) → gradients of all tensors but reset, None for what is None;
-            cotangents may be None.
+        backward: (*cotangents, *saved, *options) → gradients of the tensors that have one, None for what is
+            None; cotangents may be None.
+        gradients: how many of the tensors, from the first, have a gradient; by default all but the last one,
+            `reset`.
         saved, save: schema of what the backward reads, and (*tensors, *outputs) → those tensors; the i-th
             gradient is like the i-th of them. By default the tensors, and the checkpoints if there are any.
     """
     n_tensors, n_options = tensors.count("Tensor"), options.count(",") + 1
-    n_args, n_gradients = n_tensors + n_options, n_tensors - 1
+    n_args, n_gradients = n_tensors + n_options, n_tensors - 1 if gradients is None else gradients
     single = outputs == 1 and not checkpoints
     extra = ", Tensor checkpoints" if checkpoints else ""
 
@@ -86,7 +89,7 @@ def register(
     def function_forward(ctx: Any, *args: Any) -> Any:
         follows = any(ctx.needs_input_grad)
         with torch._C._AutoDispatchBelowAutograd():
-            result = op(*args[:n_args], follows) if checkpoints else op(*args)
+            result = op(*args[:n_args], follows or any(args[n_args:])) if checkpoints else op(*args)
         if follows:
             given, made = args[:n_tensors], (result,) if single else result
             ctx.save_for_backward(*((*given, *made[outputs:]) if save is None else save(*given, *made)))

@@ -437,3 +437,26 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
         padded[:, j : j + seqlen] += weight[:, j] * (dp if keep is None else dp * keep)
     dbias = None if bias is None else dp.sum((0, 1))
     return padded[:, width - 1 :], dweight, dbias, padded[:, : width - 1].transpose(1, 2)
+
+
+# -------------------------------------------------------------------------------------------------- RMS norm
+
+
+def rms_norm_forward(x, weight, gate, eps, group_size):
+    """y and the reciprocal root mean squares (…, groups)."""
+    grouped = (x if gate is None else x * F.silu(gate)).unflatten(-1, (-1, group_size))
+    rstd = torch.rsqrt(grouped.square().mean(-1) + eps)
+    return weight * (grouped * rstd.unsqueeze(-1)).flatten(-2), rstd
+
+
+def rms_norm_backward(dy, x, weight, gate, rstd, group_size):
+    grouped = (x if gate is None else x * F.silu(gate)).unflatten(-1, (-1, group_size))
+    scale = rstd.unsqueeze(-1)
+    normalised = grouped * scale
+    inner = (dy * weight).unflatten(-1, (-1, group_size))
+    dv = (scale * (inner - normalised * (inner * normalised).mean(-1, keepdim=True))).flatten(-2)
+    dweight = (dy * normalised.flatten(-2)).flatten(0, -2).sum(0)
+    if gate is None:
+        return dv, dweight, None
+    sig = torch.sigmoid(gate)
+    return dv * gate * sig, dweight, dv * x * sig * (1 + gate * (1 - sig))

@@ -88,7 +88,7 @@ class Mamba2Mixer(nn.Module):
 
     def scan_outputs(self, y: Tensor, inputs: SSDScanInputs) -> Tensor:
         """Everything after the scan: (batch, seqlen, nheads, headdim) → (batch, seqlen, d_model)."""
-        return self.out_proj(self.norm(y.flatten(-2) * F.silu(inputs.z)))
+        return self.out_proj(self.norm(y.flatten(-2), gate=inputs.z))
 
     def conv_tail(self, x: Tensor) -> Tensor:
         """The conv tail left by the d_conv - 1 tokens x (batch, d_conv - 1, d_model)."""
