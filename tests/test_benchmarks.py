@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import common, memory, memory_report
+from benchmarks import common, memory, memory_report, window_time
 
 
 def options(**changes: object) -> argparse.Namespace:
@@ -178,3 +178,74 @@ def test_one_point_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (tmp_path / "memory.png").stat().st_size > 10_000
     assert "Exact" in capsys.readouterr().out
     assert not os.listdir(tmp_path / "partial")
+
+
+def test_windows_reach_from_one_to_the_length() -> None:
+    windows = window_time.windows_of(16384)
+    assert {2**i for i in range(15)} <= set(windows)
+    assert {1, 3, 5461, 16383, 16384} <= set(windows)
+    assert window_time.windows_of(2) == [1, 2]
+
+
+def test_ratio_is_the_median_over_pairs_not_of_medians() -> None:
+    row = window_time.summarise("dense", 4, [(1.0, 2.0), (10.0, 30.0), (2.0, 2.0)])
+    assert (row["ratio_min"], row["ratio"], row["ratio_max"]) == (1.0, 2.0, 3.0)
+    assert (row["unwindowed_ms"], row["windowed_ms"], row["pairs"]) == (2000.0, 2000.0, 3)
+
+
+def test_window_time_refuses_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--windows", "0"], ["--seqlen", "64", "--windows", "65"], ["--repeats", "0"]):
+        with pytest.raises(SystemExit) as stop:
+            window_time.parse(arguments)
+        assert stop.value.code == 2
+    assert "between 1 and --seqlen (64)" in capsys.readouterr().err
+
+
+def test_window_time_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--seqlen", "64", "--windows", "1", "7", "64", "--repeats", "2", "--settle", "0"]
+    code = window_time.main([*arguments, "--out", str(tmp_path)])
+    written = json.loads((tmp_path / "window_time.json").read_text())
+    rows = written["rows"]
+    assert [(row["scan"], row["window"]) for row in rows] == [
+        (scan, window) for scan in window_time.SCANS for window in (1, 7, 64)
+    ]
+    assert all(row["pairs"] == 2 and 0 < row["ratio_min"] <= row["ratio"] <= row["ratio_max"] for row in rows)
+    assert code == int(max(row["ratio"] for row in rows) > written["limit"])
+    assert written["complete"] and written["environment"]["versions"]["torch"]
+    assert (tmp_path / "window_time.md").read_text() in capsys.readouterr().out
+    assert (tmp_path / "window_time.png").stat().st_size > 10_000
+    assert not os.listdir(tmp_path / "partial")
+
+
+def test_window_time_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--seqlen",
+        "8",
+        "--scans",
+        "diagonal",
+        "--windows",
+        "1",
+        "2",
+        "--repeats",
+        "1",
+        "--settle",
+        "0",
+    ]
+    measured: list[int] = []
+
+    def stopped(name: str, window: int, *_: object) -> list[list[float]]:
+        if window in measured or (window == 2 and not measured[1:]):
+            measured.append(-1)
+            raise KeyboardInterrupt
+        measured.append(window)
+        return [[1.0, 1.5]]
+
+    monkeypatch.setattr(window_time, "measure", stopped)
+    assert window_time.main([*arguments, "--out", str(tmp_path)]) == 130
+    assert not json.loads((tmp_path / "window_time.json").read_text())["complete"]
+    assert window_time.main([*arguments, "--out", str(tmp_path)]) == 0
+    assert measured == [1, -1, 2]  # the finished window was not measured again
+    assert json.loads((tmp_path / "window_time.json").read_text())["complete"]
+    assert "Going on: 1 points" in capsys.readouterr().err
