@@ -211,7 +211,8 @@ def test_a_worker_that_dies_costs_its_point_only() -> None:
 
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--methods", "backprop", "truncated-4", "truncated-auto", "--tasks", "recall-fast",
-                 "--seeds", "1", "--steps", "3", "--seqlen", "32", "--jobs", "1", "--out", str(tmp_path)]  # fmt: skip
+                 "--seeds", "1", "--steps", "3", "--seqlen", "32", "--jobs", "1",
+                 "--out", str(tmp_path)]  # fmt: skip
     assert convergence.main(arguments) == 0
     first = json.loads((tmp_path / "convergence.json").read_text())
     assert first["complete"] and first["command"].startswith("python -m benchmarks.convergence --methods")
