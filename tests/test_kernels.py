@@ -314,7 +314,7 @@ def test_windowed_dense_scan_equals_brute_force(backend, shape):
     h = linear_scan(A, b, h0, seq_idx=seq_idx, backend="reference").detach()
     before = torch.cat([h0.detach().unsqueeze(1), h[:, :-1]], dim=1)
     g = randn(batch, seqlen, d_state, seed=5)
-    windows = {1, 2, 3, 7, 8, 9, 16, 17, 64, seqlen // 2, seqlen - 1, seqlen, seqlen + 1}
+    windows = {1, 2, 3, 7, 12, 13, 17, 24, 25, 64, seqlen // 2, seqlen - 1, seqlen, seqlen + 1}
     for window in sorted(w for w in windows if 0 < w <= seqlen + 1):
         for halo in sorted({0, seqlen // 5}):
             mu, dinitial = brute_dense_window(g, masked, window)

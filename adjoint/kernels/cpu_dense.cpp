@@ -15,7 +15,7 @@
 #include "cpu_linear.h"
 
 namespace {
-constexpr int64_t STRETCH = 8;  // the least arithmetic for d_state 16; 4 to 8 are about even for 32
+constexpr int64_t AHEAD = 8;  // tokens that matrices are fetched ahead of their use
 
 template <class T, int FIXED> struct Dense {
   // A row of a matrix in K vectors; FIXED 0 is any d_state, in plain loops.
@@ -24,12 +24,20 @@ template <class T, int FIXED> struct Dense {
   typedef T R __attribute__((vector_size(BYTES)));
 
   const LinearArgs& s;
-  const int64_t W, blocks, stretches;  // of one sequence; stretches: of a whole block
-  std::unique_ptr<V<T>[]> prefix;      // (batch, seqlen, d_state), vectors for their alignment
+  const int64_t W, blocks;           // of one sequence
+  const int64_t stretches, stretch;  // in a block, tokens in each
+  std::unique_ptr<V<T>[]> prefix;    // (batch, seqlen, d_state), vectors for their alignment
 
   explicit Dense(const LinearArgs& args)
-      : s(args), W(args.window), blocks(W ? (args.seqlen + W - 1) / W : 1), stretches((W + STRETCH - 1) / STRETCH) {}
+      : s(args), W(args.window), blocks(W ? (args.seqlen + W - 1) / W : 1), stretches(stretches_of(W, args.d_state)),
+        stretch((W + stretches - 1) / stretches) {}
 
+  // Long ones carry many rows, short ones make many products: this is the least arithmetic. A block of up to three
+  // is better left whole, without any product.
+  static int64_t stretches_of(int64_t W, int64_t d_state) {
+    const int64_t best = d_state <= 8 ? 4 : 8;
+    return W <= 3 * best ? 1 : (W + best - 1) / best;
+  }
   ALWAYS_INLINE int64_t states() const { return FIXED ? FIXED : s.d_state; }
   T* at(void* p, int64_t b, int64_t t, int64_t width) const { return (T*)p + (b * s.seqlen + t) * width; }
   T* matrix(void* p, int64_t b, int64_t t) const { return at(p, b, t, states() * states()); }
@@ -82,7 +90,6 @@ template <class T, int FIXED> struct Dense {
   ALWAYS_INLINE void add(T* __restrict x, const T* __restrict y, T factor = 1) const {
     for (int64_t n = 0; n < states(); n++) x[n] += factor * y[n];
   }
-  // The hardware does not foresee the order in which stretches are walked.
   ALWAYS_INLINE void prefetch(const T* A) const {
     for (size_t i = 0; i < states() * states() * sizeof(T); i += 64) __builtin_prefetch((const char*)A + i);
   }
@@ -130,19 +137,19 @@ template <class T, int FIXED> struct Dense {
   // Each stretch by itself: its prefix sums, carried to before its first token, and its product M of matrices.
   void local(int64_t lo, int64_t hi) const {
     const int64_t N = states();
-    Rows scratch((N + STRETCH + 1) * N);
-    T *M = scratch.data(), *p = M + N * N, *spare = p + STRETCH * N;  // p holds the stretch's last token first
+    Rows scratch((N + stretch + 1) * N);
+    T *M = scratch.data(), *p = M + N * N, *spare = p + stretch * N;  // p holds the stretch's last token first
     for (int64_t i = hi - 1; i >= lo; i--) {
       const Piece block = block_of(i / stretches);
-      const int64_t b = block.b, e = block.begin + i % stretches * STRETCH;
-      const int64_t f = e + STRETCH < block.end ? e + STRETCH : block.end;
+      const int64_t b = block.b, e = block.begin + i % stretches * stretch;
+      const int64_t f = e + stretch < block.end ? e + stretch : block.end;
       const bool prefixed = block.block > 0, joined = block.end < s.seqlen;
       const bool product = (prefixed && f < block.end) || (joined && e > block.begin);  // for Q, for S
       if (e >= f || !(prefixed || product)) continue;
       for (int64_t t = f - 1; t >= e; t--) {
         const T *g = vector(s.dh, b, t), *A = matrix(s.a, b, t);
         const int64_t open = prefixed ? f - t : 0;
-        prefetch(A - STRETCH * N * N);
+        prefetch(A - AHEAD * N * N);
         for (int64_t r = 0; r + 1 < open; r++) add(p + r * N, g);
         if (open) copy(p + (open - 1) * N, g, N);
         if (product && t < f - 1) carry(M, N + open, A, spare);
@@ -163,14 +170,14 @@ template <class T, int FIXED> struct Dense {
       const Piece block = block_of(i);
       if (block.block == 0) continue;
       std::memset(edge, 0, N * sizeof(T));
-      for (int64_t e = block.begin; e < block.end; e += STRETCH) {
-        const int64_t f = e + STRETCH < block.end ? e + STRETCH : block.end;
+      for (int64_t e = block.begin; e < block.end; e += stretch) {
+        const int64_t f = e + stretch < block.end ? e + stretch : block.end;
         T* P = vector(prefix.get(), block.b, e);
         if (e > block.begin) carry(P, f - e, Q, spare);
         for (int64_t t = e; t < f; t++) add(P + (t - e) * N, edge);
         copy(edge, P + (f - e - 1) * N, N);
         if (f == block.end) break;
-        copy(next, product_of(i * stretches + (e - block.begin) / STRETCH), N * N);
+        copy(next, product_of(i * stretches + (e - block.begin) / stretch), N * N);
         if (e > block.begin) carry(next, N, Q, spare);
         std::swap(Q, next);
       }
@@ -179,14 +186,14 @@ template <class T, int FIXED> struct Dense {
   // In reverse: R and, for the first block, D, the window of the token before the first; X are the next block's parts.
   void sweep(int64_t lo, int64_t hi) const {
     const int64_t N = states(), owned = s.seqlen - s.halo;
-    Rows scratch((N + STRETCH + 3) * N);
-    T *S = scratch.data(), *D = S + N * N, *sum = D + N, *X = sum + N, *spare = X + STRETCH * N;
+    Rows scratch((N + stretch + 3) * N);
+    T *S = scratch.data(), *D = S + N * N, *sum = D + N, *X = sum + N, *spare = X + stretch * N;
     for (int64_t i = hi - 1; i >= lo; i--) {
       const Piece block = block_of(i);
       const int64_t b = block.b;
       const bool joined = W > 1 && block.end < s.seqlen, virtual_token = W > 1 && block.block == 0;
       std::memset(D, 0, 2 * N * sizeof(T));
-      const int64_t length = W > 1 ? STRETCH : block.end - block.begin;
+      const int64_t length = W > 1 ? stretch : block.end - block.begin;
       for (int64_t e = block.begin + (block.end - 1 - block.begin) / length * length; e >= block.begin; e -= length) {
         const int64_t f = e + length < block.end ? e + length : block.end;
         if (joined) {
@@ -197,7 +204,7 @@ template <class T, int FIXED> struct Dense {
         for (int64_t t = f - 1; t >= e; t--) {
           const T *g = vector(s.dh, b, t), *A = matrix(s.a, b, t);
           T* mu = vector(s.db, b, t);
-          prefetch(A - STRETCH * N * N);
+          prefetch(A - AHEAD * N * N);
           add(sum, g);
           if (virtual_token && t <= W - 2) add(D, g);
           if (t >= owned) std::memset(mu, 0, N * sizeof(T));
@@ -209,7 +216,7 @@ template <class T, int FIXED> struct Dense {
           else carry(virtual_token ? D : sum, 1 + virtual_token + (joined ? t - e : 0), A, spare);
         }
         if (joined && e > block.begin) {
-          const T* M = product_of(i * stretches + (e - block.begin) / STRETCH);
+          const T* M = product_of(i * stretches + (e - block.begin) / stretch);
           if (f < block.end) carry(S, N, M, spare);
           else copy(S, M, N * N);
         }
