@@ -1,0 +1,349 @@
+"""The operations of the kernel benchmark: inputs, the answer in float64, the work that cannot be avoided.
+
+Layouts are this package's own: (batch, seqlen, …). `work` counts what any implementation has to do: every
+input read once, every output written once (in the backward the inputs and the cotangent are read again and
+the gradients written), and the arithmetic of the recurrence, with the states computed anew in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import adjoint
+from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.loss import linear_cross_entropy
+
+Size = dict[str, int]
+Tensors = dict[str, Tensor]
+EPS = 1e-5  # of the norm
+
+
+@dataclass(frozen=True)
+class Work:
+    """Elements moved to or from memory, and arithmetic: on vectors, in matrix products, exponentials."""
+
+    elements: float
+    flops: float = 0
+    matmul_flops: float = 0
+    exps: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.elements + other.elements,
+            self.flops + other.flops,
+            self.matmul_flops + other.matmul_flops,
+            self.exps + other.exps,
+        )
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation: `sizes[device][name]`, its inputs, the answer, and (forward, backward) work."""
+
+    label: str
+    sizes: dict[str, dict[str, Size]]
+    inputs: Callable[[Size, Callable[..., Tensor]], Tensors]
+    function: Callable[..., Tensor]  # the oracle, given float64
+    work: Callable[[Size], tuple[Work, Work]]
+    like: str | None  # the input whose shape the output has; None: a scalar
+    wide: tuple[str, ...] = ()  # inputs that stay float32 where the others are bfloat16
+
+
+def draw(op: Op, size: Size, device: str, dtype: torch.dtype) -> tuple[Tensors, Tensor]:
+    """The same inputs and the same cotangent of the output in every process, rounded to `dtype`."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    at_least_float32 = torch.float64 if dtype == torch.float64 else torch.float32
+    inputs = {
+        name: value.to(at_least_float32 if name in op.wide else dtype) if value.is_floating_point() else value
+        for name, value in op.inputs(size, normal).items()
+    }
+    if op.like is None:
+        return inputs, torch.ones((), device=device, dtype=at_least_float32)
+    return inputs, normal(*inputs[op.like].shape).to(dtype)
+
+
+def answer(op: Op, size: Size, device: str, dtype: torch.dtype) -> Tensors:
+    """Output ("y") and all gradients in float64, on the CPU, for the inputs that `draw` gives."""
+    inputs, dy = draw(op, size, device, dtype)
+    leaves = {name: x.double().requires_grad_() if x.is_floating_point() else x for name, x in inputs.items()}
+    y = op.function(**leaves)
+    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+    gradients = torch.autograd.grad(y, list(wanted.values()), dy.double())
+    found = {"y": y.detach(), **dict(zip(wanted, gradients, strict=True))}
+    return {name: x.cpu() for name, x in found.items()}
+
+
+# ------------------------------------------------------------------------------------------------ the scans
+
+
+def _selective_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
+    """As a Mamba block at initialisation gives them: steps of 0.001 to 0.1, decay rates of 1 to d_state."""
+    tokens = s["batch"], s["seqlen"]
+    rate = torch.arange(1.0, s["d_state"] + 1, device=normal(1).device)
+    return {
+        "u": normal(*tokens, s["d_inner"]),
+        "delta": 0.5 * normal(*tokens, s["d_inner"]),
+        "A": -rate.repeat(s["d_inner"], 1),
+        "B": normal(*tokens, s["d_state"]),
+        "C": normal(*tokens, s["d_state"]),
+        "D": 1 + 0.1 * normal(s["d_inner"]),
+        "z": normal(*tokens, s["d_inner"]),
+        "delta_bias": _step_bias(normal(s["d_inner"])),
+    }
+
+
+def _step_bias(noise: Tensor) -> Tensor:
+    """softplus⁻¹ of steps spread over 0.001 to 0.1."""
+    step = torch.exp(torch.sigmoid(1.7 * noise) * 4.6 - 6.9)
+    return torch.log(torch.expm1(step))
+
+
+def _selective_scan(**inputs: Tensor) -> Tensor:
+    return adjoint.selective_scan(**inputs, delta_softplus=True, backend="reference")[0]  # type: ignore[arg-type]
+
+
+def _selective_work(s: Size) -> tuple[Work, Work]:
+    rows, narrow = s["batch"] * s["seqlen"] * s["d_inner"], s["batch"] * s["seqlen"] * s["d_state"]
+    states = rows * s["d_state"]
+    # a = exp(dA); h = a h + (du) B; y += C h: two products, two fused. The gate and softplus: 3 exp a row.
+    forward = Work(4 * rows + 2 * narrow, 6 * states + 10 * rows, exps=states + 2 * rows)
+    # h anew (5); mu = a mu + C g (3); sums over states for du, dA, ddelta, dC, dB (2 each), mu a h (2).
+    backward = Work(7 * rows + 4 * narrow, 20 * states + 20 * rows, exps=states + 2 * rows)
+    return forward, backward
+
+
+def _ssd_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
+    tokens = s["batch"], s["seqlen"]
+    return {
+        "x": normal(*tokens, s["nheads"], s["headdim"]),
+        "dt": 0.5 * normal(*tokens, s["nheads"]),
+        "A": -torch.exp(normal(s["nheads"])),
+        "B": normal(*tokens, 1, s["d_state"]),
+        "C": normal(*tokens, 1, s["d_state"]),
+        "D": 1 + 0.1 * normal(s["nheads"]),
+        "dt_bias": _step_bias(normal(s["nheads"])),
+    }
+
+
+def _ssd_scan(**inputs: Tensor) -> Tensor:
+    return adjoint.ssd_scan(**inputs, dt_softplus=True, backend="reference")[0]  # type: ignore[arg-type]
+
+
+def _ssd_work(s: Size) -> tuple[Work, Work]:
+    rows, narrow = (
+        s["batch"] * s["seqlen"] * s["nheads"] * s["headdim"],
+        s["batch"] * s["seqlen"] * s["d_state"],
+    )
+    states = rows * s["d_state"]
+    # The recurrence's own arithmetic. The chunked form does more of it, but as matrix products.
+    forward = Work(2 * rows + 2 * narrow, 5 * states)
+    backward = Work(3 * rows + 4 * narrow, 14 * states)
+    return forward, backward
+
+
+def _linear_inputs(s: Size, normal: Callable[..., Tensor], wide: bool) -> Tensors:
+    tokens = s["batch"], s["seqlen"]
+    a = torch.exp(-F.softplus(normal(*tokens, s["d_state"] if wide else 1) - 2))
+    return {"a": a, "b": normal(*tokens, s["d_state"])}
+
+
+def _dense_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
+    tokens, n = (s["batch"], s["seqlen"]), s["d_state"]
+    return {"a": normal(*tokens, n, n) * (0.9 / n**0.5), "b": normal(*tokens, n)}
+
+
+def _linear_scan(a: Tensor, b: Tensor) -> Tensor:
+    return adjoint.linear_scan(a, b, backend="reference")
+
+
+def _linear_work(s: Size, a_width: int, matrix: bool = False) -> tuple[Work, Work]:
+    tokens, n = s["batch"] * s["seqlen"], s["d_state"]
+    products = n * n if matrix else n
+    forward = Work(tokens * (a_width + 2 * n), 2 * tokens * products)
+    backward = Work(tokens * (2 * a_width + 3 * n), 3 * tokens * products)
+    return forward, backward
+
+
+# ------------------------------------------------------------------------------------------------- the rest
+
+
+def _conv_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
+    return {
+        "x": normal(s["batch"], s["seqlen"], s["channels"]),
+        "weight": 0.5 * normal(s["channels"], s["d_conv"]),
+        "bias": normal(s["channels"]),
+    }
+
+
+def _conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return causal_conv1d(x, weight, bias, silu=True, backend="reference")[0]
+
+
+def _conv_work(s: Size) -> tuple[Work, Work]:
+    rows, width = s["batch"] * s["seqlen"] * s["channels"], s["d_conv"]
+    forward = Work(2 * rows, rows * (2 * width + 4), exps=rows)
+    return forward, Work(3 * rows, rows * (6 * width + 8), exps=rows)
+
+
+def _head_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
+    targets = normal(s["tokens"]).mul(1e4).abs().long() % s["vocab_size"]
+    targets[:: max(2, s["tokens"] // 7)] = -100
+    return {
+        "hidden": normal(s["tokens"], s["d_model"]),
+        "weight": normal(s["vocab_size"], s["d_model"]) * (s["d_model"] ** -0.5),
+        "targets": targets,
+    }
+
+
+def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """This package's loss by slices, as a mean over the valid targets."""
+    return linear_cross_entropy(hidden, weight, targets) / (targets != -100).sum()
+
+
+def _plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(hidden @ weight.T, targets, ignore_index=-100)
+
+
+def _head_work(s: Size) -> tuple[Work, Work]:
+    tokens, d, vocab = s["tokens"], s["d_model"], s["vocab_size"]
+    matmul = 2 * tokens * d * vocab
+    forward = Work(tokens * d + vocab * d, matmul_flops=matmul, exps=tokens * vocab)
+    # Gradients come in the forward's own pass over the logits: two more products, no second softmax.
+    return forward, Work(tokens * d + vocab * d, matmul_flops=2 * matmul)
+
+
+def _norm_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
+    return {"x": normal(s["tokens"], s["d_model"]), "weight": 1 + 0.1 * normal(s["d_model"])}
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS))
+
+
+def _norm_work(s: Size) -> tuple[Work, Work]:
+    rows = s["tokens"] * s["d_model"]
+    return Work(2 * rows, 4 * rows), Work(3 * rows, 8 * rows)
+
+
+def _sizes(small: Size, default: Size, cuda: Size, **same: int) -> dict[str, dict[str, Size]]:
+    small, default, cuda = (same | given for given in (small, default, cuda))
+    return {"cpu": {"small": small, "default": default}, "cuda": {"small": small, "default": cuda}}
+
+
+_LONG = 65536
+OPS = {
+    "selective_scan": Op(
+        "selective scan (Mamba)",
+        _sizes(
+            {"seqlen": 256, "d_inner": 32, "d_state": 8},
+            {"seqlen": 4096, "d_inner": 512, "d_state": 16},
+            {"seqlen": _LONG, "d_inner": 4096, "d_state": 16},
+            batch=1,
+        ),
+        _selective_inputs,
+        _selective_scan,
+        _selective_work,
+        like="u",
+        wide=("A", "D", "delta_bias"),
+    ),
+    "ssd_scan": Op(
+        "SSD scan (Mamba-2)",
+        _sizes(
+            {"seqlen": 256, "nheads": 2, "headdim": 16, "d_state": 8},
+            {"seqlen": 2048, "nheads": 8, "headdim": 64, "d_state": 64},
+            {"seqlen": _LONG, "nheads": 64, "headdim": 64, "d_state": 128},
+            batch=1,
+        ),
+        _ssd_inputs,
+        _ssd_scan,
+        _ssd_work,
+        like="x",
+        wide=("A", "D", "dt_bias"),
+    ),
+    "linear_scan_diagonal": Op(
+        "linear scan, diagonal",
+        _sizes(
+            {"seqlen": 256, "d_state": 32},
+            {"seqlen": 4096, "d_state": 2048},
+            {"seqlen": _LONG, "d_state": 4096},
+            batch=1,
+        ),
+        lambda s, normal: _linear_inputs(s, normal, wide=True),
+        _linear_scan,
+        lambda s: _linear_work(s, s["d_state"]),
+        like="b",
+    ),
+    "linear_scan_scalar": Op(
+        "linear scan, scalar",
+        _sizes(
+            {"seqlen": 256, "d_state": 32},
+            {"seqlen": 4096, "d_state": 2048},
+            {"seqlen": _LONG, "d_state": 4096},
+            batch=1,
+        ),
+        lambda s, normal: _linear_inputs(s, normal, wide=False),
+        _linear_scan,
+        lambda s: _linear_work(s, 1),
+        like="b",
+    ),
+    "linear_scan_dense": Op(
+        "linear scan, dense",
+        _sizes(
+            {"seqlen": 256, "d_state": 8},
+            {"seqlen": 4096, "d_state": 32},
+            {"seqlen": 4096, "d_state": 64},
+            batch=4,
+        ),
+        _dense_inputs,
+        _linear_scan,
+        lambda s: _linear_work(s, s["d_state"] ** 2, matrix=True),
+        like="b",
+    ),
+    "causal_conv1d": Op(
+        "causal conv1d + SiLU",
+        _sizes(
+            {"seqlen": 256, "channels": 32},
+            {"seqlen": 4096, "channels": 512},
+            {"seqlen": _LONG, "channels": 4096},
+            batch=1,
+            d_conv=4,
+        ),
+        _conv_inputs,
+        _conv,
+        _conv_work,
+        like="x",
+    ),
+    "head_loss": Op(
+        "head loss",
+        _sizes(
+            {"tokens": 128, "d_model": 32, "vocab_size": 256},
+            {"tokens": 4096, "d_model": 256, "vocab_size": 8192},
+            {"tokens": 16384, "d_model": 2048, "vocab_size": 50280},
+        ),
+        _head_inputs,
+        _plain_loss,
+        _head_work,
+        like=None,
+    ),
+    "rms_norm": Op(
+        "RMSNorm",
+        _sizes(
+            {"tokens": 256, "d_model": 64},
+            {"tokens": 4096, "d_model": 1024},
+            {"tokens": _LONG, "d_model": 2048},
+        ),
+        _norm_inputs,
+        _norm,
+        _norm_work,
+        like="x",
+    ),
+}

@@ -1,0 +1,125 @@
+"""What the machine can do at most, measured in the same run: copy, multiply, exponentiate, multiply matrices.
+
+On the CPU the first bound of an operation is the time to move its tensors, the second the time its arithmetic
+takes, where multiplications and exponentials add up as they share the vector units; the roof is the larger.
+On a GPU exponentials have a unit of their own, and the roof is the largest of all four.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from benchmarks.kernels_ops import Work
+
+SETTLE_S = 0.3
+Rates = dict[str, float]
+
+
+def measure(device: str, dtype: torch.dtype) -> Rates:
+    """Rates a second: "bytes" copied (read and written ones both count), "flops", "exps", "matmul_flops"."""
+    cuda = device.startswith("cuda")
+    size = (1 << 30) if cuda else (1 << 27)  # bytes: several times any cache
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    rates = {"bytes": 2 * size / _fastest(lambda: target.copy_(source), cuda)}
+    n = 8192 if cuda else 1024
+    x = torch.randn(n, n, device=device).to(dtype)
+    out = torch.empty_like(x)
+    rates["matmul_flops"] = 2 * n**3 / _fastest(lambda: torch.mm(x, x, out=out), cuda)
+    return rates | (_cuda_arithmetic(device) if cuda else _cpu_arithmetic(dtype))
+
+
+def seconds(work: Work, rates: Mapping[str, float], itemsize: int, device: str) -> tuple[float, str]:
+    """The least time `work` takes at those rates, and what bounds it: "memory" or "arithmetic"."""
+    move = work.elements * itemsize / rates["bytes"]
+    parts = (
+        work.flops / rates["flops"],
+        work.exps / rates["exps"],
+        work.matmul_flops / rates["matmul_flops"],
+    )
+    compute = max(parts) if device.startswith("cuda") else sum(parts)
+    return max(move, compute), "memory" if move >= compute else "arithmetic"
+
+
+def _fastest(run: Callable[[], object], cuda: bool) -> float:
+    """Seconds of the fastest of several runs: a roof is what can be reached, not what usually is."""
+    times: list[float] = []
+    run()
+    while sum(times) < SETTLE_S or len(times) < 3:
+        if cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _cpu_arithmetic(dtype: torch.dtype) -> Rates:
+    """From registers, by a few lines of C++; without a compiler, from PyTorch on what fits a cache."""
+    library = _build()
+    threads, double = torch.get_num_threads(), dtype == torch.float64
+    if library is None:
+        x = torch.zeros(1 << 14, dtype=torch.float64 if double else torch.float32)
+        n = 1024
+        y = torch.randn(n, n, dtype=x.dtype)
+        return {
+            "flops": 2 * n**3 / _fastest(lambda: torch.mm(y, y), False),
+            "exps": threads * x.numel() / _fastest(lambda: torch.exp(x, out=x.zero_()), False),
+        }
+    suffix = "f64" if double else "f32"
+    rounds = 1 << 19
+    elements = threads * rounds * library.elements_a_round(int(double))
+
+    def rate(name: str) -> float:
+        function = getattr(library, f"{name}_{suffix}")
+        function.restype = ctypes.c_double
+        arguments = ctypes.c_int64(threads), ctypes.c_int64(rounds)
+        return elements / _fastest(lambda: function(*arguments), False)
+
+    return {"flops": 2 * rate("multiply"), "exps": rate("exponentiate")}
+
+
+def _build() -> ctypes.CDLL | None:
+    from adjoint.kernels import cpu_build
+
+    compiler = cpu_build.compiler()
+    if compiler is None:
+        return None
+    source, headers = Path(__file__).with_name("roof.cpp"), Path(cpu_build.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        for openmp in (["-fopenmp"], []):
+            flags = [*cpu_build.FLAGS, *cpu_build._machine_flags(), *openmp, f"-I{headers}"]
+            command = [compiler, *flags, "-o", f"{folder}/roof.so", str(source)]
+            if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+                return ctypes.CDLL(f"{folder}/roof.so")
+    return None
+
+
+def _cuda_arithmetic(device: str) -> Rates:
+    """float32 multiply-adds outside the tensor cores by a matrix product; exponentials by a Triton kernel."""
+    n = 8192
+    x = torch.randn(n, n, device=device)
+    out = torch.empty_like(x)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        flops = 2 * n**3 / _fastest(lambda: torch.mm(x, x, out=out), True)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    from benchmarks.kernels_roof_triton import BLOCK, ROUNDS, exponentials
+
+    programs = 64 * torch.cuda.get_device_properties(device).multi_processor_count
+    sink = torch.empty(programs * BLOCK, device=device)
+    return {
+        "flops": flops,
+        "exps": programs * BLOCK * ROUNDS / _fastest(lambda: exponentials(sink, programs), True),
+    }
