@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,3 +37,27 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def ray_on_loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One small Ray for all tests that need it, which listens on loopback alone."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("needs ray")
+    # before ray is imported: it is read then
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["ADJOINT_TEST_FAULT"] = str(tmp_path_factory.mktemp("fault") / "fault.json")
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=150 << 20,
+        logging_level="error",
+        log_to_driver=False,
+        runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parent)}},
+    )
+    yield
+    ray.shutdown()

@@ -24,6 +24,8 @@ from adjoint.errors import UserError
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has
 BEAT = 1.0  # seconds between questions whether a shard is alive
+# Seconds that a shard waits for a message. A tile may take long; one that is lost is noticed by other means.
+PATIENCE = 3600.0
 
 
 class ShardActor:
@@ -37,9 +39,12 @@ class ShardActor:
         import torch
 
         from adjoint.cluster import devices
+        from adjoint.kernels import cpu_build
         from adjoint.runtime import pick_device, pick_precision
 
         device = pick_device(training.device)
+        if device.type == "cpu":
+            cpu_build.load()  # compiles the kernels where that is still to do, before anyone waits for it
         gpu = devices.mine() if device.type == "cuda" else None
         with socket.socket() as free:
             free.bind(("", 0))
@@ -127,7 +132,7 @@ class Group:
                 f"cluster.shards: {shards} shards for {model.n_layer} layers; a shard needs a layer: take at "
                 f"most {model.n_layer}"
             )
-        self.hang_timeout = hang_timeout
+        self.start_timeout, self.hang_timeout = start_timeout, hang_timeout
         self.place = placement.place(shards, need, start_timeout)
         self.actors: list[Any] = []
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
@@ -143,7 +148,7 @@ class Group:
                 meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
             self.precision = specs[0].precision
             self.pids = [look["pid"] for look in found]
-            rest = (meeting, backend, max(hang_timeout, 60.0), checkpoint)
+            rest = (meeting, backend, PATIENCE, checkpoint)
             self.each("build", [(spec, *rest) for spec in specs], direct=True)
         except BaseException:
             self.kill()
@@ -185,9 +190,10 @@ class Group:
             else actor.call.remote(name, *given, **keywords)
             for actor, given in zip(self.actors, arguments, strict=True)
         ]
-        return self._collect(references, name)
+        # a process that starts has to import and to load before it can say anything
+        return self._collect(references, name, self.start_timeout if direct else self.hang_timeout)
 
-    def _collect(self, references: list[Any], during: str) -> list[Any]:
+    def _collect(self, references: list[Any], during: str, patience: float) -> list[Any]:
         import ray
 
         failed: dict[int, Cause] = {}
@@ -211,15 +217,16 @@ class Group:
                     deadline = min(deadline, time.monotonic() + GRACE)
             if not ready:
                 for rank in (rank_of[reference] for reference in waiting):
-                    if self._hangs(rank, beats, last_seen):
-                        quiet = f"no heartbeat for {self.hang_timeout:.0f} s"
+                    if self._quiet_for(rank, beats, last_seen) > patience:
+                        quiet = f"no heartbeat for {patience:.0f} s"
                         failed[rank] = Cause("hung", rank, quiet)
                         deadline = min(deadline, time.monotonic())
         if failed:
             raise ShardFailure(list(failed.values()), during)
         return [results[rank] for rank in range(len(references))]
 
-    def _hangs(self, rank: int, beats: dict[int, Any], last_seen: dict[int, float]) -> bool:
+    def _quiet_for(self, rank: int, beats: dict[int, Any], last_seen: dict[int, float]) -> float:
+        """Seconds since a shard's last heartbeat."""
         import ray
 
         if rank in beats and ray.wait([beats[rank]], timeout=0)[0]:
@@ -229,7 +236,7 @@ class Group:
             beats.pop(rank, None)
         if rank not in beats:
             beats[rank] = self.actors[rank].beat.options(concurrency_group="watch").remote()
-        return time.monotonic() - last_seen[rank] > self.hang_timeout
+        return time.monotonic() - last_seen[rank]
 
     def kill(self) -> None:
         """Ends the actors and gives their place back."""

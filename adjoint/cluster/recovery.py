@@ -74,12 +74,10 @@ def cause_of(error: BaseException, rank: int) -> Cause:
     if isinstance(error, known.RayActorError):
         if getattr(error, "preempted", False):
             return Cause("preempted", rank, detail)
-        text = str(error)
+        text = " ".join(str(error).split())
         if re.search(r"node (was terminated|has died|died|is dead)|ip address.*dead", text, re.IGNORECASE):
             return Cause("node lost", rank, detail)
-        if re.search(r"out of memory|oom", text, re.IGNORECASE) and "SIGKILL" not in text:
-            return Cause("out of memory", rank, detail)
-        return Cause("died", rank, detail)
+        return Cause("died", rank, _last_words(text) or detail)
     if isinstance(error, known.RayTaskError):
         inner = error.cause if isinstance(error.cause, BaseException) else error
         text = f"{type(inner).__name__}: {_first_line(inner)}"
@@ -90,15 +88,14 @@ def cause_of(error: BaseException, rank: int) -> Cause:
     return Cause("error", rank, f"{type(error).__name__}: {detail}")
 
 
+def _last_words(text: str) -> str:
+    """What Ray knows of a process's end, without its list of what else might have been."""
+    match = re.search(r"exit detail: (.*?)(?: Some common causes| The leading|$)", text)
+    if match and "End of file" in match[1]:
+        return "its process was killed or crashed"
+    return match[1][:300] if match else ""
+
+
 def _first_line(error: BaseException) -> str:
-    """The line of a message that says why, without the lines about where."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [
-        line
-        for line in lines
-        if re.search(r"cause|exit|kill|error|died|lost|terminated", line, re.IGNORECASE)
-    ]
-    for line in telling[::-1]:
-        if re.search(r"(exit (type|detail|code)|signal|unexpectedly|oom)", line, re.IGNORECASE):
-            return line[:300]
-    return (telling or lines or [type(error).__name__])[0][:300]
+    return (lines or [type(error).__name__])[0][:300]

@@ -1,0 +1,66 @@
+"""Shards that fail on request, for the tests of recovery: a file says which shard, where, when and how."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from adjoint.cluster import shard as shard_module
+from adjoint.cluster.group import ShardActor
+from adjoint.cluster.shard import Shard
+from adjoint.cluster.work import Work
+
+VARIABLE = "ADJOINT_TEST_FAULT"  # the file's path; in the environment before Ray starts
+
+HOW = {
+    "exit": lambda: os._exit(1),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "error": lambda: 1 / 0,
+}
+
+
+def ask_for(point: str, rank: int, call: int, how: str, again: bool = False) -> None:
+    """The `call`-th time that shard `rank` comes to `point` it fails; once only, unless `again`."""
+    fault = {"point": point, "rank": rank, "call": call, "how": how, "again": again}
+    Path(os.environ[VARIABLE]).write_text(json.dumps(fault))
+
+
+class FaultyActor(ShardActor):
+    """A shard's actor that comes to grief where the file says."""
+
+    def build(self, spec: Any, *arguments: Any) -> None:
+        super().build(spec, *arguments)
+        counts: dict[str, int] = {}
+        run, share_table, write_file = Work.run, Shard.share_table, shard_module.write_file
+
+        def at(point: str) -> None:
+            file = Path(os.environ[VARIABLE])
+            if not file.exists():
+                return
+            fault = json.loads(file.read_text())
+            if (fault["point"], fault["rank"]) != (point, spec.rank):
+                return
+            counts[point] = counts.get(point, 0) + 1
+            if counts[point] == fault["call"]:
+                if not fault["again"]:
+                    file.unlink()
+                HOW[fault["how"]]()
+
+        def faulty_run(work: Work, action: Any) -> None:
+            at(action.kind)
+            run(work, action)
+
+        def faulty_share(shard: Shard) -> None:
+            at("step")  # after the optimizer's step
+            share_table(shard)
+
+        def faulty_write(path: Path, tensors: Any) -> Any:
+            at("save")
+            return write_file(path, tensors)
+
+        Work.run, Shard.share_table = faulty_run, faulty_share  # type: ignore[method-assign]
+        shard_module.write_file = faulty_write  # type: ignore[attr-defined]
