@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +140,21 @@ def test_backward_operators_make_what_their_fakes_say(
             saved, cotangents = (a, h, state, None), (torch.ones_like(h),)
         backward = getattr(torch.ops.adjoint, f"{forward.__name__}_backward")
         torch.library.opcheck(backward, (*cotangents, *saved, *options), test_utils=LIGHT_CHECKS)
+
+
+def test_triton_operators_make_what_their_fakes_say() -> None:
+    """Under Triton's interpreter, which has to be chosen before Triton is imported: a process of its own."""
+    pytest.importorskip("triton")
+    code = (
+        "import torch, test_compile as t\n"
+        "for name in ('selective_scan', 'ssd_scan'):\n"
+        "    tensors = [x.detach().float() for x in t.TENSORS[name](70)]\n"
+        "    args = *tensors, None, *t.operator_options(name, 'triton', None), True\n"
+        "    torch.library.opcheck(t.operator(name), args, test_utils=('test_faketensor',))"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 @pytest.mark.parametrize(
