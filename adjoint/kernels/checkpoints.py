@@ -10,7 +10,7 @@ def selective_scan(backend: str | None, u: Tensor, A: Tensor) -> tuple[int, ...]
     """For u (batch, seqlen, d_inner) and A (d_inner, d_state)."""
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
-    impl = dispatch.choose(backend, u.device, u.dtype)
+    impl = dispatch.choose("selective_scan", backend, u.device, u.dtype)
     if impl is reference:
         return batch, -(-seqlen // reference.SEGMENT), d_inner, d_state
     if impl is cpu:
@@ -24,7 +24,7 @@ def ssd_scan(backend: str | None, x: Tensor, B: Tensor) -> tuple[int, ...]:
     """For x (batch, seqlen, nheads, headdim) and B (batch, seqlen, ngroups, d_state)."""
     batch, seqlen, nheads, headdim = x.shape
     d_state = B.shape[-1]
-    impl = dispatch.choose(backend, x.device, x.dtype)
+    impl = dispatch.choose("ssd_scan", backend, x.device, x.dtype)
     if impl is reference:
         return batch, -(-seqlen // reference.SEGMENT), nheads, headdim, d_state
     if impl is cpu:

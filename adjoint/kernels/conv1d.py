@@ -7,7 +7,7 @@ from adjoint.kernels import checks, dispatch, operators
 
 
 def _forward(x, weight, bias, initial_state, reset, silu, backend):
-    impl = dispatch.choose(backend, x.device, x.dtype)
+    impl = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
     return (impl.causal_conv1d_forward(x, weight, bias, initial_state, silu, reset),)
 
 
@@ -16,7 +16,7 @@ def _fake(x, weight, bias, initial_state, reset, silu, backend):
 
 
 def _backward(dy, x, weight, bias, initial_state, reset, silu, backend):
-    impl = dispatch.choose(backend, x.device, x.dtype)
+    impl = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
     dy = torch.zeros_like(x) if dy is None else dy
     return impl.causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset)
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from adjoint.kernels import cpu_build
+from adjoint.kernels import cpu_build, trial
 
 _MODULES = {"reference": "reference", "cpu": "cpu", "triton": "triton_backend"}
 
@@ -59,15 +59,16 @@ def implementation(operation: str, backend: str | None, device: torch.device, dt
 
     Raises ValueError, with the reason, if the backend asked for cannot be used on such tensors.
     """
-    chosen = choose(backend, device, dtype)
+    chosen = choose(operation, backend, device, dtype)
     if getattr(chosen, f"{operation}_forward").__module__.endswith(".reference"):
         return "reference"
     return next(name for name, module in _MODULES.items() if chosen.__name__.endswith(f".{module}"))
 
 
 @functools.cache  # asked for in every forward and backward
-def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The module with the operation's forward/backward pair; `backend=None` picks the fastest proven one.
+def choose(operation: str, backend: str | None, device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """The module with the operation's forward/backward pair; `backend=None` picks the fastest that works: the
+    compiled one on a CPU, Triton on a GPU where its kernels pass their trial.
 
     Raises ValueError, with the reason, if the backend asked for cannot be used on such tensors.
     """
@@ -79,9 +80,17 @@ def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> Mod
                 backend = "cpu"
             elif cpu_build.load()[0] is None:
                 cpu_build.warn_once(reason)
+        elif why_not("triton", device, dtype) is None and trial.passes(
+            _module("triton"), operation, device, dtype
+        ):
+            backend = "triton"
     reason = why_not(backend, device, dtype)
     if reason is not None:
         raise ValueError(f"backend {backend!r} is not usable here: {reason}. Usable: {', '.join(backends())}")
+    return _module(backend)
+
+
+def _module(backend: str) -> ModuleType:
     return importlib.import_module(f"adjoint.kernels.{_MODULES[backend]}")
 
 

@@ -7,7 +7,7 @@ from adjoint.kernels import checks, dispatch, operators
 
 
 def _forward(a, b, initial_state, reset, window, halo, backend):
-    impl = dispatch.choose(backend, b.device, b.dtype)
+    impl = dispatch.choose("dense_scan" if a.dim() == 4 else "linear_scan", backend, b.device, b.dtype)
     run = impl.dense_scan_forward if a.dim() == 4 else impl.linear_scan_forward
     return (run(a, b, initial_state, reset),)
 
@@ -17,7 +17,7 @@ def _fake(a, b, initial_state, reset, window, halo, backend):
 
 
 def _backward(dh, a, h, initial_state, reset, window, halo, backend):
-    impl = dispatch.choose(backend, h.device, h.dtype)
+    impl = dispatch.choose("dense_scan" if a.dim() == 4 else "linear_scan", backend, h.device, h.dtype)
     run = impl.dense_scan_backward if a.dim() == 4 else impl.linear_scan_backward
     dh = torch.zeros_like(h) if dh is None else dh
     da, db, dinitial = run(dh, a, h, initial_state, reset, window, halo)

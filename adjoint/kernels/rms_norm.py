@@ -7,7 +7,7 @@ from adjoint.kernels import checks, dispatch, operators
 
 
 def _forward(x, weight, gate, eps, group_size, backend, save=False):
-    impl = dispatch.choose(backend, x.device, x.dtype)
+    impl = dispatch.choose("rms_norm", backend, x.device, x.dtype)
     y, rstd = impl.rms_norm_forward(x, weight, gate, eps, group_size)
     return y, rstd if save else None
 
@@ -20,7 +20,7 @@ def _fake(x, weight, gate, eps, group_size, backend, save=False):
 
 
 def _backward(dy, x, weight, gate, rstd, eps, group_size, backend):
-    impl = dispatch.choose(backend, x.device, x.dtype)
+    impl = dispatch.choose("rms_norm", backend, x.device, x.dtype)
     dy = torch.zeros_like(x) if dy is None else dy
     return impl.rms_norm_backward(dy, x, weight, gate, rstd, group_size)
 

@@ -9,7 +9,7 @@ from adjoint.kernels import checkpoints, checks, dispatch, operators
 def _forward(
     u, delta, A, B, C, D, z, bias, initial_state, reset, softplus, window, halo, backend, save=False
 ):
-    impl = dispatch.choose(backend, u.device, u.dtype)
+    impl = dispatch.choose("selective_scan", backend, u.device, u.dtype)
     return impl.selective_scan_forward(u, delta, A, B, C, D, z, bias, softplus, initial_state, reset, save)
 
 
@@ -39,7 +39,7 @@ def _backward(
     backend,
 ):
     """The accumulated adjoint state: a reverse scan that recomputes h from sparse saved states."""
-    impl = dispatch.choose(backend, u.device, u.dtype)
+    impl = dispatch.choose("selective_scan", backend, u.device, u.dtype)
     inputs = u, delta, A, B, C, D, z, bias, softplus, initial_state, reset
     dy = torch.zeros_like(u) if dy is None else dy
     return impl.selective_scan_backward(dy, dfinal_state, *inputs, saved, window, halo)

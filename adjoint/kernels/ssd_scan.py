@@ -8,7 +8,7 @@ from adjoint.kernels import checkpoints, checks, dispatch, operators
 
 
 def _forward(x, dt, A, B, C, D, bias, initial_state, reset, softplus, window, halo, backend, save=False):
-    impl = dispatch.choose(backend, x.device, x.dtype)
+    impl = dispatch.choose("ssd_scan", backend, x.device, x.dtype)
     return impl.ssd_scan_forward(x, dt, A, B, C, D, bias, softplus, initial_state, reset, save)
 
 
@@ -22,7 +22,7 @@ def _fake(x, dt, A, B, C, D, bias, initial_state, reset, softplus, window, halo,
 def _backward(
     dy, dfinal_state, x, dt, A, B, C, D, bias, initial_state, reset, saved, softplus, window, halo, backend
 ):
-    impl = dispatch.choose(backend, x.device, x.dtype)
+    impl = dispatch.choose("ssd_scan", backend, x.device, x.dtype)
     inputs = x, dt, A, B, C, D, bias, softplus, initial_state, reset
     dy = torch.zeros_like(x) if dy is None else dy
     return impl.ssd_scan_backward(dy, dfinal_state, *inputs, saved, window, halo)

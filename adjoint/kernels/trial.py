@@ -1,0 +1,135 @@
+"""A backend's trial: each operation once on a small problem, before it is picked by itself on a device.
+
+A Triton kernel is compiled anew by every version of Triton for every kind of GPU. That it was right elsewhere
+says little, and a wrong gradient makes no noise: so it is compared here, on the device that will run it, with
+the reference in float64. It takes as long as compiling the kernels does, once a process and operation.
+"""
+
+import functools
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.kernels import reference
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}  # rounding is far below, a wrong term far above
+SEQLEN = 150  # no multiple of any tile; longer than one
+WINDOWS = (None, 37)
+
+
+def disagreement(impl: ModuleType, operation: str, device: torch.device, dtype: torch.dtype) -> float:
+    """Largest relative error (L2) of an operation's outputs and gradients, the reference's in float64 being
+    right."""
+    worst = 0.0
+    for window in WINDOWS if operation.endswith("scan") else (None,):
+        got = _PROBLEMS[operation](impl, window, device, dtype)
+        want = _PROBLEMS[operation](reference, window, torch.device("cpu"), torch.float64)
+        for a, b in zip(got, want, strict=True):
+            error = float((a.cpu().double() - b).norm() / b.norm())
+            worst = max(worst, float("inf") if error != error else error)
+    return worst
+
+
+@functools.cache
+def passes(impl: ModuleType, operation: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the backend's operation works and is right on this device; warns, once, where it is not."""
+    forward = f"{operation}_forward"
+    if getattr(impl, forward) is getattr(reference, forward):  # it leaves this one to the reference
+        return True
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    try:
+        # the question may come from a compiler's tracing, where tensors hold no numbers
+        with unset_fake_temporarily(), torch.no_grad():
+            error = disagreement(impl, operation, device, dtype)
+        problem = f"its results are off by {error:.1e}" if error > TOLERANCE[dtype] else None
+    except Exception as failure:
+        problem = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+    if problem is not None:
+        warnings.warn(
+            f"{operation} runs in plain PyTorch on {device}, many times slower: {impl.__name__} failed its "
+            f"trial there ({problem})",
+            stacklevel=2,
+        )
+    return problem is None
+
+
+class _Draw:
+    """Random tensors, the same numbers for every device and dtype."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.generator, self.device, self.dtype = torch.Generator().manual_seed(0), device, dtype
+
+    def normal(self, *shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=self.generator).double()
+        return drawn.to(self.device, self.dtype)
+
+    def resets(self) -> Tensor:
+        return (torch.arange(SEQLEN) == 61).expand(2, SEQLEN).contiguous().to(self.device)
+
+
+def _selective_scan(impl: Any, window: int | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    d, d_inner, n = _Draw(device, dtype), 24, 16
+    u, delta, z, dy = (d.normal(2, SEQLEN, d_inner) for _ in range(4))
+    B, C = d.normal(2, SEQLEN, n), d.normal(2, SEQLEN, n)
+    A, initial, dfinal = -d.normal(d_inner, n).exp(), d.normal(2, d_inner, n), d.normal(2, d_inner, n)
+    inputs = u, delta, A, B, C, d.normal(d_inner), z, d.normal(d_inner), True, initial, d.resets()
+    y, state, saved = impl.selective_scan_forward(*inputs, True)
+    return [y, state, *impl.selective_scan_backward(dy, dfinal, *inputs, saved, window, 0)]
+
+
+def _ssd_scan(impl: Any, window: int | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    d, heads, width, groups, n = _Draw(device, dtype), 4, 16, 2, 16
+    x, dy = d.normal(2, SEQLEN, heads, width), d.normal(2, SEQLEN, heads, width)
+    B, C = d.normal(2, SEQLEN, groups, n), d.normal(2, SEQLEN, groups, n)
+    initial, dfinal = d.normal(2, heads, width, n), d.normal(2, heads, width, n)
+    steps = d.normal(2, SEQLEN, heads), -d.normal(heads).exp()
+    inputs = x, *steps, B, C, d.normal(heads), d.normal(heads), True, initial, d.resets()
+    y, state, saved = impl.ssd_scan_forward(*inputs, True)
+    return [y, state, *impl.ssd_scan_backward(dy, dfinal, *inputs, saved, window, 0)]
+
+
+def _linear_scan(impl: Any, window: int | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    results = []
+    for width in (1, 24):
+        d = _Draw(device, dtype)
+        a, b = d.normal(2, SEQLEN, width).sigmoid(), d.normal(2, SEQLEN, 24)
+        dh, initial, reset = d.normal(2, SEQLEN, 24), d.normal(2, 24), d.resets()
+        h = impl.linear_scan_forward(a, b, initial, reset)
+        results += [h, *impl.linear_scan_backward(dh, a, h, initial, reset, window, 0)]
+    return results
+
+
+def _dense_scan(impl: Any, window: int | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    d = _Draw(device, dtype)
+    A, b, dh = d.normal(2, SEQLEN, 4, 4) / 4, d.normal(2, SEQLEN, 4), d.normal(2, SEQLEN, 4)
+    initial, reset = d.normal(2, 4), d.resets()
+    h = impl.dense_scan_forward(A, b, initial, reset)
+    return [h, *impl.dense_scan_backward(dh, A, h, initial, reset, window, 0)]
+
+
+def _causal_conv1d(impl: Any, window: None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    d, channels = _Draw(device, dtype), 24
+    x, dy = d.normal(2, SEQLEN, channels), d.normal(2, SEQLEN, channels)
+    inputs = x, d.normal(channels, 4), d.normal(channels), d.normal(2, channels, 3), True, d.resets()
+    return [impl.causal_conv1d_forward(*inputs), *impl.causal_conv1d_backward(dy, *inputs)]
+
+
+def _rms_norm(impl: Any, window: None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    d = _Draw(device, dtype)
+    x, gate, dy, weight = *(d.normal(2, SEQLEN, 48) for _ in range(3)), d.normal(48)
+    y, rstd = impl.rms_norm_forward(x, weight, gate, 1e-5, 24)
+    return [y, *impl.rms_norm_backward(dy, x, weight, gate, rstd, 24)]
+
+
+_PROBLEMS = {
+    "selective_scan": _selective_scan,
+    "ssd_scan": _ssd_scan,
+    "linear_scan": _linear_scan,
+    "dense_scan": _dense_scan,
+    "causal_conv1d": _causal_conv1d,
+    "rms_norm": _rms_norm,
+}
