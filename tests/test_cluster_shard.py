@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from model_helpers import SIZES, VARIANTS, assert_same, make_ids
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated, runtime
+from adjoint.checkpoint import begin_checkpoint, commit_checkpoint, load_checkpoint, verify_checkpoint
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run, Schedule, Send, check
 from adjoint.cluster.shard import Shard, ShardSpec, total_norm
@@ -70,13 +72,18 @@ def test_parts_are_filled_by_name(shards: int) -> None:
 
 
 def make_shards(
-    config: StackConfig, shards: int, method: Any, training: TrainingConfig, precision: str = "float64"
+    config: StackConfig,
+    shards: int,
+    method: Any,
+    training: TrainingConfig,
+    precision: str = "float64",
+    drawn: bool = True,
 ) -> list[Shard]:
     """Shards of one model, joined by queues."""
     transports = local_transports(shards)
     spans = tuple(split(config.n_layer, shards))
     return [
-        Shard(ShardSpec(config, training, method, spans, rank, precision=precision), transports[rank])
+        Shard(ShardSpec(config, training, method, spans, rank, precision=precision), transports[rank], drawn)
         for rank in range(shards)
     ]
 
@@ -126,10 +133,14 @@ def disturbed_stack(config: StackConfig, dtype: torch.dtype = torch.float64) -> 
 
 
 def train_stack(
-    stack: Stack, method: Any, training: TrainingConfig, batches: list[torch.Tensor]
+    stack: Stack,
+    method: Any,
+    training: TrainingConfig,
+    batches: list[torch.Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of the steps and the first step's gradients, as `adjoint.training` goes about it."""
-    optimizer = make_optimizer(stack, training)
+    optimizer = optimizer or make_optimizer(stack, training)
     losses, first = [], {}
     for step, ids in enumerate(batches, 1):
         for group in optimizer.param_groups:
@@ -274,6 +285,41 @@ def test_windowed_methods_over_shards_are_those_of_one_process(
     assert_same(found, gradients, 1e-12)
     weights = {name: p for shard in made for name, p in shard.part.named_weights().items()}
     assert_same(weights, dict(stack.named_parameters()), 1e-11)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("before, after", [(2, 2), (3, 1), (1, 3)])
+def test_a_checkpoint_goes_on_bit_for_bit_under_any_number_of_shards(
+    tied: bool, before: int, after: int, tmp_path: Path, one_thread: None
+) -> None:
+    config = StackConfig(**{**SIZES, "n_layer": 3, "tie_embeddings": tied})
+    training = TrainingConfig(steps=9, warmup_steps=1, lr=0.05, grad_clip=0.5)
+    made = make_shards(config, before, Exact(7), training)
+    train_shards(made, training, [make_ids(2, 20, seed=step) for step in range(2)])
+    work = begin_checkpoint(tmp_path, 2)
+    files = {name: entry for shard in made for name, entry in shard.save(str(work)).items()}
+    path = commit_checkpoint(work, files, {"step": 2}, {})
+    verify_checkpoint(path)
+    others = make_shards(config, after, Exact(7), training, drawn=False)
+    for shard in others:
+        shard.load(str(path))
+    stack = Stack(config).double()
+    optimizer = make_optimizer(stack, training)
+    load_checkpoint(path, stack, optimizer)
+    more = [make_ids(2, 20, seed=step) for step in (2, 3)]
+    losses, _ = train_shards(made, training, more)
+    weights = {name: p for shard in made for name, p in shard.part.named_weights().items()}
+    found_losses, _ = train_shards(others, training, more)
+    found = {name: p for shard in others for name, p in shard.part.named_weights().items()}
+    whole_losses, _ = train_stack(stack, Exact(7), training, more, optimizer)
+    whole = dict(stack.named_parameters())
+    if before == after or not tied:
+        assert found_losses == losses
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert found_losses == pytest.approx(losses, rel=1e-12)
+    assert whole_losses == pytest.approx(losses, rel=1e-12)
+    assert_same(found, weights, 1e-12)
+    assert_same(whole, weights, 1e-12)
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -61,6 +61,8 @@ class Part(nn.Module):
             module.to_empty(device=device) if seed is None else module.to(device)
         if seed is None and self.last and config.tie_embeddings and self.first:
             self.lm_head.weight = self.embedding.weight  # to_empty made two of one
+        if self.last and config.tie_embeddings:  # it is an embedding; to() and to_empty() forget such marks
+            self.lm_head.weight._no_weight_decay = True  # type: ignore[attr-defined]
         # in a tuple, where nn.Module does not look for parameters
         self._copy = (table,) if self.has_copy else ()
 
@@ -98,10 +100,8 @@ class Part(nn.Module):
         head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if self.last:
             self.norm_f, self.lm_head = RMSNorm(config.d_model, config.norm_eps), head
-            if config.tie_embeddings:
-                if self.first:
-                    head.weight = table.weight
-                head.weight._no_weight_decay = True  # type: ignore[attr-defined] # it is an embedding
+            if config.tie_embeddings and self.first:
+                head.weight = table.weight
         return table, residual
 
     @torch.no_grad()
