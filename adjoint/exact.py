@@ -26,7 +26,7 @@ class ExactSweep(sweep.Sweep):
         model: "Stack",
         input_ids: Tensor,
         targets: Tensor,
-        valid: int,
+        valid: int | Tensor,
         states: list[State],
         chunk_size: int,
         keep: str = "edges",

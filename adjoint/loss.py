@@ -31,7 +31,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             labels = torch.where(valid, y, 0).unsqueeze(1)
             logits = (h @ weight.T).to(wide)
             log_normalizer = logits.logsumexp(1, keepdim=True)
-            loss += ((log_normalizer - logits.gather(1, labels)).squeeze(1) * valid).sum()
+            # not +=, which torch 2.11's compiler takes for the end of all gradients
+            loss = loss + ((log_normalizer - logits.gather(1, labels)).squeeze(1) * valid).sum()
             if d_hidden is not None and d_weight is not None:
                 d_logits = logits.sub_(log_normalizer).exp_()  # softmax, in the logits' own memory
                 d_logits.scatter_add_(1, labels, d_logits.new_full((len(y), 1), -1))
@@ -93,9 +94,11 @@ def shift_labels(labels: Tensor) -> Tensor:
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1)
 
 
-def count_valid(targets: Tensor) -> int:
-    """Number of targets that are not ignored; warns if there are none, since the loss is then 0 and teaches
-    nothing."""
+def count_valid(targets: Tensor) -> int | Tensor:
+    """Number of targets that are not ignored (inside torch.compile a tensor); warns if there are none, since
+    the loss is then 0 and teaches nothing."""
+    if torch.compiler.is_compiling():  # reading the number would break the graph
+        return (targets != IGNORE_INDEX).sum()
     valid = int((targets != IGNORE_INDEX).sum())
     if valid == 0:
         warnings.warn("every label is ignored (-100): the loss is 0 and so are all gradients", stacklevel=2)

@@ -41,7 +41,7 @@ class Backprop:
     checkpoint: bool = False
 
     def run(
-        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]
+        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
     ) -> Result:
         """Mean loss and the final states; `valid` is the number of targets that count."""
         y = model.embed(input_ids)
@@ -52,7 +52,8 @@ class Backprop:
             else:
                 y, state = layer(y, state)
             final_states.append(state)
-        return Result(model.head_loss(y, targets) / max(valid, 1), final_states)
+        divisor = valid.clamp(min=1) if isinstance(valid, Tensor) else max(valid, 1)
+        return Result(model.head_loss(y, targets) / divisor, final_states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Exact:
             raise ValueError(f"keep must be one of {', '.join(KEEP)}; got {self.keep!r}")
 
     def run(
-        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]
+        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
     ) -> Result:
         """Mean loss and the final states; `valid` is the number of targets that count."""
         chunk_size = self.chunk_size or default_chunk_size(model, input_ids)
@@ -166,7 +167,7 @@ class Truncated:
         )
 
     def run(
-        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]
+        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
     ) -> Result:
         """Mean loss and the final states; `valid` is the number of targets that count."""
         given = (model, input_ids, targets, valid, states)
@@ -210,7 +211,7 @@ class LayerLocal:
         check_chunk_size(self.chunk_size)
 
     def run(
-        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int, states: list[State]
+        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
     ) -> Result:
         """Mean loss and the final states; `valid` is the number of targets that count."""
         if self.window is None or self.window >= input_ids.shape[1]:

@@ -203,6 +203,8 @@ class Stack(nn.Module):
                 )
             if ids.dtype not in (torch.int64, torch.int32):
                 raise ValueError(f"{name} must be int64, got {ids.dtype}")
+            if torch.compiler.is_compiling():  # values are not known while a graph is made
+                continue
             checked = ids if name == "input_ids" else torch.where(ids == IGNORE_INDEX, 0, ids)
             low, high = int(checked.min()), int(checked.max())
             if low < 0 or high >= self.config.vocab_size:

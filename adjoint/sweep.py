@@ -38,12 +38,12 @@ class Sweep:
         model: "Stack",
         input_ids: Tensor,
         targets: Tensor,
-        valid: int,
+        valid: int | Tensor,
         states: list[State],
         chunk_size: int,
     ) -> None:
         self.model, self.ids, self.targets = model, input_ids, targets
-        self.valid, self.initial = max(valid, 1), states
+        self.valid, self.initial = max(int(valid), 1), states
         self.parameters = list(model.parameters())
         self.chunks = chunks_of(input_ids.shape[1], chunk_size)
         flat = [s for state in states for s in state]

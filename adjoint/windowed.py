@@ -168,7 +168,7 @@ class WindowedSweep(sweep.Sweep):
         model: "Stack",
         input_ids: Tensor,
         targets: Tensor,
-        valid: int,
+        valid: int | Tensor,
         states: list[State],
         chunk_size: int,
         window: int | None,

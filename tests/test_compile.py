@@ -21,7 +21,6 @@ from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
-from adjoint.loss import count_valid, shift_labels
 
 pytestmark = pytest.mark.usefixtures("one_thread", "forget_graphs")
 
@@ -238,18 +237,9 @@ def test_a_second_derivative_is_refused(name: str) -> None:
 
 
 def loss_by(model: Stack, method: Any, **compile_options: Any) -> Callable[[Tensor], Tensor]:
-    """Compiled from ids to loss, without Stack.forward's checks of ids and labels, which read values."""
-
-    def loss(input_ids: Tensor, targets: Tensor, valid: int, states: Any) -> Tensor:
-        return method.run(model, input_ids, targets, valid, states)[0]
-
-    compiled = torch.compile(loss, **compile_options)
-
-    def call(input_ids: Tensor) -> Tensor:
-        targets = shift_labels(input_ids)
-        return compiled(input_ids, targets, count_valid(targets), model.initial_state(input_ids.shape[0]))
-
-    return call
+    """Compiled from ids to loss."""
+    compiled = torch.compile(lambda ids: model(ids, labels=ids, method=method).loss, **compile_options)
+    return lambda ids: compiled(ids)
 
 
 def check_loss(model: Stack, loss: Callable[[Tensor], Tensor], input_ids: Tensor, tolerance: float) -> None:
@@ -272,13 +262,6 @@ def test_whole_stack_is_one_graph(mixer: str) -> None:
 def test_whole_stack_in_inductor(mixer: str) -> None:
     model = make_model(mixer)
     check_loss(model, loss_by(model, Backprop(), fullgraph=True), make_ids(2, 13), 1e-10)
-
-
-def test_stack_called_with_labels() -> None:
-    """Its checks of values break the graph; the result stays."""
-    model, ids = make_model("mamba", n_layer=1), make_ids(2, 13)
-    compiled = torch.compile(model, backend="aot_eager")
-    check_loss(model, lambda ids: compiled(ids, labels=ids).loss, ids, 1e-10)
 
 
 @pytest.mark.parametrize("mixer", ["mamba", "mamba2"])
