@@ -293,7 +293,7 @@ def test_float32_gradients(variant: str) -> None:
 
 
 def assert_no_worse(ours: list[float], theirs: list[float]) -> None:
-    """Errors of the same draws, one by one: the mean difference is not above zero by three standard errors."""
+    """Errors of the same draws in pairs: the mean difference is not above zero by three standard errors."""
     difference = torch.tensor(ours) - torch.tensor(theirs)
     assert difference.mean() <= 3 * difference.std() / len(ours) ** 0.5, (ours, theirs)
 
@@ -391,7 +391,7 @@ for method, seqlen in ((Exact(2048), 8192), (Exact(2048), 65536), (Backprop(), 1
     ],
 )
 def test_peak_memory_does_not_grow_with_the_sequence(mixer: str) -> None:
-    # glibc then gives blocks from 64 KiB on back at once: the peak is what is alive, not how the heap broke up
+    # glibc then gives blocks from 64 KiB on back at once: the peak is what is alive, not how the heap broke
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, "-c", PEAKS, mixer],
