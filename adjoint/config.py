@@ -165,8 +165,10 @@ class ClusterConfig:
     Args:
         shards: processes that share the layers; 0 trains in this process, without Ray; "auto" takes what the
             cluster of RAY_ADDRESS (inside a job), or else this machine, has room for.
-        cpus: CPUs a shard asks for.
-        transport: how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere.
+        helpers: further processes that share the shards' tasks, for the method layer-local.
+        cpus: CPUs a process asks for.
+        transport: how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere;
+            object-store is Ray's, slower for small chunks, without a process group.
         max_failures: how many times lost shards are made anew from the last checkpoint before the run stops;
             machines that are taken away on purpose do not count.
         start_timeout: seconds within which the shards must have got their place.
@@ -174,8 +176,9 @@ class ClusterConfig:
     """
 
     shards: int | Literal["auto"] = 0
+    helpers: int = 0
     cpus: int = 1
-    transport: Literal["auto", "gloo", "nccl"] = "auto"
+    transport: Literal["auto", "gloo", "nccl", "object-store"] = "auto"
     max_failures: int = 3
     start_timeout: float = 300.0
     hang_timeout: float = 60.0
@@ -185,7 +188,7 @@ class ClusterConfig:
             raise UserError(
                 f'cluster.shards: must be 0 (no Ray), a number of processes or "auto", got {self.shards}'
             )
-        for key, lowest in (("cpus", 1), ("max_failures", 0)):
+        for key, lowest in (("helpers", 0), ("cpus", 1), ("max_failures", 0)):
             if getattr(self, key) < lowest:
                 raise UserError(f"cluster.{key}: must be at least {lowest}, got {getattr(self, key)}")
         for key in ("start_timeout", "hang_timeout"):

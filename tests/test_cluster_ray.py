@@ -27,7 +27,9 @@ TRAINING = TrainingConfig(
 )
 
 
-def train_both(config: StackConfig, method: Any, shards: int, tmp_path: Path) -> None:
+def train_both(
+    config: StackConfig, method: Any, shards: int, tmp_path: Path, helpers: int = 0, transport: str = "auto"
+) -> None:
     """Two steps in one process and over shards: losses, norms and weights, and a sample, must agree."""
     from adjoint.cluster.group import Group
     from adjoint.cluster.shard import total_norm
@@ -36,7 +38,7 @@ def train_both(config: StackConfig, method: Any, shards: int, tmp_path: Path) ->
     stack = Stack(config).double()
     optimizer = make_optimizer(stack, TRAINING)
     names = [name for name, _ in stack.named_parameters()]
-    group = Group(config, TRAINING, method, shards)
+    group = Group(config, TRAINING, method, shards, helpers=helpers, transport=transport)
     try:
         for step in (1, 2):
             ids = make_ids(2, 24, seed=step)
@@ -47,10 +49,10 @@ def train_both(config: StackConfig, method: Any, shards: int, tmp_path: Path) ->
             for parameter_group in optimizer.param_groups:
                 parameter_group["lr"] = learning_rate(step, TRAINING)
             optimizer.step()
-            group.all("zero_grad")
-            found = group.all("accumulate", ids.numpy())
-            assert found[:-1] == [None] * (shards - 1)
-            assert found[-1] == pytest.approx(loss.item(), rel=1e-12)
+            group.all("zero_grad", helpers=True)
+            found = group.all("accumulate", ids.numpy(), helpers=True)
+            assert found.count(None) == shards + helpers - 1
+            assert found[shards - 1] == pytest.approx(loss.item(), rel=1e-12)
             norms = {name: n for part in group.all("norms") for name, n in part.items()}
             total = total_norm([norms[name] for name in names], "float64")
             assert total == pytest.approx(norm, rel=1e-12)
@@ -92,6 +94,22 @@ def test_windowed_methods_over_shards(
     train_both(StackConfig(**{**SIZES, "n_layer": 4}), method, 3, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [5, None])
+def test_helpers_in_actors(
+    ray_on_loopback: None, tmp_path: Path, one_thread: None, window: int | None
+) -> None:
+    train_both(StackConfig(**{**SIZES, "n_layer": 5}), LayerLocal(window, 8), 2, tmp_path, helpers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [Exact(7), LayerLocal(5, 8)], ids=str)
+def test_messages_through_the_object_store(
+    ray_on_loopback: None, tmp_path: Path, one_thread: None, method: Any
+) -> None:
+    train_both(StackConfig(**{**SIZES, "n_layer": 4}), method, 3, tmp_path, transport="object-store")
+
+
 # ------------------------------------------------------------------------------------------------ what fits
 
 NODES = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0}]
@@ -120,6 +138,7 @@ def test_what_fits_is_counted_node_by_node(need: Need, room: int) -> None:
         ({"cluster__shards": 3}, "3 shards for 2 layers"),
         ({"cluster__shards": 2, "training__device": "cuda"}, "GPU"),
         ({"cluster__shards": 2, "method__name": "backprop"}, "does not run over shards"),
+        ({"cluster__shards": 1, "cluster__helpers": 1}, "has no tasks to share; use layer-local"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(

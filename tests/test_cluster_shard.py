@@ -78,13 +78,16 @@ def make_shards(
     training: TrainingConfig,
     precision: str = "float64",
     drawn: bool = True,
+    helpers: tuple[int, ...] = (),
 ) -> list[Shard]:
-    """Shards of one model, joined by queues."""
-    transports = local_transports(shards)
+    """Shards of one model and their helpers, joined by queues."""
+    transports = local_transports(shards + len(helpers))
     spans = tuple(split(config.n_layer, shards))
     return [
-        Shard(ShardSpec(config, training, method, spans, rank, precision=precision), transports[rank], drawn)
-        for rank in range(shards)
+        Shard(
+            ShardSpec(config, training, method, spans, rank, helpers, precision=precision), transport, drawn
+        )
+        for rank, transport in enumerate(transports)
     ]
 
 
@@ -119,9 +122,10 @@ def disturb(named: Mapping[str, torch.Tensor]) -> None:
 
 def disturbed_shards(*arguments: Any, **keywords: Any) -> list[Shard]:
     shards = make_shards(*arguments, **keywords)
-    for shard in shards:
+    owners = [shard for shard in shards if not shard.helps]
+    for shard in owners:
         disturb(shard.part.named_weights())
-    together(shards, Shard.share_table)
+    together(owners, Shard.share_table)
     return shards
 
 
@@ -175,15 +179,16 @@ def train_shards(
             ]
             return sum(loss for loss in found if loss is not None)
 
-        losses.append(together(shards, gradients)[-1])
+        losses.append(sum(together(shards, gradients)))
+        owners = [shard for shard in shards if not shard.helps]
         if not first:
-            for shard in shards:
+            for shard in owners:
                 named = shard.part.named_weights()
                 first |= {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
-        norms = {name: norm for shard in shards for name, norm in shard.norms().items()}
+        norms = {name: norm for shard in owners for name, norm in shard.norms().items()}
         total = total_norm([norms[name] for name in names], shards[0].spec.precision)
         rate = learning_rate(step, training)
-        together(shards, lambda shard, total=total, rate=rate: shard.step(rate, total))
+        together(owners, lambda shard, total=total, rate=rate: shard.step(rate, total))
     return losses, first
 
 
@@ -339,6 +344,32 @@ def test_evaluation_is_the_loss_and_leaves_no_trace(shards: int, one_thread: Non
 def test_methods_that_do_not_run_over_shards_are_refused(method: Any) -> None:
     with pytest.raises(UserError, match="does not run over shards"):
         make_shards(StackConfig(**SIZES), 1, method, TRAINING)
+
+
+@pytest.mark.parametrize("window", [None, 5, 11])
+@pytest.mark.parametrize("shards, helpers", [(1, (0, 0)), (2, (0, 1)), (2, (1, 1, 0))])
+def test_helpers_share_the_layer_local_tasks_and_change_nothing(
+    window: int | None, shards: int, helpers: tuple[int, ...], one_thread: None
+) -> None:
+    config = StackConfig(**{**SIZES, "n_layer": 5, "mixer": ["mamba", "mamba2", "dense", "mamba", "scalar"]})
+    method, batches = LayerLocal(window, 8), [make_ids(2, 29, seed=step) for step in range(2)]
+    losses, gradients = train_stack(disturbed_stack(config), method, TRAINING, batches)
+    runs = []
+    for _ in range(2):
+        made = disturbed_shards(config, shards, method, TRAINING, helpers=helpers)
+        runs.append(train_shards(made, TRAINING, batches))
+        carried_out = [tile.action for shard in made[shards:] for tile in shard.timings()]
+        assert any(action.startswith("task") for action in carried_out), "the helpers had nothing to do"
+    (found_losses, found), (again_losses, again) = runs
+    assert found_losses == pytest.approx(losses, rel=1e-12)
+    assert_same(found, gradients, 1e-12)
+    assert again_losses == found_losses
+    assert all(torch.equal(again[name], found[name]) for name in found), "sums depend on who was faster"
+
+
+def test_helpers_are_for_layer_local_alone() -> None:
+    with pytest.raises(UserError, match="only layer-local"):
+        make_shards(StackConfig(**SIZES), 1, Exact(7), TRAINING, helpers=(0,))
 
 
 def shuffled(made: Schedule, seed: int) -> Schedule:

@@ -19,6 +19,7 @@ from typing import Any
 from adjoint.cluster import placement
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
 from adjoint.cluster.shard import Shard, ShardSpec
+from adjoint.cluster.transport import Mailbox, ObjectStoreTransport, Transport, join
 from adjoint.config import TrainingConfig
 from adjoint.errors import UserError
 
@@ -26,12 +27,16 @@ GRACE = 3.0  # seconds that the others get to fail too, once one has
 BEAT = 1.0  # seconds between questions whether a shard is alive
 # Seconds that a shard waits for a message. A tile may take long; one that is lost is noticed by other means.
 PATIENCE = 3600.0
+OBJECT_STORE = "object-store"
 
 
 class ShardActor:
     """The process of one shard: a thin wrapper that Ray calls. Its heart beats in a thread of its own."""
 
     shard: Shard | None = None
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox()
 
     def look(self, training: TrainingConfig) -> dict[str, Any]:
         """What this process has: its node, device, precision and cores."""
@@ -62,18 +67,19 @@ class ShardActor:
         }
 
     def build(
-        self, spec: ShardSpec, meeting: str, backend: str, timeout: float, checkpoint: str | None
+        self, spec: ShardSpec, meeting: str, backend: str, peers: list[Any], checkpoint: str | None
     ) -> None:
         """Becomes a shard, drawn from the seed or filled from a checkpoint."""
         import torch
 
-        from adjoint.cluster.transport import join
         from adjoint.runtime import set_up
 
         set_up(dataclasses.replace(spec.training, threads=spec.threads), torch.device(spec.device))
-        transport = None
-        if len(spec.spans) > 1:
-            transport = join(meeting, spec.rank, len(spec.spans), backend, timeout)
+        transport: Transport | None = None
+        if backend == OBJECT_STORE:
+            transport = ObjectStoreTransport(spec.rank, peers, self.mailbox)
+        elif len(spec.spans) > 1:
+            transport = join(meeting, spec.rank, len(spec.spans), backend, PATIENCE)
         self.shard = Shard(spec, transport, drawn=checkpoint is None)
         if checkpoint is not None:
             self.shard.load(checkpoint)
@@ -85,6 +91,10 @@ class ShardActor:
 
         own = [torch.from_numpy(a.copy()) if isinstance(a, np.ndarray) else a for a in arguments]
         return getattr(self.shard, name)(*own, **keywords)
+
+    def deliver(self, source: int, what: str, tag: int, message: list[Any]) -> None:
+        """Takes a message of another shard in; waits while its channel is full."""
+        self.mailbox.channel(source, what).put((tag, message[0]))
 
     def beat(self) -> float:
         """Answers, whatever else this process is doing."""
@@ -99,8 +109,9 @@ class Group:
         model: the whole stack's sizes; method: how the gradient is computed.
         shards: how many, or "auto": what the cluster has room for.
         need: what each asks of its node.
+        helpers: how many more share layer-local's tasks, dealt out to the shards in turn.
         checkpoint: folder to fill the shards from; None draws the weights.
-        transport: "gloo", "nccl", or "auto": NCCL between whole GPUs, gloo elsewhere.
+        transport: "gloo", "nccl", "object-store", or "auto": NCCL between whole GPUs, gloo elsewhere.
         start_timeout: seconds within which the shards must have their place.
         hang_timeout: seconds without a heartbeat after which a shard counts as hung.
 
@@ -116,6 +127,7 @@ class Group:
         method: Any,
         shards: int | str,
         need: placement.Need | None = None,
+        helpers: int = 0,
         checkpoint: str | None = None,
         transport: str = "auto",
         start_timeout: float = 120.0,
@@ -125,7 +137,7 @@ class Group:
 
         need = need or placement.Need()
         if shards == "auto":
-            shards = max(1, min(placement.how_many(need, placement.nodes()), model.n_layer))
+            shards = max(1, min(placement.how_many(need, placement.nodes()) - helpers, model.n_layer))
         assert isinstance(shards, int)
         if shards > model.n_layer:
             raise UserError(
@@ -133,13 +145,14 @@ class Group:
                 f"most {model.n_layer}"
             )
         self.start_timeout, self.hang_timeout = start_timeout, hang_timeout
-        self.place = placement.place(shards, need, start_timeout)
+        self.shards = shards
+        self.place = placement.place(shards + helpers, need, start_timeout)
         self.actors: list[Any] = []
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:
-            self.actors = [self._actor(ray, rank, need) for rank in range(shards)]
-            found = self.all("look", training, direct=True)
-            self.device, self.spans, specs = _specs(model, training, method, found)
+            self.actors = [self._actor(ray, rank, need) for rank in range(shards + helpers)]
+            found = self.all("look", training, direct=True, helpers=True)
+            self.device, self.spans, specs = _specs(model, training, method, found, shards)
             backend = _backend(transport, [look["gpu"] for look in found])
             one_node = len({look["node"] for look in found} | {ray.get_runtime_context().get_node_id()}) == 1
             # A file needs no port, but every shard must see it.
@@ -148,7 +161,8 @@ class Group:
                 meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
             self.precision = specs[0].precision
             self.pids = [look["pid"] for look in found]
-            rest = (meeting, backend, PATIENCE, checkpoint)
+            peers = self.actors if backend == OBJECT_STORE else []
+            rest = (meeting, backend, peers, checkpoint)
             self.each("build", [(spec, *rest) for spec in specs], direct=True)
         except BaseException:
             self.kill()
@@ -167,18 +181,22 @@ class Group:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.place, rank),
             "runtime_env": {"env_vars": hidden},
         }
-        return ray.remote(concurrency_groups={"watch": 1})(ShardActor).options(**options).remote()
+        return ray.remote(concurrency_groups={"watch": 1, "mail": 16})(ShardActor).options(**options).remote()
 
     # --------------------------------------------------------------------------------------------- calls
 
-    def all(self, name: str, *arguments: Any, direct: bool = False, **keywords: Any) -> list[Any]:
-        """Calls a method of every shard with the same arguments; the results, by rank."""
-        return self.each(name, [arguments] * len(self.actors), direct, **keywords)
+    def all(
+        self, name: str, *arguments: Any, direct: bool = False, helpers: bool = False, **keywords: Any
+    ) -> list[Any]:
+        """Calls a method of every shard, and of the `helpers` too, with the same arguments; the results, by
+        rank."""
+        workers = len(self.actors) if helpers else self.shards
+        return self.each(name, [arguments] * workers, direct, **keywords)
 
     def each(
         self, name: str, arguments: Sequence[tuple[Any, ...]], direct: bool = False, **keywords: Any
     ) -> list[Any]:
-        """Calls a method of every shard with its own arguments.
+        """Calls a method of the first workers with arguments of their own.
 
         Raises:
             ShardFailure: a shard was lost, hung or failed; the group must be killed.
@@ -188,7 +206,7 @@ class Group:
             getattr(actor, name).remote(*given, **keywords)
             if direct
             else actor.call.remote(name, *given, **keywords)
-            for actor, given in zip(self.actors, arguments, strict=True)
+            for actor, given in zip(self.actors, arguments, strict=False)
         ]
         # a process that starts has to import and to load before it can say anything
         return self._collect(references, name, self.start_timeout if direct else self.hang_timeout)
@@ -254,9 +272,9 @@ class Group:
 
 
 def _specs(
-    model: Any, training: TrainingConfig, method: Any, found: list[dict[str, Any]]
+    model: Any, training: TrainingConfig, method: Any, found: list[dict[str, Any]], shards: int
 ) -> tuple[str, tuple[range, ...], list[ShardSpec]]:
-    """Layers by the devices' shares; one precision for all; cores shared among the shards of a node."""
+    """Layers by the devices' shares; one precision for all; cores shared among the workers of a node."""
     import torch
 
     from adjoint.cluster.devices import shares
@@ -265,8 +283,7 @@ def _specs(
 
     with torch.device("meta"):
         costs = layer_costs(Stack(model))
-    capacities = shares([look["gpu"] for look in found])
-    spans = tuple(partition(costs, len(found), capacities))
+    spans = tuple(partition(costs, shards, shares([look["gpu"] for look in found[:shards]])))
     precisions = {look["precision"] for look in found}
     precision = precisions.pop() if len(precisions) == 1 else "float32"
     nodes = [look["node"] for look in found]
@@ -277,9 +294,10 @@ def _specs(
             method,
             spans,
             rank,
-            look["device"],
-            precision,
-            training.threads or max(1, look["cores"] // nodes.count(look["node"])),
+            helpers=tuple(i % shards for i in range(len(found) - shards)),
+            device=look["device"],
+            precision=precision,
+            threads=training.threads or max(1, look["cores"] // nodes.count(look["node"])),
         )
         for rank, look in enumerate(found)
     ]

@@ -83,7 +83,8 @@ def cause_of(error: BaseException, rank: int) -> Cause:
         text = f"{type(inner).__name__}: {_first_line(inner)}"
         if isinstance(inner, MemoryError) or "out of memory" in str(inner).lower():
             return Cause("out of memory", rank, text)
-        collateral = isinstance(inner, RuntimeError | ConnectionError) and _COLLATERAL.search(str(inner))
+        lost = isinstance(inner, RuntimeError | ConnectionError) and _COLLATERAL.search(str(inner))
+        collateral = lost or isinstance(inner, known.RayActorError)  # the peer's, through the object store
         return Cause("connection" if collateral else "error", rank, text)
     return Cause("error", rank, f"{type(error).__name__}: {detail}")
 

@@ -21,8 +21,9 @@ from adjoint.checkpoint import Tensors, load_optimizer, optimizer_tensors, write
 from adjoint.cluster import schedule
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run, Schedule, Send
+from adjoint.cluster.tasks import HelperWork, TaskWork
 from adjoint.cluster.transport import Transport
-from adjoint.cluster.work import ExactWork, TaskWork, Work
+from adjoint.cluster.work import ExactWork, Work
 from adjoint.config import TrainingConfig
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
@@ -42,7 +43,8 @@ class ShardSpec:
         training: optimizer and seed.
         method: Exact, Truncated or LayerLocal.
         spans: every shard's layers, bottom up.
-        rank: which of them this is.
+        rank: which of them this is; from the number of shards on, a helper.
+        helpers: for each helper the shard whose layer-local tasks it shares.
         device: a torch device. precision: float32, bfloat16 (autocast) or float64.
         threads: CPU threads; None leaves PyTorch's choice.
     """
@@ -52,6 +54,7 @@ class ShardSpec:
     method: Any
     spans: tuple[range, ...]
     rank: int
+    helpers: tuple[int, ...] = ()
     device: str = "cpu"
     precision: str = "float32"
     threads: int | None = None
@@ -78,11 +81,15 @@ class Shard:
 
     def __init__(self, spec: ShardSpec, transport: Transport | None = None, drawn: bool = True) -> None:
         window_of(spec.method, 1)  # refuses a method before anything is built
+        if spec.helpers and not isinstance(spec.method, LayerLocal):
+            raise UserError(f"method {spec.method}: only layer-local's tasks can be shared with helpers")
         self.spec, self.transport = spec, transport
         self.device = torch.device(spec.device)
         dtype = torch.float64 if spec.precision == "float64" else torch.float32
-        seed = spec.training.seed if drawn else None
-        self.part = Part(spec.model, spec.spans[spec.rank], seed, self.device, dtype)
+        self.helps = spec.rank >= len(spec.spans)
+        span = spec.spans[spec.helpers[spec.rank - len(spec.spans)] if self.helps else spec.rank]
+        seed = spec.training.seed if drawn and not self.helps else None
+        self.part = Part(spec.model, span, seed, self.device, dtype)
         self.optimizer = make_optimizer(self.part, spec.training)
         self.trace: list[Tile] = []  # of the last batch
 
@@ -115,6 +122,8 @@ class Shard:
         tied = self.spec.model.tie_embeddings and final
         made, work = self._plan(ids, chunk_size, batches, tied)
         self._carry_out(made, work)
+        if isinstance(work, HelperWork):
+            return None
         work.settle()
         return _loss(work)
 
@@ -242,25 +251,35 @@ class Shard:
             size *= -(-window // size)
         return min(size, seqlen)
 
+    def timings(self) -> list[Tile]:
+        """The last batch as this shard carried it out, action by action: waits are those of receives."""
+        return self.trace
+
     def peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self.device)
 
     # -------------------------------------------------------------------------------------------- schedules
 
-    def _plan(self, ids: Tensor, chunk_size: int | None, batches: int, tied: bool) -> tuple[Schedule, Work]:
+    def _plan(
+        self, ids: Tensor, chunk_size: int | None, batches: int, tied: bool
+    ) -> tuple[Schedule, Work | HelperWork]:
         method, (batch, seqlen) = self.spec.method, ids.shape
         size = chunk_size or self.chunk_size(batch, seqlen)
         window = window_of(method, seqlen)
         chunks = -(-seqlen // size)
         if isinstance(method, Exact) or (isinstance(method, Truncated) and window is None):
-            work: Work = self._work(ExactWork, ids, size, batches, keep=getattr(method, "keep", "edges"))
+            work: Any = self._work(ExactWork, ids, size, batches, keep=getattr(method, "keep", "edges"))
             return schedule.exact(self.shards, chunks, tied=tied), work
         model = self.spec.model
         tasks = None if window is None else windowed_tasks(model.n_layer, seqlen, size, window, model.d_conv)
         local = isinstance(method, LayerLocal)
+        if local:
+            made = schedule.layer_local(self.spec.spans, chunks, tasks, helpers=self.spec.helpers, tied=tied)
+        if self.helps:
+            return made, HelperWork(self.part, batch, seqlen, size, tasks, window, self.spec.precision)
         work = self._work(TaskWork, ids, size, batches, tasks=tasks, window=window, layer_local=local)
         if local:
-            return schedule.layer_local(self.spec.spans, chunks, tasks, tied=tied), work
+            return made, work
         assert tasks is not None
         return schedule.truncated(self.spec.spans, tasks, tied=tied), work
 
@@ -269,7 +288,7 @@ class Shard:
         with autocast(self.spec.precision, self.device):
             return kind(self.part, ids, targets, count_valid(targets), size, batches, **more)
 
-    def _carry_out(self, made: Schedule, work: Work) -> None:
+    def _carry_out(self, made: Schedule, work: Work | HelperWork) -> None:
         """Runs this shard's program: computes tile by tile while the next messages are already under way."""
         program, transport = made.programs[self.spec.rank], self.transport
         receives = collections.deque(action for action in program if isinstance(action, Recv))

@@ -31,6 +31,7 @@ from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.shard import total_norm, window_of
 from adjoint.config import Config, load_config
 from adjoint.errors import UserError
+from adjoint.methods import LayerLocal
 from adjoint.optim import learning_rate
 from adjoint.rundir import open_run
 from adjoint.runtime import rng_state
@@ -54,9 +55,15 @@ def train(config: Config) -> Outcome:
     settings = config.cluster
     if settings.shards == 0:
         return train_in_one_process(config)
-    window_of(config.method.build(), config.data.seqlen)
+    method = config.method.build()
+    window_of(method, config.data.seqlen)
+    if settings.helpers and not isinstance(method, LayerLocal):
+        raise UserError(
+            f"cluster.helpers: method {config.method.name} has no tasks to share; use layer-local, "
+            "or --cluster.helpers 0"
+        )
     need = placement.Need(settings.cpus, int(_wants_gpus(config)))
-    wanted = 1 if settings.shards == "auto" else settings.shards
+    wanted = (1 if settings.shards == "auto" else settings.shards) + settings.helpers
     folder, checkpoint = open_run(config.run)
     ours, trainer = False, None
     try:
@@ -142,7 +149,7 @@ class ShardedTrainer(Trainer):
     def _build(self, checkpoint: Path | None) -> None:
         config, settings = self.config, self.config.cluster
         if not hasattr(self, "failures"):
-            self.failures = 0
+            self.failures, self.gauges = 0, dict[str, Any]()
             self.beginning = self.data.train.state_dict()
             with torch.device("meta"):
                 whole = Stack(config.model)
@@ -156,13 +163,14 @@ class ShardedTrainer(Trainer):
             self.method,
             settings.shards,
             placement.Need(settings.cpus, int(_wants_gpus(config))),
+            settings.helpers,
             None if checkpoint is None else str(checkpoint.absolute()),
             settings.transport,
             settings.start_timeout,
             settings.hang_timeout,
         )
         self.precision = self.group.precision
-        sizes = self._all("chunk_size", config.data.batch, config.data.seqlen)
+        sizes = self._all("chunk_size", config.data.batch, config.data.seqlen, helpers=True)
         self.chunk_size = min(sizes)
 
     def _all(self, name: str, *arguments: Any, **keywords: Any) -> list[Any]:
@@ -171,13 +179,14 @@ class ShardedTrainer(Trainer):
 
     def _gradients(self, step: int) -> tuple[float, int, list[int] | None]:
         batches = self.settings.grad_accumulation
-        self._all("zero_grad")
+        self._all("zero_grad", helpers=True)
         loss, tokens = 0.0, 0
         for i in range(batches):
             ids = next(self.data.train)
             final = i + 1 == batches
-            found = self._all("accumulate", ids.numpy(), self.chunk_size, batches=batches, final=final)
-            loss += found[-1]
+            given = {"batches": batches, "final": final, "helpers": True}
+            found = self._all("accumulate", ids.numpy(), self.chunk_size, **given)
+            loss += next(part for part in found if part is not None)
             if not math.isfinite(loss):
                 self._diverged("loss", loss, step)
             tokens += ids.numel()
@@ -216,10 +225,25 @@ class ShardedTrainer(Trainer):
     def _peak_memory_bytes(self) -> int:
         return max(self._all("peak_memory_bytes"))
 
+    def _train_step(self) -> dict[str, Any]:
+        row = super()._train_step()
+        self._report(row)
+        return row
+
+    def _report(self, row: dict[str, Any]) -> None:
+        """The row as gauges (ray_adjoint_loss, …), for the dashboard of a cluster that has one."""
+        from ray.util.metrics import Gauge
+
+        for key, value in row.items():
+            if key not in self.gauges:
+                self.gauges[key] = Gauge(f"adjoint_{key}", "of the last step", ("run",))
+            self.gauges[key].set(float(value), {"run": self.folder.path.name})
+
     def _announce(self) -> None:
         assert self.group is not None
         if self.failures:
             return
         super()._announce()
         layers = ", ".join(f"{span.start}-{span.stop - 1}" for span in self.group.spans)
-        print(f"shards: {len(self.group.spans)}, layers {layers}, on {self.group.device}", flush=True)
+        helpers = f", helpers: {self.config.cluster.helpers}" if self.config.cluster.helpers else ""
+        print(f"shards: {self.group.shards}, layers {layers}, on {self.group.device}{helpers}", flush=True)

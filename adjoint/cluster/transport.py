@@ -16,7 +16,7 @@ import collections
 import datetime
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -102,6 +102,75 @@ def join(address: str, rank: int, workers: int, backend: str, timeout: float) ->
     wait = datetime.timedelta(seconds=timeout)
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=workers, timeout=wait)
     return DistributedTransport()
+
+
+class Mailbox:
+    """What has been delivered to an actor and not yet been taken: a bounded queue a channel.
+
+    Args:
+        buffers: messages a channel holds; whoever delivers one more waits.
+    """
+
+    def __init__(self, buffers: int = 2) -> None:
+        self.buffers, self.lock = buffers, threading.Lock()
+        self.queues: dict[tuple[int, str], queue.Queue[tuple[int, Any]]] = {}
+
+    def channel(self, source: int, what: str) -> queue.Queue[tuple[int, Any]]:
+        """The queue of a channel; made by whoever asks first."""
+        with self.lock:
+            return self.queues.setdefault((source, what), queue.Queue(self.buffers))
+
+
+class ObjectStoreTransport:
+    """Arrays in Ray's object store, whose references are delivered by calls from actor to actor.
+
+    Bytes are copied into the store and out of it, never pickled; what lies there is read-only and shared, so
+    nothing of it is handed out.
+
+    Args:
+        rank: whose messages these are.
+        peers: handles of all shards' actors, with a method `deliver` in a concurrency group "mail".
+        mailbox: what `deliver` fills here.
+    """
+
+    def __init__(self, rank: int, peers: Sequence[Any], mailbox: Mailbox) -> None:
+        self.rank, self.peers, self.mailbox = rank, peers, mailbox
+        self.under_way: dict[tuple[int, str], collections.deque[Any]] = {}
+
+    def post(self, action: Recv, out: Tensor) -> Pending:
+        def wait() -> Tensor:
+            import numpy as np
+            import ray
+
+            tag, reference = self.mailbox.channel(action.source, action.what).get()
+            if tag != tag_of(action):
+                raise RuntimeError(f"{action}: another message came first")
+            array = ray.get(reference)
+            if out.is_cuda:
+                return out.copy_(torch.from_numpy(array.copy()).view(out.dtype), non_blocking=True)
+            np.copyto(out.detach().view(torch.uint8).numpy(), array)
+            return out
+
+        return wait
+
+    def send(self, action: Send, tensor: Tensor) -> None:
+        import ray
+
+        # as bytes: NumPy knows no bfloat16
+        reference = ray.put(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+        under_way = self.under_way.setdefault((action.to, action.what), collections.deque())
+        if len(under_way) == self.mailbox.buffers:
+            ray.get(under_way.popleft())
+        deliver = self.peers[action.to].deliver.options(concurrency_group="mail")
+        # in a list, so that Ray hands over the reference and not the array
+        under_way.append(deliver.remote(self.rank, action.what, tag_of(action), [reference]))
+
+    def flush(self) -> None:
+        import ray
+
+        for under_way in self.under_way.values():
+            ray.get(list(under_way))
+            under_way.clear()
 
 
 class LocalTransport:

@@ -15,7 +15,6 @@ from adjoint import sweep, tile
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run, Send
 from adjoint.tile import Cotangents, Gradients, Pullback, State
-from adjoint.windowed import Task, vjp
 
 
 class Work(sweep.Sweep):
@@ -223,94 +222,6 @@ class ExactWork(Work):
 
     def cotangent(self, y: Tensor, chunk: int) -> Tensor:
         return self.head_cotangent(y, chunk) if self.part.last else self.messages.pop(("dy", chunk))
-
-
-class TaskWork(Work):
-    """`Truncated` and `LayerLocal`: every layer's inputs are kept, and a layer's chunks are tasks.
-
-    Args:
-        tasks: as `adjoint.windowed.tasks` gives them; None without a window, where the adjoint state is
-            carried from chunk to chunk of a layer.
-        layer_local: every layer gets dL/dy_K for its cotangent.
-    """
-
-    def __init__(
-        self,
-        *arguments: object,
-        tasks: list[Task] | None,
-        window: int | None,
-        layer_local: bool,
-        **keywords: object,
-    ) -> None:
-        super().__init__(*arguments, **keywords)  # type: ignore[arg-type]
-        span, (batch, seqlen) = self.part.span, self.ids.shape
-        shape = (batch, seqlen, self.part.config.d_model)
-        self.window, self.layer_local = window, layer_local
-        self.tasks = None if tasks is None else {(t.layer, t.chunk): t for t in tasks}
-        whole = {"dtype": self.wide, "device": self.ids.device}
-        self.inputs = {k: torch.empty(shape, **whole) for k in span} if self.backward_follows else {}  # type: ignore[call-overload]
-        # cotangents of the outputs of layer k, added to by the tasks of layer k + 1
-        self.d_out = {span.stop - 1: torch.zeros(shape, **whole)}  # type: ignore[call-overload]
-        for k in range(span.start - 1, span.stop - 1):
-            if not layer_local or k < 0:
-                self.d_out[k] = torch.zeros(shape, **whole)  # type: ignore[call-overload]
-        self.d_states: dict[int, Cotangents] = {
-            k: (None,) * len(state) for k, state in zip(span, self.states, strict=True)
-        }
-        self.kept: dict[int, Tensor] = {}  # the head's inputs
-
-    def incoming(self, action: Recv, tensor: Tensor) -> None:
-        if action.what in ("dy", "d_head"):
-            self.d_out[self.part.span.stop - 1][:, self.chunks[action.chunk]] = tensor
-        else:
-            super().incoming(action, tensor)
-
-    def outgoing(self, action: Send) -> Tensor:
-        if action.what == "dy":
-            return self.d_out[self.part.span.start - 1][:, self.chunks[action.chunk]].contiguous()
-        if action.what == "d_head":
-            return self.d_out[self.part.span.stop - 1][:, self.chunks[action.chunk]].contiguous()
-        return super().outgoing(action)
-
-    def forward_tile(self, chunk: int) -> Tensor:
-        if self.backward_follows:
-            self.edges.put(chunk, self.states)
-        y = self.enter(chunk)
-        self.messages.pop(("y", chunk), None)
-        for at, (k, block) in enumerate(zip(self.part.span, self.part.blocks(), strict=True)):
-            if self.backward_follows:
-                self.inputs[k][:, self.chunks[chunk]] = y
-            y, self.states[at] = tile.forward(block, y, self.states[at])
-        if self.part.last and self.backward_follows:
-            self.kept[chunk] = y
-        return y
-
-    def head_tile(self, chunk: int) -> None:
-        d_head = self.head_cotangent(self.kept.pop(chunk), chunk)
-        self.d_out[self.part.span.stop - 1][:, self.chunks[chunk]] = d_head
-
-    def task_tile(self, layer: int, chunk: int) -> None:
-        dy = self.d_out[self.part.span.stop - 1 if self.layer_local else layer]
-        state = self.edges.get(chunk)[layer - self.part.span.start]
-        block, below = self.part.block(layer), self.d_out.get(layer - 1)
-        if self.tasks is None:
-            own = self.chunks[chunk]
-            _, _, pullback = tile.linearize(block, self.inputs[layer][:, own], state, self.gradients)
-            dx, self.d_states[layer] = pullback(dy[:, own], self.d_states[layer])
-            if below is not None and dx is not None:
-                below[:, own] += dx
-            return
-        assert self.window is not None
-        task = self.tasks[layer, chunk]
-        inputs = self.inputs[layer][:, task.left : task.halo_stop]
-        nothing: Cotangents = (None,) * len(state)
-        around = dy[:, task.start : task.halo_stop]
-        dx, _ = vjp(block, task, inputs, state, around, nothing, self.window, self.gradients)
-        if below is not None:
-            below[:, task.left : task.stop] += dx
-
-    def embedding_tile(self, chunk: int) -> None:
-        self.leave(chunk, self.d_out[-1][:, self.chunks[chunk]])
 
 
 class Edges:
