@@ -1,7 +1,7 @@
 """The Triton backend: the pairs of functions of `reference`, gathered from a module an operation.
 
-Proven under Triton's interpreter and compiled for sm_80 and sm_90, but not yet run on a GPU: there each operation
-stands a trial (`trial`) before it is picked. Dense recurrences take the reference.
+Proven under Triton's interpreter and compiled for sm_80 and sm_90, but not yet run on a GPU: there each
+operation stands a trial (`trial`) before it is picked. Dense recurrences take the reference.
 """
 
 from adjoint.kernels import triton_norm

@@ -42,6 +42,28 @@ def sigmoid(x):
 
 
 @triton.jit
+def step_size(delta, bias, SOFTPLUS: tl.constexpr):
+    """The discretisation step d = softplus(delta + bias)."""
+    x = delta + bias
+    if SOFTPLUS:
+        return log1p_exp(x)
+    else:
+        return x
+
+
+@triton.jit
+def softplus_slope(step):
+    """d softplus(x) / dx = 1 - exp(-softplus(x)), by its series where the difference would cancel."""
+    if step.dtype == tl.float64:
+        tail = 1.0 / 720.0 - step * (1.0 / 5040.0 - step * (1.0 / 40320.0 - step * (1.0 / 362880.0)))
+        fifth = 1.0 / 120.0 - step * tail
+    else:
+        fifth = 1.0 / 120.0
+    series = step * (1.0 - step * (0.5 - step * (1.0 / 6.0 - step * (1.0 / 24.0 - step * fifth))))
+    return tl.where(step < 0.0625, series, 1.0 - tl.exp(-step))
+
+
+@triton.jit
 def _pass_states_kernel(
     local,
     decay,
@@ -128,6 +150,11 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def last_contiguous(x: torch.Tensor) -> torch.Tensor:
     """``x`` itself where its last dimension is dense (any other strides are fine), else a contiguous copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def dense(x: torch.Tensor | None) -> torch.Tensor | None:
+    """A parameter as kernels index it, contiguous (an expanded or strided one is copied); None stays None."""
+    return None if x is None else x.contiguous()
 
 
 def reset_bytes(reset: torch.Tensor | None) -> torch.Tensor | None:

@@ -250,7 +250,7 @@ def causal_conv1d_forward(
     """
     batch, seqlen, channels = x.shape
     d_conv = _check(x, weight)
-    x = common.last_contiguous(x)
+    x, bias = common.last_contiguous(x), common.dense(bias)
     state = initial_state.contiguous() if initial_state is not None and d_conv > 1 else None
     y = torch.empty((batch, seqlen, channels), dtype=x.dtype, device=x.device)
     with common.on_device(x):
@@ -298,7 +298,7 @@ def causal_conv1d_backward(
     """
     batch, seqlen, channels = x.shape
     d_conv = _check(x, weight)
-    dy, x = common.last_contiguous(dy), common.last_contiguous(x)
+    dy, x, bias = common.last_contiguous(dy), common.last_contiguous(x), common.dense(bias)
     state = initial_state.contiguous() if initial_state is not None and d_conv > 1 else None
     acc = common.state_dtype(x.dtype)
     parts = triton.cdiv(seqlen + d_conv - 1, TOKENS)

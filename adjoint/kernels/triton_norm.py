@@ -155,7 +155,7 @@ def rms_norm_forward(
     width = x.shape[-1]
     group, block, warps = _group(width, group_size)
     acc = common.state_dtype(x.dtype)
-    flat = _rows(x)
+    weight, flat = weight.contiguous(), _rows(x)
     flat_residual = None if residual is None else _rows(residual)
     flat_gate = None if gate is None else _rows(gate)
     rows, groups = flat.shape[0], width // group
@@ -196,7 +196,7 @@ def rms_norm_backward(
     width = s.shape[-1]
     group, block, warps = _group(width, group_size)
     acc = common.state_dtype(dy.dtype)
-    flat_dy, flat_s = _rows(dy), _rows(s)
+    weight, flat_dy, flat_s = weight.contiguous(), _rows(dy), _rows(s)
     flat_ds = None if ds is None else _rows(ds)
     flat_gate = None if gate is None else _rows(gate)
     rows, groups = flat_s.shape[0], width // group

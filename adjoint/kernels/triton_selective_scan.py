@@ -15,30 +15,47 @@ import torch
 import triton
 
 from adjoint.kernels import triton_common as common
-from adjoint.kernels import triton_selective_scan_kernels as kernels
+from adjoint.kernels import triton_selective_scan_backward as backward_kernels
+from adjoint.kernels import triton_selective_scan_forward as forward_kernels
 from adjoint.kernels import triton_selective_scan_window as windowed_kernels
 
 CHECKPOINT = 64  # tokens between the states that the forward keeps
-STEPS = 4  # tokens whose states the backward holds in registers
-WINDOW_STEPS = 2  # the same with a window, whose prefixes are held too
 UNROLL = 4  # tokens the forward walks at once
 SHORTEST_SPLIT = 512  # tokens; a shorter split is not worth its extra pass
 MAX_D_STATE = 256  # above, a warp's registers cannot hold the state
-FORWARD_PER_SM, BACKWARD_PER_SM = 16, 8  # one-warp programs a multiprocessor's registers hold
+FORWARD_PER_SM, BACKWARD_PER_SM = 16, 8  # warps a multiprocessor's registers hold
+# Registers a thread may take in the kernels that ptxas, left to itself, holds to fewer and makes spill.
+LOCAL_REGISTERS, MOST_REGISTERS = 96, 255
 
 
-def forward_tile(d_state: int) -> tuple[int, int]:
-    """(padded d_state, channels) of a forward program: 32 channels, fewer once a thread would hold over 32
-    states."""
+def forward_tile(d_state: int) -> tuple[int, int, int]:
+    """(padded d_state, channels, warps) of a forward program: 32 channels, fewer once a thread would hold
+    over 32 states, and four warps where that leaves no 8."""
     n = triton.next_power_of_2(d_state)
-    return n, max(1024 // max(n, 32), 4)
+    lanes = max(1024 // max(n, 32), 8)
+    return n, lanes, max(n * lanes // 512, 1) if n > 128 else 1
 
 
-def backward_tile(d_state: int) -> tuple[int, int, int]:
-    """(padded d_state, rows, lanes) of a backward program: rows × 8 channels, 8 state elements a thread
-    (d_state 16)."""
+def local_tile(d_state: int) -> tuple[int, int, int]:
+    """The same for the passes that sum nothing over states, where a thread may hold a part of a channel's:
+    16, for there are two or three values to each."""
     n = triton.next_power_of_2(d_state)
-    return n, min(max(32 // n, 1), 4), max(8, 32 // n) if n <= 128 else 4
+    return n, 32, max(n // 16, 1)
+
+
+def backward_tile(d_state: int, window: bool) -> tuple[int, int, int, int, int]:
+    """(padded d_state, rows, lanes, warps, steps) of a backward program: rows × 8 channels, 8 state elements
+    a thread; with a window, whose prefixes are as many again, 4. ``steps``: tokens whose states it holds."""
+    n = triton.next_power_of_2(d_state)
+    if window:
+        return n, 1, max(8, 32 // n), max(n // 16, 1), 2
+    warps = max(n // (32 if n <= 128 else 16), 1)
+    return n, min(max(32 // n, 1), 4), max(8, 32 // n), warps, 4 if n <= 32 else 2
+
+
+def _registers(budget: int, dtype: torch.dtype) -> int | None:
+    """The register limit of a launch; float64, slow on any account, has none."""
+    return None if dtype == torch.float64 else budget
 
 
 def check(d_state: int) -> None:
@@ -82,9 +99,10 @@ def selective_scan_forward(
     d_state = A.shape[1]
     check(d_state)
     acc = common.state_dtype(u.dtype)
-    n, lanes = forward_tile(d_state)
+    n, lanes, warps = forward_tile(d_state)
     u, delta, B, C = (common.last_contiguous(x) for x in (u, delta, B, C))
     z = None if z is None else common.last_contiguous(z)
+    D, delta_bias = common.dense(D), common.dense(delta_bias)
     A = A.t().contiguous()  # kernels keep every state as (d_state, d_inner), channels dense
     reset_u8 = common.reset_bytes(reset)
     h_in = None if initial_state is None else initial_state.to(acc).transpose(1, 2).contiguous()
@@ -101,7 +119,8 @@ def selective_scan_forward(
 
     def launch(h: torch.Tensor | None, h_out: torch.Tensor, decay: torch.Tensor | None) -> None:
         local = decay is not None
-        kernels.forward_kernel[(blocks, splits, batch)](
+        limited = n > 128 or (local and n <= 32)
+        forward_kernels.forward_kernel[(blocks, splits, batch)](
             *(u, delta, A, B, C, D, z, delta_bias, reset_u8),
             *(h, y, checkpoints, h_out, decay),
             *(seqlen, d_inner, d_state, split_len, 1),
@@ -120,8 +139,9 @@ def selective_scan_forward(
             N=n,
             LANES=lanes,
             ACC=common.tl_dtype(acc),
-            num_warps=1,
+            num_warps=warps,
             num_stages=1,
+            maxnreg=_registers(LOCAL_REGISTERS if n <= 32 else MOST_REGISTERS, acc) if limited else None,
         )
 
     with common.on_device(u):
@@ -166,6 +186,7 @@ def selective_scan_backward(
     acc = common.state_dtype(u.dtype)
     dy, u, delta, B, C = (common.last_contiguous(x) for x in (dy, u, delta, B, C))
     z = None if z is None else common.last_contiguous(z)
+    D, delta_bias = common.dense(D), common.dense(delta_bias)
     A = A.t().contiguous()  # kernels keep every state as (d_state, d_inner), channels dense
     reset_u8 = common.reset_bytes(reset)
     if window is not None and window > seqlen:  # the initial state counts as one more token
@@ -173,9 +194,7 @@ def selective_scan_backward(
     if halo > 0 and window is None:
         window = seqlen + 1  # only the windowed kernel knows halos
 
-    n, rows, lanes = backward_tile(d_state)
-    if window is not None:
-        rows = 1
+    n, rows, lanes, warps, steps = backward_tile(d_state, window is not None)
     blocks = triton.cdiv(d_inner, rows * lanes)
     wanted = common.wanted_programs(u, BACKWARD_PER_SM)
     unit = CHECKPOINT if window is None else window  # windowed splits are whole blocks, counted from token -1
@@ -193,7 +212,7 @@ def selective_scan_backward(
     dA_parts = empty(batch, splits, d_state, d_inner)
     dD_parts = None if D is None else empty(batch, splits, d_inner)
     dbias_parts = None if delta_bias is None else empty(batch, splits, d_inner)
-    marks = CHECKPOINT // STEPS if window is None else 3 * (CHECKPOINT // WINDOW_STEPS)
+    marks = CHECKPOINT // steps * (1 if window is None else 3)
     scratch = empty(batch, splits, blocks, marks, n * rows * lanes)
     flags = {
         "HAS_Z": z is not None,
@@ -201,14 +220,14 @@ def selective_scan_backward(
         "HAS_RESET": reset is not None,
         "SOFTPLUS": delta_softplus,
         "ACC": common.tl_dtype(acc),
-        "num_warps": 1,
         "num_stages": 1,
+        "maxnreg": _registers(MOST_REGISTERS, acc),
     }
     z_strides = (0, 0) if z is None else z.stride()[:2]
     c_in = None if dfinal_state is None else dfinal_state.to(acc).transpose(1, 2).contiguous()
     with common.on_device(u):
         step = empty(*u.shape)
-        kernels.step_kernel[(triton.cdiv(seqlen, 32), triton.cdiv(d_inner, 128), batch)](
+        backward_kernels.step_kernel[(triton.cdiv(seqlen, 32), triton.cdiv(d_inner, 128), batch)](
             *(delta, delta_bias, step, seqlen, d_inner, *delta.stride()[:2]),
             HAS_BIAS=delta_bias is not None,
             SOFTPLUS=delta_softplus,
@@ -227,21 +246,22 @@ def selective_scan_backward(
         elif splits > 1:
             local = empty(batch, splits, d_state, d_inner)
             decay = torch.empty_like(local)
-            n_local, lanes_local = forward_tile(d_state)
-            kernels.adjoint_local_kernel[(triton.cdiv(d_inner, lanes_local), splits, batch)](
+            n_local, lanes_local, warps_local = local_tile(d_state)
+            backward_kernels.adjoint_local_kernel[(triton.cdiv(d_inner, lanes_local), splits, batch)](
                 *(dy, delta, A, C, z, delta_bias, reset_u8, local, decay),
                 *(seqlen, d_inner, d_state, split_len, 1),
                 *(*dy.stride()[:2], *delta.stride()[:2], *C.stride()[:2], *z_strides),
                 UNROLL=UNROLL,
                 N=n_local,
                 LANES=lanes_local,
+                num_warps=warps_local,
                 **flags,
             )
             c_in, dinitial = common.pass_states(local, decay, c_in, reverse=True)
         else:
             dinitial = empty(batch, d_state, d_inner)
         if window is None:
-            kernels.backward_kernel[(blocks, splits, batch)](
+            backward_kernels.backward_kernel[(blocks, splits, batch)](
                 *(dy, u, step, A, B, C, D, z, reset_u8, checkpoints, c_in, scratch),
                 *(du, ddelta, dz, dB_parts, dC_parts, dA_parts, dD_parts, dbias_parts, dinitial),
                 *(seqlen, d_inner, d_state, split_len, 1),
@@ -251,10 +271,11 @@ def selective_scan_backward(
                 WRITE_COUT=splits == 1,
                 EVEN=d_state == n and d_inner % (rows * lanes) == 0,
                 EVERY=CHECKPOINT,
-                STEPS=STEPS,
+                STEPS=steps,
                 N=n,
                 ROWS=rows,
                 LANES=lanes,
+                num_warps=warps,
                 **flags,
             )
     return (
@@ -305,15 +326,16 @@ def _windowed(
     shared = {key: value for key, value in flags.items() if key not in ("HAS_BIAS", "SOFTPLUS")}
     shared.update(HAS_FINAL=dfinal is not None, EVERY=CHECKPOINT)
     totals, products = torch.empty_like(checkpoints), torch.empty_like(checkpoints)
-    n, lanes = forward_tile(d_state)
+    n, lanes, warps = local_tile(d_state)
     windowed_kernels.marks_kernel[(triton.cdiv(d_inner, lanes), splits, batch)](
         *(dy, step, A, C, z, reset, dfinal, totals, products, seqlen, d_inner, d_state, split_len, window, 1),
         *(*dy.stride()[:2], *C.stride()[:2], *z_strides),
         N=n,
         LANES=lanes,
+        num_warps=warps,
         **shared,
     )
-    n, _, lanes = backward_tile(d_state)
+    n, _, lanes, warps, steps = backward_tile(d_state, True)
     windowed_kernels.backward_kernel[(triton.cdiv(d_inner, lanes), splits, batch)](
         *(dy, u, step, A, B, C, D, z, reset, checkpoints, totals, products, dfinal, scratch),
         *(
@@ -338,8 +360,9 @@ def _windowed(
         HAS_D=D is not None,
         HAS_BIAS=flags["HAS_BIAS"],
         SOFTPLUS=flags["SOFTPLUS"],
-        STEPS=WINDOW_STEPS,
+        STEPS=steps,
         N=n,
         LANES=lanes,
+        num_warps=warps,
         **shared,
     )

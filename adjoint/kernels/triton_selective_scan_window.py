@@ -16,15 +16,14 @@ split of the sequence is whole blocks, so splits need nothing of each other.
 
 # Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
 # ruff: noqa: RUF005
-# mypy: disable-error-code="assignment"
+# mypy: allow-untyped-defs, no-check-untyped-defs, disable-error-code="assignment"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton_common import LOG2E, sigmoid
-from adjoint.kernels.triton_selective_scan_kernels import _slope as slope_of
+from adjoint.kernels.triton_common import LOG2E, sigmoid, softplus_slope
 
 
 @triton.jit
@@ -388,7 +387,7 @@ def backward_kernel(
                 mu_B = tl.sum(mu * B_[:, None], axis=0)
                 dstep = tl.sum(v * A2, axis=0) * (1.0 / LOG2E) + mu_B * u_
                 if SOFTPLUS:
-                    dstep = dstep * slope_of(step_)
+                    dstep = dstep * softplus_slope(step_)
                 tl.store(du + at * d_inner + d, mu_B * step_ + skip * g, mask=m)
                 tl.store(ddelta + at * d_inner + d, dstep, mask=m)
                 sum_A += v * step_[None, :]

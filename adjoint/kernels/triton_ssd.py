@@ -1,14 +1,15 @@
 """SSD scan (Mamba-2) in Triton on tensor cores: the forward/backward pair behind ``adjoint.ssd_scan``.
 
-Chunks' own states, a pass that carries them through the sequence, then every chunk's outputs from the state
-at its entry; the
-backward is its mirror image, with the state's cotangent passed from the last chunk to the first. Products
-take the
+Chunks' own states, a pass that carries them through the sequence, then every tile's outputs from the state at
+its chunk's entry; the backward is its mirror image, with the state's cotangent passed from the last chunk to
+the first. So the sequence is always split over programs, whatever batch and heads are. Products take the
 inputs' 16-bit dtype (float32 inputs: three-fold TF32, as exact as float32), sums and states are float32. A
-window or halo
-takes the selective scan's windowed kernel, head channels side by side: exact, linear in time, without tensor
-cores.
-Nothing waits for the device or depends on values, and all sums have a fixed order.
+window or halo takes the selective scan's windowed kernel, head channels side by side: exact, linear in time,
+without tensor cores. Nothing waits for the device or depends on values, and all sums have a fixed order.
+
+Proven under the interpreter and by compilation (no kernel spills for sm_80 and sm_90); not measured on a GPU:
+the chunk lengths, tile sizes and warps below are reasoned, not tuned. Longer chunks write fewer states, which
+are most of the traffic, and do more products.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ import triton.language as tl
 
 from adjoint.kernels import triton_common as common
 from adjoint.kernels import triton_selective_scan as selective
-from adjoint.kernels import triton_ssd_kernels as kernels
+from adjoint.kernels import triton_ssd_backward as backward
+from adjoint.kernels import triton_ssd_forward as forward
 
-CHUNK = {
-    2: 64,
-    4: 32,
-    8: 16,
-}  # tokens a matrix tile, by the size of the inputs' elements: registers hold the tiles
-BLOCK = {2: 32, 4: 32, 8: 16}  # of d_state, likewise
-BACKWARD_WARPS = 8
+# By the size of the inputs' elements: tokens between the states that are kept, tokens a matrix tile, and the
+# columns of d_state that a program takes where they are the inner and where they are the outer dimension.
+CHUNK = {2: 256, 4: 128, 8: 64}
+TILE = {2: 64, 4: 32, 8: 16}
+INNER = {2: 32, 4: 32, 8: 16}
+OUTER = {2: 64, 4: 64, 8: 16}
+WARPS = 4
+PAIR_BLOCK = {2: 64, 4: 32, 8: 16}  # of headdim, in pair_grad_kernel
+# A thread's registers in the kernels that ptxas, left to itself, holds to fewer and makes spill.
+GROUP_REGISTERS, STEP_REGISTERS = 255, 96
 HEADS_EACH = 16  # heads whose dB, dC a program sums before writing them
+STEP_HEADS = 16  # heads a program of the step kernels
 MAX_HEADDIM, MAX_D_STATE = 128, 256
 
 _TL = {
@@ -41,50 +47,74 @@ _TL = {
 }
 
 
-def _tile(x: torch.Tensor, d_state: int) -> dict[str, Any]:
-    """Constexprs that all kernels share: tile sizes, dtype and precision of the products."""
-    headdim = x.shape[-1]
+def _chunk(x: torch.Tensor) -> int:
+    """Tokens a chunk: fewer than CHUNK only when the whole sequence is one chunk."""
+    size = x.element_size()
+    return min(CHUNK[size], max(TILE[size], triton.next_power_of_2(x.shape[1])))
+
+
+def _tile(x: torch.Tensor, d_state: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Constexprs of the kernels that sum over d_state, and of those that are split over it."""
+    headdim, size = x.shape[-1], x.element_size()
     if headdim > MAX_HEADDIM or d_state > MAX_D_STATE:
         raise ValueError(
             f"headdim={headdim}, d_state={d_state}: the Triton SSD scan takes at most "
             f"{MAX_HEADDIM} and {MAX_D_STATE}; "
             "use smaller ones or backend='reference'"
         )
-    return {
-        "Q": CHUNK[x.element_size()],
+    n = max(16, triton.next_power_of_2(d_state))
+    tile = {
+        "CHUNK": _chunk(x),
+        "Q": TILE[size],
         "P": max(16, triton.next_power_of_2(headdim)),
-        "N": min(max(16, triton.next_power_of_2(d_state)), BLOCK[x.element_size()]),
         "DOT": _TL[x.dtype],
         "PRECISION": "tf32x3" if x.dtype == torch.float32 else "ieee" if x.dtype == torch.float64 else "tf32",
         "ACC": common.tl_dtype(x.dtype),
         "num_stages": 1,
+        "num_warps": WARPS * (2 if headdim > 64 else 1),
     }
+    return {**tile, "N": min(n, INNER[size])}, {**tile, "N": min(n, OUTER[size])}
 
 
-def _steps(
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    dt_bias: torch.Tensor | None,
-    dt_softplus: bool,
-    chunk: int,
-    acc: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(step, running sum of step * A in each chunk), both (batch, nheads, chunks * chunk)."""
-    batch, seqlen, nheads = dt.shape
-    chunks = triton.cdiv(seqlen, chunk)
-    step = torch.empty((batch, nheads, chunks * chunk), dtype=acc, device=dt.device)
-    cum = torch.empty_like(step)
-    heads = 16
-    kernels.step_kernel[(chunks, triton.cdiv(nheads, heads), batch)](
-        *(dt, A, dt_bias, step, cum, seqlen, nheads, *dt.stride()[:2]),
-        HAS_BIAS=dt_bias is not None,
-        SOFTPLUS=dt_softplus,
-        Q=chunk,
-        HEADS=heads,
-        ACC=common.tl_dtype(acc),
-        num_warps=4,
+class _Steps:
+    """What all kernels need of dt: (batch, nheads, chunks * CHUNK) each, `forward.step_kernel`; and the
+    number of resets in the chunk up to each token, (batch, chunks * CHUNK), None without resets."""
+
+    def __init__(self, dt, A, dt_bias, dt_softplus, reset, tile):
+        batch, seqlen, nheads = dt.shape
+        acc = common.state_dtype(dt.dtype) if tile["ACC"] == tl.float32 else torch.float64
+        self.chunks = triton.cdiv(seqlen, tile["CHUNK"])
+        padded = self.chunks * tile["CHUNK"]
+        self.step = torch.empty((batch, nheads, padded), dtype=acc, device=dt.device)
+        self.prefix, self.suffix = torch.empty_like(self.step), torch.empty_like(self.step)
+        grid = (padded // tile["Q"], triton.cdiv(nheads, STEP_HEADS), batch)
+        forward.step_kernel[grid](
+            *(dt, A, dt_bias, self.step, self.prefix, self.suffix, seqlen, nheads, *dt.stride()[:2]),
+            HAS_BIAS=dt_bias is not None,
+            SOFTPLUS=dt_softplus,
+            Q=tile["Q"],
+            HEADS=STEP_HEADS,
+            ACC=tile["ACC"],
+            num_warps=4,
+        )
+        self.segment = None
+        if reset is not None:
+            begins = torch.nn.functional.pad(reset.to(torch.int32), (0, padded - seqlen))
+            counts = begins.view(batch, self.chunks, -1).cumsum(-1, dtype=torch.int32)
+            self.segment = counts.view(batch, padded)
+
+
+def _gram(B, C, chunks, tile, acc):
+    """C_i . B_j inside the chunks, (batch, chunks, ngroups, CHUNK, CHUNK), on and under the diagonal
+    tiles."""
+    batch, seqlen, ngroups, d_state = B.shape
+    chunk, tiles = tile["CHUNK"], tile["CHUNK"] // tile["Q"]
+    gram = torch.empty((batch, chunks, ngroups, chunk, chunk), dtype=acc, device=B.device)
+    constants = {k: v for k, v in tile.items() if k != "P"}
+    forward.gram_kernel[(chunks * tiles * tiles, ngroups, batch)](
+        *(B, C, gram, seqlen, d_state, *B.stride()[:3], *C.stride()[:3]), **constants
     )
-    return step, cum
+    return gram
 
 
 def ssd_scan_forward(
@@ -103,43 +133,39 @@ def ssd_scan_forward(
     """Run ``h_t = exp(dt_t A) h_{t-1} + dt_t x_t (x) B_t``, ``y_t = h_t C_t + D x_t`` in every head.
 
     x (batch, seqlen, nheads, headdim), dt (batch, seqlen, nheads), A, D, dt_bias (nheads,), B, C (batch,
-    seqlen, ngroups,
-    d_state), initial_state (batch, nheads, headdim, d_state) or None, reset (batch, seqlen) bool or None.
-    Returns y (like x),
-    final_state (float32, float64 for float64 inputs) and the states at the chunks' entries (None unless
-    ``save``).
-    Raises ValueError for headdim above 128 or d_state above 256.
+    seqlen, ngroups, d_state), initial_state (batch, nheads, headdim, d_state) or None, reset (batch, seqlen)
+    bool or None. Returns y (like x), final_state (float32, float64 for float64 inputs) and the states at the
+    chunks' entries (None unless ``save``). Raises ValueError for headdim above 128 or d_state above 256.
     """
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
-    tile = _tile(x, d_state)
+    inner, outer = _tile(x, d_state)
     acc = common.state_dtype(x.dtype)
     x, dt, B, C = (common.last_contiguous(v) for v in (x, dt, B, C))
-    reset_u8 = common.reset_bytes(reset)
-    chunk, blocks = tile["Q"], triton.cdiv(d_state, tile["N"])
-    chunks = triton.cdiv(seqlen, chunk)
+    A, D, dt_bias = A.contiguous(), common.dense(D), common.dense(dt_bias)
+    chunks, tiles = triton.cdiv(seqlen, inner["CHUNK"]), inner["CHUNK"] // inner["Q"]
     y = torch.empty((batch, seqlen, nheads, headdim), dtype=x.dtype, device=x.device)
     local = torch.empty((batch, chunks, nheads, headdim, d_state), dtype=acc, device=x.device)
     decay = torch.empty((batch, chunks, nheads), dtype=acc, device=x.device)
     sizes = (seqlen, nheads, headdim, d_state, nheads // ngroups)
     with common.on_device(x):
-        step, cum = _steps(dt, A, dt_bias, dt_softplus, chunk, acc)
-        kernels.chunk_state_kernel[(chunks, nheads * blocks, batch)](
-            *(x, B, step, cum, reset_u8, local, decay, *sizes, *x.stride()[:3], *B.stride()[:3]),
+        s = _Steps(dt, A, dt_bias, dt_softplus, reset, inner)
+        forward.chunk_state_kernel[(chunks, nheads * triton.cdiv(d_state, outer["N"]), batch)](
+            *(x, B, s.step, s.prefix, s.suffix, s.segment, local, decay, *sizes),
+            *(*x.stride()[:3], *B.stride()[:3]),
             REVERSE=False,
             HAS_RESET=reset is not None,
-            num_warps=4,
-            **tile,
+            **outer,
         )
         init = None if initial_state is None else initial_state.to(acc)
         incoming, final = common.pass_states(local, decay, init, reverse=False)
-        kernels.output_kernel[(chunks, nheads, batch)](
-            *(x, B, C, D, step, cum, reset_u8, incoming, y, *sizes),
-            *(*x.stride()[:3], *B.stride()[:3], *C.stride()[:3]),
+        gram = _gram(B, C, chunks, inner, acc)
+        forward.output_kernel[(chunks * tiles, nheads, batch)](
+            *(x, C, D, gram, s.step, s.prefix, s.suffix, s.segment, incoming, y, *sizes),
+            *(*x.stride()[:3], *C.stride()[:3]),
             HAS_D=D is not None,
             HAS_RESET=reset is not None,
-            num_warps=4,
-            **tile,
+            **inner,
         )
     return y, final, incoming if save else None
 
@@ -173,71 +199,75 @@ def ssd_scan_backward(
         return _through_selective_scan(
             dy, dfinal_state, x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, window, halo
         )
-    tile = _tile(x, d_state)
+    inner, outer = _tile(x, d_state)
     acc = common.state_dtype(x.dtype)
     dy, x, dt, B, C = (common.last_contiguous(v) for v in (dy, x, dt, B, C))
-    reset_u8 = common.reset_bytes(reset)
-    chunk, blocks = tile["Q"], triton.cdiv(d_state, tile["N"])
-    chunks = triton.cdiv(seqlen, chunk)
+    A, D, dt_bias = A.contiguous(), common.dense(D), common.dense(dt_bias)
+    chunk, tiles = inner["CHUNK"], inner["CHUNK"] // inner["Q"]
+    chunks, blocks = triton.cdiv(seqlen, chunk), triton.cdiv(d_state, outer["N"])
+    shares = triton.cdiv(nheads // ngroups, HEADS_EACH)
 
     def empty(*shape: int, dtype: torch.dtype = acc) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
-    shares = triton.cdiv(nheads // ngroups, HEADS_EACH)
     dx, ddt = empty(*x.shape, dtype=x.dtype), empty(*dt.shape, dtype=dt.dtype)
-    dA, dD, dbias = (empty(batch, chunks, nheads) for _ in range(3))
+    dA, dD, dbias = (empty(batch, chunks * tiles, nheads) for _ in range(3))
     dB, dC = (empty(batch, shares, seqlen, ngroups, d_state) for _ in range(2))
     local, decay = empty(batch, chunks, nheads, headdim, d_state), empty(batch, chunks, nheads)
-    sizes = (seqlen, nheads, headdim, d_state)
-    heads_a_group = nheads // ngroups
-    strides = (*dy.stride()[:3], *x.stride()[:3], *B.stride()[:3], *C.stride()[:3])
+    dgram = empty(batch, shares, chunks, ngroups, chunk, chunk)
+    by_output, by_input = (empty(batch, nheads, tiles, chunks * chunk) for _ in range(2))
+    sizes = (seqlen, nheads, headdim, d_state, nheads // ngroups)
+    flag = {"HAS_RESET": reset is not None}
+    d, xs, b, c = (v.stride()[:3] for v in (dy, x, B, C))
     with common.on_device(x):
-        step, cum = _steps(dt, A, dt_bias, dt_softplus, chunk, acc)
-        kernels.chunk_state_kernel[(chunks, nheads * blocks, batch)](
-            *(
-                dy,
-                C,
-                step,
-                cum,
-                reset_u8,
-                local,
-                decay,
-                *sizes,
-                heads_a_group,
-                *dy.stride()[:3],
-                *C.stride()[:3],
-            ),
-            REVERSE=True,
-            HAS_RESET=reset is not None,
-            num_warps=4,
-            **tile,
+        s = _Steps(dt, A, dt_bias, dt_softplus, reset, inner)
+        sums = (s.step, s.prefix, s.suffix, s.segment)
+        read, direct, fed, inside = (torch.empty_like(s.step) for _ in range(4))
+        through = torch.empty_like(decay)
+        forward.chunk_state_kernel[(chunks, nheads * blocks, batch)](
+            *(dy, C, *sums, local, decay, *sizes, *d, *c), REVERSE=True, **flag, **outer
         )
         last = None if dfinal_state is None else dfinal_state.to(acc)
         g_out, dinitial = common.pass_states(local, decay, last, reverse=True)
-        read, through = torch.empty_like(step), torch.empty_like(decay)
-        kernels.read_kernel[(chunks, nheads, batch)](
-            *(dy, C, cum, reset_u8, checkpoints, g_out, read, through, *sizes, heads_a_group),
-            *(*dy.stride()[:3], *C.stride()[:3]),
-            HAS_RESET=reset is not None,
-            num_warps=4,
-            **tile,
+        backward.read_kernel[(chunks * tiles, nheads, batch)](
+            *(dy, C, s.prefix, s.segment, checkpoints, g_out, read, through, *sizes, *d, *c), **flag, **inner
         )
-        kernels.input_grad_kernel[(chunks, nheads, batch)](
-            *(dy, x, B, C, A, D, step, cum, reset_u8, g_out, read, through, dx, ddt, dA, dD, dbias, *sizes),
-            *(heads_a_group, *strides),
+        gram = _gram(B, C, chunks, inner, acc)
+        backward.input_grad_kernel[(chunks * tiles, nheads, batch)](
+            *(dy, x, B, D, gram, *sums, g_out, dx, dD, direct, fed, *sizes, *d, *xs, *b),
             HAS_D=D is not None,
+            **flag,
+            **inner,
+        )
+        backward.pair_grad_kernel[(chunks * tiles * tiles, ngroups * shares, batch)](
+            *(dy, x, *sums, gram, dgram, inside, by_output, by_input, *sizes[:3]),
+            *(ngroups, nheads // ngroups, HEADS_EACH, *d, *xs),
+            **flag,
+            **{k: v for k, v in inner.items() if k not in ("N", "P", "num_warps")},
+            P=min(inner["P"], PAIR_BLOCK[x.element_size()]),
+            num_warps=WARPS,
+        )
+        backward.step_grad_kernel[(chunks * tiles, triton.cdiv(nheads, STEP_HEADS), batch)](
+            *(A, s.step, direct, fed, inside, by_output, by_input, read, through, ddt, dA, dbias),
+            *(seqlen, nheads),
             SOFTPLUS=dt_softplus,
-            HAS_RESET=reset is not None,
-            num_warps=BACKWARD_WARPS,
-            **tile,
+            CHUNK=chunk,
+            Q=inner["Q"],
+            HEADS=STEP_HEADS,
+            ACC=inner["ACC"],
+            num_warps=4,
+            maxnreg=None if acc == torch.float64 else STEP_REGISTERS,
         )
-        kernels.group_grad_kernel[(chunks, ngroups * shares * blocks, batch)](
-            *(dy, x, B, C, step, cum, reset_u8, checkpoints, g_out, dB, dC, *sizes, ngroups, heads_a_group),
-            *(HEADS_EACH, *strides),
-            HAS_RESET=reset is not None,
-            num_warps=BACKWARD_WARPS,
-            **tile,
-        )
+        grid, groups = (chunks * tiles, ngroups * shares * blocks, batch), (ngroups, sizes[-1], HEADS_EACH)
+        for of_b, v, other, state, out in ((True, x, C, g_out, dB), (False, dy, B, checkpoints, dC)):
+            backward.group_grad_kernel[grid](
+                *(v, other, *sums, state, dgram, out, *sizes[:4], *groups),
+                *(*v.stride()[:3], *other.stride()[:3]),
+                OF_B=of_b,
+                maxnreg=None if acc == torch.float64 else GROUP_REGISTERS,
+                **flag,
+                **outer,
+            )
     return (
         dx,
         ddt,
