@@ -78,8 +78,8 @@ class ShardActor:
         transport: Transport | None = None
         if backend == OBJECT_STORE:
             transport = ObjectStoreTransport(spec.rank, peers, self.mailbox)
-        elif len(spec.spans) > 1:
-            transport = join(meeting, spec.rank, len(spec.spans), backend, PATIENCE)
+        elif spec.workers > 1:
+            transport = join(meeting, spec.rank, spec.workers, backend, PATIENCE)
         self.shard = Shard(spec, transport, drawn=checkpoint is None)
         if checkpoint is not None:
             self.shard.load(checkpoint)

@@ -59,6 +59,11 @@ class ShardSpec:
     precision: str = "float32"
     threads: int | None = None
 
+    @property
+    def workers(self) -> int:
+        """Shards and helpers."""
+        return len(self.spans) + len(self.helpers)
+
 
 @dataclass(frozen=True)
 class Tile:
