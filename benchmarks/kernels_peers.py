@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch import Tensor
 import adjoint
 from adjoint.kernels import reference
 from adjoint.kernels.conv1d import causal_conv1d
-from adjoint.layers.norm import RMSNorm
+from adjoint.kernels.rms_norm import rms_norm
 from benchmarks.kernels_contender import Contender, Function, compiled, imported
 from benchmarks.kernels_ops import EPS, mean_loss
 
@@ -311,21 +310,13 @@ def _head_fla() -> Function:
 HEAD = {
     "adjoint": Contender("adjoint", lambda: mean_loss, ours=True),
     "torch": Contender("PyTorch, all logits", lambda: _head_torch),
-    "compile": Contender("torch.compile", compiled(_head_torch), once=True),
     "liger": Contender("liger", _head_liger, needs=("liger_kernel",), devices=("cuda",)),
     "fla": Contender("flash-linear-attention", _head_fla, needs=("fla",), devices=("cuda",)),
 }
 
 
-def _norm_module(make: Callable[..., torch.nn.Module]) -> Function:
-    """A module's forward as a function of its weight."""
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        with torch.device("meta"):
-            module = make(x.shape[-1], EPS)
-        return torch.func.functional_call(module, {"weight": weight}, (x,))
-
-    return norm
+def _norm(backend: str | None) -> Callable[[], Function]:
+    return lambda: lambda x, weight: rms_norm(x, weight, EPS, backend=backend)
 
 
 def _norm_torch(x: Tensor, weight: Tensor) -> Tensor:
@@ -333,24 +324,14 @@ def _norm_torch(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _norm_transformers() -> Function:
-    return _norm_module(imported("transformers.models.mamba.modeling_mamba:MambaRMSNorm"))
+    kind = imported("transformers.models.mamba.modeling_mamba:MambaRMSNorm")
 
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.device("meta"):
+            module = kind(x.shape[-1], EPS)
+        return torch.func.functional_call(module, {"weight": weight}, (x,))
 
-class _TritonNorm(torch.autograd.Function):
-    """This package's Triton norm, which no layer calls yet."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        y, s, rstd = imported("adjoint.kernels.triton_norm:rms_norm_forward")(x, weight, eps=EPS)
-        ctx.save_for_backward(s, weight, rstd)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        s, weight, rstd = ctx.saved_tensors
-        backward = imported("adjoint.kernels.triton_norm:rms_norm_backward")
-        dx, dweight, _ = backward(dy, None, s, weight, None, rstd)
-        return dx, dweight
+    return norm
 
 
 def _norm_mamba_ssm() -> Function:
@@ -370,10 +351,9 @@ def _norm_liger() -> Function:
 
 
 NORM = {
-    "adjoint": Contender("adjoint", lambda: _norm_module(RMSNorm), ours=True),
-    "adjoint-triton": Contender(
-        "adjoint, Triton", lambda: _TritonNorm.apply, ours=True, needs=("triton",), devices=("cuda",)
-    ),
+    "adjoint": Contender("adjoint", _norm(None), ours=True),
+    "adjoint-triton": Contender("adjoint, Triton", _norm("triton"), ours=True, devices=("cuda",)),
+    "reference": Contender("adjoint's reference", _norm("reference"), ours=True, once=True),
     "torch": Contender("PyTorch rms_norm", lambda: _norm_torch),
     "transformers": Contender("transformers", _norm_transformers, needs=("transformers",)),
     "compile": Contender("torch.compile", compiled(_norm_torch), once=True),

@@ -52,7 +52,7 @@ def title(op: str, rows: Sequence[Row]) -> str:
     """The operation with its size and its roof."""
     size = ", ".join(f"{key} {value:,}" for key, value in rows[0]["size"].items())
     roof = "; ".join(
-        f"{PASSES[row['pass']]} {row['roof_ms']:.3g} ms ({row['bound']})"
+        f"{PASSES[row['pass']]} {milliseconds(row['roof_ms'])} ({row['bound']})"
         for row in rows[:2]
         if "roof_ms" in row
     )
@@ -73,7 +73,7 @@ def lines(rows: Sequence[Row]) -> list[tuple[str, list[str], bool]]:
             compared = base is not None and base["status"] == "measured" and key != BASE
             share = f"{row['roof_share']:.0%}" if "roof_share" in row else ""
             cells += [
-                f"{row['ms']:.3g} ms",
+                milliseconds(row["ms"]),
                 f"{row['ms'] / base['ms']:.3g}×" if base and compared else "",
                 share,
             ]
@@ -82,6 +82,11 @@ def lines(rows: Sequence[Row]) -> list[tuple[str, list[str], bool]]:
         cells.append(f"{max(errors.values()):.0e}" if errors else "")
         found.append((row["label"], cells, row["ours"]))
     return found
+
+
+def milliseconds(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -166,7 +171,7 @@ def draw(rows: Sequence[Row], payload: dict[str, Any], path: Path) -> None:
             axes.barh([r["label"] for r in mine], [r["ms"] for r in mine], color=colours, height=0.7)
             for place, row in enumerate(mine):
                 axes.annotate(
-                    f"{row['ms']:.3g} ms",
+                    milliseconds(row["ms"]),
                     (row["ms"], place),
                     xytext=(3, 0),
                     textcoords="offset points",

@@ -114,10 +114,10 @@ def options(*arguments: str) -> argparse.Namespace:
 def test_contenders_alternate_and_slow_ones_run_once() -> None:
     chosen = options("--repeats", "2", "--op", "rms_norm", "--peers", "torch", "compile")
     order = [(p["repeat"], p.get("contender", p["kind"])) for p in kernels.grid(chosen)]
-    expected = [(0, "roof"), (0, "adjoint"), (0, "torch"), (0, "compile")]
+    expected = [(0, "roof"), (0, "adjoint"), (0, "reference"), (0, "torch"), (0, "compile")]
     assert order == [*expected, (1, "roof"), (1, "adjoint"), (1, "torch")]
     alone = options("--op", "rms_norm", "--peers")
-    assert {p.get("contender") for p in kernels.grid(alone)} == {None, "adjoint"}
+    assert {p.get("contender") for p in kernels.grid(alone)} == {None, "adjoint", "reference"}
 
 
 def test_summary_takes_medians_and_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_one_operation_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert min(written["roof"].values()) > 1e6
     measured = [row for row in written["rows"] if row["status"] == "measured"]
     assert [(row["contender"], row["pass"]) for row in measured] == [
-        (name, which) for name in ("adjoint", "torch") for which in ("forward", "both")
+        (name, which) for name in ("adjoint", "reference", "torch") for which in ("forward", "both")
     ]
     for row in measured:
         assert 0 < row["ms"] < 1e4
