@@ -28,7 +28,7 @@ def test_the_compiled_backend_passes(operation):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for dtype in trial.TOLERANCE:
+        for dtype in (torch.float32, torch.float64):
             assert trial.passes(cpu, operation, CPU, dtype)
 
 
@@ -83,6 +83,46 @@ from adjoint.kernels import trial, triton_backend
 warnings.simplefilter("error")
 trial.SEQLEN, trial.WINDOWS = 67, (None,)
 assert trial.passes(triton_backend, {operation!r}, torch.device("cpu"), torch.float32)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_triton_takes_half_precision_as_it_is():
+    """Under the interpreter: bfloat16 in, bfloat16 gradients out, states in float32, near float64's."""
+    pytest.importorskip("triton")
+    code = """
+import torch
+from adjoint.kernels import dispatch, triton_selective_scan
+from adjoint import selective_scan
+
+seen = []
+forward = triton_selective_scan.selective_scan_forward
+from adjoint.kernels import triton_backend
+triton_backend.selective_scan_forward = lambda u, *rest: seen.append(u.dtype) or forward(u, *rest)
+torch.manual_seed(0)
+u, delta, z, dy = (torch.randn(1, 21, 6) for _ in range(4))
+B, C = torch.randn(1, 21, 4), torch.randn(1, 21, 4)
+A, D, bias, state = -torch.rand(6, 4), torch.randn(6), torch.randn(6), torch.randn(1, 6, 4)
+half = [x.bfloat16() for x in (u, delta, B, C, z)]
+
+def run(dtype, backend):
+    leaves = [x.to(dtype).requires_grad_() for x in half]
+    own = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = [x.to(own).requires_grad_() for x in (A, D, bias, state)]
+    u, delta, B, C, z = leaves
+    A_, D_, bias_, state_ = wide
+    y, last = selective_scan(u, delta, A_, B, C, D_, z, bias_, True, state_, backend=backend)
+    grads = torch.autograd.grad((y.double() * dy).sum() + last.double().sum(), [*leaves, *wide])
+    return y, last, *grads
+
+got, want = run(torch.bfloat16, "triton"), run(torch.float64, "reference")
+assert seen == [torch.bfloat16], seen
+assert [g.dtype for g in got] == [torch.bfloat16, torch.float32] + [torch.bfloat16] * 5 + [torch.float32] * 4
+for a, b in zip(got, want):
+    assert (a.double() - b).norm() <= 2e-2 * b.norm(), (a, b)
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

@@ -14,12 +14,13 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = ("cpu_scan.cpp", "cpu_conv.cpp", "cpu_linear.cpp", "cpu_dense.cpp", "cpu_norm.cpp")
 HEADERS = ("cpu_lanes.h", "cpu_linear.h")
 # No -ffast-math: a library linked with it switches the whole process to flush-to-zero.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-Wno-psabi")
 
 
 def cache_dir() -> Path:
@@ -64,15 +65,26 @@ def _build(cxx: str, openmp: bool = True) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / "kernels.so"
-        command = [cxx, *flags, "-o", str(built), *(str(here / name) for name in SOURCES)]
+        objects = [Path(scratch) / f"{name}.o" for name in SOURCES]
+        compilations = [
+            [cxx, *flags, "-c", str(here / name), "-o", str(made)]
+            for name, made in zip(SOURCES, objects, strict=True)
+        ]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            _run_all(compilations)
+            _run_all([[cxx, *flags, "-shared", "-o", str(built), *map(str, objects)]])
         except subprocess.CalledProcessError:
             if not openmp:
                 raise
             return _build(cxx, openmp=False)  # a compiler without OpenMP, such as Apple's
         os.replace(built, target)
     return target
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Runs all at once: each keeps a core busy for seconds. Raises CalledProcessError if one fails."""
+    with ThreadPoolExecutor(len(commands)) as pool:
+        list(pool.map(lambda c: subprocess.run(c, check=True, capture_output=True, text=True), commands))
 
 
 @functools.cache

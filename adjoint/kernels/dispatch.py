@@ -95,5 +95,16 @@ def _module(backend: str) -> ModuleType:
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """float64 stays; everything else, also bfloat16 and float16, is scanned in float32."""
+    """Of states and sums: float64 stays, everything else, also bfloat16 and float16, is float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def sequence_dtype(operation: str, backend: str | None, tensor: Tensor) -> torch.dtype:
+    """Of what an operation reads and writes a token: Triton's kernels take half precision as it is and widen
+    it in registers, half the traffic; for the others it is widened before."""
+    wide = compute_dtype(tensor)
+    if tensor.dtype == wide or (backend is None and tensor.device.type == "cpu"):
+        return wide
+    triton = backend in (None, "triton") and why_not("triton", tensor.device, tensor.dtype) is None
+    picked = triton and choose(operation, backend, tensor.device, tensor.dtype) is _module("triton")
+    return tensor.dtype if picked else wide

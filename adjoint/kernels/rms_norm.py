@@ -66,7 +66,7 @@ def rms_norm(
     group_size = d if group_size is None else group_size
     if group_size < 1 or d % group_size:
         raise ValueError(f"group_size must divide the {d} channels, got {group_size}")
-    dtype = dispatch.compute_dtype(x)
-    tensors = [None if t is None else t.to(dtype) for t in (x, weight, gate)]
-    y, _ = _rms_norm(*tensors, eps, group_size, backend)
+    wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("rms_norm", backend, x)
+    gate = None if gate is None else gate.to(narrow)
+    y, _ = _rms_norm(x.to(narrow), weight.to(wide), gate, eps, group_size, backend)
     return y.to(x.dtype)

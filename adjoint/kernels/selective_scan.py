@@ -115,9 +115,10 @@ def selective_scan(
     checks.shape("initial_state", initial_state, batch, d_inner, d_state)
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
-    dtype = dispatch.compute_dtype(u)
-    tensors = [
-        None if x is None else x.to(dtype) for x in (u, delta, A, B, C, D, z, delta_bias, initial_state)
-    ]
-    y, final_state, _ = _selective_scan(*tensors, reset, delta_softplus, window, halo, backend)
+    wide, narrow = dispatch.compute_dtype(u), dispatch.sequence_dtype("selective_scan", backend, u)
+    u_, delta_, B_, C_, z_ = [None if x is None else x.to(narrow) for x in (u, delta, B, C, z)]
+    A_, D_, bias, initial = [None if x is None else x.to(wide) for x in (A, D, delta_bias, initial_state)]
+    y, final_state, _ = _selective_scan(
+        u_, delta_, A_, B_, C_, D_, z_, bias, initial, reset, delta_softplus, window, halo, backend
+    )
     return y.to(u.dtype), final_state

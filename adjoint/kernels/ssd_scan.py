@@ -90,8 +90,11 @@ def ssd_scan(
     checks.shape("initial_state", initial_state, batch, nheads, headdim, B.shape[-1])
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
-    dtype = dispatch.compute_dtype(x)
-    tensors = [None if t is None else t.to(dtype) for t in (x, dt, A, B, C, D, dt_bias, initial_state)]
-    y, final_state, _ = _ssd_scan(*tensors, reset, dt_softplus, window, halo, backend)
+    wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("ssd_scan", backend, x)
+    x_, dt_, B_, C_ = [t.to(narrow) for t in (x, dt, B, C)]
+    A_, D_, bias, initial = [None if t is None else t.to(wide) for t in (A, D, dt_bias, initial_state)]
+    y, final_state, _ = _ssd_scan(
+        x_, dt_, A_, B_, C_, D_, bias, initial, reset, dt_softplus, window, halo, backend
+    )
     y = y.to(x.dtype)
     return (y if z is None else y * F.silu(z)), final_state
