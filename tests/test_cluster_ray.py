@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import secrets
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +213,75 @@ def test_a_laptop_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_pa
     )
     assert not _listening() - before
     assert "continue with" in "".join(output)
+
+
+@pytest.mark.slow
+def test_a_job_joins_its_cluster_and_takes_what_it_has(tmp_path: Path) -> None:
+    """`ray start --head`, then `ray job submit -- python train.py --cluster.shards auto`."""
+    ray = [str(Path(sys.executable).with_name("ray"))]
+    port, dashboard, agent, client = map(str, _free_ports(4))  # another Ray may have the usual ones
+    environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # where the cluster finds the job's `python`, as in an activated environment
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment.pop("RAY_ADDRESS", None)
+    short = Path(tempfile.gettempdir()) / f"ray-{port}"  # its sockets' paths may have 107 characters
+    start = ["start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2"]
+    start += [f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}"]
+    start += ["--num-gpus=0", "--node-ip-address=127.0.0.1", f"--temp-dir={short}"]
+    short.mkdir()
+    log = open(tmp_path / "head.log", "w")  # noqa: SIM115 - as long as the head
+    head = subprocess.Popen(
+        [*ray, *start, f"--object-store-memory={150 << 20}"],
+        env=environment,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    try:
+        address = f"http://127.0.0.1:{dashboard}"
+        flags = tiny(tmp_path, cluster__shards="auto", training__steps=3, training__save_every=0)[1:]
+        submit = [
+            "job",
+            "submit",
+            f"--address={address}",
+            "--working-dir=.",
+            "--",
+            "python",
+            "train.py",
+            *flags,
+        ]
+        starting = ("Could not find any running Ray", "Failed to connect", "No available agent")
+        deadline = time.monotonic() + 180
+        while True:
+            done = subprocess.run(
+                [*ray, *submit], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
+            )
+            if not any(word in done.stderr for word in starting):
+                break
+            assert head.poll() is None, (tmp_path / "head.log").read_text()
+            assert time.monotonic() < deadline, done.stderr
+            time.sleep(2)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "shards: 2, layers 0-0, 1-1, on cpu" in done.stdout
+        assert re.search(r"^step 3/3  loss", done.stdout, re.MULTILINE)
+        assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3]
+    finally:
+        os.killpg(head.pid, signal.SIGTERM)
+        try:
+            head.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(head.pid, signal.SIGKILL)
+        log.close()
+        shutil.rmtree(short, ignore_errors=True)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
 
 
 def _listening() -> set[str]:
