@@ -118,6 +118,55 @@ def test_messages_through_the_object_store(
     train_both(StackConfig(**{**SIZES, "n_layer": 4}), method, 3, tmp_path, transport="object-store")
 
 
+MEASURE = """
+import sys, torch
+from adjoint import Exact, Stack, StackConfig
+from adjoint.config import TrainingConfig
+from adjoint.optim import make_optimizer
+from adjoint.runtime import peak_memory_bytes
+torch.set_num_threads(1)
+stack = Stack(StackConfig(**eval(sys.argv[1])))
+optimizer = make_optimizer(stack, TrainingConfig())
+for step in (1, 2):
+    ids = torch.randint(256, (1, int(sys.argv[2])))
+    stack(ids, labels=ids, method=Exact(512)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+print(peak_memory_bytes(torch.device("cpu")))
+"""
+
+
+def peak_of_one_process(sizes: dict[str, Any], seqlen: int) -> int:
+    argv = [sys.executable, "-c", MEASURE, repr(sizes), str(seqlen)]
+    return int(subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout)
+
+
+def peaks_of_shards(sizes: dict[str, Any], seqlen: int, shards: int) -> list[int]:
+    from adjoint.cluster.group import Group
+
+    training = TrainingConfig(device="cpu", threads=1, precision="float32")
+    group = Group(StackConfig(**sizes), training, Exact(512), shards)
+    try:
+        for step in (1, 2):
+            group.all("accumulate", make_ids(1, seqlen, 256, seed=step).numpy())
+            group.all("step", 1e-3, 1.0)
+            group.all("zero_grad")
+        return group.all("peak_memory_bytes")
+    finally:
+        group.kill()
+
+
+@pytest.mark.slow
+def test_a_shard_of_four_needs_about_a_quarter_of_the_memory(ray_on_loopback: None) -> None:
+    """Above what the same run takes at sizes that need no memory: imports, and what they import later."""
+    large = {"vocab_size": 256, "d_model": 512, "n_layer": 8, "mixer": "mamba"}
+    small = {"vocab_size": 256, "d_model": 8, "n_layer": 4, "mixer": "mamba"}
+    one = peak_of_one_process(large, 4096) - peak_of_one_process(small, 8)
+    baseline = max(peaks_of_shards(small, 8, 4))
+    shards = [peak - baseline for peak in peaks_of_shards(large, 4096, 4)]
+    assert max(shards) <= 0.35 * one, (shards, one)
+
+
 # ------------------------------------------------------------------------------------------------ what fits
 
 NODES = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0}]

@@ -63,7 +63,6 @@ class ShardActor:
             "precision": pick_precision(training.precision, device),
             "cores": os.cpu_count() or 1,
             "torch": torch.__version__,
-            "pid": os.getpid(),
         }
 
     def build(
@@ -160,7 +159,6 @@ class Group:
             if not one_node:
                 meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
             self.precision = specs[0].precision
-            self.pids = [look["pid"] for look in found]
             peers = self.actors if backend == OBJECT_STORE else []
             rest = (meeting, backend, peers, checkpoint)
             self.each("build", [(spec, *rest) for spec in specs], direct=True)
