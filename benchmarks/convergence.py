@@ -2,10 +2,11 @@
 
 The same small model, from the same initial weights and over the same batches in the same order, trained with
 each method: two Mamba-1 layers of d_model 64 in float32 on the CPU, AdamW, linear warm-up and cosine decay,
-the gradient clipped to norm 1. Tasks (`benchmarks.recall_tasks`): text, and recall at known distances from
-two initialisations, one whose states remember for up to a thousand tokens, one whose states forget within
-ten, so that long memory has to be learned. Everything is repeated with several seeds, which change weights
-and data. Times are not measured: runs share the machine.
+the gradient clipped to norm 1. Tasks (`benchmarks.recall_tasks`): text; recall at known distances from two
+initialisations, one whose states remember for up to a thousand tokens, one whose states forget within ten, so
+that long memory has to be learned; and recall of far distances only, by models that know it of near ones.
+Everything is repeated with several seeds, which change weights and data. Times are not measured: runs share
+the machine.
 
 A run is one (task, method, seed); each finished one is kept at once, and a benchmark that was stopped goes on
 after the last.
@@ -72,31 +73,48 @@ def train(point: dict[str, Any]) -> Iterator[int | dict[str, Any]]:
     """Train one run: yields the number of each step done, at last the result.
 
     point: task, method, seed, steps, seqlen; model, batch and dtype ("float64") on request. The result holds
-    the training loss of every step, the windows that the method picked (a row a step, or None), and what the
-    task's `evaluate` gives.
+    the training loss of every step, the windows that the method picked (a row a step, or None), what the
+    task's `evaluate` gives, and, where there were lessons before, the accuracy after them as "before".
     """
     import torch
 
     import adjoint
-    from adjoint.config import TrainingConfig
-    from adjoint.optim import learning_rate, make_optimizer
-    from benchmarks.recall_tasks import TASKS, open_task
+    from benchmarks.recall_tasks import TASKS, open_lessons, open_task
 
-    task = TASKS[point["task"]]
-    data = open_task(point["task"], point["seqlen"], point.get("batch", BATCH), point["seed"])
+    task, sizes = TASKS[point["task"]], (point["seqlen"], point.get("batch", BATCH), point["seed"])
+    data, lessons = open_task(point["task"], *sizes), open_lessons(point["task"], *sizes)
     torch.manual_seed(point["seed"])
     shape = MODEL | point.get("model", {})
     stack = adjoint.StackConfig(
         vocab_size=data.vocab_size, dt_min=task.dt_min, dt_max=task.dt_max, tie_embeddings=True, **shape
     )
     model = adjoint.Stack(stack).to(getattr(torch, point.get("dtype", "float32")))
-    method = make_method(point["method"])
-    config = TrainingConfig(steps=point["steps"], lr=task.lr, warmup_steps=WARMUP)
-    optimizer = make_optimizer(model, config)
+    result: dict[str, Any] = {}
+    if lessons is not None:
+        for _ in _optimise(model, lessons, adjoint.Backprop(), task.lesson_steps, task.lesson_lr):
+            pass
+        result["before"] = data.evaluate(model).get("accuracy")
     torch.manual_seed(point["seed"])  # unbiased draws from here on
     losses: list[float] = []
     windows: list[list[int]] = []
-    for step, (ids, labels) in zip(range(1, config.steps + 1), data.train(), strict=False):
+    for out in _optimise(model, data, make_method(point["method"]), point["steps"], task.lr):
+        losses.append(out.loss.item())
+        if out.windows is not None:
+            windows.append([int(w) for w in out.windows])
+        yield len(losses)
+    yield result | {"losses": losses, "windows": windows or None} | data.evaluate(model)
+
+
+def _optimise(model: Any, data: Any, method: Any, steps: int, lr: float) -> Iterator[Any]:
+    """Take so many optimizer steps; yields the model's output of each."""
+    import torch
+
+    from adjoint.config import TrainingConfig
+    from adjoint.optim import learning_rate, make_optimizer
+
+    config = TrainingConfig(steps=steps, lr=lr, warmup_steps=WARMUP)
+    optimizer = make_optimizer(model, config)
+    for step, (ids, labels) in zip(range(1, steps + 1), data.train(), strict=False):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
         optimizer.zero_grad(set_to_none=True)
@@ -104,11 +122,7 @@ def train(point: dict[str, Any]) -> Iterator[int | dict[str, Any]]:
         out.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()
-        losses.append(out.loss.item())
-        if out.windows is not None:
-            windows.append([int(w) for w in out.windows])
-        yield step
-    yield {"losses": losses, "windows": windows or None, **data.evaluate(model)}
+        yield out
 
 
 def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -208,6 +222,8 @@ def summarise(
                 row |= _spread(f"accuracy_{distance}", [r["accuracy"][distance] for r in good.values()])
             curve["accuracy"] = {str(s): r["accuracy"] for s, r in good.items()}
             curve["questions"] = next(iter(good.values()))["questions"]
+        if next(iter(good.values())).get("before"):
+            curve["before"] = {str(s): r["before"] for s, r in good.items()}
         if next(iter(good.values()))["windows"]:
             curve["windows"] = {str(s): r["windows"][::BLOCK] for s, r in good.items()}
         rows.append(row)
@@ -263,7 +279,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     try:
         for method in options.methods:
             make_method(method)
-        distances_within(options.seqlen)
+        for task in (TASKS[name] for name in options.tasks if TASKS[name].recall):
+            distances_within(options.seqlen, task.distances)
     except (UserError, ValueError) as error:
         parser.error(str(error))
     return options

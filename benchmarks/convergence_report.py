@@ -94,6 +94,11 @@ def columns(
     heads = [head.replace(" to Backprop", "").replace("curves ", "") for head in heads] if short else heads
     heads += [f"at {d}" for d in distances]
     lines = []
+    before = before_training(result, task)
+    if before:
+        lines.append(
+            ({"method": ""}, ["before", "–", "–", "–", "–", *(f"{before[d]:.0%}" for d in distances)])
+        )
     for row in rows:
         if not row["seeds"]:
             lines.append((row, [label(row["method"]), row["note"]] + [""] * (len(heads) - 2)))
@@ -166,6 +171,15 @@ def picked_windows(result: dict[str, Any]) -> dict[tuple[str, int], tuple[list[i
     return found
 
 
+def before_training(result: dict[str, Any], task: str) -> dict[int, float]:
+    """Accuracy by distance of the weights that all methods started from, median over the seeds, if known."""
+    curve = next((curve for curve in _of(result, task) if "before" in curve), None)
+    if curve is None:
+        return {}
+    seeds = list(curve["before"].values())
+    return {int(d): statistics.median(seed[d] for seed in seeds) for d in seeds[0]}
+
+
 def with_table(document: str, table: str) -> str:
     """`document` with what stands between its table marks replaced. Raises ValueError without the marks."""
     before, begin, rest = document.partition(TABLE_MARKS[0])
@@ -201,8 +215,7 @@ def styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """A column a task: above, training loss against steps (median over the seeds, their range as a band);
-    below, accuracy against distance, or for text what the methods lose on the held-out split. At the right
-    the windows that `auto` picked."""
+    below, accuracy against distance, or for text what the methods lose on the held-out split."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -212,25 +225,26 @@ def draw(result: dict[str, Any], path: Path) -> None:
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     tasks = list(result["tasks"])
     style = styles(list(dict.fromkeys(row["method"] for row in result["rows"])))
-    picked = picked_windows(result)
-    n = len(tasks) + bool(picked)
-    figure, panels = plt.subplots(2, n, figsize=(4.4 * n + 0.4, 7.6), layout="constrained", squeeze=False)
-    for column, task in enumerate(tasks):
-        above, below = panels[0][column], panels[1][column]
+    n = len(tasks)
+    figure, panels = plt.subplots(
+        2, n, figsize=(4.1 * max(n, 2) + 0.6, 7.4), layout="constrained", squeeze=False
+    )
+    for (above, below), task in zip(panels.T, tasks, strict=True):
         _draw_losses(above, result, task, style)
-        above.set_title(result["tasks"][task]["label"], loc="left", fontweight="bold", fontsize=10)
-        if any("accuracy" in c for c in result["curves"] if c["task"] == task):
+        title = result["tasks"][task]["label"].replace(", ", ",\n", 1)
+        above.set_title(title, loc="left", fontweight="bold", fontsize=10.5)
+        if any("accuracy" in curve for curve in _of(result, task)):
             _draw_accuracy(below, result, task, style)
         else:
             _draw_held_out(below, result, task, style)
-    if picked:
-        _draw_windows(panels[0][-1], result, picked)
-        panels[1][-1].axis("off")
-    handles = [Line2D([], [], **look, label=label(method)) for method, look in style.items()]
-    where: Any = panels[1][-1] if picked else figure
-    where.legend(handles=handles, loc="center left" if picked else "outside lower center", frameon=False,
-                 ncols=1 if picked else 5, title="line: median over the seeds; band: their range",
-                 fontsize=10, alignment="left")  # fmt: skip
+    figure.legend(
+        handles=[Line2D([], [], **look, label=label(method)) for method, look in style.items()],
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+        fontsize=10,
+        title="line: median over the seeds, band: their range",
+    )
     figure.text(0.005, -0.03, _footer(result), fontsize=7.5, color="#666666")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, bbox_inches="tight")
@@ -263,6 +277,12 @@ def _draw_accuracy(axes: Any, result: dict[str, Any], task: str, style: dict[str
         axes.plot(distances, middle, **look, marker="o", markersize=3.5,
                   zorder=5 if curve["method"] == "exact" else 3)  # fmt: skip
         axes.fill_between(distances, low, high, color=look["color"], alpha=0.10, linewidth=0)
+    before = before_training(result, task)
+    if before:
+        axes.plot(distances, [100 * before[d] for d in distances], color="#888888", linewidth=1.2,
+                  linestyle=(0, (5, 2)))  # fmt: skip
+        axes.annotate("before", (distances[0], 100 * before[distances[0]]), xytext=(0, 4),
+                      textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
     axes.axhline(100 / ALPHABET, color="#888888", linewidth=1, linestyle=":")
     axes.annotate("chance", (distances[-1], 100 / ALPHABET), xytext=(0, 3), textcoords="offset points",
                   ha="right", fontsize=8, color="#666666")  # fmt: skip
@@ -291,20 +311,6 @@ def _draw_held_out(axes: Any, result: dict[str, Any], task: str, style: dict[str
     axes.set_xlim(left=axes.dataLim.x0 - 0.08 * axes.dataLim.width)
     axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
     axes.set_axisbelow(True)
-
-
-def _draw_windows(axes: Any, result: dict[str, Any], picked: dict[tuple[str, int], Any]) -> None:
-    colours = dict(zip(result["tasks"], ("#000000", "#0072B2", "#D55E00", "#009E73"), strict=False))
-    for (task, layer), (steps, windows) in picked.items():
-        name = result["tasks"][task]["label"].split(" at the start")[0].split(":")[0]
-        axes.plot(steps, windows, color=colours[task], linestyle=("-", "--", ":")[(layer - 1) % 3],
-                  linewidth=1.8, label=f"{name}, layer {layer}")  # fmt: skip
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_title("Windows that auto picked", loc="left", fontweight="bold", fontsize=10)
-    axes.set(xlabel="step", ylabel="tokens (median over the seeds)")
-    axes.grid(color="#E6E6E6", linewidth=0.8)
-    axes.legend(frameon=False, fontsize=8)
 
 
 def _of(result: dict[str, Any], task: str) -> list[dict[str, Any]]:

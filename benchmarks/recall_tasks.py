@@ -40,6 +40,9 @@ class Task:
         dt_min, dt_max: step sizes of the layers at the start. In a channel of A = -n the state decays by
             exp(-n dt) a token: its memory at the start is 1 / (n dt) tokens.
         recall: whether it is recall; otherwise it is text.
+        distances: of recall's questions.
+        lessons: distances that every model learns first, with `Backprop`, in `lesson_steps` steps at
+            `lesson_lr`: the methods then start from the same weights, which can recall, but not from afar.
     """
 
     label: str
@@ -48,13 +51,22 @@ class Task:
     dt_min: float = 0.001
     dt_max: float = 0.1
     recall: bool = True
+    distances: tuple[int, ...] = DISTANCES
+    lessons: tuple[int, ...] = ()
+    lesson_steps: int = 100
+    lesson_lr: float = 1e-2
 
 
 TASKS = {
     "text": Task("text: Python's standard library", 300, 6e-3, recall=False),
     "recall-slow": Task("recall, slow decay at the start", 300, 1e-2),
     "recall-fast": Task("recall, fast decay at the start", 400, 1e-2, dt_min=0.1, dt_max=0.3),
-}
+    # From scratch not even Backprop learns in this many steps what is asked from far away only.
+    "recall-far": Task(
+        "recall from afar only, near learned before", 200, 5e-3, dt_min=0.1, dt_max=0.3,
+        distances=(24, 32, 48, 64, 128, 256), lessons=(4, 8),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,15 +102,16 @@ def questions(
     return Questions(torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(distance))
 
 
-def distances_within(seqlen: int) -> list[int]:
-    """Those of `DISTANCES` that sequences of this length can ask about.
+def distances_within(seqlen: int, distances: Sequence[int] = DISTANCES) -> list[int]:
+    """Those of `distances` that sequences of this length can ask about.
 
     Raises:
         UserError: seqlen leaves none.
     """
-    fitting = [d for d in DISTANCES if d <= seqlen // 2]
+    fitting = [d for d in distances if d <= seqlen // 2]
     if not fitting or seqlen < 32:
-        raise UserError(f"--seqlen is {seqlen}: recall needs at least 32 tokens")
+        least = max(32, 2 * min(distances))
+        raise UserError(f"--seqlen is {seqlen}: this recall task needs at least {least} tokens")
     return fitting
 
 
@@ -107,10 +120,12 @@ class RecallData:
 
     vocab_size = ALPHABET + 1
 
-    def __init__(self, seqlen: int, batch: int, seed: int) -> None:
+    def __init__(
+        self, seqlen: int, batch: int, seed: int, distances: Sequence[int] = DISTANCES, stream: int = 1
+    ) -> None:
         self.seqlen, self.batch = seqlen, batch
-        self.distances = distances_within(seqlen)
-        self._generator = np.random.default_rng([1, seed])
+        self.distances = distances_within(seqlen, distances)
+        self._generator = np.random.default_rng([stream, seed])
 
     def train(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(ids, labels) of one step after another."""
@@ -169,4 +184,12 @@ class TextData:
 
 def open_task(name: str, seqlen: int, batch: int, seed: int) -> RecallData | TextData:
     """The data of the task `name`; `seed` is that of its order."""
-    return (RecallData if TASKS[name].recall else TextData)(seqlen, batch, seed)
+    if not TASKS[name].recall:
+        return TextData(seqlen, batch, seed)
+    return RecallData(seqlen, batch, seed, TASKS[name].distances)
+
+
+def open_lessons(name: str, seqlen: int, batch: int, seed: int) -> RecallData | None:
+    """The data of what is learned before the task `name`, if anything is; other sequences than its own."""
+    lessons = TASKS[name].lessons
+    return RecallData(seqlen, batch, seed, lessons, stream=3) if lessons else None

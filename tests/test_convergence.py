@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -131,6 +132,24 @@ def test_methods_differ_only_in_their_gradient() -> None:
         assert name == "backprop" or apart(curve, curves["backprop"]) > 1e-7, name
     assert curves["backprop"] != losses("backprop", seed=1)
     assert curves["unbiased-16"] == losses("unbiased-16")  # its draws are seeded
+
+
+def test_lessons_come_first_and_are_the_same_for_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = recall_tasks.Task("far", 2, 1e-2, distances=(16, 24), lessons=(4, 8), lesson_steps=3)
+    monkeypatch.setitem(recall_tasks.TASKS, "recall-far", small)
+    monkeypatch.setattr(recall_tasks, "HELD_OUT_SEQUENCES", 4)
+    before = set()
+    for method in ("backprop", "layer-local"):
+        point = {"task": "recall-far", "method": method, "seed": 0, "steps": 2} | SMALL
+        *steps, result = convergence.train(point)
+        assert steps == [1, 2] and isinstance(result, dict)
+        assert result["before"].keys() == {"16", "24"}
+        before.add((result["losses"][0], *result["before"].values()))
+    assert len(before) == 1
+    monkeypatch.setitem(recall_tasks.TASKS, "recall-far", dataclasses.replace(small, lessons=()))
+    *_, unprepared = convergence.train(point)
+    assert isinstance(unprepared, dict)
+    assert "before" not in unprepared and unprepared["losses"][0] != before.pop()[0]
 
 
 def test_auto_reports_a_window_a_layer_and_step() -> None:
