@@ -11,6 +11,7 @@ template <class T> static double multiply(int64_t threads, int64_t rounds) {
     for (int i = 0; i < CHAINS; i++) x[i] = splat<T>(T(i + thread));
     const V<T> a = splat<T>(T(0.999)), b = splat<T>(T(0.001));
     for (int64_t k = 0; k < rounds; k++)
+      _Pragma("GCC unroll 12")  // or the chains would live in memory
       for (int i = 0; i < CHAINS; i++) x[i] = x[i] * a + b;
     V<T> sum = x[0];
     for (int i = 1; i < CHAINS; i++) sum += x[i];
@@ -27,6 +28,7 @@ template <class T> static double exponentiate(int64_t threads, int64_t rounds) {
     V<T> x[CHAINS];
     for (int i = 0; i < CHAINS; i++) x[i] = splat<T>(T(-0.01) * T(i + thread + 1));
     for (int64_t k = 0; k < rounds; k++)
+      _Pragma("GCC unroll 12")
       for (int i = 0; i < CHAINS; i++) x[i] = -exp2v<T>(x[i]);  // stays between -1 and 0
     V<T> sum = x[0];
     for (int i = 1; i < CHAINS; i++) sum += x[i];
