@@ -353,7 +353,7 @@ def _conv_fields(x: Tensor, weight: Tensor, silu: bool) -> _Fields:
         channels=channels,
         width=weight.shape[1],
         silu=silu,
-        threads=_threads(batch * -(-channels // _lanes(x.dtype)), x.numel() * weight.shape[1]),
+        threads=_threads(batch * -(-seqlen // 64), x.numel() * weight.shape[1]),
         x_batch_stride=x.stride(0),
         x_time_stride=x.stride(1),
     )
@@ -372,11 +372,11 @@ def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):
 
 def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None):
     batch, _, channels = x.shape
-    dx = x.new_empty(x.shape)
-    dweight = x.new_empty(batch, *weight.shape)
-    dbias = None if bias is None else x.new_empty(batch, channels)
-    dinitial = x.new_empty(batch, channels, weight.shape[1] - 1)
     f = _conv_fields(x, weight, silu)
+    dx = x.new_empty(x.shape)
+    dweight = x.new_zeros(f.struct.threads, *weight.shape)
+    dbias = None if bias is None else x.new_zeros(f.struct.threads, channels)
+    dinitial = x.new_empty(batch, channels, weight.shape[1] - 1)
     dy = _rows(dy)
     f.alive.append(dy)
     f.numbers(dy=dy.data_ptr(), dy_batch_stride=dy.stride(0), dy_time_stride=dy.stride(1))

@@ -11,11 +11,11 @@ struct ConvArgs {
   uint8_t* reset;                           // (batch, seqlen) or null: no tap reaches before such a token
   void* dy;
   int64_t dy_batch_stride, dy_time_stride;
-  void *dx, *dweight, *dbias, *dinitial_state;  // dweight (batch, channels, width), dbias (batch, channels)
+  void *dx, *dweight, *dbias, *dinitial_state;  // dweight (threads, channels, width), dbias (threads, channels): zeroed
 };
 
 namespace {
-constexpr int MAX_WIDTH = 16;
+constexpr int MAX_WIDTH = 16, TILE = 64;
 
 template <class T> struct Conv {
   typedef V<T> Vt;
@@ -54,54 +54,84 @@ template <class T> struct Conv {
     while (n < s.width && (t - n + 1 < 0 || !s.reset[b * s.seqlen + t - n + 1])) n++;
     return n;
   }
-  ALWAYS_INLINE Vt preactivation(int64_t b, int64_t t, const Lane& k) const {
-    Vt p = k.bias;
-    const int64_t n = reach(b, t);
-    for (int64_t i = 0; i < n; i++) p += k.weight[s.width - 1 - i] * input(b, t - i, k);
-    return p;
+  // Tiles of tokens, all channels of one after another: rows stay in cache while their lanes are walked.
+  template <class F> void each_tile(int64_t thread, F body) const {
+    std::vector<Lane> lanes;
+    for (int64_t i = 0; i < blocks(); i++) lanes.push_back(lane(i));
+    const int64_t tiles = (s.seqlen + TILE - 1) / TILE, units = s.batch * tiles;
+    for (int64_t i = units * thread / s.threads; i < units * (thread + 1) / s.threads; i++) {
+      const int64_t first = i % tiles * TILE, end = first + TILE < s.seqlen ? first + TILE : s.seqlen;
+      for (const Lane& k : lanes) body(i / tiles, first, end, k);
+    }
   }
-  template <class F> void each_tile(int64_t thread, F body) const {  // blocks of lanes, split among the threads
-    const int64_t units = s.batch * blocks();
-    for (int64_t i = units * thread / s.threads; i < units * (thread + 1) / s.threads; i++)
-      body(i / blocks(), lane(i % blocks()));
+  // body(t, p_t, inputs), inputs[i] being x_{t-i}, for the usual width, whose inputs move through registers
+  template <class F> ALWAYS_INLINE void each_token4(int64_t b, int64_t first, int64_t end, const Lane& k, F body) const {
+    Vt x[4] = {Vt{}, input(b, first - 1, k), input(b, first - 2, k), input(b, first - 3, k)};
+    for (int64_t t = first; t < end; t++) {
+      x[0] = input(b, t, k);
+      body(t, k.bias + k.weight[3] * x[0] + k.weight[2] * x[1] + k.weight[1] * x[2] + k.weight[0] * x[3], x);
+      x[3] = x[2]; x[2] = x[1]; x[1] = x[0];
+    }
   }
+  template <class F> ALWAYS_INLINE void each_token(int64_t b, int64_t first, int64_t end, const Lane& k, F body) const {
+    for (int64_t t = first; t < end; t++) {
+      Vt x[MAX_WIDTH], p = k.bias;
+      const int64_t n = reach(b, t);
+      for (int64_t i = 0; i < s.width; i++) x[i] = i < n ? input(b, t - i, k) : Vt{};
+      for (int64_t i = 0; i < n; i++) p += k.weight[s.width - 1 - i] * x[i];
+      body(t, p, x);
+    }
+  }
+  bool usual() const { return s.width == 4 && !s.reset; }
 
   void forward(int64_t thread) const {
-    each_tile(thread, [&](int64_t b, const Lane& k) {
-      for (int64_t t = 0; t < s.seqlen; t++) {
-        Vt p = preactivation(b, t, k);
+    each_tile(thread, [&](int64_t b, int64_t first, int64_t end, const Lane& k) {
+      auto body = [&](int64_t t, Vt p, const Vt*) {
         if (s.silu) p *= sigmoidv<T>(p);
         store<T>((T*)s.y + (b * s.seqlen + t) * s.channels + k.channel, p, k.width);
-      }
+      };
+      if (usual()) each_token4(b, first, end, k, body);
+      else each_token(b, first, end, k, body);
     });
   }
+  // A tile's dx needs the dp of up to width - 1 tokens behind it, computed twice: cheaper than waiting for them.
   void backward(int64_t thread) const {
-    each_tile(thread, [&](int64_t b, const Lane& k) {
-      Vt dweight[MAX_WIDTH] = {}, dbias{}, pending[MAX_WIDTH] = {};  // pending[i]: dx of token t - i so far
-      for (int64_t t = s.seqlen - 1; t >= 0; t--) {
-        Vt dp = load<T>((const T*)s.dy + b * s.dy_batch_stride + t * s.dy_time_stride + k.channel, k.width);
+    T* sums = (T*)s.dweight + thread * s.channels * s.width;
+    T* bias_sums = s.dbias ? (T*)s.dbias + thread * s.channels : nullptr;
+    each_tile(thread, [&](int64_t b, int64_t first, int64_t end, const Lane& k) {
+      const int64_t ahead = end + s.width - 1 < s.seqlen ? end + s.width - 1 : s.seqlen;
+      Vt dp[TILE + MAX_WIDTH], dweight[MAX_WIDTH] = {}, dbias{};
+      auto body = [&](int64_t t, Vt p, const Vt* x) {
+        Vt d = load<T>((const T*)s.dy + b * s.dy_batch_stride + t * s.dy_time_stride + k.channel, k.width);
         if (s.silu) {
-          const Vt p = preactivation(b, t, k), sig = sigmoidv<T>(p);
-          dp *= sig * (1 + p * (1 - sig));
+          const Vt sig = sigmoidv<T>(p);
+          d *= sig * (1 + p * (1 - sig));
         }
-        dbias += dp;
-        const int64_t n = reach(b, t);
-        for (int64_t i = 0; i < n; i++) {
-          dweight[s.width - 1 - i] += dp * input(b, t - i, k);
-          pending[i] += dp * k.weight[s.width - 1 - i];
+        dp[t - first] = d;
+        if (t >= end) return;
+        dbias += d;
+        for (int64_t i = 0; i < s.width; i++) dweight[s.width - 1 - i] += d * x[i];
+      };
+      if (usual()) each_token4(b, first, ahead, k, body);
+      else each_token(b, first, ahead, k, body);
+      // the cotangent of x_t, also of the inputs before the sequence
+      auto input_cotangent = [&](int64_t t) {
+        Vt d{};
+        for (int64_t i = t < 0 ? -t : 0; i < s.width && t + i < ahead; i++)
+          if (!s.reset || reach(b, t + i) > i) d += dp[t + i - first] * k.weight[s.width - 1 - i];
+        return d;
+      };
+      for (int64_t t = first; t < end; t++)
+        store<T>((T*)s.dx + (b * s.seqlen + t) * s.channels + k.channel, input_cotangent(t), k.width);
+      if (first == 0 && s.dinitial_state)
+        for (int64_t j = 0; j + 1 < s.width; j++) {
+          const Vt d = input_cotangent(j - (s.width - 1));
+          for (int l = 0; l < k.width; l++)
+            ((T*)s.dinitial_state)[(b * s.channels + k.channel + l) * (s.width - 1) + j] = d[l];
         }
-        store<T>((T*)s.dx + (b * s.seqlen + t) * s.channels + k.channel, pending[0], k.width);
-        for (int64_t i = 0; i + 1 < s.width; i++) pending[i] = pending[i + 1];
-        pending[s.width - 1] = Vt{};
-      }
-      const int64_t at = b * s.channels + k.channel;
-      for (int l = 0; l < k.width; l++) {
-        for (int64_t j = 0; j < s.width; j++) ((T*)s.dweight)[(at + l) * s.width + j] = dweight[j][l];
-        if (s.dinitial_state)
-          for (int64_t i = 0; i + 1 < s.width; i++)
-            ((T*)s.dinitial_state)[(at + l) * (s.width - 1) + s.width - 2 - i] = pending[i][l];
-      }
-      if (s.dbias) store<T>((T*)s.dbias + at, dbias, k.width);
+      for (int l = 0; l < k.width; l++)
+        for (int64_t j = 0; j < s.width; j++) sums[(k.channel + l) * s.width + j] += dweight[j][l];
+      if (bias_sums) store<T>(bias_sums + k.channel, load<T>(bias_sums + k.channel, k.width) + dbias, k.width);
     });
   }
 };
