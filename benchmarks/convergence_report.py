@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import statistics
@@ -92,13 +93,12 @@ def columns(
     )
     heads = ["method", "held-out loss", "gap to Backprop", "curves apart, 10 steps", "all steps"]
     heads = [head.replace(" to Backprop", "").replace("curves ", "") for head in heads] if short else heads
-    heads += [f"at {d}" for d in distances]
+    heads += ["half learned at step"] * bool(distances) + [f"at {d}" for d in distances]
+    curves = {curve["method"]: curve for curve in _of(result, task)}
     lines = []
     before = before_training(result, task)
     if before:
-        lines.append(
-            ({"method": ""}, ["before", "–", "–", "–", "–", *(f"{before[d]:.0%}" for d in distances)])
-        )
+        lines.append(({"method": ""}, ["before", *"–––––", *(f"{before[d]:.0%}" for d in distances)]))
     for row in rows:
         if not row["seeds"]:
             lines.append((row, [label(row["method"]), row["note"]] + [""] * (len(heads) - 2)))
@@ -109,6 +109,8 @@ def columns(
             cells += [f"{row['curve_distance_first']:.1g}", f"{row['curve_distance']:.1g}"]
         else:
             cells += ["–", "–", "–"]
+        if distances:
+            cells.append(_steps_text(half_learned(result, curves[row["method"]])))
         for d in distances:
             value = row.get(f"accuracy_{d}")
             cells.append("" if value is None else f"{value:.0%}")
@@ -169,6 +171,26 @@ def picked_windows(result: dict[str, Any]) -> dict[tuple[str, int], tuple[list[i
             steps = [1 + i * result["block_steps"] for i in range(len(medians))]
             found[curve["task"], layer + 1] = steps, medians
     return found
+
+
+def half_learned(result: dict[str, Any], curve: dict[str, Any]) -> list[int | None]:
+    """Of each seed, the step from which a block's mean training loss of recall first was below half of
+    guessing's, ln(ALPHABET); None where it never was."""
+    from benchmarks.recall_tasks import ALPHABET
+
+    found: list[int | None] = []
+    for losses in curve["losses"].values():
+        first = next((i for i, loss in enumerate(losses, 1) if loss < math.log(ALPHABET) / 2), None)
+        found.append(None if first is None else first * result["block_steps"])
+    return found
+
+
+def _steps_text(steps: Sequence[int | None]) -> str:
+    """Median and range of `half_learned`; a seed that never got there counts as later than all others."""
+    ordered = sorted(steps, key=lambda step: math.inf if step is None else step)
+    shown = ["never" if step is None else str(step) for step in ordered]
+    middle = shown[len(shown) // 2]
+    return middle if len(shown) < 2 else f"{middle} ({shown[0]} … {shown[-1]})"
 
 
 def before_training(result: dict[str, Any], task: str) -> dict[int, float]:

@@ -277,6 +277,14 @@ def test_summary_pairs_seeds_and_keeps_failures(tmp_path: Path) -> None:
     )
 
 
+def test_when_recall_was_half_learned() -> None:
+    result = {"block_steps": 10}
+    curve = {"losses": {"0": [2.8, 1.38, 1.5], "1": [2.7, 2.6, 1.0], "2": [2.7, 2.6, 2.5]}}
+    found = convergence_report.half_learned(result, curve)  # guessing among 16 costs 2.77
+    assert found == [20, 30, None]
+    assert convergence_report._steps_text(found) == "30 (20 … never)"
+
+
 def test_published_table_replaces_the_one_before() -> None:
     begin, end = convergence_report.TABLE_MARKS
     document = (common.ROOT / "docs" / "convergence.md").read_text()
