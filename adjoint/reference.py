@@ -329,8 +329,14 @@ def _block_gradient(
 ) -> tuple[Gradients, Tensor, VjpCounts]:
     """Gradients of a block's parameters by name and of its input y, given dy of its output; vjps counted."""
     mixer = cast(SelectiveMixer, block.mixer)
-    norm = _Network(block.norm.forward, norm=block.norm)
-    feed_forward = _Network(block.feed_forward, norm2=block.norm2, mlp=block.mlp)
+    norm = _Network(lambda y: _rms_norm(y, block.norm.weight, block.norm.eps), norm=block.norm)
+
+    def after_the_mixer(y: Tensor) -> Tensor:
+        if block.mlp is None or block.norm2 is None:
+            return y
+        return y + block.mlp(_rms_norm(y, block.norm2.weight, block.norm2.eps))
+
+    feed_forward = _Network(after_the_mixer, norm2=block.norm2, mlp=block.mlp)
     gradients, d_mixed = feed_forward.vjp(mixed, dy)
     layer = layer_gradient(mixer, block.norm(y), d_mixed, window)
     gradients |= {f"mixer.{name}": gradient for name, gradient in layer.parameters.items()}
@@ -343,7 +349,7 @@ def _head_gradient(model: Stack, y: Tensor, labels: Tensor) -> tuple[Tensor, Ten
     valid = max(1, int((labels[:, 1:] != IGNORE_INDEX).sum()))
 
     def loss(norm: Tensor, head: Tensor, y: Tensor) -> Tensor:
-        logits = functional_call(model.norm_f, {"weight": norm}, (y,)) @ head.T
+        logits = _rms_norm(y, norm, model.norm_f.eps) @ head.T
         targets = labels[:, 1:].reshape(-1)
         summed = F.cross_entropy(
             logits[:, :-1].flatten(0, 1), targets, ignore_index=IGNORE_INDEX, reduction="sum"
@@ -355,6 +361,11 @@ def _head_gradient(model: Stack, y: Tensor, labels: Tensor) -> tuple[Tensor, Ten
 
 
 # ---------------------------------------------------------------------------------------------------- helpers
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The formula: `torch.func` does not differentiate the compiled operator that the layers use."""
+    return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
