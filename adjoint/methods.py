@@ -259,8 +259,8 @@ def default_chunk_size(model: "Stack", input_ids: Tensor) -> int:
     """Tokens a chunk: enough work to keep the device busy, few enough that a chunk's activations stay small.
 
     On a CPU 1,408 tokens are within an eighth as fast as any more; with fewer, a long sequence's states at
-    the edges would outweigh what a chunk saves. A GPU wants more at a time; there the chunk's activations, about
-    40 times d_model a token and layer, get an eighth of the device's memory.
+    the edges would outweigh what a chunk saves. A GPU wants more at a time; there the chunk's activations,
+    about 40 times d_model a token and layer, get an eighth of the device's memory.
     """
     batch = input_ids.shape[0]
     if input_ids.device.type != "cuda":
