@@ -105,7 +105,7 @@ def columns(
             continue
         cells = [label(row["method"]), _ranged(row, "held_out", ".3f")]
         if "gap" in row and row["method"] != "backprop":
-            cells += [f"{row['gap']:+.3f}" if short else _ranged(row, "gap", "+.3f")]
+            cells += [_signed(row["gap"], "+.3f") if short else _ranged(row, "gap", "+.3f")]
             cells += [f"{row['curve_distance_first']:.1g}", f"{row['curve_distance']:.1g}"]
         else:
             cells += ["–", "–", "–"]
@@ -212,8 +212,13 @@ def with_table(document: str, table: str) -> str:
 
 
 def _ranged(row: Row, name: str, form: str) -> str:
-    text = f"{row[name]:{form}}"
-    return text if row["seeds"] < 2 else f"{text} ({row[f'{name}_min']:{form}} … {row[f'{name}_max']:{form}})"
+    middle, low, high = (_signed(row[key], form) for key in (name, f"{name}_min", f"{name}_max"))
+    return middle if row["seeds"] < 2 else f"{middle} ({low} … {high})"
+
+
+def _signed(value: float, form: str) -> str:
+    """`value` in `form`, which has three decimals; what rounds to zero is not negative."""
+    return f"{round(value, 3) + 0.0:{form}}"
 
 
 # --------------------------------------------------------------------------------------------------- picture
@@ -236,7 +241,7 @@ def styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A column a task: above, training loss against steps (median over the seeds, their range as a band);
+    """A column a task: above, training loss against steps (median over the seeds and each of them);
     below, accuracy against distance, or for text what the methods lose on the held-out split."""
     import matplotlib
 
@@ -253,21 +258,20 @@ def draw(result: dict[str, Any], path: Path) -> None:
     )
     for (above, below), task in zip(panels.T, tasks, strict=True):
         _draw_losses(above, result, task, style)
-        title = result["tasks"][task]["label"].replace(", ", ",\n", 1)
-        above.set_title(title, loc="left", fontweight="bold", fontsize=10.5)
+        above.set_title(result["tasks"][task]["label"], loc="left", fontweight="bold", fontsize=10.5)
         if any("accuracy" in curve for curve in _of(result, task)):
             _draw_accuracy(below, result, task, style)
         else:
             _draw_held_out(below, result, task, style)
     figure.legend(
         handles=[Line2D([], [], **look, label=label(method)) for method, look in style.items()],
-        loc="outside lower center",
+        loc="outside upper center",
         ncols=5,
         frameon=False,
         fontsize=10,
-        title="line: median over the seeds, band: their range",
+        title="thick: median over the seeds; thin: each seed",
     )
-    figure.text(0.005, -0.03, _footer(result), fontsize=7.5, color="#666666")
+    figure.supxlabel(_footer(result), x=0.005, ha="left", fontsize=7.5, color="#666666")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, bbox_inches="tight")
     plt.close(figure)
@@ -276,12 +280,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def _draw_losses(axes: Any, result: dict[str, Any], task: str, style: dict[str, Any]) -> None:
     block, steps = result["block_steps"], result["tasks"][task]["steps"]
     for curve in _of(result, task):
-        low, middle, high = _range_over_seeds(list(curve["losses"].values()))
+        seeds = list(curve["losses"].values())
+        middle = _medians(seeds)
         at = [min((i + 0.5) * block, steps) for i in range(len(middle))]
         look = style[curve["method"]]
         front = 5 if curve["method"] == "exact" else 3
         axes.plot(at, middle, **look, zorder=front)
-        axes.fill_between(at, low, high, color=look["color"], alpha=0.10, linewidth=0)
+        _draw_seeds(axes, at, seeds, look)
     axes.set(xlabel="step", ylabel="training loss, nats a token", yscale="linear")
     axes.grid(color="#E6E6E6", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -294,11 +299,10 @@ def _draw_accuracy(axes: Any, result: dict[str, Any], task: str, style: dict[str
     for curve in _of(result, task):
         distances = sorted(map(int, curve["questions"]))
         seeds = [[100 * s[str(d)] for d in distances] for s in curve["accuracy"].values()]
-        low, middle, high = _range_over_seeds(seeds)
         look = style[curve["method"]]
-        axes.plot(distances, middle, **look, marker="o", markersize=3.5,
+        axes.plot(distances, _medians(seeds), **look, marker="o", markersize=3.5,
                   zorder=5 if curve["method"] == "exact" else 3)  # fmt: skip
-        axes.fill_between(distances, low, high, color=look["color"], alpha=0.10, linewidth=0)
+        _draw_seeds(axes, distances, seeds, look)
     before = before_training(result, task)
     if before:
         axes.plot(distances, [100 * before[d] for d in distances], color="#888888", linewidth=1.2,
@@ -323,12 +327,13 @@ def _draw_held_out(axes: Any, result: dict[str, Any], task: str, style: dict[str
         axes.plot([row["held_out_min"], row["held_out_max"]], [height] * 2, color=look["color"], linewidth=2)
         axes.plot(row["held_out"], height, "o", color=look["color"], markersize=7, markeredgecolor="black",
                   markeredgewidth=0.5)  # fmt: skip
-        text = f"{row['held_out']:.3f}" + (f" ({row['gap']:+.3f})" if row.get("gap") is not None else "")
+        text = f"{row['held_out']:.3f}" + (
+            f" ({_signed(row['gap'], '+.3f')})" if row.get("gap") is not None else ""
+        )
         axes.annotate(text, (row["held_out_max"], height), xytext=(8, 0), textcoords="offset points",
                       va="center", fontsize=8)  # fmt: skip
     axes.set_yticks(range(len(rows)), [label(row["method"]) for row in rows])
-    axes.set_xlabel("loss on held-out text, nats a byte (median of the gaps to Backprop, seed by seed)")
-    axes.xaxis.label.set_fontsize(8)
+    axes.set_xlabel("loss on held-out text, nats a byte (gap to Backprop)")
     axes.margins(x=0.35)
     axes.set_xlim(left=axes.dataLim.x0 - 0.08 * axes.dataLim.width)
     axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
@@ -339,10 +344,16 @@ def _of(result: dict[str, Any], task: str) -> list[dict[str, Any]]:
     return [curve for curve in result["curves"] if curve["task"] == task]
 
 
-def _range_over_seeds(seeds: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
-    """(lowest, median, highest) at each place."""
-    places = list(zip(*seeds, strict=True))
-    return [min(p) for p in places], [statistics.median(p) for p in places], [max(p) for p in places]
+def _medians(seeds: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(place) for place in zip(*seeds, strict=True)]
+
+
+def _draw_seeds(
+    axes: Any, at: Sequence[float], seeds: Sequence[Sequence[float]], look: dict[str, Any]
+) -> None:
+    """Each seed by itself: a seed that never learns would make a band of the whole picture."""
+    for seed in seeds if len(seeds) > 1 else ():
+        axes.plot(at, seed, color=look["color"], linestyle=look["linestyle"], linewidth=0.8, alpha=0.45)
 
 
 def _footer(result: dict[str, Any]) -> str:
