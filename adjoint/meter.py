@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "numpy", "triton", "mamba-ssm", "causal-conv1d")
+PACKAGES = ("torch", "numpy", "transformers", "mambapy", "triton", "mamba-ssm", "causal-conv1d")
 
 
 class PeakMemory:
@@ -39,15 +39,15 @@ class PeakMemory:
         else:
             with contextlib.suppress(OSError, AttributeError):  # not glibc
                 ctypes.CDLL(None).malloc_trim(0)
-            self._resettable = _reset_peak_resident()
-            self._before = _resident()[0]
+            self._resettable = reset_peak_rss()
+            self._before = rss_bytes()[0]
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self.device.type == "cuda":
             self.bytes = torch.cuda.max_memory_allocated(self.device) - self._before
         elif self._resettable:
-            self.bytes = max(0, _resident()[1] - self._before)
+            self.bytes = max(0, rss_bytes()[1] - self._before)
 
     @staticmethod
     def meaning(device: torch.device) -> str:
@@ -72,30 +72,30 @@ def memory_left(device: torch.device) -> int:
     return max(left, 0)
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Date, hardware and versions, in what JSON can hold."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    versions = {"adjoint": importlib.import_module("adjoint").__version__}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": versions,
-    }
+def total_memory_bytes() -> int:
+    """The machine's memory, or what its control group grants of it."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
-def _reset_peak_resident() -> bool:
+def rss_bytes() -> tuple[int, int]:
+    """Resident memory of this process in bytes: now, and at its peak.
+
+    Off Linux only the peak is known and stands for both.
+    """
+    with contextlib.suppress(OSError, KeyError):
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        now, peak = (int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
+        return now, peak
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak, peak
+
+
+def reset_peak_rss() -> bool:
     """Lets the peak of the resident set begin at what is resident now; False where that is not possible."""
     if not sys.platform.startswith("linux"):
         return False
@@ -106,9 +106,30 @@ def _reset_peak_resident() -> bool:
     return True
 
 
-def _resident() -> tuple[int, int]:
-    """Resident memory of this process in bytes: now, and at its peak. Linux only; zeros elsewhere."""
-    with contextlib.suppress(OSError, KeyError):
-        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return int(fields["VmRSS"].split()[0]) * 1024, int(fields["VmHWM"].split()[0]) * 1024
-    return 0, 0
+def versions(*packages: str) -> dict[str, str]:
+    """Installed versions of `packages`; those that are not installed are left out."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """Date, hardware and versions, in what JSON can hold; the GPU is `device`'s, or the current one."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": total_memory_bytes(),
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {"adjoint": importlib.import_module("adjoint").__version__, **versions(*PACKAGES)},
+    }

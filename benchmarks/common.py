@@ -8,14 +8,10 @@ measurement in a journal at once, so that a benchmark that was stopped goes on w
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
-import datetime
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -23,6 +19,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from adjoint import meter
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -33,37 +31,6 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     "retain": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"},
 }
 _ANSWER = "answer: "
-
-
-def rss_bytes() -> tuple[int, int]:
-    """Resident memory of this process in bytes: (now, at its peak).
-
-    Off Linux only the peak is known and stands for both.
-    """
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        now, peak = (int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
-        return now, peak
-    except (OSError, KeyError):
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return peak, peak
-
-
-def reset_peak_rss() -> None:
-    """Let the peak begin at what is resident now (Linux; elsewhere it stays as it is)."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def total_memory_bytes() -> int:
-    """The machine's memory, or what the control group leaves of it."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):
-        return total
 
 
 def answer(result: Mapping[str, Any]) -> None:
@@ -98,37 +65,9 @@ def run_child(module: str, point: Mapping[str, Any], env: Mapping[str, str] | No
     return {"error": f"exit code {child.returncode}: {last[:300]}"}
 
 
-def versions(*packages: str) -> dict[str, str]:
-    """Installed versions of `packages`; those that are not installed are left out."""
-    found = {}
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
 def environment() -> dict[str, Any]:
-    """Where and with what a benchmark ran: hardware, operating system, versions, commit, date."""
-    import torch
-
-    model = next(
-        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor() or platform.machine(),
-    )
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": total_memory_bytes(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "versions": versions(
-            "torch", "numpy", "transformers", "mambapy", "triton", "mamba-ssm", "causal-conv1d"
-        ),
-    }
+    """Where and with what a benchmark ran: commit, date, hardware, operating system, versions."""
+    return {"commit": commit(), **meter.environment()}
 
 
 def commit() -> str:

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adjoint import meter
 from benchmarks import common
 
 if TYPE_CHECKING:
@@ -356,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks import kernels_report
 
     environment = common.environment()
-    environment["versions"] |= common.versions(
+    environment["versions"] |= meter.versions(
         "numba", "accelerated-scan", "flash-linear-attention", "liger-kernel"
     )
     environment["omp"] = {key: value for key, value in os.environ.items() if key.startswith("OMP_")}

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adjoint import meter
 from benchmarks import common
 
 MODEL: dict[str, Any] = {
@@ -133,8 +134,8 @@ def measure(point: dict[str, Any]) -> dict[str, Any]:
     method, device = METHODS[point["method"]], point["device"]
     loss_of = (build_transformers if method.peer else build_ours)(method, device)
     cuda = device.startswith("cuda")
-    common.reset_peak_rss()
-    baseline, _ = common.rss_bytes()
+    meter.reset_peak_rss()
+    baseline, _ = meter.rss_bytes()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
 
@@ -153,7 +154,7 @@ def measure(point: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
         del loss  # or its graph lives on while the next pass builds one
-    peak = torch.cuda.max_memory_allocated() if cuda else common.rss_bytes()[1] - baseline
+    peak = torch.cuda.max_memory_allocated() if cuda else meter.rss_bytes()[1] - baseline
     return {"memory_bytes": peak, "baseline_bytes": baseline, "seconds": seconds, "loss": value}
 
 
@@ -326,7 +327,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _device_memory(device: str) -> int:
     if device == "cpu":
-        return common.total_memory_bytes()
+        return meter.total_memory_bytes()
     import torch
 
     return torch.cuda.get_device_properties(device).total_memory

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from adjoint import meter
 from benchmarks import common, memory, memory_report, window_time
 
 
@@ -59,12 +60,12 @@ def test_wrong_options_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) 
 
 def test_peak_follows_an_allocation_and_is_reset() -> None:
     code = (
-        "from benchmarks import common\n"
-        "common.reset_peak_rss(); now, _ = common.rss_bytes()\n"
+        "from adjoint import meter\n"
+        "meter.reset_peak_rss(); now, _ = meter.rss_bytes()\n"
         "block = bytearray(200 << 20); block[::4096] = b'x' * len(block[::4096]); del block\n"
-        "peak = common.rss_bytes()[1] - now\n"
-        "common.reset_peak_rss()\n"
-        "print(peak >> 20, common.rss_bytes()[1] - now >> 20)\n"
+        "peak = meter.rss_bytes()[1] - now\n"
+        "meter.reset_peak_rss()\n"
+        "print(peak >> 20, meter.rss_bytes()[1] - now >> 20)\n"
     )
     import subprocess
     import sys
@@ -166,7 +167,7 @@ def test_readme_shows_the_published_results_and_no_others() -> None:
 
 def test_one_point_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--quick", "--lengths", "128", "256", "--methods", "exact", "--out", str(tmp_path)]
-    assert memory.main([*arguments, "--max-memory", str(common.total_memory_bytes())]) == 0
+    assert memory.main([*arguments, "--max-memory", str(meter.total_memory_bytes())]) == 0
     written = json.loads((tmp_path / "memory.json").read_text())
     assert written["complete"]
     assert [row["length"] for row in written["rows"]] == [128, 256]
