@@ -67,12 +67,20 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class Tile:
-    """One action of a shard's program as it was carried out: what, and when it began and ended (seconds of
-    `time.perf_counter`, of this process)."""
+    """One action of a shard's program as it was carried out.
+
+    Attributes:
+        action: what.
+        start, stop: when it began and ended, in seconds of `time.perf_counter`: on Linux one clock for all
+            processes of a machine.
+        processor: seconds that this thread had a processor in between (`time.thread_time`). Waits take none,
+            nor does a turn of others on the same core; other threads', and a GPU's, are not in it.
+    """
 
     action: str
     start: float
     stop: float
+    processor: float
 
 
 class Shard:
@@ -300,7 +308,7 @@ class Shard:
         posted: collections.deque[Any] = collections.deque()
         self.trace = []
         for action in program:
-            start = time.perf_counter()
+            start, processor = time.perf_counter(), time.thread_time()
             while receives and len(posted) < made.buffers:
                 assert transport is not None
                 posted.append(transport.post(receives[0], work.room(receives.popleft())))
@@ -311,7 +319,8 @@ class Shard:
                 transport.send(action, work.outgoing(action))
             else:
                 work.incoming(action, posted.popleft()())
-            self.trace.append(Tile(str(action), start, time.perf_counter()))
+            used = time.thread_time() - processor
+            self.trace.append(Tile(str(action), start, time.perf_counter(), used))
         if transport is not None:
             transport.flush()
 
