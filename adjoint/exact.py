@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from adjoint import sweep, tile
+from adjoint.edges import Edges
 from adjoint.tile import Cotangents, Gradients, Pullback, State
 
 if TYPE_CHECKING:
@@ -39,14 +40,10 @@ class ExactSweep(sweep.Sweep):
         self.passing = (
             draw_passing(len(model.layers), len(self.chunks), cut) if cut and self.backward_follows else None
         )
-        self.edges: list[list[State]] = []  # states before each chunk, a tuple a layer
-        self.edge_memory: list[State] = []  # where all edges but the first lie
-        self.inputs: list[
-            list[Tensor]
-        ] = []  # inputs of each layer and of the head, a list a chunk; empty with keep="edges"
-        self.last: tuple[Tensor, list[Pullback]] | None = (
-            None  # the last chunk, still linearised from the forward
-        )
+        self.edges = Edges(len(self.chunks), keep == "offload" and self.device != "cpu")
+        # inputs of each layer and of the head, a list a chunk; empty with keep="edges"
+        self.inputs: list[list[Tensor]] = []
+        self.last: tuple[Tensor, list[Pullback]] | None = None  # the last chunk, linearised by the forward
         self.last_gradients: Gradients | None = None
 
     # -------------------------------------------------------------------------------------------------
@@ -58,12 +55,10 @@ class ExactSweep(sweep.Sweep):
         with torch.no_grad(), self.precision():
             for i, chunk in enumerate(self.chunks):
                 if self.backward_follows:
-                    self._keep_edge(states)
+                    self.edges.put(i, states)
                 y = self.model.embed(self.ids[:, chunk])
-                last = self.backward_follows and self.keep == "edges" and i == len(self.chunks) - 1
-                if (
-                    last
-                ):  # the reverse sweep starts here: keep this chunk linearised instead of recomputing it
+                if self.backward_follows and self.keep == "edges" and i == len(self.chunks) - 1:
+                    # the reverse sweep starts here: keep this chunk linearised instead of recomputing it
                     self.last_gradients = Gradients()
                     y, states, pullbacks = self._linearize_column(y, states, self.last_gradients)
                     self.last = y, pullbacks
@@ -73,7 +68,7 @@ class ExactSweep(sweep.Sweep):
                         inputs.append(y)
                         y, states[k] = tile.forward(layer, y, states[k])
                     if self.backward_follows and self.keep != "edges":
-                        self.inputs.append([t for (t,) in map(self._stow, ((x,) for x in (*inputs, y)))])
+                        self.inputs.append([self.edges.stow(x) for x in (*inputs, y)])
                 loss = self.model.head_loss(y, self.targets[:, chunk])
                 total = loss if total is None else total + loss
         assert total is not None
@@ -88,43 +83,6 @@ class ExactSweep(sweep.Sweep):
             pullbacks.append(pullback)
             after.append(state)
         return y, after, pullbacks
-
-    def _keep_edge(self, states: list[State]) -> None:
-        """Copies the states into memory taken at once: small blocks that stay, put between large ones that
-        go, break up the heap.
-
-        The first edge is the caller's own, and may be of other dtypes than the later ones.
-        """
-        if not self.edges:
-            self.edges.append([self._stow(state) for state in states])
-            return
-        if not self.edge_memory:
-            host = self.keep == "offload" and self.device != "cpu"
-            device = torch.device("cpu") if host else self.ids.device
-            self.edge_memory = [
-                tuple(
-                    s.new_empty(len(self.chunks) - 1, *s.shape, device=device, pin_memory=host) for s in state
-                )
-                for state in states
-            ]
-        at = len(self.edges) - 1
-        self.edges.append(
-            [
-                tuple(room[at].copy_(s, non_blocking=True) for room, s in zip(rooms, state, strict=True))
-                for rooms, state in zip(self.edge_memory, states, strict=True)
-            ]
-        )
-
-    def _stow(self, tensors: State) -> State:
-        """Puts tensors where `keep` says. Copies to pinned host memory run behind the computation, in stream
-        order."""
-        if self.keep != "offload" or self.device == "cpu":
-            return tensors
-        stowed = (torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in tensors)
-        return tuple(host.copy_(t, non_blocking=True) for host, t in zip(stowed, tensors, strict=True))
-
-    def _fetch(self, tensors: State) -> State:
-        return tuple(t.to(self.ids.device, non_blocking=True) for t in tensors)
 
     # ------------------------------------------------------------------------------------------------
     # backward
@@ -144,17 +102,18 @@ class ExactSweep(sweep.Sweep):
                     if last is None:
                         with torch.no_grad():
                             y = model.embed(self.ids[:, chunk])
-                        y, _, pullbacks = self._linearize_column(y, self.edges[i], gradients)
+                        y, _, pullbacks = self._linearize_column(y, self.edges.get(i), gradients)
                     else:
                         (y, pullbacks), last = last, None
                     d_head = dy = self.head_pullback(y, chunk, scale, gradients)
                     for k in reversed(range(len(model.layers))):
                         dy, d_states[k] = pullbacks.pop()(d_head if self.layer_local else dy, d_states[k])
                 else:
-                    *inputs, y = self._fetch(tuple(self.inputs[i]))
+                    *inputs, y = (self.edges.fetch(x, self.ids.device) for x in self.inputs[i])
+                    states = self.edges.get(i)
                     d_head = dy = self.head_pullback(y, chunk, scale, gradients)
                     for k in reversed(range(len(model.layers))):
-                        state = self._fetch(self.edges[i][k])
+                        state = tuple(self.edges.fetch(s, self.ids.device) for s in states[k])
                         _, _, pullback = tile.linearize(model.layers[k], inputs[k], state, gradients)
                         dy, d_states[k] = pullback(d_head if self.layer_local else dy, d_states[k])
                 if self.passing is not None and i > 0:

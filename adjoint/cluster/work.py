@@ -14,6 +14,7 @@ from torch import Tensor
 from adjoint import sweep, tile
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run, Send
+from adjoint.edges import Edges
 from adjoint.tile import Cotangents, Gradients, Pullback, State
 
 
@@ -222,48 +223,6 @@ class ExactWork(Work):
 
     def cotangent(self, y: Tensor, chunk: int) -> Tensor:
         return self.head_cotangent(y, chunk) if self.part.last else self.messages.pop(("dy", chunk))
-
-
-class Edges:
-    """The states before each chunk, in memory taken at once: small blocks that stay, put between large ones
-    that go, would break up the heap."""
-
-    def __init__(self, chunks: int, host: bool) -> None:
-        self.chunks, self.host = chunks, host
-        self.first: list[State] = []  # may be of other dtypes than the later ones
-        self.memory: list[State] = []
-
-    def put(self, chunk: int, states: list[State]) -> None:
-        """Keeps the states before a chunk."""
-        if chunk == 0:
-            self.first = list(states)
-            return
-        if not self.memory:
-            device = "cpu" if self.host else states[0][0].device
-            self.memory = [
-                tuple(
-                    s.new_empty(self.chunks - 1, *s.shape, device=device, pin_memory=self.host) for s in state
-                )
-                for state in states
-            ]
-        for room, state in zip(self.memory, states, strict=True):
-            for r, s in zip(room, state, strict=True):
-                r[chunk - 1].copy_(s, non_blocking=True)
-
-    def get(self, chunk: int) -> list[State]:
-        """The states before a chunk, where they are kept."""
-        return self.first if chunk == 0 else [tuple(r[chunk - 1] for r in room) for room in self.memory]
-
-    def stow(self, tensor: Tensor) -> Tensor:
-        """A tensor where the edges are."""
-        if not self.host:
-            return tensor
-        room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return room.copy_(tensor, non_blocking=True)
-
-    @staticmethod
-    def fetch(tensor: Tensor, device: torch.device) -> Tensor:
-        return tensor.to(device, non_blocking=True)
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
