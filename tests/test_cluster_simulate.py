@@ -63,11 +63,14 @@ def test_messages_overlap_with_computing_and_queue_at_the_senders_port() -> None
     assert [s.start for s in slow.spans if s.worker == 1] == [5, 8, 11]  # the port is the bottleneck
 
 
-def test_a_broadcast_leaves_one_port() -> None:
+@pytest.mark.parametrize("chunks", [1, 20])
+def test_the_heads_cotangent_is_relayed(chunks: int) -> None:
+    """Four shards: chunk c leaves the last at c + 1 and is at the first after two more hops. Every port
+    carries it once, where a broadcast from one port would take 3 s a chunk."""
     layers = [range(k, k + 1) for k in range(4)]
-    schedule = schedules.layer_local(layers, 1, tasks(4, 8, 8, 4, 4), buffers=2)
+    schedule = schedules.layer_local(layers, chunks, tasks(4, 8 * chunks, 8, 4, 4), buffers=2)
     sent = simulate(schedule, uniform(0, 0), lambda send, worker: 1.0 if send.what == "d_head" else 0.0)
-    assert sent.seconds == 3  # the last shard to three others, one after the other
+    assert sent.seconds == chunks + 2
 
 
 # ------------------------------------------------------------------------------- against a clock that ticks

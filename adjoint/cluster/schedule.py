@@ -14,10 +14,9 @@ they end, and whoever wants times or drawings walks over the same data.
     task          the vjp of one layer on one chunk                every layer and chunk (the two below)
     embedding     the embedding's gradient                         every chunk, first shard (the two below)
 
-Messages: "y" up and "dy" down between neighbours, (batch, chunk, d_model) each; "d_head", dL/dy_K, from the
-last shard to all; between a shard and its helpers "weights" and "gradients" of a layer and "task", the inputs
-of one; "table_gradient", the embedding's part of a tied table's gradient, to the head's shard, which owns the
-table.
+Messages: "y" up and "dy" or "d_head", which is dL/dy_K, down between neighbours, (batch, chunk, d_model)
+each; between a shard and its helpers "weights" and "gradients" of a layer and "task", the inputs of one;
+"table_gradient", the embedding's part of a tied table's gradient, to the head's shard, which owns the table.
 """
 
 from __future__ import annotations
@@ -290,11 +289,11 @@ def layer_local(
             shares[shard if run.layer == 0 else crew[turn % len(crew)]].append(run)
         order = range(chunks) if by_layer is not None else range(chunks - 1, -1, -1)
         for chunk in order:
-            if shard < shards - 1:
-                program.append(Recv(shards - 1, "d_head", chunk))
-            else:
-                program.append(Run("head", chunk))
-                program += [Send(other, "d_head", chunk) for other in range(shards - 1)]
+            # handed from shard to shard, so that no port carries more than one copy
+            last = shard == shards - 1
+            program.append(Run("head", chunk) if last else Recv(shard + 1, "d_head", chunk))
+            if shard:
+                program.append(Send(shard - 1, "d_head", chunk))
         touched = {w: sorted({run.layer or 0 for run in shares[w]}) for w in crew}
         for worker in crew[1:]:
             programs[worker] += [Recv(shard, "weights", 0, layer) for layer in touched[worker]]
