@@ -1,0 +1,118 @@
+"""`Exact` with the sequence split over workers: each has the whole model and a stretch of the tokens.
+
+A stretch maps a layer's recurrent state affinely, h_out = a · h_in + h_ext, where neither a, the product of
+its tokens' transitions, nor h_ext, what it makes of a zero state, needs to know h_in (docs/method.md §4). All
+workers compute them at once and send them to those on their right, and each puts its own h_in together from
+what comes from its left. The adjoint state is the mirror image, with a transposed. That is the exchange
+"affine". With "wavefront" a worker waits for its neighbour's true state instead: no second pass over the
+tokens, but worker d starts d layers late.
+
+Layer by layer, from the bottom, then from the top:
+
+    prefix     a and h_ext of the stretch, chunk by chunk (affine; h_ext alone on the first worker)
+    forward    the layer, from the true state; states at the chunks' edges and the layer's inputs are kept
+    head       the head's loss, and its pullback, on a chunk
+    suffix     what the stretch makes of a zero adjoint state (affine; not on the first worker)
+    backward   the vjp of the layer on a chunk, from the true adjoint state
+    embedding  the embedding's gradient on a chunk
+
+Messages: "state" and "d_state" of a layer, (a, h_ext) and (a, μ_ext) to all on the right and on the left, or
+h and μ to the neighbour; "y", the last d_conv - 1 inputs of a layer, which the right neighbour's convolution
+reads, and "dy", the cotangents it found for them. None of them depends on the length of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from adjoint.cluster.schedule import Action, Recv, Run, Schedule, Send
+from adjoint.errors import UserError
+from adjoint.layers import StackConfig
+
+EXCHANGES = ("affine", "wavefront")
+
+
+def reach(config: StackConfig) -> list[int]:
+    """For each layer, how many tokens to the left its convolution looks."""
+    return [config.d_conv - 1 if mixer in ("mamba", "mamba2") else 0 for mixer in config.mixers]
+
+
+def stretches(config: StackConfig, seqlen: int, workers: int) -> list[slice]:
+    """The tokens of each worker, about as many each: at least as many as a convolution looks to the left, so
+    that only neighbours need each other's inputs. A short sequence has fewer stretches than workers."""
+    count = max(1, min(workers, seqlen // max(1, *reach(config))))
+    return [slice(seqlen * i // count, seqlen * (i + 1) // count) for i in range(count)]
+
+
+def check_stretches(config: StackConfig, seqlen: int, workers: int) -> None:
+    """Raises a UserError where a sequence is too short to be split over so many workers."""
+    most = len(stretches(config, seqlen, workers))
+    if most < workers:
+        raise UserError(
+            f"cluster.sequence: {workers} stretches of {seqlen} tokens would be shorter than the convolution "
+            f"({config.d_conv} tokens) or empty; take at most {most}, or a longer data.seqlen"
+        )
+
+
+def schedule(
+    reaches: Sequence[int],
+    chunks: Sequence[int],
+    workers: int,
+    exchange: str = "affine",
+    backward: bool = True,
+    buffers: int = 2,
+) -> Schedule:
+    """Who does which tile when, and what is sent.
+
+    Args:
+        reaches: as `reach` gives them, one a layer.
+        chunks: of each stretch; workers beyond these have nothing to do.
+        backward: False for the loss alone.
+    """
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}; got {exchange!r}")
+    last, affine = len(chunks) - 1, exchange == "affine"
+
+    def forward(worker: int, layer: int) -> Iterator[Action]:
+        tiles = range(chunks[worker])
+        if layer and worker and reaches[layer]:  # the tokens below the first layer are known to all
+            yield Recv(worker - 1, "y", 0, layer)
+        if affine and worker < last:
+            yield from (Run("prefix", chunk, layer) for chunk in tiles)
+            yield from (Send(other, "state", 0, layer) for other in range(worker + 1, last + 1))
+        sources = range(worker) if affine else range(max(0, worker - 1), worker)
+        yield from (Recv(source, "state", 0, layer) for source in sources)
+        yield from (Run("forward", chunk, layer) for chunk in tiles)
+        if not affine and worker < last:
+            yield Send(worker + 1, "state", 0, layer)
+        if worker < last and layer + 1 < len(reaches) and reaches[layer + 1]:
+            yield Send(worker + 1, "y", 0, layer + 1)
+
+    def back(worker: int, layer: int) -> Iterator[Action]:
+        tiles = range(chunks[worker] - 1, -1, -1)
+        if affine and worker:
+            yield from (Run("suffix", chunk, layer) for chunk in tiles)
+            yield from (Send(other, "d_state", 0, layer) for other in range(worker - 1, -1, -1))
+        sources = range(last, worker, -1) if affine else range(worker + 1, min(last, worker + 1) + 1)
+        yield from (Recv(source, "d_state", 0, layer) for source in sources)
+        yield from (Run("backward", chunk, layer) for chunk in tiles)
+        if not affine and worker:
+            yield Send(worker - 1, "d_state", 0, layer)
+        if layer and worker and reaches[layer]:
+            yield Send(worker - 1, "dy", 0, layer)
+        if layer and worker < last and reaches[layer]:
+            yield Recv(worker + 1, "dy", 0, layer)
+
+    programs: list[tuple[Action, ...]] = []
+    for worker in range(workers):
+        program: list[Action] = []
+        if worker <= last:
+            for layer in range(len(reaches)):
+                program += forward(worker, layer)
+            program += [Run("head", chunk) for chunk in range(chunks[worker])]
+            if backward:
+                for layer in reversed(range(len(reaches))):
+                    program += back(worker, layer)
+                program += [Run("embedding", chunk) for chunk in range(chunks[worker])]
+        programs.append(tuple(program))
+    return Schedule(f"sequence, {exchange}", workers, max(chunks), buffers, tuple(programs))
