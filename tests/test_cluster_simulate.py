@@ -155,6 +155,8 @@ def test_tiles_share_the_slots_of_their_host() -> None:
     schedule = alone(*[(Run("task", 0),)] * 4)
     assert simulate(schedule, lambda worker, run: 3.0, slots=2).seconds == pytest.approx(6)
     assert simulate(schedule, lambda worker, run: 3.0, slots=1).seconds == pytest.approx(12)
+    assert simulate(schedule, lambda worker, run: 3.0, slots=1.5).seconds == pytest.approx(8)
+    assert simulate(alone((Run("task", 0),)), lambda worker, run: 3.0, slots=0.5).seconds == pytest.approx(6)
     two_hosts = simulate(schedule, lambda worker, run: 3.0, slots=2, hosts=[0, 0, 1, 1])
     assert two_hosts.seconds == pytest.approx(3)
 
@@ -186,7 +188,7 @@ def test_a_schedule_that_never_ends_is_named() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     schedule = schedules.exact(2, 2)
-    with pytest.raises(ValueError, match="slots must be 1 or more"):
+    with pytest.raises(ValueError, match="slots must be more than 0"):
         simulate(schedule, uniform(1, 1), slots=0)
     with pytest.raises(ValueError, match="2 workers, but 1 values"):
         simulate(schedule, uniform(1, 1), slots=1, hosts=[0])

@@ -60,7 +60,7 @@ def simulate(
     message: MessageTime | None = None,
     *,
     latency: float = 0.0,
-    slots: int | None = None,
+    slots: float | None = None,
     hosts: Sequence[int] | None = None,
     spans: bool = False,
 ) -> Timeline:
@@ -70,16 +70,16 @@ def simulate(
         tile: seconds of a tile: (worker, run) → seconds.
         message: seconds a message keeps its sender's port busy: (send, sender) → seconds; none where None.
         latency: seconds from the end of a transfer to when it can be received.
-        slots: tiles a host runs at full speed at a time, such as its cores by the threads of a shard; no
-            limit where None.
+        slots: tiles a host runs at full speed at a time, such as its cores by the threads of a shard; a
+            fraction where others use a part of a core; no limit where None.
         hosts: of each worker, the number of its host; all on one where None.
         spans: whether to record every tile, for a drawing.
 
     Raises:
         ValueError: the schedule never ends (`schedule.check` says where), or a time is negative.
     """
-    if slots is not None and slots < 1:
-        raise ValueError(f"slots must be 1 or more, got {slots}")
+    if slots is not None and not slots > 0:
+        raise ValueError(f"slots must be more than 0, got {slots}")
     if hosts is not None and len(hosts) != schedule.workers:
         raise ValueError(f"hosts: {schedule.workers} workers, but {len(hosts)} values")
     return _Simulation(schedule, tile, message, latency, slots, hosts, spans).timeline()
@@ -99,7 +99,7 @@ class _Host:
     """Processor sharing. `done` is the work, in seconds, that each tile under way has got since the start of
     the simulation; it grows at the same rate for all, so they end in the order of `done` at their ends."""
 
-    slots: int
+    slots: float
     done: float = 0.0
     since: float = 0.0
     running: list[tuple[float, int]] = field(default_factory=list)  # a heap of (done at its end, worker)
@@ -126,7 +126,7 @@ class _Simulation:
         tile: TileTime,
         message: MessageTime | None,
         latency: float,
-        slots: int | None,
+        slots: float | None,
         hosts: Sequence[int] | None,
         spans: bool,
     ) -> None:
