@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,43 @@ from adjoint.cluster.work import Work
 
 VARIABLE = "ADJOINT_TEST_FAULT"  # the file's path; in the environment before Ray starts
 
+
+def lose_node() -> None:
+    """Asks `cluster_nodes` to take this node away, and stays where it is until that has happened."""
+    import ray
+
+    asked = Path(os.environ[VARIABLE]).with_suffix(".node")
+    asked.write_text(ray.get_runtime_context().get_node_id())
+    time.sleep(600)
+
+
+def fill_node() -> None:
+    """Takes memory until somebody ends this process."""
+    taken = []
+    while True:
+        taken.append(b"1" * (64 << 20))
+        time.sleep(0.02)  # Ray looks several times a second
+
+
+def fill_process() -> None:
+    """Takes more memory than the kernel lets this process have."""
+    import resource
+
+    import torch
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), -1))
+    torch.empty(1 << 30)
+
+
 HOW = {
     "exit": lambda: os._exit(1),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "error": lambda: 1 / 0,
+    "node": lose_node,
+    "fill": fill_node,
+    "limit": fill_process,
 }
 
 

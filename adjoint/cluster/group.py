@@ -24,6 +24,8 @@ from adjoint.config import TrainingConfig
 from adjoint.errors import UserError
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has
+SEARCH = 15.0  # the same where only connections are known to have broken, but not yet who broke them
+VERDICT = 45.0  # seconds that Ray gets to find out what became of a shard that cannot be reached
 BEAT = 1.0  # seconds between questions whether a shard is alive
 # Seconds that a shard waits for a message. A tile may take long; one that is lost is noticed by other means.
 PATIENCE = 3600.0
@@ -230,7 +232,8 @@ class Group:
                     if isinstance(inner, UserError):
                         raise inner from None
                     failed[rank] = cause_of(error, rank)
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    grace = SEARCH if failed[rank].kind == "connection" else GRACE
+                    deadline = min(deadline, time.monotonic() + grace)
             if not ready:
                 for rank in (rank_of[reference] for reference in waiting):
                     if self._quiet_for(rank, beats, last_seen) > patience:
@@ -238,8 +241,26 @@ class Group:
                         failed[rank] = Cause("hung", rank, quiet)
                         deadline = min(deadline, time.monotonic())
         if failed:
-            raise ShardFailure(list(failed.values()), during)
+            deadline = time.monotonic() + VERDICT
+            raise ShardFailure([self._verdict(cause, deadline) for cause in failed.values()], during)
         return [results[rank] for rank in range(len(references))]
+
+    def _verdict(self, cause: Cause, deadline: float) -> Cause:
+        """What Ray makes of a shard that could not be reached. It takes some 15 s to count a node as lost; until
+        then it would place new shards there."""
+        import ray
+
+        while cause.kind == "unreachable" and time.monotonic() < deadline:
+            beat = self.actors[cause.rank].beat.options(concurrency_group="watch").remote()
+            try:
+                ray.get(beat, timeout=deadline - time.monotonic())
+            except ray.exceptions.GetTimeoutError:
+                break
+            except Exception as error:
+                cause = cause_of(error, cause.rank)
+            else:
+                return Cause("connection", cause.rank, "could not be reached for a while")
+        return cause
 
     def _quiet_for(self, rank: int, beats: dict[int, Any], last_seen: dict[int, float]) -> float:
         """Seconds since a shard's last heartbeat."""

@@ -10,7 +10,9 @@ import re
 from dataclasses import dataclass
 
 # The more a cause explains, the earlier it stands.
-KINDS = ("out of memory", "node lost", "preempted", "died", "hung", "error", "connection")
+KINDS = ("out of memory", "preempted", "node lost", "died", "unreachable", "hung", "error", "connection")
+# CUDA's words, PyTorch's for the CPU, the kernel's and the C++ library's
+_NO_MEMORY = re.compile(r"out of memory|can(no|')t allocate memory|bad_alloc", re.IGNORECASE)
 _COLLATERAL = re.compile(
     r"connection (closed|reset|refused)|gloo|nccl|another shard has failed|broken pipe|timed out|"
     r"peer|socket|store",
@@ -66,27 +68,35 @@ def cause_of(error: BaseException, rank: int) -> Cause:
     """What an exception from `ray.get` says about a shard."""
     import ray.exceptions as known
 
-    detail = _first_line(error)
+    text = " ".join(str(error).split())
     if isinstance(error, known.OutOfMemoryError):  # Ray's monitor killed it; no RayActorError
-        return Cause("out of memory", rank, "killed by Ray, the node's memory was full")
+        used = re.search(r"was (\S+ ?used / \S+) limit", text)
+        return Cause("out of memory", rank, f"killed by Ray, its node's memory was full{_in_brackets(used)}")
     if isinstance(error, known.NodeDiedError):
-        return Cause("node lost", rank, detail)
+        return Cause("node lost", rank, _first_line(error))
+    if isinstance(error, known.ActorUnavailableError):  # nothing is known yet: `Group` asks again
+        return Cause("unreachable", rank, "neither its process nor its node answers")
     if isinstance(error, known.RayActorError):
         if getattr(error, "preempted", False):
-            return Cause("preempted", rank, detail)
-        text = " ".join(str(error).split())
+            return Cause("preempted", rank, "its node was taken back")
         if re.search(r"node (was terminated|has died|died|is dead)|ip address.*dead", text, re.IGNORECASE):
+            why = re.search(r"Node Id: (\w+).*?node was terminated (.*)", text)
+            detail = f"node {why[1][:12]} ended {why[2][:200]}" if why else _first_line(error)
             return Cause("node lost", rank, detail)
-        return Cause("died", rank, _last_words(text) or detail)
+        return Cause("died", rank, _last_words(text) or _first_line(error))
     if isinstance(error, known.RayTaskError):
         inner = error.cause if isinstance(error.cause, BaseException) else error
         text = f"{type(inner).__name__}: {_first_line(inner)}"
-        if isinstance(inner, MemoryError) or "out of memory" in str(inner).lower():
+        if isinstance(inner, MemoryError) or _NO_MEMORY.search(str(inner)):
             return Cause("out of memory", rank, text)
         lost = isinstance(inner, RuntimeError | ConnectionError) and _COLLATERAL.search(str(inner))
         collateral = lost or isinstance(inner, known.RayActorError)  # the peer's, through the object store
         return Cause("connection" if collateral else "error", rank, text)
-    return Cause("error", rank, f"{type(error).__name__}: {detail}")
+    return Cause("error", rank, f"{type(error).__name__}: {_first_line(error)}")
+
+
+def _in_brackets(found: re.Match[str] | None) -> str:
+    return f" ({found[1]})" if found else ""
 
 
 def _last_words(text: str) -> str:

@@ -1,0 +1,92 @@
+"""A training run on a Ray of its own, in a process of its own: simulated nodes that are taken away, or a
+node whose memory runs out.
+
+    python tests/cluster_nodes.py SETTINGS train --run.dir …
+
+SETTINGS are JSON: "nodes" (CPUs of each node beside the head, which has none), "room" (bytes of memory on
+top of what is used now, beyond which Ray ends a process), "lose" (how a node is lost: "removed", or
+"preempted" after a notice that it will be) and "replace" (whether another takes its place, and after how many
+seconds).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+
+import cluster_faults
+import ray
+from ray._common.utils import get_system_memory
+from ray._private.utils import get_used_memory
+from ray.cluster_utils import Cluster
+
+from adjoint.cli import main
+from adjoint.cluster import group as group_module
+from adjoint.cluster.placement import loopback
+
+
+def lose_nodes(cluster: Any, how: str, replace: float | None) -> None:
+    """Takes a node away whenever a shard on it asks for it, in the midst of what it does there."""
+    asked = Path(os.environ[cluster_faults.VARIABLE]).with_suffix(".node")
+    while True:
+        time.sleep(0.05)
+        if not asked.exists() or not (name := asked.read_text()):
+            continue
+        asked.unlink()
+        node = next(node for node in cluster.worker_nodes if node.node_id == name)
+        if how == "preempted":
+            announce(cluster.gcs_address, name)
+        cluster.remove_node(node, allow_graceful=False)
+        if replace is not None:
+            time.sleep(replace)
+            cluster.add_node(num_cpus=1)
+
+
+def announce(address: str, node: str) -> None:
+    """What an autoscaler tells Ray when a cloud takes a machine back."""
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    soon = int((time.time() + 60) * 1000)
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, why = GcsClient(address=address).drain_node(node, reason, "taken back", soon)
+    assert accepted, why
+
+
+def run(settings: dict[str, Any], argv: list[str]) -> int:
+    # a node that is gone is noticed within seconds
+    watch: dict[str, Any] = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
+    if "room" in settings:
+        share = (get_used_memory() + settings["room"]) / get_system_memory()
+        watch |= {"memory_usage_threshold": share, "memory_monitor_refresh_ms": 100}
+    head = {"num_cpus": 0, "_system_config": watch, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for cpus in settings["nodes"]:
+            cluster.add_node(num_cpus=cpus)
+        environment = {"GLOO_SOCKET_IFNAME": loopback(), "PYTHONPATH": str(Path(__file__).parent)}
+        environment[cluster_faults.VARIABLE] = os.environ[cluster_faults.VARIABLE]
+        ray.init(
+            address=cluster.address,
+            logging_level="error",
+            log_to_driver=False,
+            runtime_env={"env_vars": environment},
+        )
+        group_module.ShardActor = cluster_faults.FaultyActor  # type: ignore[misc]
+        losing = (cluster, settings.get("lose", "removed"), settings.get("replace"))
+        threading.Thread(target=lose_nodes, args=losing, daemon=True).start()
+        return main(argv)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(run(json.loads(sys.argv[1]), sys.argv[2:]))
