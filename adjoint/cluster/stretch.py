@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adjoint import tile
 from adjoint.cluster.part import Part
-from adjoint.cluster.schedule import Action, Recv, Run, Send
+from adjoint.cluster.schedule import Recv, Run, Send
 from adjoint.cluster.sequence import reach
 from adjoint.cluster.tasks import flat, pieces
 from adjoint.cluster.work import Work
@@ -264,7 +264,7 @@ class SequenceWork(Work):
         self.gradients.add_rows(self.part.table.weight, ids.flatten(), gradient.flatten(0, 1))
 
 
-def layer_of(action: Action) -> int:
+def layer_of(action: Run | Send | Recv) -> int:
     """The layer of an action that has one."""
     assert action.layer is not None
     return action.layer
