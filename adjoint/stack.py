@@ -50,11 +50,17 @@ class Block(nn.Module):
 
     def forward(self, y: Tensor, state: State) -> tuple[Tensor, State]:
         mixed, state = self.mixer(self.norm(y), state)
-        return self.feed_forward(y + mixed), state
+        return self.feed_forward(mixed, residual=y), state
 
-    def feed_forward(self, y: Tensor) -> Tensor:
-        """What follows the mixer's residual sum, token by token."""
-        return y if self.mlp is None or self.norm2 is None else y + self.mlp(self.norm2(y))
+    def feed_forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
+        """What follows the mixer, token by token: of the residual sum y; or of the mixer's output y and the
+        residual, the block's input, which are then summed and normalised in one pass."""
+        if self.mlp is None or self.norm2 is None:
+            return y if residual is None else residual + y
+        if residual is None:
+            return y + self.mlp(self.norm2(y))
+        normalised, y = self.norm2(y, residual=residual)
+        return y + self.mlp(normalised)
 
 
 class Stack(nn.Module):

@@ -104,7 +104,7 @@ def vjp(
         # what the tokens ahead say about the states; their own gradients belong to the tasks that own them
         with torch.enable_grad():
             scan_ahead = scan_halo.detach().requires_grad_()
-            after = block.feed_forward(y_halo + block.mixer.scan_outputs(scan_ahead, ahead))
+            after = block.feed_forward(block.mixer.scan_outputs(scan_ahead, ahead), residual=y_halo)
         (d_ahead,) = tile.vjp([(after, dy[:, task.stop - task.start :])], [scan_ahead])
         assert d_ahead is not None
         given.append((scan_halo, d_ahead))
@@ -141,7 +141,7 @@ class _TaskForward(nn.Module):
             joined = type(scanned)(*(torch.cat(pair, dim=1) for pair in zip(scanned, ahead, strict=True)))
         y_scan, h = mixer.scan(joined, state[-1], window, halo)
         scan_own, scan_halo = y_scan.split([y_own.shape[1], halo], dim=1)
-        y = block.feed_forward(y_own + mixer.scan_outputs(scan_own, scanned))
+        y = block.feed_forward(mixer.scan_outputs(scan_own, scanned), residual=y_own)
         return y, scan_halo, ahead, (h,) if len(state) == 1 else (None if halo else tail, h)
 
 
@@ -151,7 +151,7 @@ def forward_noting_decay(block: "Block", y: Tensor, state: State, decays: Decays
     inputs, new_tail = mixer.scan_inputs(block.norm(y), *tail)
     decays.add(mixer.log_decay(inputs))
     scanned, h = mixer.scan(inputs, state[-1])
-    y = block.feed_forward(y + mixer.scan_outputs(scanned, inputs))
+    y = block.feed_forward(mixer.scan_outputs(scanned, inputs), residual=y)
     return y, ((new_tail, h) if tail else (h,))
 
 

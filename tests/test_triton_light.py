@@ -28,6 +28,7 @@ from adjoint.kernels import triton_common as common
 from adjoint.kernels import triton_conv1d as conv
 from adjoint.kernels import triton_linear_scan as linear
 from adjoint.kernels import triton_norm as norm
+from adjoint.kernels.rms_norm import rms_norm
 
 # ------------------------------------------------------------------------------------------------ linear scan
 
@@ -204,29 +205,36 @@ def norm_autograd(x, weight, residual, gate, dy, ds, group_size, dtype):
     ("group_size", "residual", "gated"),
     [(None, True, False), (8, True, True), (None, False, True), (5, False, False)],
 )
-def test_rms_norm(group_size, residual, gated):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_rms_norm(group_size, residual, gated, dtype, tolerance):
     (x, r, z, dy, ds), weight = norm_inputs(25 if group_size == 5 else 24)
     r, z, ds = r if residual else None, z if gated else None, ds if residual else None
     expected = norm_autograd(x, weight, r, z, dy, ds, group_size, torch.float64)
-    single = [None if v is None else strided(v.float()) for v in (x, r, z, dy, ds)]
-    w = sparse(weight.float())
-    y, s, rstd = norm.rms_norm_forward(single[0], w, single[1], single[2], 1e-5, group_size)
-    got = norm.rms_norm_backward(single[3], single[4], s, w, single[2], rstd, group_size)
+    x, r, z, dy, ds = (None if v is None else strided(v.to(dtype)) for v in (x, r, z, dy, ds))
+    w = sparse(weight.to(dtype))
+    y, s, rstd = norm.rms_norm_forward(x, w, z, r, 1e-5, group_size)
+    assert (s is None) == (r is None)
+    s = x if s is None else s
+    *got, dx = norm.rms_norm_backward(dy, ds, s, w, z, rstd, group_size)
+    assert dx is None
     got = (y, s, *(got if gated else got[:2]))
-    assert_close(got, expected, 1e-5, ("y", "s", "x", "weight", "gate")[: len(got)])
+    assert_close(got, expected, tolerance, ("y", "s", "x", "weight", "gate")[: len(got)])
 
 
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_rms_norm_of_bfloat16_is_no_worse_than_autograd(gated):
-    (x, _, z, dy, _), weight = norm_inputs(24)
-    x, z, dy = (v.bfloat16().double() for v in (x, z, dy))
-    z = z if gated else None
+def test_rms_norm_of_bfloat16_is_no_worse_than_autograd(gated, residual):
+    (x, r, z, dy, ds), weight = norm_inputs(24)
+    x, r, z, dy, ds = (v.bfloat16().double() for v in (x, r, z, dy, ds))
+    r, z, ds = r if residual else None, z if gated else None, ds if residual else None
     exact, rounded = (
-        norm_autograd(x, weight, None, z, dy, None, None, d) for d in (torch.float64, torch.bfloat16)
+        norm_autograd(x, weight, r, z, dy, ds, None, d) for d in (torch.float64, torch.bfloat16)
     )
-    half = x.bfloat16(), weight.float(), None, None if z is None else z.bfloat16()
-    y, s, rstd = norm.rms_norm_forward(*half)
-    got = norm.rms_norm_backward(dy.bfloat16(), None, s, half[1], half[3], rstd)
+    x, r, z, dy, ds = (None if v is None else v.bfloat16() for v in (x, r, z, dy, ds))
+    y, s, rstd = norm.rms_norm_forward(x, weight.float(), z, r)
+    s = x if s is None else s
+    *got, dx = norm.rms_norm_backward(dy, ds, s, weight.float(), z, rstd)
+    assert dx is None
     got = (y, s, *(got if gated else got[:2]))
     names = ("y", "s", "x", "weight", "gate")[: len(got)]
     assert_no_worse(got, exact, rounded, names)
@@ -236,12 +244,33 @@ def test_rms_norm_of_bfloat16_is_no_worse_than_autograd(gated):
 
 
 def test_rms_norm_keeps_a_float32_residual_stream():
-    """bfloat16 in and out, the stream itself and its gradient in float32."""
+    """bfloat16 in and out, the stream and its gradient in float32, and x's in bfloat16, from one pass."""
     (x, r, _, dy, ds), weight = norm_inputs(24)
     x, dy = x.bfloat16().double(), dy.bfloat16().double()
     expected = norm_autograd(x, weight, r, None, dy, ds, None, torch.float64)
-    y, s, rstd = norm.rms_norm_forward(x.bfloat16(), weight.float(), r.float())
-    dx, dweight, _ = norm.rms_norm_backward(dy.bfloat16(), ds.float(), s, weight.float(), None, rstd)
-    assert_close((s, dx, dweight), expected[1:], 1e-5, ("s", "x", "weight"))
+    y, s, rstd = norm.rms_norm_forward(x.bfloat16(), weight.float(), None, r.float())
+    dr, dweight, _, dx = norm.rms_norm_backward(dy.bfloat16(), ds.float(), s, weight.float(), None, rstd)
+    assert_close((s, dr, dweight), expected[1:], 1e-5, ("s", "residual", "weight"))
     assert_close((y,), expected[:1], 2**-8, ("y",))
-    assert (y.dtype, s.dtype, dx.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert (y.dtype, s.dtype, dr.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert torch.equal(dx, dr.bfloat16())
+
+
+def test_rms_norm_as_autograd_sees_it():
+    """The public function: bfloat16 next to a float32 stream, either output unused, each input's gradient."""
+    (x, r, z, dy, ds), weight = norm_inputs(24)
+    x, z, dy = (v.bfloat16().double() for v in (x, z, dy))
+    leaves = x.bfloat16(), r.float(), z.bfloat16(), weight.float()
+    for use_y, use_s in ((True, True), (True, False), (False, True)):
+        wide = [v.double().requires_grad_() for v in leaves]
+        narrow = [v.detach().requires_grad_() for v in leaves]
+        results = []
+        for (x_, r_, z_, w_), backend in ((wide, "reference"), (narrow, "triton")):
+            y, s = rms_norm(x_, w_, 1e-5, z_, backend=backend, residual=r_)
+            outputs = [y] * use_y + [s] * use_s
+            cotangents = [dy.to(y.dtype)] * use_y + [ds.to(s.dtype)] * use_s
+            results.append(torch.autograd.grad(outputs, (x_, r_, z_, w_), cotangents, allow_unused=True))
+            assert (y.dtype, s.dtype) == (x_.dtype, r_.dtype)
+        for of, a, b in zip((x, r, z, weight), results[1], results[0], strict=True):
+            assert a.shape == of.shape and (a.double() - b).norm() <= 1e-2 * b.norm()
+        assert [g.dtype for g in results[1]] == [v.dtype for v in leaves]

@@ -215,14 +215,13 @@ def call_conv(dtype=BF16, seqlen=65536, channels=4096, d_conv=4):
     conv.causal_conv1d_backward(y, x, weight, bias, state, True, begins)
 
 
-def call_norm(dtype=BF16, rows=65536, width=2048):
-    x, residual, weight = (
-        empty(rows, width, dtype=dtype),
-        empty(rows, width, dtype=FP32),
-        empty(width, dtype=FP32),
-    )
-    y, s, rstd = norm.rms_norm_forward(x, weight, residual, x)
-    norm.rms_norm_backward(y, residual, s, weight, x, rstd)
+def call_norm(dtype=BF16, rows=65536, width=2048, gated=True, stream=FP32):
+    """`stream`: the residual's dtype, None for no residual."""
+    x, weight = empty(rows, width, dtype=dtype), empty(width, dtype=FP32)
+    gate = x if gated else None
+    residual = None if stream is None else empty(rows, width, dtype=stream)
+    y, s, rstd = norm.rms_norm_forward(x, weight, gate, residual)
+    norm.rms_norm_backward(y, residual, x if s is None else s, weight, gate, rstd)
 
 
 def _calls() -> dict[str, Callable[[], Any]]:
@@ -241,7 +240,10 @@ def _calls() -> dict[str, Callable[[], Any]]:
         calls[f"linear scan, {name}"] = partial(call_linear, dtype)
         calls[f"linear scan, {name}, scalar, window"] = partial(call_linear, dtype, 100, scalar=True)
         calls[f"convolution, {name}"] = partial(call_conv, dtype)
-        calls[f"RMSNorm, {name}"] = partial(call_norm, dtype)
+        calls[f"RMSNorm, {name}"] = partial(call_norm, dtype, gated=False, stream=None)
+        calls[f"RMSNorm, {name}, gate"] = partial(call_norm, dtype, stream=None)
+        calls[f"RMSNorm, {name}, residual"] = partial(call_norm, dtype, gated=False, stream=dtype)
+        calls[f"RMSNorm, {name}, residual in fp32, gate"] = partial(call_norm, dtype)
     return calls
 
 

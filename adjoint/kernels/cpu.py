@@ -55,10 +55,10 @@ class _NormArgs(ctypes.Structure):  # mirrors NormArgs in cpu_norm.cpp
     _fields_ = [
         *((name, _I64) for name in ("rows", "width", "group", "threads")),
         ("eps", ctypes.c_double),
-        *((name, _PTR) for name in ("x", "gate", "weight", "y", "rstd")),
-        *((name, _I64) for name in ("x_stride", "gate_stride")),
-        *((name, _PTR) for name in ("dy", "dx", "dgate", "dweight")),
-        ("dy_stride", _I64),
+        *((name, _PTR) for name in ("x", "residual", "gate", "weight", "y", "s", "rstd")),
+        *((name, _I64) for name in ("x_stride", "residual_stride", "gate_stride")),
+        *((name, _PTR) for name in ("dy", "ds", "dx", "dgate", "dweight")),
+        *((name, _I64) for name in ("dy_stride", "ds_stride")),
     ]
 
 
@@ -406,20 +406,22 @@ def _norm_rows(f: _Fields, **tensors: Tensor | None) -> None:
             f.numbers(**{name: rows.data_ptr(), f"{name}_stride": rows.stride(0)})
 
 
-def rms_norm_forward(x, weight, gate, eps, group_size):
+def rms_norm_forward(x, weight, gate, residual, eps, group_size):
     y, rstd = x.new_empty(x.shape), x.new_empty(*x.shape[:-1], x.shape[-1] // group_size)
+    s = None if residual is None else x.new_empty(x.shape)
     f = _norm_fields(x, weight, gate, rstd, group_size)
     f.struct.eps = eps
-    f.pointers(y=y)
+    _norm_rows(f, residual=residual)
+    f.pointers(y=y, s=s)
     _call("norm", x.dtype, f.struct, 0)
-    return y, rstd
+    return y, s, rstd
 
 
-def rms_norm_backward(dy, x, weight, gate, rstd, group_size):
-    f = _norm_fields(x, weight, gate, rstd, group_size)
-    dx, dgate = x.new_empty(x.shape), None if gate is None else x.new_empty(x.shape)
-    dweight = x.new_zeros(f.struct.threads, x.shape[-1])
-    _norm_rows(f, dy=dy)
+def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size):
+    f = _norm_fields(s, weight, gate, rstd, group_size)
+    dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
+    dweight = s.new_zeros(f.struct.threads, s.shape[-1])
+    _norm_rows(f, dy=dy, ds=ds)
     f.pointers(dx=dx, dgate=dgate, dweight=dweight)
-    _call("norm", x.dtype, f.struct, 1)
-    return dx, dweight.sum(0), dgate
+    _call("norm", s.dtype, f.struct, 1)
+    return dx, dweight.sum(0), dgate, None

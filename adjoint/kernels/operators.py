@@ -27,6 +27,8 @@ def register(
     gradients: int | None = None,
     saved: str | None = None,
     save: Callable[..., Sequence[Tensor | None]] | None = None,
+    backward_fake: Callable[..., tuple[Tensor | None, ...]] | None = None,
+    route: Callable[..., Sequence[Tensor]] | None = None,
 ) -> Callable[..., Any]:
     """Registers adjoint::NAME and adjoint::NAME_backward; returns the first, to be called as
     op(*tensors, *options).
@@ -46,6 +48,9 @@ def register(
             `reset`.
         saved, save: schema of what the backward reads, and (*tensors, *outputs) → those tensors; the i-th
             gradient is like the i-th of them. By default the tensors, and the checkpoints if there are any.
+        backward_fake: as backward, but only allocates, where the gradients are not like what was saved.
+        route: (*gradients) → a gradient for each of the tensors, where one gradient is several tensors': an
+            operator may not return the same tensor twice.
     """
     n_tensors, n_options = tensors.count("Tensor"), options.count(",") + 1
     n_args, n_gradients = n_tensors + n_options, n_tensors - 1 if gradients is None else gradients
@@ -64,13 +69,19 @@ def register(
         return made[0] if single else made
 
     def backward_kernel(*args: Any) -> list[Tensor]:
-        inputs = args[outputs : outputs + n_gradients]
-        pairs = zip(inputs, backward(*args), strict=True)
-        return [inputs[0].new_empty(0) if x is None or g is None else _own(g) for x, g in pairs]
+        made = backward(*args)
+        if backward_fake is None:  # a backend may make gradients of what was not given
+            inputs = args[outputs : outputs + n_gradients]
+            made = tuple(None if x is None else g for x, g in zip(inputs, made, strict=True))
+        return [args[outputs].new_empty(0) if g is None else _own(g) for g in made]
 
-    def backward_fake(*args: Any) -> tuple[Tensor, ...]:
-        inputs = args[outputs : outputs + n_gradients]
-        return tuple(inputs[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+    def backward_fake_kernel(*args: Any) -> list[Tensor]:
+        if backward_fake is None:
+            inputs = args[outputs : outputs + n_gradients]
+            made = tuple(None if x is None else x.new_empty(x.shape) for x in inputs)
+        else:
+            made = backward_fake(*args)
+        return [args[outputs].new_empty(0) if g is None else g for g in made]
 
     op = _define(
         f"{name}({tensors}, {options}{', bool save=False' if checkpoints else ''})",
@@ -83,7 +94,7 @@ def register(
         f"{name}_backward({cotangents}, {saved or tensors + extra}, {options})",
         n_gradients,
         backward_kernel,
-        backward_fake,
+        backward_fake_kernel,
     )
 
     def function_forward(ctx: Any, *args: Any) -> Any:
@@ -103,9 +114,10 @@ def register(
         args = *cotangents[:outputs], *ctx.saved_tensors, *ctx.options
         # Gradients are enabled here only with create_graph.
         gradients = _Once.apply(backward_op, *args) if torch.is_grad_enabled() else backward_op(*args)
+        gradients = gradients if route is None else route(*gradients)
         needed = ctx.needs_input_grad  # not by an argument that is None: its gradient is an empty stand-in
         kept = [g if need else None for g, need in zip(gradients, needed, strict=False)]
-        return *kept, *[None] * (len(needed) - n_gradients)
+        return *kept, *[None] * (len(needed) - len(kept))
 
     members = {"forward": staticmethod(function_forward), "backward": staticmethod(function_backward)}
     function: Any = type(name, (torch.autograd.Function,), members)

@@ -442,21 +442,27 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
 # -------------------------------------------------------------------------------------------------- RMS norm
 
 
-def rms_norm_forward(x, weight, gate, eps, group_size):
-    """y and the reciprocal root mean squares (…, groups)."""
-    grouped = (x if gate is None else x * F.silu(gate)).unflatten(-1, (-1, group_size))
+def rms_norm_forward(x, weight, gate, residual, eps, group_size):
+    """y, the sum s = x + residual (None without a residual), the reciprocal root mean squares (…, groups)."""
+    s = x if residual is None else x + residual
+    grouped = (s if gate is None else s * F.silu(gate)).unflatten(-1, (-1, group_size))
     rstd = torch.rsqrt(grouped.square().mean(-1) + eps)
-    return weight * (grouped * rstd.unsqueeze(-1)).flatten(-2), rstd
+    y = weight * (grouped * rstd.unsqueeze(-1)).flatten(-2)
+    return y, None if residual is None else s, rstd
 
 
-def rms_norm_backward(dy, x, weight, gate, rstd, group_size):
-    grouped = (x if gate is None else x * F.silu(gate)).unflatten(-1, (-1, group_size))
+def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size):
+    """The cotangent of s, to which ds, that of s as an output, is added; dweight; dgate; and the first once
+    more in x's dtype, None where that is s's."""
+    grouped = (s if gate is None else s * F.silu(gate)).unflatten(-1, (-1, group_size))
     scale = rstd.unsqueeze(-1)
     normalised = grouped * scale
     inner = (dy * weight).unflatten(-1, (-1, group_size))
     dv = (scale * (inner - normalised * (inner * normalised).mean(-1, keepdim=True))).flatten(-2)
-    dweight = (dy * normalised.flatten(-2)).flatten(0, -2).sum(0)
-    if gate is None:
-        return dv, dweight, None
-    sig = torch.sigmoid(gate)
-    return dv * gate * sig, dweight, dv * x * sig * (1 + gate * (1 - sig))
+    dweight = (dy * normalised.flatten(-2)).reshape(-1, len(weight)).sum(0)
+    dgate = None
+    if gate is not None:
+        sig = torch.sigmoid(gate)
+        dgate = dv * s * sig * (1 + gate * (1 - sig))
+        dv = dv * gate * sig
+    return dv if ds is None else dv + ds, dweight, dgate, None

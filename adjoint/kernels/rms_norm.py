@@ -1,4 +1,7 @@
-"""RMSNorm, optionally of a gated input, which keeps its input and one number a row for the backward."""
+"""RMSNorm, optionally gated, and of a sum that goes on as the residual stream; it keeps its input and one
+number a row for the backward."""
+
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -6,38 +9,79 @@ from torch import Tensor
 from adjoint.kernels import checks, dispatch, operators
 
 
-def _forward(x, weight, gate, eps, group_size, backend, save=False):
+def _forward(x, weight, gate, residual, eps, group_size, dtype, backend, save=False):
     impl = dispatch.choose("rms_norm", backend, x.device, x.dtype)
-    y, rstd = impl.rms_norm_forward(x, weight, gate, eps, group_size)
-    return y, rstd if save else None
+    y, s, rstd = impl.rms_norm_forward(x, weight, gate, residual, eps, group_size)
+    return y, x.new_empty(0) if s is None else s, rstd if save else None
 
 
-def _fake(x, weight, gate, eps, group_size, backend, save=False):
+def _fake(x, weight, gate, residual, eps, group_size, dtype, backend, save=False):
+    s = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
     groups = x.shape[-1] // group_size
-    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(
-        (*x.shape[:-1], groups) if save else 0
+    rstd = x.new_empty(
+        (*x.shape[:-1], groups) if save else 0, dtype=dispatch.compute_dtype(x) if save else None
     )
+    return x.new_empty(x.shape), s, rstd
 
 
-def _backward(dy, x, weight, gate, rstd, eps, group_size, backend):
-    impl = dispatch.choose("rms_norm", backend, x.device, x.dtype)
-    dy = torch.zeros_like(x) if dy is None else dy
-    return impl.rms_norm_backward(dy, x, weight, gate, rstd, group_size)
+def _backward(dy, ds, s, weight, gate, rstd, eps, group_size, dtype, backend):
+    """(cotangent of the sum, dweight, dgate, the first once more as x's where x has another dtype)."""
+    impl = dispatch.choose("rms_norm", backend, s.device, dtype)
+    dy = torch.zeros_like(s, dtype=dtype) if dy is None else dy
+    ds = (
+        None if ds is None or ds.shape != s.shape else ds
+    )  # of the empty stand-in for a sum that is not there
+    return impl.rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size)
+
+
+def _backward_fake(dy, ds, s, weight, gate, rstd, eps, group_size, dtype, backend):
+    dgate = None if gate is None else gate.new_empty(gate.shape)
+    dx = None if s.dtype == dtype else s.new_empty(s.shape, dtype=dtype)
+    return s.new_empty(s.shape), weight.new_empty(weight.shape), dgate, dx
+
+
+def _route(ds, dweight, dgate, dx):
+    return dx if dx.shape == ds.shape else ds, dweight, dgate, ds
 
 
 _rms_norm = operators.register(
     "rms_norm",
-    "Tensor x, Tensor weight, Tensor? gate",
-    "float eps, int group_size, str? backend",
-    outputs=1,
-    gradients=3,
+    "Tensor x, Tensor weight, Tensor? gate, Tensor? residual",
+    "float eps, int group_size, ScalarType dtype, str? backend",  # dtype: x's, for the backward
+    outputs=2,
+    gradients=4,
     forward=_forward,
     fake=_fake,
     backward=_backward,
     checkpoints=True,
+    saved="Tensor s, Tensor weight, Tensor? gate, Tensor rstd",
+    save=lambda x, weight, gate, residual, y, s, rstd: (x if residual is None else s, weight, gate, rstd),
+    backward_fake=_backward_fake,
+    route=_route,
 )
 
 
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = ...,
+    gate: Tensor | None = ...,
+    group_size: int | None = ...,
+    backend: str | None = ...,
+    residual: None = ...,
+) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = ...,
+    gate: Tensor | None = ...,
+    group_size: int | None = ...,
+    backend: str | None = ...,
+    *,
+    residual: Tensor,
+) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -45,17 +89,23 @@ def rms_norm(
     gate: Tensor | None = None,
     group_size: int | None = None,
     backend: str | None = None,
-) -> Tensor:
-    """y = weight v / sqrt(mean(v²) + eps) with v = x silu(gate), or x (Zhang & Sennrich 2019; gated as in
-    Mamba-2, Dao & Gu 2024, section 7).
+    residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y = weight v / sqrt(mean(v²) + eps) with v = s silu(gate), or s, and s = x + residual, or x (Zhang &
+    Sennrich 2019; gated as in Mamba-2, Dao & Gu 2024, section 7).
+
+    With a residual the sum is computed once, in the pass that normalises it, and given back: the stream goes
+    on from it. In the backward too the cotangent of s that comes from further on is added in the norm's pass.
 
     Args:
         x, gate: (…, d), floating point. weight: (d,).
         group_size: channels a mean is taken over; all d if None.
         backend: a name of `adjoint.backends()`; None picks one.
+        residual: (…, d), floating point; may be wider than x, as the stream of a model under autocast is.
 
     Returns:
-        y like x, computed in float32 for bfloat16 and float16.
+        y like x, computed in float32 for bfloat16 and float16; with a residual (y, s), s in residual's dtype:
+        the sum is rounded to it, once, after the norm was taken of it.
 
     Raises:
         ValueError: a shape does not fit, group_size does not divide d, or the backend is not usable here.
@@ -63,10 +113,16 @@ def rms_norm(
     d = x.shape[-1]
     checks.shape("weight", weight, d)
     checks.shape("gate", gate, *x.shape)
+    checks.shape("residual", residual, *x.shape)
     group_size = d if group_size is None else group_size
     if group_size < 1 or d % group_size:
         raise ValueError(f"group_size must divide the {d} channels, got {group_size}")
     wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("rms_norm", backend, x)
+    stream = residual
+    if residual is not None and (narrow == wide or residual.dtype == torch.float64):
+        # only kernels for half precision read two dtypes; and a sum with float64 is one in float64
+        wide = narrow = torch.promote_types(wide, dispatch.compute_dtype(residual))
+        stream = residual.to(wide)
     gate = None if gate is None else gate.to(narrow)
-    y, _ = _rms_norm(x.to(narrow), weight.to(wide), gate, eps, group_size, backend)
-    return y.to(x.dtype)
+    y, s, _ = _rms_norm(x.to(narrow), weight.to(wide), gate, stream, eps, group_size, narrow, backend)
+    return y.to(x.dtype) if residual is None else (y.to(x.dtype), s.to(residual.dtype))

@@ -123,8 +123,13 @@ def _causal_conv1d(impl: Any, window: None, device: torch.device, dtype: torch.d
 def _rms_norm(impl: Any, window: None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     d = _Draw(device, dtype)
     x, gate, dy, weight = *(d.normal(2, SEQLEN, 48) for _ in range(3)), d.normal(48)
-    y, rstd = impl.rms_norm_forward(x, weight, gate, 1e-5, 24)
-    return [y, *impl.rms_norm_backward(dy, x, weight, gate, rstd, 24)]
+    y, _, rstd = impl.rms_norm_forward(x, weight, gate, None, 1e-5, 24)
+    results = [y, *impl.rms_norm_backward(dy, None, x, weight, gate, rstd, 24)[:3]]
+    # the residual stream, at float32 at least as under autocast
+    residual, ds = (d.normal(2, SEQLEN, 48).to(torch.promote_types(dtype, torch.float32)) for _ in range(2))
+    y, s, rstd = impl.rms_norm_forward(x, weight, None, residual, 1e-5, 48)
+    dresidual, dweight, _, dx = impl.rms_norm_backward(dy, ds, s, weight, None, rstd, 48)
+    return [*results, y, s, dweight, dresidual, dresidual if dx is None else dx]
 
 
 _PROBLEMS: dict[str, Callable[..., list[Tensor]]] = {

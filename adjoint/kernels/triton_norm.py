@@ -72,6 +72,7 @@ def _backward_kernel(
     weight,
     rstd,
     dx,
+    dresidual,
     dgate,
     dweight,
     rows,
@@ -83,6 +84,7 @@ def _backward_kernel(
     gate_r,
     HAS_DS: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    HAS_DX: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
@@ -113,7 +115,9 @@ def _backward_kernel(
             dv = dv * z * p
         if HAS_DS:
             dv += tl.load(ds + row * ds_r + d, mask=ok, other=0.0).to(ACC)
-        tl.store(dx + row * width + d, dv, mask=ok)
+        tl.store(dresidual + row * width + d, dv, mask=ok)
+        if HAS_DX:
+            tl.store(dx + row * width + d, dv, mask=ok)
     tl.store(dweight + part.to(tl.int64) * width + d, sum_w, mask=ok)
 
 
@@ -138,20 +142,17 @@ def _group(width: int, group_size: int | None) -> tuple[int, int, int]:
 def rms_norm_forward(
     x: torch.Tensor,
     weight: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    gate: torch.Tensor | None = None,
+    gate: torch.Tensor | None,
+    residual: torch.Tensor | None,
     eps: float = 1e-5,
     group_size: int | None = None,
-    residual_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(y, s, rstd): the norm of ``s = x + residual`` gated by silu(gate), s itself, and what the backward
     needs.
 
-    x, residual, gate (..., width), weight (width,). y has x's dtype; s has ``residual_dtype`` (default:
-    residual's dtype),
-    and is x itself when residual is None; rstd (rows, groups) is float32 (float64 for float64). Raises
-    ValueError when
-    group_size does not divide width, or for groups above 16384 channels.
+    x, gate, residual (..., width), weight (width,). y has x's dtype, s residual's (None without one); the
+    norm is taken of the sum before it is rounded. rstd (..., groups) is float32 (float64 for float64). Raises
+    ValueError when group_size does not divide width, or for groups above 16384 channels.
     """
     width = x.shape[-1]
     group, block, warps = _group(width, group_size)
@@ -161,10 +162,8 @@ def rms_norm_forward(
     flat_gate = None if gate is None else _rows(gate)
     rows, groups = flat.shape[0], width // group
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    s = x
-    if residual is not None:
-        s = torch.empty(x.shape, dtype=residual_dtype or residual.dtype, device=x.device)
-    rstd = torch.empty((rows, groups), dtype=acc, device=x.device)
+    s = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    rstd = torch.empty((*x.shape[:-1], groups), dtype=acc, device=x.device)
     with common.on_device(x):
         _forward_kernel[(rows, groups)](
             *(flat, flat_residual, flat_gate, weight, y, s, rstd, rows, width, eps, flat.stride(0)),
@@ -188,11 +187,12 @@ def rms_norm_backward(
     gate: torch.Tensor | None,
     rstd: torch.Tensor,
     group_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(dx, dweight, dgate) of :func:`rms_norm_forward`; ds is the cotangent of s (None: none), dx also that
-    of residual.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(dresidual, dweight, dgate, dx) of :func:`rms_norm_forward`; s is x without a residual, ds the
+    cotangent of s as an output (None: none).
 
-    dx has s's dtype, so that a float32 residual stream keeps a float32 gradient.
+    The gradients of residual and x are the same numbers: dresidual in s's dtype, so that a float32 stream
+    keeps a float32 gradient, and dx in dy's, which is x's; None where that is the same.
     """
     width = s.shape[-1]
     group, block, warps = _group(width, group_size)
@@ -204,21 +204,24 @@ def rms_norm_backward(
     parts = max(1, min(rows, common.wanted_programs(dy, PROGRAMS_PER_SM)))
     rows_each = triton.cdiv(rows, parts)
     parts = triton.cdiv(rows, rows_each)
-    dx = torch.empty(s.shape, dtype=s.dtype, device=s.device)
+    dresidual = torch.empty(s.shape, dtype=s.dtype, device=s.device)
+    dx = None if s.dtype == dy.dtype else torch.empty(s.shape, dtype=dy.dtype, device=s.device)
     dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=s.device)
     dweight = torch.empty((parts, width), dtype=acc, device=s.device)
     with common.on_device(s):
         _backward_kernel[(parts, groups)](
-            *(flat_dy, flat_ds, flat_s, flat_gate, weight, rstd, dx, dgate, dweight, rows, width, rows_each),
+            *(flat_dy, flat_ds, flat_s, flat_gate, weight, rstd),
+            *(dx, dresidual, dgate, dweight, rows, width, rows_each),
             flat_dy.stride(0),
             0 if flat_ds is None else flat_ds.stride(0),
             flat_s.stride(0),
             0 if flat_gate is None else flat_gate.stride(0),
             HAS_DS=ds is not None,
             HAS_GATE=gate is not None,
+            HAS_DX=dx is not None,
             GROUP=group,
             BLOCK=block,
             ACC=common.tl_dtype(acc),
             num_warps=warps,
         )
-    return dx, dweight.sum(0).to(weight.dtype), dgate
+    return dresidual, dweight.sum(0).to(weight.dtype), dgate, dx
