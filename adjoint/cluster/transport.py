@@ -8,15 +8,19 @@ be filled while another travels. Three of them:
                            NCCL between whole GPUs
     ObjectStoreTransport   arrays in Ray's object store; slower for small messages, but needs no process group
     LocalTransport         queues between the threads of one process
+
+Besides messages there are two collectives, `all_reduce` and `all_gather`. All of `ranks` must call them, in
+the same order, with tensors of the same shape and dtype.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import datetime
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +28,22 @@ from torch import Tensor
 
 from adjoint.cluster.schedule import Recv, Send
 
-WHATS = ("y", "dy", "d_head", "table_gradient", "weights", "task", "gradients", "table", "token")
+WHATS = (
+    "y",
+    "dy",
+    "d_head",
+    "table_gradient",
+    "ask",
+    "unit",
+    "weights",
+    "task",
+    "gradients",
+    "table",
+    "token",
+    "share",
+    "state",
+    "d_state",
+)
 Pending = Callable[[], Tensor]  # waits for a message and gives it
 
 
@@ -43,21 +62,40 @@ class Transport(Protocol):
         """Waits until everything sent has left."""
         ...
 
+    def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
+        """The sum over `ranks`, in place: the same bits on each of them and from run to run.
+
+        Args:
+            tensor: contiguous.
+            ranks: of the workers that take part, this one among them, ascending.
+        """
+        ...
+
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """The tensors of all of `ranks`, in their order; copies that may be written to."""
+        ...
+
 
 class DistributedTransport:
-    """Point-to-point messages of `torch.distributed`, whose default process group must be there.
+    """Point-to-point messages and collectives of `torch.distributed`, whose default process group must be
+    there.
 
     gloo carries CPU tensors: those of a GPU are staged through pinned host memory. NCCL has no tags and runs
     the messages of a pair one after the other, so that each kind of message gets a group of its own: a
     receive posted early would else block the sends behind it.
+
+    Args:
+        groups: lists of ranks between which there will be collectives; the same, in the same order, in all
+            processes, whether they are in them or not, since all of them must take part in making a group.
     """
 
-    def __init__(self, buffers: int = 2) -> None:
+    def __init__(self, buffers: int = 2, groups: Sequence[Sequence[int]] = ()) -> None:
         import torch.distributed as dist
 
         self.dist, self.buffers = dist, buffers
         self.nccl = dist.get_backend() == "nccl"
         self.groups: dict[str, Any] = {what: dist.new_group() if self.nccl else None for what in WHATS}
+        self.among = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups if len(ranks) > 1}
         self.under_way: dict[tuple[int, str], collections.deque[tuple[Any, Tensor]]] = {}
 
     def post(self, action: Recv, out: Tensor) -> Pending:
@@ -88,20 +126,51 @@ class DistributedTransport:
             while under_way:
                 under_way.popleft()[0].wait()
 
+    def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
+        if len(ranks) == 1:
+            return tensor
+        # Either backend reduces each element in one place and hands the result on: no two ranks can differ.
+        host = self._staged(tensor)
+        self.dist.all_reduce(host, group=self.among[tuple(ranks)])
+        return tensor if host is tensor else tensor.copy_(host)
 
-def join(address: str, rank: int, workers: int, backend: str, timeout: float) -> DistributedTransport:
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        if len(ranks) == 1:
+            return [tensor.clone()]
+        host = self._staged(tensor)
+        found = [torch.empty_like(host) for _ in ranks]
+        self.dist.all_gather(found, host, group=self.among[tuple(ranks)])
+        return [part.to(tensor.device) for part in found]
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        """The tensor where the backend can read it."""
+        if not tensor.is_cuda or self.nccl:
+            return tensor.detach()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor.detach())
+
+
+def join(
+    address: str,
+    rank: int,
+    workers: int,
+    backend: str,
+    timeout: float,
+    groups: Sequence[Sequence[int]] = (),
+) -> DistributedTransport:
     """Makes this process one of `workers` that send each other messages.
 
     Args:
         address: where they meet: "file:///path" on one machine, which opens no port, or "tcp://host:port".
         backend: "gloo", or "nccl" between whole GPUs.
         timeout: seconds after which a message that does not come is an error.
+        groups: as `DistributedTransport`'s.
     """
     import torch.distributed as dist
 
     wait = datetime.timedelta(seconds=timeout)
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=workers, timeout=wait)
-    return DistributedTransport()
+    return DistributedTransport(groups=groups)
 
 
 class Mailbox:
@@ -121,7 +190,34 @@ class Mailbox:
             return self.queues.setdefault((source, what), queue.Queue(self.buffers))
 
 
-class ObjectStoreTransport:
+class _Exchange(Transport):
+    """Collectives made of messages: everyone sends to everyone, and sums in the order of the ranks."""
+
+    rank: int
+
+    def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
+        own = tensor.detach()
+        total = torch.zeros_like(own)
+        for part in self._exchange(own, ranks):
+            total += part
+        own.copy_(total)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        return [part.clone() for part in self._exchange(tensor.detach(), ranks)]
+
+    def _exchange(self, own: Tensor, ranks: Sequence[int]) -> Iterator[Tensor]:
+        """The tensors of all, one after the other in the same room but for the own one."""
+        others = [rank for rank in ranks if rank != self.rank]
+        for rank in others:
+            self.send(Send(rank, "share", 0), own)
+        room = torch.empty_like(own) if others else own
+        for rank in ranks:
+            yield own if rank == self.rank else self.post(Recv(rank, "share", 0), room)()
+        self.flush()
+
+
+class ObjectStoreTransport(_Exchange):
     """Arrays in Ray's object store, whose references are delivered by calls from actor to actor.
 
     Bytes are copied into the store and out of it, never pickled; what lies there is read-only and shared, so
@@ -173,7 +269,7 @@ class ObjectStoreTransport:
             under_way.clear()
 
 
-class LocalTransport:
+class LocalTransport(_Exchange):
     """Queues between threads, for shards in one process.
 
     Args:
@@ -219,6 +315,22 @@ def local_transports(workers: int, buffers: int = 2) -> list[LocalTransport]:
     queues: dict[Any, queue.Queue[Any]] = {pair: queue.Queue(buffers) for pair in pairs}
     broken = threading.Event()
     return [LocalTransport(rank, queues, broken) for rank in range(workers)]
+
+
+class PipelineTransport:
+    """The transport of one pipeline among several: its workers, whom schedules number from 0, are those from
+    `first` on. Collectives keep to the numbers of all workers."""
+
+    def __init__(self, transport: Transport, first: int) -> None:
+        self.transport, self.first = transport, first
+        self.flush, self.all_reduce = transport.flush, transport.all_reduce
+        self.all_gather = transport.all_gather
+
+    def post(self, action: Recv, out: Tensor) -> Pending:
+        return self.transport.post(dataclasses.replace(action, source=self.first + action.source), out)
+
+    def send(self, action: Send, tensor: Tensor) -> None:
+        self.transport.send(dataclasses.replace(action, to=self.first + action.to), tensor)
 
 
 def tag_of(action: Send | Recv) -> int:

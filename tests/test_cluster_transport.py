@@ -1,0 +1,151 @@
+"""Collectives: the same sums on every rank, over threads, processes and Ray's object store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adjoint.cluster.schedule import Recv, Send
+from adjoint.cluster.transport import (
+    LocalTransport,
+    Mailbox,
+    ObjectStoreTransport,
+    PipelineTransport,
+    Transport,
+    join,
+    local_transports,
+)
+
+WORKERS = 4
+GROUPS = [[0, 2], [1, 3], [0, 1, 2, 3], [3]]
+
+
+def drawn(rank: int, turn: int, size: int = 1000) -> torch.Tensor:
+    """Numbers of very different sizes, so that the order of a sum can be seen in its last bits."""
+    generator = torch.Generator().manual_seed(100 * turn + rank)
+    exponents = torch.randint(-20, 20, (size,), generator=generator)
+    return torch.randn(size, generator=generator) * 2.0**exponents
+
+
+def collectives(transport: Transport, rank: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Sums and gathers among several groups, in place and one behind the other."""
+    found = []
+    for turn in range(5):
+        for ranks in GROUPS:
+            if rank not in ranks:
+                continue
+            tensor = drawn(rank, turn).view(10, 100)
+            gathered = transport.all_gather(tensor, ranks)
+            assert transport.all_reduce(tensor, ranks).data_ptr() == tensor.data_ptr()
+            gathered[0] += 1  # its own memory, whatever the transport
+            found.append((tensor, gathered))
+    return found
+
+
+def check(by_rank: list[list[tuple[torch.Tensor, list[torch.Tensor]]]]) -> None:
+    at = [0] * WORKERS
+    for turn in range(5):
+        for ranks in GROUPS:
+            whole = sum(drawn(rank, turn).double() for rank in ranks)
+            sums = []
+            for rank in ranks:
+                total, gathered = by_rank[rank][at[rank]]
+                at[rank] += 1
+                sums.append(total)
+                expected = [drawn(source, turn).view(10, 100) for source in ranks]
+                expected[0] += 1
+                assert all(torch.equal(a, b) for a, b in zip(gathered, expected, strict=True))
+            assert all(torch.equal(total, sums[0]) for total in sums), "ranks disagree in the last bits"
+            scale = sum(drawn(rank, turn).abs() for rank in ranks)
+            assert ((sums[0].flatten() - whole).abs() <= 1e-6 * scale).all()
+
+
+def in_threads(call: Callable[[int, LocalTransport], Any]) -> list[Any]:
+    def guarded(rank: int, transport: LocalTransport) -> Any:
+        try:
+            return call(rank, transport)
+        except BaseException:
+            transport.broken.set()
+            raise
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        return list(pool.map(guarded, range(WORKERS), local_transports(WORKERS)))
+
+
+def test_collectives_between_threads() -> None:
+    runs = [in_threads(lambda rank, transport: collectives(transport, rank)) for _ in range(3)]
+    check(runs[0])
+    for again in runs[1:]:
+        for one, two in zip(runs[0], again, strict=True):
+            assert all(torch.equal(a[0], b[0]) for a, b in zip(one, two, strict=True))
+
+
+def test_a_pipeline_counts_its_workers_from_zero() -> None:
+    """Of two pipelines of two workers each: messages stay inside, sums go across."""
+
+    def call(rank: int, transport: LocalTransport) -> tuple[float, float]:
+        own = PipelineTransport(transport, rank - rank % 2)
+        worker, other = rank % 2, 1 - rank % 2
+        own.send(Send(other, "y", 3), torch.tensor([float(rank)]))
+        own.flush()
+        message = own.post(Recv(other, "y", 3), torch.empty(1))()
+        total = own.all_reduce(torch.tensor([float(rank)]), [worker, worker + 2])
+        return message.item(), total.item()
+
+    assert in_threads(call) == [(1, 2), (0, 4), (3, 2), (2, 4)]
+
+
+def over_gloo(rank: int, meeting: str, folder: str) -> None:
+    transport = join(f"file://{meeting}", rank, WORKERS, "gloo", 60.0, GROUPS)
+    runs = [collectives(transport, rank) for _ in range(2)]
+    torch.save(runs, Path(folder) / f"{rank}.pt")
+
+
+def test_collectives_between_processes(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(over_gloo, (str(tmp_path / "meeting"), str(tmp_path)), WORKERS)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORKERS)]
+    check([runs[0] for runs in found])
+    for one, two in found:
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(one, two, strict=True))
+
+
+class Actor:
+    """A worker that has nothing but a mailbox."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox()
+
+    def deliver(self, source: int, what: str, tag: int, message: list[Any]) -> None:
+        self.mailbox.channel(source, what).put((tag, message[0]))
+
+    def call(self, rank: int, peers: list[Any]) -> Any:
+        found = collectives(ObjectStoreTransport(rank, peers, self.mailbox), rank)
+        return [(total.numpy(), [part.numpy() for part in gathered]) for total, gathered in found]
+
+
+@pytest.mark.slow
+def test_collectives_through_the_object_store(ray_on_loopback: None) -> None:
+    import ray
+
+    actors = [ray.remote(concurrency_groups={"mail": 4})(Actor).remote() for _ in range(WORKERS)]
+    try:
+        found = ray.get([actor.call.remote(rank, actors) for rank, actor in enumerate(actors)])
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+    check([[(torch.tensor(t), [torch.tensor(p) for p in parts]) for t, parts in part] for part in found])
+
+
+def test_a_failed_thread_ends_the_wait_of_the_others() -> None:
+    transports = local_transports(2)
+    timer = threading.Timer(0.2, transports[0].broken.set)
+    timer.start()
+    with pytest.raises(RuntimeError, match="another shard has failed"):
+        transports[0].all_reduce(torch.ones(3), [0, 1])
+    timer.join()
