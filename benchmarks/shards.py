@@ -245,6 +245,11 @@ def ray_running(workers: int) -> Iterator[None]:
             ray.shutdown()
 
 
+def groups(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """What is run. One shard alone waits for nobody, whatever the method: the first method's will do."""
+    return [(m, n) for m in options.methods for n in options.shards if n > 1 or m == options.methods[0]]
+
+
 def row_of(run: dict[str, Any]) -> dict[str, Any]:
     """A run's line in the table."""
     call, others = statistics.median(run["call_seconds"]), run["others_cores"]
@@ -283,16 +288,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, runs = [], []
     try:
         with ray_running(max(options.shards)):
-            for method in options.methods:
-                for shards in options.shards:
-                    run = run_group(options, method, shards) | {"environment": environment}
-                    runs.append(run)
-                    rows.append(row_of(run))
-                    write_run(run, options.out / name / f"{method}-{shards}.json")
-                    print(shards_report.line(rows[-1]), file=sys.stderr, flush=True)
+            for method, shards in groups(options):
+                run = run_group(options, method, shards) | {"environment": environment}
+                runs.append(run)
+                rows.append(row_of(run))
+                write_run(run, options.out / name / f"{method}-{shards}.json")
+                print(shards_report.line(rows[-1]), file=sys.stderr, flush=True)
     except (UserError, ShardFailure) as error:
         print(f"benchmarks.shards: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     sizes = {key: vars(options)[key] for key in ("d_model", "layers", "mixer", "batch", "seqlen", "window")}
     payload = {"benchmark": name, "environment": environment, "tolerance": TOLERANCE}
     payload |= {**sizes, "chunk_size": options.chunk_size, "slots": options.slots, "repeats": options.repeats}
