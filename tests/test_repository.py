@@ -24,9 +24,10 @@ LEVELS = {
     "layers": 2,
     "tile": 3, "edges": 3, "decay": 3, "loss": 3, "sweep": 3, "exact": 3, "windowed": 3, "methods": 3,
     "stack": 3, "reference": 3, "compat": 3,
-    "training": 4, "compare": 4, "plan": 4, "data": 4, "config": 4, "checkpoint": 4, "plots": 4,
+    "training": 4, "compare": 4, "plan": 4, "plan_count": 4, "data": 4, "config": 4, "checkpoint": 4,
+    "plots": 4,
     "cluster": 5,
-    "cli": 6, "__main__": 6,
+    "cli": 6, "__main__": 6, "plan_command": 6, "plan_time": 6, "plan_plot": 6,
 }  # fmt: skip
 OTHERS = 4
 
