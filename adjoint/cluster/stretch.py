@@ -211,7 +211,8 @@ class SequenceWork(Work):
 
         if self.backward_follows:
             y.copy_(tile.head_pullback(head, self.part.head_parameters(), y, self.scale, self.gradients))
-            self.dy = self.inputs[len(self.reaches)]  # all of it once the last chunk is done
+            if chunk == len(self.chunks) - 1:
+                self.dy = self.inputs.pop(len(self.reaches))
         else:
             head(y, self.part.head_parameters())
         loss = losses[0].detach()
