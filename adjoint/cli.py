@@ -24,6 +24,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "adjoint.sweep_command:main",
         "gradients of the methods against backpropagation: how long a window?",
     ),
+    "plan": (
+        "adjoint.plan_command:main",
+        "memory and time of a run before it runs, and a picture of its pipeline",
+    ),
     "doctor": ("adjoint.doctor:main", "what this machine has, which code runs what, and whether it works"),
     "cluster": ("adjoint.cluster.command:main", "GPUs and MIG slices of this node, and how Ray gets them"),
 }

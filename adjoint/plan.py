@@ -70,9 +70,7 @@ class Setup:
 
     def task(self, k: int, tokens: int, halo: int, window: int) -> int:
         """The peak of a windowed task of layer k."""
-        return plan_count.task(
-            self.kind(k), self.batch, tokens, halo, window, self.precision, self.device
-        )
+        return plan_count.task(self.kind(k), self.batch, tokens, halo, window, self.precision, self.device)
 
     def head(self, tokens: int) -> Counted:
         """What norm, head and loss take on a chunk."""

@@ -163,7 +163,10 @@ def head(config: StackConfig, batch: int, tokens: int, precision: str, device: s
             norm.weight,
             nn.Parameter(torch.zeros(config.vocab_size, config.d_model, dtype=dtype)),
         ]
-        y, targets = torch.zeros(batch, tokens, config.d_model, dtype=dtype), torch.zeros(batch, tokens).long()
+        y, targets = (
+            torch.zeros(batch, tokens, config.d_model, dtype=dtype),
+            torch.zeros(batch, tokens).long(),
+        )
 
         def loss(hidden: Tensor, parameters: list[Tensor]) -> Tensor:
             normed = torch.func.functional_call(norm, {"weight": parameters[0]}, (hidden,))

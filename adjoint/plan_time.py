@@ -123,9 +123,7 @@ def _measure_head(setup: Setup, tokens: int, device: torch.device) -> tuple[floa
     def pull() -> None:
         weights = [weight.requires_grad_()]
         one = torch.ones((), dtype=dtype, device=device)
-        tile.head_pullback(
-            lambda h, w: linear_cross_entropy(h, w[0], targets), weights, y, one, Gradients()
-        )
+        tile.head_pullback(lambda h, w: linear_cross_entropy(h, w[0], targets), weights, y, one, Gradients())
 
     def forward() -> None:
         with torch.no_grad():
@@ -230,9 +228,7 @@ def _recomputed(setup: Setup, shards: int) -> str:
     return "chunks" if getattr(setup.method, "keep", "edges") == "edges" else "tiles"
 
 
-def _message_bytes(
-    setup: Setup, send: Send, size: int, work: dict[tuple[int, int], windowed.Task]
-) -> int:
+def _message_bytes(setup: Setup, send: Send, size: int, work: dict[tuple[int, int], windowed.Task]) -> int:
     tokens = min(size, setup.seqlen - send.chunk * size)
     if send.what in ("ask", "unit"):
         return 8

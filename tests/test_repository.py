@@ -27,7 +27,7 @@ LEVELS = {
     "training": 4, "compare": 4, "plan": 4, "plan_count": 4, "data": 4, "config": 4, "checkpoint": 4,
     "plots": 4,
     "cluster": 5,
-    "cli": 6, "__main__": 6, "plan_command": 6, "plan_time": 6, "plan_plot": 6,
+    "cli": 6, "__main__": 6, "plan_command": 6, "plan_time": 6, "plan_plot": 6, "plan_report": 6,
 }  # fmt: skip
 OTHERS = 4
 

@@ -71,7 +71,11 @@ def fitting(
 
 
 def longest(
-    setup: Setup, costs: Sequence[float], shards: int, limits: Sequence[float], capacities: Sequence[float] | None
+    setup: Setup,
+    costs: Sequence[float],
+    shards: int,
+    limits: Sequence[float],
+    capacities: Sequence[float] | None,
 ) -> int:
     """The most tokens a sequence may have, to within a thirty-second; 0 where not even 64 fit."""
 
@@ -142,7 +146,9 @@ def _remedies(
         middle = (low + high) / 2
         low, high = (low, middle) if _scaled(setup, costs, capacities, limits, middle) else (middle, high)
     if same:
-        found.append(f"{shards} {'device' if shards == 1 else 'devices'} of {-(-limits[0] * high // (GB / 100)) / 100:.2f} GB")
+        found.append(
+            f"{shards} {'device' if shards == 1 else 'devices'} of {-(-limits[0] * high // (GB / 100)) / 100:.2f} GB"
+        )
     else:
         found.append(f"{high:.2f} times the memory on each of the {shards}")
     return found
