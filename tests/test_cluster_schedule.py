@@ -169,10 +169,11 @@ def test_layer_local_tasks_wait_for_the_head_alone(
         if not windowed and run.chunk + 1 < chunks:  # the adjoint state comes from the chunk after
             assert at[worker, Run("task", run.chunk + 1, run.layer)] < at[worker, run]
     assert all(held <= 1 for held in check(made).fullest.values())
-    if windowed and helpers and len(layers[0]) > 1:  # dealt out evenly
-        crew = [0, *(shards + i for i, shard in enumerate(helpers) if shard == 0)]
-        counts = [sum(run.layer in layers[0][1:] for w, run in ran if w == worker) for worker in crew]
-        assert max(counts) - min(counts) <= 1
+    for shard in set(helpers):  # a unit's tasks are one worker's, one after the other
+        for unit in made.pool(shard).units:
+            when = [(w, i) for i, (w, run) in enumerate(ran) if run in schedule.runs_of(unit)]
+            assert {w for w, _ in when} == {when[0][0]}
+            assert [i for _, i in when] == list(range(when[0][1], when[0][1] + len(unit.chunks)))
 
 
 def broken(*programs: tuple[Run | Send | Recv, ...]) -> Schedule:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import collections
+import heapq
 import json
 import random
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from adjoint.cluster import schedule as schedules
-from adjoint.cluster.schedule import Recv, Run, Schedule, Send
+from adjoint.cluster.pool import Unit, units_of
+from adjoint.cluster.schedule import Pool, Recv, Run, Schedule, Send, Steal, runs_of
 from adjoint.cluster.simulate import simulate
 from adjoint.errors import UserError
 from adjoint.reference import truncated_products
@@ -116,12 +119,11 @@ def test_equals_a_clock_that_ticks(seed: int) -> None:
     shards, chunks, buffers = draw.randint(1, 4), draw.randint(1, 6), draw.randint(1, 3)
     layers = [range(2 * s, 2 * s + 2) for s in range(shards)]
     parts = tasks(2 * shards, chunks * 8 - draw.randint(0, 7), 8, draw.randint(1, 12), 4)
-    helpers = [draw.randrange(shards) for _ in range(draw.randint(0, 3))]
     for schedule in (
         schedules.exact(shards, chunks, tied=True, buffers=buffers),
         schedules.truncated(layers, parts, buffers=buffers),
-        schedules.layer_local(layers, chunks, parts, helpers=helpers, buffers=buffers),
-        schedules.layer_local(layers, chunks, helpers=helpers, tied=True, buffers=buffers),
+        schedules.layer_local(layers, chunks, parts, buffers=buffers),
+        schedules.layer_local(layers, chunks, tied=True, buffers=buffers),
     ):
         times = collections.defaultdict(lambda: draw.randint(1, 9))
         transfers = collections.defaultdict(lambda: draw.randint(0, 9))
@@ -142,6 +144,92 @@ def test_equals_a_clock_that_ticks(seed: int) -> None:
         # nor does a slot to each of as many hosts
         each = simulate(schedule, tile, message, latency=latency, slots=1, hosts=range(schedule.workers))
         assert each.seconds == pytest.approx(found.seconds)
+
+
+# --------------------------------------------------------------------------------------------------- pools
+
+
+def pooled(units: Sequence[Unit], helpers: int, buffers: int = 2) -> Schedule:
+    crew = tuple(range(1, helpers + 1))
+    return Schedule("pooled", 1, 1, buffers, ((Pool(tuple(units), crew),), *[(Steal(0),)] * helpers))
+
+
+def list_scheduled(units: Sequence[Unit], seconds: Mapping[tuple[int, Unit], float], helpers: int) -> float:
+    """When a pool is through if messages take no time. The owner decides when it is free; a helper, whose
+    units are of one task each, when it begins with the one it has."""
+    front = list(units)
+    back = [u for layer in sorted({u.layer for u in units}, reverse=True) for u in units if u.layer == layer]
+    queue = [(0.0, worker, 0.0) for worker in range(helpers + 1)]  # when it decides, who, when it is free
+    last = 0.0
+    while queue:
+        when, worker, free = heapq.heappop(queue)
+        order = [u for u in (back if worker else front) if not worker or u.layer]
+        if not order:
+            continue
+        unit = order[0]
+        front.remove(unit)
+        back.remove(unit)
+        start = max(when, free)
+        stop = start + seconds[worker, unit]
+        last = max(last, stop)
+        heapq.heappush(queue, (start if worker else stop, worker, stop))
+    return last
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_is_free_takes_the_next_unit(seed: int) -> None:
+    draw = random.Random(seed)
+    helpers, layers, chunks = draw.randint(1, 5), draw.randint(1, 5), draw.randint(1, 6)
+    first = draw.randint(0, 1)
+    units = [Unit(layer, range(c, c + 1)) for layer in range(first, first + layers) for c in range(chunks)]
+    speed = [draw.choice([1.0, 1.0, 5.0]) for _ in range(helpers + 1)]
+    seconds = {(w, u): draw.uniform(1, 2) * speed[w] for w in range(helpers + 1) for u in units}
+    schedule = pooled(units, helpers)
+    by_tile = {(w, u.layer, u.chunks[0]): s for (w, u), s in seconds.items()}
+    found = simulate(schedule, lambda w, run: by_tile[w, run.layer, run.chunk], spans=True)
+    assert found.seconds == pytest.approx(list_scheduled(units, seconds, helpers))
+    assert sorted(str(s.run) for s in found.spans) == sorted(str(r) for u in units for r in runs_of(u))
+    assert {s.worker for s in found.spans if s.run.layer == 0} <= {0}
+    each = simulate(schedule, lambda w, run: by_tile[w, run.layer, run.chunk], slots=helpers + 1)
+    assert each.seconds == pytest.approx(found.seconds)
+
+
+def test_a_slow_helper_takes_fewer_units() -> None:
+    units = units_of(range(1, 5), 64, 3, windowed=True)
+    assert len(units) == 12
+    found = simulate(pooled(units, 2), lambda worker, run: 4.0 if worker == 2 else 1.0, spans=True)
+    tiles = collections.Counter(span.worker for span in found.spans)
+    assert tiles[2] < tiles[1] / 2 and abs(tiles[0] - tiles[1]) <= 2 * 64 / 3
+    longest = 4.0 * len(units[0].chunks)
+    assert found.seconds <= 4 * 64 / (1 + 1 + 1 / 4) + longest  # nobody idle, until someone is the last
+
+
+def test_messages_of_a_pool_worked_out() -> None:
+    """One helper, two units of two tasks. Its inputs leave the owner's port one after the other: weights from
+    0 to 3, tasks until 5 and 7."""
+    units = [Unit(1, range(0, 2)), Unit(2, range(0, 2))]
+    cost = {"weights": 3.0, "task": 2.0, "gradients": 4.0}
+    found = simulate(
+        pooled(units, 1),
+        lambda worker, run: 1.0 if worker else 10.0,
+        lambda send, worker: cost[send.what],
+        spans=True,
+    )
+    assert [(s.worker, s.run.layer, s.start, s.stop) for s in found.spans] == [
+        (0, 1, 0, 10), (1, 2, 5, 6), (1, 2, 7, 8), (0, 1, 10, 20),
+    ]  # fmt: skip
+    assert found.seconds == 20
+    slow = simulate(pooled(units, 1), lambda w, run: 1.0, lambda send, w: cost[send.what], latency=0.5)
+    # asked at 0.5, weights sent until 3.5, tasks until 5.5 and 7.5; done at 9, the sums sent until 13
+    assert slow.seconds == 13.5
+
+
+def test_all_helpers_are_handed_their_inputs_by_one_port() -> None:
+    units = [Unit(layer, range(1)) for layer in range(1, 6)]
+    found = simulate(
+        pooled(units, 4), lambda w, run: 100.0, lambda send, w: float(send.what == "task"), spans=True
+    )
+    assert [s.start for s in found.spans] == [0, 1, 2, 3, 4]  # nobody takes two while another has none
 
 
 # -------------------------------------------------------------------------------------------- shared slots
@@ -234,9 +322,15 @@ def test_measured_runs_are_compared(name: str, tmp_path: Path, capsys: pytest.Ca
     run = {**MEASURED[name], "slots": 2, "message_seconds": {"y": 0.5}}
     schedule = scaling_measured.schedule_of(run)
     tiles = [(worker, tile) for worker in range(schedule.workers) for tile in schedule.runs(worker)]
+    if "helpers" in run:  # whoever ran them
+        tiles += [(2 + w, t) for w in (0, 1) for unit in schedule.pool(w).units for t in runs_of(unit)]
     run["tiles"] = [[worker, t.kind, t.chunk, t.layer, 1.0 + worker] for worker, t in tiles]
+    times = {t if t.layer is not None else (worker, t): 1.0 + worker for worker, t in tiles}
     found = simulate(
-        schedule, lambda worker, run: 1.0 + worker, lambda send, w: 0.5 * (send.what == "y"), slots=2
+        schedule,
+        lambda worker, run: times[run if run.layer is not None else (worker, run)],
+        lambda send, w: 0.5 * (send.what == "y"),
+        slots=2,
     )
     assert scaling_measured.predicted(run) == found.seconds
     path = tmp_path / "run.json"

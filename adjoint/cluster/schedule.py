@@ -1,9 +1,10 @@
 """Who does which tile when, and what is sent: plain data, without Ray and without tensors.
 
-A schedule is one program a worker: a sequence of `Run`, `Send` and `Recv`, carried out in order. A channel is
-(sender, receiver, what is sent); it holds at most `buffers` messages that were sent and not yet received, so
-that memory is bounded: a `Send` to a full channel waits. `Shard` carries programs out, `check` proves that
-they end, and whoever wants times or drawings walks over the same data.
+A schedule is one program a worker: a sequence of `Run`, `Send` and `Recv`, carried out in order, and of
+`Pool` and `Steal`, within which whoever is free takes the next tasks. A channel is (sender, receiver, what is
+sent); it holds at most `buffers` messages that were sent and not yet received, so that memory is bounded: a
+`Send` to a full channel waits. `Shard` carries programs out, `check` proves that they end, and whoever wants
+times or drawings walks over the same data.
 
     kind of Run   what is done                                     one for
     forward       y → y', states at the edge kept; on the last     every shard and chunk
@@ -15,8 +16,9 @@ they end, and whoever wants times or drawings walks over the same data.
     embedding     the embedding's gradient                         every chunk, first shard (the two below)
 
 Messages: "y" up and "dy" or "d_head", which is dL/dy_K, down between neighbours, (batch, chunk, d_model)
-each; between a shard and its helpers "weights" and "gradients" of a layer and "task", the inputs of one;
-"table_gradient", the embedding's part of a tied table's gradient, to the head's shard, which owns the table.
+each; "table_gradient", the embedding's part of a tied table's gradient, to the head's shard, which owns the
+table. Between a shard and its helpers, in a pool: "ask", for a unit of work, and "unit", which one; "weights"
+of a layer, once; "task", the inputs of one; and back "gradients" of the layer, summed over the unit.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import collections
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from adjoint.cluster.pool import Bag, Unit, units_of
 
 
 class Task(Protocol):
@@ -85,7 +89,31 @@ class Recv:
         return f"receive {self.what}{of}[{self.chunk}] from {self.source}"
 
 
-Action = Run | Send | Recv
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Carry out `units` together with `helpers`, who `Steal`: whoever is free takes the next unit, this
+    worker from the front, helpers from the back (`pool.Bag`). A unit's gradients are summed from zero by
+    whoever carries it out, and these sums are added in the order of the units: the result does not depend on
+    who took what."""
+
+    units: tuple[Unit, ...]
+    helpers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"share with {', '.join(map(str, self.helpers))}: {'; '.join(map(str, self.units))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Steal:
+    """Take units of worker `owner`'s pool until none is left."""
+
+    owner: int
+
+    def __str__(self) -> str:
+        return f"steal from {self.owner}"
+
+
+Action = Run | Send | Recv | Pool | Steal
 Channel = tuple[int, int, str]  # sender, receiver, what
 
 
@@ -112,8 +140,12 @@ class Schedule:
         return len(self.programs)
 
     def runs(self, worker: int) -> list[Run]:
-        """The tiles of a worker, in order."""
+        """The tiles of a worker, in order, without those of pools, which are anyone's."""
         return [action for action in self.programs[worker] if isinstance(action, Run)]
+
+    def pool(self, owner: int) -> Pool:
+        """The pool of a worker."""
+        return next(action for action in self.programs[owner] if isinstance(action, Pool))
 
     def __str__(self) -> str:
         lines = [
@@ -268,9 +300,9 @@ def layer_local(
     Args:
         layers: the layers of each shard, bottom up.
         tasks: as `adjoint.windowed.tasks` gives them; None without a window.
-        helpers: for each helper the shard whose tasks it shares. Tasks are dealt out in turn, so that sums
-            are the same from run to run: single tasks with a window, whole layers without. The first
-            layer's stay with their shard: the embedding needs what they hand down.
+        helpers: for each helper the shard whose tasks it shares, in a `Pool`: groups of consecutive chunks
+            with a window, whole layers without. The first layer's stay with their shard: the embedding needs
+            what they hand down.
     """
     _at_least_one(shards=len(layers), chunks=chunks, buffers=buffers)
     shards = len(layers)
@@ -278,15 +310,10 @@ def layer_local(
         if not 0 <= shard < shards:
             raise ValueError(f"helper {helper} helps shard {shard}, but shards are 0 to {shards - 1}")
     by_layer = None if tasks is None else _by_layer(layers, tasks)
-    programs: list[list[Action]] = [[] for _ in range(shards + len(helpers))]
+    programs: list[list[Action]] = [[] for _ in range(shards)]
     for shard, own in enumerate(layers):
-        crew = [shard, *(shards + i for i, helped in enumerate(helpers) if helped == shard)]
         program = programs[shard]
         program += _forward(shard, shards, chunks)
-        shares: dict[int, list[Run]] = {worker: [] for worker in crew}
-        for turn, run in enumerate(_local_tasks(own, chunks, by_layer)):
-            turn = turn if by_layer is not None else own.index(run.layer or 0)
-            shares[shard if run.layer == 0 else crew[turn % len(crew)]].append(run)
         order = range(chunks) if by_layer is not None else range(chunks - 1, -1, -1)
         for chunk in order:
             # handed from shard to shard, so that no port carries more than one copy
@@ -294,25 +321,17 @@ def layer_local(
             program.append(Run("head", chunk) if last else Recv(shard + 1, "d_head", chunk))
             if shard:
                 program.append(Send(shard - 1, "d_head", chunk))
-        touched = {w: sorted({run.layer or 0 for run in shares[w]}) for w in crew}
-        for worker in crew[1:]:
-            programs[worker] += [Recv(shard, "weights", 0, layer) for layer in touched[worker]]
-            program += [Send(worker, "weights", 0, layer) for layer in touched[worker]]
-            for run in shares[worker]:
-                programs[worker] += [Recv(shard, "task", run.chunk, run.layer), run]
-            programs[worker] += [Send(shard, "gradients", 0, layer) for layer in touched[worker]]
-        # the tasks of others go out between the shard's own, about when they can be taken
-        given = [[Send(w, "task", run.chunk, run.layer) for run in shares[w]] for w in crew[1:]]
-        for turn in range(max(len(shares[worker]) for worker in crew)):
-            program += [sends[turn] for sends in given if turn < len(sends)]
-            program += shares[shard][turn : turn + 1]
-        for worker in crew[1:]:
-            program += [Recv(worker, "gradients", 0, layer) for layer in touched[worker]]
+        mine = tuple(shards + i for i, helped in enumerate(helpers) if helped == shard)
+        if mine:
+            program.append(Pool(units_of(own, chunks, 1 + len(mine), by_layer is not None), mine))
+        else:
+            program += _local_tasks(own, chunks, by_layer)
         if shard == 0:
             program += [Run("embedding", chunk) for chunk in order]
         if tied:
             program += _table_gradient(shard, shards)
-    return Schedule("layer-local", shards, chunks, buffers, tuple(tuple(program) for program in programs))
+    programs += [[Steal(shard)] for shard in helpers]
+    return Schedule("layer-local", shards, chunks, buffers, tuple(map(tuple, programs)))
 
 
 def _local_tasks(own: range, chunks: int, by_layer: dict[int, list[Task]] | None) -> Iterator[Run]:
@@ -323,12 +342,18 @@ def _local_tasks(own: range, chunks: int, by_layer: dict[int, list[Task]] | None
             yield from (Run("task", task.chunk, layer) for task in by_layer[layer])
 
 
+def runs_of(unit: Unit) -> list[Run]:
+    """The tiles of a unit, in order."""
+    return [Run("task", chunk, unit.layer) for chunk in unit.chunks]
+
+
 # ------------------------------------------------------------------------------------------------- common
 
 
 def check(schedule: Schedule) -> Execution:
     """Carries the programs out, without the tiles: every message is received once, where and in the order in
-    which it was sent, no worker waits for ever, and no channel is fuller than allowed.
+    which it was sent, no worker waits for ever, and no channel is fuller than allowed. The workers of a pool
+    take its units in turn.
 
     Raises:
         ValueError: it is not so; the first worker that is stuck is named, with what it waits for.
@@ -346,6 +371,20 @@ def check(schedule: Schedule) -> Execution:
             if isinstance(action, Run):
                 order.append((worker, action))
                 at[worker] += 1
+                continue
+            if isinstance(action, Pool | Steal):
+                owner = worker if isinstance(action, Pool) else action.owner
+                pool = (
+                    schedule.programs[owner][at[owner]] if at[owner] < len(schedule.programs[owner]) else None
+                )
+                if not isinstance(pool, Pool) or not all(
+                    Steal(owner) in schedule.programs[h][at[h] : at[h] + 1] for h in pool.helpers
+                ):
+                    break  # whoever comes last goes on
+                order += _shared(owner, pool)
+                for member in (owner, *pool.helpers):
+                    at[member] += 1
+                waiting.extend({owner, *pool.helpers} - {worker})
                 continue
             sending = isinstance(action, Send)
             channel = (worker, action.to, action.what) if sending else (action.source, worker, action.what)  # type: ignore[union-attr]
@@ -370,6 +409,18 @@ def check(schedule: Schedule) -> Execution:
         if queue:
             raise ValueError(f"{what}[{queue[0][0]}] from {sender} to {receiver} is never received")
     return Execution(order, fullest)
+
+
+def _shared(owner: int, pool: Pool) -> Iterator[tuple[int, Run]]:
+    """The tiles of a pool, by workers who take units in turn."""
+    bag, crew = Bag(pool.units), collections.deque([owner, *pool.helpers])
+    while crew:
+        unit = bag.take() if crew[0] == owner else bag.steal()
+        if unit is None:
+            crew.popleft()
+            continue
+        yield from ((crew[0], run) for run in runs_of(unit))
+        crew.rotate(-1)
 
 
 def _by_layer(layers: Sequence[range], tasks: Sequence[Task]) -> dict[int, list[Task]]:

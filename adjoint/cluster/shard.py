@@ -8,8 +8,9 @@ has to carry ids, targets or their number.
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 
 from adjoint.checkpoint import Tensors, load_optimizer, optimizer_tensors, write_file
-from adjoint.cluster import schedule
+from adjoint.cluster import schedule, stealing
 from adjoint.cluster.part import Part
-from adjoint.cluster.schedule import Recv, Run, Schedule, Send
+from adjoint.cluster.schedule import Action, Pool, Recv, Run, Schedule, Send, Steal
 from adjoint.cluster.tasks import HelperWork, TaskWork
 from adjoint.cluster.transport import Transport
 from adjoint.cluster.work import ExactWork, Work
@@ -308,21 +309,34 @@ class Shard:
         posted: collections.deque[Any] = collections.deque()
         self.trace = []
         for action in program:
-            start, processor = time.perf_counter(), time.thread_time()
-            while receives and len(posted) < made.buffers:
-                assert transport is not None
-                posted.append(transport.post(receives[0], work.room(receives.popleft())))
-            if isinstance(action, Run):
-                work.run(action)
-            elif isinstance(action, Send):
-                assert transport is not None
-                transport.send(action, work.outgoing(action))
-            else:
-                work.incoming(action, posted.popleft()())
-            used = time.thread_time() - processor
-            self.trace.append(Tile(str(action), start, time.perf_counter(), used))
+            if isinstance(action, Pool):
+                assert transport is not None and isinstance(work, TaskWork)
+                stealing.own(action, transport, work, self._traced)
+                continue
+            if isinstance(action, Steal):
+                assert transport is not None and isinstance(work, HelperWork)
+                stealing.steal(made, action.owner, transport, work, self._traced)
+                continue
+            with self._traced(action):
+                while receives and len(posted) < made.buffers:
+                    assert transport is not None
+                    posted.append(transport.post(receives[0], work.room(receives.popleft())))
+                if isinstance(action, Run):
+                    work.run(action)
+                elif isinstance(action, Send):
+                    assert transport is not None
+                    transport.send(action, work.outgoing(action))
+                else:
+                    work.incoming(action, posted.popleft()())
         if transport is not None:
             transport.flush()
+
+    @contextlib.contextmanager
+    def _traced(self, action: Action) -> Iterator[None]:
+        start, processor = time.perf_counter(), time.thread_time()
+        yield
+        used = time.thread_time() - processor
+        self.trace.append(Tile(str(action), start, time.perf_counter(), used))
 
 
 def total_norm(norms: Sequence[float], precision: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +51,11 @@ class TaskWork(Work):
             k: (None,) * len(state) for k, state in zip(span, self.states, strict=True)
         }
         self.kept: dict[int, Tensor] = {}  # the head's inputs
+        # While a task runs its block has other parameters, which threads for helpers must not see.
+        self.weights = {k: list(self.part.block(k).parameters()) for k in span}
 
     def incoming(self, action: Recv, tensor: Tensor) -> None:
-        if action.what == "gradients":
-            assert action.layer is not None
-            unpack_gradients(self.part.block(action.layer), tensor, self.gradients)
-        elif action.what in ("dy", "d_head"):
+        if action.what in ("dy", "d_head"):
             self.d_out[self.part.span.stop - 1][:, self.chunks[action.chunk]] = tensor
         else:
             super().incoming(action, tensor)
@@ -68,7 +67,7 @@ class TaskWork(Work):
             return self.d_out[self.part.span.stop - 1][:, self.chunks[action.chunk]].contiguous()
         if action.what == "weights":
             assert action.layer is not None
-            return flat([p.detach() for p in self.part.block(action.layer).parameters()])
+            return flat([p.detach() for p in self.weights[action.layer]])
         if action.what == "task":
             assert action.layer is not None
             inputs, state, dy = self.reads(action.layer, action.chunk)
@@ -78,7 +77,7 @@ class TaskWork(Work):
     def room(self, action: Recv) -> Tensor:
         if action.what == "gradients":
             assert action.layer is not None
-            count = sum(p.numel() for p in self.part.block(action.layer).parameters())
+            count = sum(p.numel() for p in self.weights[action.layer])
             return torch.empty(count, dtype=self.wide, device=self.ids.device)
         return super().room(action)
 
@@ -107,9 +106,33 @@ class TaskWork(Work):
         self.d_out[self.part.span.stop - 1][:, self.chunks[chunk]] = d_head
 
     def task_tile(self, layer: int, chunk: int) -> None:
+        self._task(layer, chunk, self.reads(layer, chunk), self.gradients)
+
+    def unit_tile(self, run: Run, gradients: Gradients) -> None:
+        """A task of a pool's unit, as a helper would carry it out; adds to `gradients`."""
+        assert run.layer is not None
+        inputs, state, dy = self.reads(run.layer, run.chunk)
+        reads = (copied(inputs, self.wide), tuple(copied(s, self.wide) for s in state), copied(dy, self.wide))
+        with self.precision():
+            self._task(run.layer, run.chunk, reads, gradients)
+
+    def unit_sums(self, layer: int, gradients: Gradients) -> list[Tensor]:
+        """A unit's sums, one for each parameter of its layer."""
+        return sums_of(self.weights[layer], gradients, self.wide)
+
+    def sums_in(self, layer: int, tensor: Tensor) -> list[Tensor]:
+        """The same out of a helper's message."""
+        return pieces(tensor, [p.shape for p in self.weights[layer]])
+
+    def add_sums(self, layer: int, sums: Sequence[Tensor]) -> None:
+        """Adds a unit's sums to the shard's gradients."""
+        for parameter, total in zip(self.weights[layer], sums, strict=True):
+            self.gradients.add(parameter, total)
+
+    def _task(self, layer: int, chunk: int, reads: Reads, gradients: Gradients) -> None:
         task = None if self.tasks is None else self.tasks[layer, chunk]
-        block, reads, d_state = self.part.block(layer), self.reads(layer, chunk), self.d_states[layer]
-        dx, self.d_states[layer] = run_task(block, task, self.window, reads, d_state, self.gradients)
+        block, d_state = self.part.block(layer), self.d_states[layer]
+        dx, self.d_states[layer] = run_task(block, task, self.window, reads, d_state, gradients)
         below = self.d_out.get(layer - 1)
         if below is not None and dx is not None:
             own = self.chunks[chunk]
@@ -120,8 +143,8 @@ class TaskWork(Work):
 
 
 class HelperWork:
-    """Tasks of a shard's layers by a worker that owns none of them: weights and inputs arrive, sums of
-    gradients go back. Layer-local tasks alone: what they hand down to the layer below is not needed.
+    """Tasks of a shard's layers by a worker that owns none of them: weights and inputs arrive, a unit's sums
+    of gradients go back. Layer-local tasks alone: what they hand down to the layer below is not needed.
 
     Args:
         part: the shard's layers once more; their weights are overwritten.
@@ -181,7 +204,7 @@ class HelperWork:
         """Carries a task out."""
         assert action.layer is not None
         key = action.layer, action.chunk
-        inputs, *state, dy = pieces(self.arrived.pop(key), self.shapes(*key))
+        inputs, *state, dy = (copied(t, self.wide) for t in pieces(self.arrived.pop(key), self.shapes(*key)))
         task = None if self.tasks is None else self.tasks[key]
         reads, block = (inputs, tuple(state), dy), self.part.block(action.layer)
         d_state = self.d_states[action.layer]
@@ -191,10 +214,10 @@ class HelperWork:
             )
 
     def outgoing(self, action: Send) -> Tensor:
-        """The sum of the gradients of a layer's parameters."""
+        """The gradients of a layer's parameters, summed over the unit just done."""
         assert action.layer is not None
-        found = [(p, self.gradients.sums.get(p)) for p in self.part.block(action.layer).parameters()]
-        return flat([torch.zeros_like(p) if g is None else g.to(self.wide) for p, g in found])
+        gradients, self.gradients = self.gradients, Gradients()
+        return flat(sums_of(self.part.block(action.layer).parameters(), gradients, self.wide))
 
 
 def run_task(
@@ -239,8 +262,13 @@ def pieces(tensor: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def unpack_gradients(block: nn.Module, tensor: Tensor, gradients: Gradients) -> None:
-    """Adds a helper's sums."""
-    parameters = list(block.parameters())
-    for parameter, piece in zip(parameters, pieces(tensor, [p.shape for p in parameters]), strict=True):
-        gradients.add(parameter, piece)
+def copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in memory of its own. How a product is rounded may depend on strides and alignment, which a
+    message's content has not in common with what it was made from."""
+    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+
+
+def sums_of(parameters: Iterable[Tensor], gradients: Gradients, dtype: torch.dtype) -> list[Tensor]:
+    """The gradients of all parameters of a layer, zeros where there is none."""
+    found = [(p, gradients.sums.get(p)) for p in parameters]
+    return [torch.zeros_like(p, dtype=dtype) if g is None else g.to(dtype) for p, g in found]
