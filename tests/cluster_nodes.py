@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,15 @@ from adjoint.cluster import group as group_module
 from adjoint.cluster.placement import loopback
 
 
-def lose_nodes(cluster: Any, how: str, replace: float | None) -> None:
-    """Takes a node away whenever a shard on it asks for it, in the midst of what it does there."""
-    asked = Path(os.environ[cluster_faults.VARIABLE]).with_suffix(".node")
-    while True:
-        time.sleep(0.05)
-        if not asked.exists() or not (name := asked.read_text()):
-            continue
-        asked.unlink()
-        node = next(node for node in cluster.worker_nodes if node.node_id == name)
-        if how == "preempted":
-            announce(cluster.gcs_address, name)
-        cluster.remove_node(node, allow_graceful=False)
-        if replace is not None:
-            time.sleep(replace)
-            cluster.add_node(num_cpus=1)
+def lose_node(cluster: Any, name: str, how: str, replace: float | None) -> None:
+    """Takes a node away with all its processes, as if its machine were switched off."""
+    node = next(node for node in cluster.worker_nodes if node.node_id == name)
+    if how == "preempted":
+        announce(cluster.gcs_address, name)
+    cluster.remove_node(node, allow_graceful=False)
+    if replace is not None:
+        time.sleep(replace)
+        cluster.add_node(num_cpus=1)
 
 
 def announce(address: str, node: str) -> None:
@@ -80,9 +74,18 @@ def run(settings: dict[str, Any], argv: list[str]) -> int:
             runtime_env={"env_vars": environment},
         )
         group_module.ShardActor = cluster_faults.FaultyActor  # type: ignore[misc]
-        losing = (cluster, settings.get("lose", "removed"), settings.get("replace"))
-        threading.Thread(target=lose_nodes, args=losing, daemon=True).start()
-        return main(argv)
+        asked = Path(os.environ[cluster_faults.VARIABLE]).with_suffix(".node")
+        how, replace = settings.get("lose", "removed"), settings.get("replace")
+        with ThreadPoolExecutor(1) as thread:  # Ray adds nodes in the main thread only
+            training = thread.submit(main, argv)
+            while not training.done():
+                time.sleep(0.05)
+                if asked.exists() and (
+                    name := asked.read_text()
+                ):  # by a shard on it, in the midst of its work
+                    asked.unlink()
+                    lose_node(cluster, name, how, replace)
+            return training.result()
     finally:
         ray.shutdown()
         cluster.shutdown()

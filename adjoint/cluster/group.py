@@ -115,6 +115,7 @@ class Group:
         transport: "gloo", "nccl", "object-store", or "auto": NCCL between whole GPUs, gloo elsewhere.
         start_timeout: seconds within which the shards must have their place.
         hang_timeout: seconds without a heartbeat after which a shard counts as hung.
+        await_nodes: whether nodes may still come within `start_timeout`, in place of lost ones.
 
     Raises:
         UserError: the cluster has not what is asked for.
@@ -133,6 +134,7 @@ class Group:
         transport: str = "auto",
         start_timeout: float = 120.0,
         hang_timeout: float = 60.0,
+        await_nodes: bool = False,
     ) -> None:
         import ray
 
@@ -147,7 +149,7 @@ class Group:
             )
         self.start_timeout, self.hang_timeout = start_timeout, hang_timeout
         self.shards = shards
-        self.place = placement.place(shards + helpers, need, start_timeout)
+        self.place = placement.place(shards + helpers, need, start_timeout, await_nodes)
         self.actors: list[Any] = []
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:
@@ -209,11 +211,12 @@ class Group:
             for actor, given in zip(self.actors, arguments, strict=False)
         ]
         # a process that starts has to import and to load before it can say anything
-        return self._collect(references, name, self.start_timeout if direct else self.hang_timeout)
+        return self._collect(references, name, "start_timeout" if direct else "hang_timeout")
 
-    def _collect(self, references: list[Any], during: str, patience: float) -> list[Any]:
+    def _collect(self, references: list[Any], during: str, limit: str) -> list[Any]:
         import ray
 
+        patience = getattr(self, limit)
         failed: dict[int, Cause] = {}
         results: dict[int, Any] = {}
         rank_of = {reference: rank for rank, reference in enumerate(references)}
@@ -237,7 +240,7 @@ class Group:
             if not ready:
                 for rank in (rank_of[reference] for reference in waiting):
                     if self._quiet_for(rank, beats, last_seen) > patience:
-                        quiet = f"no heartbeat for {patience:.0f} s"
+                        quiet = f"no heartbeat for {patience:.0f} s (cluster.{limit})"
                         failed[rank] = Cause("hung", rank, quiet)
                         deadline = min(deadline, time.monotonic())
         if failed:
@@ -246,8 +249,8 @@ class Group:
         return [results[rank] for rank in range(len(references))]
 
     def _verdict(self, cause: Cause, deadline: float) -> Cause:
-        """What Ray makes of a shard that could not be reached. It takes some 15 s to count a node as lost; until
-        then it would place new shards there."""
+        """What Ray makes of a shard that could not be reached. It takes some 15 s to count a node as lost;
+        until then it would place new shards there."""
         import ray
 
         while cause.kind == "unreachable" and time.monotonic() < deadline:

@@ -123,19 +123,26 @@ def check_feasible(shards: int, need: Need, resources: Sequence[Mapping[str, flo
     )
 
 
-def place(shards: int, need: Need, timeout: float) -> Any:
+def place(shards: int, need: Need, timeout: float, await_nodes: bool = False) -> Any:
     """A placement group with a bundle a shard, close together.
 
+    Args:
+        timeout: seconds within which the resources must be free.
+        await_nodes: whether nodes that are not there may still come in that time, in place of lost ones; else
+            what the cluster has not is refused at once.
+
     Raises:
-        UserError: the resources are there, but were not free within `timeout` seconds.
+        UserError: the resources are not there, or were not free in time.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    check_feasible(shards, need, nodes())
-    group = placement_group([need.bundle] * shards, strategy="PACK")
+    if not await_nodes:
+        check_feasible(shards, need, nodes())
+    group = placement_group([need.bundle] * shards, strategy="PACK")  # an autoscaler sees it wait
     if not group.wait(timeout):
         remove_placement_group(group)
+        check_feasible(shards, need, nodes())
         free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
         raise UserError(
             f"cluster.shards: {shards} shards with {need} each got no place within {timeout:.0f} s, free are "

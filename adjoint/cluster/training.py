@@ -113,30 +113,14 @@ class ShardedTrainer(Trainer):
         """Makes the group anew from the last checkpoint, or from the beginning where there is none yet.
 
         Raises:
-            UserError: that was one failure too many.
+            UserError: that was one failure too many, or there is no place for the shards any more.
         """
-        most = self.config.cluster.max_failures
-        while True:
-            self.close()
-            self.failures += not failure.preempted
-            if self.failures > most:
-                raise UserError(
-                    f"{self.folder.path}: {failure}, at step {self.step + 1}; that is failure "
-                    f"{self.failures} and cluster.max_failures is {most}; mend the cause, then --resume auto"
-                ) from None
-            checkpoint = newest_checkpoint(self.folder.path / "checkpoints")
-            step = 0 if checkpoint is None else read_trainer(checkpoint)["step"]
-            print(
-                f"failure {self.failures} of at most {most} at step {self.step + 1}: {failure}; "
-                f"going on after step {step}",
-                file=sys.stderr,
-                flush=True,
-            )
-            try:
-                self._build(checkpoint)
-                break
-            except ShardFailure as again:
-                failure = again
+        checkpoint = newest_checkpoint(self.folder.path / "checkpoints") or self.origin
+        self._reckon(failure, checkpoint)
+        try:
+            self._build(checkpoint)
+        except UserError as error:
+            raise UserError(f"{self.folder.path}: {error}; then --resume auto") from None
         if checkpoint is None:
             self.step = self.saved_step = self.tokens = 0
             self.data.train.load_state_dict(self.beginning)
@@ -144,19 +128,55 @@ class ShardedTrainer(Trainer):
             self._resume(checkpoint)
         self.folder.start(self.step)
 
+    def _reckon(self, failure: ShardFailure, checkpoint: Path | None) -> None:
+        """Gives up what is left of a group, and counts what befell it; that a machine was taken away on
+        purpose is no failure of the run.
+
+        Raises:
+            UserError: that was one failure too many.
+        """
+        self.close()
+        most = self.config.cluster.max_failures
+        self.failures += not failure.preempted
+        self.preemptions += failure.preempted
+        if self.failures > most:
+            raise UserError(
+                f"{self.folder.path}: {failure}, at step {self.step + 1}; that is failure "
+                f"{self.failures} and cluster.max_failures is {most}; mend the cause, then --resume auto"
+            ) from None
+        which = f"failure {self.failures} of at most {most}"
+        if failure.preempted:
+            which = f"preemption {self.preemptions}"
+        step = 0 if checkpoint is None else read_trainer(checkpoint)["step"]
+        print(
+            f"{which} at step {self.step + 1}: {failure}; going on after step {step}",
+            file=sys.stderr,
+            flush=True,
+        )
+
     # ---------------------------------------------------------------- what is done to model and optimizer
 
     def _build(self, checkpoint: Path | None) -> None:
-        config, settings = self.config, self.config.cluster
+        config = self.config
         if not hasattr(self, "failures"):
-            self.failures, self.gauges = 0, dict[str, Any]()
-            self.beginning = self.data.train.state_dict()
+            self.failures, self.preemptions, self.gauges = 0, 0, dict[str, Any]()
+            self.announced = False
+            self.beginning, self.origin = self.data.train.state_dict(), checkpoint
             with torch.device("meta"):
                 whole = Stack(config.model)
             self.num_parameters = whole.num_parameters()
             self.names = [name for name, _ in whole.named_parameters()]
         if checkpoint is not None:
             check_config(checkpoint, config.to_dict())
+        while True:
+            try:
+                self._make_group(checkpoint)
+                return
+            except ShardFailure as failure:
+                self._reckon(failure, checkpoint)
+
+    def _make_group(self, checkpoint: Path | None) -> None:
+        config, settings = self.config, self.config.cluster
         self.group = Group(
             config.model,
             config.training,
@@ -168,6 +188,7 @@ class ShardedTrainer(Trainer):
             settings.transport,
             settings.start_timeout,
             settings.hang_timeout,
+            await_nodes=self.failures + self.preemptions > 0,
         )
         self.precision = self.group.precision
         sizes = self._all("chunk_size", config.data.batch, config.data.seqlen, helpers=True)
@@ -241,8 +262,9 @@ class ShardedTrainer(Trainer):
 
     def _announce(self) -> None:
         assert self.group is not None
-        if self.failures:
+        if self.announced:
             return
+        self.announced = True
         super()._announce()
         layers = ", ".join(f"{span.start}-{span.stop - 1}" for span in self.group.spans)
         helpers = f", helpers: {self.config.cluster.helpers}" if self.config.cluster.helpers else ""
