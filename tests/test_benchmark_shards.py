@@ -63,7 +63,7 @@ def uneven(worker: int, run: Run) -> float:
 
 
 def test_a_tile_pays_for_the_messages_it_needs_and_makes() -> None:
-    program = [Recv(0, "y", 0), Run("forward", 0), Send(2, "y", 0), Send(2, "y", 1), Recv(2, "dy", 0),
+    program: list[Any] = [Recv(0, "y", 0), Run("forward", 0), Send(2, "y", 0), Send(2, "y", 1), Recv(2, "dy", 0),
                Run("backward", 0), Recv(2, "table", 0)]  # fmt: skip
     used = [1.0, 10.0, 2.0, 3.0, 4.0, 20.0, 5.0]
     trace = [Tile(str(a), 0.0, 99.0, s) for a, s in zip(program, used, strict=True)]
@@ -173,6 +173,12 @@ def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "-33.3%" in lines[-1]
     assert (tmp_path / "shards.png").stat().st_size > 10_000
     assert "All wall times are predicted" in shards_report.markdown(rows[:1], payload)
+
+
+def test_a_phase_lasts_from_the_first_action_of_any_shard_to_the_last() -> None:
+    early = [Tile("forward chunk 0", 1.0, 2.0, 1.0), Tile("backward chunk 0", 2.0, 5.0, 1.0)]
+    late = [Tile("forward chunk 0", 3.0, 3.5, 0.5), Tile("backward chunk 0", 3.5, 4.0, 0.5)]
+    assert shards.wall_seconds([early, late]) == shards.wall_seconds([late, early]) == 4.0
 
 
 def test_a_drawing_begins_with_the_first_action() -> None:
