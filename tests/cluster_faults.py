@@ -1,4 +1,5 @@
-"""Shards that fail on request, for the tests of recovery: a file says which shard, where, when and how."""
+"""Shards that fail on request, and the run they disturb, for the tests of recovery: a file says which shard,
+where, when and how."""
 
 from __future__ import annotations
 
@@ -9,11 +10,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+from training_helpers import metrics
+
+from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster import shard as shard_module
 from adjoint.cluster.group import ShardActor
 from adjoint.cluster.shard import Shard
 from adjoint.cluster.work import Work
 
+FLAGS: dict[str, Any] = {
+    "cluster__shards": 2,
+    "cluster__hang_timeout": 8,
+    "method__chunk_size": 20,  # four chunks of a sequence
+    "training__eval_every": 0,
+    "training__sample_tokens": 0,
+    "training__save_every": 2,
+    "training__steps": 6,
+    "data__eval_tokens": 0,
+}
+# (point, which time it is passed): all in step 5, but for the second checkpoint, after step 4
+MOMENTS = [("forward", 4 * 4 + 2), ("backward", 4 * 4 + 2), ("step", 5), ("save", 4)]
 VARIABLE = "ADJOINT_TEST_FAULT"  # the file's path; in the environment before Ray starts
 
 
@@ -62,13 +78,23 @@ def ask_for(point: str, rank: int, call: int, how: str, again: bool = False) -> 
     Path(os.environ[VARIABLE]).write_text(json.dumps(fault))
 
 
+def files(run: Path) -> dict[str, bytes]:
+    """Everything of a run's last checkpoint that does not tell the time."""
+    last = list_checkpoints(run / "checkpoints")[-1]
+    return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+
+
+def told(run: Path) -> list[dict[str, Any]]:
+    """A run's metrics, but for what the machine has to do with."""
+    machine = {"tokens_per_second", "peak_memory_bytes"}
+    return [{k: v for k, v in row.items() if k not in machine} for row in metrics(run)]
+
+
 class FaultyActor(ShardActor):
     """A shard's actor that comes to grief where the file says."""
 
     def build(self, spec: Any, *arguments: Any) -> None:
-        super().build(spec, *arguments)
         counts: dict[str, int] = {}
-        run, share_table, write_file = Work.run, Shard.share_table, shard_module.write_file
 
         def at(point: str) -> None:
             file = Path(os.environ[VARIABLE])
@@ -82,6 +108,10 @@ class FaultyActor(ShardActor):
                 if not fault["again"]:
                     file.unlink()
                 HOW[fault["how"]]()
+
+        at("build")
+        super().build(spec, *arguments)
+        run, share_table, write_file = Work.run, Shard.share_table, shard_module.write_file
 
         def faulty_run(work: Work, action: Any) -> None:
             at(action.kind)

@@ -8,33 +8,11 @@ from typing import Any
 import cluster_faults
 import pytest
 import torch
-from training_helpers import metrics, train_tiny
+from cluster_faults import FLAGS, MOMENTS, files, told
+from training_helpers import train_tiny
 
-from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster import group as group_module
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of, rank_causes
-
-FLAGS: dict[str, Any] = {
-    "cluster__shards": 2,
-    "cluster__hang_timeout": 8,
-    "method__chunk_size": 20,  # four chunks of a sequence
-    "training__eval_every": 0,
-    "training__sample_tokens": 0,
-    "training__save_every": 2,
-    "training__steps": 6,
-    "data__eval_tokens": 0,
-}
-
-
-def files(run: Path) -> dict[str, bytes]:
-    """Everything of the last checkpoint that does not tell the time."""
-    last = list_checkpoints(run / "checkpoints")[-1]
-    return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
-
-
-def told(run: Path) -> list[dict[str, Any]]:
-    machine = {"tokens_per_second", "peak_memory_bytes"}
-    return [{k: v for k, v in row.items() if k not in machine} for row in metrics(run)]
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +27,13 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "ShardActor", cluster_faults.FaultyActor)
 
 
-def recovers(tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    assert train_tiny(tmp_path, **FLAGS) == 0
+def recovers(
+    tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str], after: int = 0, **flags: Any
+) -> str:
+    """Trains, and compares from step `after` on; the line that tells of the failure."""
+    assert train_tiny(tmp_path, **FLAGS, **flags) == 0
     run = tmp_path / "run"
-    assert told(run) == told(undisturbed)
+    assert told(run) == told(undisturbed)[after:]
     assert files(run) == files(undisturbed)
     assert not list((run / "checkpoints").glob(".*"))
     lines = capsys.readouterr().err.splitlines()
@@ -69,12 +50,10 @@ def test_a_shard_killed_in_backward_is_made_anew(
     assert "going on after step 2" in said
 
 
-# (point, how often it is passed before)
-MOMENTS = [("forward", 4 * 4 + 2), ("backward", 4 * 4 + 2), ("step", 5), ("save", 4)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("how, rank", [("exit", 0), ("kill", 1), ("stop", 0), ("stop", 1), ("error", 1)])
+@pytest.mark.parametrize(
+    "how, rank", [("exit", 0), ("kill", 1), ("stop", 0), ("stop", 1), ("error", 1), ("limit", 0)]
+)
 @pytest.mark.parametrize("point, call", MOMENTS)
 def test_any_failure_at_any_moment_changes_nothing(
     undisturbed: Path,
@@ -88,7 +67,7 @@ def test_any_failure_at_any_moment_changes_nothing(
 ) -> None:
     cluster_faults.ask_for(point, rank, call, how)
     said = recovers(tmp_path, undisturbed, capsys)
-    kind = {"exit": "died", "kill": "died", "stop": "hung", "error": "error"}[how]
+    kind = {"exit": "died", "kill": "died", "stop": "hung", "error": "error", "limit": "out of memory"}[how]
     assert f"shard {rank}: {kind}" in said
 
 
@@ -98,6 +77,27 @@ def test_before_the_first_checkpoint_the_run_begins_again(
 ) -> None:
     cluster_faults.ask_for("forward", rank=0, call=6, how="exit")
     assert "going on after step 0" in recovers(tmp_path, undisturbed, capsys)
+
+
+@pytest.mark.slow
+def test_a_shard_may_be_lost_while_the_first_group_is_made(
+    undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster_faults.ask_for("build", rank=1, call=1, how="kill")
+    said = recovers(tmp_path, undisturbed, capsys)
+    assert "at step 1: shard 1: died" in said
+    assert "(during build); going on after step 0" in said
+
+
+@pytest.mark.slow
+def test_a_run_that_went_on_from_another_one_falls_back_on_it(
+    undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster_faults.ask_for("backward", rank=0, call=2, how="kill")  # before it has a checkpoint of its own
+    beginning = undisturbed / "checkpoints" / "step-00000002"
+    said = recovers(tmp_path, undisturbed, capsys, after=2, run__resume=beginning)
+    assert "at step 3: shard 0: died" in said
+    assert "going on after step 2" in said
 
 
 @pytest.mark.slow
@@ -142,4 +142,23 @@ def test_exceptions_of_ray_are_told_apart() -> None:
     assert cause_of(task_error(RuntimeError("[gloo] Connection closed by peer")), 1).kind == "connection"
     assert cause_of(task_error(ZeroDivisionError("division by zero")), 1).kind == "error"
     assert cause_of(task_error(torch.OutOfMemoryError("CUDA out of memory")), 1).kind == "out of memory"
+    no_room = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes"
+    assert cause_of(task_error(RuntimeError(no_room)), 1).kind == "out of memory"
+    assert cause_of(task_error(MemoryError()), 1).kind == "out of memory"
+    assert cause_of(exceptions.ActorUnavailableError("socket closed", b"0" * 16), 1).kind == "unreachable"
+    assert cause_of(exceptions.RayActorError(b"0" * 16, "gone", False, preempted=True), 1).kind == "preempted"
     assert "\n" not in str(cause_of(task_error(ValueError("two\nlines")), 1))
+
+
+def test_what_ray_says_of_a_lost_node_and_of_full_memory_is_told_in_short() -> None:
+    exceptions = pytest.importorskip("ray.exceptions")
+    died = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: A\n"
+        "The actor died because its node has died. Node Id: 953f461976c281fb83d2f4229aa1f2104417\n"
+        "\tthe actor's node was terminated expectedly: received SIGTERM"
+    )
+    lost = cause_of(exceptions.RayActorError(b"0" * 16, died, False), 1)
+    assert str(lost) == "shard 1: node lost: node 953f461976c2 ended expectedly: received SIGTERM"
+    full = "Memory on the node (IP: 127.0.0.1, ID: edab) was 4.33GB used / 23.54GB limit (0.183939)"
+    killed = str(cause_of(exceptions.OutOfMemoryError(full), 0))
+    assert killed.endswith("killed by Ray, its node's memory was full (4.33GB used / 23.54GB)")
