@@ -1,8 +1,8 @@
 """How much memory a run takes, part by part and shard by shard, before it runs.
 
-What is kept follows from how each method works (docs/method.md §4); what one chunk's work takes is counted by
-`adjoint.plan_count` on the code that will run. Everything here is bytes that tensors hold. A process takes more:
-`RESERVED` says by how much.
+What is kept follows from how each method works (docs/method.md §4); what one chunk's work takes is counted
+by `adjoint.plan_count` on the code that will run. That is what tensors hold. A process takes more: `RESERVED`
+says by how much.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from adjoint import plan_count
 from adjoint.layers import StackConfig
-from adjoint.methods import Backprop, Exact, LayerLocal, Truncated
+from adjoint.methods import Backprop, LayerLocal
 from adjoint.plan_count import Counted
 
 # Beside what tensors hold: bytes of the libraries' own, and what the allocator leaves unused, as a share. On a
-# CPU both were measured above a process that has only imported torch; a GPU's are what its context and cuBLAS's
-# workspaces commonly take and a margin for fragments, an assumption.
+# CPU both were measured, above a process that has imported everything; a GPU's, what its context and cuBLAS's
+# workspaces commonly take and a margin for fragments, are assumptions.
 RESERVED = {"cpu": (32e6, 0.2), "cuda": (0.75e9, 0.05)}
 PARTS = {
     "weights": "parameters",

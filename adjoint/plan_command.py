@@ -13,13 +13,13 @@ from typing import Any, Never
 
 import torch
 
-from adjoint import plan, plan_time
+from adjoint import plan_time
 from adjoint.cluster import fit
-from adjoint.cluster.partition import GB, layer_costs
+from adjoint.cluster.partition import layer_costs
 from adjoint.config import Config, load_config
 from adjoint.config_parser import Count, nearest
 from adjoint.errors import UserError
-from adjoint.methods import Backprop, LayerLocal
+from adjoint.methods import LayerLocal
 from adjoint.plan import Setup, chunking
 from adjoint.plan_report import as_dict, labels_of, text
 from adjoint.runtime import pick_precision
@@ -81,7 +81,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str]) -> int:
-    """``adjoint plan``: exit code 0. Prints the plan; what does not fit is a UserError that says what would."""
+    """``adjoint plan``: exit code 0.
+
+    Raises:
+        UserError: a bad argument, or a run that does not fit: the message says what would.
+    """
     request, config = read_arguments(argv)
     setup = setup_of(request, config)
     with torch.device("meta"):
@@ -117,9 +121,10 @@ def _draw(path: str, setup: Setup, spans: Sequence[range], estimate: plan_time.E
         print("\n" + plan_plot.text_timeline(estimate.timeline, labels, width))
         return
     cut = chunking(setup, len(spans))
+    devices = "1 device" if len(spans) == 1 else f"{len(spans)} devices"
     title = (
-        f"One step of {estimate.schedule.name}: {setup.seqlen:,} tokens in {estimate.schedule.chunks} chunks of "
-        f"{cut.task:,}, {setup.model.n_layer} layers on {len(spans)} {'device' if len(spans) == 1 else 'devices'}"
+        f"One step of {estimate.schedule.name}: {setup.seqlen:,} tokens in {estimate.schedule.chunks} chunks "
+        f"of {cut.task:,}, {setup.model.n_layer} layers on {devices}"
     )
     plan_plot.plot_timeline(estimate.timeline, labels, path, title)
     if not quiet:
@@ -150,15 +155,15 @@ def setup_of(request: Request, config: Config) -> Setup:
         window_of(method, config.data.seqlen)
     if request.devices > config.model.n_layer:
         raise UserError(
-            f"--devices {request.devices}: the model has {config.model.n_layer} layers and a device needs one; "
-            f"take at most {config.model.n_layer}"
+            f"--devices {request.devices}: the model has {config.model.n_layer} layers and a device needs "
+            f"one; take at most {config.model.n_layer}"
         )
     if config.cluster.helpers and not isinstance(method, LayerLocal):
         raise UserError(
             f"cluster.helpers: method {config.method.name} has no tasks to share; use layer-local, or "
             "--cluster.helpers 0"
         )
-    precision = config.training.precision
+    precision: str = config.training.precision
     if precision == "auto":
         here = pick_precision("auto", torch.device("cpu"))
         precision = "bfloat16" if request.device == "cuda" else here
@@ -182,11 +187,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="adjoint plan",
         allow_abbrev=False,
-        usage="%(prog)s [--config FILE] [--seqlen N] [--devices N] [--device-memory 40GB] [--timeline FILE] …",
-        description="Memory and time of a training run before it runs: part by part for each device, whether it "
-        "fits, up to what length it would, and how much of the pipeline's time is waiting.",
-        epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576), sizes 40GB (10⁹) or 40GiB (2³⁰). All "
-        "keys of adjoint train are flags here too (--model.d_model, --method.chunk_size, …).",
+        usage="%(prog)s [--config FILE] [--seqlen N] [--devices N] [--device-memory 40GB] …",
+        description="Memory and time of a training run before it runs: part by part for each device, whether "
+        "it fits, up to what length it would, and how much of the pipeline's time is waiting.",
+        epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576), sizes 40GB (10⁹) or 40GiB (2³⁰). "
+        "All keys of adjoint train are flags here too (--model.d_model, --method.chunk_size, …).",
     )
     add = parser.add_argument
     add("--config", action="append", metavar="FILE", help="configuration, as for adjoint train")
@@ -197,8 +202,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--device-tflops",
         metavar="X",
-        help=f"TFLOP/s that a device keeps up; default: {SUSTAINED:.0%} of the peak of the GPU named, or of an "
-        f"{UNNAMED}; {CPU_TFLOPS} of a CPU",
+        help=f"TFLOP/s that a device keeps up; default: {SUSTAINED:.0%} of the peak of the GPU named, or of "
+        f"an {UNNAMED}; {CPU_TFLOPS} of a CPU".replace("%", "%%"),
     )
     add("--measure", action="store_true", help="time one layer of each kind on this machine instead")
     add("--bandwidth", metavar="SIZE", default="10GB", help="a second, from device to device; default: 10GB")
@@ -226,7 +231,7 @@ def read_arguments(argv: list[str]) -> tuple[Request, Config]:
             raise UserError(f"--timeline {given.timeline}: there is no folder {folder}; make it first")
     config = load_config(words, "adjoint plan")
     known = None if given.device is None else _known(given.device)
-    limits = None if known is None else (known.memory,)
+    limits: tuple[float, ...] | None = None if known is None else (known.memory,)
     if given.device_memory is not None:
         limits = tuple(size("--device-memory", word) for word in given.device_memory.split(","))
     devices = _devices(given.devices, limits, config)

@@ -1,8 +1,8 @@
 """What one layer, or the head, takes of memory for one chunk: counted, not estimated.
 
-The very code that trains is run on fake tensors, which have shapes and dtypes and no memory, so that a chunk of
-a million tokens of a 1.27B model is counted in a moment on a laptop. Every storage that an operator makes is
-noted while it lives. What is made and freed inside an operator is not seen.
+The very code that trains is run on fake tensors, which have shapes and dtypes and no memory, so that a chunk
+of a million tokens of a 1.27B model is counted in a moment on a laptop. Every storage that an operator makes
+is noted while it lives. What is made and freed inside an operator is not seen.
 """
 
 from __future__ import annotations
@@ -90,17 +90,17 @@ def counting(precision: str, device: str) -> Iterator[LiveBytes]:
     """Fake tensors, in the precision and with the kernels of a "cpu" or "cuda" device that need not be here.
 
     A GPU's tensors are played by the CPU's: their shapes and dtypes are the same. What differs, the states
-    that its kernels save and what they read without widening it, is asked of Triton's backend; where Triton is
-    not installed the reference's numbers stand for it, which are higher.
+    that its kernels save and what they read without widening it, is asked of Triton's backend; where Triton
+    is not installed the reference's numbers stand for it, which are higher.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with contextlib.ExitStack() as stack:
         if device == "cuda" and dispatch.why_not("triton") != "triton is not installed (pip install triton)":
-            stack.enter_context(mock.patch.object(dispatch, "why_not", lambda *_: None))
+            stack.enter_context(mock.patch.object(dispatch, "why_not", return_value=None))
             stack.enter_context(mock.patch.object(dispatch, "sequence_dtype", lambda *given: given[2].dtype))
             triton = dispatch._module("triton")
-            stack.enter_context(mock.patch.object(dispatch, "choose", lambda *_: triton))
+            stack.enter_context(mock.patch.object(dispatch, "choose", return_value=triton))
         stack.enter_context(FakeTensorMode())
         live = stack.enter_context(LiveBytes())
         cpu = torch.device("cpu")
@@ -121,7 +121,7 @@ def _wide(precision: str) -> torch.dtype:
 
 @functools.lru_cache(maxsize=4096)
 def layer(config: StackConfig, batch: int, tokens: int, precision: str, device: str) -> Counted:
-    """A layer of a stack whose layers are all of one kind, on a chunk of `tokens`; `device` as `counting`'s."""
+    """A layer of a stack of one kind of layers on a chunk of `tokens`; `device` as `counting`'s."""
     with counting(precision, device) as live:
         dtype = _wide(precision)
         block = _make(lambda: Block(config, 0), dtype)
@@ -133,24 +133,15 @@ def layer(config: StackConfig, batch: int, tokens: int, precision: str, device: 
         state, size = after, _bytes(after)
         del after, pullback
         before = live.begin()
-        made = tile.forward(block, y, state)
+        tile.forward(block, y, state)
         forward = live.peak - before
-        del made
         cotangents = torch.zeros_like(y), tuple(map(torch.zeros_like, state))
         before = live.begin()
-        made = tile.linearize(block, y, state, gradients)
+        made, after, pullback = tile.linearize(block, y, state, gradients)
         linearized, saved = live.peak - before, live.live - before
-        pullback = made[2]
-        del made  # what the next layer is given stays, as the graph's own output
+        del made, after  # the graph keeps them
         pullback(*cotangents)
         return Counted(*_weights(block), size, forward, saved, linearized, live.peak - before)
-
-
-@functools.lru_cache(maxsize=4096)
-def checkpointed_layer(config: StackConfig, batch: int, tokens: int, precision: str, device: str) -> int:
-    """The peak of a layer that is computed anew in the backward pass, whose inputs are there already."""
-    counted = layer(config, batch, tokens, precision, device)
-    return max(counted.forward, counted.linearized, counted.pulled)
 
 
 @functools.lru_cache(maxsize=4096)

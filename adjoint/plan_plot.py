@@ -48,10 +48,12 @@ def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, t
     for span in joined:
         key = span.worker, span.run.kind
         rows.setdefault(key, []).append((span.start * scale, (span.stop - span.start) * scale))
-    crowded = len(joined) / workers > 120
+    visible = timeline.seconds * scale / 250  # the lines between narrower bars would cover them
     for (worker, kind), bars in rows.items():
-        axes.broken_barh(bars, (worker - 0.4, 0.8), facecolors=COLOURS.get(kind, "tab:gray"),
-                         edgecolors="none" if crowded else "white", linewidth=0 if crowded else 0.5)  # fmt: skip
+        lines = [0.5 if length > visible else 0.0 for _, length in bars]
+        colour = COLOURS.get(kind, "tab:gray")
+        edges = ["white" if line else colour for line in lines]
+        axes.broken_barh(bars, (worker - 0.4, 0.8), facecolors=colour, edgecolors=edges, linewidths=lines)
     if len(joined) == len(timeline.spans):
         _label(axes, joined, scale, timeline.seconds * scale, workers)
     axes.set_xlim(0, timeline.seconds * scale)
@@ -62,8 +64,7 @@ def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, t
     kinds = [kind for kind in COLOURS if any(k == kind for _, k in rows)]
     handles = [Patch(facecolor=COLOURS[kind], label=kind) for kind in kinds]
     handles.append(Patch(facecolor="white", edgecolor="tab:gray", label=caption(timeline)))
-    axes.legend(handles=handles, ncols=len(handles), loc="upper center", frameon=False, fontsize=9,
-                bbox_to_anchor=(0.5, -0.5 / height - 0.04))  # fmt: skip
+    figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", frameon=False, fontsize=9)
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     path = Path(path)
@@ -138,7 +139,7 @@ def _label(axes: Any, spans: Sequence[Span], scale: float, whole: float, workers
         run = span.run
         text = str(run.chunk) if run.layer is None else f"{run.layer}·{run.chunk}"
         length = (span.stop - span.start) * scale
-        if length > whole * 0.0085 * (len(text) + 0.6):
+        if length > whole * 0.0065 * (len(text) + 0.3):
             middle = (span.start + span.stop) / 2 * scale
             axes.text(middle, span.worker, text, ha="center", va="center", color="white", fontsize=7.5)
 

@@ -74,7 +74,7 @@ def as_dict(
 def labels_of(spans: Sequence[range], workers: int) -> list[str]:
     """A name for each worker of a schedule."""
     names = [f"{i}: layer{_range(span)}" for i, span in enumerate(spans)]
-    return names + [f"helper {i} of {i % len(spans)}" for i in range(workers - len(spans))]
+    return names + [f"helper of {i % len(spans)}" for i in range(workers - len(spans))]
 
 
 def text(found: dict[str, Any]) -> str:
@@ -85,29 +85,22 @@ def text(found: dict[str, Any]) -> str:
         k: v for k, v in method.items() if k not in ("name", "chunk_size") and v not in (None, False)
     }
     how = ", ".join([method["name"], *(f"{k} {v}" for k, v in arguments.items())])
-    lines = [
-        f"model   {kinds}, {model['n_layer']} layers, d_model {model['d_model']}, "
-        f"{_count(model['parameters'])} parameters, {found['precision']}",
-        f"method  {how}; {found['batch']} × {found['seqlen']:,} tokens in {step['chunks']:,} "
-        f"{'chunk' if step['chunks'] == 1 else 'chunks'} of {found['task_size']:,}",
-        "",
-        *_table(found["devices"]),
-        "",
-    ]
+    chunks = "chunk" if step["chunks"] == 1 else "chunks"
+    what = f"{kinds}, {model['n_layer']} layers, d_model {model['d_model']}, {_count(model['parameters'])}"
+    data = f"{found['batch']} × {found['seqlen']:,} tokens in {step['chunks']:,} {chunks} of"
+    lines = [f"model   {what} parameters, {found['precision']}"]
+    lines += [f"method  {how}; {data} {found['task_size']:,}", "", *_table(found["devices"]), ""]
     lines += _verdict(found)
     if any(device["host_bytes"] for device in found["devices"]):
         host = [device["host_bytes"] for device in found["devices"]]
-        lines.append(
-            f"host    {_size(max(host))} of host memory for the fullest device, {_size(sum(host))} in all"
-        )
-    lines.append(
-        f"time    {_seconds(step['seconds'])} a step, {step['tokens_per_second']:,.0f} tokens/s ({step['rests_on']})"
-    )
+        fullest, total = _size(max(host)), _size(sum(host))
+        lines.append(f"host    {fullest} of host memory for the fullest device, {total} in all")
+    rate = f"{_seconds(step['seconds'])} a step, {step['tokens_per_second']:,.0f} tokens/s"
+    lines.append(f"time    {rate} ({step['rests_on']})")
     if step["workers"] > 1:
-        lines.append(
-            f"idle    {step['idle_share']:.1%} of all devices' time; {_size(step['bytes_sent'])} sent a step, "
-            f"{_size(step['bytes_busiest_link'])} over the busiest link"
-        )
+        sent, busiest = _size(step["bytes_sent"]), _size(step["bytes_busiest_link"])
+        idle = f"{step['idle_share']:.1%} of all devices' time"
+        lines.append(f"idle    {idle}; {sent} sent a step, {busiest} over the busiest link")
     return "\n".join(lines)
 
 
@@ -121,15 +114,11 @@ def _verdict(found: dict[str, Any]) -> list[str]:
     share = fullest["total_bytes"] / fullest["memory_bytes"]
     longest = found["longest_seqlen"]
     reach = "any length" if longest >= fit.LONGEST // 2 else f"up to {longest:,} tokens"
-    lines = [
-        f"memory  fits: {_size(fullest['total_bytes'])} of {_size(fullest['memory_bytes'])} on the fullest device "
-        f"({share:.0%}); fits {reach}"
-    ]
+    full = f"{_size(fullest['total_bytes'])} of {_size(fullest['memory_bytes'])} on the fullest device"
+    lines = [f"memory  fits: {full} ({share:.0%}); fits {reach}"]
     if found["leaner_chunk_size"]:
-        lines.append(
-            f"        --method.chunk_size {found['leaner_chunk_size']} would take {_size(found['leaner_bytes'])} "
-            "there"
-        )
+        size, least = found["leaner_chunk_size"], _size(found["leaner_bytes"])
+        lines.append(f"        --method.chunk_size {size} would take {least} there")
     return lines
 
 

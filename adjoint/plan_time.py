@@ -1,7 +1,7 @@
 """How long a step takes: tile times, counted or measured, put through the schedule that would run.
 
-Not in it: the optimizer's step, the reduction of norms, reading data. Times that rest on counted operations are
-relative ones: they say how long one plan takes next to another, if a device keeps the rate that was assumed.
+Not in it: the optimizer's step, the reduction of norms, reading data. Times that rest on counted operations
+are relative ones: they say how long one plan takes next to another, if a device keeps the rate assumed.
 """
 
 from __future__ import annotations

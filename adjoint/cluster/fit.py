@@ -146,9 +146,8 @@ def _remedies(
         middle = (low + high) / 2
         low, high = (low, middle) if _scaled(setup, costs, capacities, limits, middle) else (middle, high)
     if same:
-        found.append(
-            f"{shards} {'device' if shards == 1 else 'devices'} of {-(-limits[0] * high // (GB / 100)) / 100:.2f} GB"
-        )
+        size = f"{-(-limits[0] * high // (GB / 100)) / 100:.2f} GB"
+        found.append(f"{shards} {'device' if shards == 1 else 'devices'} of {size}")
     else:
         found.append(f"{high:.2f} times the memory on each of the {shards}")
     return found
@@ -157,9 +156,9 @@ def _remedies(
 def leanest_chunk(
     setup: Setup, costs: Sequence[float], capacities: Sequence[float] | None, limits: Sequence[float]
 ) -> tuple[int, int] | None:
-    """The power of two for a chunk's tokens with which the fullest shard takes least, of those that fit: short
-    chunks have many edges, long ones much work at a time. With it, what that shard takes; None where none
-    fits, or the method has no chunks."""
+    """The power of two for a chunk's tokens with which the fullest shard takes least, of those that fit:
+    short chunks have many edges, long ones much work at a time. With it, what that shard takes; None where
+    none fits, or the method has no chunks."""
     if not hasattr(setup.method, "chunk_size"):
         return None
     found = []
@@ -195,9 +194,9 @@ def _within(setup: Setup, spans: Sequence[range], limits: Sequence[float]) -> bo
 
 
 def _by_layer(setup: Setup, shards: int) -> tuple[list[float], float]:
-    """What each layer adds to its shard, embedding and head with the first and the last; and what a shard takes
-    however few layers it has. From the difference that a layer makes to a shard with one like it: only the
-    transients of the largest layer, in the overhead, are not exact, and too high rather than too low."""
+    """What each layer adds to its shard, embedding and head with the first and the last; and what a shard
+    takes however few layers it has. From the difference that a layer makes to a shard with one like it: only
+    the transients of the largest layer, in the overhead, are not exact, too high rather than too low."""
     kinds = setup.model.mixers
     added: dict[str, float] = {}
     base: dict[str, int] = {}
