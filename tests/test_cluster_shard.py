@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cluster_helpers import (
+    TRAINING,
+    disturbed_shards,
+    disturbed_stack,
+    make_shards,
+    split,
+    together,
+    train_shards,
+    train_stack,
+)
 from model_helpers import SIZES, VARIANTS, assert_same, make_ids
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated, runtime
 from adjoint.checkpoint import begin_checkpoint, commit_checkpoint, load_checkpoint, verify_checkpoint
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run, Schedule, Send, check
-from adjoint.cluster.shard import Shard, ShardSpec, total_norm
-from adjoint.cluster.transport import local_transports
+from adjoint.cluster.shard import Shard
 from adjoint.config import TrainingConfig
 from adjoint.errors import UserError
-from adjoint.optim import learning_rate, make_optimizer
-
-
-def split(n_layer: int, shards: int) -> list[range]:
-    return [range(n_layer * s // shards, n_layer * (s + 1) // shards) for s in range(shards)]
+from adjoint.optim import make_optimizer
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -71,132 +74,10 @@ def test_parts_are_filled_by_name(shards: int) -> None:
             assert part.lm_head.weight is part.embedding.weight
 
 
-def make_shards(
-    config: StackConfig,
-    shards: int,
-    method: Any,
-    training: TrainingConfig,
-    precision: str = "float64",
-    drawn: bool = True,
-    helpers: tuple[int, ...] = (),
-) -> list[Shard]:
-    """Shards of one model and their helpers, joined by queues."""
-    transports = local_transports(shards + len(helpers))
-    spans = tuple(split(config.n_layer, shards))
-    return [
-        Shard(
-            ShardSpec(config, training, method, spans, rank, helpers, precision=precision), transport, drawn
-        )
-        for rank, transport in enumerate(transports)
-    ]
-
-
-def together(shards: list[Shard], call: Callable[[Shard], Any]) -> list[Any]:
-    """Calls every shard in a thread of its own."""
-
-    def guarded(shard: Shard) -> Any:
-        try:
-            return call(shard)
-        except BaseException:
-            shard.transport.broken.set()  # type: ignore[union-attr]
-            raise
-
-    with ThreadPoolExecutor(len(shards)) as pool:
-        futures = [pool.submit(guarded, shard) for shard in shards]
-        wait(futures)
-        failed = [f.exception() for f in futures if f.exception() is not None]
-        own = [e for e in failed if "another shard has failed" not in str(e)]
-        if failed:
-            raise (own or failed)[0]  # type: ignore[misc]
-        return [f.result() for f in futures]
-
-
-def disturb(named: Mapping[str, torch.Tensor]) -> None:
-    """Weights away from their initial values, the same wherever they are: so that every path matters."""
-    with torch.no_grad():
-        for name, parameter in named.items():
-            generator = torch.Generator().manual_seed(sum(map(ord, name)))
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(noise.to(parameter.dtype), alpha=0.2)
-
-
-def disturbed_shards(*arguments: Any, **keywords: Any) -> list[Shard]:
-    shards = make_shards(*arguments, **keywords)
-    owners = [shard for shard in shards if not shard.helps]
-    for shard in owners:
-        disturb(shard.part.named_weights())
-    together(owners, Shard.share_table)
-    return shards
-
-
-def disturbed_stack(config: StackConfig, dtype: torch.dtype = torch.float64) -> Stack:
-    torch.manual_seed(TrainingConfig().seed)
-    stack = Stack(config).to(dtype)
-    disturb(dict(stack.named_parameters()))
-    return stack
-
-
-def train_stack(
-    stack: Stack,
-    method: Any,
-    training: TrainingConfig,
-    batches: list[torch.Tensor],
-    optimizer: torch.optim.Optimizer | None = None,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of the steps and the first step's gradients, as `adjoint.training` goes about it."""
-    optimizer = optimizer or make_optimizer(stack, training)
-    losses, first = [], {}
-    for step, ids in enumerate(batches, 1):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, training)
-        optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
-        for part in ids.chunk(training.grad_accumulation):
-            mean = stack(part, labels=part, method=method).loss / training.grad_accumulation
-            mean.backward()
-            loss += mean.item()
-        losses.append(loss)
-        first = first or {n: p.grad.clone() for n, p in stack.named_parameters() if p.grad is not None}
-        torch.nn.utils.clip_grad_norm_(stack.parameters(), training.grad_clip)
-        optimizer.step()
-    return losses, first
-
-
-def train_shards(
-    shards: list[Shard], training: TrainingConfig, batches: list[torch.Tensor]
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same over shards."""
-    names = [name for name, _ in Stack(shards[0].spec.model).named_parameters()]
-    losses, first = [], {}
-    for step, ids in enumerate(batches, 1):
-        parts = ids.chunk(training.grad_accumulation)
-
-        def gradients(shard: Shard, parts: Any = parts) -> float:
-            shard.zero_grad()
-            found = [
-                shard.accumulate(p, batches=len(parts), final=i + 1 == len(parts))
-                for i, p in enumerate(parts)
-            ]
-            return sum(loss for loss in found if loss is not None)
-
-        losses.append(sum(together(shards, gradients)))
-        owners = [shard for shard in shards if not shard.helps]
-        if not first:
-            for shard in owners:
-                named = shard.part.named_weights()
-                first |= {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
-        norms = {name: norm for shard in owners for name, norm in shard.norms().items()}
-        total = total_norm([norms[name] for name in names], shards[0].spec.precision)
-        rate = learning_rate(step, training)
-        together(owners, lambda shard, total=total, rate=rate: shard.step(rate, total))
-    return losses, first
-
-
 WINDOWED = [
     *(Truncated(window, 8) for window in (5, 11, 40)),
     *(LayerLocal(window, 8) for window in (None, 5, 40)),
 ]
-TRAINING = TrainingConfig(steps=3, warmup_steps=1, lr=0.05, grad_clip=0.5)
 CASES = [
     (variant, tied)
     for variant in ("mamba", "mamba2", "diagonal", "scalar", "dense")

@@ -18,7 +18,8 @@ from typing import Any
 
 from adjoint.cluster import placement
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
-from adjoint.cluster.shard import Shard, ShardSpec
+from adjoint.cluster.shard import Shard
+from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import Mailbox, ObjectStoreTransport, Transport, join
 from adjoint.config import TrainingConfig
 from adjoint.errors import UserError

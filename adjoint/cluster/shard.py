@@ -21,49 +21,18 @@ from torch import Tensor
 from adjoint.checkpoint import Tensors, load_optimizer, optimizer_tensors, write_file
 from adjoint.cluster import schedule, stealing
 from adjoint.cluster.part import Part
+from adjoint.cluster.replicas import check_rows, rows_of, sum_gradients
 from adjoint.cluster.schedule import Action, Pool, Recv, Run, Schedule, Send, Steal
+from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.tasks import HelperWork, TaskWork
-from adjoint.cluster.transport import Transport
+from adjoint.cluster.transport import PipelineTransport, Transport
 from adjoint.cluster.work import ExactWork, Work
-from adjoint.config import TrainingConfig
 from adjoint.errors import UserError
-from adjoint.layers import StackConfig
 from adjoint.loss import count_valid, shift_labels
 from adjoint.methods import Exact, LayerLocal, Truncated, default_chunk_size
 from adjoint.optim import make_optimizer
 from adjoint.runtime import autocast, peak_memory_bytes
 from adjoint.windowed import tasks as windowed_tasks
-
-
-@dataclass(frozen=True)
-class ShardSpec:
-    """What a shard has to know, plain values only.
-
-    Args:
-        model: the whole stack.
-        training: optimizer and seed.
-        method: Exact, Truncated or LayerLocal.
-        spans: every shard's layers, bottom up.
-        rank: which of them this is; from the number of shards on, a helper.
-        helpers: for each helper the shard whose layer-local tasks it shares.
-        device: a torch device. precision: float32, bfloat16 (autocast) or float64.
-        threads: CPU threads; None leaves PyTorch's choice.
-    """
-
-    model: StackConfig
-    training: TrainingConfig
-    method: Any
-    spans: tuple[range, ...]
-    rank: int
-    helpers: tuple[int, ...] = ()
-    device: str = "cpu"
-    precision: str = "float32"
-    threads: int | None = None
-
-    @property
-    def workers(self) -> int:
-        """Shards and helpers."""
-        return len(self.spans) + len(self.helpers)
 
 
 @dataclass(frozen=True)
@@ -89,7 +58,7 @@ class Shard:
 
     Args:
         spec: what to be.
-        transport: to the other shards; None where there are none.
+        transport: to the other workers, those of other replicas too; None where there are none.
         drawn: whether the weights are drawn now; else they are undefined until `load`.
     """
 
@@ -97,11 +66,13 @@ class Shard:
         window_of(spec.method, 1)  # refuses a method before anything is built
         if spec.helpers and not isinstance(spec.method, LayerLocal):
             raise UserError(f"method {spec.method}: only layer-local's tasks can be shared with helpers")
-        self.spec, self.transport = spec, transport
+        self.spec, self.everyone, self.transport = spec, transport, transport
+        if transport is not None and spec.replica:
+            self.transport = PipelineTransport(transport, spec.replica * spec.workers)
         self.device = torch.device(spec.device)
         dtype = torch.float64 if spec.precision == "float64" else torch.float32
-        self.helps = spec.rank >= len(spec.spans)
-        span = spec.spans[spec.helpers[spec.rank - len(spec.spans)] if self.helps else spec.rank]
+        self.helps = spec.worker >= len(spec.spans)
+        span = spec.spans[spec.helpers[spec.worker - len(spec.spans)] if self.helps else spec.worker]
         seed = spec.training.seed if drawn and not self.helps else None
         self.part = Part(spec.model, span, seed, self.device, dtype)
         self.optimizer = make_optimizer(self.part, spec.training)
@@ -121,32 +92,48 @@ class Shard:
     def accumulate(
         self, ids: Tensor, chunk_size: int | None = None, batches: int = 1, final: bool = True
     ) -> float | None:
-        """Forward and backward over one batch; adds to the gradients.
+        """Forward and backward over this replica's rows of one batch; adds to the gradients.
 
         Args:
-            ids: (batch, seqlen) int64, the same on every shard; the labels are the same ids.
+            ids: (batch, seqlen) int64, the same on every worker; the labels are the same ids.
             chunk_size: tokens a chunk, the same on every shard; None takes this device's own choice.
             batches: of how many batches this is one; the loss and the gradients are divided by it.
-            final: whether this is the last batch before the optimizer's step.
+            final: whether this is the last batch before the optimizer's step: then gradients are summed over
+                the replicas.
 
         Returns:
-            The mean loss divided by `batches` on the last shard, None elsewhere.
+            On a last shard its replica's share of the mean loss, divided by `batches`: the shares add up to
+            the loss. None elsewhere.
+
+        Raises:
+            UserError: fewer rows than replicas.
         """
-        ids = ids.to(self.device)
+        check_rows(len(ids), self.spec.replicas)
+        valid = int(count_valid(shift_labels(ids)))  # of the whole batch, whose mean the loss is
+        ids = rows_of(ids, self.spec.replica, self.spec.replicas).to(self.device)
         tied = self.spec.model.tie_embeddings and final
-        made, work = self._plan(ids, chunk_size, batches, tied)
+        made, work = self._plan(ids, valid, chunk_size, batches, tied)
         self._carry_out(made, work)
         if isinstance(work, HelperWork):
             return None
         work.settle()
+        ranks = self.spec.groups[self.spec.worker]
+        if final and len(ranks) > 1:
+            assert self.everyone is not None
+            gradients = [p.grad for p in self.part.parameters() if p.grad is not None]
+            sum_gradients(gradients, self.everyone, ranks)
         return _loss(work)
 
     def evaluate(self, ids: Tensor, chunk_size: int | None = None) -> float | None:
-        """The mean loss of a batch on the last shard, None elsewhere."""
-        ids = ids.to(self.device)
+        """On a last shard its replica's share of the mean loss of a batch, None elsewhere. A batch may have
+        fewer rows than there are replicas."""
+        valid = int(count_valid(shift_labels(ids)))
+        ids = rows_of(ids, self.spec.replica, self.spec.replicas).to(self.device)
+        if not len(ids):
+            return 0.0 if self.part.last else None
         with torch.no_grad():
             size = chunk_size or self.chunk_size(*ids.shape)
-            work = self._work(ExactWork, ids, size)
+            work = self._work(ExactWork, ids, valid, size)
             self._carry_out(schedule.exact(self.shards, len(work.chunks), backward=False), work)
         return _loss(work)
 
@@ -182,7 +169,7 @@ class Shard:
 
     def save(self, folder: str) -> dict[str, dict[str, Any]]:
         """Writes this shard's weights and optimizer state; the files' entries for the manifest."""
-        number = f"{self.spec.rank + 1:05d}-of-{self.shards:05d}.safetensors"
+        number = f"{self.spec.worker + 1:05d}-of-{self.shards:05d}.safetensors"
         named = self.part.named_weights()
         contents: list[tuple[str, Mapping[str, Tensor]]] = [
             (f"model-{number}", named),
@@ -226,7 +213,7 @@ class Shard:
             for k, block in enumerate(self.part.blocks()):
                 y, states[k] = block(y, states[k])
             if not self.part.last:
-                self._send(self.spec.rank + 1, "y", i, y)
+                self._send(self.spec.worker + 1, "y", i, y)
             elif i >= len(chunks) - 1:
                 logits = self.part.logits(y[:, -1]).float()
                 probabilities = torch.softmax(logits / temperature, dim=-1)
@@ -242,7 +229,7 @@ class Shard:
             return self.part.embed(ids)
         dtype = next(self.part.parameters()).dtype
         room = torch.empty(*ids.shape, self.spec.model.d_model, dtype=dtype, device=self.device)
-        return self._receive(self.spec.rank - 1, "y", i, room)
+        return self._receive(self.spec.worker - 1, "y", i, room)
 
     def _send(self, to: int, what: str, i: int, tensor: Tensor) -> None:
         assert self.transport is not None
@@ -256,7 +243,7 @@ class Shard:
     # ----------------------------------------------------------------------------------------------- sizes
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        """The tokens of a chunk that suit the method and this device."""
+        """The tokens of a chunk that suit the method and this device, for `batch` rows at a time."""
         method = self.spec.method
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
         size = method.chunk_size or default_chunk_size(self.part, ids)  # type: ignore[arg-type]
@@ -275,14 +262,15 @@ class Shard:
     # -------------------------------------------------------------------------------------------- schedules
 
     def _plan(
-        self, ids: Tensor, chunk_size: int | None, batches: int, tied: bool
+        self, ids: Tensor, valid: int, chunk_size: int | None, batches: int, tied: bool
     ) -> tuple[Schedule, Work | HelperWork]:
         method, (batch, seqlen) = self.spec.method, ids.shape
         size = chunk_size or self.chunk_size(batch, seqlen)
         window = window_of(method, seqlen)
         chunks = -(-seqlen // size)
         if isinstance(method, Exact) or (isinstance(method, Truncated) and window is None):
-            work: Any = self._work(ExactWork, ids, size, batches, keep=getattr(method, "keep", "edges"))
+            keep = getattr(method, "keep", "edges")
+            work: Any = self._work(ExactWork, ids, valid, size, batches, keep=keep)
             return schedule.exact(self.shards, chunks, tied=tied), work
         model = self.spec.model
         tasks = None if window is None else windowed_tasks(model.n_layer, seqlen, size, window, model.d_conv)
@@ -291,20 +279,22 @@ class Shard:
             made = schedule.layer_local(self.spec.spans, chunks, tasks, helpers=self.spec.helpers, tied=tied)
         if self.helps:
             return made, HelperWork(self.part, batch, seqlen, size, tasks, window, self.spec.precision)
-        work = self._work(TaskWork, ids, size, batches, tasks=tasks, window=window, layer_local=local)
+        windowed = {"tasks": tasks, "window": window, "layer_local": local}
+        work = self._work(TaskWork, ids, valid, size, batches, **windowed)
         if local:
             return made, work
         assert tasks is not None
         return schedule.truncated(self.spec.spans, tasks, tied=tied), work
 
-    def _work(self, kind: type[Any], ids: Tensor, size: int, batches: int = 1, **more: Any) -> Any:
-        targets = shift_labels(ids)
+    def _work(
+        self, kind: type[Any], ids: Tensor, valid: int, size: int, batches: int = 1, **more: Any
+    ) -> Any:
         with autocast(self.spec.precision, self.device):
-            return kind(self.part, ids, targets, count_valid(targets), size, batches, **more)
+            return kind(self.part, ids, shift_labels(ids), valid, size, batches, **more)
 
     def _carry_out(self, made: Schedule, work: Work | HelperWork) -> None:
         """Runs this shard's program: computes tile by tile while the next messages are already under way."""
-        program, transport = made.programs[self.spec.rank], self.transport
+        program, transport = made.programs[self.spec.worker], self.transport
         receives = collections.deque(action for action in program if isinstance(action, Recv))
         posted: collections.deque[Any] = collections.deque()
         self.trace = []
