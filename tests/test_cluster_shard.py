@@ -227,27 +227,6 @@ def test_methods_that_do_not_run_over_shards_are_refused(method: Any) -> None:
         make_shards(StackConfig(**SIZES), 1, method, TRAINING)
 
 
-@pytest.mark.parametrize("window", [None, 5, 11])
-@pytest.mark.parametrize("shards, helpers", [(1, (0, 0)), (2, (0, 1)), (2, (1, 1, 0))])
-def test_helpers_share_the_layer_local_tasks_and_change_nothing(
-    window: int | None, shards: int, helpers: tuple[int, ...], one_thread: None
-) -> None:
-    config = StackConfig(**{**SIZES, "n_layer": 5, "mixer": ["mamba", "mamba2", "dense", "mamba", "scalar"]})
-    method, batches = LayerLocal(window, 8), [make_ids(2, 29, seed=step) for step in range(2)]
-    losses, gradients = train_stack(disturbed_stack(config), method, TRAINING, batches)
-    runs = []
-    for _ in range(2):
-        made = disturbed_shards(config, shards, method, TRAINING, helpers=helpers)
-        runs.append(train_shards(made, TRAINING, batches))
-        carried_out = [tile.action for shard in made[shards:] for tile in shard.timings()]
-        assert any(action.startswith("task") for action in carried_out), "the helpers had nothing to do"
-    (found_losses, found), (again_losses, again) = runs
-    assert found_losses == pytest.approx(losses, rel=1e-12)
-    assert_same(found, gradients, 1e-12)
-    assert again_losses == found_losses
-    assert all(torch.equal(again[name], found[name]) for name in found), "sums depend on who was faster"
-
-
 def test_helpers_are_for_layer_local_alone() -> None:
     with pytest.raises(UserError, match="only layer-local"):
         make_shards(StackConfig(**SIZES), 1, Exact(7), TRAINING, helpers=(0,))

@@ -11,7 +11,6 @@ from adjoint import sweep, tile
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run, Send
 from adjoint.cluster.work import Work
-from adjoint.runtime import autocast
 from adjoint.tile import Cotangents, Gradients, State
 from adjoint.windowed import Task, vjp
 
@@ -208,7 +207,9 @@ class HelperWork:
         task = None if self.tasks is None else self.tasks[key]
         reads, block = (inputs, tuple(state), dy), self.part.block(action.layer)
         d_state = self.d_states[action.layer]
-        with autocast(self.precision, self.device):
+        # No cache, as in the shard: gradients of two products with one cast would be added in low precision.
+        low = self.precision == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=low, cache_enabled=False):
             _, self.d_states[action.layer] = run_task(
                 block, task, self.window, reads, d_state, self.gradients
             )
