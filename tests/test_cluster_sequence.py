@@ -13,7 +13,7 @@ from torch import Tensor
 from adjoint import Exact, Stack, StackConfig
 from adjoint.cluster import sequence
 from adjoint.cluster.part import Part
-from adjoint.cluster.schedule import Recv, Run, Schedule, Send, check
+from adjoint.cluster.schedule import Recv, Run, Send, check
 from adjoint.cluster.simulate import simulate
 from adjoint.cluster.stretch import SequenceWork, carry, carry_back, chain
 from adjoint.cluster.transport import local_transports
@@ -22,14 +22,6 @@ from adjoint.loss import count_valid, shift_labels
 from adjoint.runtime import autocast
 
 Names = dict[str, Tensor]
-
-
-def make_schedule(
-    config: StackConfig, seqlen: int, workers: int, chunk_size: int, exchange: str, backward: bool = True
-) -> Schedule:
-    cuts = sequence.stretches(config, seqlen, workers)
-    chunks = [-(-(cut.stop - cut.start) // chunk_size) for cut in cuts]
-    return sequence.schedule(sequence.reach(config), chunks, workers, exchange, backward)
 
 
 class Split:
@@ -45,8 +37,7 @@ class Split:
         backward: bool = True,
         precision: str = "float64",
     ) -> None:
-        self.cuts = sequence.stretches(model.config, ids.shape[1], workers)
-        made = make_schedule(model.config, ids.shape[1], workers, chunk_size, exchange, backward)
+        self.cuts, made = sequence.plan(model.config, ids.shape[1], workers, chunk_size, exchange, backward)
         check(made)
         transports = local_transports(workers)
         self.sent: collections.Counter[str] = collections.Counter()
@@ -60,9 +51,9 @@ class Split:
 
         def run(worker: int) -> None:
             with torch.set_grad_enabled(backward), autocast(precision, ids.device):
-                where = {"cuts": self.cuts, "worker": worker, "exchange": exchange}
-                arguments = ids, targets, count_valid(targets), chunk_size
-                work = self.works[worker] = SequenceWork(part_of_one(), *arguments, **where)
+                arguments = part_of_one(), ids, targets, int(count_valid(targets)), chunk_size
+                work = SequenceWork(*arguments, cuts=self.cuts, worker=worker, exchange=exchange)
+                self.works[worker] = work
             for action in made.programs[worker]:
                 if isinstance(action, Run):
                     work.run(action)
@@ -82,13 +73,13 @@ class Split:
                 raise
 
         with ThreadPoolExecutor(workers) as pool:
-            done = [pool.submit(guarded, worker) for worker in range(len(self.cuts))]
+            done = [pool.submit(guarded, worker) for worker in range(workers)]
         failed = [f.exception() for f in done if f.exception() is not None]
         own = [e for e in failed if "another shard has failed" not in str(e)]
         if failed:
             raise (own or failed)[0]  # type: ignore[misc]
         parts = [self.works[worker] for worker in sorted(self.works)]
-        self.loss = sum(float(work.total) / work.valid for work in parts)  # type: ignore[arg-type]
+        self.loss = sum(float(work.total) / work.valid for work in parts if work.total is not None)
         self.gradients: Names = {}
         for work in parts:
             for name, parameter in work.part.named_weights().items():
@@ -271,10 +262,10 @@ def test_stretches_cover_the_sequence(mixer: str, shortest: int) -> None:
 @pytest.mark.parametrize("workers", [1, 2, 5, 16])
 def test_schedules_end_and_do_every_tile_once(exchange: str, workers: int) -> None:
     config = StackConfig(**{**SIZES, **VARIANTS["mixed, untied"]})
-    made = make_schedule(config, 83, workers, 4, exchange)
+    cuts, made = sequence.plan(config, 83, workers, 4, exchange)
     execution = check(made)
     assert max(execution.fullest.values(), default=0) <= made.buffers
-    for worker, cut in enumerate(sequence.stretches(config, 83, workers)):
+    for worker, cut in enumerate(cuts):
         counts = collections.Counter(made.runs(worker))
         assert set(counts.values()) == {1}
         tiles = collections.Counter(run.kind for run in counts)
@@ -286,11 +277,16 @@ def test_schedules_end_and_do_every_tile_once(exchange: str, workers: int) -> No
         assert tiles["head"] == tiles["embedding"] == chunks
 
 
-def test_workers_without_tokens_have_nothing_to_do() -> None:
+def test_workers_without_tokens_have_nothing_to_do(one_thread: None) -> None:
     config = StackConfig(**SIZES)
-    made = make_schedule(config, 7, 4, 4, "affine")
+    _, made = sequence.plan(config, 7, 4, 4)
     check(made)
     assert [bool(program) for program in made.programs] == [True, True, False, False]
+    model, ids = make_model(), make_ids(2, 7)
+    loss, expected = gradients(model, ids, ids, Exact(chunk_size=5))
+    found = Split(model, ids, 4, 4)
+    assert found.loss == pytest.approx(loss.item(), rel=1e-12)
+    assert_same(found.gradients, expected, 1e-12)
 
 
 def test_an_unknown_exchange_is_refused() -> None:

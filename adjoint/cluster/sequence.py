@@ -61,6 +61,20 @@ def check_stretches(config: StackConfig, seqlen: int, workers: int) -> None:
         )
 
 
+def plan(
+    config: StackConfig,
+    seqlen: int,
+    workers: int,
+    chunk_size: int,
+    exchange: str = "affine",
+    backward: bool = True,
+) -> tuple[list[slice], Schedule]:
+    """The stretches of a sequence, and the schedule of the workers on them."""
+    cuts = stretches(config, seqlen, workers)
+    chunks = [-(-(cut.stop - cut.start) // chunk_size) for cut in cuts]
+    return cuts, schedule(reach(config), chunks, workers, exchange, backward)
+
+
 def schedule(
     reaches: Sequence[int],
     chunks: Sequence[int],

@@ -30,7 +30,7 @@ class SequenceWork(Work):
         input_ids, targets: (batch, seqlen) int64 of the whole sequence, the targets already shifted; `valid`
             of them count.
         cuts: the tokens of each worker, as `stretches` gives them.
-        worker: which of them this is.
+        worker: which of them this is; one too many has no tokens, and nothing to do.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class SequenceWork(Work):
         worker: int,
         exchange: str = "affine",
     ) -> None:
-        own = cuts[worker]
+        seqlen = cuts[-1].stop
+        own = cuts[worker] if worker < len(cuts) else slice(seqlen, seqlen)
         super().__init__(part, input_ids[:, own], targets[:, own], valid, chunk_size, batches, keep)
         self.worker, self.last, self.affine = worker, len(cuts) - 1, exchange == "affine"
         self.reaches = reach(part.config)
