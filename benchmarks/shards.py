@@ -16,7 +16,7 @@ over, and of a machine with a core a shard; and how much processor time the shar
 programs, such as in gloo's threads.
 
 Messages are measured in the same processes: handed over by one, received by the other while neither
-computes.
+computes. Ray runs its workers at niceness 15, so whatever else wants the cores goes first.
 """
 
 from __future__ import annotations

@@ -109,10 +109,8 @@ def footer(environment: dict[str, Any]) -> str:
     """Hardware, versions, date and commit, in one line."""
     versions = environment["versions"]
     known = ", ".join(f"{name} {versions[name]}" for name in ("torch", "ray") if name in versions)
-    return (
-        f"{environment['cores']} cores of {environment['cpu']}, {known}, {environment['date'][:10]}, "
-        f"{environment['commit']}"
-    )
+    parts = [f"{environment['cores']} cores of {environment['cpu']}", known, environment["date"][:10]]
+    return ", ".join([*parts, environment["commit"]] if environment["commit"] else parts)
 
 
 def draw(run: dict[str, Any], path: Path) -> None:
