@@ -17,7 +17,7 @@ from adjoint.layers import StackConfig
 from adjoint.methods import Backprop, LayerLocal
 from adjoint.plan_count import Counted
 
-# Beside what tensors hold: bytes of the libraries' own, and what the allocator leaves unused, as a share. On a
+# Beside what tensors hold: bytes of the libraries own, and what the allocator leaves unused, as a share. On a
 # CPU both were measured, above a process that has imported everything; a GPU's, what its context and cuBLAS's
 # workspaces commonly take and a margin for fragments, are assumptions.
 RESERVED = {"cpu": (32e6, 0.2), "cuda": (0.75e9, 0.05)}
@@ -45,6 +45,7 @@ class Setup:
         precision: float32, bfloat16 (autocast) or float64. device: cpu or cuda.
         device_memory: bytes of the smallest device, by which a GPU's default chunk is chosen.
         grad_accumulation: batches an optimizer step.
+        reserve: whether what libraries and the allocator take counts.
     """
 
     model: StackConfig
@@ -55,6 +56,7 @@ class Setup:
     device: str = "cpu"
     device_memory: float | None = None
     grad_accumulation: int = 1
+    reserve: bool = True
 
     @property
     def element(self) -> int:
@@ -171,7 +173,7 @@ def memory(
     # two receives are posted ahead; a channel keeps the last two messages sent up and the last two sent down
     parts["messages"] = 0 if shards == 1 else setup.y(cut.size) * (2 + 2 * (not last) + 2 * (not first))
     fixed, share = RESERVED[setup.device]
-    parts["reserved"] = int(fixed + share * sum(parts.values()))
+    parts["reserved"] = int(fixed + share * sum(parts.values())) if setup.reserve else 0
     return Memory({name: parts[name] for name in PARTS}, host)
 
 

@@ -190,8 +190,8 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [--config FILE] [--seqlen N] [--devices N] [--device-memory 40GB] …",
         description="Memory and time of a training run before it runs: part by part for each device, whether "
         "it fits, up to what length it would, and how much of the pipeline's time is waiting.",
-        epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576), sizes 40GB (10⁹) or 40GiB (2³⁰). "
-        "All keys of adjoint train are flags here too (--model.d_model, --method.chunk_size, …).",
+        epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576), sizes 40GB (10⁹) or 40GiB (2³⁰)."
+        " All keys of adjoint train are flags here too (--model.d_model, --method.chunk_size, …).",
     )
     add = parser.add_argument
     add("--config", action="append", metavar="FILE", help="configuration, as for adjoint train")

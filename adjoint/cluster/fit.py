@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from adjoint import plan
+from adjoint.cluster.devices import Device
 from adjoint.cluster.partition import GB, partition
 from adjoint.errors import UserError
 from adjoint.plan import Memory, Setup, chunking
@@ -44,6 +45,50 @@ def assign(
         assert limits is not None
         raise UserError(refusal(setup, costs, capacities, limits))
     return spans
+
+
+def assign_on(
+    setup: Setup,
+    costs: Sequence[float],
+    capacities: Sequence[float],
+    devices: Sequence[Device | None],
+    nodes: Sequence[tuple[str, int]],
+) -> list[range]:
+    """`partition` within the memory that shards have found where they are.
+
+    Where only the margin for libraries and the allocator is missing, the shards get their way.
+
+    Args:
+        devices: of each shard; None is a CPU. nodes: of each, its name and its memory in bytes.
+
+    Raises:
+        UserError: a GPU or slice is too small for its shard, or a node for all of its shards that compute on
+            CPUs; the message says what would fit.
+    """
+    limits = [device.memory_bytes for device in devices if device is not None]
+    if len(limits) == len(devices):
+        spans = fitting(setup, costs, len(limits), capacities, limits)
+        spans = spans or fitting(_bare(setup), costs, len(limits), capacities, limits)
+        if spans is None:
+            raise UserError(f"cluster.shards: {refusal(setup, costs, capacities, limits)}")
+        return spans
+    spans = partition(costs, len(devices), capacities)
+    taken: dict[str, int] = {}
+    for (name, _), need in zip(nodes, needs(_bare(setup), spans), strict=True):
+        taken[name] = taken.get(name, 0) + need.total
+    for name, memory in dict(nodes).items():
+        if taken[name] > memory:
+            count = [other for other, _ in nodes].count(name)
+            there = f"a node of {memory / GB:.1f} GB need {taken[name] / GB:.1f} GB"
+            raise UserError(
+                f"cluster.shards: {count} shards on {there}; shorten --data.seqlen, or take more nodes or a "
+                "smaller model"
+            )
+    return spans
+
+
+def _bare(setup: Setup) -> Setup:
+    return dataclasses.replace(setup, reserve=False)
 
 
 def fitting(

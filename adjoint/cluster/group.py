@@ -42,12 +42,13 @@ class ShardActor:
         self.mailbox = Mailbox()
 
     def look(self, training: TrainingConfig) -> dict[str, Any]:
-        """What this process has: its node, device, precision and cores."""
+        """What this process has: its node, device, precision, cores and memory."""
         import ray
         import torch
 
         from adjoint.cluster import devices
         from adjoint.kernels import cpu_build
+        from adjoint.meter import total_memory_bytes
         from adjoint.runtime import pick_device, pick_precision
 
         device = pick_device(training.device)
@@ -65,6 +66,7 @@ class ShardActor:
             "gpu": gpu,
             "precision": pick_precision(training.precision, device),
             "cores": os.cpu_count() or 1,
+            "memory": total_memory_bytes(),
             "torch": torch.__version__,
         }
 
@@ -117,6 +119,7 @@ class Group:
         start_timeout: seconds within which the shards must have their place.
         hang_timeout: seconds without a heartbeat after which a shard counts as hung.
         await_nodes: whether nodes may still come within `start_timeout`, in place of lost ones.
+        ids: (batch, seqlen) of the token ids to come, by which memory is reckoned; None reckons with nothing.
 
     Raises:
         UserError: the cluster has not what is asked for.
@@ -136,6 +139,7 @@ class Group:
         start_timeout: float = 120.0,
         hang_timeout: float = 60.0,
         await_nodes: bool = False,
+        ids: tuple[int, int] | None = None,
     ) -> None:
         import ray
 
@@ -156,7 +160,7 @@ class Group:
         try:
             self.actors = [self._actor(ray, rank, need) for rank in range(shards + helpers)]
             found = self.all("look", training, direct=True, helpers=True)
-            self.device, self.spans, specs = _specs(model, training, method, found, shards)
+            self.device, self.spans, specs = _specs(model, training, method, found, shards, ids)
             backend = _backend(transport, [look["gpu"] for look in found])
             one_node = len({look["node"] for look in found} | {ray.get_runtime_context().get_node_id()}) == 1
             # A file needs no port, but every shard must see it.
@@ -295,20 +299,38 @@ class Group:
 
 
 def _specs(
-    model: Any, training: TrainingConfig, method: Any, found: list[dict[str, Any]], shards: int
+    model: Any,
+    training: TrainingConfig,
+    method: Any,
+    found: list[dict[str, Any]],
+    shards: int,
+    ids: tuple[int, int] | None = None,
 ) -> tuple[str, tuple[range, ...], list[ShardSpec]]:
-    """Layers by the devices' shares; one precision for all; cores shared among the workers of a node."""
+    """Layers by the devices' shares, within their memory; one precision for all; cores shared among the
+    workers of a node."""
     import torch
 
+    from adjoint.cluster import fit
     from adjoint.cluster.devices import shares
     from adjoint.cluster.partition import layer_costs, partition
+    from adjoint.plan import Setup
     from adjoint.stack import Stack
 
     with torch.device("meta"):
         costs = layer_costs(Stack(model))
-    spans = tuple(partition(costs, shards, shares([look["gpu"] for look in found[:shards]])))
     precisions = {look["precision"] for look in found}
     precision = precisions.pop() if len(precisions) == 1 else "float32"
+    owners = found[:shards]
+    gpus = [look["gpu"] for look in owners]
+    capacities = shares(gpus)
+    if ids is None:
+        spans = tuple(partition(costs, shards, capacities))
+    else:
+        least = min((gpu.memory_bytes for gpu in gpus if gpu is not None), default=None)
+        device = "cpu" if least is None else "cuda"
+        setup = Setup(model, method, *ids, precision, device, least, training.grad_accumulation)
+        places = [(look["node"], look["memory"]) for look in owners]
+        spans = tuple(fit.assign_on(setup, costs, capacities, gpus, places))
     nodes = [look["node"] for look in found]
     specs = [
         ShardSpec(

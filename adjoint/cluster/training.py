@@ -189,6 +189,7 @@ class ShardedTrainer(Trainer):
             settings.start_timeout,
             settings.hang_timeout,
             await_nodes=self.failures + self.preemptions > 0,
+            ids=(config.data.batch, config.data.seqlen),
         )
         self.precision = self.group.precision
         sizes = self._all("chunk_size", config.data.batch, config.data.seqlen, helpers=True)

@@ -1,0 +1,130 @@
+"""Layers within the memory of their shards: what fits, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint.cluster import fit
+from adjoint.cluster.devices import Device
+from adjoint.cluster.group import _specs
+from adjoint.cluster.partition import layer_costs
+from adjoint.config import TrainingConfig
+from adjoint.errors import UserError
+from adjoint.plan import Setup
+
+MODEL = StackConfig(vocab_size=64, d_model=64, n_layer=6, tie_embeddings=False)
+SETUP = Setup(MODEL, Exact(chunk_size=512), batch=1, seqlen=8192, reserve=False)
+
+
+def costs_of(model: StackConfig) -> list[float]:
+    with torch.device("meta"):
+        return layer_costs(Stack(model))
+
+
+COSTS = costs_of(MODEL)
+
+
+def totals(setup: Setup, spans: list[range]) -> list[int]:
+    return [need.total for need in fit.needs(setup, spans)]
+
+
+def test_without_limits_it_is_the_fastest_partition() -> None:
+    assert fit.assign(SETUP, COSTS, 3) == [range(0, 2), range(2, 4), range(4, 6)]
+
+
+def test_limits_move_layers_to_where_there_is_room() -> None:
+    even = totals(SETUP, [range(0, 3), range(3, 6)])
+    limits = [0.8 * even[0], 2.0 * even[1]]
+    spans = fit.assign(SETUP, COSTS, 2, None, limits)
+    assert len(spans[0]) < len(spans[1])
+    assert all(total <= limit for total, limit in zip(totals(SETUP, spans), limits, strict=True))
+
+
+@pytest.mark.parametrize(
+    "method", [Exact(512), Exact(512, keep="inputs"), Truncated(256, 512), LayerLocal(None, 512)], ids=str
+)
+def test_every_layer_adds_to_its_shard(method: Any) -> None:
+    setup = dataclasses.replace(SETUP, method=method)
+    sizes = [totals(setup, [range(0, n), range(n, 6)])[0] for n in range(1, 6)]
+    assert sizes == sorted(set(sizes))
+
+
+def test_a_refusal_says_why_and_each_remedy_works() -> None:
+    """Every remedy is tried: with it the same request goes through."""
+    setup = dataclasses.replace(SETUP, method=Exact(chunk_size=4096))
+    limit = 0.6 * max(totals(setup, fit.assign(setup, COSTS, 2)))
+    with pytest.raises(UserError, match=r"shard \d \(layers \d-\d\) needs .* the work on a chunk") as refused:
+        fit.assign(setup, COSTS, 2, None, [limit] * 2)
+    message = str(refused.value)
+    assert "\n" not in message
+    chunk = re.search(r"--method.chunk_size (\d+)", message)
+    devices = re.search(r"(\d+) such devices", message)
+    assert chunk and devices
+    fit.assign(dataclasses.replace(setup, method=Exact(int(chunk[1]))), COSTS, 2, None, [limit] * 2)
+    assert len(fit.assign(setup, COSTS, int(devices[1]), None, [limit] * int(devices[1]))) == int(devices[1])
+    assert fit.fitting(setup, COSTS, int(devices[1]) - 1, None, [limit] * (int(devices[1]) - 1)) is None
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
+    limits = [1.3 * max(totals(SETUP, fit.assign(SETUP, COSTS, 2)))] * 2
+    found = fit.longest(SETUP, COSTS, 2, limits, None)
+    assert found > SETUP.seqlen
+
+    def fits(seqlen: int) -> bool:
+        longer = dataclasses.replace(SETUP, seqlen=seqlen)
+        return fit.fitting(longer, COSTS, 2, None, limits) is not None
+
+    assert fits(found)
+    assert not fits(int(found * 1.1))
+
+
+def test_backprop_is_told_of_exact() -> None:
+    setup = dataclasses.replace(SETUP, method=Backprop())
+    need = totals(setup, [range(0, 6)])[0]
+    with pytest.raises(UserError, match=r"--method.name exact"):
+        fit.assign(setup, COSTS, 1, None, [need / 2])
+
+
+def look(node: str, gpu: Device | None, memory: int = 10**12) -> dict[str, Any]:
+    device = "cpu" if gpu is None else "cuda"
+    return {"node": node, "gpu": gpu, "device": device, "precision": "float32", "cores": 2, "memory": memory}
+
+
+def gpu(memory: float, number: int = 0) -> Device:
+    return Device(f"MIG-{number}", "A", 0, int(memory), "1g.5gb")
+
+
+def test_a_group_refuses_a_slice_too_small_for_its_shard() -> None:
+    method, ids = Exact(chunk_size=512), (1, 8192)
+    found = [look("a", gpu(10e6)), look("a", gpu(10e6, 1))]
+    with pytest.raises(UserError, match=r"cluster.shards: shard .* its device has 0\.01.*what fits"):
+        _specs(MODEL, TrainingConfig(), method, found, 2, ids)
+    roomy = [look("a", gpu(4e9)), look("a", gpu(4e9, 1))]
+    _, spans, _ = _specs(MODEL, TrainingConfig(), method, roomy, 2, ids)
+    assert spans == (range(0, 3), range(3, 6))
+
+
+def test_a_group_lets_the_margin_go_where_only_that_is_missing() -> None:
+    setup = dataclasses.replace(SETUP, device="cuda")
+    need = max(totals(setup, [range(0, 3), range(3, 6)]))
+    found = [look("a", gpu(1.02 * need)), look("a", gpu(1.02 * need, 1))]
+    _, spans, _ = _specs(MODEL, TrainingConfig(), Exact(chunk_size=512), found, 2, (1, 8192))
+    assert spans == (range(0, 3), range(3, 6))
+
+
+def test_shards_on_cpus_are_refused_only_where_their_node_is_too_small() -> None:
+    training, method, ids = TrainingConfig(), Exact(chunk_size=512), (1, 8192)
+    both = sum(totals(SETUP, [range(0, 3), range(3, 6)]))
+    small = int(0.75 * both)
+    apart = [look("a", None, small), look("b", None, small)]
+    assert _specs(MODEL, training, method, apart, 2, ids)[1] == (range(0, 3), range(3, 6))
+    together = [look("a", None, small), look("a", None, small)]
+    with pytest.raises(UserError, match=r"2 shards on a node of 0\.\d GB need"):
+        _specs(MODEL, training, method, together, 2, ids)
+    assert _specs(MODEL, training, method, together, 2)[1] == (range(0, 3), range(3, 6))  # nothing to reckon
