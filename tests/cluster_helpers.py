@@ -31,11 +31,13 @@ def make_shards(
     drawn: bool = True,
     helpers: tuple[int, ...] = (),
     replicas: int = 1,
+    sequence: int = 1,
+    exchange: str = "affine",
 ) -> list[Shard]:
     """Shards of one model and their helpers, and the same of every other replica, joined by queues."""
-    transports = local_transports(replicas * (shards + len(helpers)))
+    transports = local_transports(replicas * (shards + len(helpers)) * sequence)
     spans = tuple(split(config.n_layer, shards))
-    rest = {"replicas": replicas, "precision": precision}
+    rest = {"replicas": replicas, "sequence": sequence, "exchange": exchange, "precision": precision}
     specs = [
         ShardSpec(config, training, method, spans, rank, helpers, **rest)  # type: ignore[arg-type]
         for rank in range(len(transports))

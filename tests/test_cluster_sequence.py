@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from cluster_helpers import TRAINING, disturbed_shards, disturbed_stack, together, train_shards, train_stack
 from model_helpers import ALL_MIXERS, SIZES, VARIANTS, assert_same, gradients, make_ids, make_model
 from torch import Tensor
 
-from adjoint import Exact, Stack, StackConfig
+from adjoint import Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cluster import sequence
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run, Send, check
@@ -187,6 +189,56 @@ def test_evaluation_keeps_two_layers_inputs_at_most(
     with torch.no_grad():
         assert found.loss == pytest.approx(model(ids, labels=ids, method=Exact(7)).loss.item(), rel=1e-12)
     assert max(most) == 2 and not found.gradients
+
+
+# ----------------------------------------------------------------------------------------------- as shards
+
+
+@pytest.mark.parametrize("exchange", sequence.EXCHANGES)
+@pytest.mark.parametrize("replicas, workers, tied", [(1, 3, True), (2, 2, False)])
+def test_training_is_that_of_one_process(
+    replicas: int, workers: int, tied: bool, exchange: str, one_thread: None
+) -> None:
+    config = StackConfig(**{**SIZES, **VARIANTS["mixed, untied"], "tie_embeddings": tied})
+    training = dataclasses.replace(TRAINING, grad_accumulation=2)
+    batches = [make_ids(6, 24 + step, seed=step) for step in range(2)]  # 3 rows a batch, over 2 replicas
+    losses, expected = train_stack(disturbed_stack(config), Exact(5), training, batches)
+    split = {"replicas": replicas, "sequence": workers, "exchange": exchange}
+    runs = []
+    for _ in range(2):
+        made = disturbed_shards(config, 1, Exact(5), training, **split)
+        runs.append((made, *train_shards(made, training, batches)))
+    (made, found_losses, found), (again, again_losses, _) = runs
+    assert found_losses == pytest.approx(losses, rel=1e-12)
+    assert_same(found, expected, 1e-12)
+    assert again_losses == found_losses
+    weights = made[0].part.named_weights()
+    for other in (*made, *again):
+        assert all(torch.equal(p, weights[name]) for name, p in other.part.named_weights().items())
+
+
+def test_the_loss_of_any_length_adds_up(one_thread: None) -> None:
+    config = StackConfig(**SIZES)
+    made = disturbed_shards(config, 1, Exact(7), TRAINING, replicas=2, sequence=3)
+    for rows, seqlen in ((3, 31), (1, 31), (2, 5)):  # a replica without rows; workers without tokens
+        ids = make_ids(rows, seqlen)
+        found = together(made, lambda shard, ids=ids: shard.evaluate(ids))
+        with torch.no_grad():
+            loss = disturbed_stack(config)(ids, labels=ids, method=Exact(7)).loss.item()
+        assert sum(part for part in found if part is not None) == pytest.approx(loss, rel=1e-12)
+    assert all(p.grad is None for shard in made for p in shard.part.parameters())
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    config = StackConfig(**SIZES)
+    for method in (Truncated(5, 8), LayerLocal(None, 8)):
+        with pytest.raises(UserError, match=r"cluster\.sequence: .* use --method\.name exact"):
+            disturbed_shards(config, 1, method, TRAINING, sequence=2)
+    with pytest.raises(UserError, match=r"cluster\.sequence: .* use --cluster\.shards 1"):
+        disturbed_shards(config, 2, Exact(7), TRAINING, sequence=2)
+    made = disturbed_shards(config, 1, Exact(7), TRAINING, sequence=4)
+    with pytest.raises(UserError, match=r"cluster\.sequence: .* take at most 3"):
+        made[0].accumulate(make_ids(2, 11))
 
 
 # ---------------------------------------------------------------------------------------------- messages

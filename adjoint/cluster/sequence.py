@@ -24,10 +24,12 @@ reads, and "dy", the cotangents it found for them. None of them depends on the l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from adjoint.cluster.schedule import Action, Recv, Run, Schedule, Send
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
+from adjoint.methods import Exact
 
 EXCHANGES = ("affine", "wavefront")
 
@@ -49,6 +51,20 @@ def pick_exchange(workers: int, n_layer: int) -> str:
     without them (docs/method.md §4), whatever the number of workers; "wavefront" makes workers - 1 layers of
     n_layer wait."""
     return "wavefront" if workers - 1 <= 0.6 * n_layer else "affine"
+
+
+def check_setup(method: Any, shards: int, helpers: int, workers: int) -> None:
+    """Raises a UserError where a sequence is to be split in a way that there is none."""
+    if not isinstance(method, Exact):
+        raise UserError(
+            f"cluster.sequence: {method} does not run on {workers} stretches of a sequence; "
+            "use --method.name exact, or --cluster.sequence 1"
+        )
+    if shards != 1 or helpers:
+        raise UserError(
+            f"cluster.sequence: each of the {workers} workers of a sequence has all layers; "
+            "use --cluster.shards 1 --cluster.helpers 0, or --cluster.sequence 1"
+        )
 
 
 def check_stretches(config: StackConfig, seqlen: int, workers: int) -> None:

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from adjoint.checkpoint import Tensors, load_optimizer, optimizer_tensors, write_file
-from adjoint.cluster import schedule, stealing
+from adjoint.cluster import schedule, sequence, stealing
 from adjoint.cluster.part import Part
 from adjoint.cluster.replicas import check_rows, rows_of, sum_gradients
 from adjoint.cluster.schedule import Action, Pool, Recv, Run, Schedule, Send, Steal
 from adjoint.cluster.spec import ShardSpec
+from adjoint.cluster.stretch import SequenceWork
 from adjoint.cluster.tasks import HelperWork, TaskWork
 from adjoint.cluster.transport import PipelineTransport, Transport
 from adjoint.cluster.work import ExactWork, Work
@@ -66,13 +67,15 @@ class Shard:
         window_of(spec.method, 1)  # refuses a method before anything is built
         if spec.helpers and not isinstance(spec.method, LayerLocal):
             raise UserError(f"method {spec.method}: only layer-local's tasks can be shared with helpers")
+        if spec.sequence > 1:
+            sequence.check_setup(spec.method, len(spec.spans), len(spec.helpers), spec.sequence)
         self.spec, self.everyone, self.transport = spec, transport, transport
         if transport is not None and spec.replica:
             self.transport = PipelineTransport(transport, spec.replica * spec.workers)
         self.device = torch.device(spec.device)
         dtype = torch.float64 if spec.precision == "float64" else torch.float32
-        self.helps = spec.worker >= len(spec.spans)
-        span = spec.spans[spec.helpers[spec.worker - len(spec.spans)] if self.helps else spec.worker]
+        self.helps = spec.shard >= len(spec.spans)
+        span = spec.spans[spec.helpers[spec.shard - len(spec.spans)] if self.helps else spec.shard]
         seed = spec.training.seed if drawn and not self.helps else None
         self.part = Part(spec.model, span, seed, self.device, dtype)
         self.optimizer = make_optimizer(self.part, spec.training)
@@ -92,7 +95,8 @@ class Shard:
     def accumulate(
         self, ids: Tensor, chunk_size: int | None = None, batches: int = 1, final: bool = True
     ) -> float | None:
-        """Forward and backward over this replica's rows of one batch; adds to the gradients.
+        """Forward and backward over this replica's rows of one batch, or its stretch of them; adds to the
+        gradients.
 
         Args:
             ids: (batch, seqlen) int64, the same on every worker; the labels are the same ids.
@@ -106,9 +110,10 @@ class Shard:
             the loss. None elsewhere.
 
         Raises:
-            UserError: fewer rows than replicas.
+            UserError: fewer rows than replicas, or too few tokens for stretches.
         """
         check_rows(len(ids), self.spec.replicas)
+        sequence.check_stretches(self.spec.model, ids.shape[1], self.spec.sequence)
         valid = int(count_valid(shift_labels(ids)))  # of the whole batch, whose mean the loss is
         ids = rows_of(ids, self.spec.replica, self.spec.replicas).to(self.device)
         tied = self.spec.model.tie_embeddings and final
@@ -117,7 +122,7 @@ class Shard:
         if isinstance(work, HelperWork):
             return None
         work.settle()
-        ranks = self.spec.groups[self.spec.worker]
+        ranks = self.spec.groups[self.spec.shard]
         if final and len(ranks) > 1:
             assert self.everyone is not None
             gradients = [p.grad for p in self.part.parameters() if p.grad is not None]
@@ -133,8 +138,12 @@ class Shard:
             return 0.0 if self.part.last else None
         with torch.no_grad():
             size = chunk_size or self.chunk_size(*ids.shape)
-            work = self._work(ExactWork, ids, valid, size)
-            self._carry_out(schedule.exact(self.shards, len(work.chunks), backward=False), work)
+            if self.spec.sequence > 1:
+                made, work = self._stretch(ids, valid, size, backward=False)
+            else:
+                work = self._work(ExactWork, ids, valid, size)
+                made = schedule.exact(self.shards, len(work.chunks), backward=False)
+            self._carry_out(made, work)
         return _loss(work)
 
     def norms(self) -> dict[str, float]:
@@ -169,7 +178,7 @@ class Shard:
 
     def save(self, folder: str) -> dict[str, dict[str, Any]]:
         """Writes this shard's weights and optimizer state; the files' entries for the manifest."""
-        number = f"{self.spec.worker + 1:05d}-of-{self.shards:05d}.safetensors"
+        number = f"{self.spec.shard + 1:05d}-of-{self.shards:05d}.safetensors"
         named = self.part.named_weights()
         contents: list[tuple[str, Mapping[str, Tensor]]] = [
             (f"model-{number}", named),
@@ -244,7 +253,7 @@ class Shard:
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
         """The tokens of a chunk that suit the method and this device, for `batch` rows at a time."""
-        method = self.spec.method
+        method, seqlen = self.spec.method, -(-seqlen // self.spec.sequence)
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
         size = method.chunk_size or default_chunk_size(self.part, ids)  # type: ignore[arg-type]
         window = window_of(method, seqlen)
@@ -266,6 +275,8 @@ class Shard:
     ) -> tuple[Schedule, Work | HelperWork]:
         method, (batch, seqlen) = self.spec.method, ids.shape
         size = chunk_size or self.chunk_size(batch, seqlen)
+        if self.spec.sequence > 1:
+            return self._stretch(ids, valid, size, batches)
         window = window_of(method, seqlen)
         chunks = -(-seqlen // size)
         if isinstance(method, Exact) or (isinstance(method, Truncated) and window is None):
@@ -285,6 +296,16 @@ class Shard:
             return made, work
         assert tasks is not None
         return schedule.truncated(self.spec.spans, tasks, tied=tied), work
+
+    def _stretch(
+        self, ids: Tensor, valid: int, size: int, batches: int = 1, backward: bool = True
+    ) -> tuple[Schedule, Work]:
+        spec = self.spec
+        cuts, made = sequence.plan(
+            spec.model, ids.shape[1], spec.sequence, size, spec.exchange, backward=backward
+        )
+        where = {"cuts": cuts, "worker": spec.worker, "exchange": spec.exchange}
+        return made, self._work(SequenceWork, ids, valid, size, batches, keep=spec.method.keep, **where)
 
     def _work(
         self, kind: type[Any], ids: Tensor, valid: int, size: int, batches: int = 1, **more: Any

@@ -21,6 +21,8 @@ class ShardSpec:
         rank: which worker this is: the shards of replica 0 come first, then its helpers, then replica 1.
         helpers: for each helper of a replica the shard whose layer-local tasks it shares.
         replicas: pipelines with the same layers, each of which takes rows of every batch.
+        sequence: workers that share a replica's one shard, each with all layers and a stretch of the tokens;
+            there are no helpers then. exchange: how they carry states, see `adjoint.cluster.sequence`.
         device: a torch device. precision: float32, bfloat16 (autocast) or float64.
         threads: CPU threads; None leaves PyTorch's choice.
     """
@@ -32,19 +34,26 @@ class ShardSpec:
     rank: int
     helpers: tuple[int, ...] = ()
     replicas: int = 1
+    sequence: int = 1
+    exchange: str = "affine"
     device: str = "cpu"
     precision: str = "float32"
     threads: int | None = None
 
     @property
     def workers(self) -> int:
-        """Shards and helpers of one replica."""
-        return len(self.spans) + len(self.helpers)
+        """Those of one replica: shards and helpers, or those that share a sequence."""
+        return (len(self.spans) + len(self.helpers)) * self.sequence
 
     @property
     def worker(self) -> int:
         """Which of its replica's workers this is, the number that schedules know."""
         return self.rank % self.workers
+
+    @property
+    def shard(self) -> int:
+        """Which shard this is; from the number of shards on, a helper."""
+        return self.worker // self.sequence
 
     @property
     def replica(self) -> int:
@@ -53,5 +62,6 @@ class ShardSpec:
 
     @property
     def groups(self) -> list[list[int]]:
-        """For each shard the ranks that have its layers, one in every replica."""
-        return [[self.workers * r + s for r in range(self.replicas)] for s in range(len(self.spans))]
+        """For each shard the ranks that have its layers, `sequence` of them in every replica."""
+        shards = [range(s * self.sequence, (s + 1) * self.sequence) for s in range(len(self.spans))]
+        return [[self.workers * r + w for r in range(self.replicas) for w in own] for own in shards]
