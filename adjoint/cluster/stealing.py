@@ -12,7 +12,8 @@ Sums of gradients are the same bit for bit whoever did what, given the same kind
 threads: every unit is summed from zero, from copies of its inputs that lie in memory as a message's do, and
 units are added in their order. What that costs: one more copy of a task's inputs; and sums that come early
 are held, each as large as its layer's gradients, until those before them are in. Since a layer's units are
-taken in order from either end, they are few: about as many as the crew has workers.
+taken in order from either end, they are few: about as many as the crew has workers, unless one of them is much
+slower than the others.
 """
 
 from __future__ import annotations
