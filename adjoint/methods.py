@@ -20,6 +20,7 @@ from adjoint.sweep import Result
 from adjoint.tile import State
 
 if TYPE_CHECKING:
+    from adjoint.layers import StackConfig
     from adjoint.stack import Stack
 
 KEEP = ("edges", "inputs", "offload")
@@ -259,12 +260,49 @@ def default_chunk_size(model: "Stack", input_ids: Tensor) -> int:
     """Tokens a chunk: enough work to keep the device busy, few enough that a chunk's activations stay small.
 
     On a CPU 1,408 tokens are within an eighth as fast as any more; with fewer, a long sequence's states at
-    the edges would outweigh what a chunk saves. A GPU wants more at a time; there the chunk's activations,
-    about 40 times d_model a token and layer, get an eighth of the device's memory.
+    the edges would outweigh what a chunk saves. For a GPU see `gpu_chunk_size`.
     """
-    batch = input_ids.shape[0]
-    if input_ids.device.type != "cuda":
+    batch, device = input_ids.shape[0], input_ids.device
+    if device.type != "cuda":
         return max(64, 1408 // batch)
-    budget = torch.cuda.get_device_properties(input_ids.device).total_memory // 8
-    per_token = 40 * model.config.d_model * model.config.n_layer * 4
-    return min(16384, max(256, budget // per_token // batch))
+    element = next(model.parameters()).element_size()
+    if torch.is_autocast_enabled("cuda"):
+        element = min(element, torch.get_autocast_dtype("cuda").itemsize)
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return gpu_chunk_size(model.config, batch, memory, element)
+
+
+def gpu_chunk_size(config: "StackConfig", batch: int, memory: float, element: int) -> int:
+    """Tokens a chunk on a GPU of `memory` bytes, with activations of `element` bytes: what all layers of one
+    chunk keep for its backward gets an eighth of the memory.
+
+    A GPU wants much work at a time: a chunk costs a launch an operation, reads every weight and adds up every
+    parameter's gradient, whatever its length. A multiple of 256 tokens, the tiles of matrix products; 256 to
+    16,384.
+    """
+    tokens = int(memory / 8 / (kept_bytes(config, element) * batch))
+    return min(16384, max(256, tokens // 256 * 256))
+
+
+def kept_bytes(config: "StackConfig", element: int) -> int:
+    """Bytes a token that a backward through all layers keeps, activations being of `element` bytes.
+
+    The residual stream (float32 at least) and its norm; of Mamba-1 and Mamba-2 five tensors as wide as
+    d_inner (in_proj's two halves, the convolution's output, the step sizes or the gated output, the scan's),
+    B and C, and the scan's sparse states; of the generic mixers B, C and a dense A; of an MLP in_proj's
+    output, the activation and the product. Within a fifth of what autograd was seen to keep.
+    """
+    total = 0
+    wide = max(element, 4)
+    for kind in config.mixers:
+        n = config.state_size(kind)
+        total += config.d_model * (wide + element)
+        if kind in ("mamba", "mamba2"):
+            groups = config.ngroups if kind == "mamba2" else 1
+            every = 64 if kind == "mamba" else 512 // element  # tokens between saved states
+            total += (5 * config.d_inner + 4 * groups * n) * element + config.d_inner * n * wide // every
+        else:
+            total += (2 * n * config.d_model + (3 * n * n if kind == "dense" else 0)) * element
+        if config.d_intermediate:
+            total += config.d_model * (wide + element) + 4 * config.d_intermediate * element
+    return total

@@ -1,0 +1,86 @@
+"""The chunk that is picked where none is given, and the count of activations behind it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint import tile
+from adjoint.methods import default_chunk_size, gpu_chunk_size, kept_bytes
+
+LARGE = adjoint.StackConfig(vocab_size=256, d_model=2048, n_layer=48)  # 1.27B parameters
+H200 = 150e9
+
+
+def kept_by_autograd(config: adjoint.StackConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of all memory, weights apart, that linearised layers keep alive for their backward."""
+    torch.manual_seed(0)
+    model = adjoint.Stack(config).to(dtype)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, Any] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in weights:
+            held[memory.data_ptr()] = memory
+        return tensor
+
+    y, states = torch.randn(1, tokens, config.d_model, dtype=dtype), model.initial_state(1)
+    pullbacks = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for layer, state in zip(model.layers, states, strict=True):
+            y, _, pullback = tile.linearize(layer, y, state, tile.Gradients())
+            pullbacks.append(pullback)  # or memory would be freed, and used twice
+    return sum(memory.nbytes() for memory in held.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixer": "mamba"},
+        {"mixer": "mamba", "expand": 4},
+        {"mixer": "mamba2", "d_state": 16},
+        {"mixer": "diagonal"},
+        {"mixer": "scalar", "d_state": 40},
+        {"mixer": "dense"},
+        {"mixer": ["mamba", "mamba2"], "n_layer": 2, "d_intermediate": 192},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kept_bytes_are_those_that_autograd_keeps(options: dict[str, Any], dtype: torch.dtype) -> None:
+    config = adjoint.StackConfig(**{"vocab_size": 8, "d_model": 64, "n_layer": 1, "headdim": 32, **options})
+    # the difference leaves out what does not grow with the tokens
+    measured = (kept_by_autograd(config, 1024, dtype) - kept_by_autograd(config, 512, dtype)) / 512
+    assert kept_bytes(config, dtype.itemsize) == pytest.approx(measured, rel=0.2)
+
+
+def test_a_gpu_gets_chunks_that_keep_it_busy_and_fit_an_eighth() -> None:
+    size = gpu_chunk_size(LARGE, 1, H200, 2)
+    assert 4096 <= size <= 8192
+    assert size % 256 == 0
+    assert H200 / 8 - 256 * kept_bytes(LARGE, 2) < size * kept_bytes(LARGE, 2) <= H200 / 8
+    assert gpu_chunk_size(LARGE, 1, H200, 4) < size
+    assert gpu_chunk_size(LARGE, 4, H200, 2) <= size // 4
+    assert gpu_chunk_size(LARGE, 1, 1e9, 2) == 256
+    assert gpu_chunk_size(adjoint.StackConfig(), 1, H200, 2) == 16384
+
+
+def test_the_default_follows_device_batch_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adjoint.Stack(adjoint.StackConfig(d_model=64, n_layer=2))
+    assert default_chunk_size(model, torch.zeros(1, 8, dtype=torch.long)) == 1408
+    assert default_chunk_size(model, torch.zeros(4, 8, dtype=torch.long)) == 352
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**28))
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda" and half)
+    ids: Any = SimpleNamespace(shape=(2, 8), device=torch.device("cuda"))
+    half = False
+    assert default_chunk_size(model, ids) == gpu_chunk_size(model.config, 2, 2**28, 4)
+    half = True
+    assert torch.get_autocast_dtype("cuda").itemsize == 2
+    assert default_chunk_size(model, ids) == gpu_chunk_size(model.config, 2, 2**28, 2)
+    assert gpu_chunk_size(model.config, 2, 2**28, 4) < gpu_chunk_size(model.config, 2, 2**28, 2) < 16384
