@@ -165,7 +165,9 @@ class ClusterConfig:
     Args:
         shards: processes that share the layers; 0 trains in this process, without Ray; "auto" takes what the
             cluster of RAY_ADDRESS (inside a job), or else this machine, has room for.
-        helpers: further processes that share the shards' tasks, for the method layer-local.
+        replicas: pipelines of that many shards each, which share the rows of every batch out; a replica needs
+            a row. Gradients are summed over them; losses and weights are those of one replica, to rounding.
+        helpers: further processes that share the shards' tasks, for the method layer-local; of each replica.
         cpus: CPUs a process asks for.
         transport: how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere;
             object-store is Ray's, slower for small chunks, without a process group.
@@ -176,6 +178,7 @@ class ClusterConfig:
     """
 
     shards: int | Literal["auto"] = 0
+    replicas: int = 1
     helpers: int = 0
     cpus: int = 1
     transport: Literal["auto", "gloo", "nccl", "object-store"] = "auto"
@@ -188,9 +191,14 @@ class ClusterConfig:
             raise UserError(
                 f'cluster.shards: must be 0 (no Ray), a number of processes or "auto", got {self.shards}'
             )
-        for key, lowest in (("helpers", 0), ("cpus", 1), ("max_failures", 0)):
+        for key, lowest in (("replicas", 1), ("helpers", 0), ("cpus", 1), ("max_failures", 0)):
             if getattr(self, key) < lowest:
                 raise UserError(f"cluster.{key}: must be at least {lowest}, got {getattr(self, key)}")
+        if self.shards == 0 and self.replicas > 1:
+            raise UserError(
+                f"cluster.replicas: {self.replicas} replicas run in processes of their own; give "
+                "--cluster.shards 1 or more, or --cluster.replicas 1"
+            )
         for key in ("start_timeout", "hang_timeout"):
             value = getattr(self, key)
             if not (math.isfinite(value) and value > 0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -59,7 +60,8 @@ def assign_on(
     Where only the margin for libraries and the allocator is missing, the shards get their way.
 
     Args:
-        devices: of each shard; None is a CPU. nodes: of each, its name and its memory in bytes.
+        devices: of each shard; None is a CPU. nodes: of each, its name and its memory in bytes; with replicas
+            of each of theirs, one replica after the other.
 
     Raises:
         UserError: a GPU or slice is too small for its shard, or a node for all of its shards that compute on
@@ -74,7 +76,7 @@ def assign_on(
         return spans
     spans = partition(costs, len(devices), capacities)
     taken: dict[str, int] = {}
-    for (name, _), need in zip(nodes, needs(_bare(setup), spans), strict=True):
+    for (name, _), need in zip(nodes, itertools.cycle(needs(_bare(setup), spans)), strict=False):
         taken[name] = taken.get(name, 0) + need.total
     for name, memory in dict(nodes).items():
         if taken[name] > memory:

@@ -13,7 +13,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adjoint.cluster import placement
@@ -82,8 +82,8 @@ class ShardActor:
         transport: Transport | None = None
         if backend == OBJECT_STORE:
             transport = ObjectStoreTransport(spec.rank, peers, self.mailbox)
-        elif spec.workers > 1:
-            transport = join(meeting, spec.rank, spec.workers, backend, PATIENCE)
+        elif spec.world > 1:
+            transport = join(meeting, spec.rank, spec.world, backend, PATIENCE, spec.groups)
         self.shard = Shard(spec, transport, drawn=checkpoint is None)
         if checkpoint is not None:
             self.shard.load(checkpoint)
@@ -120,6 +120,7 @@ class Group:
         hang_timeout: seconds without a heartbeat after which a shard counts as hung.
         await_nodes: whether nodes may still come within `start_timeout`, in place of lost ones.
         ids: (batch, seqlen) of the token ids to come, by which memory is reckoned; None reckons with nothing.
+        replicas: how many pipelines of that many shards and helpers, each of which takes rows of every batch.
 
     Raises:
         UserError: the cluster has not what is asked for.
@@ -140,12 +141,14 @@ class Group:
         hang_timeout: float = 60.0,
         await_nodes: bool = False,
         ids: tuple[int, int] | None = None,
+        replicas: int = 1,
     ) -> None:
         import ray
 
         need = need or placement.Need()
         if shards == "auto":
-            shards = max(1, min(placement.how_many(need, placement.nodes()) - helpers, model.n_layer))
+            room = placement.how_many(need, placement.nodes()) // replicas
+            shards = max(1, min(room - helpers, model.n_layer))
         assert isinstance(shards, int)
         if shards > model.n_layer:
             raise UserError(
@@ -153,14 +156,14 @@ class Group:
                 f"most {model.n_layer}"
             )
         self.start_timeout, self.hang_timeout = start_timeout, hang_timeout
-        self.shards = shards
-        self.place = placement.place(shards + helpers, need, start_timeout, await_nodes)
+        self.shards, self.workers, self.replicas = shards, shards + helpers, replicas
+        self.place = placement.place(self.workers, need, start_timeout, await_nodes, replicas)
         self.actors: list[Any] = []
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:
-            self.actors = [self._actor(ray, rank, need) for rank in range(shards + helpers)]
+            self.actors = [self._actor(ray, rank, need) for rank in range(replicas * self.workers)]
             found = self.all("look", training, direct=True, helpers=True)
-            self.device, self.spans, specs = _specs(model, training, method, found, shards, ids)
+            self.device, self.spans, specs = _specs(model, training, method, found, shards, ids, replicas)
             backend = _backend(transport, [look["gpu"] for look in found])
             one_node = len({look["node"] for look in found} | {ray.get_runtime_context().get_node_id()}) == 1
             # A file needs no port, but every shard must see it.
@@ -170,7 +173,7 @@ class Group:
             self.precision = specs[0].precision
             peers = self.actors if backend == OBJECT_STORE else []
             rest = (meeting, backend, peers, checkpoint)
-            self.each("build", [(spec, *rest) for spec in specs], direct=True)
+            self.each("build", {spec.rank: (spec, *rest) for spec in specs}, direct=True)
         except BaseException:
             self.kill()
             raise
@@ -193,42 +196,59 @@ class Group:
     # --------------------------------------------------------------------------------------------- calls
 
     def all(
-        self, name: str, *arguments: Any, direct: bool = False, helpers: bool = False, **keywords: Any
+        self,
+        name: str,
+        *arguments: Any,
+        direct: bool = False,
+        helpers: bool = False,
+        first: bool = False,
+        **keywords: Any,
     ) -> list[Any]:
-        """Calls a method of every shard, and of the `helpers` too, with the same arguments; the results, by
-        rank."""
-        workers = len(self.actors) if helpers else self.shards
-        return self.each(name, [arguments] * workers, direct, **keywords)
+        """Calls a method of every shard, and of the `helpers` too, with the same arguments.
+
+        Args:
+            first: of the first replica alone.
+
+        Returns:
+            The results, by rank.
+        """
+        workers = self.workers if helpers else self.shards
+        given = {
+            self.workers * replica + worker: arguments
+            for replica in range(1 if first else self.replicas)
+            for worker in range(workers)
+        }
+        return self.each(name, given, direct, **keywords)
 
     def each(
-        self, name: str, arguments: Sequence[tuple[Any, ...]], direct: bool = False, **keywords: Any
+        self, name: str, arguments: Mapping[int, tuple[Any, ...]], direct: bool = False, **keywords: Any
     ) -> list[Any]:
-        """Calls a method of the first workers with arguments of their own.
+        """Calls a method of some workers, given by their ranks, with arguments of their own.
 
         Raises:
             ShardFailure: a shard was lost, hung or failed; the group must be killed.
             UserError: a shard says so.
         """
-        references = [
-            getattr(actor, name).remote(*given, **keywords)
+        references = {
+            rank: getattr(self.actors[rank], name).remote(*given, **keywords)
             if direct
-            else actor.call.remote(name, *given, **keywords)
-            for actor, given in zip(self.actors, arguments, strict=False)
-        ]
+            else self.actors[rank].call.remote(name, *given, **keywords)
+            for rank, given in arguments.items()
+        }
         # a process that starts has to import and to load before it can say anything
         return self._collect(references, name, "start_timeout" if direct else "hang_timeout")
 
-    def _collect(self, references: list[Any], during: str, limit: str) -> list[Any]:
+    def _collect(self, references: Mapping[int, Any], during: str, limit: str) -> list[Any]:
         import ray
 
         patience = getattr(self, limit)
         failed: dict[int, Cause] = {}
         results: dict[int, Any] = {}
-        rank_of = {reference: rank for rank, reference in enumerate(references)}
+        rank_of = {reference: rank for rank, reference in references.items()}
         beats: dict[int, Any] = {}
-        last_seen = dict.fromkeys(range(len(references)), time.monotonic())
+        last_seen = dict.fromkeys(references, time.monotonic())
         deadline = float("inf")
-        waiting = list(references)
+        waiting = list(references.values())
         while waiting and time.monotonic() < deadline:
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=min(BEAT, GRACE))
             for reference in ready:
@@ -251,7 +271,7 @@ class Group:
         if failed:
             deadline = time.monotonic() + VERDICT
             raise ShardFailure([self._verdict(cause, deadline) for cause in failed.values()], during)
-        return [results[rank] for rank in range(len(references))]
+        return [results[rank] for rank in references]
 
     def _verdict(self, cause: Cause, deadline: float) -> Cause:
         """What Ray makes of a shard that could not be reached. It takes some 15 s to count a node as lost;
@@ -305,6 +325,7 @@ def _specs(
     found: list[dict[str, Any]],
     shards: int,
     ids: tuple[int, int] | None = None,
+    replicas: int = 1,
 ) -> tuple[str, tuple[range, ...], list[ShardSpec]]:
     """Layers by the devices' shares, within their memory; one precision for all; cores shared among the
     workers of a node."""
@@ -320,15 +341,17 @@ def _specs(
         costs = layer_costs(Stack(model))
     precisions = {look["precision"] for look in found}
     precision = precisions.pop() if len(precisions) == 1 else "float32"
-    owners = found[:shards]
-    gpus = [look["gpu"] for look in owners]
+    workers = len(found) // replicas
+    gpus = [_smallest([look["gpu"] for look in found[shard::workers]]) for shard in range(shards)]
     capacities = shares(gpus)
     if ids is None:
         spans = tuple(partition(costs, shards, capacities))
     else:
         least = min((gpu.memory_bytes for gpu in gpus if gpu is not None), default=None)
         device = "cpu" if least is None else "cuda"
-        setup = Setup(model, method, *ids, precision, device, least, training.grad_accumulation)
+        rows = -(-ids[0] // replicas)  # of the replica that has most
+        setup = Setup(model, method, rows, ids[1], precision, device, least, training.grad_accumulation)
+        owners = [look for rank, look in enumerate(found) if rank % workers < shards]
         places = [(look["node"], look["memory"]) for look in owners]
         spans = tuple(fit.assign_on(setup, costs, capacities, gpus, places))
     nodes = [look["node"] for look in found]
@@ -339,7 +362,8 @@ def _specs(
             method,
             spans,
             rank,
-            helpers=tuple(i % shards for i in range(len(found) - shards)),
+            helpers=tuple(i % shards for i in range(workers - shards)),
+            replicas=replicas,
             device=look["device"],
             precision=precision,
             threads=training.threads or max(1, look["cores"] // nodes.count(look["node"])),
@@ -347,6 +371,11 @@ def _specs(
         for rank, look in enumerate(found)
     ]
     return found[0]["device"], spans, specs
+
+
+def _smallest(gpus: Sequence[Any]) -> Any:
+    """The device with the least memory; None where there is a CPU among them."""
+    return None if None in gpus else min(gpus, key=lambda gpu: gpu.memory_bytes)
 
 
 def _backend(wanted: str, gpus: list[Any]) -> str:

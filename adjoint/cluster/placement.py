@@ -106,27 +106,43 @@ def how_many(need: Need, resources: Sequence[Mapping[str, float]]) -> int:
     return sum(need.times_in(node) for node in resources)
 
 
-def check_feasible(shards: int, need: Need, resources: Sequence[Mapping[str, float]]) -> None:
+def check_feasible(
+    shards: int, need: Need, resources: Sequence[Mapping[str, float]], replicas: int = 1
+) -> None:
     """Ray would wait for ever for what no node has.
+
+    Args:
+        shards: of one replica, its helpers among them.
 
     Raises:
         UserError: saying what there is and what would fit.
     """
     most = how_many(need, resources)
-    if shards <= most:
+    if replicas * shards <= most:
         return
     there = "; ".join(f"{node.get('CPU', 0):.0f} CPUs, {node.get('GPU', 0):.0f} GPUs" for node in resources)
     would = f"--cluster.shards {most}" if most else "fewer CPUs a shard (--cluster.cpus), or another device"
+    if replicas > 1 and most:
+        fewer = [("replicas", most // shards), ("shards", most // replicas)]
+        would = " or ".join(f"--cluster.{key} {count}" for key, count in fewer if count)
+        would = would or f"--cluster.shards {most} --cluster.replicas 1"
     raise UserError(
-        f"cluster.shards: {shards} shards with {need} each asked for, but the cluster has {there}; "
-        f"what fits: {would}"
+        f"cluster.{_asked(shards, need, replicas)} asked for, but the cluster has {there}; what fits: {would}"
     )
 
 
-def place(shards: int, need: Need, timeout: float, await_nodes: bool = False) -> Any:
+def _asked(shards: int, need: Need, replicas: int) -> str:
+    """For a sentence that begins with the key."""
+    if replicas == 1:
+        return f"shards: {shards} shards with {need} each"
+    return f"replicas: {replicas} replicas of {shards} shards with {need} each"
+
+
+def place(shards: int, need: Need, timeout: float, await_nodes: bool = False, replicas: int = 1) -> Any:
     """A placement group with a bundle a shard, close together.
 
     Args:
+        shards: of one replica, its helpers among them.
         timeout: seconds within which the resources must be free.
         await_nodes: whether nodes that are not there may still come in that time, in place of lost ones; else
             what the cluster has not is refused at once.
@@ -138,14 +154,14 @@ def place(shards: int, need: Need, timeout: float, await_nodes: bool = False) ->
     from ray.util.placement_group import placement_group, remove_placement_group
 
     if not await_nodes:
-        check_feasible(shards, need, nodes())
-    group = placement_group([need.bundle] * shards, strategy="PACK")  # an autoscaler sees it wait
+        check_feasible(shards, need, nodes(), replicas)
+    group = placement_group([need.bundle] * replicas * shards, strategy="PACK")  # an autoscaler sees it wait
     if not group.wait(timeout):
         remove_placement_group(group)
-        check_feasible(shards, need, nodes())
+        check_feasible(shards, need, nodes(), replicas)
         free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
         raise UserError(
-            f"cluster.shards: {shards} shards with {need} each got no place within {timeout:.0f} s, free are "
+            f"cluster.{_asked(shards, need, replicas)} got no place within {timeout:.0f} s, free are "
             f"{free or 'no CPUs and no GPUs'}; wait for other jobs to end, or take fewer shards"
         )
     return group

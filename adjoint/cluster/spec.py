@@ -46,6 +46,11 @@ class ShardSpec:
         return (len(self.spans) + len(self.helpers)) * self.sequence
 
     @property
+    def world(self) -> int:
+        """Workers of all replicas."""
+        return self.workers * self.replicas
+
+    @property
     def worker(self) -> int:
         """Which of its replica's workers this is, the number that schedules know."""
         return self.rank % self.workers

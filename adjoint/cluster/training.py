@@ -28,6 +28,7 @@ from adjoint.checkpoint import (
 from adjoint.cluster import placement
 from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
+from adjoint.cluster.replicas import check_rows
 from adjoint.cluster.shard import total_norm, window_of
 from adjoint.config import Config, load_config
 from adjoint.errors import UserError
@@ -62,8 +63,9 @@ def train(config: Config) -> Outcome:
             f"cluster.helpers: method {config.method.name} has no tasks to share; use layer-local, "
             "or --cluster.helpers 0"
         )
+    check_rows(config.data.batch, settings.replicas)
     need = placement.Need(settings.cpus, int(_wants_gpus(config)))
-    wanted = (1 if settings.shards == "auto" else settings.shards) + settings.helpers
+    wanted = settings.replicas * ((1 if settings.shards == "auto" else settings.shards) + settings.helpers)
     folder, checkpoint = open_run(config.run)
     ours, trainer = False, None
     try:
@@ -190,9 +192,11 @@ class ShardedTrainer(Trainer):
             settings.hang_timeout,
             await_nodes=self.failures + self.preemptions > 0,
             ids=(config.data.batch, config.data.seqlen),
+            replicas=settings.replicas,
         )
         self.precision = self.group.precision
-        sizes = self._all("chunk_size", config.data.batch, config.data.seqlen, helpers=True)
+        rows = -(-config.data.batch // settings.replicas)  # of the replica that has most
+        sizes = self._all("chunk_size", rows, config.data.seqlen, helpers=True)
         self.chunk_size = min(sizes)
 
     def _all(self, name: str, *arguments: Any, **keywords: Any) -> list[Any]:
@@ -208,14 +212,14 @@ class ShardedTrainer(Trainer):
             final = i + 1 == batches
             given = {"batches": batches, "final": final, "helpers": True}
             found = self._all("accumulate", ids.numpy(), self.chunk_size, **given)
-            loss += next(part for part in found if part is not None)
+            loss += sum(share for share in found if share is not None)
             if not math.isfinite(loss):
                 self._diverged("loss", loss, step)
             tokens += ids.numel()
         return loss, tokens, None
 
     def _update(self, step: int) -> float:
-        norms = {name: norm for found in self._all("norms") for name, norm in found.items()}
+        norms = {name: norm for found in self._all("norms", first=True) for name, norm in found.items()}
         total = total_norm([norms[name] for name in self.names if name in norms], self.precision)
         if not math.isfinite(total):
             self._diverged("gradient norm", total, step)
@@ -223,12 +227,13 @@ class ShardedTrainer(Trainer):
         return total
 
     def _loss_of(self, ids: torch.Tensor) -> float:
-        return self._all("evaluate", ids.numpy(), min(self.chunk_size, ids.shape[1]))[-1]
+        found = self._all("evaluate", ids.numpy(), min(self.chunk_size, ids.shape[1]))
+        return sum(share for share in found if share is not None)
 
     def _write(self, directory: Path, trainer: dict[str, Any], keep: int) -> None:
         work = begin_checkpoint(directory.absolute(), self.step)
         try:
-            written = self._all("save", str(work))
+            written = self._all("save", str(work), first=True)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
@@ -242,7 +247,7 @@ class ShardedTrainer(Trainer):
     def _continue(self, prompt: torch.Tensor) -> torch.Tensor:
         settings = self.settings
         arguments = (settings.sample_tokens, settings.sample_temperature, settings.seed)
-        return self._all("generate", prompt.numpy(), *arguments)[-1]
+        return self._all("generate", prompt.numpy(), *arguments, first=True)[-1]
 
     def _peak_memory_bytes(self) -> int:
         return max(self._all("peak_memory_bytes"))
@@ -267,6 +272,8 @@ class ShardedTrainer(Trainer):
             return
         self.announced = True
         super()._announce()
-        layers = ", ".join(f"{span.start}-{span.stop - 1}" for span in self.group.spans)
-        helpers = f", helpers: {self.config.cluster.helpers}" if self.config.cluster.helpers else ""
-        print(f"shards: {self.group.shards}, layers {layers}, on {self.group.device}{helpers}", flush=True)
+        settings, group = self.config.cluster, self.group
+        layers = ", ".join(f"{span.start}-{span.stop - 1}" for span in group.spans)
+        helpers = f", helpers: {settings.helpers}" if settings.helpers else ""
+        replicas = f", replicas of all this: {settings.replicas}" if settings.replicas > 1 else ""
+        print(f"shards: {group.shards}, layers {layers}, on {group.device}{helpers}{replicas}", flush=True)
