@@ -40,6 +40,13 @@ def backend(**changed):
     return module
 
 
+@pytest.fixture
+def short(monkeypatch):
+    """A trial of a fraction of a second."""
+    monkeypatch.setattr(trial, "SEQLEN", 150)
+
+
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("result", [0, 1])
 @pytest.mark.parametrize("function", ["forward", "backward"])
 @pytest.mark.parametrize("operation", OPERATIONS)

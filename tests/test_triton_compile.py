@@ -3,6 +3,7 @@ registers (``triton_aot`` lists them, and prints the table)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -13,6 +14,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
 
 import triton_aot as aot
+from triton.runtime.jit import JITFunction
+
+from adjoint.kernels import trial, triton_backend
 
 
 @pytest.mark.slow
@@ -70,6 +74,76 @@ def test_other_dtypes_compile(dtype):
         aot.call_norm(dtype, rows=64, width=64)
 
     assert {k.name for k in aot.compile_call(call, 80, names)} == names
+
+
+@pytest.mark.slow
+def test_a_single_token_and_channel_compile():
+    """Sizes and strides of 1 become constants of the kernel, which then has other types in it."""
+
+    def call():
+        for reset in (False, True):
+            aot.call_selective(seqlen=1, d_inner=1, d_state=1, reset=reset)
+            aot.call_ssd(seqlen=1, nheads=1, headdim=1, d_state=1, reset=reset)
+        aot.call_linear(seqlen=1, size=1)
+        aot.call_linear(seqlen=1, size=1, window=1)
+        aot.call_selective(seqlen=1, d_inner=1, d_state=1, window=1)
+        aot.call_conv(seqlen=1, channels=1)
+        aot.call_norm(rows=1, width=1)
+
+    assert {k.name for k in aot.compile_call(call, 90)} == set().union(
+        *aot.MAIN_KERNELS.values(), {"_pass_states_kernel"}
+    ) - {"adjoint_local_kernel"}
+
+
+@pytest.mark.parametrize("name", aot.MAIN)
+def test_every_launch_is_on_its_tensors_device(name, monkeypatch):
+    """The current device may be another one."""
+    entered = []
+
+    @contextlib.contextmanager
+    def on_device(x):
+        entered.append(x.device)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(aot.common, "on_device", on_device)
+    outside = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: entered or outside.append(self.__name__))
+    with aot.on_a_big_device():
+        aot.MAIN[name]()
+    assert outside == []
+
+
+@pytest.mark.parametrize(
+    ("operation", "calls"),
+    [
+        ("selective_scan", ["selective scan, bf16, d_state 16", "selective scan, bf16, d_state 16, window"]),
+        ("ssd_scan", ["SSD scan, bf16, resets"]),
+        ("linear_scan", ["linear scan, fp32", "linear scan, fp32, scalar, window"]),
+        ("causal_conv1d", ["convolution, bf16"]),
+        ("rms_norm", ["RMSNorm, bf16, gate", "RMSNorm, bf16, residual in fp32"]),
+    ],
+)
+def test_the_trial_launches_what_long_sequences_launch(operation, calls):
+    """Also the passes over splits of the sequence, and on tensors of the same dtypes."""
+
+    def kernels(launches):
+        return {
+            (
+                kernel.__name__,
+                tuple(x.dtype for x in arguments if torch.is_tensor(x) and x.is_floating_point()),
+            )
+            for kernel, arguments, _ in launches
+        }
+
+    dtype = torch.float32 if operation == "linear_scan" else torch.bfloat16
+    with aot.record_launches() as tried, aot.on_a_big_device():
+        for window in trial.WINDOWS if operation.endswith("scan") else (None,):
+            trial._PROBLEMS[operation](triton_backend, window, torch.device("meta"), dtype)
+    with aot.record_launches() as launched, aot.on_a_big_device():
+        for name in calls:
+            aot.MAIN[name]()
+    assert kernels(launched) <= kernels(tried)
 
 
 def test_spills_are_seen():

@@ -89,7 +89,7 @@ def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     for n in shape:
         numel *= n
     lanes = _lanes(dtype)
-    storage = torch.empty(numel + lanes, dtype=dtype)
+    storage = torch.empty(numel + lanes, dtype=dtype, device="cpu")  # whatever the default device is
     offset = -storage.data_ptr() % LANE_BYTES // dtype.itemsize
     return storage[offset : offset + numel].view(shape)
 

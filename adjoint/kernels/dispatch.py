@@ -103,8 +103,19 @@ def sequence_dtype(operation: str, backend: str | None, tensor: Tensor) -> torch
     """Of what an operation reads and writes a token: Triton's kernels take half precision as it is and widen
     it in registers, half the traffic; for the others it is widened before."""
     wide = compute_dtype(tensor)
-    if tensor.dtype == wide or (backend is None and tensor.device.type == "cpu"):
+    if tensor.dtype == wide or not _is_tritons(operation, backend, tensor.device, tensor.dtype):
         return wide
-    triton = backend in (None, "triton") and why_not("triton", tensor.device, tensor.dtype) is None
-    picked = triton and choose(operation, backend, tensor.device, tensor.dtype) is _module("triton")
-    return tensor.dtype if picked else wide
+    return tensor.dtype
+
+
+def _is_tritons(operation: str, backend: str | None, device: torch.device, dtype: torch.dtype) -> bool:
+    if backend not in (None, "triton") or (backend is None and device.type == "cpu"):
+        return False
+    return why_not("triton", device, dtype) is None and choose(operation, backend, device, dtype) is _module(
+        "triton"
+    )
+
+
+# A compiler is to ask, not to trace the imports and the trial behind the answer. The mark is what
+# torch.compiler.assume_constant_result leaves, which would import the whole compiler.
+_is_tritons._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -58,7 +58,8 @@ def register(
     extra = ", Tensor checkpoints" if checkpoints else ""
 
     def forward_kernel(*args: Any) -> Any:
-        made = forward(*args)
+        with torch._C._DisableAutocast():  # it would round the products of sums that are to be float32
+            made = forward(*args)
         if single:
             return _own(made[0])
         # Checkpoints stay where they are: a backend may want them on a boundary of its own.
@@ -69,7 +70,8 @@ def register(
         return made[0] if single else made
 
     def backward_kernel(*args: Any) -> list[Tensor]:
-        made = backward(*args)
+        with torch._C._DisableAutocast():
+            made = backward(*args)
         if backward_fake is None:  # a backend may make gradients of what was not given
             inputs = args[outputs : outputs + n_gradients]
             made = tuple(None if x is None else g for x, g in zip(inputs, made, strict=True))
