@@ -17,9 +17,9 @@ from adjoint.layers import StackConfig
 from adjoint.methods import Backprop, LayerLocal
 from adjoint.plan_count import Counted
 
-# Beside what tensors hold: bytes of the libraries own, and what the allocator leaves unused, as a share. On a
-# CPU both were measured, above a process that has imported everything; a GPU's, what its context and cuBLAS's
-# workspaces commonly take and a margin for fragments, are assumptions.
+# Beside what tensors hold: bytes that libraries take, and what the allocator leaves unused, as a share. A CPU's
+# were measured, above a process that has imported everything (some 400 MB); a GPU's, what its context and
+# cuBLAS's workspaces commonly take and a margin for fragments, are assumptions.
 RESERVED = {"cpu": (32e6, 0.2), "cuda": (0.75e9, 0.05)}
 PARTS = {
     "weights": "parameters",
