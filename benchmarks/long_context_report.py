@@ -55,6 +55,9 @@ def markdown(rows: Sequence[Row], payload: Row) -> str:
             *(f"{row[f'{phase}_seconds']:.3g} s" for phase in PHASES),
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    slow = sorted({name for row in rows for name, of in row.get("backends", {}).items() if of == "reference"})
+    if slow:
+        lines += ["", f"Plain PyTorch ran {', '.join(slow)}: `adjoint doctor` says why."]
     notes = [row for row in rows if row["status"] != "measured"]
     lines += [""] if notes else []
     lines += [

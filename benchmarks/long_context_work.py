@@ -18,12 +18,15 @@ from torch import Tensor
 import adjoint
 from adjoint import meter
 from adjoint.config import TrainingConfig
+from adjoint.kernels import dispatch
 from adjoint.methods import default_chunk_size
 from adjoint.optim import make_optimizer
 from adjoint.runtime import autocast
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 WARM_UP = 2048  # tokens of Backprop's first step; `Exact` takes its chunk and its last chunk
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+OPERATIONS = ("selective_scan", "ssd_scan", "causal_conv1d", "rms_norm")
 Gradient = dict[str, Tensor]
 
 
@@ -39,8 +42,8 @@ def run(point: dict[str, Any]) -> dict[str, Any]:
         return kinds[point["kind"]](point)
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": " ".join(str(error).split(". ")[:2])}
-    except RuntimeError as error:  # the CPU's allocator has no exception of its own
-        if "can't allocate memory" not in str(error):
+    except RuntimeError as error:  # of allocators that have no exception of their own
+        if not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         return {"out_of_memory": str(error).splitlines()[0]}
 
@@ -101,6 +104,7 @@ def training_step(point: dict[str, Any]) -> dict[str, Any]:
         "grad_norm": steps[0]["grad_norm"],
         "chunk_size": chunk_size,
         "parameters": model.num_parameters(),
+        "backends": backends(point),
         "held_bytes": held,
         "memory_bytes": peak_rss - base,
         "host_bytes": peak_rss,
@@ -140,6 +144,14 @@ def _step(
         "loss": value,
         "grad_norm": grad_norm,
     }
+
+
+def backends(point: dict[str, Any]) -> dict[str, str]:
+    """Whose code runs each operation: plain PyTorch ("reference") would explain a slow step."""
+    device, dtype = torch.device(point["device"]), DTYPES[point["precision"]]
+    if device.type == "cpu" and dtype == torch.bfloat16:  # widened before, see `adjoint.kernels.dispatch`
+        dtype = torch.float32
+    return {name: dispatch.implementation(name, None, device, dtype) for name in OPERATIONS}
 
 
 def gradient_check(point: dict[str, Any]) -> dict[str, Any]:

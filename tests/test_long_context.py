@@ -186,6 +186,9 @@ def test_out_of_memory_is_a_result_and_ends_the_curve(monkeypatch: Any, tmp_path
     monkeypatch.setattr(long_context_work, "training_step", fails(RuntimeError("something else")))
     with pytest.raises(RuntimeError, match="something else"):
         long_context_work.run(point())
+    for words in ("Triton Error [CUDA]: out of memory", "DefaultCPUAllocator: can't allocate memory"):
+        monkeypatch.setattr(long_context_work, "training_step", fails(RuntimeError(words)))
+        assert long_context_work.run(point()) == {"out_of_memory": words}
     journal = common.Journal(tmp_path / "journal", "mark")
     journal.add(point(length=100), found)
     assert long_context.end_of_curve(point(length=200), journal, None) == "out of memory at 100 tokens"
@@ -204,6 +207,7 @@ def test_a_step_takes_its_chunks_and_says_where_the_time_went() -> None:
     assert all(value > 0 for seconds in result["seconds"] for value in seconds.values())
     assert 0.5 < result["loss"] / math.log(64) < 2
     assert result["grad_norm"] > 0
+    assert set(result["backends"]) == set(long_context_work.OPERATIONS)
     other = long_context_work.run(point(method="backprop"))
     assert other["chunk_size"] is None
     assert other["loss"] == pytest.approx(result["loss"], rel=1e-5)
