@@ -167,6 +167,11 @@ class ClusterConfig:
             cluster of RAY_ADDRESS (inside a job), or else this machine, has room for.
         replicas: pipelines of that many shards each, which share the rows of every batch out; a replica needs
             a row. Gradients are summed over them; losses and weights are those of one replica, to rounding.
+        sequence: processes that share every sequence of a replica, each with the whole model and a stretch of
+            the tokens; for the method exact and one shard. Losses and weights are those of one process, to
+            rounding.
+        exchange: how those processes carry states over from stretch to stretch: "affine" runs over the tokens
+            once more, all at once; "wavefront" waits for the neighbour, layer by layer; "auto" is the faster.
         helpers: further processes that share the shards' tasks, for the method layer-local; of each replica.
         cpus: CPUs a process asks for.
         transport: how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere;
@@ -179,6 +184,8 @@ class ClusterConfig:
 
     shards: int | Literal["auto"] = 0
     replicas: int = 1
+    sequence: int = 1
+    exchange: Literal["auto", "affine", "wavefront"] = "auto"
     helpers: int = 0
     cpus: int = 1
     transport: Literal["auto", "gloo", "nccl", "object-store"] = "auto"
@@ -191,13 +198,19 @@ class ClusterConfig:
             raise UserError(
                 f'cluster.shards: must be 0 (no Ray), a number of processes or "auto", got {self.shards}'
             )
-        for key, lowest in (("replicas", 1), ("helpers", 0), ("cpus", 1), ("max_failures", 0)):
+        least = {"replicas": 1, "sequence": 1, "helpers": 0, "cpus": 1, "max_failures": 0}
+        for key, lowest in least.items():
             if getattr(self, key) < lowest:
                 raise UserError(f"cluster.{key}: must be at least {lowest}, got {getattr(self, key)}")
         if self.shards == 0 and self.replicas > 1:
             raise UserError(
                 f"cluster.replicas: {self.replicas} replicas run in processes of their own; give "
                 "--cluster.shards 1 or more, or --cluster.replicas 1"
+            )
+        if self.shards == 0 and self.sequence > 1:
+            raise UserError(
+                f"cluster.sequence: {self.sequence} workers run in processes of their own; give "
+                "--cluster.shards 1, or --cluster.sequence 1"
             )
         for key in ("start_timeout", "hang_timeout"):
             value = getattr(self, key)

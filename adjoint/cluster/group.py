@@ -18,6 +18,7 @@ from typing import Any
 
 from adjoint.cluster import placement
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
+from adjoint.cluster.sequence import check_setup, pick_exchange, stretched
 from adjoint.cluster.shard import Shard
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import Mailbox, ObjectStoreTransport, Transport, join
@@ -121,6 +122,8 @@ class Group:
         await_nodes: whether nodes may still come within `start_timeout`, in place of lost ones.
         ids: (batch, seqlen) of the token ids to come, by which memory is reckoned; None reckons with nothing.
         replicas: how many pipelines of that many shards and helpers, each of which takes rows of every batch.
+        sequence: how many workers, instead of shards, share a replica's sequences. exchange: how they carry
+            states, one of `sequence.EXCHANGES`, or "auto": the faster one.
 
     Raises:
         UserError: the cluster has not what is asked for.
@@ -142,10 +145,14 @@ class Group:
         await_nodes: bool = False,
         ids: tuple[int, int] | None = None,
         replicas: int = 1,
+        sequence: int = 1,
+        exchange: str = "auto",
     ) -> None:
         import ray
 
         need = need or placement.Need()
+        if sequence > 1:
+            check_setup(method, shards, helpers, sequence)
         if shards == "auto":
             room = placement.how_many(need, placement.nodes()) // replicas
             shards = max(1, min(room - helpers, model.n_layer))
@@ -156,14 +163,20 @@ class Group:
                 f"most {model.n_layer}"
             )
         self.start_timeout, self.hang_timeout = start_timeout, hang_timeout
-        self.shards, self.workers, self.replicas = shards, shards + helpers, replicas
-        self.place = placement.place(self.workers, need, start_timeout, await_nodes, replicas)
+        self.shards, self.sequence, self.replicas = shards, sequence, replicas
+        self.workers = (shards + helpers) * sequence  # of a replica
+        self.exchange = pick_exchange(sequence, model.n_layer) if exchange == "auto" else exchange
+        key = "sequence" if sequence > 1 else "shards"
+        self.place = placement.place(self.workers, need, start_timeout, await_nodes, replicas, key)
         self.actors: list[Any] = []
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:
             self.actors = [self._actor(ray, rank, need) for rank in range(replicas * self.workers)]
             found = self.all("look", training, direct=True, helpers=True)
-            self.device, self.spans, specs = _specs(model, training, method, found, shards, ids, replicas)
+            split = (sequence, self.exchange)
+            self.device, self.spans, specs = _specs(
+                model, training, method, found, shards, ids, replicas, split
+            )
             backend = _backend(transport, [look["gpu"] for look in found])
             one_node = len({look["node"] for look in found} | {ray.get_runtime_context().get_node_id()}) == 1
             # A file needs no port, but every shard must see it.
@@ -207,12 +220,12 @@ class Group:
         """Calls a method of every shard, and of the `helpers` too, with the same arguments.
 
         Args:
-            first: of the first replica alone.
+            first: of the first replica alone, and of those who share its sequences one alone.
 
         Returns:
             The results, by rank.
         """
-        workers = self.workers if helpers else self.shards
+        workers = self.workers if helpers else self.shards * (1 if first else self.sequence)
         given = {
             self.workers * replica + worker: arguments
             for replica in range(1 if first else self.replicas)
@@ -326,6 +339,7 @@ def _specs(
     shards: int,
     ids: tuple[int, int] | None = None,
     replicas: int = 1,
+    split: tuple[int, str] = (1, "affine"),
 ) -> tuple[str, tuple[range, ...], list[ShardSpec]]:
     """Layers by the devices' shares, within their memory; one precision for all; cores shared among the
     workers of a node."""
@@ -342,7 +356,9 @@ def _specs(
     precisions = {look["precision"] for look in found}
     precision = precisions.pop() if len(precisions) == 1 else "float32"
     workers = len(found) // replicas
-    gpus = [_smallest([look["gpu"] for look in found[shard::workers]]) for shard in range(shards)]
+    sequence, exchange = split
+    stride = workers if sequence == 1 else 1  # those who share a sequence have the same layers too
+    gpus = [_smallest([look["gpu"] for look in found[shard::stride]]) for shard in range(shards)]
     capacities = shares(gpus)
     if ids is None:
         spans = tuple(partition(costs, shards, capacities))
@@ -351,7 +367,9 @@ def _specs(
         device = "cpu" if least is None else "cuda"
         rows = -(-ids[0] // replicas)  # of the replica that has most
         setup = Setup(model, method, rows, ids[1], precision, device, least, training.grad_accumulation)
-        owners = [look for rank, look in enumerate(found) if rank % workers < shards]
+        if sequence > 1:
+            setup = stretched(setup, sequence)
+        owners = [look for rank, look in enumerate(found) if rank % workers < shards * sequence]
         places = [(look["node"], look["memory"]) for look in owners]
         spans = tuple(fit.assign_on(setup, costs, capacities, gpus, places))
     nodes = [look["node"] for look in found]
@@ -362,8 +380,10 @@ def _specs(
             method,
             spans,
             rank,
-            helpers=tuple(i % shards for i in range(workers - shards)),
+            helpers=tuple(i % shards for i in range(workers // sequence - shards)),
             replicas=replicas,
+            sequence=sequence,
+            exchange=exchange,
             device=look["device"],
             precision=precision,
             threads=training.threads or max(1, look["cores"] // nodes.count(look["node"])),

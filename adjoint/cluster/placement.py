@@ -107,12 +107,16 @@ def how_many(need: Need, resources: Sequence[Mapping[str, float]]) -> int:
 
 
 def check_feasible(
-    shards: int, need: Need, resources: Sequence[Mapping[str, float]], replicas: int = 1
+    shards: int,
+    need: Need,
+    resources: Sequence[Mapping[str, float]],
+    replicas: int = 1,
+    key: str = "shards",
 ) -> None:
     """Ray would wait for ever for what no node has.
 
     Args:
-        shards: of one replica, its helpers among them.
+        shards: of one replica, its helpers among them; with the key "sequence" the workers of a sequence.
 
     Raises:
         UserError: saying what there is and what would fit.
@@ -121,28 +125,35 @@ def check_feasible(
     if replicas * shards <= most:
         return
     there = "; ".join(f"{node.get('CPU', 0):.0f} CPUs, {node.get('GPU', 0):.0f} GPUs" for node in resources)
-    would = f"--cluster.shards {most}" if most else "fewer CPUs a shard (--cluster.cpus), or another device"
+    would = f"--cluster.{key} {most}" if most else "fewer CPUs a shard (--cluster.cpus), or another device"
     if replicas > 1 and most:
-        fewer = [("replicas", most // shards), ("shards", most // replicas)]
-        would = " or ".join(f"--cluster.{key} {count}" for key, count in fewer if count)
-        would = would or f"--cluster.shards {most} --cluster.replicas 1"
+        fewer = [("replicas", most // shards), (key, most // replicas)]
+        would = " or ".join(f"--cluster.{name} {count}" for name, count in fewer if count)
+        would = would or f"--cluster.{key} {most} --cluster.replicas 1"
     raise UserError(
-        f"cluster.{_asked(shards, need, replicas)} asked for, but the cluster has {there}; what fits: {would}"
+        f"cluster.{_asked(shards, need, replicas, key)} asked for, but the cluster has {there}; "
+        f"what fits: {would}"
     )
 
 
-def _asked(shards: int, need: Need, replicas: int) -> str:
+def _asked(shards: int, need: Need, replicas: int, key: str) -> str:
     """For a sentence that begins with the key."""
-    if replicas == 1:
-        return f"shards: {shards} shards with {need} each"
-    return f"replicas: {replicas} replicas of {shards} shards with {need} each"
+    workers = f"{shards} {'shards' if key == 'shards' else 'workers of a sequence'} with {need} each"
+    return f"{key}: {workers}" if replicas == 1 else f"replicas: {replicas} replicas of {workers}"
 
 
-def place(shards: int, need: Need, timeout: float, await_nodes: bool = False, replicas: int = 1) -> Any:
+def place(
+    shards: int,
+    need: Need,
+    timeout: float,
+    await_nodes: bool = False,
+    replicas: int = 1,
+    key: str = "shards",
+) -> Any:
     """A placement group with a bundle a shard, close together.
 
     Args:
-        shards: of one replica, its helpers among them.
+        shards, replicas, key: as `check_feasible`'s.
         timeout: seconds within which the resources must be free.
         await_nodes: whether nodes that are not there may still come in that time, in place of lost ones; else
             what the cluster has not is refused at once.
@@ -154,14 +165,14 @@ def place(shards: int, need: Need, timeout: float, await_nodes: bool = False, re
     from ray.util.placement_group import placement_group, remove_placement_group
 
     if not await_nodes:
-        check_feasible(shards, need, nodes(), replicas)
+        check_feasible(shards, need, nodes(), replicas, key)
     group = placement_group([need.bundle] * replicas * shards, strategy="PACK")  # an autoscaler sees it wait
     if not group.wait(timeout):
         remove_placement_group(group)
-        check_feasible(shards, need, nodes(), replicas)
+        check_feasible(shards, need, nodes(), replicas, key)
         free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
         raise UserError(
-            f"cluster.{_asked(shards, need, replicas)} got no place within {timeout:.0f} s, free are "
+            f"cluster.{_asked(shards, need, replicas, key)} got no place within {timeout:.0f} s, free are "
             f"{free or 'no CPUs and no GPUs'}; wait for other jobs to end, or take fewer shards"
         )
     return group

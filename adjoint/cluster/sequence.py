@@ -23,13 +23,17 @@ reads, and "dy", the cotangents it found for them. None of them depends on the l
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adjoint.cluster.schedule import Action, Recv, Run, Schedule, Send
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import Exact
+
+if TYPE_CHECKING:
+    from adjoint.plan import Setup
 
 EXCHANGES = ("affine", "wavefront")
 
@@ -53,7 +57,7 @@ def pick_exchange(workers: int, n_layer: int) -> str:
     return "wavefront" if workers - 1 <= 0.6 * n_layer else "affine"
 
 
-def check_setup(method: Any, shards: int, helpers: int, workers: int) -> None:
+def check_setup(method: Any, shards: int | str, helpers: int, workers: int) -> None:
     """Raises a UserError where a sequence is to be split in a way that there is none."""
     if not isinstance(method, Exact):
         raise UserError(
@@ -89,6 +93,15 @@ def plan(
     cuts = stretches(config, seqlen, workers)
     chunks = [-(-(cut.stop - cut.start) // chunk_size) for cut in cuts]
     return cuts, schedule(reach(config), chunks, workers, exchange, backward)
+
+
+def stretched(setup: Setup, workers: int) -> Setup:
+    """A run in one process that takes as much memory as one worker's: every layer's inputs on its stretch are
+    kept, and two cotangents of that size beside them, one of them where the head's inputs were."""
+    method, n_layer = setup.method, setup.model.n_layer
+    seqlen = -(-setup.seqlen * (n_layer + 2) // (workers * (n_layer + 1)))
+    keep = "inputs" if method.keep == "edges" else method.keep
+    return dataclasses.replace(setup, seqlen=seqlen, method=dataclasses.replace(method, keep=keep))
 
 
 def schedule(

@@ -29,6 +29,7 @@ from adjoint.cluster import placement
 from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.replicas import check_rows
+from adjoint.cluster.sequence import check_setup, check_stretches
 from adjoint.cluster.shard import total_norm, window_of
 from adjoint.config import Config, load_config
 from adjoint.errors import UserError
@@ -64,8 +65,12 @@ def train(config: Config) -> Outcome:
             "or --cluster.helpers 0"
         )
     check_rows(config.data.batch, settings.replicas)
+    if settings.sequence > 1:
+        check_setup(method, settings.shards, settings.helpers, settings.sequence)
+        check_stretches(config.model, config.data.seqlen, settings.sequence)
     need = placement.Need(settings.cpus, int(_wants_gpus(config)))
     wanted = settings.replicas * ((1 if settings.shards == "auto" else settings.shards) + settings.helpers)
+    wanted *= settings.sequence
     folder, checkpoint = open_run(config.run)
     ours, trainer = False, None
     try:
@@ -193,6 +198,8 @@ class ShardedTrainer(Trainer):
             await_nodes=self.failures + self.preemptions > 0,
             ids=(config.data.batch, config.data.seqlen),
             replicas=settings.replicas,
+            sequence=settings.sequence,
+            exchange=settings.exchange,
         )
         self.precision = self.group.precision
         rows = -(-config.data.batch // settings.replicas)  # of the replica that has most
@@ -275,5 +282,7 @@ class ShardedTrainer(Trainer):
         settings, group = self.config.cluster, self.group
         layers = ", ".join(f"{span.start}-{span.stop - 1}" for span in group.spans)
         helpers = f", helpers: {settings.helpers}" if settings.helpers else ""
+        split = f", a sequence over {group.sequence} workers ({group.exchange})" if group.sequence > 1 else ""
         replicas = f", replicas of all this: {settings.replicas}" if settings.replicas > 1 else ""
-        print(f"shards: {group.shards}, layers {layers}, on {group.device}{helpers}{replicas}", flush=True)
+        where = f"layers {layers}, on {group.device}{helpers}{split}{replicas}"
+        print(f"shards: {group.shards}, {where}", flush=True)

@@ -1,0 +1,136 @@
+"""A sequence split over Ray actors, by command: what they train, what they survive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cluster_faults
+import pytest
+import torch
+from cluster_faults import files, told
+from model_helpers import assert_same
+from training_helpers import metrics, train_tiny
+
+from adjoint import Exact, StackConfig
+from adjoint.checkpoint import Tensors, list_checkpoints
+from adjoint.cluster import group as group_module
+from adjoint.config import TrainingConfig
+
+FLAGS: dict[str, Any] = {"data__batch": 2, "training__precision": "float64", "training__steps": 4}
+MEASURED = ("loss", "grad_norm", "eval_loss", "tokens")
+
+
+def same_training(run: Path, expected: Path) -> None:
+    rows, others = metrics(run), metrics(expected)
+    for key in MEASURED:
+        theirs = [row[key] for row in others if key in row]
+        assert [row[key] for row in rows if key in row] == pytest.approx(theirs, rel=1e-10), key
+    mine, whole = (Tensors(list_checkpoints(path / "checkpoints")[-1], "model") for path in (run, expected))
+    assert_same({name: mine[name] for name in whole.where}, {name: whole[name] for name in whole.where}, 1e-9)
+    assert (run / "sample.txt").read_text() == (expected / "sample.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one-process")
+    assert train_tiny(folder, **FLAGS) == 0
+    return folder / "run"
+
+
+def test_two_workers_on_one_sequence_train_as_one_process(
+    ray_on_loopback: None, in_one_process: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_tiny(tmp_path, **FLAGS, cluster__shards=1, cluster__sequence=2) == 0
+    assert "a sequence over 2 workers (wavefront)" in capsys.readouterr().out
+    same_training(tmp_path / "run", in_one_process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"cluster__sequence": 4, "cluster__exchange": "affine"},
+        {"cluster__sequence": 3, "cluster__exchange": "affine", "cluster__transport": "object-store"},
+        {"cluster__sequence": 2, "cluster__replicas": 2, "method__keep": "offload"},
+    ],
+    ids=str,
+)
+def test_other_numbers_exchanges_and_transports(
+    ray_on_loopback: None, in_one_process: Path, tmp_path: Path, flags: dict[str, Any]
+) -> None:
+    assert train_tiny(tmp_path, **FLAGS, cluster__shards=1, **flags) == 0
+    same_training(tmp_path / "run", in_one_process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("point", "call"), [("prefix", 5), ("suffix", 6), ("step", 3)])
+def test_a_lost_worker_changes_nothing(
+    ray_on_loopback: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    point: str,
+    call: int,
+) -> None:
+    flags = {**FLAGS, "cluster__shards": 1, "cluster__sequence": 3, "cluster__exchange": "affine"}
+    flags |= {"training__save_every": 2, "training__sample_tokens": 0}
+    (tmp_path / "undisturbed").mkdir()
+    assert train_tiny(tmp_path / "undisturbed", **flags) == 0
+    monkeypatch.setattr(group_module, "ShardActor", cluster_faults.FaultyActor)
+    cluster_faults.ask_for(point, 1, call, "kill")
+    assert train_tiny(tmp_path, **flags) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert "shard 1: died" in lines[0]
+    assert told(tmp_path / "run") == told(tmp_path / "undisturbed" / "run")
+    assert files(tmp_path / "run") == files(tmp_path / "undisturbed" / "run")
+
+
+@pytest.mark.slow
+def test_the_sequence_may_be_as_much_longer_as_there_are_workers(ray_on_loopback: None) -> None:
+    """Memory above that of a short sequence: four workers need for four times the tokens what one needs."""
+    config = StackConfig(vocab_size=256, d_model=128, n_layer=4)
+    training = TrainingConfig(device="cpu", threads=1, precision="float32")
+
+    def peak(workers: int, seqlen: int) -> int:
+        group = group_module.Group(
+            config, training, Exact(512), 1, sequence=workers, exchange="affine", replicas=1
+        )
+        try:
+            group.all("accumulate", torch.zeros(1, seqlen, dtype=torch.int64).numpy())
+            return max(group.all("peak_memory_bytes"))
+        finally:
+            group.kill()
+
+    base = peak(4, 2048)
+    one, four = peak(2, 16384) - base, peak(4, 32768) - base
+    assert one > 16384 // 2 * 128 * 4 * 4, "what is kept must outweigh what is not measured"
+    assert four <= 1.15 * one, (one, four)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"cluster__sequence": 2, "cluster__shards": 2}, "use --cluster.shards 1 --cluster.helpers 0"),
+        ({"cluster__sequence": 2}, "give --cluster.shards 1"),
+        ({"cluster__sequence": 0, "cluster__shards": 1}, "cluster.sequence: must be at least 1, got 0"),
+        ({"cluster__sequence": 30, "cluster__shards": 1}, "take at most 21, or a longer data.seqlen"),
+        (
+            {"cluster__sequence": 2, "cluster__shards": 1, "method__name": "truncated", "method__window": 8},
+            "use --method.name exact",
+        ),
+        (
+            {"cluster__sequence": 5, "cluster__shards": 1},
+            "asked for, but the cluster has 4 CPUs, 0 GPUs; what fits: --cluster.sequence 4",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    ray_on_loopback: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: Any, said: str
+) -> None:
+    assert train_tiny(tmp_path, **FLAGS, **flags) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1, error
+    assert said in error
+    assert not (tmp_path / "run").exists()
