@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from adjoint.cluster import schedule as schedules
-from adjoint.cluster.pool import Unit, units_of
-from adjoint.cluster.schedule import Pool, Recv, Run, Schedule, Send, Steal, runs_of
+from adjoint.cluster.pool import Pool, Steal, Unit, units_of
+from adjoint.cluster.schedule import Recv, Run, Schedule, Send, runs_of
 from adjoint.cluster.simulate import simulate
 from adjoint.errors import UserError
 from adjoint.reference import truncated_products

@@ -23,8 +23,8 @@ from test_cluster_shard import (
 
 from adjoint import LayerLocal, StackConfig
 from adjoint.cluster import stealing, tasks
-from adjoint.cluster.pool import UNITS_EACH, Bag, Unit, units_of
-from adjoint.cluster.schedule import Pool, Run
+from adjoint.cluster.pool import UNITS_EACH, Bag, Pool, Unit, in_turn, units_of
+from adjoint.cluster.schedule import Run
 from adjoint.cluster.shard import Shard
 from adjoint.cluster.stealing import Desk
 from adjoint.cluster.tasks import HelperWork, TaskWork
@@ -99,6 +99,23 @@ def test_sums_are_added_in_order_however_they_come(seed: int) -> None:
     for unit in pool.units:
         in_order.hand_in(unit, [values[unit]])
         assert not in_order.early, "held though it was its turn"
+
+
+@pytest.mark.parametrize("helpers", [1, 2, 6])
+@pytest.mark.parametrize("chunks", [5, 64])
+@pytest.mark.parametrize("own", [range(4), range(7, 9)], ids=str)
+def test_few_sums_are_held(helpers: int, chunks: int, own: range) -> None:
+    """Workers who take a unit each and then are done in any order: never all of their sums."""
+    pool = Pool(units_of(own, chunks, 1 + helpers, windowed=True), tuple(range(1, 1 + helpers)))
+    desk, chance = Desk(pool, 0, lambda layer, sums: None), random.Random(helpers)
+    taken, most = in_turn(0, pool), 0
+    while batch := list(itertools.islice(taken, 1 + helpers)):
+        for _, unit in chance.sample(batch, len(batch)):
+            desk.hand_in(unit, [])
+            most = max(most, len(desk.early))
+        assert not desk.early
+    desk.wait()
+    assert most <= helpers
 
 
 # -------------------------------------------------------------------------------------- orders of taking

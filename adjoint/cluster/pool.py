@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 # Units for each worker of a crew: more even out slower workers better, and send more sums of gradients.
@@ -58,6 +58,30 @@ def units_of(own: range, chunks: int, crew: int, windowed: bool) -> tuple[Unit, 
     return tuple(units)
 
 
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Carry out `units` together with `helpers`, who `Steal`: whoever is free takes the next unit, this
+    worker from the front, helpers from the back (`Bag`). A unit's gradients are summed from zero by
+    whoever carries it out, and these sums are added in the order of the units: the result does not depend on
+    who took what."""
+
+    units: tuple[Unit, ...]
+    helpers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"share with {', '.join(map(str, self.helpers))}: {'; '.join(map(str, self.units))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Steal:
+    """Take units of worker `owner`'s pool until none is left."""
+
+    owner: int
+
+    def __str__(self) -> str:
+        return f"steal from {self.owner}"
+
+
 class Bag:
     """Units that nobody has taken yet. Not safe for threads by itself.
 
@@ -90,3 +114,15 @@ class Bag:
                 self.taken.add(unit)
                 return unit
         return None
+
+
+def in_turn(owner: int, pool: Pool) -> Iterator[tuple[int, Unit]]:
+    """A pool's units by workers who take them in turn: one of the ways in which it can go."""
+    bag, crew = Bag(pool.units), collections.deque([owner, *pool.helpers])
+    while crew:
+        unit = bag.take() if crew[0] == owner else bag.steal()
+        if unit is None:
+            crew.popleft()
+        else:
+            yield crew[0], unit
+            crew.rotate(-1)

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from adjoint.cluster.pool import Bag, Unit, units_of
+from adjoint.cluster.pool import Pool, Steal, Unit, in_turn, units_of
 
 
 class Task(Protocol):
@@ -87,30 +87,6 @@ class Recv:
     def __str__(self) -> str:
         of = "" if self.layer is None else f"({self.layer})"
         return f"receive {self.what}{of}[{self.chunk}] from {self.source}"
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Carry out `units` together with `helpers`, who `Steal`: whoever is free takes the next unit, this
-    worker from the front, helpers from the back (`pool.Bag`). A unit's gradients are summed from zero by
-    whoever carries it out, and these sums are added in the order of the units: the result does not depend on
-    who took what."""
-
-    units: tuple[Unit, ...]
-    helpers: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"share with {', '.join(map(str, self.helpers))}: {'; '.join(map(str, self.units))}"
-
-
-@dataclass(frozen=True, slots=True)
-class Steal:
-    """Take units of worker `owner`'s pool until none is left."""
-
-    owner: int
-
-    def __str__(self) -> str:
-        return f"steal from {self.owner}"
 
 
 Action = Run | Send | Recv | Pool | Steal
@@ -309,12 +285,13 @@ def layer_local(
     for helper, shard in enumerate(helpers):
         if not 0 <= shard < shards:
             raise ValueError(f"helper {helper} helps shard {shard}, but shards are 0 to {shards - 1}")
-    by_layer = None if tasks is None else _by_layer(layers, tasks)
+    if tasks is not None:
+        _by_layer(layers, tasks)  # refuses layers and tasks that do not belong together
     programs: list[list[Action]] = [[] for _ in range(shards)]
     for shard, own in enumerate(layers):
         program = programs[shard]
         program += _forward(shard, shards, chunks)
-        order = range(chunks) if by_layer is not None else range(chunks - 1, -1, -1)
+        order = range(chunks) if tasks is not None else range(chunks - 1, -1, -1)
         for chunk in order:
             # handed from shard to shard, so that no port carries more than one copy
             last = shard == shards - 1
@@ -322,24 +299,14 @@ def layer_local(
             if shard:
                 program.append(Send(shard - 1, "d_head", chunk))
         mine = tuple(shards + i for i, helped in enumerate(helpers) if helped == shard)
-        if mine:
-            program.append(Pool(units_of(own, chunks, 1 + len(mine), by_layer is not None), mine))
-        else:
-            program += _local_tasks(own, chunks, by_layer)
+        units = units_of(own, chunks, 1 + len(mine), windowed=tasks is not None)
+        program += [Pool(units, mine)] if mine else [run for unit in units for run in runs_of(unit)]
         if shard == 0:
             program += [Run("embedding", chunk) for chunk in order]
         if tied:
             program += _table_gradient(shard, shards)
     programs += [[Steal(shard)] for shard in helpers]
     return Schedule("layer-local", shards, chunks, buffers, tuple(map(tuple, programs)))
-
-
-def _local_tasks(own: range, chunks: int, by_layer: dict[int, list[Task]] | None) -> Iterator[Run]:
-    for layer in reversed(own):
-        if by_layer is None:
-            yield from (Run("task", chunk, layer) for chunk in reversed(range(chunks)))
-        else:
-            yield from (Run("task", task.chunk, layer) for task in by_layer[layer])
 
 
 def runs_of(unit: Unit) -> list[Run]:
@@ -381,7 +348,7 @@ def check(schedule: Schedule) -> Execution:
                     Steal(owner) in schedule.programs[h][at[h] : at[h] + 1] for h in pool.helpers
                 ):
                     break  # whoever comes last goes on
-                order += _shared(owner, pool)
+                order += [(member, run) for member, unit in in_turn(owner, pool) for run in runs_of(unit)]
                 for member in (owner, *pool.helpers):
                     at[member] += 1
                 waiting.extend({owner, *pool.helpers} - {worker})
@@ -409,18 +376,6 @@ def check(schedule: Schedule) -> Execution:
         if queue:
             raise ValueError(f"{what}[{queue[0][0]}] from {sender} to {receiver} is never received")
     return Execution(order, fullest)
-
-
-def _shared(owner: int, pool: Pool) -> Iterator[tuple[int, Run]]:
-    """The tiles of a pool, by workers who take units in turn."""
-    bag, crew = Bag(pool.units), collections.deque([owner, *pool.helpers])
-    while crew:
-        unit = bag.take() if crew[0] == owner else bag.steal()
-        if unit is None:
-            crew.popleft()
-            continue
-        yield from ((crew[0], run) for run in runs_of(unit))
-        crew.rotate(-1)
 
 
 def _by_layer(layers: Sequence[range], tasks: Sequence[Task]) -> dict[int, list[Task]]:

@@ -21,8 +21,9 @@ from torch import Tensor
 from adjoint.checkpoint import Tensors, load_optimizer, optimizer_tensors, write_file
 from adjoint.cluster import schedule, sequence, stealing
 from adjoint.cluster.part import Part
+from adjoint.cluster.pool import Pool, Steal
 from adjoint.cluster.replicas import check_rows, rows_of, sum_gradients
-from adjoint.cluster.schedule import Action, Pool, Recv, Run, Schedule, Send, Steal
+from adjoint.cluster.schedule import Action, Recv, Run, Schedule, Send
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.stretch import SequenceWork
 from adjoint.cluster.tasks import HelperWork, TaskWork

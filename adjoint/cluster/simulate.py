@@ -23,8 +23,8 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
-from adjoint.cluster.pool import Bag, Unit
-from adjoint.cluster.schedule import Action, Pool, Recv, Run, Schedule, Send, Steal, runs_of
+from adjoint.cluster.pool import Bag, Pool, Steal, Unit
+from adjoint.cluster.schedule import Action, Recv, Run, Schedule, Send, runs_of
 
 TileTime = Callable[[int, Run], float]
 MessageTime = Callable[[Send, int], float]

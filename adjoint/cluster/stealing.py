@@ -12,8 +12,7 @@ Sums of gradients are the same bit for bit whoever did what, given the same kind
 threads: every unit is summed from zero, from copies of its inputs that lie in memory as a message's do, and
 units are added in their order. What that costs: one more copy of a task's inputs; and sums that come early
 are held, each as large as its layer's gradients, until those before them are in. Since a layer's units are
-taken in order from either end, they are few: about as many as the crew has workers, unless one of them is much
-slower than the others.
+taken in order from either end, they are fewer than there are workers, unless one is slower than the others.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from adjoint.cluster.pool import Bag, Unit
-from adjoint.cluster.schedule import Action, Pool, Recv, Schedule, Send, runs_of
+from adjoint.cluster.pool import Bag, Pool, Unit
+from adjoint.cluster.schedule import Action, Recv, Schedule, Send, runs_of
 from adjoint.cluster.tasks import HelperWork, TaskWork
 from adjoint.cluster.transport import Pending, Transport
 from adjoint.tile import Gradients
@@ -53,7 +52,6 @@ class Desk:
         for unit in pool.units:
             self.order[unit.layer].append(unit)
         self.early: dict[Unit, Sequence[Tensor]] = {}
-        self.most_held = 0
         self.left, self.threads = len(pool.units), threads
         self.error: BaseException | None = None
         self.changed = threading.Condition()
@@ -77,7 +75,6 @@ class Desk:
             order = self.order[unit.layer]
             while order and order[0] in self.early:
                 self.add(unit.layer, self.early.pop(order.popleft()))
-            self.most_held = max(self.most_held, len(self.early))
             self.left -= 1
             self.changed.notify_all()
 
