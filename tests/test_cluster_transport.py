@@ -103,6 +103,10 @@ def test_a_pipeline_counts_its_workers_from_zero() -> None:
 
 def over_gloo(rank: int, meeting: str, folder: str) -> None:
     transport = join(f"file://{meeting}", rank, WORKERS, "gloo", 60.0, GROUPS)
+    for group in transport.among.values():
+        if isinstance(group, torch.distributed.ProcessGroup):  # this rank is in it
+            backend = group._get_backend(torch.device("cpu"))
+            assert backend.options._timeout.total_seconds() == 60, "PyTorch's own would be half an hour"
     runs = [collectives(transport, rank) for _ in range(2)]
     torch.save(runs, Path(folder) / f"{rank}.pt")
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,15 +88,23 @@ class DistributedTransport:
     Args:
         groups: lists of ranks between which there will be collectives; the same, in the same order, in all
             processes, whether they are in them or not, since all of them must take part in making a group.
+        timeout: after which a message that does not come is an error; None is PyTorch's own choice. The
+            default group has its own.
     """
 
-    def __init__(self, buffers: int = 2, groups: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(
+        self,
+        buffers: int = 2,
+        groups: Sequence[Sequence[int]] = (),
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
         import torch.distributed as dist
 
         self.dist, self.buffers = dist, buffers
         self.nccl = dist.get_backend() == "nccl"
-        self.groups: dict[str, Any] = {what: dist.new_group() if self.nccl else None for what in WHATS}
-        self.among = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups if len(ranks) > 1}
+        new_group = functools.partial(dist.new_group, timeout=timeout)
+        self.groups: dict[str, Any] = {what: new_group() if self.nccl else None for what in WHATS}
+        self.among = {tuple(ranks): new_group(list(ranks)) for ranks in groups if len(ranks) > 1}
         self.under_way: dict[tuple[int, str], collections.deque[tuple[Any, Tensor]]] = {}
 
     def post(self, action: Recv, out: Tensor) -> Pending:
@@ -170,7 +179,7 @@ def join(
 
     wait = datetime.timedelta(seconds=timeout)
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=workers, timeout=wait)
-    return DistributedTransport(groups=groups)
+    return DistributedTransport(groups=groups, timeout=wait)
 
 
 class Mailbox:
