@@ -16,6 +16,7 @@ from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster import shard as shard_module
 from adjoint.cluster.group import ShardActor
 from adjoint.cluster.shard import Shard
+from adjoint.cluster.stretch import SequenceWork
 from adjoint.cluster.work import Work
 
 FLAGS: dict[str, Any] = {
@@ -111,11 +112,14 @@ class FaultyActor(ShardActor):
 
         at("build")
         super().build(spec, *arguments)
-        run, share_table, write_file = Work.run, Shard.share_table, shard_module.write_file
+        share_table, write_file = Shard.share_table, shard_module.write_file
 
-        def faulty_run(work: Work, action: Any) -> None:
-            at(action.kind)
-            run(work, action)
+        def faulty(run: Any) -> Any:
+            def faulty_run(work: Work, action: Any) -> None:
+                at(action.kind)
+                run(work, action)
+
+            return faulty_run
 
         def faulty_share(shard: Shard) -> None:
             at("step")  # after the optimizer's step
@@ -125,5 +129,7 @@ class FaultyActor(ShardActor):
             at("save")
             return write_file(path, tensors)
 
-        Work.run, Shard.share_table = faulty_run, faulty_share  # type: ignore[method-assign]
+        for kind in (Work, SequenceWork):
+            kind.run = faulty(kind.run)  # type: ignore[method-assign]
+        Shard.share_table = faulty_share  # type: ignore[method-assign]
         shard_module.write_file = faulty_write  # type: ignore[attr-defined]
