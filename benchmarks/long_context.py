@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,12 @@ def end_of_curve(point: dict[str, Any], journal: common.Journal, limit: int | No
     return None
 
 
-def run(options: argparse.Namespace, journal: common.Journal) -> None:
-    """Measure every point that is not in the journal yet. A failing point is recorded, not raised."""
+def run(options: argparse.Namespace, journal: common.Journal, after: Callable[[], object]) -> None:
+    """Measure every point that is not in the journal yet or failed, and call `after` after each. A failure is
+    recorded, not raised."""
     points = grid(options)
     for number, point in enumerate(points, 1):
-        if journal.get(point) is not None:
+        if "error" not in journal.done.get(journal.key(point), {"error": "not yet tried"}):
             continue
         name = " ".join(
             f"{point[k]:,}" if k == "length" else point[k] for k in ("kind", "method", "length") if k in point
@@ -149,6 +151,7 @@ def run(options: argparse.Namespace, journal: common.Journal) -> None:
         if result.get("error") == "ended by SIGKILL":  # what a system short of memory sends
             result = {"out_of_memory": "the process was killed (SIGKILL)"}
         journal.add(point, result)
+        after()
         for trouble in ("error", "out_of_memory"):
             if trouble in result:
                 print(f"    {trouble.replace('_', ' ')}: {result[trouble]}", file=sys.stderr, flush=True)
@@ -164,13 +167,11 @@ def summarise(options: argparse.Namespace, journal: common.Journal) -> tuple[lis
     from benchmarks.long_context_flops import forward_flops
 
     mine = []
-    for key, result in {**{k: {"left_out": r} for k, r in options.left_out.items()}, **journal.done}.items():
+    for key, result in {**journal.done, **{k: {"left_out": r} for k, r in options.left_out.items()}}.items():
         point = json.loads(key)
         if all(point[k] == v for k, v in options.setting.items() if k != "chunk_size"):
             mine.append((point, result))
-    peak = next(
-        (r["matmul_flops"] for p, r in mine if p["kind"] == "roof" and "matmul_flops" in r), float("nan")
-    )
+    peak = next((r["matmul_flops"] for p, r in mine if p["kind"] == "roof" and "matmul_flops" in r), math.nan)
     forward = forward_flops(StackConfig(**options.setting["model"]))
     steps = [
         step_row(point, result, forward, peak, options.data_sheet)
@@ -285,8 +286,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("mamba-1.27b wants a GPU; on a CPU say --config and --lengths, or --quick")
     options.config = options.config or common.ROOT / (QUICK_CONFIG if options.quick else CONFIG)
     options.lengths = sorted(set(options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS)))
-    if options.lengths[0] < 16 or options.steps < 1:
-        parser.error("every one of --lengths must be at least 16 and --steps at least 1")
+    if min(*options.lengths, options.check_length or 16) < 16:
+        parser.error("every one of --lengths, and --check-length, must be at least 16")
+    if options.steps < 1 or options.chunk_size == 0:
+        parser.error("--steps and --chunk-size must be at least 1")
     try:
         model = read_model(options.config)
         forward_flops(StackConfig(**model))
@@ -330,22 +333,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif journal.done:
         print(f"Going on: {len(journal.done)} points were finished before (--fresh measures anew).",
               file=sys.stderr)  # fmt: skip
-    stopped = False
-    try:
-        run(options, journal)
-    except KeyboardInterrupt:
-        stopped = True
-        print("Stopped. The same command goes on from here.", file=sys.stderr)
-    steps, checks, peak = summarise(options, journal)
-    payload = {"benchmark": "long_context", "environment": environment, "complete": not stopped,
+    payload = {"benchmark": "long_context", "environment": environment, "complete": False,
                "config": options.config.name, **options.setting,
-               "matmul_flops": peak, "data_sheet_flops": options.data_sheet, "checks": checks}  # fmt: skip
-    common.write_results(options.out, name, payload, steps)
+               "data_sheet_flops": options.data_sheet}  # fmt: skip
+
+    def publish() -> list[dict[str, Any]]:
+        steps, checks, peak = summarise(options, journal)
+        payload.update(checks=checks, matmul_flops=peak)
+        common.write_results(options.out, name, payload, steps)
+        return steps
+
+    try:
+        run(options, journal, publish)  # whoever is killed has published what was finished
+        payload["complete"] = True
+    except KeyboardInterrupt:
+        print("Stopped. The same command goes on from here.", file=sys.stderr)
+    steps = publish()
     long_context_report.show(steps, payload, options.out / name)
-    if stopped:
+    if not payload["complete"]:
         return 130
-    failed = [row for row in steps if row["status"] == "error"] + [row for row in checks if not row["passed"]]
-    return 1 if failed or peak != peak else 0
+    failed = any(row["status"] == "error" for row in steps) or math.isnan(payload["matmul_flops"])
+    return 1 if failed or not all(row["passed"] for row in payload["checks"]) else 0
 
 
 if __name__ == "__main__":

@@ -153,6 +153,8 @@ def test_wrong_options_end_with_exit_code_2(config: str, tmp_path: Path, capsys:
         ["--device", "cpu", "--config", str(wrong), "--lengths", "512"],
         ["--device", "cpu", "--config", config, "--lengths", "8"],
         ["--device", "cpu", "--quick", "--steps", "0"],
+        ["--device", "cpu", "--quick", "--chunk-size", "0"],
+        ["--device", "cpu", "--quick", "--check-length", "8"],
         *([] if torch.cuda.is_available() else [["--device", "cuda"]]),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -287,6 +289,43 @@ def test_a_run_that_does_not_fit_or_breaks(
     assert "SIGKILL" in rows[1]["note"]
     answers["exact"] = {"error": "it broke"}
     assert long_context.main([*arguments, "--fresh"]) == 1
+    answers["exact"] = {"out_of_memory": "full"}
+    assert long_context.main(arguments) == 0  # what failed is tried again
+
+
+def test_a_run_that_is_interrupted_has_published_what_it_finished(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: list[Any]
+) -> None:
+    run_child = common.run_child
+
+    def interrupted(module: str, point: Mapping[str, Any]) -> dict[str, Any]:
+        if point.get("length") == 128:
+            written = json.loads((tmp_path / "long-context-cpu.json").read_text())
+            assert [row["length"] for row in written["rows"]] == [64]
+            raise KeyboardInterrupt
+        return run_child(module, point)
+
+    arguments = [*RUN, "--config", config, "--lengths", "64", "128", "--methods", "exact", "--no-check"]
+    with monkeypatch.context() as patched:
+        patched.setattr(common, "run_child", interrupted)
+        assert long_context.main([*arguments, "--out", str(tmp_path)]) == 130
+    assert not json.loads((tmp_path / "long-context-cpu.json").read_text())["complete"]
+    del children[:]
+    assert long_context.main([*arguments, "--out", str(tmp_path)]) == 0
+    assert [child["length"] for child in children] == [128]
+    assert json.loads((tmp_path / "long-context-cpu.json").read_text())["complete"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(config: str, tmp_path: Path) -> None:
+    arguments = ["--device", "cuda", "--config", config, "--lengths", "512", "4K", "--out", str(tmp_path)]
+    assert long_context.main(arguments) == 0
+    written = json.loads((tmp_path / "long-context.json").read_text())
+    assert len(written["rows"]) == 6
+    for row in written["rows"]:
+        assert 0 < row["held_bytes"] < row["memory_bytes"] <= row["reserved_bytes"]
+        assert set(row["backends"].values()) == {"triton"}
+    assert {row["precision"] for row in written["checks"]} >= {"float64", "float32"}
 
 
 def test_a_point_in_a_process_of_its_own() -> None:
