@@ -94,7 +94,7 @@ def _backward_is_run(contender: Contender, size: dict[str, int]) -> bool:
 def _errors(
     point: Point, op: Any, contender: Contender, function: Any, dtype: Any, backward: bool
 ) -> dict[str, float]:
-    """‖error‖ / ‖value‖ of the output and each gradient against the answer in float64."""
+    """‖error‖ / ‖value‖ of the outputs and each gradient against the answer in float64."""
     import torch
 
     from benchmarks import kernels_ops
@@ -103,11 +103,11 @@ def _errors(
     inputs, dy = kernels_ops.draw(op, _check_size(point), point["device"], dtype)
     leaves = contender.enter(inputs)
     dy = dy.permute(contender.layout["y"]).contiguous() if "y" in contender.layout else dy
-    y = function(**leaves)
-    found = {"y": y.detach()}
+    ys = kernels_ops.several(function(**leaves))
+    found = dict(zip(op.outputs, (y.detach() for y in ys), strict=True))
     if backward:
         wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-        gradients = torch.autograd.grad(y, list(wanted.values()), dy.to(y.dtype))
+        gradients = torch.autograd.grad(ys, list(wanted.values()), [dy.to(y.dtype) for y in ys])
         found |= dict(zip(wanted, gradients, strict=True))
     errors = {}
     for name, value in found.items():
@@ -123,6 +123,8 @@ def _times(function: Any, leaves: Any, dy: Any, backward: bool, point: Point) ->
     """Seconds of each pass, after one that is not counted."""
     import torch
 
+    from benchmarks import kernels_ops
+
     cuda = point["device"].startswith("cuda")
     wanted = [x for x in leaves.values() if x.requires_grad]
     times: list[float] = []
@@ -132,15 +134,15 @@ def _times(function: Any, leaves: Any, dy: Any, backward: bool, point: Point) ->
             torch.cuda.synchronize()
         began = time.perf_counter()
         with torch.set_grad_enabled(backward):
-            y = function(**leaves)
-        gradients = torch.autograd.grad(y, wanted, dy.to(y.dtype)) if backward else ()
+            ys = kernels_ops.several(function(**leaves))
+        gradients = torch.autograd.grad(ys, wanted, [dy.to(y.dtype) for y in ys]) if backward else ()
         if cuda:
             torch.cuda.synchronize()
         passed = time.perf_counter() - began
         if counted:
             times.append(passed)
         counted = True
-        del y, gradients
+        del ys, gradients
         if sum(times) > 5 * point["settle_s"]:  # a slow one: once is enough
             break
     return times

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.kernels_ops import Tensors
 
-Function = Callable[..., Tensor]
+Function = Callable[..., Any]  # a tensor, or a tuple of the operation's outputs
 
 
 @dataclass(frozen=True)

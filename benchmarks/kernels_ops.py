@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,10 +49,11 @@ class Op:
     label: str
     sizes: dict[str, dict[str, Size]]
     inputs: Callable[[Size, Callable[..., Tensor]], Tensors]
-    function: Callable[..., Tensor]  # the oracle, given float64
+    function: Callable[..., Any]  # the oracle, given float64; a tuple where there are several `outputs`
     work: Callable[[Size], tuple[Work, Work]]
     like: str | None  # the input whose shape the output has; None: a scalar
     wide: tuple[str, ...] = ()  # inputs that stay float32 where the others are bfloat16
+    outputs: tuple[str, ...] = ("y",)  # of one shape; each gets the same cotangent
 
 
 def draw(op: Op, size: Size, device: str, dtype: torch.dtype) -> tuple[Tensors, Tensor]:
@@ -71,14 +73,20 @@ def draw(op: Op, size: Size, device: str, dtype: torch.dtype) -> tuple[Tensors, 
     return inputs, normal(*inputs[op.like].shape).to(dtype)
 
 
+def several(made: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a function made, one output or more, as a tuple."""
+    return made if isinstance(made, tuple) else (made,)
+
+
 def answer(op: Op, size: Size, device: str, dtype: torch.dtype) -> Tensors:
-    """Output ("y") and all gradients in float64, on the CPU, for the inputs that `draw` gives."""
+    """Outputs and all gradients in float64, on the CPU, for the inputs that `draw` gives."""
     inputs, dy = draw(op, size, device, dtype)
     leaves = {name: x.double().requires_grad_() if x.is_floating_point() else x for name, x in inputs.items()}
-    y = op.function(**leaves)
+    ys = several(op.function(**leaves))
     wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-    gradients = torch.autograd.grad(y, list(wanted.values()), dy.double())
-    found = {"y": y.detach(), **dict(zip(wanted, gradients, strict=True))}
+    gradients = torch.autograd.grad(ys, list(wanted.values()), [dy.double()] * len(ys))
+    found = dict(zip(op.outputs, (y.detach() for y in ys), strict=True))
+    found |= dict(zip(wanted, gradients, strict=True))
     return {name: x.cpu() for name, x in found.items()}
 
 
@@ -234,6 +242,20 @@ def _norm_work(s: Size) -> tuple[Work, Work]:
     return Work(2 * rows, 4 * rows), Work(3 * rows, 8 * rows)
 
 
+def _add_norm_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
+    return _norm_inputs(s, normal) | {"residual": normal(s["tokens"], s["d_model"])}
+
+
+def _add_norm(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    return _norm(x + residual, weight), x + residual
+
+
+def _add_norm_work(s: Size) -> tuple[Work, Work]:
+    rows = s["tokens"] * s["d_model"]
+    # x and residual have one gradient, the sum's: it is written once
+    return Work(4 * rows, 5 * rows), Work(4 * rows, 9 * rows)
+
+
 # The tensors of what memory bounds are larger than the caches, or the roof would be another one.
 def _sizes(small: Size, default: Size, cuda: Size, **same: int) -> dict[str, dict[str, Size]]:
     small, default, cuda = (same | given for given in (small, default, cuda))
@@ -346,5 +368,18 @@ OPS = {
         _norm,
         _norm_work,
         like="x",
+    ),
+    "add_rms_norm": Op(
+        "residual sum + RMSNorm",
+        _sizes(
+            {"tokens": 256, "d_model": 64},
+            {"tokens": 16384, "d_model": 1024},
+            {"tokens": _LONG, "d_model": 2048},
+        ),
+        _add_norm_inputs,
+        _add_norm,
+        _add_norm_work,
+        like="x",
+        outputs=("y", "s"),
     ),
 }

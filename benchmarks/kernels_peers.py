@@ -16,9 +16,9 @@ from torch import Tensor
 import adjoint
 from adjoint.kernels import reference
 from adjoint.kernels.conv1d import causal_conv1d
-from adjoint.kernels.rms_norm import rms_norm
 from benchmarks.kernels_contender import Contender, Function, compiled, imported
-from benchmarks.kernels_ops import EPS, mean_loss
+from benchmarks.kernels_ops import mean_loss
+from benchmarks.kernels_peers_norm import ADD_NORM, NORM
 
 # --------------------------------------------------------------------------------------------- selective scan
 
@@ -288,7 +288,7 @@ CONV = {
     "fla": Contender("flash-linear-attention", _conv_fla, needs=("fla",), devices=("cuda",)),
 }
 
-# ------------------------------------------------------------------------------------ head loss and RMSNorm
+# ------------------------------------------------------------------------------------------------- head loss
 
 
 def _head_torch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -314,54 +314,6 @@ HEAD = {
     "fla": Contender("flash-linear-attention", _head_fla, needs=("fla",), devices=("cuda",)),
 }
 
-
-def _norm(backend: str | None) -> Callable[[], Function]:
-    return lambda: lambda x, weight: rms_norm(x, weight, EPS, backend=backend)
-
-
-def _norm_torch(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, EPS)
-
-
-def _norm_transformers() -> Function:
-    kind = imported("transformers.models.mamba.modeling_mamba:MambaRMSNorm")
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        with torch.device("meta"):
-            module = kind(x.shape[-1], EPS)
-        return torch.func.functional_call(module, {"weight": weight}, (x,))
-
-    return norm
-
-
-def _norm_mamba_ssm() -> Function:
-    norm = imported("mamba_ssm.ops.triton.layer_norm:rms_norm_fn")
-    return lambda x, weight: norm(x, weight, None, eps=EPS)
-
-
-def _norm_fla() -> Function:
-    norm = imported("fla.modules.layernorm:rms_norm")
-    return lambda x, weight: norm(x, weight, None, eps=EPS)
-
-
-def _norm_liger() -> Function:
-    norm = imported("liger_kernel.transformers.functional:liger_rms_norm")
-    # in_place would write the gradient over the cotangent, which the next pass still needs
-    return lambda x, weight: norm(x, weight, EPS, in_place=False)
-
-
-NORM = {
-    "adjoint": Contender("adjoint", _norm(None), ours=True),
-    "adjoint-triton": Contender("adjoint, Triton", _norm("triton"), ours=True, devices=("cuda",)),
-    "reference": Contender("adjoint's reference", _norm("reference"), ours=True, once=True),
-    "torch": Contender("PyTorch rms_norm", lambda: _norm_torch),
-    "transformers": Contender("transformers", _norm_transformers, needs=("transformers",)),
-    "compile": Contender("torch.compile", compiled(_norm_torch), once=True),
-    "mamba-ssm": Contender("mamba-ssm (Triton)", _norm_mamba_ssm, needs=("mamba_ssm",), devices=("cuda",)),
-    "fla": Contender("flash-linear-attention", _norm_fla, needs=("fla",), devices=("cuda",)),
-    "liger": Contender("liger", _norm_liger, needs=("liger_kernel",), devices=("cuda",)),
-}
-
 CONTENDERS: dict[str, dict[str, Contender]] = {
     "selective_scan": SELECTIVE,
     "ssd_scan": SSD,
@@ -371,4 +323,5 @@ CONTENDERS: dict[str, dict[str, Contender]] = {
     "causal_conv1d": CONV,
     "head_loss": HEAD,
     "rms_norm": NORM,
+    "add_rms_norm": ADD_NORM,
 }
