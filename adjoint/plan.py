@@ -14,13 +14,14 @@ from typing import Any
 
 from adjoint import plan_count
 from adjoint.layers import StackConfig
-from adjoint.methods import Backprop, LayerLocal
+from adjoint.methods import Backprop, LayerLocal, gpu_chunk_size
 from adjoint.plan_count import Counted
 
-# Beside what tensors hold: bytes that libraries take, and what the allocator leaves unused, as a share. A CPU's
-# were measured, above a process that has imported everything (some 400 MB); a GPU's, what its context and
-# cuBLAS's workspaces commonly take and a margin for fragments, are assumptions.
+# Beside what tensors hold: bytes that libraries take, and what the allocator leaves unused, as a share. Those
+# of a CPU were measured, above a process that has imported everything (some 400 MB); those of a GPU, what its
+# context and cuBLAS's workspaces commonly take and a margin for fragments, are assumptions.
 RESERVED = {"cpu": (32e6, 0.2), "cuda": (0.75e9, 0.05)}
+UNKNOWN_MEMORY = 40e9  # of a GPU, by which its chunk is chosen where nobody says
 PARTS = {
     "weights": "parameters",
     "gradients": "their sums over chunks",
@@ -131,9 +132,8 @@ def default_chunk_size(setup: Setup) -> int:
     """`adjoint.methods.default_chunk_size` for a device that need not be here."""
     if setup.device == "cpu":
         return max(64, 1408 // setup.batch)
-    budget = int(setup.device_memory or 40e9) // 8
-    per_token = 40 * setup.model.d_model * setup.model.n_layer * 4
-    return min(16384, max(256, budget // per_token // setup.batch))
+    element = 2 if setup.precision == "bfloat16" else setup.element
+    return gpu_chunk_size(setup.model, setup.batch, setup.device_memory or UNKNOWN_MEMORY, element)
 
 
 def memory(

@@ -102,7 +102,17 @@ def main(argv: list[str]) -> int:
     )
     longest = None if limits is None else fit.longest(setup, costs, request.devices, limits, speeds)
     leaner = None if limits is None else fit.leanest_chunk(setup, costs, speeds, limits)
-    found = as_dict(setup, spans, limits, estimate, times.source, longest, leaner, model.num_parameters())
+    found = as_dict(
+        setup,
+        spans,
+        limits,
+        estimate,
+        times.source,
+        longest,
+        leaner,
+        model.num_parameters(),
+        config.cluster.replicas,
+    )
     if request.json:
         print(json.dumps(found, indent=1))
     else:
@@ -148,7 +158,9 @@ def setup_of(request: Request, config: Config) -> Setup:
     Raises:
         UserError: the method does not run on so many devices.
     """
-    method = config.method.build()
+    method, cluster = config.method.build(), config.cluster
+    if cluster.sequence > 1:
+        raise UserError("cluster.sequence: a plan is of a pipeline of shards; leave it out to plan that one")
     if request.devices > 1:
         from adjoint.cluster.shard import window_of
 
@@ -158,7 +170,7 @@ def setup_of(request: Request, config: Config) -> Setup:
             f"--devices {request.devices}: the model has {config.model.n_layer} layers and a device needs "
             f"one; take at most {config.model.n_layer}"
         )
-    if config.cluster.helpers and not isinstance(method, LayerLocal):
+    if cluster.helpers and not isinstance(method, LayerLocal):
         raise UserError(
             f"cluster.helpers: method {config.method.name} has no tasks to share; use layer-local, or "
             "--cluster.helpers 0"
@@ -171,7 +183,7 @@ def setup_of(request: Request, config: Config) -> Setup:
     return Setup(
         config.model,
         method,
-        config.data.batch,
+        -(-config.data.batch // cluster.replicas),  # rows of the replica that has most
         config.data.seqlen,
         precision,
         request.device,

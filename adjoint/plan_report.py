@@ -23,6 +23,7 @@ def as_dict(
     longest: int | None,
     leaner: tuple[int, int] | None,
     parameters: int,
+    replicas: int = 1,
 ) -> dict[str, Any]:
     """The plan in plain types. Sizes are bytes, times seconds.
 
@@ -30,14 +31,16 @@ def as_dict(
         spans: each device's layers. limits: its memory, None where it is not known.
         source: what times rest on. longest: the most tokens that would fit.
         leaner: a chunk size with which the fullest device would take least, and what it would take.
+        replicas: pipelines like this one, each with rows of its own.
     """
     cut, needs = chunking(setup, len(spans)), fit.needs(setup, spans)
     fullest = max(need.total for need in needs)
-    tokens = setup.batch * setup.seqlen * setup.grad_accumulation
+    tokens = setup.batch * setup.seqlen * setup.grad_accumulation * replicas
     return {
         "model": {"parameters": parameters, **plain(dataclasses.asdict(setup.model))},
         "method": {"name": setup.method.name, **plain(dataclasses.asdict(setup.method))},
         "batch": setup.batch,
+        "replicas": replicas,
         "seqlen": setup.seqlen,
         "chunk_size": cut.size,
         "task_size": cut.task,
@@ -87,9 +90,11 @@ def text(found: dict[str, Any]) -> str:
     how = ", ".join([method["name"], *(f"{k} {v}" for k, v in arguments.items())])
     chunks = "chunk" if step["chunks"] == 1 else "chunks"
     what = f"{kinds}, {model['n_layer']} layers, d_model {model['d_model']}, {_count(model['parameters'])}"
+    if found["replicas"] > 1:
+        how += f", {found['replicas']} replicas, each"
     data = f"{found['batch']} × {found['seqlen']:,} tokens in {step['chunks']:,} {chunks} of"
     lines = [f"model   {what} parameters, {found['precision']}"]
-    lines += [f"method  {how}; {data} {found['task_size']:,}", "", *_table(found["devices"]), ""]
+    lines += [f"method  {how}: {data} {found['task_size']:,}", "", *_table(found["devices"]), ""]
     lines += _verdict(found)
     if any(device["host_bytes"] for device in found["devices"]):
         host = [device["host_bytes"] for device in found["devices"]]
@@ -118,7 +123,7 @@ def _verdict(found: dict[str, Any]) -> list[str]:
     lines = [f"memory  fits: {full} ({share:.0%}); fits {reach}"]
     if found["leaner_chunk_size"]:
         size, least = found["leaner_chunk_size"], _size(found["leaner_bytes"])
-        lines.append(f"        --method.chunk_size {size} would take {least} there")
+        lines.append(f"        least with --method.chunk_size {size}: {least} there")
     return lines
 
 

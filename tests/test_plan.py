@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,10 +133,16 @@ def test_half_precision_and_a_gpu_s_kernels_take_less_a_chunk() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64])
-def test_the_chunk_is_the_one_that_training_takes(batch: int) -> None:
+def test_the_chunk_is_the_one_that_training_takes(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = StackConfig(vocab_size=8, d_model=16, n_layer=1)
     ids = torch.zeros(batch, 8, dtype=torch.long)
     assert plan.default_chunk_size(Setup(model, Exact(), batch, 8)) == default_chunk_size(Stack(model), ids)
+    there: Any = SimpleNamespace(shape=ids.shape, device=torch.device("cuda"))
+    for gigabytes in (0.05, 1):
+        properties = SimpleNamespace(total_memory=int(gigabytes * 1e9))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        setup = Setup(model, Exact(), batch, 8, "float32", "cuda", gigabytes * 1e9)
+        assert plan.default_chunk_size(setup) == default_chunk_size(Stack(model), there)
 
 
 @pytest.mark.slow
