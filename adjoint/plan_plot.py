@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ COLOURS = {
     "embedding": "tab:brown",
 }
 SIGNS = {"forward": "▸", "backward": "◂", "head": "h", "task": "■", "embedding": "e"}
-MOST_BARS = 20_000  # more tiles than this are joined where they touch: no screen shows them
 
 
 def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, title: str = "") -> None:
@@ -43,19 +43,22 @@ def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, t
     figure = Figure(figsize=(11, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    joined = joined_spans(timeline.spans, 0 if len(timeline.spans) <= MOST_BARS else timeline.seconds / 2000)
+    narrow = timeline.seconds / 250  # some pixels: lines between shorter bars would cover them
+    drawn = joined_spans(timeline.spans, narrow, timeline.seconds / 2000)
     rows: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for span in joined:
+    for span in drawn:
         key = span.worker, span.run.kind
         rows.setdefault(key, []).append((span.start * scale, (span.stop - span.start) * scale))
-    visible = timeline.seconds * scale / 250  # the lines between narrower bars would cover them
     for (worker, kind), bars in rows.items():
-        lines = [0.5 if length > visible else 0.0 for _, length in bars]
-        colour = COLOURS.get(kind, "tab:gray")
-        edges = ["white" if line else colour for line in lines]
-        axes.broken_barh(bars, (worker - 0.4, 0.8), facecolors=colour, edgecolors=edges, linewidths=lines)
-    if len(joined) == len(timeline.spans):
-        _label(axes, joined, scale, timeline.seconds * scale, workers)
+        lines = [0.5 if length > narrow * scale else 0.0 for _, length in bars]
+        axes.broken_barh(
+            bars,
+            (worker - 0.4, 0.8),
+            facecolors=COLOURS.get(kind, "tab:gray"),
+            edgecolors="white",
+            linewidths=lines,
+        )
+    _label(axes, timeline.spans, scale, timeline.seconds * scale, workers)
     axes.set_xlim(0, timeline.seconds * scale)
     axes.set_ylim(workers - 0.5, -0.5)  # the first worker on top
     shown = range(0, workers, -(-workers // 40))
@@ -78,22 +81,25 @@ def caption(timeline: Timeline) -> str:
     return f"idle: {timeline.idle_share:.1%} of all workers' time"
 
 
-def joined_spans(spans: Sequence[Span], least: float) -> list[Span]:
-    """Neighbouring tiles of a worker and kind with no gap of more than `least` seconds as one; with 0 all
-    stay."""
-    if not least:
-        return list(spans)
-    found: list[Span] = []
-    latest: dict[int, int] = {}  # of each worker, where in `found` its last bar is
+def joined_spans(spans: Sequence[Span], narrow: float, gap: float) -> list[Span]:
+    """Tiles as they can be drawn: where those of a worker and kind are mostly shorter than `narrow` seconds,
+    those with no more than `gap` between them as one."""
+    lengths: dict[tuple[int, str], list[float]] = {}
+    for span in spans:
+        lengths.setdefault((span.worker, span.run.kind), []).append(span.stop - span.start)
+    short = {key for key, found in lengths.items() if statistics.median(found) < narrow}
+    drawn: list[Span] = []
+    latest: dict[int, int] = {}  # of each worker, where in `drawn` its last bar is
     for span in spans:
         at = latest.get(span.worker)
-        last = None if at is None else found[at]
-        if at is not None and last and last.run.kind == span.run.kind and span.start - last.stop <= least:
-            found[at] = Span(span.worker, last.start, span.stop, last.run)
+        last = None if at is None else drawn[at]
+        same = last is not None and last.run.kind == span.run.kind and span.start - last.stop <= gap
+        if at is not None and last is not None and same and (span.worker, span.run.kind) in short:
+            drawn[at] = Span(span.worker, last.start, span.stop, last.run)
         else:
-            latest[span.worker] = len(found)
-            found.append(span)
-    return found
+            latest[span.worker] = len(drawn)
+            drawn.append(span)
+    return drawn
 
 
 def text_timeline(timeline: Timeline, labels: Sequence[str], width: int = 100, most: int = 64) -> str:
