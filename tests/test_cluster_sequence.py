@@ -36,14 +36,19 @@ class Split:
         workers: int,
         chunk_size: int = 7,
         exchange: str = "affine",
+        every: int = 2,
         backward: bool = True,
         precision: str = "float64",
     ) -> None:
-        self.cuts, made = sequence.plan(model.config, ids.shape[1], workers, chunk_size, exchange, backward)
+        shape = model.config, ids.shape[1], workers, chunk_size
+        self.cuts, made = sequence.plan(*shape, exchange, every, backward)
         check(made)
         transports = local_transports(workers)
         self.sent: collections.Counter[str] = collections.Counter()
         self.works: dict[int, SequenceWork] = {}
+        self.held: collections.Counter[int] = (
+            collections.Counter()
+        )  # inputs of so many layers, in the backward
         targets, weights = shift_labels(ids), dict(model.named_parameters())
 
         def part_of_one() -> Part:
@@ -54,11 +59,14 @@ class Split:
         def run(worker: int) -> None:
             with torch.set_grad_enabled(backward), autocast(precision, ids.device):
                 arguments = part_of_one(), ids, targets, int(count_valid(targets)), chunk_size
-                work = SequenceWork(*arguments, cuts=self.cuts, worker=worker, exchange=exchange)
+                how = {"worker": worker, "exchange": exchange, "every": every}
+                work = SequenceWork(*arguments, cuts=self.cuts, **how)  # type: ignore[arg-type]
                 self.works[worker] = work
             for action in made.programs[worker]:
                 if isinstance(action, Run):
                     work.run(action)
+                    if action.kind in ("again", "suffix", "backward"):
+                        self.held[worker] = max(self.held[worker], len(work.inputs))
                 elif isinstance(action, Send):
                     message = work.outgoing(action)
                     self.sent[action.what] += message.numel() * message.element_size()
@@ -122,6 +130,18 @@ def extreme(variant: str) -> Stack:
                 bias = mixer.A_proj.bias[: 1 if variant == "scalar" else mixer.d_state]
             bias[::2], bias[1::2] = -30.0, 690.0
     return model
+
+
+@pytest.mark.parametrize("n_layer, every", [(1, 1), (4, 2), (5, 3), (7, 3), (6, 1)])
+def test_inputs_computed_again_are_the_same(n_layer: int, every: int, one_thread: None) -> None:
+    mixers = (ALL_MIXERS * 2)[:n_layer]
+    model, ids = make_model("mamba", n_layer=n_layer, mixer=mixers), make_ids(2, 31)
+    whole, found = (Split(model, ids, 3, 5, every=spacing) for spacing in (1, every))
+    assert found.loss == whole.loss
+    assert all(torch.equal(found.gradients[name], whole.gradients[name]) for name in whole.gradients)
+    most = sequence.stretches_held(n_layer, every) - 2
+    assert most - 1 <= min(found.held.values()) and max(found.held.values()) <= most
+    assert most <= n_layer and (every == 1 or n_layer < 5 or most < n_layer)
 
 
 @pytest.mark.parametrize("variant", ALL_MIXERS)
@@ -348,14 +368,16 @@ def test_an_unknown_exchange_is_refused() -> None:
 
 def test_the_exchange_picked_is_the_faster_one() -> None:
     # costs of tiles in forwards of a layer, as measured (docs/method.md)
-    costs = {"prefix": 0.85, "forward": 1.0, "head": 0.1, "suffix": 1.75, "backward": 3.25, "embedding": 0.0}
+    costs = {"prefix": 0.85, "forward": 1.0, "head": 0.1, "suffix": 1.75, "backward": 3.25, "again": 1.0}
+    costs["embedding"] = 0.0
 
-    def seconds(n_layer: int, workers: int, exchange: str) -> float:
-        made = sequence.schedule([3] * n_layer, [2] * workers, workers, exchange)
+    def seconds(n_layer: int, workers: int, exchange: str, every: int) -> float:
+        made = sequence.schedule([3] * n_layer, [2] * workers, workers, exchange, every)
         return simulate(made, lambda _, run: costs[run.kind]).seconds
 
     for n_layer in (1, 2, 4, 12, 24, 48):
         for workers in (2, 3, 4, 8, 16, 32):
-            times = {exchange: seconds(n_layer, workers, exchange) for exchange in sequence.EXCHANGES}
-            picked = sequence.pick_exchange(workers, n_layer)
-            assert times[picked] <= 1.02 * min(times.values()), (n_layer, workers, times)
+            for every in {1, sequence.spacing(n_layer, "edges")}:
+                times = {x: seconds(n_layer, workers, x, every) for x in sequence.EXCHANGES}
+                picked = sequence.pick_exchange(workers, n_layer)
+                assert times[picked] <= 1.02 * min(times.values()), (n_layer, workers, every, times)

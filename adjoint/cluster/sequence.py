@@ -10,7 +10,8 @@ tokens, but worker d starts d layers late.
 Layer by layer, from the bottom, then from the top:
 
     prefix     a and h_ext of the stretch, chunk by chunk (affine; h_ext alone on the first worker)
-    forward    the layer, from the true state; states at the chunks' edges and the layer's inputs are kept
+    forward    the layer, from the true state; states at chunks' edges are kept, and inputs of `kept` layers
+    again      the layer once more, from what is kept, for the inputs of the layer above
     head       the head's loss, and its pullback, on a chunk
     suffix     what the stretch makes of a zero adjoint state (affine; not on the first worker)
     backward   the vjp of the layer on a chunk, from the true adjoint state
@@ -24,6 +25,7 @@ reads, and "dy", the cotangents it found for them. None of them depends on the l
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +59,27 @@ def pick_exchange(workers: int, n_layer: int) -> str:
     return "wavefront" if workers - 1 <= 0.6 * n_layer else "affine"
 
 
+def spacing(n_layer: int, keep: str) -> int:
+    """With "edges" the inputs of every so-manieth layer are kept, and those between are computed again when
+    the backward comes to them: the square root of n_layer, where what is kept and what is computed again at
+    a time are about as much. Else 1: all are kept."""
+    return math.ceil(math.sqrt(n_layer)) if keep == "edges" else 1
+
+
+def kept(layer: int, n_layer: int, every: int) -> bool:
+    """Whether a layer's inputs are kept from the forward to the backward. Those from the last multiple of
+    `every` on are, for the backward begins there."""
+    return layer % every == 0 or layer >= (n_layer - 1) // every * every
+
+
+def stretches_held(n_layer: int, every: int) -> int:
+    """How many tensors (batch, stretch, d_model) a worker holds at most: inputs, and the cotangents of a
+    layer's inputs and outputs."""
+    tops = [layer for layer in range(n_layer) if layer + 1 == n_layer or (layer + 1) % every == 0]
+    segments = [layer // every + 1 + layer % every for layer in tops]
+    return max(segments) + 2
+
+
 def check_setup(method: Any, shards: int | str, helpers: int, workers: int) -> None:
     """Raises a UserError where a sequence is to be split in a way that there is none."""
     if not isinstance(method, Exact):
@@ -87,19 +110,21 @@ def plan(
     workers: int,
     chunk_size: int,
     exchange: str = "affine",
+    every: int = 1,
     backward: bool = True,
 ) -> tuple[list[slice], Schedule]:
     """The stretches of a sequence, and the schedule of the workers on them."""
     cuts = stretches(config, seqlen, workers)
     chunks = [-(-(cut.stop - cut.start) // chunk_size) for cut in cuts]
-    return cuts, schedule(reach(config), chunks, workers, exchange, backward)
+    return cuts, schedule(reach(config), chunks, workers, exchange, every, backward)
 
 
 def stretched(setup: Setup, workers: int) -> Setup:
-    """A run in one process that takes as much memory as one worker's: every layer's inputs on its stretch are
-    kept, and two cotangents of that size beside them, one of them where the head's inputs were."""
+    """A run in one process that takes about as much memory as one worker's: with all inputs kept, on a
+    sequence of as many tokens as makes them as large."""
     method, n_layer = setup.method, setup.model.n_layer
-    seqlen = -(-setup.seqlen * (n_layer + 2) // (workers * (n_layer + 1)))
+    held = stretches_held(n_layer, spacing(n_layer, method.keep))
+    seqlen = -(-setup.seqlen * held // (workers * (n_layer + 1)))
     keep = "inputs" if method.keep == "edges" else method.keep
     return dataclasses.replace(setup, seqlen=seqlen, method=dataclasses.replace(method, keep=keep))
 
@@ -109,6 +134,7 @@ def schedule(
     chunks: Sequence[int],
     workers: int,
     exchange: str = "affine",
+    every: int = 1,
     backward: bool = True,
     buffers: int = 2,
 ) -> Schedule:
@@ -117,6 +143,7 @@ def schedule(
     Args:
         reaches: as `reach` gives them, one a layer.
         chunks: of each stretch; workers beyond these have nothing to do.
+        every: as `spacing` gives it.
         backward: False for the loss alone.
     """
     if exchange not in EXCHANGES:
@@ -150,6 +177,9 @@ def schedule(
             yield Send(worker - 1, "d_state", 0, layer)
         if layer and worker and reaches[layer]:
             yield Send(worker - 1, "dy", 0, layer)
+        if layer and not kept(layer - 1, len(reaches), every) and layer % every == 0:
+            below = range(layer - every, layer - 1)  # nobody need be waited for
+            yield from (Run("again", chunk, k) for k in below for chunk in range(chunks[worker]))
         if layer and worker < last and reaches[layer]:
             yield Recv(worker + 1, "dy", 0, layer)
 

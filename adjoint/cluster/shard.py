@@ -301,12 +301,11 @@ class Shard:
     def _stretch(
         self, ids: Tensor, valid: int, size: int, batches: int = 1, backward: bool = True
     ) -> tuple[Schedule, Work]:
-        spec = self.spec
-        cuts, made = sequence.plan(
-            spec.model, ids.shape[1], spec.sequence, size, spec.exchange, backward=backward
-        )
-        where = {"cuts": cuts, "worker": spec.worker, "exchange": spec.exchange}
-        return made, self._work(SequenceWork, ids, valid, size, batches, keep=spec.method.keep, **where)
+        spec, keep = self.spec, self.spec.method.keep
+        how: dict[str, Any] = {"exchange": spec.exchange, "every": sequence.spacing(spec.model.n_layer, keep)}
+        cuts, made = sequence.plan(spec.model, ids.shape[1], spec.sequence, size, **how, backward=backward)
+        where = {"cuts": cuts, "worker": spec.worker, "keep": keep}
+        return made, self._work(SequenceWork, ids, valid, size, batches, **where, **how)
 
     def _work(
         self, kind: type[Any], ids: Tensor, valid: int, size: int, batches: int = 1, **more: Any

@@ -11,7 +11,7 @@ from torch import Tensor
 from adjoint import tile
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run, Send
-from adjoint.cluster.sequence import reach
+from adjoint.cluster.sequence import kept, reach
 from adjoint.cluster.tasks import flat, pieces
 from adjoint.cluster.work import Work
 from adjoint.stack import Block
@@ -21,9 +21,9 @@ from adjoint.windowed import Task, vjp
 class SequenceWork(Work):
     """What one worker computes of its stretch.
 
-    The inputs of all layers are kept, (batch, stretch, d_model) each: all workers are at one layer at a time,
-    and its backward needs its inputs when those of the layers below are long gone. `keep="offload"` has them
-    and the states at the edges in host memory; "edges" and "inputs" are the same here.
+    Layers' inputs are kept, (batch, stretch, d_model) each: all workers are at one layer at a time, and its
+    backward needs its inputs on all of the stretch. `every` says of which layers; those between are computed
+    again. `keep="offload"` has them and the states at the edges in host memory.
 
     Args:
         part: the whole model.
@@ -46,15 +46,17 @@ class SequenceWork(Work):
         cuts: Sequence[slice],
         worker: int,
         exchange: str = "affine",
+        every: int = 1,
     ) -> None:
         seqlen = cuts[-1].stop
         own = cuts[worker] if worker < len(cuts) else slice(seqlen, seqlen)
         super().__init__(part, input_ids[:, own], targets[:, own], valid, chunk_size, batches, keep)
-        self.worker, self.last, self.affine = worker, len(cuts) - 1, exchange == "affine"
+        self.worker, self.last, self.affine, self.every = worker, len(cuts) - 1, exchange == "affine", every
         self.reaches = reach(part.config)
         # inputs of other workers in front of the own ones; there are none in front of the head's
         self.lead = [*(self.reaches if worker else [0] * len(self.reaches)), 0]
         self.inputs: dict[int, Tensor] = {}  # of each layer and of the head, (batch, lead + stretch, d_model)
+        self.leads: dict[int, Tensor] = {}  # of each layer, the inputs that came from the left
         self.embedded_ids = input_ids[:, own.start - self.lead[0] : own.stop]
         self.h_edges: dict[int, Tensor] = {}  # of each layer, the recurrent state before each chunk
         self.decays: dict[int, Tensor] = {}  # of each layer, over the stretch
@@ -89,6 +91,7 @@ class SequenceWork(Work):
         """Takes a message in. States come from the outermost worker first."""
         layer = layer_of(action)
         if action.what == "y":
+            self.leads[layer] = tensor
             self.inputs[layer][:, : self.lead[layer]] = tensor
         elif action.what == "dy":
             self.dy[:, -self.reaches[layer] :] += tensor
@@ -130,6 +133,7 @@ class SequenceWork(Work):
                 tiles = {
                     "prefix": self.prefix_tile,
                     "forward": self.layer_tile,
+                    "again": self.again_tile,
                     "suffix": self.suffix_tile,
                     "backward": self.task_tile,
                 }
@@ -184,22 +188,35 @@ class SequenceWork(Work):
         if chunk == 0:
             if self.worker == 0:
                 self.h = self.states[layer][-1]
-            x, above = self.inputs[layer], self.lead[layer + 1]
-            tokens = above + self.ids.shape[1]
-            self.inputs[layer + 1] = x.new_empty(x.shape[0], tokens, x.shape[2])
             if self.backward_follows:
                 self.h_edges[layer] = self.h.new_empty(len(self.chunks), *self.h.shape)
         if self.backward_follows:
             self.h_edges[layer][chunk] = self.h
-        state = (*self._tail(layer, chunk), self.h)
-        y, (*_, self.h) = tile.forward(self.part.block(layer), self._own(layer, chunk), state)
-        self._own(layer + 1, chunk).copy_(y)
+        self.h = self._apply(layer, chunk, self.h)
         if chunk == len(self.chunks) - 1:
             if self.backward_follows:
-                self.inputs[layer] = self.edges.stow(self.inputs[layer])
                 self.h_edges[layer] = self.edges.stow(self.h_edges[layer])
+            if self.backward_follows and kept(layer, len(self.reaches), self.every):
+                self.inputs[layer] = self.edges.stow(self.inputs[layer])
             else:
                 del self.inputs[layer]
+
+    def again_tile(self, layer: int, chunk: int) -> None:
+        """The same once more, from the states that are kept."""
+        self._fetch(layer)
+        self._apply(layer, chunk, self.h_edges[layer][chunk])
+
+    def _apply(self, layer: int, chunk: int, h: Tensor) -> Tensor:
+        """Writes a layer's outputs on a chunk to the inputs of the next one; the state after the chunk."""
+        if chunk == 0:
+            x, above = self.inputs[layer], self.lead[layer + 1]
+            self.inputs[layer + 1] = x.new_empty(x.shape[0], above + self.ids.shape[1], x.shape[2])
+            if layer + 1 in self.leads:
+                self.inputs[layer + 1][:, :above] = self.leads[layer + 1]
+        state = (*self._tail(layer, chunk), h)
+        y, (*_, h) = tile.forward(self.part.block(layer), self._own(layer, chunk), state)
+        self._own(layer + 1, chunk).copy_(y)
+        return h
 
     def head_tile(self, chunk: int) -> None:
         """The loss on a chunk, and dL/dy_K in the place of y_K."""
@@ -251,12 +268,13 @@ class SequenceWork(Work):
         self.d_inputs[:, lead + left : lead + tokens.stop] += dx
         if chunk == 0:
             del self.inputs[layer], self.h_edges[layer]
+            self.leads.pop(layer, None)
             self.dy = self.d_inputs[:, lead:]
 
     def _fetch(self, layer: int) -> None:
         """Brings what was put into host memory back, a layer at a time."""
-        for kept in (self.inputs, self.h_edges):
-            kept[layer] = self.edges.fetch(kept[layer], self.ids.device)
+        for held in (self.inputs, self.h_edges):
+            held[layer] = self.edges.fetch(held[layer], self.ids.device)
 
     def embedding_tile(self, chunk: int) -> None:
         """The embedding's gradient on a chunk; on the first also that of the tokens in front of it."""
