@@ -47,7 +47,7 @@ def fill_node() -> None:
     """Takes memory until somebody ends this process."""
     taken = []
     while True:
-        taken.append(b"1" * (64 << 20))
+        taken.append(b"1" * (128 << 20))
         time.sleep(0.02)  # Ray looks several times a second
 
 

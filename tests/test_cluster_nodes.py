@@ -19,7 +19,7 @@ from adjoint.checkpoint import Tensors
 
 pytestmark = pytest.mark.slow  # half a minute each, most of it Ray's
 REPOSITORY = Path(__file__).parent.parent
-ROOM = 3 << 30  # bytes; what Ray and two shards take by themselves is about 1 GiB
+LEAST = 6 << 30  # bytes of free memory, half of which may be filled; Ray and two shards take about one GiB
 SAID = ("failure", "preemption", "error:")
 
 
@@ -95,7 +95,8 @@ def test_without_a_place_the_run_stops_and_says_how_to_go_on(ask_for: Any, tmp_p
     ask_for("forward", rank=1, call=18, how="node")
     said = on_nodes(tmp_path, {"nodes": [1, 1]}, code=2, cluster__start_timeout=30)
     assert len(said) == 2
-    assert "2 shards with 1 CPU each asked for, but the cluster has 1 CPUs" in said[1]
+    assert "2 shards with 1 CPU each asked for, but the cluster has" in said[1]
+    assert said[1].count("--resume auto") == 1
     assert said[1].endswith("what fits: --cluster.shards 1; then --resume auto")
 
 
@@ -122,10 +123,11 @@ def test_a_shard_that_takes_all_memory_is_killed_and_made_anew(
 ) -> None:
     """Killed by Ray's memory monitor, which has been given a low limit."""
     free = next(s for s in Path("/proc/meminfo").read_text().splitlines() if s.startswith("MemAvailable"))
-    if int(free.split()[1]) << 10 < 2 * ROOM:
+    room = (int(free.split()[1]) << 10) // 2  # much, for others use this machine's memory too
+    if room < LEAST // 2:
         pytest.skip("needs 6 GiB of free memory")
     ask_for(point, rank=1, call=call, how="fill")
-    said = on_nodes(tmp_path, {"nodes": [2], "room": ROOM}, cluster__max_failures=5)
+    said = on_nodes(tmp_path, {"nodes": [2], "room": room}, cluster__max_failures=5)
     assert_undisturbed(tmp_path / "run", undisturbed)
     assert said, "nobody was killed"
     assert all("out of memory: killed by Ray, its node's memory was full (" in line for line in said), said

@@ -124,10 +124,7 @@ class ShardedTrainer(Trainer):
         """
         checkpoint = newest_checkpoint(self.folder.path / "checkpoints") or self.origin
         self._reckon(failure, checkpoint)
-        try:
-            self._build(checkpoint)
-        except UserError as error:
-            raise UserError(f"{self.folder.path}: {error}; then --resume auto") from None
+        self._build(checkpoint)
         if checkpoint is None:
             self.step = self.saved_step = self.tokens = 0
             self.data.train.load_state_dict(self.beginning)
@@ -181,6 +178,10 @@ class ShardedTrainer(Trainer):
                 return
             except ShardFailure as failure:
                 self._reckon(failure, checkpoint)
+            except UserError as error:
+                if self.failures + self.preemptions == 0:
+                    raise
+                raise UserError(f"{self.folder.path}: {error}; then --resume auto") from None
 
     def _make_group(self, checkpoint: Path | None) -> None:
         config, settings = self.config, self.config.cluster
