@@ -103,15 +103,16 @@ def test_windowed_methods_over_shards(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [5, None])
+@pytest.mark.parametrize("window, transport", [(5, "gloo"), (None, "gloo"), (5, "object-store")])
 def test_helpers_in_actors(
-    ray_on_loopback: None, tmp_path: Path, one_thread: None, window: int | None
+    ray_on_loopback: None, tmp_path: Path, one_thread: None, window: int | None, transport: str
 ) -> None:
-    train_both(StackConfig(**{**SIZES, "n_layer": 5}), LayerLocal(window, 8), 2, tmp_path, helpers=2)
+    config = StackConfig(**{**SIZES, "n_layer": 5})
+    train_both(config, LayerLocal(window, 8), 2, tmp_path, helpers=2, transport=transport)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [Exact(7), LayerLocal(5, 8)], ids=str)
+@pytest.mark.parametrize("method", [Exact(1), LayerLocal(5, 8)], ids=str)
 def test_messages_through_the_object_store(
     ray_on_loopback: None, tmp_path: Path, one_thread: None, method: Any
 ) -> None:

@@ -119,6 +119,50 @@ def test_collectives_between_processes(tmp_path: Path) -> None:
         assert all(torch.equal(a[0], b[0]) for a, b in zip(one, two, strict=True))
 
 
+def test_a_mailbox_gives_messages_in_order_though_deliveries_overtake_each_other() -> None:
+    """A sender with two messages under way, of which the second is delivered first."""
+    mailbox, buffers, count = Mailbox(2), 2, 8
+    delivered = [threading.Event() for _ in range(count)]
+
+    def deliver(tag: int) -> None:
+        mailbox.put(0, "y", tag, f"message {tag}")
+        delivered[tag].set()
+
+    def send() -> None:
+        for first in range(0, count, buffers):  # the later of each pair first
+            overtaken, quick = (
+                threading.Thread(target=deliver, args=(tag,), daemon=True) for tag in (first, first + 1)
+            )
+            quick.start()
+            assert delivered[first + 1].wait(60)
+            overtaken.start()
+            assert delivered[first].wait(60) and delivered[first + 1].wait(60)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    for tag in range(count):
+        assert mailbox.take(0, "y", tag) == f"message {tag}"
+    sender.join(60)
+    assert not sender.is_alive()
+    assert not any(mailbox.held.values())
+
+
+def test_a_mailbox_holds_no_more_than_it_may() -> None:
+    mailbox = Mailbox(2)
+    mailbox.put(0, "y", 5, "five")
+    mailbox.put(0, "y", 6, "six")
+    mailbox.put(1, "y", 7, "another channel's")
+    third = threading.Thread(target=mailbox.put, args=(0, "y", 7, "seven"), daemon=True)
+    third.start()
+    with pytest.raises(RuntimeError, match="y from 0: other messages came first"):
+        mailbox.take(0, "y", 4)
+    third.join(0.2)
+    assert third.is_alive() and 7 not in mailbox.held[0, "y"]
+    assert mailbox.take(0, "y", 6) == "six"
+    third.join(60)
+    assert mailbox.take(0, "y", 7) == "seven"
+
+
 class Actor:
     """A worker that has nothing but a mailbox."""
 
@@ -126,7 +170,7 @@ class Actor:
         self.mailbox = Mailbox()
 
     def deliver(self, source: int, what: str, tag: int, message: list[Any]) -> None:
-        self.mailbox.channel(source, what).put((tag, message[0]))
+        self.mailbox.put(source, what, tag, message[0])
 
     def call(self, rank: int, peers: list[Any]) -> Any:
         found = collectives(ObjectStoreTransport(rank, peers, self.mailbox), rank)

@@ -99,7 +99,7 @@ class ShardActor:
 
     def deliver(self, source: int, what: str, tag: int, message: list[Any]) -> None:
         """Takes a message of another shard in; waits while its channel is full."""
-        self.mailbox.channel(source, what).put((tag, message[0]))
+        self.mailbox.put(source, what, tag, message[0])
 
     def beat(self) -> float:
         """Answers, whatever else this process is doing."""

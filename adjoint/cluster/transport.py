@@ -183,20 +183,40 @@ def join(
 
 
 class Mailbox:
-    """What has been delivered to an actor and not yet been taken: a bounded queue a channel.
+    """What has been delivered to an actor and not yet been taken. Deliveries that wait for room overtake each
+    other, so that a message is taken by its tag.
 
     Args:
-        buffers: messages a channel holds; whoever delivers one more waits.
+        buffers: messages a channel holds; whoever delivers one more waits. A sender may have as many on their
+            way: then there is always room for the next one in order.
     """
 
     def __init__(self, buffers: int = 2) -> None:
-        self.buffers, self.lock = buffers, threading.Lock()
-        self.queues: dict[tuple[int, str], queue.Queue[tuple[int, Any]]] = {}
+        self.buffers, self.changed = buffers, threading.Condition()
+        self.held: dict[tuple[int, str], dict[int, Any]] = collections.defaultdict(dict)
 
-    def channel(self, source: int, what: str) -> queue.Queue[tuple[int, Any]]:
-        """The queue of a channel; made by whoever asks first."""
-        with self.lock:
-            return self.queues.setdefault((source, what), queue.Queue(self.buffers))
+    def put(self, source: int, what: str, tag: int, message: Any) -> None:
+        """Takes a message in; waits while its channel is full."""
+        with self.changed:
+            held = self.held[source, what]
+            self.changed.wait_for(lambda: len(held) < self.buffers and tag not in held)
+            held[tag] = message
+            self.changed.notify_all()
+
+    def take(self, source: int, what: str, tag: int) -> Any:
+        """Waits for a message.
+
+        Raises:
+            RuntimeError: the channel is full of others, so that it cannot come.
+        """
+        with self.changed:
+            held = self.held[source, what]
+            self.changed.wait_for(lambda: tag in held or len(held) == self.buffers)
+            if tag not in held:
+                raise RuntimeError(f"{what} from {source}: other messages came first")
+            message = held.pop(tag)
+            self.changed.notify_all()
+            return message
 
 
 class _Exchange(Transport):
@@ -247,10 +267,7 @@ class ObjectStoreTransport(_Exchange):
             import numpy as np
             import ray
 
-            tag, reference = self.mailbox.channel(action.source, action.what).get()
-            if tag != tag_of(action):
-                raise RuntimeError(f"{action}: another message came first")
-            array = ray.get(reference)
+            array = ray.get(self.mailbox.take(action.source, action.what, tag_of(action)))
             if out.is_cuda:
                 return out.copy_(torch.from_numpy(array.copy()).view(out.dtype), non_blocking=True)
             np.copyto(out.detach().view(torch.uint8).numpy(), array)
