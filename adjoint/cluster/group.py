@@ -46,7 +46,7 @@ class ShardActor:
         """What this process has: its node, device, precision, cores and memory."""
         import ray
         import torch
-        import torch._dynamo  # noqa: F401 - 150 MB of modules that the optimizer imports otherwise
+        import torch._dynamo  # 150 MB of modules that the optimizer imports otherwise
 
         from adjoint.cluster import devices
         from adjoint.kernels import cpu_build
