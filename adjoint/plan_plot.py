@@ -121,7 +121,8 @@ def text_timeline(timeline: Timeline, labels: Sequence[str], width: int = 100, m
             part = min(span.stop, (column + 1) * each) - max(span.start, column * each)
             cell = shares[span.worker][column]
             cell[span.run.kind] = cell.get(span.run.kind, 0.0) + max(part, 0.0)
-    lines = [f"{labels[w]:<{margin}}{''.join(_sign(cell, each) for cell in shares[w])}" for w in shown]
+    rows = ["".join(_sign(cell, each) for cell in shares[w]) for w in shown]
+    lines = [f"{labels[w]:<{margin}}{row}".rstrip() for w, row in zip(shown, rows, strict=True)]
     kinds = {span.run.kind for span in timeline.spans}
     unit, scale = _unit(timeline.seconds)
     end = f"{timeline.seconds * scale:.3g} {unit}"
