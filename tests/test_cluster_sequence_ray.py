@@ -134,3 +134,15 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert len(error.splitlines()) == 1, error
     assert said in error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_may_change_its_number_of_workers(ray_on_loopback: None, tmp_path: Path) -> None:
+    (tmp_path / "alike").mkdir()
+    for steps, cluster in ((2, (1, 3)), (3, (2, 1)), (4, (1, 2)), (5, (0, 1))):
+        more = {"training__steps": steps, "run__resume": "auto"}  # the learning rate depends on the steps
+        shards, workers = cluster
+        split = {"cluster__shards": shards, "cluster__sequence": workers}
+        assert train_tiny(tmp_path, **{**FLAGS, **more, **split}) == 0
+        assert train_tiny(tmp_path / "alike", **{**FLAGS, **more}) == 0
+    same_training(tmp_path / "run", tmp_path / "alike" / "run")

@@ -303,7 +303,7 @@ def adjoint_state(
     """
     with torch.enable_grad():
         scanned, h_end = block.mixer.scan(inputs, h)
-        out = block.feed_forward(y + block.mixer.scan_outputs(scanned, inputs))
+        out = block.feed_forward(block.mixer.scan_outputs(scanned, inputs), residual=y)
     given = [(out, dy)] if mu is None else [(out, dy), (h_end, mu)]
     return tile.vjp(given, [h])[0]
 
