@@ -7,28 +7,31 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model_helpers import SIZES, assert_same, make_ids
-from test_cluster_shard import (
+from cluster_helpers import (
     TRAINING,
+    disturb,
     disturbed_shards,
     disturbed_stack,
     together,
     train_shards,
     train_stack,
 )
+from model_helpers import SIZES, assert_same, make_ids
 
 from adjoint import LayerLocal, StackConfig
 from adjoint.cluster import stealing, tasks
 from adjoint.cluster.pool import UNITS_EACH, Bag, Pool, Unit, in_turn, units_of
 from adjoint.cluster.schedule import Run
 from adjoint.cluster.shard import Shard
+from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.stealing import Desk
 from adjoint.cluster.tasks import HelperWork, TaskWork
-from adjoint.cluster.transport import LocalTransport
+from adjoint.cluster.transport import LocalTransport, join
 
 MIXERS = ["mamba", "mamba2", "dense", "mamba", "scalar"]
 CONFIG = StackConfig(**{**SIZES, "n_layer": 5, "mixer": MIXERS})
@@ -265,6 +268,38 @@ def test_a_slow_helper_is_left_behind(monkeypatch: pytest.MonkeyPatch, one_threa
     owner, quick, slow = carried_out(made)
     most = max(len(unit.chunks) for unit in bags[0].taken if unit.stealable)
     assert 0 < slow <= 2 * most < owner + quick == TASKS - slow
+
+
+def over_gloo(rank: int, meeting: str, found: str, method: LayerLocal, workers: int) -> None:
+    torch.set_num_threads(1)
+    transport = join(f"file://{meeting}", rank, workers, "gloo", 60.0)
+    helpers = (0,) * (workers - 1)
+    spec = ShardSpec(CONFIG, TRAINING, method, (range(5),), rank, helpers, precision="float64")
+    shard = Shard(spec, transport)
+    if not shard.helps:
+        disturb(shard.part.named_weights())
+    for ids in BATCHES:
+        shard.accumulate(ids)
+    if not shard.helps:
+        torch.save({name: p.grad for name, p in shard.part.named_weights().items()}, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 7])
+def test_several_helpers_of_a_shard_between_processes(
+    window: int | None, tmp_path: Path, one_thread: None
+) -> None:
+    """A thread for each helper, all of which use gloo at once."""
+    method, workers, found = LayerLocal(window, 8), 4, tmp_path / "found.pt"
+    arguments = (str(tmp_path / "meeting"), str(found), method, workers)
+    torch.multiprocessing.spawn(over_gloo, arguments, workers)
+    made = disturbed_shards(CONFIG, 1, method, TRAINING, helpers=(0,) * (workers - 1))
+    for ids in BATCHES:
+        together(made, lambda shard, ids=ids: shard.accumulate(ids))
+    expected = {name: p.grad for name, p in made[0].part.named_weights().items()}
+    got = torch.load(found)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 # ------------------------------------------------------------------------------------------------ failures

@@ -49,7 +49,8 @@ Pending = Callable[[], Tensor]  # waits for a message and gives it
 
 
 class Transport(Protocol):
-    """What a shard sends and receives with."""
+    """What a shard sends and receives with. Several threads may use it, each its own channels; `flush` is for
+    when only one is left."""
 
     def post(self, action: Recv, out: Tensor) -> Pending:
         """Gets ready to receive into `out`; posts of a channel must be in the order of its messages."""
