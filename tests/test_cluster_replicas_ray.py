@@ -95,11 +95,29 @@ def test_a_run_may_change_its_number_of_replicas(ray_on_loopback: None, tmp_path
 # ----------------------------------------------------------------------------------------------- failures
 
 
+FAILING = {
+    **FLAGS,
+    "cluster__shards": 2,
+    "cluster__replicas": 2,
+    "method__chunk_size": 20,  # four chunks of a sequence
+    "training__save_every": 2,
+    "training__sample_tokens": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_on_loopback: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert train_tiny(folder, **FAILING) == 0
+    return folder / "run"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("point", "call"), [("backward", 2 * 4 + 3), ("step", 3), ("forward", 1)])
-@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize(
+    ("point", "rank", "call"), [("backward", 3, 2 * 4 + 3), ("step", 2, 3), ("forward", 2, 1)]
+)
 def test_a_lost_shard_of_the_second_replica_changes_nothing(
-    ray_on_loopback: None,
+    undisturbed: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -107,18 +125,14 @@ def test_a_lost_shard_of_the_second_replica_changes_nothing(
     point: str,
     call: int,
 ) -> None:
-    flags = {**FLAGS, "cluster__shards": 2, "cluster__replicas": 2, "method__chunk_size": 20}
-    flags |= {"training__save_every": 2, "training__sample_tokens": 0}
-    (tmp_path / "undisturbed").mkdir()
-    assert train_tiny(tmp_path / "undisturbed", **flags) == 0
     monkeypatch.setattr(group_module, "ShardActor", cluster_faults.FaultyActor)
     cluster_faults.ask_for(point, rank, call, "kill")
-    assert train_tiny(tmp_path, **flags) == 0
+    assert train_tiny(tmp_path, **FAILING) == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
     assert f"shard {rank}: died" in lines[0]
-    assert told(tmp_path / "run") == told(tmp_path / "undisturbed" / "run")
-    assert files(tmp_path / "run") == files(tmp_path / "undisturbed" / "run")
+    assert told(tmp_path / "run") == told(undisturbed)
+    assert files(tmp_path / "run") == files(undisturbed)
 
 
 # --------------------------------------------------------------------------------------------- what fits
