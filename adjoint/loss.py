@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
-# Logits alive at a time: 16 MiB in float32 stay near a CPU's caches; a GPU needs more to be kept busy, 256 MiB.
+# Logits alive at a time: 16 MiB in float32 on a CPU; a GPU needs more to be kept busy, 256 MiB.
 SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA = 1 << 22, 1 << 26
 
 

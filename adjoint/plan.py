@@ -209,8 +209,8 @@ def _work(
         halo = min(cut.window or 0, setup.seqlen - cut.task)
         task = max(setup.task(k, cut.task, halo, cut.window or 1) for k in set(layers))
         kept = (len(layers) + 1) * whole
-        # every layer's inputs are put together from those of its chunks; then cotangents of three layers
-        return kept, max(kept, 3 * whole + task, forward), 2 * whole + pulled
+        # the cotangents of three layers' outputs: the head's, the layer's own and those of the layer below
+        return kept, max(3 * whole + task, forward), 2 * whole + pulled
     if windowed or (isinstance(method, LayerLocal) and shards > 1):
         kept = len(layers) * whole  # inputs; then the cotangents of outputs
         kept += whole * (1 + first if isinstance(method, LayerLocal) else len(layers) + 1)

@@ -190,27 +190,31 @@ class WindowedSweep(sweep.Sweep):
         model, states = self.model, [tuple(s.detach() for s in state) for state in self.initial]
         decays = [Decays() for _ in model.layers] if self.windows is None else None
         total: Tensor | None = None
-        kept: list[list[Tensor]] = [[] for _ in range(len(model.layers) + 1)]
         with torch.no_grad(), self.precision():
             for chunk in self.chunks:
                 self.edges.append(list(states))
                 y = model.embed(self.ids[:, chunk])
                 for k, block in enumerate(model.blocks()):
-                    if self.backward_follows:
-                        kept[k].append(y)
+                    self._keep(k, chunk, y)
                     if decays is None:
                         y, states[k] = tile.forward(block, y, states[k])
                     else:
                         y, states[k] = forward_noting_decay(block, y, states[k], decays[k])
-                if self.backward_follows:
-                    kept[-1].append(y)
+                self._keep(len(model.layers), chunk, y)
                 loss = model.head_loss(y, self.targets[:, chunk])
                 total = loss if total is None else total + loss
             if decays is not None:
                 self.windows = [d.window(self.tolerance, self.ids.shape[1]) for d in decays]
-        self.inputs = [torch.cat(parts, dim=1) for parts in kept if parts]
         assert total is not None
         return total / self.valid, states
+
+    def _keep(self, k: int, chunk: slice, y: Tensor) -> None:
+        """Keeps what layer k, or after the last one the head, reads on a chunk."""
+        if not self.backward_follows:
+            return
+        if chunk.start == 0:
+            self.inputs.append(y.new_empty(*self.ids.shape, y.shape[2]))
+        self.inputs[k][:, chunk] = y
 
     def backward(
         self, d_loss: Tensor | None, d_final: tuple[Tensor | None, ...]

@@ -256,7 +256,8 @@ class Shard:
         """The tokens of a chunk that suit the method and this device, for `batch` rows at a time."""
         method, seqlen = self.spec.method, -(-seqlen // self.spec.sequence)
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
-        size = method.chunk_size or default_chunk_size(self.part, ids)  # type: ignore[arg-type]
+        with autocast(self.spec.precision, self.device):  # what layers keep of a chunk depends on it
+            size = method.chunk_size or default_chunk_size(self.part, ids)  # type: ignore[arg-type]
         window = window_of(method, seqlen)
         if window is not None:  # halos at most double the work
             size *= -(-window // size)
