@@ -89,7 +89,7 @@ def test_a_lost_worker_changes_nothing(
 
 @pytest.mark.slow
 def test_the_sequence_may_be_as_much_longer_as_there_are_workers(ray_on_loopback: None) -> None:
-    """Memory above that of a short sequence: four workers need for four times the tokens what one needs."""
+    """Memory above that of one chunk: four workers need for twice the tokens what two need."""
     config = StackConfig(vocab_size=256, d_model=128, n_layer=4)
     training = TrainingConfig(device="cpu", threads=1, precision="float32")
 
@@ -103,10 +103,10 @@ def test_the_sequence_may_be_as_much_longer_as_there_are_workers(ray_on_loopback
         finally:
             group.kill()
 
-    base = peak(4, 2048)
-    one, four = peak(2, 16384) - base, peak(4, 32768) - base
-    assert one > 16384 // 2 * 128 * 4 * 4, "what is kept must outweigh what is not measured"
-    assert four <= 1.15 * one, (one, four)
+    tokens, chunk = 24576, 512  # a worker's
+    two, four = (peak(workers, workers * tokens) - peak(workers, workers * chunk) for workers in (2, 4))
+    assert two > 4 * tokens * 128 * 4, "what is kept must outweigh what is not measured"
+    assert four <= 1.15 * two, (two, four)
 
 
 @pytest.mark.parametrize(
