@@ -8,6 +8,7 @@ name the nearest key, or say in one line which file or flag a bad value came fro
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import functools
@@ -17,7 +18,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 from adjoint.config import Config, MethodConfig, plain
 from adjoint.errors import UserError
@@ -50,6 +51,28 @@ class Count(int):
         if isinstance(value, (bool, float)) or not number.is_integer():
             raise ValueError(f"{value!r} is not a whole number")
         return int(number)
+
+
+class Flags(argparse.ArgumentParser):
+    """The flags of a command beside the configuration's; what it refuses is a UserError."""
+
+    def error(self, message: str) -> Never:
+        raise UserError(message.removeprefix("argument "))
+
+
+def count(flag: str, text: str, least: int) -> int:
+    """The whole number given to a flag, as `Count.parse` reads it.
+
+    Raises:
+        UserError: it is none, or below ``least``.
+    """
+    try:
+        number = Count.parse(text)
+    except ValueError:
+        number = least - 1
+    if not least <= number < 2**63:
+        raise UserError(f"{flag}: expected a whole number, {least} or more, such as 16 or 4K; got {text!r}")
+    return number
 
 
 def parse(argv: list[str], prog: str) -> Config:

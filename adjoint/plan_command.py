@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from adjoint import plan_time
 from adjoint.cluster import fit
 from adjoint.cluster.partition import layer_costs
 from adjoint.config import Config, load_config
-from adjoint.config_parser import Count, nearest
+from adjoint.config_parser import Flags, count, nearest
 from adjoint.errors import UserError
 from adjoint.methods import LayerLocal
 from adjoint.plan import Setup, chunking
@@ -73,11 +73,6 @@ class Request:
     bandwidth: float
     timeline: str | None
     json: bool
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Never:
-        raise UserError(message.removeprefix("argument "))
 
 
 def main(argv: list[str]) -> int:
@@ -196,7 +191,7 @@ def setup_of(request: Request, config: Config) -> Setup:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Flags(
         prog="adjoint plan",
         allow_abbrev=False,
         usage="%(prog)s [--config FILE] [--seqlen N] [--devices N] [--device-memory 40GB] …",
@@ -234,7 +229,7 @@ def read_arguments(argv: list[str]) -> tuple[Request, Config]:
     given, rest = _parser().parse_known_args(argv)
     words = [word for file in given.config or [] for word in ("--config", file)] + rest
     if given.seqlen is not None:
-        words += ["--data.seqlen", str(_count("--seqlen", given.seqlen, 2))]
+        words += ["--data.seqlen", str(count("--seqlen", given.seqlen, 2))]
     if given.timeline not in (None, "-"):
         folder, suffix = Path(given.timeline).parent, Path(given.timeline).suffix
         if suffix not in (".png", ".svg", ".pdf"):
@@ -272,7 +267,7 @@ def read_arguments(argv: list[str]) -> tuple[Request, Config]:
 
 def _devices(text: str | None, limits: tuple[float, ...] | None, config: Config) -> int:
     if text is not None:
-        return _count("--devices", text, 1)
+        return count("--devices", text, 1)
     if limits is not None and len(limits) > 1:
         return len(limits)
     shards = config.cluster.shards
@@ -317,16 +312,6 @@ def _known(name: str) -> Known:
             "--device-memory and --device-tflops"
         )
     return found
-
-
-def _count(flag: str, text: str, least: int) -> int:
-    try:
-        number = Count.parse(text)
-    except ValueError:
-        number = least - 1
-    if not least <= number < 2**40:
-        raise UserError(f"{flag}: expected a whole number, {least} or more, such as 16 or 1M; got {text!r}")
-    return number
 
 
 def size(flag: str, text: str) -> float:

@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 from adjoint.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
 from adjoint.compare import Window
 from adjoint.config import Config, load_config
-from adjoint.config_parser import Count, nearest
+from adjoint.config_parser import Count, Flags, count, nearest
 from adjoint.errors import UserError
 from adjoint.methods import METHODS, Backprop, Exact, LayerLocal, Truncated, check_tolerance, check_window
 from adjoint.rundir import RUNS
@@ -50,13 +50,8 @@ class Request:
     resume: bool
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Never:
-        raise UserError(message.removeprefix("argument "))
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Flags(
         prog="adjoint sweep",
         allow_abbrev=False,
         usage="%(prog)s --out DIR [--config FILE] [--windows 1,16,256,full] [--seqlen N] [--model RUN] …",
@@ -121,9 +116,9 @@ def read_arguments(argv: list[str]) -> tuple[Request, Config]:
         windows=_windows(given.windows),
         tolerance=_tolerance(given.tolerance),
         methods=tuple(dict.fromkeys(_choice("--methods", m, METHODS) for m in _list(given.methods))),
-        batches=_count("--batches", given.batches, 1),
-        chunk_size=None if given.chunk_size is None else _count("--chunk-size", given.chunk_size, 1),
-        seed=_count("--seed", given.seed, 0),
+        batches=count("--batches", given.batches, 1),
+        chunk_size=None if given.chunk_size is None else count("--chunk-size", given.chunk_size, 1),
+        seed=count("--seed", given.seed, 0),
         out=Path(given.out),
         model=given.model,
         data=_choice("--data", given.data, ("config", "random")),
@@ -146,7 +141,7 @@ def read_arguments(argv: list[str]) -> tuple[Request, Config]:
         files = files or [str(own)] * own.is_file()
     words = [word for file in files for word in ("--config", file)] + rest
     if given.seqlen is not None:
-        words += ["--data.seqlen", str(_count("--seqlen", given.seqlen, 2))]
+        words += ["--data.seqlen", str(count("--seqlen", given.seqlen, 2))]
     return request, load_config(words, "adjoint sweep")
 
 
@@ -189,16 +184,6 @@ def in_order(windows: Iterable[Window]) -> tuple[Window, ...]:
 
 def _list(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _count(flag: str, text: str, least: int) -> int:
-    try:
-        number = Count.parse(text)
-    except ValueError:
-        number = least - 1
-    if not least <= number < 2**63:
-        raise UserError(f"{flag}: expected a whole number, {least} or more, such as 16 or 4K; got {text!r}")
-    return number
 
 
 def _choice(flag: str, word: str, known: Any) -> str:
