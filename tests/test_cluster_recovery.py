@@ -94,10 +94,10 @@ def test_a_run_that_went_on_from_another_one_falls_back_on_it(
     undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster_faults.ask_for("backward", rank=0, call=2, how="kill")  # before it has a checkpoint of its own
-    beginning = undisturbed / "checkpoints" / "step-00000002"
-    said = recovers(tmp_path, undisturbed, capsys, after=2, run__resume=beginning)
-    assert "at step 3: shard 0: died" in said
-    assert "going on after step 2" in said
+    beginning = undisturbed / "checkpoints" / "step-00000004"
+    said = recovers(tmp_path, undisturbed, capsys, after=4, run__resume=beginning)
+    assert "at step 5: shard 0: died" in said
+    assert "going on after step 4" in said
 
 
 @pytest.mark.slow
