@@ -11,8 +11,8 @@ import torch
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cluster import fit
+from adjoint.cluster.assign import make_specs
 from adjoint.cluster.devices import Device
-from adjoint.cluster.group import _specs
 from adjoint.cluster.partition import layer_costs
 from adjoint.config import TrainingConfig
 from adjoint.errors import UserError
@@ -104,9 +104,9 @@ def test_a_group_refuses_a_slice_too_small_for_its_shard() -> None:
     method, ids = Exact(chunk_size=512), (1, 8192)
     found = [look("a", gpu(10e6)), look("a", gpu(10e6, 1))]
     with pytest.raises(UserError, match=r"cluster.shards: shard .* its device has 0\.01.*what fits"):
-        _specs(MODEL, TrainingConfig(), method, found, 2, ids)
+        make_specs(MODEL, TrainingConfig(), method, found, 2, ids)
     roomy = [look("a", gpu(4e9)), look("a", gpu(4e9, 1))]
-    _, spans, _ = _specs(MODEL, TrainingConfig(), method, roomy, 2, ids)
+    _, spans, _ = make_specs(MODEL, TrainingConfig(), method, roomy, 2, ids)
     assert spans == (range(0, 3), range(3, 6))
 
 
@@ -114,7 +114,7 @@ def test_a_group_lets_the_margin_go_where_only_that_is_missing() -> None:
     setup = dataclasses.replace(SETUP, device="cuda")
     need = max(totals(setup, [range(0, 3), range(3, 6)]))
     found = [look("a", gpu(1.02 * need)), look("a", gpu(1.02 * need, 1))]
-    _, spans, _ = _specs(MODEL, TrainingConfig(), Exact(chunk_size=512), found, 2, (1, 8192))
+    _, spans, _ = make_specs(MODEL, TrainingConfig(), Exact(chunk_size=512), found, 2, (1, 8192))
     assert spans == (range(0, 3), range(3, 6))
 
 
@@ -123,8 +123,11 @@ def test_shards_on_cpus_are_refused_only_where_their_node_is_too_small() -> None
     both = sum(totals(SETUP, [range(0, 3), range(3, 6)]))
     small = int(0.75 * both)
     apart = [look("a", None, small), look("b", None, small)]
-    assert _specs(MODEL, training, method, apart, 2, ids)[1] == (range(0, 3), range(3, 6))
+    assert make_specs(MODEL, training, method, apart, 2, ids)[1] == (range(0, 3), range(3, 6))
     together = [look("a", None, small), look("a", None, small)]
     with pytest.raises(UserError, match=r"2 shards on a node of 0\.\d GB need"):
-        _specs(MODEL, training, method, together, 2, ids)
-    assert _specs(MODEL, training, method, together, 2)[1] == (range(0, 3), range(3, 6))  # nothing to reckon
+        make_specs(MODEL, training, method, together, 2, ids)
+    assert make_specs(MODEL, training, method, together, 2)[1] == (
+        range(0, 3),
+        range(3, 6),
+    )  # nothing to reckon
