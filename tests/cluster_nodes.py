@@ -37,6 +37,7 @@ def lose_node(cluster: Any, name: str, how: str, replace: float | None) -> None:
     node = next(node for node in cluster.worker_nodes if node.node_id == name)
     if how == "preempted":
         announce(cluster.gcs_address, name)
+        time.sleep(3)  # clouds wait for minutes; Ray has to hear of it from the node itself
     cluster.remove_node(node, allow_graceful=False)
     if replace is not None:
         time.sleep(replace)
