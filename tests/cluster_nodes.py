@@ -49,7 +49,7 @@ def announce(address: str, node: str) -> None:
     from ray._raylet import GcsClient
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
-    soon = int((time.time() + 60) * 1000)
+    soon = int((time.time() + 2) * 1000)
     reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     accepted, why = GcsClient(address=address).drain_node(node, reason, "taken back", soon)
     assert accepted, why

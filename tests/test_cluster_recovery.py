@@ -159,6 +159,8 @@ def test_what_ray_says_of_a_lost_node_and_of_full_memory_is_told_in_short() -> N
     )
     lost = cause_of(exceptions.RayActorError(b"0" * 16, died, False), 1)
     assert str(lost) == "shard 1: node lost: node 953f461976c2 ended expectedly: received SIGTERM"
+    taken = died.replace("terminated expectedly: received SIGTERM", "preempted: taken back")
+    assert cause_of(exceptions.RayActorError(b"0" * 16, taken, False), 1).kind == "preempted"
     full = "Memory on the node (IP: 127.0.0.1, ID: edab) was 4.33GB used / 23.54GB limit (0.183939)"
     killed = str(cause_of(exceptions.OutOfMemoryError(full), 0))
     assert killed.endswith("killed by Ray, its node's memory was full (4.33GB used / 23.54GB)")

@@ -77,7 +77,7 @@ def cause_of(error: BaseException, rank: int) -> Cause:
     if isinstance(error, known.ActorUnavailableError):  # nothing is known yet: `Group` asks again
         return Cause("unreachable", rank, "neither its process nor its node answers")
     if isinstance(error, known.RayActorError):
-        if getattr(error, "preempted", False):
+        if getattr(error, "preempted", False) or "node was preempted" in text:
             return Cause("preempted", rank, "its node was taken back")
         if re.search(r"node (was terminated|has died|died|is dead)|ip address.*dead", text, re.IGNORECASE):
             why = re.search(r"Node Id: (\w+).*?node was terminated (.*)", text)
