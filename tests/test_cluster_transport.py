@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from adjoint.cluster.schedule import Recv, Send
+from adjoint.cluster import sequence
+from adjoint.cluster.schedule import Recv, Send, exact, layer_local, truncated
 from adjoint.cluster.transport import (
+    QUESTIONS,
+    WHATS,
+    DistributedTransport,
     LocalTransport,
     Mailbox,
     ObjectStoreTransport,
@@ -21,6 +25,7 @@ from adjoint.cluster.transport import (
     join,
     local_transports,
 )
+from adjoint.windowed import tasks as windowed_tasks
 
 WORKERS = 4
 GROUPS = [[0, 2], [1, 3], [0, 1, 2, 3], [3]]
@@ -197,3 +202,74 @@ def test_a_failed_thread_ends_the_wait_of_the_others() -> None:
     with pytest.raises(RuntimeError, match="another shard has failed"):
         transports[0].all_reduce(torch.ones(3), [0, 1])
     timer.join()
+
+
+# ------------------------------------------------------------------------------------- connections made ahead
+
+
+class Rendezvous:
+    """What NCCL's first message of a pair is: both ends wait for each other."""
+
+    def __init__(self, rank: int, barriers: dict[Any, threading.Barrier], lock: threading.Lock) -> None:
+        self.rank, self.barriers, self.lock = rank, barriers, lock
+        self.made: list[Any] = []
+
+    def get_rank(self) -> int:
+        return self.rank
+
+    def _both(self, pair: tuple[int, int], group: str) -> None:
+        with self.lock:
+            barrier = self.barriers.setdefault((*pair, group), threading.Barrier(2))
+        barrier.wait(timeout=5)
+        self.made.append((*pair, group))
+
+    def send(self, note: torch.Tensor, to: int, group: str) -> None:
+        self._both((self.rank, to), group)
+
+    def recv(self, note: torch.Tensor, source: int, group: str) -> None:
+        self._both((source, self.rank), group)
+
+
+LAYERS = [range(0, 2), range(2, 4), range(4, 6)]
+SCHEDULES = {
+    "exact": exact(3, 4, tied=True),
+    "truncated": truncated(LAYERS, windowed_tasks(6, 40, 8, 5, 4), tied=True),
+    "layer-local": layer_local(LAYERS, 5, windowed_tasks(6, 40, 8, 5, 4), helpers=(2, 0, 0), tied=True),
+    "sequence": sequence.schedule([3] * 4, [2, 2, 2, 1], 4),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_all_connections_come_about(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two pipelines at once; twice, which connects nothing anew."""
+    made = SCHEDULES[name]
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    barriers: dict[Any, threading.Barrier] = {}
+    lock, ends = threading.Lock(), []
+    for rank in range(2 * made.workers):
+        transport = DistributedTransport.__new__(DistributedTransport)
+        transport.dist, transport.nccl, transport.met = Rendezvous(rank, barriers, lock), True, set()
+        transport.groups = {what: what for what in WHATS}
+        ends.append(transport)
+
+    def meet(rank: int) -> None:
+        worker = rank % made.workers
+        pipeline = PipelineTransport(ends[rank], rank - worker)
+        for _ in range(2):
+            pipeline.meet(made.channels(worker))
+
+    with ThreadPoolExecutor(len(ends)) as pool:
+        for future in [pool.submit(meet, rank) for rank in range(len(ends))]:
+            future.result(timeout=20)
+    sent = {
+        (worker, action.to, action.what)
+        for worker, program in enumerate(made.programs)
+        for action in program
+        if isinstance(action, Send)
+    }
+    connected = {channel for end in ends[: made.workers] for channel in end.dist.made}
+    assert sent <= connected
+    assert not {what for _, _, what in connected} & set(QUESTIONS)
+    for helper, owner in enumerate([2, 0, 0] if name == "layer-local" else []):
+        assert {(owner, 3 + helper, "task"), (3 + helper, owner, "gradients")} <= connected

@@ -119,6 +119,20 @@ class Schedule:
         """The tiles of a worker, in order, without those of pools, which are anyone's."""
         return [action for action in self.programs[worker] if isinstance(action, Run)]
 
+    def channels(self, worker: int) -> list[Channel]:
+        """Those that a worker sends to or receives from, in an order that is the same for all workers."""
+        found: set[Channel] = set()
+        for action in self.programs[worker]:
+            if isinstance(action, Send):
+                found.add((worker, action.to, action.what))
+            elif isinstance(action, Recv):
+                found.add((action.source, worker, action.what))
+            elif isinstance(action, Pool):
+                found |= {channel for helper in action.helpers for channel in _stolen_over(worker, helper)}
+            elif isinstance(action, Steal):
+                found |= set(_stolen_over(action.owner, worker))
+        return sorted(found)
+
     def pool(self, owner: int) -> Pool:
         """The pool of a worker."""
         return next(action for action in self.programs[owner] if isinstance(action, Pool))
@@ -315,6 +329,14 @@ def runs_of(unit: Unit) -> list[Run]:
 
 
 # ------------------------------------------------------------------------------------------------- common
+
+
+def _stolen_over(owner: int, helper: int) -> list[Channel]:
+    """The channels of work stealing."""
+    return [
+        *((helper, owner, what) for what in ("ask", "gradients")),
+        *((owner, helper, what) for what in ("unit", "weights", "task")),
+    ]
 
 
 def check(schedule: Schedule) -> Execution:

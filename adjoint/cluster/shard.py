@@ -320,6 +320,8 @@ class Shard:
         receives = collections.deque(action for action in program if isinstance(action, Recv))
         posted: collections.deque[Any] = collections.deque()
         self.trace = []
+        if transport is not None:
+            transport.meet(made.channels(self.spec.worker))
         for action in program:
             if isinstance(action, Pool):
                 assert transport is not None and isinstance(work, TaskWork)

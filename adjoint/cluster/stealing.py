@@ -130,10 +130,10 @@ def _serve(pool: Pool, helper: int, transport: Transport, work: TaskWork, desk: 
     before: Unit | None = None
     for asked in itertools.count():
         number = asked % NUMBERS
-        transport.post(Recv(helper, "ask", number), note(work.ids.device))()
+        transport.post(Recv(helper, "ask", number), note())()
         unit = desk.steal()
         index = NONE_LEFT if unit is None else pool.units.index(unit)
-        transport.send(Send(helper, "unit", number), note(work.ids.device, index))
+        transport.send(Send(helper, "unit", number), note(index))
         if unit is not None:
             if unit.layer not in weights:
                 send = Send(helper, "weights", 0, unit.layer)
@@ -156,8 +156,8 @@ def steal(made: Schedule, owner: int, transport: Transport, work: HelperWork, tr
 
     def ask() -> Pending:
         number = next(asked) % NUMBERS
-        transport.send(Send(owner, "ask", number), note(work.device))
-        return transport.post(Recv(owner, "unit", number), note(work.device))
+        transport.send(Send(owner, "ask", number), note())
+        return transport.post(Recv(owner, "unit", number), note())
 
     def expect(answer: Pending) -> tuple[Unit | None, _Inbox]:
         index = int(answer())
@@ -213,6 +213,6 @@ class _Inbox:
             self._post()
 
 
-def note(device: torch.device, value: int = 0) -> Tensor:
-    """A message of one number, or room for one."""
-    return torch.tensor([value], dtype=torch.int64, device=device)
+def note(value: int = 0) -> Tensor:
+    """A message of one number, or room for one; in host memory, whatever the device (`transport.QUESTIONS`)."""
+    return torch.tensor([value], dtype=torch.int64, device="cpu")

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from adjoint.cluster.schedule import Recv, Send
+from adjoint.cluster.schedule import Channel, Recv, Send
 
 WHATS = (
     "y",
@@ -45,12 +45,22 @@ WHATS = (
     "state",
     "d_state",
 )
+# Numbers that threads wait for, in host memory: a GPU's queue that waited for them would hold up its tiles.
+QUESTIONS = ("ask", "unit")
 Pending = Callable[[], Tensor]  # waits for a message and gives it
 
 
 class Transport(Protocol):
     """What a shard sends and receives with. Several threads may use it, each its own channels; `flush` is for
     when only one is left."""
+
+    def meet(self, channels: Sequence[Channel]) -> None:
+        """Connects channels before their first use, where that means to wait for the other end.
+
+        Args:
+            channels: all that this worker will use, in `Schedule.channels`'s order.
+        """
+        ...
 
     def post(self, action: Recv, out: Tensor) -> Pending:
         """Gets ready to receive into `out`; posts of a channel must be in the order of its messages."""
@@ -84,7 +94,8 @@ class DistributedTransport:
 
     gloo carries CPU tensors: those of a GPU are staged through pinned host memory. NCCL has no tags and runs
     the messages of a pair one after the other, so that each kind of message gets a group of its own: a
-    receive posted early would else block the sends behind it.
+    receive posted early would else block the sends behind it. Its communicators are made by the first message
+    of a pair, for which both ends wait: hence `meet`, since receives are posted long before they are sent to.
 
     Args:
         groups: lists of ranks between which there will be collectives; the same, in the same order, in all
@@ -104,9 +115,26 @@ class DistributedTransport:
         self.dist, self.buffers = dist, buffers
         self.nccl = dist.get_backend() == "nccl"
         new_group = functools.partial(dist.new_group, timeout=timeout)
-        self.groups: dict[str, Any] = {what: new_group() if self.nccl else None for what in WHATS}
+        self.groups: dict[str, Any] = dict.fromkeys(WHATS)
+        if self.nccl:
+            self.groups = {what: new_group(backend="gloo" if what in QUESTIONS else "nccl") for what in WHATS}
         self.among = {tuple(ranks): new_group(list(ranks)) for ranks in groups if len(ranks) > 1}
         self.under_way: dict[tuple[int, str], collections.deque[tuple[Any, Tensor]]] = {}
+        self.met: set[Channel] = set()
+
+    def meet(self, channels: Sequence[Channel]) -> None:
+        if not self.nccl:
+            return
+        rank = self.dist.get_rank()
+        # All go through their channels in one order: the first that is not connected has both its ends waiting.
+        for sender, receiver, what in channels:
+            if what not in QUESTIONS and (sender, receiver, what) not in self.met:
+                self.met.add((sender, receiver, what))
+                note = torch.zeros(1, device="cuda")
+                if rank == sender:
+                    self.dist.send(note, receiver, self.groups[what])
+                else:
+                    self.dist.recv(note, sender, self.groups[what])
 
     def post(self, action: Recv, out: Tensor) -> Pending:
         staged = out.is_cuda and not self.nccl
@@ -221,9 +249,13 @@ class Mailbox:
 
 
 class _Exchange(Transport):
-    """Collectives made of messages: everyone sends to everyone, and sums in the order of the ranks."""
+    """Collectives made of messages: everyone sends to everyone, and sums in the order of the ranks. Nothing has
+    to be connected."""
 
     rank: int
+
+    def meet(self, channels: Sequence[Channel]) -> None:
+        pass
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
         own = tensor.detach()
@@ -352,6 +384,10 @@ class PipelineTransport:
         self.transport, self.first = transport, first
         self.flush, self.all_reduce = transport.flush, transport.all_reduce
         self.all_gather = transport.all_gather
+
+    def meet(self, channels: Sequence[Channel]) -> None:
+        first = self.first
+        self.transport.meet([(first + sender, first + receiver, what) for sender, receiver, what in channels])
 
     def post(self, action: Recv, out: Tensor) -> Pending:
         return self.transport.post(dataclasses.replace(action, source=self.first + action.source), out)
