@@ -83,14 +83,17 @@ def total_memory_bytes() -> int:
 def rss_bytes() -> tuple[int, int]:
     """Resident memory of this process in bytes: now, and at its peak.
 
-    Off Linux only the peak is known and stands for both.
+    Off Linux only the peak is known and stands for both; where not even that is known, zeros. On Linux not
+    from `getrusage`, whose peak is also that of the process which started this one.
     """
     with contextlib.suppress(OSError, KeyError):
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         now, peak = (int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
         return now, peak
-    import resource
-
+    try:
+        import resource
+    except ImportError:  # not Unix
+        return 0, 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return peak, peak
 

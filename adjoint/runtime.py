@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from types import FrameType
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from adjoint.config import TrainingConfig
 from adjoint.errors import UserError
+from adjoint.meter import rss_bytes
 
 
 def pick_device(name: str) -> torch.device:
@@ -86,12 +86,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """CUDA: the most that tensors have held. CPU: the process's largest resident set, imports included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # not Unix
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return rss_bytes()[1]
 
 
 class StopRequest:
