@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from adjoint.meter import total_memory_bytes
+
 VECTORS = ("avx2", "avx512f", "neon", "asimd", "sve")
 
 
@@ -24,14 +26,11 @@ def cpu() -> dict[str, Any]:
                 model = value.strip()
             elif key.strip() in ("flags", "Features"):
                 flags = value
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
-        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return {
         "model": model,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "vectors": [name for name in VECTORS if name in flags.split()],
-        "memory_bytes": memory,
+        "memory_bytes": total_memory_bytes(),
     }
 
 

@@ -16,10 +16,10 @@ import torch
 from adjoint import plan_time
 from adjoint.cluster import fit
 from adjoint.cluster.partition import layer_costs
+from adjoint.cluster.shard import check_helpers, window_of
 from adjoint.config import Config, load_config
 from adjoint.config_parser import Flags, count, nearest
 from adjoint.errors import UserError
-from adjoint.methods import LayerLocal
 from adjoint.plan import Setup, chunking
 from adjoint.plan_report import as_dict, labels_of, text
 from adjoint.runtime import pick_precision
@@ -87,10 +87,7 @@ def main(argv: list[str]) -> int:
         model = Stack(config.model)
     costs, limits = layer_costs(model), None if request.limits is None else list(request.limits)
     speeds = None if limits is None else [limit / max(limits) for limit in limits]
-    spans = fit.fitting(setup, costs, request.devices, speeds, limits)
-    if spans is None:
-        assert limits is not None
-        raise UserError(fit.refusal(setup, costs, speeds, limits))
+    spans = fit.assign(setup, costs, request.devices, speeds, limits)
     times = _costs(request, setup, config)
     estimate = plan_time.estimate(
         setup, spans, times, request.bandwidth, speeds, config.cluster.helpers, request.timeline is not None
@@ -157,19 +154,13 @@ def setup_of(request: Request, config: Config) -> Setup:
     if cluster.sequence > 1:
         raise UserError("cluster.sequence: a plan is of a pipeline of shards; leave it out to plan that one")
     if request.devices > 1:
-        from adjoint.cluster.shard import window_of
-
         window_of(method, config.data.seqlen)
     if request.devices > config.model.n_layer:
         raise UserError(
             f"--devices {request.devices}: the model has {config.model.n_layer} layers and a device needs "
             f"one; take at most {config.model.n_layer}"
         )
-    if cluster.helpers and not isinstance(method, LayerLocal):
-        raise UserError(
-            f"cluster.helpers: method {config.method.name} has no tasks to share; use layer-local, or "
-            "--cluster.helpers 0"
-        )
+    check_helpers(method, cluster.helpers)
     precision: str = config.training.precision
     if precision == "auto":
         here = pick_precision("auto", torch.device("cpu"))

@@ -70,6 +70,11 @@ def environment() -> dict[str, Any]:
     return {"commit": commit(), **meter.environment()}
 
 
+def machine(environment: Mapping[str, Any]) -> str:
+    """The GPU, or cores and name of the CPU, of what `environment` gave."""
+    return environment["gpu"] or f"{environment['cores']} cores of {environment['cpu']}"
+
+
 def commit() -> str:
     """The commit checked out, with "+" where the package or the benchmarks differ from it; "" outside git."""
     try:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import common
+
 Row = dict[str, Any]
 # Okabe and Ito's palette, as in the memory benchmark.
 COLOURS = {"exact": "#D55E00", "backprop": "#000000", "backprop-checkpoint": "#7A7A7A"}
@@ -90,17 +92,12 @@ def heading(payload: Row) -> str:
     return (
         f"{payload['config']} (d_model {model.get('d_model')}, {model.get('n_layer')} layers, vocabulary "
         f"{model.get('vocab_size')}), batch 1, {payload['precision']}, AdamW, keep={payload['keep']}, on "
-        f"{machine(environment)}: {rate}, measured in this run"
+        f"{common.machine(environment)}: {rate}, measured in this run"
         f"{f'; data sheet {sheet / 1e12:,.4g}' if sheet else ''}. torch {versions.get('torch')}, "
         f"triton {versions.get('triton', 'none')}, Python {environment['python']}, "
         f"{environment['date'][:10]}, {environment['commit']}"
         f"{'' if payload['complete'] else '; stopped before the end'}."
     )
-
-
-def machine(environment: Row) -> str:
-    """The GPU, or cores and name of the CPU."""
-    return environment["gpu"] or f"{environment['cores']} cores of {environment['cpu']}"
 
 
 def draw(rows: Sequence[Row], payload: Row, path: Path) -> None:
@@ -152,8 +149,9 @@ def draw(rows: Sequence[Row], payload: Row, path: Path) -> None:
     figure.text(
         0.005,
         -0.04,
-        f"{payload['config']}, batch 1, {payload['precision']}, AdamW · {machine(environment)} · torch "
-        f"{environment['versions'].get('torch')} · {environment['date'][:10]} · {environment['commit']}",
+        f"{payload['config']}, batch 1, {payload['precision']}, AdamW · {common.machine(environment)} · "
+        f"torch {environment['versions'].get('torch')} · "
+        f"{environment['date'][:10]} · {environment['commit']}",
         fontsize=7.5,
         color="#666666",
     )

@@ -182,7 +182,7 @@ def draw(rows: Sequence[Row], environment: dict[str, Any], path: Path) -> None:
         axes.grid(True, which="major", color="#E6E6E6", linewidth=0.8)
         axes.set_axisbelow(True)
         _label_ends(axes, ends, max(lengths))
-    machine = environment["gpu"] or f"{environment['cores']} cores of {environment['cpu']}"
+    machine = common.machine(environment)
     torch_version, date = environment["versions"].get("torch"), environment["date"][:10]
     figure.text(
         0.005,

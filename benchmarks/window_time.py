@@ -201,7 +201,7 @@ def draw(rows: Sequence[dict[str, Any]], environment: dict[str, Any], seqlen: in
     axes.grid(True, color="#E6E6E6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
-    machine = environment["gpu"] or f"{environment['cores']} cores of {environment['cpu']}"
+    machine = common.machine(environment)
     figure.text(
         0.01,
         -0.03,

@@ -7,12 +7,9 @@ from typing import Any
 
 import cluster_faults
 import pytest
-import torch
 from cluster_faults import files, told
-from model_helpers import assert_same
-from training_helpers import metrics, train_tiny
+from training_helpers import same_training, train_tiny
 
-from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cluster import group as group_module
 from adjoint.cluster import placement
 from adjoint.cluster.placement import Need
@@ -20,23 +17,6 @@ from adjoint.config import ClusterConfig
 from adjoint.errors import UserError
 
 FLAGS: dict[str, Any] = {"data__batch": 3, "training__precision": "float64", "training__steps": 4}
-MEASURED = ("loss", "grad_norm", "eval_loss", "tokens")
-
-
-def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    stored = Tensors(list_checkpoints(run / "checkpoints")[-1], "model")
-    return {name: stored[name] for name in stored.where}
-
-
-def same_training(run: Path, expected: Path, ours: Any = slice(None)) -> None:
-    rows, others = metrics(run)[ours], metrics(expected)[ours]
-    assert [row["step"] for row in rows] == [row["step"] for row in others]
-    for key in MEASURED:
-        theirs = [row[key] for row in others if key in row]
-        assert [row[key] for row in rows if key in row] == pytest.approx(theirs, rel=1e-10), key
-    mine, theirs = weights_of(run), weights_of(expected)
-    assert_same({name: mine[name] for name in theirs}, theirs, 1e-9)
-    assert (run / "sample.txt").read_text() == (expected / "sample.txt").read_text()
 
 
 @pytest.fixture(scope="module")

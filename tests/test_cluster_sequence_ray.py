@@ -9,26 +9,13 @@ import cluster_faults
 import pytest
 import torch
 from cluster_faults import files, told
-from model_helpers import assert_same
-from training_helpers import metrics, train_tiny
+from training_helpers import same_training, train_tiny
 
 from adjoint import Exact, StackConfig
-from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cluster import group as group_module
 from adjoint.config import TrainingConfig
 
 FLAGS: dict[str, Any] = {"data__batch": 2, "training__precision": "float64", "training__steps": 4}
-MEASURED = ("loss", "grad_norm", "eval_loss", "tokens")
-
-
-def same_training(run: Path, expected: Path) -> None:
-    rows, others = metrics(run), metrics(expected)
-    for key in MEASURED:
-        theirs = [row[key] for row in others if key in row]
-        assert [row[key] for row in rows if key in row] == pytest.approx(theirs, rel=1e-10), key
-    mine, whole = (Tensors(list_checkpoints(path / "checkpoints")[-1], "model") for path in (run, expected))
-    assert_same({name: mine[name] for name in whole.where}, {name: whole[name] for name in whole.where}, 1e-9)
-    assert (run / "sample.txt").read_text() == (expected / "sample.txt").read_text()
 
 
 @pytest.fixture(scope="module")

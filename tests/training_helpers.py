@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+from model_helpers import assert_same
+
+from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cli import main
 
 WORDS = [
@@ -74,3 +78,15 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 def weights(run: Path, step: int) -> bytes:
     """The weights' file of one checkpoint."""
     return (run / "checkpoints" / f"step-{step:08d}" / "model.safetensors").read_bytes()
+
+
+def same_training(run: Path, expected: Path) -> None:
+    """Two float64 runs have trained alike: losses, norms, last weights and sample, to rounding."""
+    rows, others = metrics(run), metrics(expected)
+    assert [row["step"] for row in rows] == [row["step"] for row in others]
+    for key in ("loss", "grad_norm", "eval_loss", "tokens"):
+        theirs = [row[key] for row in others if key in row]
+        assert [row[key] for row in rows if key in row] == pytest.approx(theirs, rel=1e-10), key
+    mine, whole = (Tensors(list_checkpoints(path / "checkpoints")[-1], "model") for path in (run, expected))
+    assert_same({name: mine[name] for name in whole.where}, {name: whole[name] for name in whole.where}, 1e-9)
+    assert (run / "sample.txt").read_text() == (expected / "sample.txt").read_text()

@@ -381,5 +381,14 @@ def window_of(method: Any, seqlen: int) -> int | None:
     return None if window is None or window >= seqlen else window
 
 
+def check_helpers(method: Any, helpers: int) -> None:
+    """Raises a UserError where helpers would have nothing to do."""
+    if helpers and not isinstance(method, LayerLocal):
+        raise UserError(
+            f"cluster.helpers: method {method.name} has no tasks to share; use layer-local, or "
+            "--cluster.helpers 0"
+        )
+
+
 def _loss(work: Work) -> float | None:
     return None if work.total is None else (work.total / work.valid / work.batches).item()

@@ -30,10 +30,9 @@ from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.replicas import check_rows
 from adjoint.cluster.sequence import check_setup, check_stretches
-from adjoint.cluster.shard import total_norm, window_of
+from adjoint.cluster.shard import check_helpers, total_norm, window_of
 from adjoint.config import Config, load_config
 from adjoint.errors import UserError
-from adjoint.methods import LayerLocal
 from adjoint.optim import learning_rate
 from adjoint.rundir import open_run
 from adjoint.runtime import rng_state
@@ -59,11 +58,7 @@ def train(config: Config) -> Outcome:
         return train_in_one_process(config)
     method = config.method.build()
     window_of(method, config.data.seqlen)
-    if settings.helpers and not isinstance(method, LayerLocal):
-        raise UserError(
-            f"cluster.helpers: method {config.method.name} has no tasks to share; use layer-local, "
-            "or --cluster.helpers 0"
-        )
+    check_helpers(method, settings.helpers)
     check_rows(config.data.batch, settings.replicas)
     if settings.sequence > 1:
         check_setup(method, settings.shards, settings.helpers, settings.sequence)

@@ -70,12 +70,16 @@ class MambaMixer(nn.Module):
         delta, B, C = self.x_proj(u).split([self.config.step_rank, d_state, d_state], dim=-1)
         return MambaScanInputs(u, F.linear(delta, self.dt_proj.weight), B, C, z), conv_state
 
+    def rates(self) -> Tensor:
+        """A, below 0, (d_inner, d_state): float32, of a float64 model float64."""
+        return -torch.exp(self.A_log if self.A_log.dtype == torch.float64 else self.A_log.float())
+
     def scan(
         self, inputs: MambaScanInputs, h: Tensor, window: int | None = None, halo: int = 0
     ) -> tuple[Tensor, Tensor]:
         """The recurrence: gated outputs (batch, seqlen, d_inner) and the final h."""
         u, delta, B, C, z = inputs
-        A = -torch.exp(self.A_log if self.A_log.dtype == torch.float64 else self.A_log.float())
+        A = self.rates()
         bias = self.dt_proj.bias
         return selective_scan(
             u, delta, A, B, C, self.D, z, bias, True, initial_state=h, window=window, halo=halo
@@ -83,14 +87,14 @@ class MambaMixer(nn.Module):
 
     def log_decay(self, inputs: MambaScanInputs) -> Tensor:
         """(batch, seqlen, d_inner): the log of each channel's slowest decay at each token, 0 or less."""
-        slowest = -torch.exp(self.A_log if self.A_log.dtype == torch.float64 else self.A_log.float()).amin(1)
+        slowest = self.rates().amin(1)
         step = F.softplus(inputs.delta.to(slowest.dtype) + self.dt_proj.bias.to(slowest.dtype))
         return step * slowest
 
     def total_decay(self, inputs: MambaScanInputs) -> Tensor:
         """(batch, d_inner, d_state): what h is multiplied by over all of the tokens together, the product of
         their exp(dt A), taken as a sum of steps: it may underflow, to the 0 that it is."""
-        A = -torch.exp(self.A_log if self.A_log.dtype == torch.float64 else self.A_log.float())
+        A = self.rates()
         step = F.softplus(inputs.delta.to(A.dtype) + self.dt_proj.bias.to(A.dtype))
         return torch.exp(step.sum(1).unsqueeze(-1) * A)
 

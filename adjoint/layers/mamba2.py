@@ -71,19 +71,23 @@ class Mamba2Mixer(nn.Module):
         B, C = (v.unflatten(-1, (c.ngroups, self.d_state)) for v in (B, C))
         return SSDScanInputs(x.unflatten(-1, (c.nheads, c.headdim)), dt, B, C, z), conv_state
 
+    def rates(self) -> Tensor:
+        """A, below 0, (nheads,): float32, of a float64 model float64."""
+        return -torch.exp(self.A_log if self.A_log.dtype == torch.float64 else self.A_log.float())
+
     def scan(
         self, inputs: SSDScanInputs, h: Tensor, window: int | None = None, halo: int = 0
     ) -> tuple[Tensor, Tensor]:
         """The recurrence: outputs (batch, seqlen, nheads, headdim) and the final h."""
         x, dt, B, C, _ = inputs
-        A = -torch.exp(self.A_log if self.A_log.dtype == torch.float64 else self.A_log.float())
+        A = self.rates()
         return ssd_scan(
             x, dt, A, B, C, self.D, None, self.dt_bias, True, initial_state=h, window=window, halo=halo
         )
 
     def log_decay(self, inputs: SSDScanInputs) -> Tensor:
         """(batch, seqlen, nheads): the log of each head's decay at each token, 0 or less."""
-        A = -torch.exp(self.A_log if self.A_log.dtype == torch.float64 else self.A_log.float())
+        A = self.rates()
         return F.softplus(inputs.dt.to(A.dtype) + self.dt_bias.to(A.dtype)) * A
 
     def total_decay(self, inputs: SSDScanInputs) -> Tensor:
