@@ -21,14 +21,17 @@ from adjoint.errors import UserError
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("adjoint.cluster.training:main", "train a model: python train.py is the same"),
     "sweep": (
-        "adjoint.sweep_command:main",
+        "adjoint.tools.sweep.command:main",
         "gradients of the methods against backpropagation: how long a window?",
     ),
     "plan": (
-        "adjoint.plan_command:main",
+        "adjoint.tools.plan.command:main",
         "memory and time of a run before it runs, and a picture of its pipeline",
     ),
-    "doctor": ("adjoint.doctor:main", "what this machine has, which code runs what, and whether it works"),
+    "doctor": (
+        "adjoint.tools.doctor.command:main",
+        "what this machine has, which code runs what, and whether it works",
+    ),
     "cluster": ("adjoint.cluster.command:main", "GPUs and MIG slices of this node, and how Ray gets them"),
 }
 

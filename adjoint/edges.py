@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from adjoint.tile import State
+from adjoint.engine.tile import State
 
 
 class Edges:

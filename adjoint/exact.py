@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from adjoint import sweep, tile
+from adjoint import sweep
 from adjoint.edges import Edges
-from adjoint.tile import Cotangents, Gradients, Pullback, State
+from adjoint.engine import tile
+from adjoint.engine.tile import Cotangents, Gradients, Pullback, State
 
 if TYPE_CHECKING:
     from adjoint.stack import Stack

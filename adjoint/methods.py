@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint import windowed
+from adjoint.engine.tile import State
 from adjoint.exact import ExactSweep
 from adjoint.sweep import Result
-from adjoint.tile import State
 
 if TYPE_CHECKING:
     from adjoint.layers import StackConfig

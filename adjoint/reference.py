@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vjp
 
+from adjoint.layers import Block
 from adjoint.layers.selective import SelectiveMixer
-from adjoint.stack import Block, Stack
+from adjoint.stack import Stack
 
 IGNORE_INDEX = -100
 

@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from adjoint.layers import StackConfig, make_mixer
-from adjoint.layers.mlp import GatedMLP
+from adjoint.engine.tile import State
+from adjoint.layers import Block, StackConfig
 from adjoint.layers.norm import RMSNorm
 from adjoint.loss import IGNORE_INDEX, count_valid, linear_cross_entropy, shift_labels
 from adjoint.methods import Backprop
-from adjoint.tile import State
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,37 +29,6 @@ class StackOutput:
     logits: Tensor | None = None
     state: list[State] | None = None
     windows: list[int] | None = None
-
-
-class Block(nn.Module):
-    """y + mixer(norm(y)), then y + mlp(norm2(y)) if there is an MLP. Takes and returns the mixer's recurrent
-    state."""
-
-    mixer: Any  # MambaMixer, Mamba2Mixer or SelectiveMixer
-
-    def __init__(self, config: StackConfig, layer: int) -> None:
-        super().__init__()
-        self.norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mixer = make_mixer(config, layer)
-        self.norm2: RMSNorm | None = None
-        self.mlp: GatedMLP | None = None
-        if config.d_intermediate:
-            self.norm2 = RMSNorm(config.d_model, config.norm_eps)
-            self.mlp = GatedMLP(config.d_model, config.d_intermediate, config.bias)
-
-    def forward(self, y: Tensor, state: State) -> tuple[Tensor, State]:
-        mixed, state = self.mixer(self.norm(y), state)
-        return self.feed_forward(mixed, residual=y), state
-
-    def feed_forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
-        """What follows the mixer, token by token: of the residual sum y; or of the mixer's output y and the
-        residual, the block's input, which are then summed and normalised in one pass."""
-        if self.mlp is None or self.norm2 is None:
-            return y if residual is None else residual + y
-        if residual is None:
-            return y + self.mlp(self.norm2(y))
-        normalised, y = self.norm2(y, residual=residual)
-        return y + self.mlp(normalised)
 
 
 class Stack(nn.Module):
@@ -273,6 +241,10 @@ class Stack(nn.Module):
         Raises:
             ValueError: the model is neither, or uses an option this stack does not have.
         """
-        from adjoint.compat.transformers import from_transformers
+        from adjoint.layers.pretrained import from_transformers
 
-        return from_transformers(hf_model)
+        config, weights = from_transformers(hf_model)
+        weight = weights["embedding.weight"]
+        stack = Stack(config).to(device=weight.device, dtype=weight.dtype)
+        stack.load_state_dict(weights)
+        return stack

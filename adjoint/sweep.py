@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from adjoint import tile
-from adjoint.tile import Gradients, State
+from adjoint.engine import tile
+from adjoint.engine.tile import Gradients, State
 
 if TYPE_CHECKING:
     from adjoint.stack import Stack

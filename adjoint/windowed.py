@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from adjoint import sweep, tile
-from adjoint.decay import Decays
-from adjoint.tile import Cotangents, Gradients, State
+from adjoint import sweep
+from adjoint.engine import tile
+from adjoint.engine.decay import Decays
+from adjoint.engine.tile import Cotangents, Gradients, State
 
 if TYPE_CHECKING:
-    from adjoint.stack import Block, Stack
+    from adjoint.layers import Block
+    from adjoint.stack import Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +162,7 @@ class WindowedSweep(sweep.Sweep):
     edges.
 
     Args:
-        window: tokens in every layer; None picks one a layer by `tolerance` (see `adjoint.decay`).
+        window: tokens in every layer; None picks one a layer by `tolerance` (see `adjoint.engine.decay`).
     """
 
     def __init__(

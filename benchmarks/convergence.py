@@ -109,8 +109,8 @@ def _optimise(model: Any, data: Any, method: Any, steps: int, lr: float) -> Iter
     """Take so many optimizer steps; yields the model's output of each."""
     import torch
 
-    from adjoint.config import TrainingConfig
-    from adjoint.optim import learning_rate, make_optimizer
+    from adjoint.train.config import TrainingConfig
+    from adjoint.train.optimizer import learning_rate, make_optimizer
 
     config = TrainingConfig(steps=steps, lr=lr, warmup_steps=WARMUP)
     optimizer = make_optimizer(model, config)

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adjoint import meter
+from adjoint.train import machine as meter
 from benchmarks import common
 
 if TYPE_CHECKING:

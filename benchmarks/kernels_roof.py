@@ -89,7 +89,7 @@ def _cpu_arithmetic(dtype: torch.dtype) -> Rates:
 
 
 def _build() -> ctypes.CDLL | None:
-    from adjoint.kernels import cpu_build
+    from adjoint.kernels.cpu import build as cpu_build
 
     compiler = cpu_build.compiler()
     if compiler is None:

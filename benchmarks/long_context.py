@@ -274,9 +274,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         return options
     import torch
 
-    from adjoint import meter
     from adjoint.layers import StackConfig
-    from adjoint.runtime import pick_precision
+    from adjoint.train import machine as meter
+    from adjoint.train.machine import pick_precision
     from benchmarks.long_context_flops import data_sheet, forward_flops
 
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint import meter
-from adjoint.config import TrainingConfig
 from adjoint.kernels import dispatch
 from adjoint.methods import default_chunk_size
-from adjoint.optim import make_optimizer
-from adjoint.runtime import autocast
+from adjoint.train import machine as meter
+from adjoint.train.config import TrainingConfig
+from adjoint.train.machine import autocast
+from adjoint.train.optimizer import make_optimizer
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 WARM_UP = 2048  # tokens of Backprop's first step; `Exact` takes its chunk and its last chunk
@@ -118,8 +118,8 @@ def training_step(point: dict[str, Any]) -> dict[str, Any]:
 def _step(
     model: adjoint.Stack, optimizer: torch.optim.Optimizer, ids: Tensor, method: Any, point: dict[str, Any]
 ) -> dict[str, Any]:
-    """Forward, backward, then clipping and AdamW; as in `adjoint.training`, with the device waited for in
-    between."""
+    """Forward, backward, then clipping and AdamW; as in `adjoint.train.trainer`, with the device waited
+    for in between."""
     device = ids.device
     optimizer.zero_grad(set_to_none=True)
     synchronize(device)

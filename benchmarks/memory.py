@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adjoint import meter
+from adjoint.train import machine as meter
 from benchmarks import common
 
 MODEL: dict[str, Any] = {

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adjoint.data import DataConfig, open_data
+from adjoint.data.batches import DataConfig, open_data
 from adjoint.errors import UserError
 from adjoint.loss import IGNORE_INDEX
 

@@ -1,6 +1,6 @@
 // How fast this processor multiplies and exponentiates: nothing but registers, on every thread given.
 // The exponential is the scans' own, so that their share of this roof says what everything else costs.
-#include "cpu_lanes.h"
+#include "lanes.h"
 
 constexpr int CHAINS = 12;  // enough independent ones to hide a fused multiply-add's latency on two ports
 

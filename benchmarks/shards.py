@@ -52,9 +52,9 @@ def run_group(options: argparse.Namespace, method: str, shards: int) -> dict[str
 
     from adjoint.cluster.group import Group
     from adjoint.cluster.placement import Need
-    from adjoint.config import TrainingConfig
     from adjoint.layers import StackConfig
     from adjoint.methods import Exact, LayerLocal, Truncated
+    from adjoint.train.config import TrainingConfig
 
     size = options.chunk_size
     model = StackConfig(
@@ -278,7 +278,7 @@ def row_of(run: dict[str, Any]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints, writes. 0: every wall time is predicted within 20%; 1: one is not."""
     from adjoint.cluster.recovery import ShardFailure
-    from adjoint.meter import versions
+    from adjoint.train.machine import versions
     from benchmarks import shards_report
 
     options = parse(argv)

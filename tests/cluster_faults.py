@@ -12,12 +12,12 @@ from typing import Any
 
 from training_helpers import metrics
 
-from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster import shard as shard_module
 from adjoint.cluster.group import ShardActor
 from adjoint.cluster.shard import Shard
 from adjoint.cluster.stretch import SequenceWork
 from adjoint.cluster.work import Work
+from adjoint.train.checkpoint import list_checkpoints
 
 FLAGS: dict[str, Any] = {
     "cluster__shards": 2,

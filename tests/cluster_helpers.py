@@ -12,8 +12,8 @@ from adjoint import Stack, StackConfig
 from adjoint.cluster.shard import Shard, total_norm
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import local_transports
-from adjoint.config import TrainingConfig
-from adjoint.optim import learning_rate, make_optimizer
+from adjoint.train.config import TrainingConfig
+from adjoint.train.optimizer import learning_rate, make_optimizer
 
 TRAINING = TrainingConfig(steps=3, warmup_steps=1, lr=0.05, grad_clip=0.5)
 
@@ -97,7 +97,7 @@ def train_stack(
     batches: list[torch.Tensor],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of the steps and the first step's gradients, as `adjoint.training` goes about it."""
+    """Losses of the steps and the first step's gradients, as `adjoint.train.trainer` goes about it."""
     optimizer = optimizer or make_optimizer(stack, training)
     losses, first = [], {}
     for step, ids in enumerate(batches, 1):

@@ -21,10 +21,10 @@ from model_helpers import make_ids
 from adjoint import Exact, Stack, StackConfig
 from adjoint.cluster import group as group_module
 from adjoint.cluster.group import Group, ShardActor
-from adjoint.config import TrainingConfig
-from adjoint.kernels import cpu_build
-from adjoint.optim import make_optimizer
-from adjoint.runtime import peak_memory_bytes
+from adjoint.kernels.cpu import build as cpu_build
+from adjoint.train.config import TrainingConfig
+from adjoint.train.machine import peak_memory_bytes
+from adjoint.train.optimizer import make_optimizer
 
 METHOD = Exact(512)
 TRAINING = TrainingConfig(device="cpu", threads=1, precision="float32")

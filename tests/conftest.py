@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adjoint.kernels import cpu_build
+from adjoint.kernels.cpu import build as cpu_build
 
 
 @pytest.fixture(autouse=True, scope="session")

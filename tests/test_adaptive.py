@@ -10,7 +10,7 @@ from test_windowed import MIXERS, WindowedBackprop, assert_same, gradients, make
 
 import adjoint
 from adjoint import exact
-from adjoint.decay import BLOCK, Decays
+from adjoint.engine.decay import BLOCK, Decays
 
 AUTO = adjoint.Truncated("auto", chunk_size=20, tolerance=1e-3)
 

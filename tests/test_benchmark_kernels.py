@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjoint.kernels import cpu_build
+from adjoint.kernels.cpu import build as cpu_build
 from benchmarks import (
     common,
     kernels,

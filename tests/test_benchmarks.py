@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adjoint import meter
+from adjoint.train import machine as meter
 from benchmarks import common, memory, memory_report, window_time
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import adjoint.checkpoint as checkpoint_module
-from adjoint.checkpoint import (
+import adjoint.train.checkpoint as checkpoint_module
+from adjoint.errors import UserError
+from adjoint.train.checkpoint import (
     DamagedCheckpoint,
     list_checkpoints,
     load_checkpoint,
@@ -20,7 +21,6 @@ from adjoint.checkpoint import (
     set_aside_after,
     verify_checkpoint,
 )
-from adjoint.errors import UserError
 
 
 class Tied(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint import tile
+from adjoint.engine import tile
 from adjoint.methods import default_chunk_size, gpu_chunk_size, kept_bytes
 
 LARGE = adjoint.StackConfig(vocab_size=256, d_model=2048, n_layer=48)  # 1.27B parameters

@@ -13,10 +13,10 @@ from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cluster import fit
 from adjoint.cluster.assign import make_specs
 from adjoint.cluster.devices import Device
+from adjoint.cluster.memory import Setup
 from adjoint.cluster.partition import layer_costs
-from adjoint.config import TrainingConfig
 from adjoint.errors import UserError
-from adjoint.plan import Setup
+from adjoint.train.config import TrainingConfig
 
 MODEL = StackConfig(vocab_size=64, d_model=64, n_layer=6, tie_embeddings=False)
 SETUP = Setup(MODEL, Exact(chunk_size=512), batch=1, seqlen=8192, reserve=False)

@@ -23,12 +23,12 @@ from model_helpers import SIZES, VARIANTS, assert_same, make_ids
 from training_helpers import metrics, tiny, train_tiny
 
 from adjoint import Exact, LayerLocal, Stack, StackConfig, Truncated
-from adjoint.checkpoint import Tensors, begin_checkpoint, commit_checkpoint
 from adjoint.cluster import placement
 from adjoint.cluster.placement import Need
-from adjoint.config import TrainingConfig
 from adjoint.errors import UserError
-from adjoint.optim import learning_rate, make_optimizer
+from adjoint.train.checkpoint import Tensors, begin_checkpoint, commit_checkpoint
+from adjoint.train.config import TrainingConfig
+from adjoint.train.optimizer import learning_rate, make_optimizer
 
 REPOSITORY = Path(__file__).parent.parent
 TRAINING = TrainingConfig(

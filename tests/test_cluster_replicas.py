@@ -14,8 +14,8 @@ from adjoint.cluster import replicas as replicas_module
 from adjoint.cluster.replicas import rows_of, sum_gradients
 from adjoint.cluster.shard import Shard
 from adjoint.cluster.transport import local_transports
-from adjoint.config import TrainingConfig
 from adjoint.errors import UserError
+from adjoint.train.config import TrainingConfig
 
 MIXED = ["mamba", "mamba2", "dense"]
 

@@ -13,8 +13,8 @@ from training_helpers import same_training, train_tiny
 from adjoint.cluster import group as group_module
 from adjoint.cluster import placement
 from adjoint.cluster.placement import Need
-from adjoint.config import ClusterConfig
 from adjoint.errors import UserError
+from adjoint.train.config import ClusterConfig
 
 FLAGS: dict[str, Any] = {"data__batch": 3, "training__precision": "float64", "training__steps": 4}
 

@@ -21,7 +21,7 @@ from adjoint.cluster.stretch import SequenceWork, carry, carry_back, chain
 from adjoint.cluster.transport import local_transports
 from adjoint.errors import UserError
 from adjoint.loss import count_valid, shift_labels
-from adjoint.runtime import autocast
+from adjoint.train.machine import autocast
 
 Names = dict[str, Tensor]
 

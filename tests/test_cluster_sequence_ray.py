@@ -13,7 +13,7 @@ from training_helpers import same_training, train_tiny
 
 from adjoint import Exact, StackConfig
 from adjoint.cluster import group as group_module
-from adjoint.config import TrainingConfig
+from adjoint.train.config import TrainingConfig
 
 FLAGS: dict[str, Any] = {"data__batch": 2, "training__precision": "float64", "training__steps": 4}
 

@@ -21,14 +21,15 @@ from cluster_helpers import (
 )
 from model_helpers import SIZES, VARIANTS, assert_same, make_ids
 
-from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated, runtime
-from adjoint.checkpoint import begin_checkpoint, commit_checkpoint, load_checkpoint, verify_checkpoint
+from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run, Schedule, Send, check
 from adjoint.cluster.shard import Shard
-from adjoint.config import TrainingConfig
 from adjoint.errors import UserError
-from adjoint.optim import make_optimizer
+from adjoint.train import machine as runtime
+from adjoint.train.checkpoint import begin_checkpoint, commit_checkpoint, load_checkpoint, verify_checkpoint
+from adjoint.train.config import TrainingConfig
+from adjoint.train.optimizer import make_optimizer
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

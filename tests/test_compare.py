@@ -13,10 +13,12 @@ import torch
 from model_helpers import make_ids, make_model
 from training_helpers import train_tiny, write_text
 
-from adjoint import Backprop, Exact, LayerLocal, Truncated, compare, sweep_report
+from adjoint import Backprop, Exact, LayerLocal, Truncated
 from adjoint.cli import main
-from adjoint.compare import Comparison, smallest_window
-from adjoint.meter import PeakMemory, environment, memory_left
+from adjoint.tools.sweep import compare
+from adjoint.tools.sweep import report as sweep_report
+from adjoint.tools.sweep.compare import Comparison, smallest_window
+from adjoint.train.machine import PeakMemory, environment, memory_left
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +235,9 @@ def test_a_sweep_goes_on_with_what_it_has(
         return row(self, name, window, step)
 
     monkeypatch.setattr(Comparison, "row", interrupted)
-    monkeypatch.setattr("adjoint.compare_plot.plot_sweep", lambda result, path: None)  # half a second each
+    monkeypatch.setattr(
+        "adjoint.tools.sweep.plot.plot_sweep", lambda result, path: None
+    )  # half a second each
     assert sweep(tmp_path, data="random") == 130
     shown = capsys.readouterr()
     assert "gradients side by side" in shown.out and "4 rows to go" in shown.err
@@ -269,7 +273,7 @@ def test_a_sweep_goes_on_with_what_it_has(
 def test_exact_is_the_baseline_where_backprop_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("adjoint.compare_plot.plot_sweep", lambda result, path: None)
+    monkeypatch.setattr("adjoint.tools.sweep.plot.plot_sweep", lambda result, path: None)
     monkeypatch.setattr(compare, "backprop_fits", lambda model, ids: False)
     flags = {"data": "random", "windows": "4", "methods": "truncated"}
     assert sweep(tmp_path, **flags) == 0

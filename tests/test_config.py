@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from adjoint.config import Config, load_config
-from adjoint.config_parser import Count, _sections, nearest
 from adjoint.errors import UserError
 from adjoint.methods import METHODS
 from adjoint.stack import Stack
+from adjoint.train.config import Config, load_config
+from adjoint.train.flags import Count, _sections, nearest
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PAPER_SIZES = {

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from text_helpers import TEXTS, own_cache, packed, stream, words, write  # noqa: F401  (own_cache: autouse)
 
-from adjoint import corpus
-from adjoint.data import DataConfig, open_data
+from adjoint.data import sources as corpus
+from adjoint.data.batches import DataConfig, open_data
 from adjoint.errors import UserError
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from text_helpers import own_cache, packed, stream, words  # noqa: F401  (own_cache is an autouse fixture)
 
-from adjoint import token_cache
-from adjoint.data import Batches, DataConfig, EvalBatches, open_data, unigram_entropy
+from adjoint.data import cache as token_cache
+from adjoint.data.batches import Batches, DataConfig, EvalBatches, open_data, unigram_entropy
 from adjoint.errors import UserError
 
 
@@ -214,7 +214,7 @@ def test_data_reports_the_entropy_of_the_training_split(tmp_path: Path) -> None:
 
 def test_optional_packages_are_imported_where_they_are_used() -> None:
     code = (
-        "import sys, adjoint.data\n"
+        "import sys, adjoint.data.batches\n"
         "print([m for m in ('pyarrow', 'tokenizers', 'transformers') if m in sys.modules])"
     )
     root = Path(__file__).parent.parent

@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from adjoint import doctor, doctor_devices, doctor_report
 from adjoint.cli import main
-from adjoint.kernels import cpu, cpu_build, dispatch, reference
+from adjoint.kernels import dispatch, reference
+from adjoint.kernels.cpu import backend as cpu
+from adjoint.kernels.cpu import build as cpu_build
+from adjoint.tools.doctor import command as doctor
+from adjoint.tools.doctor import devices as doctor_devices
+from adjoint.tools.doctor import report as doctor_report
 
 REPOSITORY = Path(__file__).parent.parent
 needs_cpp = pytest.mark.skipif(dispatch.why_not("cpu") is not None, reason="no C++ kernels here")

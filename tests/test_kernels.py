@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from adjoint.kernels import cpu_build, dispatch, reference
+from adjoint.kernels import dispatch, reference
 from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan

@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated, plan, plan_count, plan_time
+from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cli import main
+from adjoint.cluster import count as plan_count
+from adjoint.cluster import memory as plan
+from adjoint.cluster.memory import Setup, memory
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run
 from adjoint.cluster.tasks import TaskWork
 from adjoint.cluster.work import ExactWork
 from adjoint.loss import shift_labels
 from adjoint.methods import default_chunk_size
-from adjoint.plan import Setup, memory
+from adjoint.tools.plan import estimate as plan_time
 from adjoint.windowed import tasks
 
 METHODS = [
@@ -152,9 +155,10 @@ def test_memory_is_what_a_process_takes(method: str) -> None:
     code = f"""
 import sys, torch
 from adjoint import *
-from adjoint import meter, plan
-from adjoint.config import TrainingConfig
-from adjoint.optim import make_optimizer
+from adjoint.train import machine as meter
+from adjoint.cluster import memory as plan
+from adjoint.train.config import TrainingConfig
+from adjoint.train.optimizer import make_optimizer
 one = torch.nn.Linear(2, 2)
 one(torch.zeros(1, 2)).sum().backward()
 torch.optim.AdamW(one.parameters()).step()  # imports more

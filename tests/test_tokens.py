@@ -14,10 +14,11 @@ import pytest
 import torch
 from text_helpers import TEXTS, own_cache, packed, stream, words, write  # noqa: F401  (own_cache: autouse)
 
-from adjoint import corpus, token_cache
-from adjoint.data import DataConfig, check_vocab_size, open_data
+from adjoint.data import cache as token_cache
+from adjoint.data import sources as corpus
+from adjoint.data.batches import DataConfig, check_vocab_size, open_data
+from adjoint.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from adjoint.errors import UserError
-from adjoint.tokens import ByteTokenizer, FileTokenizer, load_tokenizer
 
 
 def test_bytes_round_trip_and_never_fail_to_decode() -> None:
@@ -229,7 +230,7 @@ def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_processes_that_build_the_same_cache_at_once(tmp_path: Path, cache: Path) -> None:
     words(tmp_path, 30, 5000)
     code = (
-        "import sys; from adjoint.data import *\n"
+        "import sys; from adjoint.data.batches import *\n"
         "sys.stdin.readline()\n"  # all start together
         f"d = open_data(DataConfig(path={str(tmp_path)!r}, seqlen=64))\n"
         "print(d.fingerprint, int(d.train.tokens.sum()), d.n_eval_tokens)"

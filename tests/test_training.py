@@ -20,10 +20,10 @@ from torch import nn
 from training_helpers import metrics, tiny, train_tiny, weights
 
 from adjoint import Stack, StackConfig
-from adjoint.checkpoint import list_checkpoints
-from adjoint.config import TrainingConfig
-from adjoint.optim import learning_rate, parameter_groups
-from adjoint.rundir import RunFolder
+from adjoint.train.checkpoint import list_checkpoints
+from adjoint.train.config import TrainingConfig
+from adjoint.train.optimizer import learning_rate, parameter_groups
+from adjoint.train.rundir import RunFolder
 
 REPOSITORY = Path(__file__).parent.parent
 KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory_bytes"}
@@ -87,7 +87,7 @@ def test_its_config_repeats_the_run(reference: Path, tmp_path: Path) -> None:
 # A training process that kills itself: CALL counts the calls of a function of the process, in which it dies.
 SUICIDAL = """
 import os, signal, sys
-import adjoint.checkpoint, torch
+import adjoint.train.checkpoint, torch
 from adjoint.cli import main
 owner, name, fatal = {owner}, {name!r}, {fatal}
 original, calls = getattr(owner, name), 0
@@ -118,7 +118,7 @@ def test_kill_in_a_step_and_in_a_checkpoint_write_then_resume_is_the_undisturbed
     assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000003"]
     # Resumed, and killed while it writes the second file of the checkpoint of step 6.
-    killed(tmp_path, "adjoint.checkpoint", "_fsync", fatal=2, run__resume="auto")
+    killed(tmp_path, "adjoint.train.checkpoint", "_fsync", fatal=2, run__resume="auto")
     assert metrics(run)[-1]["step"] == 6
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000003"]
     assert train_tiny(tmp_path, run__resume="auto") == 0

@@ -24,7 +24,7 @@ def test_every_operation_has_a_trial():
 @pytest.mark.skipif("cpu" not in adjoint.backends(), reason="no C++ compiler")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_compiled_backend_passes(operation):
-    from adjoint.kernels import cpu
+    from adjoint.kernels.cpu import backend as cpu
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -86,7 +86,8 @@ def test_triton_passes_under_the_interpreter(operation):
     pytest.importorskip("triton")
     code = f"""
 import torch, warnings
-from adjoint.kernels import trial, triton_backend
+from adjoint.kernels import trial
+from adjoint.kernels.triton import backend as triton_backend
 warnings.simplefilter("error")
 trial.SEQLEN, trial.WINDOWS = 67, (None,)
 assert trial.passes(triton_backend, {operation!r}, torch.device("cpu"), torch.float32)
@@ -102,12 +103,13 @@ def test_triton_takes_half_precision_as_it_is():
     pytest.importorskip("triton")
     code = """
 import torch
-from adjoint.kernels import dispatch, triton_selective_scan
+from adjoint.kernels import dispatch
+from adjoint.kernels.triton.selective_scan import launch as triton_selective_scan
 from adjoint import selective_scan
 
 seen = []
 forward = triton_selective_scan.selective_scan_forward
-from adjoint.kernels import triton_backend
+from adjoint.kernels.triton import backend as triton_backend
 triton_backend.selective_scan_forward = lambda u, *rest: seen.append(u.dtype) or forward(u, *rest)
 torch.manual_seed(0)
 u, delta, z, dy = (torch.randn(1, 21, 6) for _ in range(4))

@@ -16,7 +16,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton_aot as aot
 from triton.runtime.jit import JITFunction
 
-from adjoint.kernels import trial, triton_backend
+from adjoint.kernels import trial
+from adjoint.kernels.triton import backend as triton_backend
 
 
 @pytest.mark.slow

@@ -24,11 +24,11 @@ if not INTERPRETED:
     pytest.skip(SKIPPED, allow_module_level=True)
 
 from adjoint.kernels import reference
-from adjoint.kernels import triton_common as common
-from adjoint.kernels import triton_conv1d as conv
-from adjoint.kernels import triton_linear_scan as linear
-from adjoint.kernels import triton_norm as norm
 from adjoint.kernels.rms_norm import rms_norm
+from adjoint.kernels.triton import common
+from adjoint.kernels.triton import conv1d as conv
+from adjoint.kernels.triton import linear_scan as linear
+from adjoint.kernels.triton import rms_norm as norm
 
 # ------------------------------------------------------------------------------------------------ linear scan
 

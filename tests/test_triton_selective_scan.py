@@ -25,8 +25,8 @@ if not INTERPRETED:
     pytest.skip(SKIPPED, allow_module_level=True)
 
 from adjoint.kernels import reference
-from adjoint.kernels import triton_common as common
-from adjoint.kernels import triton_selective_scan as selective
+from adjoint.kernels.triton import common
+from adjoint.kernels.triton.selective_scan import launch as selective
 
 NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 SMALL = {"A", "D", "delta_bias", "initial_state"}  # in the states' dtype; the others in the inputs'

@@ -23,7 +23,7 @@ if not INTERPRETED:
     pytest.skip(SKIPPED, allow_module_level=True)
 
 from adjoint.kernels import reference
-from adjoint.kernels import triton_ssd as ssd
+from adjoint.kernels.triton.ssd_scan import launch as ssd
 
 NAMES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "initial_state")
 SMALL = {"A", "D", "dt_bias", "initial_state"}  # in the states' dtype; the others in the inputs'

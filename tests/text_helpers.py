@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adjoint.data import Data
+from adjoint.data.batches import Data
 
 TEXTS = ["The first document.\r\nTwo lines.\n", "Zweites Schriftstück: λ, 状態 🌊", "third\n" * 40]
 

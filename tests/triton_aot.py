@@ -30,12 +30,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from adjoint.kernels import triton_common as common
-from adjoint.kernels import triton_conv1d as conv
-from adjoint.kernels import triton_linear_scan as linear
-from adjoint.kernels import triton_norm as norm
-from adjoint.kernels import triton_selective_scan as selective
-from adjoint.kernels import triton_ssd as ssd
+from adjoint.kernels.triton import common
+from adjoint.kernels.triton import conv1d as conv
+from adjoint.kernels.triton import linear_scan as linear
+from adjoint.kernels.triton import rms_norm as norm
+from adjoint.kernels.triton.selective_scan import launch as selective
+from adjoint.kernels.triton.ssd_scan import launch as ssd
 
 POINTERS = {
     torch.float32: "*fp32",

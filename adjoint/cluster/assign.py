@@ -12,8 +12,8 @@ from adjoint.cluster.devices import shares
 from adjoint.cluster.partition import layer_costs, partition
 from adjoint.cluster.sequence import stretched
 from adjoint.cluster.spec import ShardSpec
-from adjoint.config import TrainingConfig
-from adjoint.plan import Setup
+from adjoint.train.config import TrainingConfig
+from adjoint.cluster.memory import Setup
 from adjoint.stack import Stack
 
 

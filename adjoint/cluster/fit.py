@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from adjoint import plan
+from adjoint.cluster import memory as plan
 from adjoint.cluster.devices import Device
 from adjoint.cluster.partition import GB, partition
 from adjoint.errors import UserError
-from adjoint.plan import Memory, Setup, chunking
+from adjoint.cluster.memory import Memory, Setup, chunking
 
 LONGEST = 1 << 33  # tokens; no sequence is longer
 

@@ -22,7 +22,7 @@ from adjoint.cluster.sequence import check_setup, pick_exchange
 from adjoint.cluster.shard import Shard
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import Mailbox, ObjectStoreTransport, Transport, join
-from adjoint.config import TrainingConfig
+from adjoint.train.config import TrainingConfig
 from adjoint.errors import UserError
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has
@@ -49,9 +49,9 @@ class ShardActor:
         import torch._dynamo  # 150 MB of modules that the optimizer imports otherwise
 
         from adjoint.cluster import devices
-        from adjoint.kernels import cpu_build
-        from adjoint.meter import total_memory_bytes
-        from adjoint.runtime import pick_device, pick_precision
+        from adjoint.kernels.cpu import build as cpu_build
+        from adjoint.train.machine import total_memory_bytes
+        from adjoint.train.machine import pick_device, pick_precision
 
         device = pick_device(training.device)
         if device.type == "cpu":
@@ -78,7 +78,7 @@ class ShardActor:
         """Becomes a shard, drawn from the seed or filled from a checkpoint."""
         import torch
 
-        from adjoint.runtime import set_up
+        from adjoint.train.machine import set_up
 
         set_up(dataclasses.replace(spec.training, threads=spec.threads), torch.device(spec.device))
         transport: Transport | None = None

@@ -14,8 +14,8 @@ from torch.func import functional_call
 from adjoint.layers import StackConfig
 from adjoint.layers.norm import RMSNorm
 from adjoint.loss import linear_cross_entropy
-from adjoint.stack import Block
-from adjoint.tile import State
+from adjoint.layers import Block
+from adjoint.engine.tile import State
 
 _RESIDUAL = ("mixer.out_proj.weight", "mlp.out_proj.weight")  # what `Stack` scales by depth
 

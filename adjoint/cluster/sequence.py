@@ -35,7 +35,7 @@ from adjoint.layers import StackConfig
 from adjoint.methods import Exact
 
 if TYPE_CHECKING:
-    from adjoint.plan import Setup
+    from adjoint.cluster.memory import Setup
 
 EXCHANGES = ("affine", "wavefront")
 

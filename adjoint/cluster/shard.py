@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.checkpoint import Tensors, load_optimizer, optimizer_tensors, write_file
+from adjoint.train.checkpoint import Tensors, load_optimizer, optimizer_tensors, write_file
 from adjoint.cluster import schedule, sequence, stealing
 from adjoint.cluster.part import Part
 from adjoint.cluster.pool import Pool, Steal
@@ -32,8 +32,8 @@ from adjoint.cluster.work import ExactWork, Work
 from adjoint.errors import UserError
 from adjoint.loss import count_valid, shift_labels
 from adjoint.methods import Exact, LayerLocal, Truncated, default_chunk_size
-from adjoint.optim import make_optimizer
-from adjoint.runtime import autocast, peak_memory_bytes
+from adjoint.train.optimizer import make_optimizer
+from adjoint.train.machine import autocast, peak_memory_bytes
 from adjoint.windowed import tasks as windowed_tasks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from adjoint.config import TrainingConfig
+from adjoint.train.config import TrainingConfig
 from adjoint.layers import StackConfig
 
 

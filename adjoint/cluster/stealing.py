@@ -30,7 +30,7 @@ from adjoint.cluster.pool import Bag, Pool, Unit
 from adjoint.cluster.schedule import Action, Recv, Schedule, Send, runs_of
 from adjoint.cluster.tasks import HelperWork, TaskWork
 from adjoint.cluster.transport import Pending, Transport
-from adjoint.tile import Gradients
+from adjoint.engine.tile import Gradients
 
 Traced = Callable[[Action], AbstractContextManager[None]]  # notes when an action begins and ends
 NONE_LEFT = -1

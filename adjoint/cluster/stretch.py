@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adjoint import tile
+from adjoint.engine import tile
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run, Send
 from adjoint.cluster.sequence import kept, reach
 from adjoint.cluster.tasks import flat, pieces
 from adjoint.cluster.work import Work
-from adjoint.stack import Block
+from adjoint.layers import Block
 from adjoint.windowed import Task, vjp
 
 

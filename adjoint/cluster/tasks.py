@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from adjoint import sweep, tile
+from adjoint import sweep
+from adjoint.engine import tile
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run, Send
 from adjoint.cluster.work import Work
-from adjoint.tile import Cotangents, Gradients, State
+from adjoint.engine.tile import Cotangents, Gradients, State
 from adjoint.windowed import Task, vjp
 
 Reads = tuple[Tensor, State, Tensor]  # inputs, state, cotangents of the outputs

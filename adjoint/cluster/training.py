@@ -1,4 +1,4 @@
-"""Training over shards: the loop of `adjoint.training`, with the model in the hands of a `Group`.
+"""Training over shards: the loop of `adjoint.train.trainer`, with the model in the hands of a `Group`.
 
 `adjoint train` comes through here: with ``cluster.shards`` 0 it goes on to the loop in one process, and Ray
 is never imported. A run over shards writes the same folder, and its checkpoints are read by any number of
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from adjoint.checkpoint import (
+from adjoint.train.checkpoint import (
     begin_checkpoint,
     check_config,
     commit_checkpoint,
@@ -31,14 +31,14 @@ from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.replicas import check_rows
 from adjoint.cluster.sequence import check_setup, check_stretches
 from adjoint.cluster.shard import check_helpers, total_norm, window_of
-from adjoint.config import Config, load_config
+from adjoint.train.config import Config, load_config
 from adjoint.errors import UserError
-from adjoint.optim import learning_rate
-from adjoint.rundir import open_run
-from adjoint.runtime import rng_state
+from adjoint.train.optimizer import learning_rate
+from adjoint.train.rundir import open_run
+from adjoint.train.machine import rng_state
 from adjoint.stack import Stack
-from adjoint.training import Outcome, Trainer
-from adjoint.training import train as train_in_one_process
+from adjoint.train.trainer import Outcome, Trainer
+from adjoint.train.trainer import train as train_in_one_process
 
 
 def main(argv: list[str]) -> int:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjoint import sweep, tile
+from adjoint import sweep
+from adjoint.engine import tile
 from adjoint.cluster.part import Part
 from adjoint.cluster.schedule import Recv, Run, Send
 from adjoint.edges import Edges
-from adjoint.tile import Cotangents, Gradients, Pullback, State
+from adjoint.engine.tile import Cotangents, Gradients, Pullback, State
 
 
 class Work(sweep.Sweep):

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from adjoint.kernels import cpu, dispatch, reference
+from adjoint.kernels import dispatch, reference
+from adjoint.kernels.cpu import backend as cpu
 
 
 def selective_scan(backend: str | None, u: Tensor, A: Tensor) -> tuple[int, ...]:
@@ -15,7 +16,7 @@ def selective_scan(backend: str | None, u: Tensor, A: Tensor) -> tuple[int, ...]
         return batch, -(-seqlen // reference.SEGMENT), d_inner, d_state
     if impl is cpu:
         return _cpu(batch, seqlen, 1, d_inner, d_state, u.dtype)
-    from adjoint.kernels import triton_selective_scan
+    from adjoint.kernels.triton.selective_scan import launch as triton_selective_scan
 
     return batch, -(-seqlen // triton_selective_scan.CHECKPOINT), d_state, d_inner
 
@@ -29,7 +30,7 @@ def ssd_scan(backend: str | None, x: Tensor, B: Tensor) -> tuple[int, ...]:
         return batch, -(-seqlen // reference.SEGMENT), nheads, headdim, d_state
     if impl is cpu:
         return _cpu(batch, seqlen, nheads, headdim, d_state, x.dtype)
-    from adjoint.kernels import triton_ssd
+    from adjoint.kernels.triton.ssd_scan import launch as triton_ssd
 
     return batch, -(-seqlen // triton_ssd.CHUNK[x.element_size()]), nheads, headdim, d_state
 

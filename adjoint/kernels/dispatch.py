@@ -9,9 +9,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from adjoint.kernels import cpu_build, trial
+from adjoint.kernels import trial
+from adjoint.kernels.cpu import build as cpu_build
 
-_MODULES = {"reference": "reference", "cpu": "cpu", "triton": "triton_backend"}
+_MODULES = {"reference": "reference", "cpu": "cpu.backend", "triton": "triton.backend"}
 
 
 def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str | None:

@@ -1,0 +1,293 @@
+"""Text in, batches of token ids out.
+
+    data = open_data(DataConfig(seqlen=16384, batch=1), seed=0)
+    ids = next(data.train)              # (batch, seqlen) int64; the labels are the same ids: the model shifts
+    cursor = data.train.state_dict()    # plain ints and strings; load_state_dict(cursor) goes on from there
+    for ids in data.eval: ...           # fixed windows of the held-out split, the same at every evaluation
+
+Documents are packed end to end, a separator after each, into one long stream a split (`adjoint.data.sources`
+reads the files, `adjoint.data.tokenizer` tokenises, `adjoint.data.cache` keeps the result). Training cuts its
+stream into windows of `seqlen` consecutive tokens, in an order that depends on the seed and the epoch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from adjoint.data.cache import TokenCache, open_tokens, unigram_entropy
+from adjoint.data.sources import find_sources
+from adjoint.data.tokenizer import Tokenizer, load_tokenizer
+from adjoint.errors import UserError
+
+__all__ = ["Batches", "Data", "DataConfig", "EvalBatches", "check_vocab_size", "open_data", "unigram_entropy"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What text to train on and how it is cut.
+
+    Args:
+        path: A file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl
+            .parquet, each also as .gz. Unset: the sources of the Python standard library.
+        seqlen: Tokens a sequence.
+        batch: Sequences a step.
+        tokenizer: "byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a local Hugging
+            Face tokenizer folder.
+        text_field: The field (.jsonl) or column (.parquet) that holds a document's text.
+        separator: What closes each document in the stream. Unset: byte 0, or the tokenizer's end-of-text
+            token. A token of the tokenizer (any text for "byte"); "" for none.
+        eval_fraction: Share of the text held out for evaluation, above 0 and at most 0.5: whole files where
+            that comes near the share, else the end of the stream.
+        eval_tokens: At most so many held-out tokens are read at each evaluation; 0 for no evaluation.
+        cache_dir: Where tokenised text is kept. Unset: $ADJOINT_CACHE, else $XDG_CACHE_HOME/adjoint, else
+            ~/.cache/adjoint.
+
+    Raises:
+        UserError: A value is out of range or of the wrong type.
+    """
+
+    path: str | list[str] | None = None
+    seqlen: int = 16384
+    batch: int = 1
+    tokenizer: str = "byte"
+    text_field: str = "text"
+    separator: str | None = None
+    eval_fraction: float = 0.05
+    eval_tokens: int = 65536
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("seqlen", 2), ("batch", 1), ("eval_tokens", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise UserError(f"data.{name} must be an integer, not {value!r}")
+            if value < least:
+                raise UserError(f"data.{name} is {value}: it must be at least {least}")
+        for name in ("tokenizer", "text_field"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise UserError(f"data.{name} must be a text that is not empty, not {value!r}")
+        for name in ("separator", "cache_dir"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise UserError(f"data.{name} must be a text or unset, not {value!r}")
+        fraction = self.eval_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 0.5:
+            raise UserError(f"data.eval_fraction is {fraction!r}: it must be above 0 and at most 0.5")
+        paths = [] if self.path is None else [self.path] if isinstance(self.path, str) else self.path
+        if not isinstance(paths, list | tuple) or not all(isinstance(p, str) and p for p in paths):
+            raise UserError(f"data.path must be a path or a list of paths, not {self.path!r}")
+        if self.path is not None and not paths:
+            raise UserError("data.path is an empty list: name a file or folder, or leave it out")
+
+
+class Batches:
+    """The endless, resumable sequence of training batches.
+
+    Epoch e cuts the stream into windows of `seqlen` tokens from an offset of its own (so window edges move
+    from epoch to epoch) and shuffles them; both depend on (seed, e) alone. A batch is the next `batch`
+    windows and may span two epochs, so no window is dropped and a corpus may hold fewer windows than a batch.
+
+    Attributes:
+        epoch: Number of the epoch of the next window, from 0.
+        position: Windows of that epoch already handed out.
+    """
+
+    def __init__(self, tokens: np.ndarray, seqlen: int, batch: int, seed: int, fingerprint: str) -> None:
+        """tokens: (n,) unsigned integers, n > seqlen, fingerprint: names their content."""
+        if len(tokens) < seqlen + 1:
+            raise UserError(f"{len(tokens)} tokens are too few for data.seqlen {seqlen}")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise UserError(f"the seed must be an integer of at least 0, not {seed!r}")
+        self.tokens, self.seqlen, self.batch, self.seed = tokens, seqlen, batch, seed
+        self.fingerprint = fingerprint
+        self.epoch, self.position = 0, 0
+        self._starts_epoch = -1
+        self._starts = np.empty(0, np.int64)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        """The next batch: (batch, seqlen) int64 on the CPU."""
+        ids = np.empty((self.batch, self.seqlen), np.int64)
+        for row in ids:
+            starts = self._window_starts(self.epoch)
+            if self.position >= len(starts):
+                self.epoch, self.position = self.epoch + 1, 0
+                starts = self._window_starts(self.epoch)
+            start = starts[self.position]
+            row[:] = self.tokens[start : start + self.seqlen]
+            self.position += 1
+        return torch.from_numpy(ids)
+
+    def _window_starts(self, epoch: int) -> np.ndarray:
+        """First token of each window of an epoch, in the order they are handed out: (windows,) int64."""
+        if epoch != self._starts_epoch:
+            # Raw bits, not Generator.permutation: NumPy promises the same bits in every release, but not the
+            # same permutation, and a resumed run must see the order it saw before.
+            bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch]))
+            spare = len(self.tokens) - self.seqlen
+            offset = int(bits.random_raw()) % (min(self.seqlen - 1, spare) + 1)
+            windows = (len(self.tokens) - offset) // self.seqlen
+            order = np.argsort(bits.random_raw(windows), kind="stable")
+            self._starts, self._starts_epoch = offset + self.seqlen * order.astype(np.int64), epoch
+        return self._starts
+
+    def state_dict(self) -> dict[str, int | str]:
+        """The cursor: plain ints and strings."""
+        return {"epoch": self.epoch, "position": self.position, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a cursor that `state_dict` gave.
+
+        Raises:
+            UserError: The cursor is of other data, another seqlen, batch or seed, or is no cursor at all.
+        """
+        for name, here in self._identity().items():
+            if state.get(name) != here:
+                raise UserError(
+                    f"the data cursor to resume from has {name} {state.get(name)!r}, this run has {here!r}: "
+                    "resume with the same data.path, data.tokenizer, data.seqlen, data.batch and seed"
+                )
+        epoch: Any = state.get("epoch")
+        position: Any = state.get("position")
+        sound = isinstance(epoch, int) and isinstance(position, int) and epoch >= 0
+        if not sound or not 0 <= position <= len(self._window_starts(epoch)):
+            raise UserError(
+                f"the data cursor to resume from is damaged: epoch {epoch!r}, position {position!r}"
+            )
+        self.epoch, self.position = epoch, position
+
+    def _identity(self) -> dict[str, int | str]:
+        return {
+            "seed": self.seed,
+            "seqlen": self.seqlen,
+            "batch": self.batch,
+            "n_tokens": len(self.tokens),
+            "fingerprint": self.fingerprint,
+        }
+
+
+class EvalBatches:
+    """The held-out windows, in order and the same at every pass; `len` counts the batches of one pass.
+
+    Each item is (up to batch, up to seqlen) int64: the last batch may hold fewer windows, and a held-out
+    split (or `eval_tokens`) shorter than seqlen is one shorter window. Weigh each batch's loss by its number
+    of predictions, ids[:, 1:].numel(). Empty (no item) where there are fewer than two tokens.
+    """
+
+    def __init__(self, tokens: np.ndarray, seqlen: int, batch: int, eval_tokens: int) -> None:
+        available = min(len(tokens), eval_tokens)
+        self.window = min(seqlen, available)
+        self.n_windows = available // self.window if self.window >= 2 else 0
+        self.tokens, self.batch = tokens, batch
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens read in one pass."""
+        return self.n_windows * self.window
+
+    def __len__(self) -> int:
+        return -(-self.n_windows // self.batch)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for first in range(0, self.n_windows, self.batch):
+            last = min(first + self.batch, self.n_windows)
+            ids = self.tokens[first * self.window : last * self.window].astype(np.int64)
+            yield torch.from_numpy(ids.reshape(last - first, self.window))
+
+
+@dataclass(frozen=True)
+class Data:
+    """Opened data, what `open_data` returns.
+
+    Attributes:
+        train: Endless training batches, with the cursor.
+        eval: Held-out batches, the same at every pass; may be empty.
+        tokenizer: Has `encode(text) -> list[int]`, `decode(ids) -> str`, `vocab_size`, `separator_ids`.
+        vocab_size: The model's vocabulary: as asked for, else the tokenizer's.
+        n_train_tokens: Tokens of the training split.
+        n_eval_tokens: Tokens of the held-out split (`eval.n_tokens` of them are read).
+        n_documents: Documents in both splits.
+        unigram_entropy: Nats a token of the training split's unigram distribution: what a model that knows
+            frequencies only would lose; training must get below it.
+        description: One line for the log: what the text is.
+        fingerprint: Digest of the tokens, as in the cursor.
+    """
+
+    train: Batches
+    eval: EvalBatches
+    tokenizer: Tokenizer
+    vocab_size: int
+    n_train_tokens: int
+    n_eval_tokens: int
+    n_documents: int
+    unigram_entropy: float
+    description: str
+    fingerprint: str
+
+
+def open_data(config: DataConfig, seed: int = 0, vocab_size: int | None = None) -> Data:
+    """Find, tokenise (once: the result is cached and memory-mapped) and cut the text that `config` names.
+
+    Args:
+        config: What text and how it is cut.
+        seed: Order of the training windows; at least 0.
+        vocab_size: The model's vocabulary, to check the tokens against; None takes the tokenizer's.
+
+    Raises:
+        UserError: Paths, files, tokenizer or sizes do not fit; the message says which and what to do.
+    """
+    tokenizer = load_tokenizer(config.tokenizer, config.separator)
+    sources = find_sources(config.path)
+    cache = open_tokens(sources, tokenizer, config.text_field, config.eval_fraction, config.cache_dir)
+    vocab_size = check_vocab_size(cache.max_token_id, vocab_size, tokenizer)
+    train, held_out = cache.train, cache.eval
+    _check_length(cache, sources.description, config.seqlen)
+    return Data(
+        train=Batches(train, config.seqlen, config.batch, seed, cache.fingerprint),
+        eval=EvalBatches(held_out, config.seqlen, config.batch, config.eval_tokens),
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        n_train_tokens=len(train),
+        n_eval_tokens=len(held_out),
+        n_documents=cache.n_documents,
+        unigram_entropy=cache.unigram_entropy,
+        description=sources.description,
+        fingerprint=cache.fingerprint,
+    )
+
+
+def check_vocab_size(max_token_id: int, vocab_size: int | None, tokenizer: Tokenizer) -> int:
+    """The model's vocabulary size: `vocab_size`, or the tokenizer's where that is None.
+
+    Raises:
+        UserError: The text holds a token id that the model has no embedding for.
+    """
+    if vocab_size is None:
+        return tokenizer.vocab_size
+    if max_token_id >= vocab_size:
+        raise UserError(
+            f"token id {max_token_id} in the text is out of range for model.vocab_size {vocab_size}: "
+            f"set model.vocab_size to {tokenizer.vocab_size}, the size of the tokenizer {tokenizer.name!r}"
+        )
+    return vocab_size
+
+
+def _check_length(cache: TokenCache, description: str, seqlen: int) -> None:
+    n_train, n_total = len(cache.train), len(cache.train) + len(cache.eval)
+    if n_train >= seqlen + 1:
+        return
+    remedy = (
+        f"lower data.seqlen to at most {n_train - 1} or give more text" if n_train > 2 else "give more text"
+    )
+    raise UserError(
+        f"{description} has {n_total} tokens, {n_train} of them for training, "
+        f"but data.seqlen {seqlen} needs at least {seqlen + 1}: {remedy}"
+    )

@@ -1,0 +1,312 @@
+"""Which files the text comes from, and the documents in them.
+
+A *source* is one file on disk; it holds one document (.txt, .md, .py) or many (.jsonl: a line each; .parquet:
+a row each). Sources have a fixed order, so the same files always make the same stream.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import gzip
+import hashlib
+import io
+import json
+import os
+import platform
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from adjoint.errors import UserError
+
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+
+# In the standard library: tests (some broken on purpose, not installed everywhere), what pip installs, and
+# what is generated for one machine.
+_STDLIB_SKIPPED_DIRS = {"__pycache__", "test", "tests", "idle_test", "lib2to3"}
+_STDLIB_SKIPPED_DIRS |= {"site-packages", "dist-packages"}
+_STDLIB_SKIPPED_FILES = "_sysconfigdata"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file. `name`, relative and with /, decides its split; `size` is in bytes."""
+
+    path: Path
+    name: str
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Files in their order. `lenient`: a file that is no UTF-8 is left out instead of being an error."""
+
+    files: tuple[Source, ...]
+    description: str
+    lenient: bool = False
+
+
+def find_sources(path: str | Iterable[str] | None) -> Sources:
+    """The files that `data.path` names, each once, in a fixed order; None is the standard library's sources.
+
+    Raises:
+        UserError: A path does not exist, a glob or folder holds no supported file, a file has another suffix.
+    """
+    if path is None:
+        return _stdlib_sources()
+    paths = [path] if isinstance(path, str) else list(path)
+    found: dict[Path, Source] = {}
+    for each in paths:
+        for file, name in _expand(each):
+            # The same file named twice (overlapping globs, links) must not be in both splits.
+            found.setdefault(file.resolve(), _source(file, name))
+    files = tuple(found.values())
+    count = "1 file" if len(files) == 1 else f"{len(files)} files"
+    description = ", ".join(paths[:3]) + (f", … ({len(paths)} paths)" if len(paths) > 3 else "")
+    return Sources(files, description if description == str(files[0].path) else f"{description} ({count})")
+
+
+def split_sources(files: tuple[Source, ...], fraction: float) -> tuple[list[Source], list[Source]]:
+    """(training, held-out): whole files, about `fraction` of the bytes, chosen by a hash of the name.
+
+    Held-out files are in the order of their hashes, a fair mixture, since an evaluation may read only the
+    first. No held-out file at all where none is small enough to come near the fraction: the caller then cuts
+    the stream.
+    """
+    target = fraction * sum(file.size for file in files)
+    by_hash = sorted(range(len(files)), key=lambda i: (_name_hash(files[i].name), i))
+    held: list[int] = []
+    size = 0
+    for i in by_hash:
+        if size + files[i].size <= 1.1 * target and files[i].size > 0:
+            held.append(i)
+            size += files[i].size
+        if size >= 0.9 * target:
+            break
+    if size < 0.5 * target:
+        return list(files), []
+    chosen = set(held)
+    return [file for i, file in enumerate(files) if i not in chosen], [files[i] for i in held]
+
+
+def read_documents(source: Source, text_field: str, lenient: bool = False) -> Iterator[tuple[str, str]]:
+    """The documents of one file as (text, place), place being "FILE" or "FILE:LINE" for messages.
+
+    A byte order mark is dropped, line ends are kept as they are; blank .jsonl lines and null texts are left
+    out.
+
+    Raises:
+        UserError: The file cannot be read or decoded, a .jsonl line or the .parquet column is not as it
+            should be.
+    """
+    kind = _suffix(source.path)
+    try:
+        with _open(source.path) as stream:
+            if kind == ".jsonl":
+                yield from _jsonl_documents(stream, source.path, text_field)
+            elif kind == ".parquet":
+                yield from _parquet_documents(stream, source.path, text_field)
+            else:
+                yield stream.read().decode("utf-8-sig"), str(source.path)
+    except UnicodeDecodeError as error:
+        if not lenient:
+            raise UserError(
+                f"{source.path}: not UTF-8 (byte {error.start}): convert it, or leave it out of data.path"
+            ) from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{source.path}: damaged gzip file ({error})") from None
+    except OSError as error:
+        raise UserError(f"{source.path}: cannot be read ({error.strerror or error})") from None
+
+
+def _stdlib_sources() -> Sources:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for folder, dirs, names in os.walk(root):
+        dirs[:] = sorted(d for d in dirs if d not in _STDLIB_SKIPPED_DIRS)
+        for name in names:
+            if name.endswith(".py") and not name.startswith(_STDLIB_SKIPPED_FILES):
+                file = Path(folder, name)
+                if file.is_file():
+                    files.append(_source(file, file.relative_to(root).as_posix()))
+    if not files:
+        raise UserError(
+            f"the default text is the Python standard library's sources, and this Python has none in {root} "
+            "(they may be in a zip file or compiled): name text of your own with --data.path FILE_OR_FOLDER"
+        )
+    files.sort(key=lambda file: file.name)
+    version = platform.python_version()
+    return Sources(tuple(files), f"the Python {version} standard library ({len(files)} files)", lenient=True)
+
+
+def _expand(text: str) -> list[tuple[Path, str]]:
+    """(file, name) of everything that one entry of data.path names."""
+    path = Path(text).expanduser()
+    try:
+        if path.is_dir():
+            return _folder_files(path)
+        if path.exists():
+            if _suffix(path) is None:
+                raise UserError(f"data.path {text}: unsupported kind of file; {_supported()}")
+            return [(path, path.name)]
+    except OSError as error:
+        raise UserError(f"data.path {text}: cannot be read ({error.strerror or error})") from None
+    if glob.has_magic(text):
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        files = [m for m in matches if m.is_file() and _suffix(m)]
+        if not files:
+            what = (
+                f"matches {len(matches)} entries but none is a supported file"
+                if matches
+                else "matches nothing"
+            )
+            raise UserError(f"data.path {text}: the pattern {what}; {_supported()}")
+        root = os.path.commonpath([m.parent for m in files])
+        return [(m, Path(os.path.relpath(m, root)).as_posix()) for m in files]
+    near = difflib.get_close_matches(path.name, _listing(path.parent), n=1)
+    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+    raise UserError(f"data.path {text}: no such file or folder{hint}")
+
+
+def _folder_files(root: Path) -> list[tuple[Path, str]]:
+    def refuse(error: OSError) -> None:  # os.walk would leave an unreadable folder out in silence
+        raise error
+
+    found = []
+    entries = 0
+    seen = set()
+    for folder, dirs, names in os.walk(root, onerror=refuse, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # links may lead round in a circle
+            dirs.clear()
+            continue
+        seen.add(real)
+        dirs[:] = sorted(d for d in dirs if not d.startswith(".") and d != "__pycache__")
+        entries += len(names)
+        for name in names:
+            file = Path(folder, name)
+            if name.startswith(".") or not _suffix(file):
+                continue
+            if (
+                file.is_file() or not file.exists()
+            ):  # a dangling link is refused later, by name; a pipe left out
+                found.append((file, file.relative_to(root).as_posix()))
+    if not found:
+        what = f"none of its {entries} files is of a supported kind" if entries else "the folder is empty"
+        raise UserError(f"data.path {root}: {what}; {_supported()}")
+    return sorted(found, key=lambda pair: pair[1])
+
+
+def _suffix(path: Path) -> str | None:
+    """The supported suffix of a file, less .gz; None where there is none."""
+    name = path.name.lower().removesuffix(".gz")
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+
+
+def _supported() -> str:
+    return f"supported are {' '.join(SUFFIXES)}, each also as .gz"
+
+
+def _listing(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _source(file: Path, name: str) -> Source:
+    try:
+        stat = file.stat()
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
+    return Source(file, name, stat.st_size, stat.st_mtime_ns)
+
+
+def _name_hash(name: str) -> bytes:
+    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.name.lower().endswith(".gz"):
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    return open(path, "rb")
+
+
+def _jsonl_documents(stream: IO[bytes], path: Path, field: str) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(stream, 1):
+        place = f"{path}:{number}"
+        try:
+            text_line = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{place}: not UTF-8 (byte {error.start} of the line): convert the file"
+            ) from None
+        if not text_line.strip():
+            continue
+        try:
+            record = json.loads(text_line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{place}: not a JSON line ({error})") from None
+        if not isinstance(record, dict):
+            raise UserError(f"{place}: expected a JSON object with a field {field!r}")
+        if field not in record:
+            raise UserError(f"{place}: no field {field!r}; {_name_field(record)}")
+        text = record[field]
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            raise UserError(
+                f"{place}: field {field!r} is {type(text).__name__}, not text; {_name_field(record)}"
+            )
+        if not text.isascii() and _has_surrogate(text):
+            raise UserError(
+                f"{place}: field {field!r} has half of a surrogate pair (\\ud800…), which is no text"
+            )
+        yield text, place
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _parquet_documents(stream: IO[bytes], path: Path, field: str) -> Iterator[tuple[str, str]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise UserError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from None
+    if isinstance(stream, gzip.GzipFile):
+        stream = io.BytesIO(
+            stream.read()
+        )  # parquet is read from its end: a gzip stream cannot seek there cheaply
+    try:
+        table = pq.ParquetFile(stream)
+        columns = table.schema_arrow.names
+        if field not in columns:
+            raise UserError(f"{path}: no column {field!r}; {_name_field(columns)}")
+        row = 0
+        for rows in table.iter_batches(batch_size=1024, columns=[field]):
+            for text in rows.column(0).to_pylist():
+                row += 1
+                if text is None:
+                    continue
+                if not isinstance(text, str):
+                    kind = table.schema_arrow.field(field).type
+                    raise UserError(f"{path}: column {field!r} is {kind}, not text; {_name_field(columns)}")
+                yield text, f"{path}, row {row}"
+    except pa.ArrowException as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path}: damaged parquet file ({reason})") from None
+
+
+def _name_field(names: Iterable[str]) -> str:
+    return f"there are {', '.join(repr(n) for n in list(names)[:12]) or 'none'}: choose with data.text_field"

@@ -1,0 +1,185 @@
+"""Tokenisers: text to token ids and back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from adjoint.errors import UserError
+
+
+class Tokenizer(Protocol):
+    """What the data pipeline and text generation need of a tokenizer."""
+
+    name: str  # as the user gave it
+    vocab_size: int  # every id is below it
+    separator_ids: tuple[int, ...]  # closes each document; may be empty
+    identity: str  # digest of what decides the ids
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, no special tokens added."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> list[Sequence[int] | np.ndarray]:
+        """What `encode` gives for each text, in whatever form is quickest to make."""
+        ...
+
+    def decode(self, ids: Any) -> str:
+        """Text of token ids (a list, an array or a tensor, one-dimensional)."""
+        ...
+
+
+class ByteTokenizer:
+    """The UTF-8 bytes themselves: 256 tokens. Documents end with byte 0 unless `separator` says otherwise."""
+
+    name = "byte"
+    vocab_size = 256
+
+    def __init__(self, separator: str | None = None) -> None:
+        self.separator_ids: tuple[int, ...] = (0,) if separator is None else tuple(separator.encode())
+        self.identity = "byte"
+
+    def encode(self, text: str) -> list[int]:
+        """UTF-8 bytes of a text."""
+        return list(text.encode())
+
+    def encode_batch(self, texts: list[str]) -> list[Sequence[int] | np.ndarray]:
+        """UTF-8 bytes of each text, (n,) uint8."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Any) -> str:
+        """Text of bytes; what is no UTF-8 (a model may write anything) becomes U+FFFD."""
+        return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer.json, or a local Hugging Face tokenizer folder."""
+
+    _encode_batch: Callable[[list[str]], list[Sequence[int] | np.ndarray]]
+    _decode: Callable[[list[int]], Any]
+    _vocab: dict[str, int]
+    _eos: str | None
+
+    def __init__(self, path: str, separator: str | None = None) -> None:
+        """Raises UserError: no such path, not a tokenizer, or no separator can be found in it."""
+        self.name = path
+        place = Path(path).expanduser()
+        if place.is_dir() and not (place / "tokenizer.json").is_file():
+            self._load_folder(place)
+        elif place.exists():
+            self._load_file(place / "tokenizer.json" if place.is_dir() else place)
+        else:
+            raise UserError(
+                f"data.tokenizer {path}: no such file or folder; "
+                'give "byte", a tokenizer.json or a local Hugging Face tokenizer folder'
+            )
+        self.vocab_size = 1 + max(self._vocab.values(), default=-1)
+        if self.vocab_size == 0:
+            raise UserError(f"data.tokenizer {path}: its vocabulary is empty")
+        self.separator_ids = self._separator(separator)
+
+    def _load_file(self, file: Path) -> None:
+        try:
+            from tokenizers import Tokenizer as Backend
+        except ImportError:
+            raise UserError(f"data.tokenizer {self.name} needs the package: pip install tokenizers") from None
+        try:
+            content = file.read_bytes()
+            backend = Backend.from_str(content.decode())
+        except Exception as error:  # tokenizers raises plain Exception for a file that is no tokenizer
+            raise UserError(
+                f"data.tokenizer {self.name}: not a tokenizer.json ({_first_line(error)})"
+            ) from None
+        # A tokenizer saved with truncation would silently cut every document.
+        backend.no_truncation()
+        backend.no_padding()
+        # The fast form leaves out character offsets, which nobody reads here; older releases lack it.
+        run = getattr(backend, "encode_batch_fast", backend.encode_batch)
+        self._encode_batch = lambda texts: [e.ids for e in run(texts, add_special_tokens=False)]
+        self._decode = lambda ids: backend.decode(ids, skip_special_tokens=False)
+        self._vocab = backend.get_vocab(with_added_tokens=True)
+        self._eos = _configured_eos(file.parent / "tokenizer_config.json")
+        self.identity = hashlib.blake2b(content, digest_size=16).hexdigest()
+
+    def _load_folder(self, folder: Path) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise UserError(
+                f"data.tokenizer {self.name}: without tokenizer.json it needs: pip install transformers"
+            ) from None
+        try:
+            backend = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # transformers raises OSError, ValueError, ImportError, KeyError, …
+            raise UserError(
+                f"data.tokenizer {self.name}: not a Hugging Face tokenizer folder ({_first_line(error)})"
+            ) from None
+        self._encode_batch = lambda texts: [
+            backend.encode(text, add_special_tokens=False, truncation=False, verbose=False) for text in texts
+        ]
+        self._decode = lambda ids: backend.decode(ids, skip_special_tokens=False)
+        self._vocab = backend.get_vocab()
+        self._eos = backend.eos_token
+        digest = hashlib.blake2b(type(backend).__name__.encode(), digest_size=16)
+        for file in sorted(
+            p for p in folder.iterdir() if p.suffix in {".json", ".txt", ".model"} and p.is_file()
+        ):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        self.identity = digest.hexdigest()
+
+    def _separator(self, separator: str | None) -> tuple[int, ...]:
+        if separator == "":
+            return ()
+        if separator is not None:
+            if separator not in self._vocab:
+                raise UserError(f"data.separator {separator!r} is not a token of {self.name}")
+            return (self._vocab[separator],)
+        for token in (self._eos, "<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]"):
+            if token in self._vocab:
+                return (self._vocab[token],)
+        raise UserError(
+            f"data.tokenizer {self.name} has no end-of-text token that I know: "
+            'name the token that closes a document with data.separator, or "" for none'
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, no special tokens added, never truncated."""
+        return list(self._encode_batch([text])[0])
+
+    def encode_batch(self, texts: list[str]) -> list[Sequence[int] | np.ndarray]:
+        """Token ids of each text; uses all cores where the tokenizer can."""
+        return self._encode_batch(texts)
+
+    def decode(self, ids: Any) -> str:
+        """Text of token ids, special tokens included."""
+        return str(self._decode([int(i) for i in ids]))
+
+
+def load_tokenizer(tokenizer: str, separator: str | None = None) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names, with the document separator of `data.separator`.
+
+    Raises:
+        UserError: No such file, not a tokenizer, a package is missing, or there is no separator.
+    """
+    return ByteTokenizer(separator) if tokenizer == "byte" else FileTokenizer(tokenizer, separator)
+
+
+def _configured_eos(file: Path) -> str | None:
+    """eos_token of a tokenizer_config.json, which writes it as a text or as an object with `content`."""
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    eos = config.get("eos_token") if isinstance(config, dict) else None
+    if isinstance(eos, dict):
+        eos = eos.get("content")
+    return eos if isinstance(eos, str) else None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

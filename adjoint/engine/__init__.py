@@ -1,0 +1,1 @@
+"""The engine: tiles, programs of them, and what carries programs out."""

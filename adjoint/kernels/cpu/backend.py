@@ -1,0 +1,428 @@
+"""The compiled CPU backend: float32 and float64, all cores, the same pairs of functions as `reference`."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from adjoint.kernels import reference
+from adjoint.kernels.cpu import build as cpu_build
+
+LANE_BYTES = 64
+ELEMENTS_A_THREAD = 1 << 17  # about a tenth of a millisecond
+_I64 = ctypes.c_int64
+_PTR = ctypes.c_void_p
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [("data", _PTR), ("batch_stride", _I64), ("time_stride", _I64)]
+
+
+class _ScanArgs(ctypes.Structure):  # mirrors ScanArgs in scan.cpp
+    _fields_ = [
+        *((name, _I64) for name in ("batch", "seqlen", "nheads", "headdim", "ngroups", "d_state")),
+        *((name, _I64) for name in ("interval", "threads", "softplus", "window", "halo")),
+        *((name, _Rows) for name in ("u", "delta", "B", "C", "z", "decay", "y")),
+        *(
+            (name, _PTR)
+            for name in ("A", "D", "delta_bias", "initial_state", "final_state", "checkpoints", "reset")
+        ),
+        *((name, _Rows) for name in ("dy", "du", "ddelta", "dz", "ddecay")),
+        *((name, _PTR) for name in ("dB", "dC", "dA", "dD", "ddelta_bias", "dfinal_state", "dinitial_state")),
+    ]
+
+
+class _ConvArgs(ctypes.Structure):  # mirrors ConvArgs in conv.cpp
+    _fields_ = [
+        *((name, _I64) for name in ("batch", "seqlen", "channels", "width", "threads", "silu")),
+        ("x", _PTR),
+        ("x_batch_stride", _I64),
+        ("x_time_stride", _I64),
+        *((name, _PTR) for name in ("weight", "bias", "initial_state", "y", "reset", "dy")),
+        ("dy_batch_stride", _I64),
+        ("dy_time_stride", _I64),
+        *((name, _PTR) for name in ("dx", "dweight", "dbias", "dinitial_state")),
+    ]
+
+
+class _LinearArgs(ctypes.Structure):  # mirrors LinearArgs in linear.h
+    _fields_ = [
+        *((name, _I64) for name in ("batch", "seqlen", "d_state", "a_width", "threads", "window", "halo")),
+        *((name, _PTR) for name in ("a", "b", "initial_state", "h", "dh", "da", "db", "dinitial_state")),
+    ]
+
+
+class _NormArgs(ctypes.Structure):  # mirrors NormArgs in norm.cpp
+    _fields_ = [
+        *((name, _I64) for name in ("rows", "width", "group", "threads")),
+        ("eps", ctypes.c_double),
+        *((name, _PTR) for name in ("x", "residual", "gate", "weight", "y", "s", "rstd")),
+        *((name, _I64) for name in ("x_stride", "residual_stride", "gate_stride")),
+        *((name, _PTR) for name in ("dy", "ds", "dx", "dgate", "dweight")),
+        *((name, _I64) for name in ("dy_stride", "ds_stride")),
+    ]
+
+
+def _call(name: str, dtype: torch.dtype, args: ctypes.Structure, *flags: int) -> None:
+    library, reason = cpu_build.load()
+    if library is None:
+        raise ValueError(f"backend 'cpu' is not usable: {reason}")
+    suffix = {torch.float32: "f32", torch.float64: "f64"}[dtype]
+    function = getattr(library, f"adjoint_{name}_{suffix}")
+    function(ctypes.byref(args), *(ctypes.c_int(flag) for flag in flags))
+
+
+def _lanes(dtype: torch.dtype) -> int:
+    return LANE_BYTES // dtype.itemsize
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x itself if its rows can be walked with two strides, else a contiguous copy."""
+    inner = x.flatten(2) if x.dim() > 3 else x
+    if x.dim() > 3 and inner.data_ptr() != x.data_ptr():
+        return x.contiguous()
+    return x if inner.stride(-1) == 1 or inner.shape[-1] == 1 else x.contiguous()
+
+
+def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory on a 64-byte boundary, which the kernels' vector loads rely on."""
+    numel = 1
+    for n in shape:
+        numel *= n
+    lanes = _lanes(dtype)
+    storage = torch.empty(numel + lanes, dtype=dtype, device="cpu")  # whatever the default device is
+    offset = -storage.data_ptr() % LANE_BYTES // dtype.itemsize
+    return storage[offset : offset + numel].view(shape)
+
+
+class _Fields:
+    """Fills a ctypes structure, keeping every tensor alive until the call is over."""
+
+    def __init__(self, struct: ctypes.Structure) -> None:
+        self.struct = struct
+        self.alive: list[Tensor] = []
+
+    def rows(self, **tensors: Tensor | None) -> None:
+        for name, x in tensors.items():
+            if x is not None:
+                x = _rows(x)
+                self.alive.append(x)
+                setattr(self.struct, name, _Rows(x.data_ptr(), x.stride(0), x.stride(1)))
+
+    def pointers(self, **tensors: Tensor | None) -> None:
+        for name, x in tensors.items():
+            if x is not None:
+                x = x.contiguous()
+                self.alive.append(x)
+                setattr(self.struct, name, x.data_ptr())
+
+    def numbers(self, **values: int) -> None:
+        for name, value in values.items():
+            setattr(self.struct, name, value)
+
+
+def _scan_interval(d_state: int) -> int:
+    """Tokens between saved states: a segment's states fit the second-level cache; longer for a larger state,
+    to save fewer."""
+    return max(64, d_state)
+
+
+def _scan_fields(u: Tensor, headdim: int, nheads: int, ngroups: int, d_state: int, threads: int) -> _Fields:
+    fields = _Fields(_ScanArgs())
+    fields.numbers(
+        batch=u.shape[0],
+        seqlen=u.shape[1],
+        nheads=nheads,
+        headdim=headdim,
+        ngroups=ngroups,
+        d_state=d_state,
+        interval=_scan_interval(d_state),
+        threads=threads,
+    )
+    return fields
+
+
+def _blocks(nheads: int, headdim: int, dtype: torch.dtype) -> int:
+    return nheads * -(-headdim // _lanes(dtype))
+
+
+def _threads(units: int, work: int) -> int:
+    """Threads for `units` independent pieces and `work` elements in all: another must be worth waking."""
+    return max(1, min(torch.get_num_threads(), units, work // ELEMENTS_A_THREAD))
+
+
+def _checkpoints(batch: int, seqlen: int, blocks: int, d_state: int, dtype: torch.dtype) -> Tensor:
+    segments = -(-seqlen // _scan_interval(d_state))
+    return _aligned((batch, segments, blocks, d_state, _lanes(dtype)), dtype)
+
+
+def selective_scan_forward(
+    u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, reset, save=True
+):
+    batch, seqlen, d_inner = u.shape
+    d_state = A.shape[1]
+    blocks = _blocks(1, d_inner, u.dtype)
+    f = _scan_fields(u, d_inner, 1, 1, d_state, _threads(batch * blocks, u.numel() * d_state))
+    y = u.new_empty(batch, seqlen, d_inner)
+    final_state = u.new_empty(batch, d_inner, d_state)
+    checkpoints = _checkpoints(batch, seqlen, blocks, d_state, u.dtype) if save else None
+    f.numbers(softplus=delta_softplus)
+    f.rows(u=u, delta=delta, B=B, C=C, z=z, y=y)
+    f.pointers(A=A, D=D, delta_bias=delta_bias, initial_state=initial_state, reset=reset)
+    f.pointers(final_state=final_state, checkpoints=checkpoints)
+    _call("scan", u.dtype, f.struct, 0, 0)
+    return y, final_state, checkpoints
+
+
+def selective_scan_backward(
+    dy,
+    dfinal_state,
+    u,
+    delta,
+    A,
+    B,
+    C,
+    D,
+    z,
+    delta_bias,
+    delta_softplus,
+    initial_state,
+    reset,
+    checkpoints,
+    window,
+    halo=0,
+):
+    batch, seqlen, d_inner = u.shape
+    d_state = A.shape[1]
+    threads = _threads(batch * _blocks(1, d_inner, u.dtype), u.numel() * d_state)
+    f = _scan_fields(u, d_inner, 1, 1, d_state, threads)
+    du, ddelta = (u.new_empty(batch, seqlen, d_inner) for _ in range(2))
+    dz = None if z is None else u.new_empty(batch, seqlen, d_inner)
+    dB, dC = (u.new_zeros(threads, batch, seqlen, d_state) for _ in range(2))
+    dA = u.new_empty(batch, d_inner, d_state)
+    dD = None if D is None else u.new_empty(batch, d_inner)
+    dbias = None if delta_bias is None else u.new_empty(batch, d_inner)
+    dinitial = u.new_empty(batch, d_inner, d_state)
+    f.numbers(softplus=delta_softplus, window=_effective(window, seqlen), halo=halo)
+    f.rows(u=u, delta=delta, B=B, C=C, z=z, dy=dy, du=du, ddelta=ddelta, dz=dz)
+    f.pointers(
+        A=A, D=D, delta_bias=delta_bias, reset=reset, checkpoints=checkpoints, dfinal_state=dfinal_state
+    )
+    f.pointers(dB=dB, dC=dC, dA=dA, dD=dD, ddelta_bias=dbias, dinitial_state=dinitial)
+    _call("scan", u.dtype, f.struct, 0, 1)
+    dD = None if dD is None else dD.sum(0)
+    dbias = None if dbias is None else dbias.sum(0)
+    return du, ddelta, dA.sum(0), dB.sum(0), dC.sum(0), dD, dz, dbias, dinitial
+
+
+def _effective(window: int | None, seqlen: int) -> int:
+    """0 where the window drops nothing: it must also reach from the token before the first to the last."""
+    return 0 if window is None or window > seqlen else window
+
+
+def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):
+    batch, seqlen, nheads, headdim = x.shape
+    ngroups, d_state = B.shape[2:]
+    d, decay = _ssd_steps(dt, A, dt_bias, dt_softplus, reset)
+    blocks = _blocks(nheads, headdim, x.dtype)
+    f = _scan_fields(x, headdim, nheads, ngroups, d_state, _threads(batch * blocks, x.numel() * d_state))
+    y = x.new_empty(batch, seqlen, nheads, headdim)
+    final_state = x.new_empty(batch, nheads, headdim, d_state)
+    checkpoints = _checkpoints(batch, seqlen, blocks, d_state, x.dtype) if save else None
+    f.rows(u=x, delta=d, decay=decay, B=B, C=C, y=y)
+    f.pointers(D=_per_channel(D, headdim), initial_state=initial_state, final_state=final_state)
+    f.pointers(checkpoints=checkpoints)
+    _call("scan", x.dtype, f.struct, 1, 0)
+    return y, final_state, checkpoints
+
+
+def _ssd_steps(dt, A, dt_bias, dt_softplus, reset):
+    d = reference._step_size(dt, dt_bias, dt_softplus)
+    return d, reference._mask(torch.exp(d * A), reset)
+
+
+def _per_channel(D: Tensor | None, headdim: int) -> Tensor | None:
+    return None if D is None else D.repeat_interleave(headdim)
+
+
+def ssd_scan_backward(
+    dy,
+    dfinal_state,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    dt_bias,
+    dt_softplus,
+    initial_state,
+    reset,
+    checkpoints,
+    window,
+    halo=0,
+):
+    batch, seqlen, nheads, headdim = x.shape
+    ngroups, d_state = B.shape[2:]
+    d, decay = _ssd_steps(dt, A, dt_bias, dt_softplus, reset)
+    blocks = _blocks(nheads, headdim, x.dtype)
+    threads = _threads(batch * blocks, x.numel() * d_state)
+    f = _scan_fields(x, headdim, nheads, ngroups, d_state, threads)
+    dx = x.new_empty(batch, seqlen, nheads, headdim)
+    dd, ddecay = (x.new_empty(batch, seqlen, blocks) for _ in range(2))
+    dB, dC = (x.new_zeros(threads, batch, seqlen, ngroups, d_state) for _ in range(2))
+    dD = None if D is None else x.new_empty(batch, nheads * headdim)
+    dinitial = x.new_empty(batch, nheads, headdim, d_state)
+    f.numbers(window=_effective(window, seqlen), halo=halo)
+    f.rows(u=x, delta=d, decay=decay, B=B, C=C, dy=dy, du=dx, ddelta=dd, ddecay=ddecay)
+    f.pointers(D=_per_channel(D, headdim), checkpoints=checkpoints, dfinal_state=dfinal_state)
+    f.pointers(dB=dB, dC=dC, dD=dD, dinitial_state=dinitial)
+    _call("scan", x.dtype, f.struct, 1, 1)
+    dd, ddecay = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, ddecay))
+    ddt, dA = reference.ssd_step_gradients(dd, ddecay, d, decay, dt, A, dt_bias, dt_softplus)
+    dbias = None if dt_bias is None else ddt.sum((0, 1))
+    dD = None if dD is None else dD.sum(0).view(nheads, headdim).sum(1)
+    return dx, ddt, dA, dB.sum(0), dC.sum(0), dD, dbias, dinitial
+
+
+def linear_scan_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
+    return _linear_forward(reference._mask(a, reset), b, initial_state, dense=False)
+
+
+def dense_scan_forward(A: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
+    return _linear_forward(reference._mask(A, reset), b, initial_state, dense=True)
+
+
+def _linear_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, dense: bool) -> Tensor:
+    batch, seqlen, d_state = b.shape
+    h = b.new_empty(batch, seqlen, d_state)
+    f = _linear_fields(a, b, batch if dense else batch * _linear_blocks(d_state, b.dtype))
+    f.pointers(b=b, initial_state=initial_state, h=h)
+    _call("dense" if dense else "linear", b.dtype, f.struct, 0)
+    return h
+
+
+def _linear_fields(a: Tensor, b: Tensor, units: int) -> _Fields:
+    batch, seqlen, d_state = b.shape
+    f = _Fields(_LinearArgs())
+    f.numbers(
+        batch=batch,
+        seqlen=seqlen,
+        d_state=d_state,
+        a_width=a[0, 0].numel(),
+        threads=_threads(units, a.numel()),
+    )
+    f.pointers(a=a)
+    return f
+
+
+def _linear_blocks(d_state: int, dtype: torch.dtype) -> int:
+    return -(-d_state // _lanes(dtype))
+
+
+def linear_scan_backward(dh, a, h, initial_state, reset, window, halo=0):
+    return _linear_backward(dh, a, h, initial_state, reset, window, halo, dense=False)
+
+
+def dense_scan_backward(dh, A, h, initial_state, reset, window, halo=0):
+    return _linear_backward(dh, A, h, initial_state, reset, window, halo, dense=True)
+
+
+def _linear_backward(dh, a, h, initial_state, reset, window, halo, dense):
+    batch, seqlen, d_state = h.shape
+    blocks = _linear_blocks(d_state, h.dtype)
+    f = _linear_fields(reference._mask(a, reset), h, batch * (seqlen if dense else blocks))
+    per_token = a.shape[2:] if dense or a.shape[-1] > 1 else (blocks,)
+    da = h.new_empty(batch, seqlen, *per_token)
+    db = h.new_empty(batch, seqlen, d_state)
+    dinitial = h.new_empty(batch, d_state)
+    f.numbers(window=_effective(window, seqlen), halo=halo)
+    f.pointers(h=h, initial_state=initial_state, dh=dh, da=da, db=db, dinitial_state=dinitial)
+    _call("dense" if dense else "linear", h.dtype, f.struct, 1)
+    if a.shape[2:] == (1,):
+        da = da.sum(-1, keepdim=True)
+    return reference._mask(da, reset), db, dinitial
+
+
+def _conv_fields(x: Tensor, weight: Tensor, silu: bool) -> _Fields:
+    batch, seqlen, channels = x.shape
+    x = _rows(x)
+    f = _Fields(_ConvArgs())
+    f.numbers(
+        batch=batch,
+        seqlen=seqlen,
+        channels=channels,
+        width=weight.shape[1],
+        silu=silu,
+        threads=_threads(batch * -(-seqlen // 64), x.numel() * weight.shape[1]),
+        x_batch_stride=x.stride(0),
+        x_time_stride=x.stride(1),
+    )
+    f.alive.append(x)
+    f.struct.x = x.data_ptr()
+    return f
+
+
+def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):
+    y = x.new_empty(x.shape)
+    f = _conv_fields(x, weight, silu)
+    f.pointers(weight=weight, bias=bias, initial_state=initial_state, y=y, reset=reset)
+    _call("conv1d", x.dtype, f.struct, 0)
+    return y
+
+
+def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None):
+    batch, _, channels = x.shape
+    f = _conv_fields(x, weight, silu)
+    dx = x.new_empty(x.shape)
+    dweight = x.new_zeros(f.struct.threads, *weight.shape)
+    dbias = None if bias is None else x.new_zeros(f.struct.threads, channels)
+    dinitial = x.new_empty(batch, channels, weight.shape[1] - 1)
+    dy = _rows(dy)
+    f.alive.append(dy)
+    f.numbers(dy=dy.data_ptr(), dy_batch_stride=dy.stride(0), dy_time_stride=dy.stride(1))
+    f.pointers(weight=weight, bias=bias, initial_state=initial_state, reset=reset)
+    f.pointers(dx=dx, dweight=dweight, dbias=dbias, dinitial_state=dinitial)
+    _call("conv1d", x.dtype, f.struct, 1)
+    return dx, dweight.sum(0), None if dbias is None else dbias.sum(0), dinitial
+
+
+def _norm_fields(x: Tensor, weight: Tensor, gate: Tensor | None, rstd: Tensor, group_size: int) -> _Fields:
+    width = x.shape[-1]
+    f = _Fields(_NormArgs())
+    rows = x.numel() // width
+    f.numbers(rows=rows, width=width, group=group_size, threads=_threads(rows, 4 * x.numel()))
+    _norm_rows(f, x=x, gate=gate)
+    f.pointers(weight=weight, rstd=rstd)
+    return f
+
+
+def _norm_rows(f: _Fields, **tensors: Tensor | None) -> None:
+    """(…, width) tensors as rows, in place where the strides allow it."""
+    for name, x in tensors.items():
+        if x is not None:
+            rows = x.reshape(-1, x.shape[-1])
+            rows = rows if rows.stride(1) == 1 else rows.contiguous()
+            f.alive.append(rows)
+            f.numbers(**{name: rows.data_ptr(), f"{name}_stride": rows.stride(0)})
+
+
+def rms_norm_forward(x, weight, gate, residual, eps, group_size):
+    y, rstd = x.new_empty(x.shape), x.new_empty(*x.shape[:-1], x.shape[-1] // group_size)
+    s = None if residual is None else x.new_empty(x.shape)
+    f = _norm_fields(x, weight, gate, rstd, group_size)
+    f.struct.eps = eps
+    _norm_rows(f, residual=residual)
+    f.pointers(y=y, s=s)
+    _call("norm", x.dtype, f.struct, 0)
+    return y, s, rstd
+
+
+def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size):
+    f = _norm_fields(s, weight, gate, rstd, group_size)
+    dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
+    dweight = s.new_zeros(f.struct.threads, s.shape[-1])
+    _norm_rows(f, dy=dy, ds=ds)
+    f.pointers(dx=dx, dgate=dgate, dweight=dweight)
+    _call("norm", s.dtype, f.struct, 1)
+    return dx, dweight.sum(0), dgate, None

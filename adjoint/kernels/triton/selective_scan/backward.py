@@ -1,0 +1,432 @@
+"""The selective scan's backward kernels in Triton (launched by `launch`).
+
+The backward goes through the forward's stretches of ``EVERY`` tokens from last to first: it redoes a
+stretch's states once to place finer marks every ``STEPS`` tokens (a scratch buffer that stays in cache), and
+again group by group of ``STEPS`` with the decayed states p_t = a_t h_{t-1} held in registers, where the
+reverse walk of the adjoint state mu needs them.
+
+The (rows, d_state, 8) tile gives a warp 8 lanes of channels × 4 of states, the balance between its two kinds
+of sums: over states (du, ddelta, dz) and over channels (dB, dC). Above d_state 32 several warps share a
+program's states, so that a thread never holds more than 8 of a token and nothing spills.
+"""
+
+# Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
+# ruff: noqa: RUF005
+# mypy: allow-untyped-defs, no-check-untyped-defs, disable-error-code="assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from adjoint.kernels.triton.common import LOG2E, log1p_exp, sigmoid, softplus_slope, step_size
+
+
+@triton.jit(do_not_specialize=["one"])
+def adjoint_local_kernel(
+    dy,
+    delta,
+    A,
+    C,
+    z,
+    bias,
+    reset,
+    c_out,
+    decay,
+    seqlen,
+    d_inner,
+    d_state,
+    split_len,
+    one,
+    dy_b,
+    dy_t,
+    delta_b,
+    delta_t,
+    C_b,
+    C_t,
+    z_b,
+    z_t,
+    HAS_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    N: tl.constexpr,
+    LANES: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """The carried adjoint c = a_t mu_t at a split's left edge when it enters with zero, and the product of
+    decays."""
+    split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    d = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    n = tl.arange(0, N)
+    d_ok, n_ok = d < d_inner, n < d_state
+    ok = n_ok[:, None] & d_ok[None, :]
+    state = n[:, None] * d_inner + d[None, :] * one
+    A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
+    first = split.to(tl.int64) * split_len
+    stop = tl.minimum(first + split_len, seqlen)
+    dy += batch * dy_b
+    delta += batch * delta_b
+    C += batch * C_b
+    if HAS_Z:
+        z += batch * z_b
+    if HAS_RESET:
+        reset += batch * seqlen
+    step_bias = tl.zeros((LANES,), ACC)
+    if HAS_BIAS:
+        step_bias = tl.load(bias + d, mask=d_ok, other=0.0).to(ACC)
+    c = tl.zeros((N, LANES), ACC)
+    total = tl.zeros((LANES,), ACC)
+    kept = tl.full((LANES,), 1.0, ACC)
+    for group in range(0, (stop - first + UNROLL - 1) // UNROLL):
+        for i in tl.static_range(UNROLL):
+            t = stop - 1 - group * UNROLL - i
+            inside = t >= first
+            at = tl.maximum(t, first)
+            step = step_size(
+                tl.load(delta + at * delta_t + d, mask=d_ok, other=0.0).to(ACC), step_bias, SOFTPLUS
+            )
+            step = tl.where(inside, step, 0.0)
+            g = tl.where(inside, tl.load(dy + at * dy_t + d, mask=d_ok, other=0.0).to(ACC), 0.0)
+            if HAS_Z:
+                z_ = tl.load(z + at * z_t + d, mask=d_ok, other=0.0).to(ACC)
+                g = g * z_ * sigmoid(z_)
+            C_t_ = tl.load(C + at * C_t + n, mask=n_ok, other=0.0).to(ACC)
+            a = tl.exp2(A2 * step[None, :])
+            if HAS_RESET:
+                keep = tl.where((tl.load(reset + at) != 0) & inside, 0.0, 1.0).to(ACC)
+                a = a * keep
+                kept = kept * keep
+            c = a * (g[None, :] * C_t_[:, None] + c)
+            total += step
+    edge = (batch * tl.num_programs(1) + split) * d_inner * d_state
+    tl.store(c_out + edge + state, c, mask=ok)
+    tl.store(decay + edge + state, tl.exp2(A2 * total[None, :]) * kept[None, :], mask=ok)
+
+
+@triton.jit
+def step_kernel(
+    delta,
+    bias,
+    step,
+    seqlen,
+    d_inner,
+    delta_b,
+    delta_t,
+    HAS_BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """d = softplus(delta + bias) in the states' precision, once: the backward's lanes would each redo it."""
+    batch = tl.program_id(2).to(tl.int64)
+    t = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    d = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    ok = (t < seqlen) & (d < d_inner)
+    x = tl.load(delta + batch * delta_b + t * delta_t + d, mask=ok, other=0.0).to(ACC)
+    if HAS_BIAS:
+        x += tl.load(bias + d, mask=d < d_inner, other=0.0).to(ACC)
+    if SOFTPLUS:
+        x = log1p_exp(x)
+    tl.store(step + (batch * seqlen + t) * d_inner + d, x, mask=ok)
+
+
+@triton.jit
+def _advance(
+    h,
+    t,
+    end,
+    u,
+    step,
+    B,
+    reset,
+    d,
+    n,
+    d_ok,
+    n_ok,
+    u_t,
+    B_t,
+    d_inner,
+    A2,
+    HAS_RESET: tl.constexpr,
+    EVEN: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """One token on every row: (p_t, h_t) = (a_t h_{t-1}, p_t + d_t u_t B_t)."""
+    # Past the end, read the last token again and take d = 0: loads need no mask for that.
+    at = tl.minimum(t, end - 1)
+    live = tl.where(t < end, 1.0, 0.0).to(ACC)
+    if HAS_RESET:
+        keep = tl.where((tl.load(reset + at) != 0) & (t < end), 0.0, 1.0).to(ACC)
+    B_ = _load(B + at * B_t + n, n_ok, EVEN).to(ACC)
+    ps = ()
+    hs = ()
+    for r in tl.static_range(ROWS):
+        step_ = _load(step + at * d_inner + d + r * LANES, d_ok[r], EVEN) * live
+        x = step_ * _load(u + at * u_t + d + r * LANES, d_ok[r], EVEN).to(ACC)
+        p = tl.exp2(A2[r] * step_[None, :]) * h[r]
+        if HAS_RESET:
+            p = p * keep
+        ps = ps + (p,)
+        hs = hs + (p + x[None, :] * B_[:, None],)
+    return ps, hs
+
+
+@triton.jit
+def _load(pointer, ok, EVEN: tl.constexpr):
+    """A load, masked only where the tile overhangs (EVEN: it does not)."""
+    if EVEN:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=ok, other=0.0)
+
+
+@triton.jit(do_not_specialize=["one"])
+def backward_kernel(
+    dy,
+    u,
+    step,
+    A,
+    B,
+    C,
+    D,
+    z,
+    reset,
+    checkpoints,
+    c_in,
+    scratch,
+    du,
+    ddelta,
+    dz,
+    dB,
+    dC,
+    dA,
+    dD,
+    dbias,
+    c_out,
+    seqlen,
+    d_inner,
+    d_state,
+    split_len,
+    one,
+    dy_b,
+    dy_t,
+    u_b,
+    u_t,
+    B_b,
+    B_t,
+    C_b,
+    C_t,
+    z_b,
+    z_t,
+    HAS_D: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    HAS_CIN: tl.constexpr,
+    WRITE_COUT: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    EVEN: tl.constexpr,
+    EVERY: tl.constexpr,
+    STEPS: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """One split, from the carried adjoint c_in at its right edge. dB and dC are this program's share of the
+    sum over d."""
+    split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block, n_splits, n_blocks = tl.program_id(0), tl.num_programs(1), tl.num_programs(0)
+    n = tl.arange(0, N)
+    n_ok = n < d_state
+    # The channels of row r are d + r * LANES: the same pointers at a constant offset.
+    d = block * (ROWS * LANES) + tl.arange(0, LANES)
+    first = split.to(tl.int64) * split_len
+    stop = tl.minimum(first + split_len, seqlen)
+    dy += batch * dy_b
+    u += batch * u_b
+    B += batch * B_b
+    C += batch * C_b
+    if HAS_Z:
+        z += batch * z_b
+    if HAS_RESET:
+        reset += batch * seqlen
+    dense = batch * seqlen * d_inner  # in the contiguous tensors (batch, seqlen, d_inner)
+    step += dense
+    du += dense
+    ddelta += dense
+    if HAS_Z:
+        dz += dense
+    dB += (batch * n_blocks + block) * seqlen * d_state
+    dC += (batch * n_blocks + block) * seqlen * d_state
+    per_batch = tl.cast(d_inner, tl.int64) * d_state
+    edge = (batch * n_splits + split) * per_batch
+    n_checkpoints = (seqlen + EVERY - 1) // EVERY
+    # This program's fine marks, (EVERY // STEPS, ROWS, d_state, LANES): each thread reads back what it wrote.
+    tile: tl.constexpr = N * LANES
+    scratch += ((batch * n_splits + split) * n_blocks + block) * (EVERY // STEPS) * ROWS * tile
+    scratch += n[:, None] * LANES + tl.arange(0, LANES)[None, :] * one
+
+    state = n[:, None] * d_inner + d[None, :] * one
+    d_ok = ()
+    A2 = ()
+    c = ()
+    sum_A = ()
+    sum_D = ()
+    sum_bias = ()
+    skip = ()
+    for r in tl.static_range(ROWS):
+        d_ok = d_ok + (d + r * LANES < d_inner,)
+        ok = n_ok[:, None] & d_ok[r][None, :]
+        A2 = A2 + (tl.load(A + state + r * LANES, mask=ok, other=0.0).to(ACC) * LOG2E,)
+        if HAS_CIN:
+            c = c + (tl.load(c_in + edge + state + r * LANES, mask=ok, other=0.0).to(ACC),)
+        else:
+            c = c + (tl.zeros((N, LANES), ACC),)
+        if HAS_D:
+            skip = skip + (tl.load(D + d + r * LANES, mask=d_ok[r], other=0.0).to(ACC),)
+        else:
+            skip = skip + (tl.zeros((LANES,), ACC),)
+        sum_A = sum_A + (tl.zeros((N, LANES), ACC),)
+        sum_D = sum_D + (tl.zeros((LANES,), ACC),)
+        sum_bias = sum_bias + (tl.zeros((LANES,), ACC),)
+
+    n_stretches = (stop - first + EVERY - 1) // EVERY
+    for back in range(0, n_stretches):
+        begin = first + (n_stretches - 1 - back) * EVERY
+        end = tl.minimum(begin + EVERY, stop)
+        n_groups = (end - begin + STEPS - 1) // STEPS
+        mark = checkpoints + (batch * n_checkpoints + begin // EVERY) * per_batch
+        h = ()
+        for r in tl.static_range(ROWS):
+            h = h + (tl.load(mark + state + r * LANES, mask=n_ok[:, None] & d_ok[r][None, :], other=0.0),)
+            tl.store(scratch + r * tile, h[r])
+        for group in range(0, n_groups - 1):
+            for i in tl.static_range(STEPS):
+                t = begin + group * STEPS + i
+                _, h = _advance(
+                    h,
+                    t,
+                    end,
+                    u,
+                    step,
+                    B,
+                    reset,
+                    d,
+                    n,
+                    d_ok,
+                    n_ok,
+                    u_t,
+                    B_t,
+                    d_inner,
+                    A2,
+                    HAS_RESET,
+                    EVEN,
+                    LANES,
+                    ROWS,
+                    ACC,
+                )
+            for r in tl.static_range(ROWS):
+                tl.store(scratch + ((group + 1) * ROWS + r) * tile, h[r])
+        tl.debug_barrier()
+        for undone in range(0, n_groups):
+            group = n_groups - 1 - undone
+            h = ()
+            for r in tl.static_range(ROWS):
+                h = h + (tl.load(scratch + (group * ROWS + r) * tile),)
+            decayed = ()
+            for i in tl.static_range(STEPS):
+                t = begin + group * STEPS + i
+                p, h = _advance(
+                    h,
+                    t,
+                    end,
+                    u,
+                    step,
+                    B,
+                    reset,
+                    d,
+                    n,
+                    d_ok,
+                    n_ok,
+                    u_t,
+                    B_t,
+                    d_inner,
+                    A2,
+                    HAS_RESET,
+                    EVEN,
+                    LANES,
+                    ROWS,
+                    ACC,
+                )
+                decayed = decayed + (p,)
+            for i in tl.static_range(STEPS):
+                t = begin + group * STEPS + (STEPS - 1 - i)
+                inside = t < end
+                at = tl.minimum(t, end - 1)
+                live = tl.where(inside, 1.0, 0.0).to(ACC)
+                B_ = _load(B + at * B_t + n, n_ok, EVEN).to(ACC)
+                C_ = _load(C + at * C_t + n, n_ok, EVEN).to(ACC)
+                if HAS_RESET:
+                    keep = tl.where((tl.load(reset + at) != 0) & inside, 0.0, 1.0).to(ACC)
+                mu_x = tl.zeros((N, LANES), ACC)
+                h_g = tl.zeros((N, LANES), ACC)
+                new_c = ()
+                new_A = ()
+                new_D = ()
+                new_bias = ()
+                for r in tl.static_range(ROWS):
+                    m = d_ok[r] & inside
+                    p = decayed[STEPS - 1 - i][r]
+                    step_ = _load(step + at * d_inner + d + r * LANES, d_ok[r], EVEN) * live
+                    u_ = _load(u + at * u_t + d + r * LANES, d_ok[r], EVEN).to(ACC)
+                    g = _load(dy + at * dy_t + d + r * LANES, d_ok[r], EVEN).to(ACC) * live
+                    x = step_ * u_
+                    h_ = p + x[None, :] * B_[:, None]
+                    if HAS_Z:
+                        z_ = _load(z + at * z_t + d + r * LANES, d_ok[r], EVEN).to(ACC)
+                        gate = sigmoid(z_)
+                        ungated = tl.sum(h_ * C_[:, None], axis=0) + skip[r] * u_
+                        dz_ = g * ungated * gate * (1.0 + z_ * (1.0 - gate))
+                        tl.store(dz + at * d_inner + d + r * LANES, dz_, mask=m)
+                        g = g * z_ * gate
+                    mu = g[None, :] * C_[:, None] + c[r]
+                    v = mu * p
+                    mu_x += mu * x[None, :]
+                    h_g += h_ * g[None, :]
+                    mu_B = tl.sum(mu * B_[:, None], axis=0)
+                    dstep = tl.sum(v * A2[r], axis=0) * (1.0 / LOG2E) + mu_B * u_
+                    if SOFTPLUS:
+                        dstep = dstep * softplus_slope(step_)
+                    tl.store(du + at * d_inner + d + r * LANES, mu_B * step_ + skip[r] * g, mask=m)
+                    tl.store(ddelta + at * d_inner + d + r * LANES, dstep, mask=m)
+                    new_A = new_A + (sum_A[r] + v * step_[None, :],)
+                    new_D = new_D + (sum_D[r] + g * u_,)
+                    new_bias = new_bias + (sum_bias[r] + tl.where(inside, dstep, 0.0),)
+                    c_ = tl.exp2(A2[r] * step_[None, :]) * mu
+                    if HAS_RESET:
+                        c_ = c_ * keep
+                    new_c = new_c + (c_,)
+                c = new_c
+                sum_A = new_A
+                sum_D = new_D
+                sum_bias = new_bias
+                tl.store(dB + at * d_state + n, tl.sum(mu_x, axis=1), mask=n_ok & inside)
+                tl.store(dC + at * d_state + n, tl.sum(h_g, axis=1), mask=n_ok & inside)
+        tl.debug_barrier()  # the next stretch overwrites the marks
+
+    sums = (batch * n_splits + split) * d_inner
+    for r in tl.static_range(ROWS):
+        ok = n_ok[:, None] & d_ok[r][None, :]
+        tl.store(dA + edge + state + r * LANES, sum_A[r], mask=ok)
+        if HAS_D:
+            tl.store(dD + sums + d + r * LANES, sum_D[r], mask=d_ok[r])
+        if HAS_BIAS:
+            tl.store(dbias + sums + d + r * LANES, sum_bias[r], mask=d_ok[r])
+        if WRITE_COUT:
+            tl.store(c_out + edge + state + r * LANES, c[r], mask=ok)

@@ -1,0 +1,406 @@
+"""The selective scan's windowed backward in Triton: mu_i sums the terms of tokens i … i + window - 1 only,
+in time O(seqlen).
+
+Blocks of ``window`` tokens, counted from the token before the first (whose windowed adjoint is the initial
+state's gradient):
+token i's window is the rest of its own block, a suffix scan, and the beginning of the next, a prefix scan
+carried across
+by the decays between. Nothing is subtracted and nothing divided. A first kernel walks the prefixes forward
+and marks them
+every ``EVERY`` tokens; the second goes through the sequence backwards and redoes states and prefixes from
+the marks. A
+split of the sequence is whole blocks, so splits need nothing of each other.
+
+``halo``: the last tokens serve the windows of the others and get no gradient themselves.
+"""
+
+# Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
+# ruff: noqa: RUF005
+# mypy: allow-untyped-defs, no-check-untyped-defs, disable-error-code="assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from adjoint.kernels.triton.common import LOG2E, sigmoid, softplus_slope
+
+
+@triton.jit
+def _decay(step, reset, t, inside, d, d_ok, A2, d_inner, HAS_RESET: tl.constexpr, ACC: tl.constexpr):
+    """(d_t, a_t); outside: d = 0, so a = 1."""
+    step_ = tl.load(step + t * d_inner + d, mask=d_ok & inside, other=0.0).to(ACC)
+    a = tl.exp2(A2 * step_[None, :])
+    if HAS_RESET:
+        a = a * tl.where(tl.load(reset + t, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
+    return step_, a
+
+
+@triton.jit
+def _include(
+    total,
+    product,
+    i,
+    window,
+    seqlen,
+    dy,
+    z,
+    C,
+    step,
+    reset,
+    dfinal,
+    dy_t,
+    z_t,
+    C_t,
+    d,
+    n,
+    d_ok,
+    n_ok,
+    A2,
+    d_inner,
+    HAS_Z: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """(the prefix that token i uses, prefix and product after token i + window joins them)."""
+    begins = (i + 1) % window == 0
+    used = tl.where(begins, 0.0, total)
+    j = i + window
+    inside = j < seqlen
+    g = tl.load(dy + j * dy_t + d, mask=d_ok & inside, other=0.0).to(ACC)
+    if HAS_Z:
+        z_ = tl.load(z + j * z_t + d, mask=d_ok & inside, other=0.0).to(ACC)
+        g = g * z_ * sigmoid(z_)
+    C_ = tl.load(C + j * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+    _step, a = _decay(step, reset, j, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+    product = tl.where(begins, 1.0, product * a)
+    term = g[None, :] * C_[:, None] + tl.where(j == seqlen - 1, dfinal, 0.0)
+    return used, used + product * term, product
+
+
+@triton.jit(do_not_specialize=["one"])
+def marks_kernel(
+    dy,
+    step,
+    A,
+    C,
+    z,
+    reset,
+    dfinal,
+    totals,
+    products,
+    seqlen,
+    d_inner,
+    d_state,
+    split_len,
+    window,
+    one,
+    dy_b,
+    dy_t,
+    C_b,
+    C_t,
+    z_b,
+    z_t,
+    HAS_Z: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    EVERY: tl.constexpr,
+    N: tl.constexpr,
+    LANES: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Prefix and product before every EVERY-th token, (batch, marks, d_state, d_inner) each."""
+    split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    d = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    n = tl.arange(0, N)
+    d_ok, n_ok = d < d_inner, n < d_state
+    ok = n_ok[:, None] & d_ok[None, :]
+    state = n[:, None] * d_inner + d[None, :] * one
+    A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
+    per_batch = tl.cast(d_inner, tl.int64) * d_state
+    last = tl.zeros((N, LANES), ACC)
+    if HAS_FINAL:
+        last = tl.load(dfinal + batch * per_batch + state, mask=ok, other=0.0).to(ACC)
+    dy += batch * dy_b
+    step += batch * seqlen * d_inner
+    C += batch * C_b
+    if HAS_Z:
+        z += batch * z_b
+    if HAS_RESET:
+        reset += batch * seqlen
+    marks = (seqlen + EVERY - 1) // EVERY
+    first = split.to(tl.int64) * split_len - 1
+    total = tl.zeros((N, LANES), ACC)
+    product = tl.zeros((N, LANES), ACC)
+    for k in range(0, tl.minimum(split_len, seqlen - first)):
+        i = first + k
+        mark = (batch * marks + i // EVERY) * per_batch + state
+        here = ok & (i % EVERY == 0) & (i >= 0)
+        tl.store(totals + mark, total, mask=here)
+        tl.store(products + mark, product, mask=here)
+        _used, total, product = _include(
+            total,
+            product,
+            i,
+            window,
+            seqlen,
+            dy,
+            z,
+            C,
+            step,
+            reset,
+            last,
+            dy_t,
+            z_t,
+            C_t,
+            d,
+            n,
+            d_ok,
+            n_ok,
+            A2,
+            d_inner,
+            HAS_Z,
+            HAS_RESET,
+            ACC,
+        )
+
+
+@triton.jit(do_not_specialize=["one"])
+def backward_kernel(
+    dy,
+    u,
+    step,
+    A,
+    B,
+    C,
+    D,
+    z,
+    reset,
+    checkpoints,
+    totals,
+    products,
+    dfinal,
+    scratch,
+    du,
+    ddelta,
+    dz,
+    dB,
+    dC,
+    dA,
+    dD,
+    dbias,
+    c_out,
+    seqlen,
+    d_inner,
+    d_state,
+    split_len,
+    window,
+    halo,
+    one,
+    dy_b,
+    dy_t,
+    u_b,
+    u_t,
+    B_b,
+    B_t,
+    C_b,
+    C_t,
+    z_b,
+    z_t,
+    HAS_D: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    EVERY: tl.constexpr,
+    STEPS: tl.constexpr,
+    N: tl.constexpr,
+    LANES: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """One split (whole blocks) in reverse; outputs as of the kernel without a window."""
+    split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block, n_splits, n_blocks = tl.program_id(0), tl.num_programs(1), tl.num_programs(0)
+    d = block * LANES + tl.arange(0, LANES)
+    n = tl.arange(0, N)
+    d_ok, n_ok = d < d_inner, n < d_state
+    ok = n_ok[:, None] & d_ok[None, :]
+    state = n[:, None] * d_inner + d[None, :] * one
+    A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
+    per_batch = tl.cast(d_inner, tl.int64) * d_state
+    last = tl.zeros((N, LANES), ACC)
+    if HAS_FINAL:
+        last = tl.load(dfinal + batch * per_batch + state, mask=ok, other=0.0).to(ACC)
+    skip = tl.zeros((LANES,), ACC)
+    if HAS_D:
+        skip = tl.load(D + d, mask=d_ok, other=0.0).to(ACC)
+    dy += batch * dy_b
+    u += batch * u_b
+    B += batch * B_b
+    C += batch * C_b
+    dense = batch * seqlen * d_inner
+    step += dense
+    du += dense
+    ddelta += dense
+    if HAS_Z:
+        z += batch * z_b
+        dz += dense
+    if HAS_RESET:
+        reset += batch * seqlen
+    dB += (batch * n_blocks + block) * seqlen * d_state
+    dC += (batch * n_blocks + block) * seqlen * d_state
+    marks = (seqlen + EVERY - 1) // EVERY
+    tile: tl.constexpr = N * LANES
+    scratch += ((batch * n_splits + split) * n_blocks + block) * (EVERY // STEPS) * 3 * tile
+    scratch += n[:, None] * LANES + tl.arange(0, LANES)[None, :] * one
+
+    first = split.to(tl.int64) * split_len - 1
+    stop = tl.minimum(first + split_len, seqlen)
+    first = tl.maximum(first, 0)
+    c = tl.zeros((N, LANES), ACC)
+    step_, across = _decay(step, reset, stop, stop < seqlen, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+    sum_A = tl.zeros((N, LANES), ACC)
+    sum_D = tl.zeros((LANES,), ACC)
+    sum_bias = tl.zeros((LANES,), ACC)
+    s_first, s_last = first // EVERY, (stop - 1) // EVERY
+    for back in range(0, s_last - s_first + 1):
+        begin = (s_last - back) * EVERY
+        end = tl.minimum(begin + EVERY, stop)
+        n_groups = (end - begin + STEPS - 1) // STEPS
+        mark = (batch * marks + begin // EVERY) * per_batch + state
+        h = tl.load(checkpoints + mark, mask=ok, other=0.0)
+        total = tl.load(totals + mark, mask=ok, other=0.0)
+        product = tl.load(products + mark, mask=ok, other=0.0)
+        for group in range(0, n_groups):
+            tl.store(scratch + group * 3 * tile, h)
+            tl.store(scratch + group * 3 * tile + tile, total)
+            tl.store(scratch + group * 3 * tile + 2 * tile, product)
+            for k in range(0, STEPS):
+                t = begin + group * STEPS + k
+                inside = t < end
+                step_, a = _decay(step, reset, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+                x = step_ * tl.load(u + t * u_t + d, mask=d_ok & inside, other=0.0).to(ACC)
+                B_ = tl.load(B + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                h = a * h + x[None, :] * B_[:, None]
+                used, total, product = _include(
+                    total,
+                    product,
+                    t,
+                    window,
+                    seqlen,
+                    dy,
+                    z,
+                    C,
+                    step,
+                    reset,
+                    last,
+                    dy_t,
+                    z_t,
+                    C_t,
+                    d,
+                    n,
+                    d_ok,
+                    n_ok,
+                    A2,
+                    d_inner,
+                    HAS_Z,
+                    HAS_RESET,
+                    ACC,
+                )
+        tl.debug_barrier()
+        for undone in range(0, n_groups):
+            group = n_groups - 1 - undone
+            h = tl.load(scratch + group * 3 * tile)
+            total = tl.load(scratch + group * 3 * tile + tile)
+            product = tl.load(scratch + group * 3 * tile + 2 * tile)
+            decayed = ()
+            prefixes = ()
+            for k in tl.static_range(STEPS):
+                t = begin + group * STEPS + k
+                inside = t < end
+                step_, a = _decay(step, reset, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+                x = step_ * tl.load(u + t * u_t + d, mask=d_ok & inside, other=0.0).to(ACC)
+                B_ = tl.load(B + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                p = a * h
+                h = p + x[None, :] * B_[:, None]
+                used, total, product = _include(
+                    total,
+                    product,
+                    t,
+                    window,
+                    seqlen,
+                    dy,
+                    z,
+                    C,
+                    step,
+                    reset,
+                    last,
+                    dy_t,
+                    z_t,
+                    C_t,
+                    d,
+                    n,
+                    d_ok,
+                    n_ok,
+                    A2,
+                    d_inner,
+                    HAS_Z,
+                    HAS_RESET,
+                    ACC,
+                )
+                decayed = decayed + (p,)
+                prefixes = prefixes + (used,)
+            for k in tl.static_range(STEPS):
+                p = decayed[STEPS - 1 - k]
+                t = begin + group * STEPS + (STEPS - 1 - k)
+                inside = (t < end) & (t >= first)
+                at = tl.minimum(
+                    tl.maximum(t, first), end - 1
+                )  # an address that no loop variable steps: spares registers
+                own = tl.where(inside & (t < seqlen - halo), 1.0, 0.0).to(ACC)
+                m = d_ok & inside
+                step_, a = _decay(step, reset, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+                u_ = tl.load(u + t * u_t + d, mask=m, other=0.0).to(ACC)
+                g = tl.load(dy + t * dy_t + d, mask=m, other=0.0).to(ACC)
+                B_ = tl.load(B + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                C_ = tl.load(C + t * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                x = step_ * u_
+                h_ = p + x[None, :] * B_[:, None]
+                if HAS_Z:
+                    z_ = tl.load(z + t * z_t + d, mask=m, other=0.0).to(ACC)
+                    gate = sigmoid(z_)
+                    ungated = tl.sum(h_ * C_[:, None], axis=0) + skip * u_
+                    tl.store(
+                        dz + at * d_inner + d, own * g * ungated * gate * (1.0 + z_ * (1.0 - gate)), mask=m
+                    )
+                    g = g * z_ * gate
+                suffix = g[None, :] * C_[:, None] + tl.where(inside & (t == seqlen - 1), last, 0.0) + c
+                mu = (suffix + across * prefixes[STEPS - 1 - k]) * own
+                begins = ((t + 1) % window == 0) & inside
+                c = tl.where(begins, 0.0, a * suffix)
+                across = tl.where(begins, a, across * a)
+                g = g * own
+                tl.store(dB + at * d_state + n, tl.sum(mu * x[None, :], axis=1), mask=n_ok & inside)
+                tl.store(dC + at * d_state + n, tl.sum(h_ * g[None, :], axis=1), mask=n_ok & inside)
+                v = mu * p
+                mu_B = tl.sum(mu * B_[:, None], axis=0)
+                dstep = tl.sum(v * A2, axis=0) * (1.0 / LOG2E) + mu_B * u_
+                if SOFTPLUS:
+                    dstep = dstep * softplus_slope(step_)
+                tl.store(du + at * d_inner + d, mu_B * step_ + skip * g, mask=m)
+                tl.store(ddelta + at * d_inner + d, dstep, mask=m)
+                sum_A += v * step_[None, :]
+                sum_D += g * u_
+                sum_bias += dstep
+        tl.debug_barrier()  # the next stretch overwrites the marks
+
+    edge = (batch * n_splits + split) * per_batch
+    sums = (batch * n_splits + split) * d_inner
+    tl.store(dA + edge + state, sum_A, mask=ok)
+    if HAS_D:
+        tl.store(dD + sums + d, sum_D, mask=d_ok)
+    if HAS_BIAS:
+        tl.store(dbias + sums + d, sum_bias, mask=d_ok)
+    if split == 0:
+        tl.store(c_out + batch * per_batch + state, c, mask=ok)

@@ -1,0 +1,1 @@
+"""Mamba-2's scan in Triton."""

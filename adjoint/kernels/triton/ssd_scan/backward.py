@@ -1,0 +1,443 @@
+"""Backward kernels of Mamba-2's SSD scan in Triton, on tensor cores (launched by `launch`).
+
+The decays' gradient d(dt A)_t is the sum of all that crosses t: pairs j < t <= i inside the chunk, tokens
+from t on that read h_in, tokens before t that feed h_out, and h_in through to h_out. These sums are formed
+directly, never as the difference of two running sums, which would cancel: ``pair_grad_kernel`` leaves, of the
+pairs, what crosses inside a tile and the sums along the rows and columns of every other tile, and
+``step_grad_kernel`` adds up. Products are split over kernels so that none holds more tiles than a thread's
+255 registers take.
+"""
+
+# mypy: allow-untyped-defs, no-check-untyped-defs, disable-error-code="assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from adjoint.kernels.triton.common import softplus_slope
+from adjoint.kernels.triton.ssd_scan.forward import (
+    chunk_resets,
+    pair_decay,
+    rows,
+    segments,
+    state_tile,
+    tile_sums,
+)
+
+
+@triton.jit
+def read_kernel(
+    dy,
+    C,
+    prefix,
+    segment,
+    h_in,
+    g_out,
+    read,
+    through,
+    seqlen,
+    nheads,
+    headdim,
+    d_state,
+    heads_a_group,
+    dy_b,
+    dy_t,
+    dy_h,
+    C_b,
+    C_t,
+    C_g,
+    HAS_RESET: tl.constexpr,
+    CHUNK: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """What each token reads of h_in, weighed with its dy, and h_in's way through to h_out, weighed with its
+    cotangent: (batch, nheads, chunks * CHUNK) and (batch, chunks, nheads)."""
+    TILES: tl.constexpr = CHUNK // Q
+    chunk, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunks = tl.num_programs(0) // TILES
+    i, p = tl.arange(0, Q), tl.arange(0, P)
+    first = chunk * CHUNK + tile * Q
+    t = first + i
+    line = (batch * nheads + head) * (chunks * CHUNK)
+    if HAS_RESET:
+        segment += batch * (chunks * CHUNK)
+    state = ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
+    C += batch * C_b + head // heads_a_group * C_g
+    reads = tl.zeros((Q, P), ACC)
+    for block in range(0, (d_state + N - 1) // N):
+        n = block * N + tl.arange(0, N)
+        C_ = rows(C, first, i, n, C_t, seqlen, d_state, DOT)
+        h = state_tile(h_in + state, p, n, headdim, d_state).to(DOT)
+        reads = tl.dot(C_, tl.trans(h), reads, input_precision=PRECISION, out_dtype=ACC)
+    k, sums = tile_sums(prefix + line + chunk * CHUNK, Q, CHUNK)
+    decay = tl.load(prefix + line + t) + tl.sum(tl.where(k < tile, sums, 0.0), axis=0)
+    weight = tl.where(segments(segment, t, HAS_RESET, Q) == 0, tl.exp(decay), 0.0)
+    dy_ = rows(dy + batch * dy_b + head * dy_h, first, i, p, dy_t, seqlen, headdim, ACC)
+    tl.store(read + line + t, tl.sum(reads * dy_, axis=1) * weight)
+    if tile == 0:
+        kept = tl.zeros((P,), ACC)
+        for block in range(0, (d_state + N - 1) // N):
+            n = block * N + tl.arange(0, N)
+            h = state_tile(h_in + state, p, n, headdim, d_state)
+            kept += tl.sum(state_tile(g_out + state, p, n, headdim, d_state) * h, axis=1)
+        whole = chunk_resets(segment, chunk, HAS_RESET, CHUNK) == 0
+        total = tl.where(whole, tl.exp(tl.sum(sums, axis=0)), 0.0) * tl.sum(kept, axis=0)
+        tl.store(through + (batch * chunks + chunk) * nheads + head, total)
+
+
+@triton.jit
+def input_grad_kernel(
+    dy,
+    x,
+    B,
+    D,
+    gram,
+    step,
+    prefix,
+    suffix,
+    segment,
+    g_out,
+    dx,
+    dD,
+    direct,
+    fed,
+    seqlen,
+    nheads,
+    headdim,
+    d_state,
+    heads_a_group,
+    dy_b,
+    dy_t,
+    dy_h,
+    x_b,
+    x_t,
+    x_h,
+    B_b,
+    B_t,
+    B_g,
+    HAS_D: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    CHUNK: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """dx of one tile of inputs j and one head, and its share of dD: (batch, tiles, nheads).
+
+    For ``step_grad_kernel``, (batch, nheads, chunks * CHUNK) each: ``direct``, the step's gradient through
+    dt x, and ``fed``, what each token feeds into h_out, weighed with its cotangent g_out.
+    """
+    TILES: tl.constexpr = CHUNK // Q
+    chunk, col = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunks = tl.num_programs(0) // TILES
+    j, p = tl.arange(0, Q), tl.arange(0, P)
+    first = chunk * CHUNK + col * Q
+    t = first + j
+    line = (batch * nheads + head) * (chunks * CHUNK)
+    if HAS_RESET:
+        segment += batch * (chunks * CHUNK)
+    group = head // heads_a_group
+    dy += batch * dy_b + head * dy_h
+    B += batch * B_b + group * B_g
+    g_out += ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
+    gram += ((batch * chunks + chunk) * (nheads // heads_a_group) + group) * (CHUNK * CHUNK)
+    gram += col * Q + j[None, :]
+    count_j = segments(segment, t, HAS_RESET, Q)
+    k, sums = tile_sums(prefix + line + chunk * CHUNK, Q, CHUNK)
+    suffix_j = tl.load(suffix + line + t)
+    step_j = tl.load(step + line + t)
+    x_ = rows(x + batch * x_b + head * x_h, first, j, p, x_t, seqlen, headdim, DOT)
+
+    dxd = tl.zeros((Q, P), ACC)  # of dt x
+    for block in range(0, (d_state + N - 1) // N):
+        n = block * N + tl.arange(0, N)
+        g = state_tile(g_out, p, n, headdim, d_state).to(DOT)
+        B_ = rows(B, first, j, n, B_t, seqlen, d_state, DOT)
+        dxd = tl.dot(B_, tl.trans(g), dxd, input_precision=PRECISION, out_dtype=ACC)
+    feeds = count_j == chunk_resets(segment, chunk, HAS_RESET, CHUNK)
+    after = suffix_j + tl.sum(tl.where(k > col, sums, 0.0), axis=0)
+    dxd *= tl.where(feeds, tl.exp(after), 0.0)[:, None]
+    tl.store(fed + line + t, tl.sum(dxd * x_.to(ACC), axis=1) * step_j)
+
+    last_tile = ((tl.minimum(seqlen - chunk * CHUNK, CHUNK) + Q - 1) // Q).to(tl.int32)
+    for row in range(col, last_tile):
+        i = chunk * CHUNK + row * Q + j
+        count_i = segments(segment, i, HAS_RESET, Q)
+        between = tl.sum(tl.where((k > col) & (k < row), sums, 0.0), axis=0)
+        prefix_i = tl.load(prefix + line + i)
+        edge = suffix_j
+        if row == col:
+            edge = prefix_i
+        scores = tl.load(gram + (row * Q + j)[:, None] * CHUNK)
+        scores *= pair_decay(prefix_i, edge, row == col, between, count_i, count_j, j, j)
+        dy_ = rows(dy, chunk * CHUNK + row * Q, j, p, dy_t, seqlen, headdim, DOT)
+        dxd = tl.dot(tl.trans(scores.to(DOT)), dy_, dxd, input_precision=PRECISION, out_dtype=ACC)
+    tl.store(direct + line + t, tl.sum(dxd * x_.to(ACC), axis=1))
+
+    dx_ = dxd * step_j[:, None]
+    if HAS_D:
+        dy_ = rows(dy, first, j, p, dy_t, seqlen, headdim, ACC)
+        dx_ += tl.load(D + head).to(ACC) * dy_
+        total = tl.sum(tl.sum(dy_ * x_.to(ACC), axis=1), axis=0)
+        tl.store(dD + (batch * tl.num_programs(0) + tl.program_id(0)) * nheads + head, total)
+    ok = (t < seqlen)[:, None] & (p < headdim)[None, :]
+    tl.store(dx + ((batch * seqlen + t[:, None]) * nheads + head) * headdim + p[None, :], dx_, mask=ok)
+
+
+@triton.jit
+def step_grad_kernel(
+    A,
+    step,
+    direct,
+    fed,
+    inside,
+    by_output,
+    by_input,
+    read,
+    through,
+    ddt,
+    dA,
+    dbias,
+    seqlen,
+    nheads,
+    SOFTPLUS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    Q: tl.constexpr,
+    HEADS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """ddt (batch, seqlen, nheads) of a tile and HEADS heads, and its shares of dA, dbias (batch, tiles,
+    nheads)."""
+    TILES: tl.constexpr = CHUNK // Q
+    tiles = tl.num_programs(0)
+    chunk, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
+    batch, chunks = tl.program_id(2).to(tl.int64), tiles // TILES
+    q = tl.arange(0, Q)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    h_ok = head < nheads
+    both = h_ok[None, :] & (q >= 0)[:, None]
+    begin = chunk * CHUNK
+    start = (batch * nheads + head) * (chunks * CHUNK)
+    line = start[None, :] + (begin + q[:, None])  # a chunk's first tile, (Q, HEADS)
+    wide = start[None, :] * TILES + (begin + q[:, None])
+    last_tile = ((tl.minimum(seqlen - begin, CHUNK) + Q - 1) // Q).to(tl.int32)
+
+    # outputs from t on: reading h_in, or an input of an earlier tile
+    later = tl.zeros((HEADS,), ACC)
+    own = tl.zeros((Q, HEADS), ACC)
+    for row in range(tile, last_tile):
+        value = tl.load(read + line + row * Q, mask=both, other=0.0)
+        for col in range(0, tile):
+            value += tl.load(by_output + wide + col * (chunks * CHUNK) + row * Q, mask=both, other=0.0)
+        if row == tile:
+            own = tl.cumsum(value, axis=0, reverse=True)
+        else:
+            later += tl.sum(value, axis=0)
+    # inputs before t: feeding h_out, or an output of a later tile
+    earlier = tl.zeros((HEADS,), ACC)
+    for col in range(0, tile):
+        earlier += tl.sum(tl.load(fed + line + col * Q, mask=both, other=0.0), axis=0)
+    here = line + tile * Q
+    shifted = both & (q > 0)[:, None]  # the sum up to the token before
+    value = tl.load(fed + here - 1, mask=shifted, other=0.0)
+    for row in range(tile + 1, last_tile):
+        value += tl.load(by_input + wide + row * (chunks * CHUNK) + tile * Q - 1, mask=shifted, other=0.0)
+    own += tl.cumsum(value, axis=0) + tl.load(inside + here - 1, mask=shifted, other=0.0)
+    whole = tl.load(through + (batch * chunks + chunk) * nheads + head, mask=h_ok, other=0.0)
+    ddecay = own + (later + earlier + whole)[None, :]
+
+    step_ = tl.load(step + here, mask=both, other=0.0)
+    decay = tl.load(A + head, mask=h_ok, other=0.0).to(ACC)
+    grad = tl.load(direct + here, mask=both, other=0.0) + ddecay * decay[None, :]
+    if SOFTPLUS:
+        grad = grad * softplus_slope(step_)
+    t = begin + tile * Q + q
+    ok = both & (t < seqlen)[:, None]
+    grad = tl.where(ok, grad, 0.0)
+    tl.store(ddt + (batch * seqlen + t[:, None]) * nheads + head[None, :], grad, mask=ok)
+    share = (batch * tiles + tl.program_id(0)) * nheads + head
+    tl.store(dA + share, tl.sum(tl.where(ok, ddecay * step_, 0.0), axis=0), mask=h_ok)
+    tl.store(dbias + share, tl.sum(grad, axis=0), mask=h_ok)
+
+
+@triton.jit
+def pair_grad_kernel(
+    dy,
+    x,
+    step,
+    prefix,
+    suffix,
+    segment,
+    gram,
+    dgram,
+    inside,
+    by_output,
+    by_input,
+    seqlen,
+    nheads,
+    headdim,
+    ngroups,
+    heads_a_group,
+    heads_each,
+    dy_b,
+    dy_t,
+    dy_h,
+    x_b,
+    x_t,
+    x_h,
+    HAS_RESET: tl.constexpr,
+    CHUNK: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """The cotangent of C_i . B_j, summed over a share of the group's heads: (batch, shares, chunks, ngroups,
+    CHUNK, CHUNK), a tile a program; nothing above the diagonal.
+
+    And, of every head's pairs (the cotangent times C_i . B_j), for ``step_grad_kernel``: off the diagonal the
+    sums over the tile's inputs, ``by_output[j's tile]``, and outputs, ``by_input[i's tile]``, both (batch,
+    nheads, TILES, chunks * CHUNK); on it ``inside``, at token k the pairs with j <= k < i, (batch, nheads,
+    chunks * CHUNK)."""
+    TILES: tl.constexpr = CHUNK // Q
+    chunk, batch = (tl.program_id(0) // (TILES * TILES)).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row, col = tl.program_id(0) // TILES % TILES, tl.program_id(0) % TILES
+    chunks = tl.num_programs(0) // (TILES * TILES)
+    group, share = tl.program_id(1) % ngroups, tl.program_id(1) // ngroups
+    shares = tl.num_programs(1) // ngroups
+    if col <= row:
+        q = tl.arange(0, Q)
+        first_i, first_j = chunk * CHUNK + row * Q, chunk * CHUNK + col * Q
+        i, j = first_i + q, first_j + q
+        if HAS_RESET:
+            segment += batch * (chunks * CHUNK)
+        count_i, count_j = segments(segment, i, HAS_RESET, Q), segments(segment, j, HAS_RESET, Q)
+        place = (row * Q + q)[:, None] * CHUNK + (col * Q + q)[None, :]
+        square = CHUNK * CHUNK
+        grams = tl.load(gram + ((batch * chunks + chunk) * ngroups + group) * square + place)
+        out = tl.zeros((Q, Q), ACC)
+        head_0 = group * heads_a_group + share * heads_each
+        for head in range(head_0, tl.minimum(head_0 + heads_each, (group + 1) * heads_a_group)):
+            line = (batch * nheads + head) * (chunks * CHUNK)
+            part = tl.zeros((Q, Q), ACC)
+            for block in range(0, (headdim + P - 1) // P):
+                p = block * P + tl.arange(0, P)
+                dy_ = rows(dy + batch * dy_b + head * dy_h, first_i, q, p, dy_t, seqlen, headdim, DOT)
+                x_ = rows(x + batch * x_b + head * x_h, first_j, q, p, x_t, seqlen, headdim, DOT)
+                part = tl.dot(dy_, tl.trans(x_), part, input_precision=PRECISION, out_dtype=ACC)
+            k, sums = tile_sums(prefix + line + chunk * CHUNK, Q, CHUNK)
+            between = tl.sum(tl.where((k > col) & (k < row), sums, 0.0), axis=0)
+            if col == row:
+                edge = tl.load(prefix + line + j)
+            else:
+                edge = tl.load(suffix + line + j)
+            prefix_i = tl.load(prefix + line + i)
+            part *= pair_decay(prefix_i, edge, col == row, between, count_i, count_j, q, q)
+            part *= tl.load(step + line + j)[None, :]
+            out += part
+            pairs = part * grams
+            if col == row:
+                before = tl.cumsum(tl.where(q[:, None] > q[None, :], pairs, 0.0), axis=1)
+                crossing = tl.sum(tl.where(q[:, None] > q[None, :], before, 0.0), axis=0)
+                tl.store(inside + line + j, crossing)
+            else:
+                tl.store(by_output + line * TILES + col * (chunks * CHUNK) + i, tl.sum(pairs, axis=1))
+                tl.store(by_input + line * TILES + row * (chunks * CHUNK) + j, tl.sum(pairs, axis=0))
+        tl.store(
+            dgram + (((batch * shares + share) * chunks + chunk) * ngroups + group) * square + place, out
+        )
+
+
+@triton.jit
+def group_grad_kernel(
+    x,
+    other,
+    step,
+    prefix,
+    suffix,
+    segment,
+    state,
+    dgram,
+    out,
+    seqlen,
+    nheads,
+    headdim,
+    d_state,
+    ngroups,
+    heads_a_group,
+    heads_each,
+    x_b,
+    x_t,
+    x_h,
+    other_b,
+    other_t,
+    other_g,
+    OF_B: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    CHUNK: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """dB (OF_B) or dC of one tile and group, summed over a share of the group's heads: (batch, shares,
+    seqlen, ngroups, d_state). For dB, x, other, state are x, C, g_out; for dC, dy, B, h_in."""
+    TILES: tl.constexpr = CHUNK // Q
+    chunk, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
+    batch, chunks = tl.program_id(2).to(tl.int64), tl.num_programs(0) // TILES
+    blocks = (d_state + N - 1) // N
+    group, share = tl.program_id(1) // blocks % ngroups, tl.program_id(1) // (blocks * ngroups)
+    shares = tl.num_programs(1) // (blocks * ngroups)
+    q, p = tl.arange(0, Q), tl.arange(0, P)
+    n = tl.program_id(1) % blocks * N + tl.arange(0, N)
+    first = chunk * CHUNK + tile * Q
+    t = first + q
+    if HAS_RESET:
+        segment += batch * (chunks * CHUNK)
+    count = segments(segment, t, HAS_RESET, Q)
+    all_resets = chunk_resets(segment, chunk, HAS_RESET, CHUNK)
+    total = tl.zeros((Q, N), ACC)
+    head_0 = group * heads_a_group + share * heads_each
+    for head in range(head_0, tl.minimum(head_0 + heads_each, (group + 1) * heads_a_group)):
+        line = (batch * nheads + head) * (chunks * CHUNK)
+        k, sums = tile_sums(prefix + line + chunk * CHUNK, Q, CHUNK)
+        if OF_B:
+            after = tl.load(suffix + line + t) + tl.sum(tl.where(k > tile, sums, 0.0), axis=0)
+            weight = tl.where(count == all_resets, tl.exp(after), 0.0) * tl.load(step + line + t)
+        else:
+            before = tl.load(prefix + line + t) + tl.sum(tl.where(k < tile, sums, 0.0), axis=0)
+            weight = tl.where(count == 0, tl.exp(before), 0.0)
+        x_ = rows(x + batch * x_b + head * x_h, first, q, p, x_t, seqlen, headdim, ACC)
+        scaled = (x_ * weight[:, None]).to(DOT)
+        at = ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
+        h = state_tile(state + at, p, n, headdim, d_state).to(DOT)
+        total = tl.dot(scaled, h, total, input_precision=PRECISION, out_dtype=ACC)
+    dgram += (((batch * shares + share) * chunks + chunk) * ngroups + group) * (CHUNK * CHUNK)
+    other += batch * other_b + group * other_g
+    if OF_B:
+        last_tile = ((tl.minimum(seqlen - chunk * CHUNK, CHUNK) + Q - 1) // Q).to(tl.int32)
+        for row in range(tile, last_tile):
+            scores = tl.load(dgram + (row * Q + q)[:, None] * CHUNK + (tile * Q + q)[None, :]).to(DOT)
+            C_ = rows(other, chunk * CHUNK + row * Q, q, n, other_t, seqlen, d_state, DOT)
+            total = tl.dot(tl.trans(scores), C_, total, input_precision=PRECISION, out_dtype=ACC)
+    else:
+        for col in range(0, tile + 1):
+            scores = tl.load(dgram + (tile * Q + q)[:, None] * CHUNK + (col * Q + q)[None, :]).to(DOT)
+            B_ = rows(other, chunk * CHUNK + col * Q, q, n, other_t, seqlen, d_state, DOT)
+            total = tl.dot(scores, B_, total, input_precision=PRECISION, out_dtype=ACC)
+    at = (((batch * shares + share) * seqlen + t[:, None]) * ngroups + group) * d_state + n[None, :]
+    tl.store(out + at, total, mask=(t < seqlen)[:, None] & (n < d_state)[None, :])

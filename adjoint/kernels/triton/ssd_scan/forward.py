@@ -1,0 +1,305 @@
+"""Forward kernels of Mamba-2's SSD scan in Triton, on tensor cores (launched by `launch`), and what the
+backward shares with them.
+
+The sequence is cut into chunks of CHUNK tokens, whose states go through memory, and chunks into tiles of Q
+tokens, the matrices that registers hold. With S(j, i) = the sum of dt A over tokens j + 1 … i, and pairs
+across a reset dropped:
+
+    y_i = sum_{j <= i} (C_i . B_j) exp(S(j, i)) dt_j x_j + exp(S(start, i)) C_i h_in + D x_i
+    h_out = sum_j exp(S(j, end)) dt_j x_j (x) B_j + exp(S(start, end)) h_in
+
+Every S is put together from sums inside the tiles of its two ends and whole tiles between: sums of terms of
+one sign, so that its error is a fraction of itself. The difference of two running sums over a long chunk
+would put the rounding of the whole chunk's decay on neighbouring tokens.
+
+C_i . B_j is the same for all heads of a group: ``gram_kernel`` writes it once, (batch, chunks, ngroups,
+CHUNK, CHUNK), of which the tiles on and under the diagonal are written and read.
+"""
+
+# mypy: allow-untyped-defs, no-check-untyped-defs, disable-error-code="assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from adjoint.kernels.triton.common import log1p_exp
+
+
+@triton.jit
+def step_kernel(
+    dt,
+    A,
+    bias,
+    step,
+    prefix,
+    suffix,
+    seqlen,
+    nheads,
+    dt_b,
+    dt_t,
+    HAS_BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    Q: tl.constexpr,
+    HEADS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """step = softplus(dt + bias), 0 beyond the end; and, of step * A inside each tile, the sum up to and with
+    a token (prefix) and the sum after it (suffix): (batch, nheads, tiles * Q) each."""
+    tile, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    j = tl.arange(0, Q)
+    t = tile * Q + j
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    h_ok = (head < nheads)[None, :]
+    ok = (t < seqlen)[:, None] & h_ok
+    x = tl.load(dt + batch * dt_b + t[:, None] * dt_t + head[None, :], mask=ok, other=0.0).to(ACC)
+    if HAS_BIAS:
+        x += tl.load(bias + head, mask=head < nheads, other=0.0).to(ACC)[None, :]
+    if SOFTPLUS:
+        x = log1p_exp(x)
+    x = tl.where(ok, x, 0.0)
+    decay = x * tl.load(A + head, mask=head < nheads, other=0.0).to(ACC)[None, :]
+    out = (batch * nheads + head[None, :]) * (tl.num_programs(0).to(tl.int64) * Q) + t[:, None]
+    tl.store(step + out, x, mask=h_ok)
+    tl.store(prefix + out, tl.cumsum(decay, axis=0), mask=h_ok)
+    # the sum from a token on is the sum after the one before it
+    tl.store(suffix + out - 1, tl.cumsum(decay, axis=0, reverse=True), mask=h_ok & (j > 0)[:, None])
+    tl.store(suffix + out, tl.zeros((Q, HEADS), ACC), mask=h_ok & (j == Q - 1)[:, None])
+
+
+@triton.jit
+def tile_sums(prefix, Q: tl.constexpr, CHUNK: tl.constexpr):
+    """(index, sum of step * A) of each tile of the chunk whose prefixes begin at ``prefix``."""
+    k = tl.arange(0, CHUNK // Q)
+    return k, tl.load(prefix + k * Q + (Q - 1))
+
+
+@triton.jit
+def segments(segment, t, HAS_RESET: tl.constexpr, Q: tl.constexpr):
+    """The number of resets in the chunk up to each token t."""
+    if HAS_RESET:
+        return tl.load(segment + t)
+    else:
+        return tl.zeros((Q,), tl.int32)
+
+
+@triton.jit
+def chunk_resets(segment, chunk, HAS_RESET: tl.constexpr, CHUNK: tl.constexpr):
+    """The number of resets in a chunk."""
+    if HAS_RESET:
+        return tl.load(segment + chunk * CHUNK + (CHUNK - 1))
+    else:
+        return 0
+
+
+@triton.jit
+def rows(pointer, first, j, i, stride, seqlen, size, DOT: tl.constexpr):
+    """The tile of tokens first + j, in the matrix products' dtype, zero outside. Offsets in it fit 32
+    bits."""
+    ok = (j < seqlen - first)[:, None] & (i < size)[None, :]
+    return tl.load(pointer + first * stride + (j[:, None] * stride + i[None, :]), mask=ok, other=0.0).to(DOT)
+
+
+@triton.jit
+def state_tile(pointer, p, n, headdim, d_state):
+    """A (headdim, d_state) tile of a state, zero outside."""
+    ok = (p < headdim)[:, None] & (n < d_state)[None, :]
+    return tl.load(pointer + p[:, None] * d_state + n[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
+def pair_decay(row, col, same, between, count_i, count_j, i, j):
+    """exp(S(j, i)) of a tile of outputs i (rows) and inputs j <= i (columns), 0 for all other pairs.
+
+    In the diagonal tile (``same``) row and col are both prefixes; else row is the prefix of i's tile, col the
+    suffix of j's, and ``between`` the sum over the tiles between them.
+    """
+    exponent = tl.where(same, row[:, None] - col[None, :], row[:, None] + col[None, :] + between)
+    pair = (count_i[:, None] == count_j[None, :]) & (tl.where(same, i[:, None] - j[None, :], 0) >= 0)
+    return tl.exp(tl.where(pair, exponent, float("-inf")))
+
+
+@triton.jit
+def chunk_state_kernel(
+    x,
+    B,
+    step,
+    prefix,
+    suffix,
+    segment,
+    local,
+    decay,
+    seqlen,
+    nheads,
+    headdim,
+    d_state,
+    heads_a_group,
+    x_b,
+    x_t,
+    x_h,
+    B_b,
+    B_t,
+    B_g,
+    REVERSE: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    CHUNK: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """A chunk's own (headdim, d_state) state. REVERSE: its own cotangent of h_in, x and B being dy and C."""
+    chunk, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    head, chunks = tl.program_id(1) % nheads, tl.num_programs(0)
+    j = tl.arange(0, Q)
+    p, n = tl.arange(0, P), tl.program_id(1) // nheads * N + tl.arange(0, N)
+    line = (batch * nheads + head) * (chunks * CHUNK)
+    if HAS_RESET:
+        segment += batch * (chunks * CHUNK)
+    x += batch * x_b + head * x_h
+    B += batch * B_b + head // heads_a_group * B_g
+    all_resets = chunk_resets(segment, chunk, HAS_RESET, CHUNK)
+    k, sums = tile_sums(prefix + line + chunk * CHUNK, Q, CHUNK)
+    out = tl.zeros((P, N), ACC)
+    left = (seqlen - chunk * CHUNK).to(tl.int32)
+    for tile in range(0, (tl.minimum(left, CHUNK) + Q - 1) // Q):
+        first = chunk * CHUNK + tile * Q
+        t = first + j
+        count = segments(segment, t, HAS_RESET, Q)
+        if REVERSE:
+            before = tl.sum(tl.where(k < tile, sums, 0.0), axis=0)
+            weight = tl.where(count == 0, tl.exp(tl.load(prefix + line + t) + before), 0.0)
+        else:
+            after = tl.sum(tl.where(k > tile, sums, 0.0), axis=0)
+            weight = tl.where(count == all_resets, tl.exp(tl.load(suffix + line + t) + after), 0.0)
+            weight *= tl.load(step + line + t)
+        scaled = (rows(x, first, j, p, x_t, seqlen, headdim, ACC) * weight[:, None]).to(DOT)
+        B_ = rows(B, first, j, n, B_t, seqlen, d_state, DOT)
+        out = tl.dot(tl.trans(scaled), B_, out, input_precision=PRECISION, out_dtype=ACC)
+    state = ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
+    ok = (p < headdim)[:, None] & (n < d_state)[None, :]
+    tl.store(local + state + p[:, None] * d_state + n[None, :], out, mask=ok)
+    total = tl.where(all_resets == 0, tl.exp(tl.sum(sums, axis=0)), 0.0)
+    tl.store(decay + (batch * chunks + chunk) * nheads + head, total)
+
+
+@triton.jit
+def gram_kernel(
+    B,
+    C,
+    gram,
+    seqlen,
+    d_state,
+    B_b,
+    B_t,
+    B_g,
+    C_b,
+    C_t,
+    C_g,
+    CHUNK: tl.constexpr,
+    Q: tl.constexpr,
+    N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """C_i . B_j, a tile of outputs i (rows) and inputs j (columns) a program; nothing above the diagonal."""
+    TILES: tl.constexpr = CHUNK // Q
+    chunk, group = (tl.program_id(0) // (TILES * TILES)).to(tl.int64), tl.program_id(1)
+    row, col = tl.program_id(0) // TILES % TILES, tl.program_id(0) % TILES
+    batch, chunks = tl.program_id(2).to(tl.int64), tl.num_programs(0) // (TILES * TILES)
+    if col <= row:
+        i = tl.arange(0, Q)
+        B += batch * B_b + group * B_g
+        C += batch * C_b + group * C_g
+        first_i, first_j = chunk * CHUNK + row * Q, chunk * CHUNK + col * Q
+        out = tl.zeros((Q, Q), ACC)
+        for block in range(0, (d_state + N - 1) // N):
+            n = block * N + tl.arange(0, N)
+            C_ = rows(C, first_i, i, n, C_t, seqlen, d_state, DOT)
+            B_ = rows(B, first_j, i, n, B_t, seqlen, d_state, DOT)
+            out = tl.dot(C_, tl.trans(B_), out, input_precision=PRECISION, out_dtype=ACC)
+        square = ((batch * chunks + chunk) * tl.num_programs(1) + group) * (CHUNK * CHUNK)
+        tl.store(gram + square + (row * Q + i)[:, None] * CHUNK + (col * Q + i)[None, :], out)
+
+
+@triton.jit
+def output_kernel(
+    x,
+    C,
+    D,
+    gram,
+    step,
+    prefix,
+    suffix,
+    segment,
+    h_in,
+    y,
+    seqlen,
+    nheads,
+    headdim,
+    d_state,
+    heads_a_group,
+    x_b,
+    x_t,
+    x_h,
+    C_b,
+    C_t,
+    C_g,
+    HAS_D: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    CHUNK: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """y of one tile and head from the state at its chunk's entry."""
+    TILES: tl.constexpr = CHUNK // Q
+    chunk, row = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunks = tl.num_programs(0) // TILES
+    i, p = tl.arange(0, Q), tl.arange(0, P)
+    first = chunk * CHUNK + row * Q
+    t = first + i
+    line = (batch * nheads + head) * (chunks * CHUNK)
+    if HAS_RESET:
+        segment += batch * (chunks * CHUNK)
+    count_i = segments(segment, t, HAS_RESET, Q)
+    group = head // heads_a_group
+    x += batch * x_b + head * x_h
+    C += batch * C_b + group * C_g
+    h_in += ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
+    gram += ((batch * chunks + chunk) * (nheads // heads_a_group) + group) * (CHUNK * CHUNK)
+    out = tl.zeros((Q, P), ACC)
+    for block in range(0, (d_state + N - 1) // N):
+        n = block * N + tl.arange(0, N)
+        C_ = rows(C, first, i, n, C_t, seqlen, d_state, DOT)
+        h = state_tile(h_in, p, n, headdim, d_state).to(DOT)
+        out = tl.dot(C_, tl.trans(h), out, input_precision=PRECISION, out_dtype=ACC)
+    k, sums = tile_sums(prefix + line + chunk * CHUNK, Q, CHUNK)
+    prefix_i = tl.load(prefix + line + t)
+    before = tl.sum(tl.where(k < row, sums, 0.0), axis=0)
+    out *= tl.where(count_i == 0, tl.exp(prefix_i + before), 0.0)[:, None]
+    for col in range(0, row + 1):
+        first_j = chunk * CHUNK + col * Q
+        j = first_j + i
+        count_j = segments(segment, j, HAS_RESET, Q)
+        between = tl.sum(tl.where((k > col) & (k < row), sums, 0.0), axis=0)
+        if col == row:
+            edge = prefix_i
+        else:
+            edge = tl.load(suffix + line + j)
+        scores = tl.load(gram + (row * Q + i)[:, None] * CHUNK + (col * Q + i)[None, :])
+        scores *= pair_decay(prefix_i, edge, col == row, between, count_i, count_j, i, i)
+        scores *= tl.load(step + line + j)[None, :]
+        x_ = rows(x, first_j, i, p, x_t, seqlen, headdim, DOT)
+        out = tl.dot(scores.to(DOT), x_, out, input_precision=PRECISION, out_dtype=ACC)
+    if HAS_D:
+        out += tl.load(D + head).to(ACC) * rows(x, first, i, p, x_t, seqlen, headdim, ACC)
+    ok = (t < seqlen)[:, None] & (p < headdim)[None, :]
+    tl.store(y + ((batch * seqlen + t[:, None]) * nheads + head) * headdim + p[None, :], out, mask=ok)

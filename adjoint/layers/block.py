@@ -1,0 +1,55 @@
+"""A residual layer: norm and mixer, then norm and MLP if there is one."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from adjoint.layers.config import StackConfig
+from adjoint.layers.mamba import MambaMixer
+from adjoint.layers.mamba2 import Mamba2Mixer
+from adjoint.layers.mlp import GatedMLP
+from adjoint.layers.norm import RMSNorm
+from adjoint.layers.selective import SelectiveMixer
+
+State = tuple[Tensor, ...]
+
+
+class Block(nn.Module):
+    """y + mixer(norm(y)), then y + mlp(norm2(y)) if there is an MLP. Takes and returns the mixer's recurrent
+    state."""
+
+    mixer: Any  # MambaMixer, Mamba2Mixer or SelectiveMixer
+
+    def __init__(self, config: StackConfig, layer: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mixer = make_mixer(config, layer)
+        self.norm2: RMSNorm | None = None
+        self.mlp: GatedMLP | None = None
+        if config.d_intermediate:
+            self.norm2 = RMSNorm(config.d_model, config.norm_eps)
+            self.mlp = GatedMLP(config.d_model, config.d_intermediate, config.bias)
+
+    def forward(self, y: Tensor, state: State) -> tuple[Tensor, State]:
+        mixed, state = self.mixer(self.norm(y), state)
+        return self.feed_forward(mixed, residual=y), state
+
+    def feed_forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
+        """What follows the mixer, token by token: of the residual sum y; or of the mixer's output y and the
+        residual, the block's input, which are then summed and normalised in one pass."""
+        if self.mlp is None or self.norm2 is None:
+            return y if residual is None else residual + y
+        if residual is None:
+            return y + self.mlp(self.norm2(y))
+        normalised, y = self.norm2(y, residual=residual)
+        return y + self.mlp(normalised)
+
+
+def make_mixer(config: StackConfig, layer: int) -> nn.Module:
+    """The mixer of layer `layer`, parameters initialised."""
+    kind = config.mixers[layer]
+    if kind == "mamba":
+        return MambaMixer(config)
+    if kind == "mamba2":
+        return Mamba2Mixer(config)
+    return SelectiveMixer(config, structure=kind)

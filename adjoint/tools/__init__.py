@@ -1,0 +1,1 @@
+"""The commands beside `adjoint train`, a folder each."""

@@ -1,0 +1,1 @@
+"""`adjoint doctor`: what this machine has, which code runs what, and whether it works."""

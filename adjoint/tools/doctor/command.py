@@ -1,0 +1,333 @@
+"""``adjoint doctor``: what this machine has, which backend runs what and why, and whether it computes right.
+
+Nothing is said that was not looked at in this very process: a backend is usable if it was loaded, and works
+if its scan agreed with the reference in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Never
+
+import torch
+
+from adjoint.errors import UserError
+from adjoint.kernels import dispatch
+from adjoint.kernels.cpu import build as cpu_build
+from adjoint.kernels.selective_scan import selective_scan
+from adjoint.tools.doctor.devices import cpu, cuda_devices, nvml_devices, one_line
+
+# Package, what it is for, how it is had, and the module that is imported to see whether a compiled package
+# fits this torch. (The others are not imported: transformers alone takes seconds.)
+PACKAGES: tuple[tuple[str, str, str, str | None], ...] = (
+    ("torch", "everything", "", None),
+    ("numpy", "everything", "", None),
+    ("jsonargparse", "adjoint train: configuration", "", None),
+    ("rich", "text output", "", None),
+    ("matplotlib", "plots", "", None),
+    ("safetensors", "checkpoints", "", None),
+    ("triton", "GPU kernels", "adjoint[gpu]", "triton"),
+    ("mamba-ssm", "a peer of the benchmarks on GPUs", "adjoint[gpu]", "selective_scan_cuda"),
+    ("causal-conv1d", "a peer of the benchmarks on GPUs", "adjoint[gpu]", "causal_conv1d_cuda"),
+    ("transformers", "Hugging Face models in and out", "adjoint[hf]", None),
+    ("tokenizers", "--data.tokenizer", "adjoint[data]", None),
+    ("pyarrow", ".parquet text", "adjoint[data]", None),
+    ("tensorboard", "TensorBoard logs", "adjoint[tensorboard]", None),
+    ("ray", "training on several processes or machines", "adjoint[cluster]", None),
+    ("nvidia-ml-py", "GPUs and MIG slices, listed by the driver", "adjoint[cluster]", "pynvml"),
+    ("mambapy", "a peer of the benchmarks", "adjoint[bench]", None),
+    ("numba", "a peer of the benchmarks", "adjoint[bench]", None),
+)
+THREAD_SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "GOMP_SPINCOUNT", "MKL_NUM_THREADS")
+ALLOCATOR_SETTINGS = (
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_ARENA_MAX",
+    "LD_PRELOAD",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Relative, to the largest value of each tensor: what rounding leaves of a scan of a hundred tokens.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def main(argv: list[str]) -> int:
+    """``adjoint doctor``: exit code 0, or 1 if no backend computes a selective scan right."""
+    options = _parser().parse_args(argv)
+    report = examine()
+    if options.json:
+        print(json.dumps(report, indent=1))
+    else:
+        from adjoint.tools.doctor.report import show
+
+        show(report)
+    return 0 if report["works"] else 1
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Never:
+        raise UserError(message.removeprefix("argument "))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="adjoint doctor",
+        allow_abbrev=False,
+        description="What this machine has and which code runs what: versions, devices and MIG slices, the "
+        "scan backends and why one is not usable, the build of the C++ kernels, threads, the allocator; and "
+        "a check of every usable backend against the reference in float64.",
+        epilog="Takes a few seconds; the first time also the seconds that building the C++ kernels takes. "
+        "Exit code 0, or 1 if no backend works.",
+    )
+    parser.add_argument("--json", action="store_true", help="the same as JSON, for programs and bug reports")
+    return parser
+
+
+def examine(nvml: Any = None) -> dict[str, Any]:
+    """All that the doctor finds, in what JSON can hold.
+
+    nvml: a module with the functions of nvidia-ml-py's ``pynvml``; by default that one, where it is
+        installed.
+    """
+    began = time.perf_counter()
+    build = cpp_build()  # first: the backends' list would load it, and its time is to be told
+    devices = {"cpu": cpu(), "cuda": cuda_devices(), "nvml": nvml_devices(nvml)}
+    unusable = dispatch.unusable_backends()
+    checks = self_checks(dispatch.backends())
+    return {
+        "system": {
+            "adjoint": importlib.import_module("adjoint").__version__,
+            "python": platform.python_version(),
+            "executable": sys.executable,
+            "platform": platform.platform(),
+            "torch_cuda": torch.version.cuda,
+        },
+        "packages": packages(),
+        "devices": devices,
+        "cpp_build": build,
+        "backends": {"usable": dispatch.backends(), "unusable": unusable},
+        "choices": choices(),
+        "threads": threads(),
+        "allocator": allocator(),
+        "checks": checks,
+        "advice": advice(devices, unusable),
+        "works": any(check["passed"] for check in checks),
+        "seconds": round(time.perf_counter() - began, 2),
+    }
+
+
+def packages() -> list[dict[str, Any]]:
+    """The packages the system can use: version, or None; what each is for; what is broken, or None."""
+    found = []
+    for name, purpose, source, module in PACKAGES:
+        version = problem = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+        if version is not None and module is not None:
+            problem = _import_problem(module)
+        found.append(
+            {"name": name, "version": version, "purpose": purpose, "source": source, "problem": problem}
+        )
+    return found
+
+
+def _import_problem(module: str) -> str | None:
+    """Why an installed module does not import, on one line; compiled ones fail so against another torch."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        return f"import {module}: {one_line(error)}"
+    return None
+
+
+def cpp_build() -> dict[str, Any]:
+    """The C++ kernels: whether they load, from where, after how long, and whether the compiler works now.
+
+    A library in the cache does not show that the compiler that made it is still of use: it is given a line.
+    """
+    cxx = cpu_build.compiler()
+    began = time.perf_counter()
+    library, told = cpu_build.load()
+    seconds = time.perf_counter() - began
+    built = None
+    if library is not None:
+        built = Path(told).stat().st_mtime
+    folder = cpu_build.cache_dir()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    return {
+        "works": library is not None,
+        "reason": None if library is not None else told,
+        "library": told if library is not None else None,
+        # Built just now, or by an earlier process; with a second's grace, as file systems' clocks are coarse.
+        "from_cache": built is not None and time.time() - built > seconds + 1,
+        "seconds": round(seconds, 3),
+        "cache": str(folder),
+        "cache_writable": os.access(nearest, os.W_OK),
+        "compiler": cxx,
+        "compiler_version": _compiler_version(cxx),
+        "compiler_problem": _compiler_problem(cxx),
+    }
+
+
+def _compiler_version(cxx: str | None) -> str | None:
+    if cxx is None:
+        return None
+    try:
+        told = subprocess.run([cxx, "--version"], capture_output=True, text=True, timeout=10, check=True)
+        return (told.stdout.splitlines() or [""])[0]
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _compiler_problem(cxx: str | None) -> str | None:
+    """None if the compiler makes a shared object of a line of C++, else why not."""
+    if cxx is None:
+        return "there is no C++ compiler (install g++ or clang++, or set CXX)"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "line.cpp"
+        source.write_text('#include <cmath>\nextern "C" double line(double x) { return std::exp(x); }\n')
+        command = [cxx, "-std=c++17", "-O1", "-fPIC", "-shared", "-o", f"{folder}/line.so", str(source)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return one_line(error)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return None
+
+
+def choices() -> list[dict[str, Any]]:
+    """The backend that ``backend=None`` takes: a row an operation, device and dtype."""
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return [
+        {
+            "operation": operation,
+            "device": kind,
+            "dtype": str(dtype).removeprefix("torch."),
+            "backend": dispatch.implementation(
+                operation, None, torch.device(kind), dispatch.compute_dtype(torch.empty(0, dtype=dtype))
+            ),
+        }
+        for kind in kinds
+        for operation in dispatch.operations()
+        for dtype in DTYPES
+    ]
+
+
+def threads() -> dict[str, Any]:
+    """PyTorch's threads, and the environment's settings that steer them (unset ones are None)."""
+    return {
+        "torch": torch.get_num_threads(),
+        "interop": torch.get_num_interop_threads(),
+        "parallel": "OpenMP" if torch.backends.openmp.is_available() else "native",
+        "settings": {name: os.environ.get(name) for name in THREAD_SETTINGS},
+    }
+
+
+def allocator() -> dict[str, Any]:
+    """Which malloc serves this process, and the settings that steer it and CUDA's (unset ones are None)."""
+    name = " ".join(platform.libc_ver()).strip() or "the system's"
+    with contextlib.suppress(OSError):
+        mapped = Path("/proc/self/maps").read_text()
+        name = next((lib for lib in ("jemalloc", "tcmalloc", "mimalloc") if f"lib{lib}" in mapped), name)
+    return {"name": name, "settings": {key: os.environ.get(key) for key in ALLOCATOR_SETTINGS}}
+
+
+def self_checks(backends: list[str]) -> list[dict[str, Any]]:
+    """Selective scan and all its gradients by every usable backend, on the devices and dtypes it takes."""
+    found = []
+    for name in backends:
+        for kind in ("cpu", "cuda"):
+            if kind == "cuda" and not torch.cuda.is_available():
+                continue
+            for dtype in TOLERANCE:
+                if name == "triton" and kind == "cpu":
+                    continue  # Triton's interpreter takes minutes even for this
+                if dispatch.why_not(name, torch.device(kind), dtype) is None:
+                    found.append(_self_check(name, kind, dtype))
+    return found
+
+
+def _self_check(backend: str, kind: str, dtype: torch.dtype) -> dict[str, Any]:
+    began = time.perf_counter()
+    error, problem = float("inf"), None
+    try:
+        error = scan_error(backend, kind, dtype)
+    except Exception as failure:  # whatever is broken is the answer here
+        problem = f"{type(failure).__name__}: {one_line(failure)}"
+    return {
+        "backend": backend,
+        "device": kind,
+        "dtype": str(dtype).removeprefix("torch."),
+        "error": error if error < float("inf") else None,
+        "tolerance": TOLERANCE[dtype],
+        "passed": error <= TOLERANCE[dtype],
+        "problem": problem,
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+
+
+def scan_error(backend: str, kind: str, dtype: torch.dtype, seqlen: int = 101) -> float:
+    """Largest relative error of a backend's selective scan against the reference in float64.
+
+    Outputs, final state and all nine gradients, each against its own largest value; `seqlen` and d_inner are
+    no multiples of anything.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    batch, d_inner, d_state = 2, 19, 8
+    x = [normal(batch, seqlen, d_inner) for _ in range(3)]  # u, delta, z
+    B, C = normal(batch, seqlen, d_state), normal(batch, seqlen, d_state)
+    A = -torch.exp(normal(d_inner, d_state))
+    D, bias, initial = normal(d_inner), normal(d_inner), normal(batch, d_inner, d_state)
+    # Rounded to the dtype first: what is measured is the scan's error, not the inputs'.
+    inputs = [t.to(dtype) for t in (x[0], x[1], A, B, C, D, x[2], bias, initial)]
+    weights = normal(batch, seqlen, d_inner).to(dtype), normal(batch, d_inner, d_state).to(dtype)
+
+    def run(name: str, device: str, as_dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [t.to(device, as_dtype).requires_grad_() for t in inputs]
+        u, delta, A, B, C, D, z, bias, initial = leaves
+        y, state = selective_scan(u, delta, A, B, C, D, z, bias, True, initial, backend=name)
+        dy, dstate = (w.to(device, as_dtype) for w in weights)
+        gradients = torch.autograd.grad((y * dy).sum() + (state * dstate).sum(), leaves)
+        return [t.detach().to("cpu", torch.float64) for t in (y, state, *gradients)]
+
+    pairs = zip(run(backend, kind, dtype), run("reference", "cpu", torch.float64), strict=True)
+    errors = [float((got - want).abs().max() / want.abs().max()) for got, want in pairs]
+    return max(float("inf") if error != error else error for error in errors)
+
+
+def advice(devices: dict[str, Any], unusable: dict[str, str]) -> list[str]:
+    """What the user can mend, a line each."""
+    lines = []
+    if devices["nvml"]["gpus"] and not devices["cuda"]:
+        what = "built without CUDA" if torch.version.cuda is None else "not able to use CUDA here"
+        lines.append(f"the driver lists {len(devices['nvml']['gpus'])} GPUs, but this PyTorch is {what}")
+    if "cpu" in unusable:
+        lines.append(f"scans on the CPU run in plain PyTorch, many times slower: {unusable['cpu']}")
+    lines += [
+        f"{gpu['name']} is in MIG mode but has no slices: nvidia-smi mig -cgi … -C makes them"
+        for gpu in devices["nvml"]["gpus"]
+        if gpu["mig"] and not gpu["slices"]
+    ]
+    if torch.get_num_threads() > devices["cpu"]["cores"]:
+        lines.append(
+            f"{torch.get_num_threads()} threads on {devices['cpu']['cores']} cores: lower OMP_NUM_THREADS"
+        )
+    return lines

@@ -1,0 +1,1 @@
+"""`adjoint plan`: memory and time of a run before it runs."""

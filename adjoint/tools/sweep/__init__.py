@@ -1,0 +1,1 @@
+"""`adjoint sweep`: gradients of the methods against backpropagation."""

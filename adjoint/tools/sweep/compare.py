@@ -1,0 +1,335 @@
+"""Gradients of the methods side by side: how far each is from a reference gradient, and what it costs.
+
+    reference = gradient(model, input_ids, Backprop())
+    agreement = compare(reference, gradient(model, input_ids, Truncated(window=256)))
+    agreement["overall"]["overall"].relative_error
+
+`adjoint sweep` (`adjoint.tools.sweep.command`) does this for methods × windows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from adjoint.errors import UserError
+from adjoint.methods import METHODS, Backprop
+from adjoint.reference import vjp_counts
+from adjoint.stack import Stack
+from adjoint.train.machine import PeakMemory, autocast, memory_left
+
+SCOPES = ("overall", "layer", "kind")
+_PROBE = 256  # tokens of the passes that warm up and that measure what a token keeps
+# The backward's workspaces come on top of what the forward keeps, and the estimate is from few tokens.
+_SHARE_OF_MEMORY = 0.4
+
+Gradients = dict[str, Tensor]
+Window = int | Literal["auto"] | None  # tokens, picked a layer, or the whole sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """How near a gradient g is to the reference r.
+
+    Attributes:
+        cosine: g·r / (|g| |r|); None where either is zero or not finite.
+        relative_error: |g − r| / |r| in the L2 norm; None where r alone is zero, or something is not finite.
+    """
+
+    cosine: float | None
+    relative_error: float | None
+
+
+# -------------------------------------------------------------------------------------------------- gradients
+
+
+def gradient(model: Stack, input_ids: Tensor, method: Any, precision: str = "float32") -> Gradients:
+    """The gradient of the mean loss by parameter name. Leaves `.grad` None.
+
+    Args:
+        input_ids: (batch, seqlen) int64; the labels are the same ids, which the model shifts.
+        method: an object of `adjoint.methods`.
+        precision: as `adjoint.train.machine.autocast` takes it.
+    """
+    return _gradient(model, input_ids, method, precision)[0]
+
+
+def _gradient(
+    model: Stack, input_ids: Tensor, method: Any, precision: str
+) -> tuple[Gradients, list[int] | None]:
+    """`gradient`, and the windows that the method picked."""
+    model.zero_grad(set_to_none=True)
+    with autocast(precision, input_ids.device):
+        output = model(input_ids, labels=input_ids, method=method)
+    output.loss.backward()
+    found = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    model.zero_grad(set_to_none=True)
+    return found, output.windows
+
+
+def compare(reference: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, dict[str, Agreement]]:
+    """Agreement by scope ("overall", "layer", "kind") and by name within it.
+
+    Layers are "layers.0", …, and what is outside them by its own name: embedding, norm_f, lm_head. Kinds are
+    parameters of one name over all layers: A_log, D, conv1d, in_proj, … Sums are in float64.
+    """
+    sums: dict[tuple[str, str], list[float]] = {}
+    for name, r in reference.items():
+        g, r = found[name].double().flatten(), r.to(found[name].device).double().flatten()
+        d = g - r
+        products = torch.stack([g @ r, g @ g, r @ r, d @ d]).tolist()
+        for key in (("overall", "overall"), ("layer", layer_of(name)), ("kind", kind_of(name))):
+            sums[key] = [a + b for a, b in zip(sums.get(key, [0.0] * 4), products, strict=True)]
+    result: dict[str, dict[str, Agreement]] = {scope: {} for scope in SCOPES}
+    for (scope, name), products in sums.items():
+        result[scope][name] = _agreement(*products)
+    return result
+
+
+def layer_of(name: str) -> str:
+    """ "layers.3" of "layers.3.mixer.A_log"; the first word of a parameter that is in no layer."""
+    return match[0] if (match := re.match(r"layers\.\d+", name)) else name.partition(".")[0]
+
+
+def kind_of(name: str) -> str:
+    """What a parameter is, in whichever layer: "A_log", "conv1d" (weight and bias), "mlp.fc1", "norm"."""
+    return re.sub(r"^layers\.\d+\.(mixer\.)?|\.(weight|bias)$", "", name)
+
+
+def _agreement(dot: float, found: float, reference: float, difference: float) -> Agreement:
+    if not all(map(math.isfinite, (dot, found, reference, difference))):
+        return Agreement(None, None)
+    error = math.sqrt(difference / reference) if reference else None if difference else 0.0
+    return Agreement(dot / math.sqrt(found * reference) if found and reference else None, error)
+
+
+# ---------------------------------------------------------------------------------------------------- methods
+
+
+def build(
+    name: str, window: Window, seqlen: int, chunk_size: int | None, tolerance: float | None = None
+) -> Any:
+    """The method `name` with a window (None: all of seqlen), a chunk size and the tolerance of window "auto",
+    where it takes them."""
+    taken = {field.name for field in dataclasses.fields(METHODS[name])}
+    values: dict[str, Any] = {"window": seqlen if window is None else window, "chunk_size": chunk_size}
+    if window == "auto":
+        values["tolerance"] = tolerance
+    return METHODS[name](**{key: value for key, value in values.items() if key in taken})
+
+
+def takes_window(name: str) -> bool:
+    """Whether the method has a window to sweep."""
+    return any(field.name == "window" for field in dataclasses.fields(METHODS[name]))
+
+
+def takes_auto(name: str) -> bool:
+    """Whether the method can pick its windows."""
+    return any(field.name == "tolerance" for field in dataclasses.fields(METHODS[name]))
+
+
+def counted_vjps(name: str, windows: Sequence[int | None], seqlen: int) -> int | None:
+    """The vjps of the paper's Algorithm 4 with these windows, one a layer (None: all of seqlen), counted
+    once for the whole batch; None for backprop.
+
+    That is the paper's cost, not this package's: here the products that share a token are added up before
+    they are differentiated, and the vjps are 3 × seqlen × n_layer whatever the window.
+    """
+    if name == Backprop.name:
+        return None
+    return sum(vjp_counts(seqlen, 1, window).total for window in windows)
+
+
+def backprop_fits(model: Stack, input_ids: Tensor) -> bool:
+    """Whether plain backpropagation over input_ids is expected to fit in the memory that is left.
+
+    What the forward keeps is measured on a short piece and scaled: linear in seqlen for these layers.
+    """
+    piece = input_ids[:, :_PROBE]
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        _ = model(piece, labels=piece, method=Backprop()).loss
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    activations = sum(size for address, size in kept.items() if address not in own)
+    needed = activations / piece.shape[1] * input_ids.shape[1]
+    return needed < _SHARE_OF_MEMORY * memory_left(input_ids.device)
+
+
+# ------------------------------------------------------------------------------------------------ measurement
+
+
+class Comparison:
+    """One model and some batches, against which methods are measured.
+
+    The reference gradients, one a batch, are made when first needed and stay in host memory.
+
+    Args:
+        model: on the device to measure on.
+        batches: (batch, seqlen) int64 each, on the CPU, all of one shape.
+        baseline: the name of the method whose gradient is the reference: "backprop" or "exact".
+        chunk_size: of the methods that take one; None lets them pick.
+        precision: "float32", "float64" or "bfloat16".
+        tolerance: of window "auto"; None is that method's own default.
+    """
+
+    def __init__(
+        self,
+        model: Stack,
+        batches: Sequence[Tensor],
+        baseline: str = "backprop",
+        chunk_size: int | None = None,
+        precision: str = "float32",
+        tolerance: float | None = None,
+    ) -> None:
+        self.model, self.batches, self.baseline = model, list(batches), baseline
+        self.chunk_size, self.precision, self.tolerance = chunk_size, precision, tolerance
+        self.device, self.seqlen = model.embedding.weight.device, batches[0].shape[1]
+        self._references: list[Gradients] = []
+
+    def row(self, name: str, window: Window, step: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Measures one method with one window (None: all) on every batch; `step` is called after each.
+
+        Returns:
+            JSON's types only: method, window, windows (a layer's each, the longest of the batches', where the
+            method picked them; else None), cosine and relative_error (means over the batches),
+            relative_error_of_batches, layer and kind (name → cosine, relative_error), vjps, seconds (of
+            forward + backward, median), peak_memory_bytes (largest; None where it cannot be measured).
+
+        Raises:
+            UserError: the reference gradient is not finite, so that there is nothing to compare with.
+        """
+        reference = name == self.baseline
+        method = build(name, window, self.seqlen, None if reference else self.chunk_size, self.tolerance)
+        if not reference and not self._references:
+            self._make_references()
+        gradient(self.model, self._ids(0)[:, :_PROBE], method, self.precision)  # loads and compiles
+        gc.collect()  # cycles of earlier rows would come free in the middle of a measurement
+        agreements, seconds, peaks = [], [], []
+        n_layer = self.model.config.n_layer
+        picked: list[int] | None = None
+        for i in range(len(self.batches)):
+            found, windows, spent, peak = self._measure(i, method)
+            if windows is not None:
+                picked = list(map(max, picked or windows, windows))
+            seconds.append(spent)
+            peaks.append(peak)
+            if reference and len(self._references) <= i:
+                self._references.append(self._checked(found))
+            agreements.append(compare(self._references[i], found))
+            del found
+            step()
+        overall = [a["overall"]["overall"] for a in agreements]
+        return {
+            "method": name,
+            "window": window,
+            "windows": picked,
+            **_mean(overall),
+            "relative_error_of_batches": [a.relative_error for a in overall],
+            **{
+                scope: {part: _mean([a[scope][part] for a in agreements]) for part in agreements[0][scope]}
+                for scope in ("layer", "kind")
+            },
+            "vjps": counted_vjps(
+                name, picked or [None if window == "auto" else window] * n_layer, self.seqlen
+            ),
+            "seconds": statistics.median(seconds),
+            "peak_memory_bytes": None if None in peaks else max(p for p in peaks if p is not None),
+        }
+
+    def _ids(self, i: int) -> Tensor:
+        return self.batches[i].to(self.device)
+
+    def _measure(self, i: int, method: Any) -> tuple[Gradients, list[int] | None, float, int | None]:
+        ids = self._ids(i)
+        with PeakMemory(self.device) as peak:
+            self._wait()
+            started = time.perf_counter()
+            found, windows = _gradient(self.model, ids, method, self.precision)
+            self._wait()
+            spent = time.perf_counter() - started
+        return found, windows, spent, peak.bytes
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _make_references(self) -> None:
+        method = build(self.baseline, None, self.seqlen, None)
+        self._references = [
+            self._checked(gradient(self.model, self._ids(i), method, self.precision))
+            for i in range(len(self.batches))
+        ]
+
+    def _checked(self, found: Gradients) -> Gradients:
+        """A reference gradient, in host memory."""
+        for name, g in found.items():
+            if not torch.isfinite(g).all():
+                raise UserError(
+                    f"the gradient of {name} by {self.baseline} is not finite on this data: "
+                    "sweep a model that has not diverged, or set --training.precision float32"
+                )
+        return {name: g.cpu() for name, g in found.items()}
+
+
+def smallest_window(
+    rows: Iterable[Mapping[str, Any]], name: str, tolerance: float = 0.01, every_kind: bool = False
+) -> tuple[int | None, bool]:
+    """The smallest measured window of a method from which on its relative error stays below `tolerance`.
+
+    Args:
+        every_kind: look at the kind of parameter with the largest error instead of at all of them together,
+            where the many that a window leaves nearly untouched outweigh the few that it does not.
+
+    Returns:
+        (window, found), "auto" left out: window is None for the whole sequence; found is False where even
+        that is not enough.
+    """
+    own = sorted(
+        (row for row in rows if row["method"] == name and row["window"] != "auto"),
+        key=lambda row: math.inf if row["window"] is None else row["window"],
+    )
+    best: tuple[int | None, bool] = (None, False)
+    for row in reversed(own):
+        error = worst(row["kind"])[1] if every_kind else row["relative_error"]
+        if error is None or error >= tolerance:
+            break
+        best = row["window"], True
+    return best
+
+
+def worst(parts: Mapping[str, Mapping[str, Any]]) -> tuple[str, float | None]:
+    """The name and relative error of the part furthest off; None, not finite, is furthest of all."""
+    name = max(
+        parts, key=lambda n: math.inf if parts[n]["relative_error"] is None else parts[n]["relative_error"]
+    )
+    return name, parts[name]["relative_error"]
+
+
+def _mean(agreements: Sequence[Agreement]) -> dict[str, float | None]:
+    def mean(values: list[float | None]) -> float | None:
+        numbers = [value for value in values if value is not None]
+        return statistics.fmean(numbers) if len(numbers) == len(values) else None
+
+    return {
+        "cosine": mean([a.cosine for a in agreements]),
+        "relative_error": mean([a.relative_error for a in agreements]),
+    }

@@ -1,0 +1,1 @@
+"""A training run in one process: configuration, the run's folder, checkpoints, the loop."""

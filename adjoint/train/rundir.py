@@ -1,0 +1,162 @@
+"""The folder of a run: which one it is, who may write to it, and its log of metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import IO, Any
+
+from adjoint.errors import UserError
+from adjoint.train.checkpoint import newest_checkpoint, verify_checkpoint
+from adjoint.train.config import RunConfig
+
+RUNS = Path("runs")
+_LOCK = ".lock"
+_CONTENTS = ("config.yaml", "metrics.jsonl", "checkpoints")
+
+
+def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
+    """The folder to write to, locked, and the checkpoint to continue from (None: from the beginning).
+
+    Raises:
+        UserError: the folder holds another run and ``run.resume`` does not say to go on with it, another
+            process writes to it, or the checkpoint named is missing or damaged.
+    """
+    if run.resume == "auto":
+        folder = RunFolder(Path(run.dir) if run.dir else _latest(run.name or "default"))
+        return folder, newest_checkpoint(folder.path / "checkpoints")
+    checkpoint = None
+    if run.resume != "never":
+        checkpoint = Path(run.resume)
+        verify_checkpoint(checkpoint)
+        own = checkpoint.absolute().parent
+        if own.name == "checkpoints" and (not run.dir or Path(run.dir).resolve() == own.parent.resolve()):
+            return RunFolder(Path(run.dir) if run.dir else Path(os.path.relpath(own.parent))), checkpoint
+    if not run.dir:
+        return _new_folder(run.name or "default"), checkpoint
+    if holds_run(Path(run.dir)):
+        raise UserError(
+            f"run.dir {run.dir}: holds another run; continue it with --resume auto or name another --run.dir"
+        )
+    return RunFolder(Path(run.dir)), checkpoint
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has been written to this folder."""
+    return any((folder / name).exists() for name in _CONTENTS)
+
+
+def _numbered(name: str) -> list[int]:
+    pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
+    matches = [pattern.fullmatch(p.name) for p in RUNS.iterdir()] if RUNS.is_dir() else []
+    return sorted(int(match[1] or 1) for match in matches if match)
+
+
+def _numbered_path(name: str, number: int) -> Path:
+    return RUNS / (name if number == 1 else f"{name}-{number}")
+
+
+def _latest(name: str) -> Path:
+    numbers = _numbered(name)
+    return _numbered_path(name, numbers[-1] if numbers else 1)
+
+
+def _new_folder(name: str) -> RunFolder:
+    """runs/NAME, or runs/NAME-2, …: making the folder reserves it, so that no two runs share one."""
+    while True:
+        numbers = _numbered(name)
+        path = _numbered_path(name, numbers[-1] + 1 if numbers else 1)
+        RUNS.mkdir(exist_ok=True)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return RunFolder(path)
+
+
+class RunFolder:
+    """A run's folder, held by this process: a lock, and the metrics.
+
+    Attributes:
+        path: the folder.
+        rows: the metrics so far, a dictionary a step.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Make ``path`` if need be and lock it.
+
+        Raises:
+            UserError: it is a file, or another process is writing to it.
+        """
+        if path.exists() and not path.is_dir():
+            raise UserError(f"run.dir {path}: is a file; name a folder")
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        self._metrics: IO[str] | None = None
+        self._lock = _lock(path)
+
+    def start(self, step: int) -> None:
+        """Open the metrics, without those of steps after ``step``, which will be done again."""
+        file = self.path / "metrics.jsonl"
+        self.rows = _read_rows(file, step)
+        write_atomically(file, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self._metrics = open(file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one step's metrics; they are handed to the operating system when this returns."""
+        assert self._metrics is not None, "start() comes first"
+        self.rows.append(row)
+        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.flush()
+
+    def close(self) -> None:
+        """Give the folder free; one in which nothing was written disappears."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if [p.name for p in self.path.iterdir()] == [_LOCK]:
+            (self.path / _LOCK).unlink()
+            self.path.rmdir()
+        os.close(self._lock)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a text file in one piece: a reader, or a kill, finds the old one or the new one."""
+    unfinished = path.with_name(f".{path.name}.writing")
+    with open(unfinished, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(unfinished, path)
+
+
+def _lock(path: Path) -> int:
+    descriptor = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(
+            f"run.dir {path}: another process is writing to it; wait for it, or name another --run.dir"
+        ) from None
+    except (ImportError, OSError):  # no such locks on this system or file system: go on without
+        pass
+    return descriptor
+
+
+def _read_rows(file: Path, last_step: int) -> list[dict[str, Any]]:
+    """The rows up to a step. A kill may have cut the last line short: what does not parse is left out."""
+    rows = []
+    if file.exists():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+                if row["step"] <= last_step:
+                    rows.append(row)
+            except (ValueError, KeyError, TypeError):
+                continue
+    return rows

@@ -1,0 +1,365 @@
+"""The training loop: ``train(config)``, and ``adjoint train`` on top of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adjoint.data.batches import Data, open_data
+from adjoint.errors import UserError
+from adjoint.stack import Stack
+from adjoint.train.checkpoint import load_checkpoint, save_checkpoint, set_aside_after
+from adjoint.train.config import Config, load_config
+from adjoint.train.machine import (
+    StopRequest,
+    autocast,
+    peak_memory_bytes,
+    pick_device,
+    pick_precision,
+    rng_state,
+    set_rng_state,
+    set_up,
+)
+from adjoint.train.optimizer import learning_rate, make_optimizer
+from adjoint.train.plots import plot_losses
+from adjoint.train.rundir import RunFolder, open_run, write_atomically
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        path: the run's folder.
+        step: optimizer steps done.
+        stopped_by: the signal that ended it early, or None.
+    """
+
+    path: Path
+    step: int
+    stopped_by: int | None = None
+
+
+def main(argv: list[str]) -> int:
+    """``adjoint train``: exit code 0, or 128 plus the signal that stopped the run (130 for Ctrl-C)."""
+    outcome = train(load_config(argv))
+    return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
+
+
+def train(config: Config) -> Outcome:
+    """Train as configured, from the beginning or from a checkpoint, and leave a finished run folder.
+
+    Raises:
+        UserError: something the user can mend: data, run folder, checkpoint, device, or a loss that diverged.
+    """
+    folder, checkpoint = open_run(config.run)
+    try:
+        return Trainer(config, folder, checkpoint).run()
+    finally:
+        folder.close()
+
+
+class Trainer:
+    """One run: model, optimizer, data and where they are written.
+
+    Args:
+        config: the whole configuration.
+        folder: the run's folder, held.
+        checkpoint: where to continue from, or None.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, checkpoint: Path | None) -> None:
+        settings = config.training
+        self.config, self.settings, self.folder = config, settings, folder
+        self.device = pick_device(settings.device)
+        self.precision = pick_precision(settings.precision, self.device)
+        set_up(settings, self.device)
+        self.data: Data = open_data(config.data, seed=settings.seed, vocab_size=config.model.vocab_size)
+        self.method = config.method.build()
+        self.step = self.saved_step = 0
+        self.tokens = 0
+        self._build(checkpoint)
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        folder.start(self.step)
+        write_atomically(folder.path / "config.yaml", config.to_yaml())
+        self.board = _open_tensorboard(folder.path, self.step) if settings.tensorboard else None
+
+    def run(self) -> Outcome:
+        """Do the steps that are left, then evaluate, sample and plot."""
+        self._announce()
+        with StopRequest() as stop, _Progress(self.step, self.settings) as progress:
+            while self.step < self.settings.steps and stop.signal is None:
+                row = self._train_step()
+                self.folder.append(row)
+                progress.show(row)
+                if self.board is not None:
+                    scalars = {key: value for key, value in row.items() if key != "windows"}
+                    scalars |= {f"windows/layer {k}": w for k, w in enumerate(row.get("windows", []))}
+                    for key, value in scalars.items():
+                        self.board.add_scalar(key, value, row["step"])
+                if _due(self.step, self.settings.save_every) and self.step < self.settings.steps:
+                    self._save()
+                    self._plot()
+            if self.step != self.saved_step:
+                self._save()
+        self._plot()
+        if self.board is not None:
+            self.board.close()
+        path = self.folder.path
+        if stop.signal is not None and self.step < self.settings.steps:
+            # Data paths and the like are in config.yaml; only where the run is has to be said again.
+            where = f"--config {shlex.quote(f'{path}/config.yaml')} --run.dir {shlex.quote(str(path))}"
+            print(
+                f"stopped after step {self.step}; continue with: python train.py {where} --resume auto",
+                flush=True,
+            )
+            return Outcome(path, self.step, stop.signal)
+        self._sample()
+        print(f"run: {path} (metrics.jsonl, loss.png, sample.txt, config.yaml, checkpoints/)", flush=True)
+        return Outcome(path, self.step)
+
+    # What is done to model and optimizer is in the next methods and nowhere else: over several processes
+    # (`adjoint.cluster.training`) these are others.
+
+    def _build(self, checkpoint: Path | None) -> None:
+        """Make model and optimizer; a checkpoint is loaded into them by `_load`."""
+        dtype = torch.float64 if self.precision == "float64" else None
+        self.model = Stack(self.config.model).to(self.device, dtype)
+        self.optimizer = make_optimizer(self.model, self.settings)
+        self.num_parameters = self.model.num_parameters()
+
+    def _gradients(self, step: int) -> tuple[float, int, list[int] | None]:
+        """Fill the gradients from the next batches: the mean loss, tokens, each layer's window if picked."""
+        settings = self.settings
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, tokens = 0.0, 0
+        windows: list[int] | None = None
+        for _ in range(settings.grad_accumulation):
+            ids = next(self.data.train).to(self.device)
+            with autocast(self.precision, self.device):
+                output = self.model(ids, labels=ids, method=self.method)
+            if output.windows is not None:  # the widest of the batches
+                windows = list(map(max, windows or output.windows, output.windows))
+            # Every batch holds as many predictions, so the mean of the means is the mean over tokens.
+            part = output.loss / settings.grad_accumulation
+            loss += part.item()
+            if not math.isfinite(loss):
+                self._diverged("loss", loss, step)
+            part.backward()
+            tokens += ids.numel()
+        return loss, tokens, windows
+
+    def _update(self, step: int) -> float:
+        """Clip the gradients and step; the gradient's norm before that."""
+        # clip_grad_norm_ measures the norm whatever it clips to
+        limit = self.settings.grad_clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
+        if not math.isfinite(norm):
+            self._diverged("gradient norm", norm, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.settings)
+        self.optimizer.step()
+        return norm
+
+    def _loss_of(self, ids: torch.Tensor) -> float:
+        """The mean loss of a batch, without gradients."""
+        ids = ids.to(self.device)
+        with autocast(self.precision, self.device):
+            return self.model(ids, labels=ids, method=self.method).loss.item()
+
+    def _write(self, directory: Path, trainer: dict[str, Any], keep: int) -> None:
+        """Write a checkpoint."""
+        save_checkpoint(directory, self.step, self.model, self.optimizer, trainer, rng_state(), keep)
+
+    def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read a checkpoint that is known to be whole; its (trainer, rng) dictionaries."""
+        here = self.config.to_dict()
+        return load_checkpoint(checkpoint, self.model, self.optimizer, here, verify=False)
+
+    def _continue(self, prompt: torch.Tensor) -> torch.Tensor:
+        """The prompt (1, seqlen) with sampled tokens after it."""
+        settings = self.settings
+        generator = torch.Generator(self.device).manual_seed(settings.seed)
+        prompt, temperature = prompt.to(self.device), settings.sample_temperature
+        return self.model.generate(prompt, settings.sample_tokens, temperature, generator=generator)
+
+    def _peak_memory_bytes(self) -> int:
+        return peak_memory_bytes(self.device)
+
+    # The rest is the same however many processes there are.
+
+    def _train_step(self) -> dict[str, Any]:
+        started = time.perf_counter()
+        step, settings = self.step + 1, self.settings
+        loss, tokens, windows = self._gradients(step)
+        norm = self._update(step)
+        self.step, self.tokens = step, self.tokens + tokens
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        row: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            "lr": learning_rate(step, settings),
+            "grad_norm": norm,
+            "tokens": self.tokens,
+            "tokens_per_second": tokens / (time.perf_counter() - started),
+            "peak_memory_bytes": self._peak_memory_bytes(),
+        }
+        if windows is not None:
+            row["windows"] = windows
+        if (_due(step, settings.eval_every) or step == settings.steps) and len(self.data.eval):
+            row["eval_loss"] = self._evaluate()
+        return row
+
+    @torch.no_grad()
+    def _evaluate(self) -> float:
+        """Mean loss over the held-out text, nats a token."""
+        total, count = 0.0, 0
+        for ids in self.data.eval:
+            predictions = ids[:, 1:].numel()
+            total += self._loss_of(ids) * predictions
+            count += predictions
+        return total / count
+
+    def _save(self) -> None:
+        trainer = {
+            "tokens": self.tokens,
+            "data": self.data.train.state_dict(),
+            "unigram_entropy": self.data.unigram_entropy,
+            "torch": torch.__version__,
+            "config": self.config.to_dict(),
+        }
+        self._write(self.folder.path / "checkpoints", trainer, self.settings.keep_checkpoints)
+        self.saved_step = self.step
+
+    def _resume(self, checkpoint: Path) -> None:
+        here = self.config.to_dict()
+        # open_run has compared the checksums already
+        trainer, rng = self._load(checkpoint)
+        self.data.train.load_state_dict(trainer["data"])
+        self.step, self.tokens = trainer["step"], trainer["tokens"]
+        if checkpoint.absolute().parent == (self.folder.path / "checkpoints").absolute():
+            self.saved_step = self.step
+        set_rng_state(rng)
+        for moved in set_aside_after(self.folder.path / "checkpoints", self.step):
+            print(f"set aside: {moved}, of steps that are done again")
+        print(f"resuming after step {self.step} from {checkpoint}")
+        for section in ("method", "training"):
+            for key, value in here[section].items():
+                before = trainer["config"][section].get(key)
+                if before != value:
+                    print(f"changed since the checkpoint: {section}.{key} was {before}, is {value}")
+
+    def _plot(self) -> None:
+        if self.folder.rows:
+            size = f"{self.num_parameters:,} parameters"
+            title = f"{self.folder.path.name}: {size}, {self.config.method.name}"
+            plot_losses(self.folder.rows, self.folder.path / "loss.png", self.data.unigram_entropy, title)
+
+    def _sample(self) -> None:
+        """Continue the prompt with the trained model; print it and keep it as sample.txt."""
+        settings = self.settings
+        if settings.sample_tokens == 0:
+            return
+        tokenizer = self.data.tokenizer
+        prompt = tokenizer.encode(settings.sample_prompt) or list(tokenizer.separator_ids) or [0]
+        ids = self._continue(torch.tensor([prompt]))
+        # The model may have more rows in its embedding than the tokenizer has tokens.
+        text = tokenizer.decode([token for token in ids[0].tolist() if token < tokenizer.vocab_size])
+        (self.folder.path / "sample.txt").write_text(text, encoding="utf-8")
+        shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+        print(f"sample:\n{shown}\n")  # never a control sequence to the terminal
+
+    def _diverged(self, what: str, value: float, step: int) -> None:
+        kept = (
+            f"the checkpoint of step {self.saved_step} is kept"
+            if self.saved_step
+            else "no checkpoint was due yet"
+        )
+        raise UserError(
+            f"{self.folder.path}: the {what} became {value} at step {step}, {kept}; "
+            "lower training.lr, raise training.warmup_steps or lower training.grad_clip"
+        )
+
+    def _announce(self) -> None:
+        data, settings = self.data, self.settings
+        print(
+            f"run: {self.folder.path}\n"
+            f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
+            f"d_model {self.config.model.d_model}; method: {self.method}\n"
+            f"data: {data.description}: {data.n_train_tokens:,} tokens to train on, "
+            f"{data.n_eval_tokens:,} held out, unigram entropy {data.unigram_entropy:.4f} nats a token\n"
+            f"training: {settings.steps} steps of {self.config.data.batch * settings.grad_accumulation} x "
+            f"{self.config.data.seqlen:,} tokens on {self.device} in {self.precision}",
+            flush=True,
+        )
+        if self.precision == "bfloat16" and self.device.type == "cpu":
+            print("note: bfloat16 on a CPU saves memory, seldom time")
+        if self.step >= settings.steps:
+            print(f"note: all {settings.steps} steps are done; raise training.steps to go on")
+
+
+class _Progress:
+    """A bar on a terminal; elsewhere one line on stdout every ``log_every`` steps."""
+
+    def __init__(self, step: int, settings: Any) -> None:
+        self.first, self.settings, self.started = step, settings, time.monotonic()
+        self.bar: Any = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns  # 0 where the terminal never said
+            width: dict[str, Any] = {"dynamic_ncols": True} if columns else {"ncols": 100, "nrows": 20}
+            self.bar = tqdm(total=settings.steps, initial=step, unit="step", smoothing=0.1, **width)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def show(self, row: dict[str, Any]) -> None:
+        memory = f"{row['peak_memory_bytes'] / 2**30:.2f} GiB"
+        speed = f"{row['tokens_per_second']:,.0f}"
+        held_out = f"{row['eval_loss']:.4f}" if "eval_loss" in row else None
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {row['loss']:.4f}, {speed} tokens/s, peak {memory}")
+            self.bar.update()
+            if held_out:
+                self.bar.write(f"step {row['step']}: held-out loss {held_out}")
+            return
+        step, last = row["step"], self.settings.steps
+        if held_out or step == last or step % self.settings.log_every == 0:
+            left = (time.monotonic() - self.started) / (step - self.first) * (last - step)
+            print(
+                f"step {step}/{last}  loss {row['loss']:.4f}  "
+                + (f"held-out {held_out}  " if held_out else "")
+                + f"lr {row['lr']:.2e}  grad norm {row['grad_norm']:.2f}  {speed} tokens/s  peak {memory}  "
+                f"left {int(left // 60)}:{int(left % 60):02d}",
+                flush=True,
+            )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _open_tensorboard(path: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError(
+            "training.tensorboard: the package tensorboard is not installed; pip install tensorboard, "
+            "or leave --training.tensorboard false"
+        ) from None
+    return SummaryWriter(str(path / "tensorboard"), purge_step=step + 1)
