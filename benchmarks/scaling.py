@@ -35,7 +35,7 @@ from adjoint.cluster import schedule as schedules
 from adjoint.cluster.partition import partition
 from adjoint.cluster.schedule import Run, Schedule, Send
 from adjoint.cluster.simulate import simulate
-from adjoint.reference import truncated_products
+from adjoint.tools.sweep.compare import truncated_products
 from adjoint.windowed import tasks
 from benchmarks import common
 

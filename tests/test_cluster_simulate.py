@@ -17,7 +17,7 @@ from adjoint.cluster.pool import Pool, Steal, Unit, units_of
 from adjoint.cluster.schedule import Recv, Run, Schedule, Send, runs_of
 from adjoint.cluster.simulate import simulate
 from adjoint.errors import UserError
-from adjoint.reference import truncated_products
+from adjoint.tools.sweep.compare import truncated_products
 from adjoint.windowed import tasks
 from benchmarks import scaling, scaling_measured
 

@@ -23,7 +23,7 @@ LEVELS = {
     "kernels": 1,
     "layers": 2,
     "tile": 3, "edges": 3, "decay": 3, "loss": 3, "sweep": 3, "exact": 3, "windowed": 3, "methods": 3,
-    "stack": 3, "reference": 3, "compat": 3,
+    "stack": 3, "compat": 3,
     "training": 4, "compare": 4, "plan": 4, "plan_count": 4, "data": 4, "config": 4, "checkpoint": 4,
     "plots": 4,
     "cluster": 5,

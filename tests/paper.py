@@ -3,8 +3,7 @@
 The oracle of the tests. Every adjoint state is computed, every vector–Jacobian product (vjp) is evaluated by
 itself and counted: quadratic in seqlen, for a few dozen tokens in float64. It shares the layers' networks
 with what it checks and nothing else: the recurrence is a loop over tokens, A is a full matrix whatever the
-structure, the loss is PyTorch's own; no scan, no tile, no autograd over the sequence. To train, use a method
-of `adjoint.methods`.
+structure, the loss is PyTorch's own; no scan, no tile, no autograd over the sequence.
 
 Tokens are numbered from 0 here, from 1 in the paper; `states[i]` is the state *before* token i, its h^{i-1}.
 """
@@ -21,6 +20,7 @@ from torch.func import functional_call, vjp
 from adjoint.layers import Block
 from adjoint.layers.selective import SelectiveMixer
 from adjoint.stack import Stack
+from adjoint.tools.sweep.compare import truncated_products
 
 IGNORE_INDEX = -100
 
@@ -44,22 +44,6 @@ class VjpCounts:
 
     def __add__(self, other: "VjpCounts") -> "VjpCounts":
         return VjpCounts(self.A + other.A, self.B + other.B, self.C + other.C)
-
-
-def truncated_products(seqlen: int, window: int | None = None) -> int:
-    """Pairs (t, i) with t - window < i <= t: the vjps of 𝒜, and as many of ℬ, in one layer (section 4.3).
-
-    window * seqlen - window (window - 1) / 2, which is seqlen (seqlen + 1) / 2 for the whole sequence. The
-    paper prints a plus; the sums of its eq. 7 count up to the minus, and so does the 64% that it says are
-    saved.
-
-    Raises:
-        ValueError: seqlen or window is not a whole number, 1 or more.
-    """
-    _whole("seqlen", seqlen)
-    _check_window(window)
-    window = seqlen if window is None else min(window, seqlen)
-    return window * seqlen - window * (window - 1) // 2
 
 
 def vjp_counts(seqlen: int, n_layer: int = 1, window: int | None = None) -> VjpCounts:
@@ -112,9 +96,8 @@ def _networks(mixer: SelectiveMixer) -> tuple[_Network, _Network, _Network]:
         A = mixer.transition(x)
         if mixer.structure == "dense":
             return A
-        return torch.diag_embed(
-            A.expand(*A.shape[:-1], mixer.d_state)
-        )  # a diagonal, or one number times the identity
+        # a diagonal, or one number times the identity
+        return torch.diag_embed(A.expand(*A.shape[:-1], mixer.d_state))
 
     return (
         _Network(transition, A_proj=mixer.A_proj),
