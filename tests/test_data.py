@@ -14,7 +14,8 @@ import torch
 from text_helpers import own_cache, packed, stream, words  # noqa: F401  (own_cache is an autouse fixture)
 
 from adjoint.data import cache as token_cache
-from adjoint.data.batches import Batches, DataConfig, EvalBatches, open_data, unigram_entropy
+from adjoint.data.batches import Batches, DataConfig, EvalBatches, open_data
+from adjoint.data.cache import unigram_entropy
 from adjoint.errors import UserError
 
 
@@ -201,7 +202,7 @@ def test_unigram_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     p = np.bincount(tokens)[np.bincount(tokens) > 0] / 1000
     whole = unigram_entropy(tokens)
     assert whole == pytest.approx(-sum(x * math.log(x) for x in p), rel=1e-12)
-    monkeypatch.setattr(token_cache, "_STRETCH", 7)
+    monkeypatch.setattr(token_cache, "_SPAN", 7)
     assert unigram_entropy(tokens) == whole
 
 

@@ -16,7 +16,7 @@ from text_helpers import TEXTS, own_cache, packed, stream, words, write  # noqa:
 
 from adjoint.data import cache as token_cache
 from adjoint.data import sources as corpus
-from adjoint.data.batches import DataConfig, check_vocab_size, open_data
+from adjoint.data.batches import DataConfig, open_data
 from adjoint.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from adjoint.errors import UserError
 
@@ -127,8 +127,6 @@ def test_vocab_size_of_the_model(tmp_path: Path) -> None:
     assert open_data(config, vocab_size=highest + 1).vocab_size == highest + 1
     with pytest.raises(UserError, match=rf"token id {highest} .* model.vocab_size {highest}: .* 256"):
         open_data(config, vocab_size=highest)
-    with pytest.raises(UserError, match=r"token id 511 .* model.vocab_size 511"):
-        check_vocab_size(511, 511, ByteTokenizer())
 
 
 # The cache

@@ -19,12 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from adjoint.data.cache import TokenCache, open_tokens, unigram_entropy
+from adjoint.data.cache import open_tokens
 from adjoint.data.sources import find_sources
 from adjoint.data.tokenizer import Tokenizer, load_tokenizer
-from adjoint.errors import UserError
-
-__all__ = ["Batches", "Data", "DataConfig", "EvalBatches", "check_vocab_size", "open_data", "unigram_entropy"]
+from adjoint.errors import UserError, check_whole
 
 
 @dataclass(frozen=True)
@@ -62,28 +60,23 @@ class DataConfig:
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("seqlen", 2), ("batch", 1), ("eval_tokens", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise UserError(f"data.{name} must be an integer, not {value!r}")
-            if value < least:
-                raise UserError(f"data.{name} is {value}: it must be at least {least}")
-        for name in ("tokenizer", "text_field"):
-            value = getattr(self, name)
+        for key, least in (("seqlen", 2), ("batch", 1), ("eval_tokens", 0)):
+            check_whole(f"data.{key}", getattr(self, key), least)
+        for key in ("tokenizer", "text_field"):
+            value = getattr(self, key)
             if not isinstance(value, str) or not value:
-                raise UserError(f"data.{name} must be a text that is not empty, not {value!r}")
-        for name in ("separator", "cache_dir"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise UserError(f"data.{name} must be a text or unset, not {value!r}")
+                raise UserError(f"data.{key}: must be a text that is not empty, got {value!r}")
+        for key in ("separator", "cache_dir"):
+            value = getattr(self, key)
+            if not isinstance(value, str | None):
+                raise UserError(f"data.{key}: must be a text or unset, got {value!r}")
         fraction = self.eval_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 0.5:
-            raise UserError(f"data.eval_fraction is {fraction!r}: it must be above 0 and at most 0.5")
-        paths = [] if self.path is None else [self.path] if isinstance(self.path, str) else self.path
-        if not isinstance(paths, list | tuple) or not all(isinstance(p, str) and p for p in paths):
-            raise UserError(f"data.path must be a path or a list of paths, not {self.path!r}")
-        if self.path is not None and not paths:
-            raise UserError("data.path is an empty list: name a file or folder, or leave it out")
+            raise UserError(f"data.eval_fraction: must be above 0 and at most 0.5, got {fraction!r}")
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        named = isinstance(paths, list | tuple) and paths and all(isinstance(p, str) and p for p in paths)
+        if paths is not None and not named:
+            raise UserError(f"data.path: must be a path, a list of paths or unset, got {self.path!r}")
 
 
 class Batches:
@@ -99,11 +92,10 @@ class Batches:
     """
 
     def __init__(self, tokens: np.ndarray, seqlen: int, batch: int, seed: int, fingerprint: str) -> None:
-        """tokens: (n,) unsigned integers, n > seqlen, fingerprint: names their content."""
+        """tokens: (n,) unsigned integers, n > seqlen, named by their fingerprint; seed: at least 0."""
+        check_whole("the seed", seed, 0)
         if len(tokens) < seqlen + 1:
             raise UserError(f"{len(tokens)} tokens are too few for data.seqlen {seqlen}")
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise UserError(f"the seed must be an integer of at least 0, not {seed!r}")
         self.tokens, self.seqlen, self.batch, self.seed = tokens, seqlen, batch, seed
         self.fingerprint = fingerprint
         self.epoch, self.position = 0, 0
@@ -247,47 +239,27 @@ def open_data(config: DataConfig, seed: int = 0, vocab_size: int | None = None) 
     tokenizer = load_tokenizer(config.tokenizer, config.separator)
     sources = find_sources(config.path)
     cache = open_tokens(sources, tokenizer, config.text_field, config.eval_fraction, config.cache_dir)
-    vocab_size = check_vocab_size(cache.max_token_id, vocab_size, tokenizer)
-    train, held_out = cache.train, cache.eval
-    _check_length(cache, sources.description, config.seqlen)
+    n_train, n_eval, seqlen = len(cache.train), len(cache.eval), config.seqlen
+    if vocab_size is not None and cache.max_token_id >= vocab_size:
+        raise UserError(
+            f"token id {cache.max_token_id} in the text is out of range for model.vocab_size {vocab_size}: "
+            f"set model.vocab_size to {tokenizer.vocab_size}, the size of the tokenizer {tokenizer.name!r}"
+        )
+    if n_train < seqlen + 1:
+        lower = f"lower data.seqlen to at most {n_train - 1} or " if n_train > 2 else ""
+        raise UserError(
+            f"{sources.description} has {n_train + n_eval} tokens, {n_train} of them for training, "
+            f"but data.seqlen {seqlen} needs at least {seqlen + 1}: {lower}give more text"
+        )
     return Data(
-        train=Batches(train, config.seqlen, config.batch, seed, cache.fingerprint),
-        eval=EvalBatches(held_out, config.seqlen, config.batch, config.eval_tokens),
+        train=Batches(cache.train, seqlen, config.batch, seed, cache.fingerprint),
+        eval=EvalBatches(cache.eval, seqlen, config.batch, config.eval_tokens),
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        n_train_tokens=len(train),
-        n_eval_tokens=len(held_out),
+        vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
+        n_train_tokens=n_train,
+        n_eval_tokens=n_eval,
         n_documents=cache.n_documents,
         unigram_entropy=cache.unigram_entropy,
         description=sources.description,
         fingerprint=cache.fingerprint,
-    )
-
-
-def check_vocab_size(max_token_id: int, vocab_size: int | None, tokenizer: Tokenizer) -> int:
-    """The model's vocabulary size: `vocab_size`, or the tokenizer's where that is None.
-
-    Raises:
-        UserError: The text holds a token id that the model has no embedding for.
-    """
-    if vocab_size is None:
-        return tokenizer.vocab_size
-    if max_token_id >= vocab_size:
-        raise UserError(
-            f"token id {max_token_id} in the text is out of range for model.vocab_size {vocab_size}: "
-            f"set model.vocab_size to {tokenizer.vocab_size}, the size of the tokenizer {tokenizer.name!r}"
-        )
-    return vocab_size
-
-
-def _check_length(cache: TokenCache, description: str, seqlen: int) -> None:
-    n_train, n_total = len(cache.train), len(cache.train) + len(cache.eval)
-    if n_train >= seqlen + 1:
-        return
-    remedy = (
-        f"lower data.seqlen to at most {n_train - 1} or give more text" if n_train > 2 else "give more text"
-    )
-    raise UserError(
-        f"{description} has {n_total} tokens, {n_train} of them for training, "
-        f"but data.seqlen {seqlen} needs at least {seqlen + 1}: {remedy}"
     )

@@ -3,8 +3,8 @@
 The cache of a corpus is two files: KEY.json, written last, and KEY-DIGEST.bin, the tokens of the training
 documents followed by those of the held-out ones, as unsigned integers as narrow as the vocabulary allows,
 memory-mapped for reading. KEY names the sources (paths, sizes, modification times), the tokenizer and the
-settings; DIGEST names the tokens. Both files appear by rename, so a reader sees whole files or none, and
-processes that build the same cache at once write the same bytes under the same names.
+settings; DIGEST names the tokens. Both files are whole or not there, and processes that build the same cache
+at once write the same bytes under the same names.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,12 +22,13 @@ import numpy as np
 from adjoint.data.sources import Source, Sources, read_documents, split_sources
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.errors import UserError
+from adjoint.files import cache_folder, publish, remove_unfinished, unfinished_path, write_text
 
 _FORMAT = 1  # raise it whenever the same sources would give other tokens or another file layout
 _HASH_WHOLE = 256 << 20  # bytes; a larger file is hashed in samples, so that opening it stays quick
-_STRETCH = 1 << 22  # tokens worked on at once
+_SPAN = 1 << 22  # tokens counted at once
 _PIECE = 4 << 20  # characters handed to a tokenizer at once: its working memory is some hundred times that
-_STALE_SECONDS = 86400
+_STALE_SECONDS = 86400  # what is unfinished for so long belongs to a process that was killed
 
 
 @dataclass(frozen=True)
@@ -54,13 +52,13 @@ def open_tokens(
         UserError: A source cannot be read, there is no text in them, or the cache folder cannot be written.
     """
     key = _key(sources, tokenizer, text_field, eval_fraction)
-    folder = _cache_folder(cache_dir)
+    folder = Path(cache_dir).expanduser() if cache_dir else cache_folder()
     cached = _read_cache(folder, key)
     if cached is not None:
         return cached
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_stale(folder)
+        remove_unfinished(folder, _STALE_SECONDS)
         _build(folder, key, sources, tokenizer, text_field, eval_fraction)
     except OSError as error:
         raise UserError(
@@ -80,31 +78,13 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 
     tokens: (n,) integers of at least 0, n may be 0 (entropy 0.0).
     """
-    return _entropy(_count(np.asarray(tokens)))
-
-
-def _count(tokens: np.ndarray) -> np.ndarray:
-    """How often each id occurs, (max id + 1,) int64; in stretches, since bincount copies to int64."""
-    counts = np.zeros(0, np.int64)
-    for first in range(0, len(tokens), _STRETCH):
-        more = np.bincount(tokens[first : first + _STRETCH], minlength=len(counts))
+    counts = np.zeros(0, np.int64)  # how often each id occurs
+    for first in range(0, len(tokens), _SPAN):  # bincount copies what it counts to int64
+        more = np.bincount(tokens[first : first + _SPAN], minlength=len(counts))
         more[: len(counts)] += counts
         counts = more
-    return counts
-
-
-def _entropy(counts: np.ndarray) -> float:
     p = counts[counts > 0] / max(counts.sum(), 1)
     return float(-(p * np.log(p)).sum()) + 0.0  # + 0.0: no "-0.0" for a single token
-
-
-def _cache_folder(cache_dir: str | None) -> Path:
-    if cache_dir:
-        return Path(cache_dir).expanduser()
-    if os.environ.get("ADJOINT_CACHE"):
-        return Path(os.environ["ADJOINT_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(base)) / "adjoint"
 
 
 def _key(sources: Sources, tokenizer: Tokenizer, text_field: str, eval_fraction: float) -> str:
@@ -128,8 +108,8 @@ def _read_cache(folder: Path, key: str) -> TokenCache | None:
     try:
         meta = json.loads((folder / f"{key}.json").read_bytes())
         tokens = np.memmap(folder / f"{key}-{meta['digest']}.bin", dtype=meta["dtype"], mode="r")
-        n_train, n_total = meta["n_train"], meta["n_total"]
-        if len(tokens) != n_total or _digest(tokens) != meta["digest"]:
+        n_train = meta["n_train"]
+        if len(tokens) != meta["n_total"] or _digest(tokens) != meta["digest"]:
             return None
         return TokenCache(
             train=tokens[:n_train],
@@ -148,150 +128,85 @@ def _build(
     folder: Path, key: str, sources: Sources, tokenizer: Tokenizer, text_field: str, eval_fraction: float
 ) -> None:
     """Tokenise and put both cache files in place."""
-    train, held_out = split_sources(sources.files, eval_fraction)
-    dtype = np.dtype(np.uint8 if tokenizer.vocab_size <= 1 << 8 else np.uint16)
-    if tokenizer.vocab_size > 1 << 16:
-        dtype = np.dtype(np.uint32)
-    separator = np.asarray(tokenizer.separator_ids, dtype).tobytes()
+    from tqdm import tqdm
 
-    temporary = _temporary(folder, key)
+    train, held_out = split_sources(sources.files, eval_fraction)
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    unfinished = unfinished_path(folder / f"{key}.bin")
+    size = sum(file.size for file in sources.files)
+    bar = tqdm(total=size, unit="B", unit_scale=True, desc="tokenising", delay=2, leave=False, disable=None)
     try:
-        n_documents, n_tokens = [], []
-        with open(temporary, "xb") as out, _progress(sources.files) as report:
+        n_documents, ends = 0, []
+        with open(unfinished, "xb") as out, bar:
             for files in (train, held_out):
-                documents = (
-                    text
-                    for file in files
-                    for text in report(file, read_documents(file, text_field, sources.lenient))
-                )
-                first = out.tell()
-                n_documents.append(_write_documents(out, documents, tokenizer, dtype, separator))
-                n_tokens.append((out.tell() - first) // dtype.itemsize)
-            out.flush()
-            os.fsync(out.fileno())
-        n_train, n_total = n_tokens[0], sum(n_tokens)
+                documents = _documents(files, text_field, sources.lenient, bar)
+                n_documents += _write_tokens(out, documents, tokenizer, dtype)
+                ends.append(out.tell() // dtype.itemsize)
+        n_train, n_total = ends
         if n_total == 0:
             raise UserError(f"{sources.description}: there is no text in it")
         if not held_out:
             n_train = n_total - round(n_total * eval_fraction)
-        tokens = np.memmap(temporary, dtype=dtype, mode="r")
-        counts = _count(tokens[:n_train])
-        digest = _digest(tokens)
+        tokens = np.memmap(unfinished, dtype=dtype, mode="r")
         meta = {
             "source": sources.description,
             "tokenizer": tokenizer.name,
             "dtype": dtype.name,
-            "digest": digest,
+            "digest": _digest(tokens),
             "n_train": n_train,
             "n_total": n_total,
-            "n_documents": sum(n_documents),
-            "max_token_id": max(len(counts), len(_count(tokens[n_train:]))) - 1,
-            "unigram_entropy": _entropy(counts),
+            "n_documents": n_documents,
+            "max_token_id": int(tokens.max()),
+            "unigram_entropy": unigram_entropy(tokens[:n_train]),
         }
-        os.replace(temporary, folder / f"{key}-{digest}.bin")
+        publish(unfinished, folder / f"{key}-{meta['digest']}.bin")
     finally:
-        temporary.unlink(missing_ok=True)
-    _write_json(folder, key, meta)
+        unfinished.unlink(missing_ok=True)
+    write_text(folder / f"{key}.json", json.dumps(meta, indent=1))
 
 
-def _write_documents(
-    out: IO[bytes], documents: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype, separator: bytes
-) -> int:
+def _documents(files: Iterable[Source], text_field: str, lenient: bool, bar: Any) -> Iterator[str]:
+    """The documents of files. The bar counts bytes on disk: a compressed file's text at most to its size."""
+    for file in files:
+        end = bar.n + file.size
+        for text in read_documents(file, text_field, lenient):
+            yield text
+            bar.update(min(len(text), end - bar.n))
+        bar.update(end - bar.n)
+
+
+def _write_tokens(out: IO[bytes], documents: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> int:
     """Append the tokens of documents, the separator after each; returns the number of documents, empty ones
     left out.
-
-    Many short documents are tokenised together, a very long one in pieces cut at line ends.
     """
+    separator = np.asarray(tokenizer.separator_ids, dtype).tobytes()
     n_documents = 0
-    pending: list[tuple[str, bool]] = []
-    characters = 0
-
-    def flush() -> None:
-        for ids, (_, closes) in zip(
-            tokenizer.encode_batch([text for text, _ in pending]), pending, strict=True
-        ):
+    for pieces in _groups(documents):
+        encoded = tokenizer.encode_batch([text for text, _ in pieces])
+        for ids, (_, last) in zip(encoded, pieces, strict=True):
             out.write(np.asarray(ids, dtype).tobytes())
-            if closes:
+            if last:
                 out.write(separator)
-        pending.clear()
-
-    for document in documents:
-        if not document:
-            continue
-        n_documents += 1
-        for piece in _pieces(document):
-            pending.append(piece)
-            characters += len(piece[0])
-            if characters >= _PIECE:
-                flush()
-                characters = 0
-    flush()
+                n_documents += 1
     return n_documents
 
 
-def _pieces(text: str) -> Iterator[tuple[str, bool]]:
-    """The text in pieces of at most _PIECE characters, each with whether it is the last."""
-    first = 0
-    while len(text) - first > _PIECE:
-        end = text.rfind("\n", first, first + _PIECE) + 1
-        if end <= first:
-            end = first + _PIECE
-        yield text[first:end], False
-        first = end
-    yield text[first:], True
-
-
-@contextmanager
-def _progress(files: tuple[Source, ...]) -> Iterator[Any]:
-    """A function that passes the documents of a file through and moves a bar, shown once it takes seconds.
-
-    The bar counts bytes on disk; inside a compressed file it goes by the text read, at most to the file's
-    end.
+def _groups(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+    """Documents in groups to be tokenised together: many short ones, or a piece of a very long one, which is
+    cut at line ends. Each piece comes with whether it is its document's last.
     """
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda file, documents: (text for text, _ in documents)
-        return
-    total = sum(file.size for file in files)
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc="tokenising", delay=2, leave=False, disable=None
-    ) as bar:
-        done = 0
-
-        def report(file: Source, documents: Iterable[tuple[str, str]]) -> Iterator[str]:
-            nonlocal done
-            end = done + file.size
-            for text, _ in documents:
-                yield text
-                bar.update(min(len(text), end - bar.n))
-            bar.update(end - bar.n)
-            done = end
-
-        yield report
-
-
-def _write_json(folder: Path, key: str, meta: dict[str, Any]) -> None:
-    temporary = _temporary(folder, key)
-    try:
-        with open(temporary, "x", encoding="utf-8") as out:
-            json.dump(meta, out, indent=1)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, folder / f"{key}.json")
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _temporary(folder: Path, key: str) -> Path:
-    return folder / f"{key}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove what killed processes left behind."""
-    for file in folder.glob("*.tmp-*"):
-        try:
-            if time.time() - file.stat().st_mtime > _STALE_SECONDS:
-                file.unlink()
-        except OSError:
-            pass  # another process was quicker
+    group: list[tuple[str, bool]] = []
+    characters = 0
+    for text in documents:
+        first = 0
+        while first < len(text):
+            end = min(first + _PIECE, len(text))
+            if end < len(text):
+                end = text.rfind("\n", first, end) + 1 or end
+            group.append((text[first:end], end == len(text)))
+            characters += end - first
+            if characters >= _PIECE:
+                yield group
+                group, characters = [], 0
+            first = end
+    yield group

@@ -14,22 +14,33 @@ import io
 import json
 import os
 import platform
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from adjoint.errors import UserError
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+_SUPPORTED = f"supported are {' '.join(SUFFIXES)}, each also as .gz"
 
 # In the standard library: tests (some broken on purpose, not installed everywhere), what pip installs, and
 # what is generated for one machine.
-_STDLIB_SKIPPED_DIRS = {"__pycache__", "test", "tests", "idle_test", "lib2to3"}
-_STDLIB_SKIPPED_DIRS |= {"site-packages", "dist-packages"}
+_STDLIB_SKIPPED_DIRS = {
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+}
 _STDLIB_SKIPPED_FILES = "_sysconfigdata"
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can write it, UTF-8 cannot
 
 
 @dataclass(frozen=True)
@@ -57,14 +68,17 @@ def find_sources(path: str | Iterable[str] | None) -> Sources:
     Raises:
         UserError: A path does not exist, a glob or folder holds no supported file, a file has another suffix.
     """
-    if path is None:
-        return _stdlib_sources()
-    paths = [path] if isinstance(path, str) else list(path)
-    found: dict[Path, Source] = {}
-    for each in paths:
-        for file, name in _expand(each):
-            # The same file named twice (overlapping globs, links) must not be in both splits.
-            found.setdefault(file.resolve(), _source(file, name))
+    try:
+        if path is None:
+            return _stdlib_sources()
+        paths = [path] if isinstance(path, str) else list(path)
+        found: dict[Path, Source] = {}
+        for each in paths:
+            for file, name in _expand(each):
+                # The same file named twice (overlapping globs, links) must not be in both splits.
+                found.setdefault(file.resolve(), _source(file, name))
+    except OSError as error:
+        raise UserError(f"data.path: {error.filename}: cannot be read ({error.strerror or error})") from None
     files = tuple(found.values())
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
     description = ", ".join(paths[:3]) + (f", … ({len(paths)} paths)" if len(paths) > 3 else "")
@@ -78,24 +92,27 @@ def split_sources(files: tuple[Source, ...], fraction: float) -> tuple[list[Sour
     first. No held-out file at all where none is small enough to come near the fraction: the caller then cuts
     the stream.
     """
+
+    def name_hash(file: Source) -> bytes:
+        return hashlib.blake2b(file.name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+
     target = fraction * sum(file.size for file in files)
-    by_hash = sorted(range(len(files)), key=lambda i: (_name_hash(files[i].name), i))
-    held: list[int] = []
+    held: list[Source] = []
     size = 0
-    for i in by_hash:
-        if size + files[i].size <= 1.1 * target and files[i].size > 0:
-            held.append(i)
-            size += files[i].size
+    for file in sorted(files, key=name_hash):
+        if size + file.size <= 1.1 * target and file.size > 0:
+            held.append(file)
+            size += file.size
         if size >= 0.9 * target:
             break
     if size < 0.5 * target:
         return list(files), []
-    chosen = set(held)
-    return [file for i, file in enumerate(files) if i not in chosen], [files[i] for i in held]
+    chosen = {file.path for file in held}
+    return [file for file in files if file.path not in chosen], held
 
 
-def read_documents(source: Source, text_field: str, lenient: bool = False) -> Iterator[tuple[str, str]]:
-    """The documents of one file as (text, place), place being "FILE" or "FILE:LINE" for messages.
+def read_documents(source: Source, text_field: str, lenient: bool = False) -> Iterator[str]:
+    """The documents of one file.
 
     A byte order mark is dropped, line ends are kept as they are; blank .jsonl lines and null texts are left
     out.
@@ -104,36 +121,38 @@ def read_documents(source: Source, text_field: str, lenient: bool = False) -> It
         UserError: The file cannot be read or decoded, a .jsonl line or the .parquet column is not as it
             should be.
     """
-    kind = _suffix(source.path)
+    path, kind = source.path, _suffix(source.path)
+    compressed = path.name.lower().endswith(".gz")
     try:
-        with _open(source.path) as stream:
+        with gzip.open(path) if compressed else open(path, "rb") as stream:
             if kind == ".jsonl":
-                yield from _jsonl_documents(stream, source.path, text_field)
+                yield from _jsonl_documents(stream, path, text_field)
             elif kind == ".parquet":
-                yield from _parquet_documents(stream, source.path, text_field)
+                # It is read from its end, and a gzip stream cannot seek there cheaply.
+                seekable = io.BytesIO(stream.read()) if compressed else stream
+                yield from _parquet_documents(seekable, path, text_field)
             else:
-                yield stream.read().decode("utf-8-sig"), str(source.path)
+                yield stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if not lenient:
             raise UserError(
-                f"{source.path}: not UTF-8 (byte {error.start}): convert it, or leave it out of data.path"
+                f"{path}: not UTF-8 (byte {error.start}): convert it, or leave it out of data.path"
             ) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{source.path}: damaged gzip file ({error})") from None
+        raise UserError(f"{path}: damaged gzip file ({error})") from None
     except OSError as error:
-        raise UserError(f"{source.path}: cannot be read ({error.strerror or error})") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
 def _stdlib_sources() -> Sources:
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, dirs, names in os.walk(root):
-        dirs[:] = sorted(d for d in dirs if d not in _STDLIB_SKIPPED_DIRS)
+        dirs[:] = [d for d in dirs if d not in _STDLIB_SKIPPED_DIRS]
         for name in names:
-            if name.endswith(".py") and not name.startswith(_STDLIB_SKIPPED_FILES):
-                file = Path(folder, name)
-                if file.is_file():
-                    files.append(_source(file, file.relative_to(root).as_posix()))
+            file = Path(folder, name)
+            if name.endswith(".py") and not name.startswith(_STDLIB_SKIPPED_FILES) and file.is_file():
+                files.append(_source(file, file.relative_to(root).as_posix()))
     if not files:
         raise UserError(
             f"the default text is the Python standard library's sources, and this Python has none in {root} "
@@ -145,30 +164,24 @@ def _stdlib_sources() -> Sources:
 
 
 def _expand(text: str) -> list[tuple[Path, str]]:
-    """(file, name) of everything that one entry of data.path names."""
+    """(file, name) of everything that one entry of data.path names. Raises OSError and UserError."""
     path = Path(text).expanduser()
-    try:
-        if path.is_dir():
-            return _folder_files(path)
-        if path.exists():
-            if _suffix(path) is None:
-                raise UserError(f"data.path {text}: unsupported kind of file; {_supported()}")
-            return [(path, path.name)]
-    except OSError as error:
-        raise UserError(f"data.path {text}: cannot be read ({error.strerror or error})") from None
+    if path.is_dir():
+        return _folder_files(path)
+    if path.exists():
+        if _suffix(path) is None:
+            raise UserError(f"data.path {text}: unsupported kind of file; {_SUPPORTED}")
+        return [(path, path.name)]
     if glob.has_magic(text):
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         files = [m for m in matches if m.is_file() and _suffix(m)]
         if not files:
-            what = (
-                f"matches {len(matches)} entries but none is a supported file"
-                if matches
-                else "matches nothing"
-            )
-            raise UserError(f"data.path {text}: the pattern {what}; {_supported()}")
+            what = f"{len(matches)} entries but none is a supported file" if matches else "nothing"
+            raise UserError(f"data.path {text}: the pattern matches {what}; {_SUPPORTED}")
         root = os.path.commonpath([m.parent for m in files])
-        return [(m, Path(os.path.relpath(m, root)).as_posix()) for m in files]
-    near = difflib.get_close_matches(path.name, _listing(path.parent), n=1)
+        return [(m, m.relative_to(root).as_posix()) for m in files]
+    beside = os.listdir(path.parent) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
     hint = f"; did you mean {path.parent / near[0]}?" if near else ""
     raise UserError(f"data.path {text}: no such file or folder{hint}")
 
@@ -190,15 +203,12 @@ def _folder_files(root: Path) -> list[tuple[Path, str]]:
         entries += len(names)
         for name in names:
             file = Path(folder, name)
-            if name.startswith(".") or not _suffix(file):
-                continue
-            if (
-                file.is_file() or not file.exists()
-            ):  # a dangling link is refused later, by name; a pipe left out
+            # A pipe is left out; a link that leads nowhere is kept, and refused by name when it is read.
+            if not name.startswith(".") and _suffix(file) and (file.is_file() or not file.exists()):
                 found.append((file, file.relative_to(root).as_posix()))
     if not found:
         what = f"none of its {entries} files is of a supported kind" if entries else "the folder is empty"
-        raise UserError(f"data.path {root}: {what}; {_supported()}")
+        raise UserError(f"data.path {root}: {what}; {_SUPPORTED}")
     return sorted(found, key=lambda pair: pair[1])
 
 
@@ -208,48 +218,21 @@ def _suffix(path: Path) -> str | None:
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
-def _supported() -> str:
-    return f"supported are {' '.join(SUFFIXES)}, each also as .gz"
-
-
-def _listing(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
-
 def _source(file: Path, name: str) -> Source:
-    try:
-        stat = file.stat()
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
+    stat = file.stat()
     return Source(file, name, stat.st_size, stat.st_mtime_ns)
 
 
-def _name_hash(name: str) -> bytes:
-    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-
-
-def _open(path: Path) -> IO[bytes]:
-    if path.name.lower().endswith(".gz"):
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    return open(path, "rb")
-
-
-def _jsonl_documents(stream: IO[bytes], path: Path, field: str) -> Iterator[tuple[str, str]]:
+def _jsonl_documents(stream: Iterable[bytes], path: Path, field: str) -> Iterator[str]:
     for number, line in enumerate(stream, 1):
         place = f"{path}:{number}"
         try:
-            text_line = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            content = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            record = json.loads(content) if content.strip() else {field: None}
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{place}: not UTF-8 (byte {error.start} of the line): convert the file"
             ) from None
-        if not text_line.strip():
-            continue
-        try:
-            record = json.loads(text_line)
         except (json.JSONDecodeError, RecursionError) as error:
             raise UserError(f"{place}: not a JSON line ({error})") from None
         if not isinstance(record, dict):
@@ -260,49 +243,33 @@ def _jsonl_documents(stream: IO[bytes], path: Path, field: str) -> Iterator[tupl
         if text is None:
             continue
         if not isinstance(text, str):
-            raise UserError(
-                f"{place}: field {field!r} is {type(text).__name__}, not text; {_name_field(record)}"
-            )
-        if not text.isascii() and _has_surrogate(text):
+            kind = type(text).__name__
+            raise UserError(f"{place}: field {field!r} is {kind}, not text; {_name_field(record)}")
+        if not text.isascii() and _HALF_PAIR.search(text):
             raise UserError(
                 f"{place}: field {field!r} has half of a surrogate pair (\\ud800…), which is no text"
             )
-        yield text, place
+        yield text
 
 
-def _has_surrogate(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
-def _parquet_documents(stream: IO[bytes], path: Path, field: str) -> Iterator[tuple[str, str]]:
+def _parquet_documents(stream: Any, path: Path, field: str) -> Iterator[str]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
         raise UserError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from None
-    if isinstance(stream, gzip.GzipFile):
-        stream = io.BytesIO(
-            stream.read()
-        )  # parquet is read from its end: a gzip stream cannot seek there cheaply
     try:
         table = pq.ParquetFile(stream)
         columns = table.schema_arrow.names
         if field not in columns:
             raise UserError(f"{path}: no column {field!r}; {_name_field(columns)}")
-        row = 0
+        kind = table.schema_arrow.field(field).type
         for rows in table.iter_batches(batch_size=1024, columns=[field]):
             for text in rows.column(0).to_pylist():
-                row += 1
-                if text is None:
-                    continue
-                if not isinstance(text, str):
-                    kind = table.schema_arrow.field(field).type
+                if isinstance(text, str):
+                    yield text
+                elif text is not None:
                     raise UserError(f"{path}: column {field!r} is {kind}, not text; {_name_field(columns)}")
-                yield text, f"{path}, row {row}"
     except pa.ArrowException as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: damaged parquet file ({reason})") from None

@@ -1,4 +1,4 @@
-"""Tokenisers: text to token ids and back."""
+"""Tokenizers: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -6,43 +6,29 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from adjoint.errors import UserError
 
 
-class Tokenizer(Protocol):
-    """What the data pipeline and text generation need of a tokenizer."""
-
-    name: str  # as the user gave it
-    vocab_size: int  # every id is below it
-    separator_ids: tuple[int, ...]  # closes each document; may be empty
-    identity: str  # digest of what decides the ids
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, no special tokens added."""
-        ...
-
-    def encode_batch(self, texts: list[str]) -> list[Sequence[int] | np.ndarray]:
-        """What `encode` gives for each text, in whatever form is quickest to make."""
-        ...
-
-    def decode(self, ids: Any) -> str:
-        """Text of token ids (a list, an array or a tensor, one-dimensional)."""
-        ...
-
-
 class ByteTokenizer:
-    """The UTF-8 bytes themselves: 256 tokens. Documents end with byte 0 unless `separator` says otherwise."""
+    """The UTF-8 bytes themselves: 256 tokens. Documents end with byte 0 unless `separator` says otherwise.
+
+    Attributes:
+        name: As the user gave it.
+        vocab_size: Every id is below it.
+        separator_ids: Close each document; may be empty.
+        identity: Digest of what decides the ids.
+    """
 
     name = "byte"
     vocab_size = 256
+    identity = "byte"
 
     def __init__(self, separator: str | None = None) -> None:
         self.separator_ids: tuple[int, ...] = (0,) if separator is None else tuple(separator.encode())
-        self.identity = "byte"
 
     def encode(self, text: str) -> list[int]:
         """UTF-8 bytes of a text."""
@@ -53,48 +39,52 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Any) -> str:
-        """Text of bytes; what is no UTF-8 (a model may write anything) becomes U+FFFD."""
+        """Text of bytes (a list, an array or a tensor, one-dimensional); what is no UTF-8 becomes U+FFFD."""
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """A tokenizer.json, or a local Hugging Face tokenizer folder."""
+    """A tokenizer.json, or a local Hugging Face tokenizer folder; attributes as of `ByteTokenizer`."""
 
     _encode_batch: Callable[[list[str]], list[Sequence[int] | np.ndarray]]
     _decode: Callable[[list[int]], Any]
     _vocab: dict[str, int]
     _eos: str | None
+    identity: str
 
     def __init__(self, path: str, separator: str | None = None) -> None:
         """Raises UserError: no such path, not a tokenizer, or no separator can be found in it."""
         self.name = path
         place = Path(path).expanduser()
-        if place.is_dir() and not (place / "tokenizer.json").is_file():
-            self._load_folder(place)
-        elif place.exists():
-            self._load_file(place / "tokenizer.json" if place.is_dir() else place)
-        else:
+        file = place / "tokenizer.json" if place.is_dir() else place
+        if not place.exists():
             raise UserError(
                 f"data.tokenizer {path}: no such file or folder; "
                 'give "byte", a tokenizer.json or a local Hugging Face tokenizer folder'
             )
+        is_file = file.exists()
+        package = "tokenizers" if is_file else "transformers"
+        try:
+            if is_file:
+                self._load_file(file)
+            else:
+                self._load_folder(place)
+        except Exception as error:  # tokenizers raises plain Exception, transformers a dozen others
+            if isinstance(error, ImportError) and error.name == package:
+                raise UserError(f"data.tokenizer {path} needs {package}: pip install {package}") from None
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            kind = "tokenizer.json" if is_file else "Hugging Face tokenizer folder"
+            raise UserError(f"data.tokenizer {path}: not a {kind} ({reason})") from None
         self.vocab_size = 1 + max(self._vocab.values(), default=-1)
         if self.vocab_size == 0:
             raise UserError(f"data.tokenizer {path}: its vocabulary is empty")
         self.separator_ids = self._separator(separator)
 
     def _load_file(self, file: Path) -> None:
-        try:
-            from tokenizers import Tokenizer as Backend
-        except ImportError:
-            raise UserError(f"data.tokenizer {self.name} needs the package: pip install tokenizers") from None
-        try:
-            content = file.read_bytes()
-            backend = Backend.from_str(content.decode())
-        except Exception as error:  # tokenizers raises plain Exception for a file that is no tokenizer
-            raise UserError(
-                f"data.tokenizer {self.name}: not a tokenizer.json ({_first_line(error)})"
-            ) from None
+        from tokenizers import Tokenizer as Backend
+
+        content = file.read_bytes()
+        backend = Backend.from_str(content.decode())
         # A tokenizer saved with truncation would silently cut every document.
         backend.no_truncation()
         backend.no_padding()
@@ -103,22 +93,13 @@ class FileTokenizer:
         self._encode_batch = lambda texts: [e.ids for e in run(texts, add_special_tokens=False)]
         self._decode = lambda ids: backend.decode(ids, skip_special_tokens=False)
         self._vocab = backend.get_vocab(with_added_tokens=True)
-        self._eos = _configured_eos(file.parent / "tokenizer_config.json")
+        self._eos = _configured_eos(file.with_name("tokenizer_config.json"))
         self.identity = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def _load_folder(self, folder: Path) -> None:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError:
-            raise UserError(
-                f"data.tokenizer {self.name}: without tokenizer.json it needs: pip install transformers"
-            ) from None
-        try:
-            backend = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # transformers raises OSError, ValueError, ImportError, KeyError, …
-            raise UserError(
-                f"data.tokenizer {self.name}: not a Hugging Face tokenizer folder ({_first_line(error)})"
-            ) from None
+        from transformers import AutoTokenizer
+
+        backend = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         self._encode_batch = lambda texts: [
             backend.encode(text, add_special_tokens=False, truncation=False, verbose=False) for text in texts
         ]
@@ -126,10 +107,9 @@ class FileTokenizer:
         self._vocab = backend.get_vocab()
         self._eos = backend.eos_token
         digest = hashlib.blake2b(type(backend).__name__.encode(), digest_size=16)
-        for file in sorted(
-            p for p in folder.iterdir() if p.suffix in {".json", ".txt", ".model"} and p.is_file()
-        ):
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        for file in sorted(folder.iterdir()):
+            if file.suffix in {".json", ".txt", ".model"} and file.is_file():
+                digest.update(file.name.encode() + b"\0" + file.read_bytes())
         self.identity = digest.hexdigest()
 
     def _separator(self, separator: str | None) -> tuple[int, ...]:
@@ -160,6 +140,9 @@ class FileTokenizer:
         return str(self._decode([int(i) for i in ids]))
 
 
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
 def load_tokenizer(tokenizer: str, separator: str | None = None) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names, with the document separator of `data.separator`.
 
@@ -179,7 +162,3 @@ def _configured_eos(file: Path) -> str | None:
     if isinstance(eos, dict):
         eos = eos.get("content")
     return eos if isinstance(eos, str) else None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

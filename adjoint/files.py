@@ -1,0 +1,74 @@
+"""Files that are whole or not there, and where caches lie."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[Path]:
+    """Write a file in one piece: a reader, or a kill, finds the old file or the new one.
+
+        with whole_file("table.csv") as unfinished:
+            unfinished.write_text(...)
+
+    The block writes to the path that it is given; where it ends well, that file takes the place of ``path``.
+    """
+    unfinished = unfinished_path(Path(path))
+    try:
+        yield unfinished
+        publish(unfinished, Path(path))
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in one piece."""
+    with whole_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a Matplotlib figure in one piece; the path's suffix gives the format, PNG where it has none."""
+    with whole_file(path) as unfinished:
+        figure.savefig(unfinished, format=Path(path).suffix.removeprefix(".") or "png")
+
+
+def unfinished_path(path: Path) -> Path:
+    """A hidden path beside ``path`` that no other process, on this machine or another one, writes to."""
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def publish(unfinished: Path, path: Path) -> None:
+    """Put a written and closed file in the place of ``path``; flushed first, lest a crash leave it empty."""
+    flush(unfinished)
+    os.replace(unfinished, path)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_unfinished(folder: Path, older_than: float = 0.0) -> None:
+    """Remove what killed processes left of `whole_file`: all of it, or what is some seconds old."""
+    for file in folder.glob("*.tmp-*"):
+        with suppress(OSError):  # another process was quicker
+            if time.time() - file.stat().st_mtime >= older_than:
+                file.unlink()
+
+
+def cache_folder() -> Path:
+    """Where caches lie: $ADJOINT_CACHE, else adjoint/ in $XDG_CACHE_HOME, else in ~/.cache."""
+    own, shared = os.environ.get("ADJOINT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own or f"{shared or '~/.cache'}/adjoint").expanduser()
