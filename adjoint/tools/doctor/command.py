@@ -1,4 +1,4 @@
-"""``adjoint doctor``: what this machine has, which backend runs what and why, and whether it computes right.
+"""`adjoint doctor`: what this machine has, which backend runs what and why, and whether it computes right.
 
 Nothing is said that was not looked at in this very process: a backend is usable if it was loaded, and works
 if its scan agreed with the reference in float64.
@@ -6,11 +6,9 @@ if its scan agreed with the reference in float64.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
-import importlib.metadata
-import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -19,15 +17,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import torch
 
-from adjoint.errors import UserError
 from adjoint.kernels import dispatch
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.tools.doctor.devices import cpu, cuda_devices, nvml_devices, one_line
+from adjoint.train.flags import Flags
+from adjoint.train.machine import environment, versions
 
 # Package, what it is for, how it is had, and the module that is imported to see whether a compiled package
 # fits this torch. (The others are not imported: transformers alone takes seconds.)
@@ -60,30 +59,13 @@ ALLOCATOR_SETTINGS = (
     "PYTORCH_ALLOC_CONF",
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Relative, to the largest value of each tensor: what rounding leaves of a scan of a hundred tokens.
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+# What rounding leaves of a scan of a hundred tokens, relative to the largest value of each tensor.
+LARGEST_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 def main(argv: list[str]) -> int:
-    """``adjoint doctor``: exit code 0, or 1 if no backend computes a selective scan right."""
-    options = _parser().parse_args(argv)
-    report = examine()
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        from adjoint.tools.doctor.report import show
-
-        show(report)
-    return 0 if report["works"] else 1
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Never:
-        raise UserError(message.removeprefix("argument "))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    """`adjoint doctor`: exit code 0, or 1 if no backend computes a selective scan right."""
+    parser = Flags(
         prog="adjoint doctor",
         allow_abbrev=False,
         description="What this machine has and which code runs what: versions, devices and MIG slices, the "
@@ -93,26 +75,34 @@ def _parser() -> argparse.ArgumentParser:
         "Exit code 0, or 1 if no backend works.",
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON, for programs and bug reports")
-    return parser
+    as_json = parser.parse_args(argv).json
+    report = examine()
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        from adjoint.tools.doctor.report import show
+
+        show(report)
+    return 0 if report["works"] else 1
 
 
 def examine(nvml: Any = None) -> dict[str, Any]:
     """All that the doctor finds, in what JSON can hold.
 
-    nvml: a module with the functions of nvidia-ml-py's ``pynvml``; by default that one, where it is
-        installed.
+    nvml: a module with the functions of nvidia-ml-py's `pynvml`; by default that one, where it is installed.
     """
     began = time.perf_counter()
     build = cpp_build()  # first: the backends' list would load it, and its time is to be told
-    devices = {"cpu": cpu(), "cuda": cuda_devices(), "nvml": nvml_devices(nvml)}
+    here = environment(torch.device("cpu"))
+    devices = {"cpu": cpu(here), "cuda": cuda_devices(), "nvml": nvml_devices(nvml)}
     unusable = dispatch.unusable_backends()
     checks = self_checks(dispatch.backends())
     return {
         "system": {
-            "adjoint": importlib.import_module("adjoint").__version__,
-            "python": platform.python_version(),
+            "adjoint": here["versions"]["adjoint"],
+            "python": here["python"],
             "executable": sys.executable,
-            "platform": platform.platform(),
+            "platform": here["system"],
             "torch_cuda": torch.version.cuda,
         },
         "packages": packages(),
@@ -120,8 +110,16 @@ def examine(nvml: Any = None) -> dict[str, Any]:
         "cpp_build": build,
         "backends": {"usable": dispatch.backends(), "unusable": unusable},
         "choices": choices(),
-        "threads": threads(),
-        "allocator": allocator(),
+        "threads": {
+            "torch": torch.get_num_threads(),
+            "interop": torch.get_num_interop_threads(),
+            "parallel": "OpenMP" if torch.backends.openmp.is_available() else "native",
+            "settings": {name: os.environ.get(name) for name in THREAD_SETTINGS},
+        },
+        "allocator": {
+            "name": malloc(),
+            "settings": {name: os.environ.get(name) for name in ALLOCATOR_SETTINGS},
+        },
         "checks": checks,
         "advice": advice(devices, unusable),
         "works": any(check["passed"] for check in checks),
@@ -133,24 +131,16 @@ def packages() -> list[dict[str, Any]]:
     """The packages the system can use: version, or None; what each is for; what is broken, or None."""
     found = []
     for name, purpose, source, module in PACKAGES:
-        version = problem = None
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            version = importlib.metadata.version(name)
+        version, problem = versions(name).get(name), None
         if version is not None and module is not None:
-            problem = _import_problem(module)
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # compiled modules fail in many ways against another torch
+                problem = f"import {module}: {one_line(error)}"
         found.append(
             {"name": name, "version": version, "purpose": purpose, "source": source, "problem": problem}
         )
     return found
-
-
-def _import_problem(module: str) -> str | None:
-    """Why an installed module does not import, on one line; compiled ones fail so against another torch."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:
-        return f"import {module}: {one_line(error)}"
-    return None
 
 
 def cpp_build() -> dict[str, Any]:
@@ -161,57 +151,53 @@ def cpp_build() -> dict[str, Any]:
     cxx = cpu_build.compiler()
     began = time.perf_counter()
     library, told = cpu_build.load()
-    seconds = time.perf_counter() - began
-    built = None
-    if library is not None:
-        built = Path(told).stat().st_mtime
+    seconds, works = time.perf_counter() - began, library is not None
     folder = cpu_build.cache_dir()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    version, problem = _compiler(cxx)
     return {
-        "works": library is not None,
-        "reason": None if library is not None else told,
-        "library": told if library is not None else None,
-        # Built just now, or by an earlier process; with a second's grace, as file systems' clocks are coarse.
-        "from_cache": built is not None and time.time() - built > seconds + 1,
+        "works": works,
+        "reason": None if works else told,
+        "library": told if works else None,
+        # By an earlier process, not just now; with a second's grace, as file systems' clocks are coarse.
+        "from_cache": works and time.time() - Path(told).stat().st_mtime > seconds + 1,
         "seconds": round(seconds, 3),
         "cache": str(folder),
         "cache_writable": os.access(nearest, os.W_OK),
         "compiler": cxx,
-        "compiler_version": _compiler_version(cxx),
-        "compiler_problem": _compiler_problem(cxx),
+        "compiler_version": version,
+        "compiler_problem": problem,
     }
 
 
-def _compiler_version(cxx: str | None) -> str | None:
+def _compiler(cxx: str | None) -> tuple[str | None, str | None]:
+    """The compiler's version, and why it makes no shared object of a line of C++: None if it does."""
     if cxx is None:
-        return None
-    try:
-        told = subprocess.run([cxx, "--version"], capture_output=True, text=True, timeout=10, check=True)
-        return (told.stdout.splitlines() or [""])[0]
-    except (OSError, subprocess.SubprocessError):
-        return None
+        return None, "there is no C++ compiler (install g++ or clang++, or set CXX)"
 
+    def run(*arguments: str, timeout: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([cxx, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
 
-def _compiler_problem(cxx: str | None) -> str | None:
-    """None if the compiler makes a shared object of a line of C++, else why not."""
-    if cxx is None:
-        return "there is no C++ compiler (install g++ or clang++, or set CXX)"
+    version = None
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        told = run("--version", timeout=10)
+        version = None if told.returncode else (told.stdout.splitlines() or [""])[0]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "line.cpp"
         source.write_text('#include <cmath>\nextern "C" double line(double x) { return std::exp(x); }\n')
-        command = [cxx, "-std=c++17", "-O1", "-fPIC", "-shared", "-o", f"{folder}/line.so", str(source)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+            done = run(
+                "-std=c++17", "-O1", "-fPIC", "-shared", "-o", f"{folder}/line.so", str(source), timeout=30
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
-            return one_line(error)
+            return version, one_line(error)
     if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return None
+        return version, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return version, None
 
 
 def choices() -> list[dict[str, Any]]:
-    """The backend that ``backend=None`` takes: a row an operation, device and dtype."""
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    """The backend that `backend=None` takes: a row an operation, device and dtype."""
     return [
         {
             "operation": operation,
@@ -221,63 +207,50 @@ def choices() -> list[dict[str, Any]]:
                 operation, None, torch.device(kind), dispatch.compute_dtype(torch.empty(0, dtype=dtype))
             ),
         }
-        for kind in kinds
-        for operation in dispatch.operations()
-        for dtype in DTYPES
+        for kind, operation, dtype in itertools.product(_device_kinds(), dispatch.operations(), DTYPES)
     ]
 
 
-def threads() -> dict[str, Any]:
-    """PyTorch's threads, and the environment's settings that steer them (unset ones are None)."""
-    return {
-        "torch": torch.get_num_threads(),
-        "interop": torch.get_num_interop_threads(),
-        "parallel": "OpenMP" if torch.backends.openmp.is_available() else "native",
-        "settings": {name: os.environ.get(name) for name in THREAD_SETTINGS},
-    }
+def _device_kinds() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def allocator() -> dict[str, Any]:
-    """Which malloc serves this process, and the settings that steer it and CUDA's (unset ones are None)."""
+def malloc() -> str:
+    """Which memory allocator serves this process."""
     name = " ".join(platform.libc_ver()).strip() or "the system's"
     with contextlib.suppress(OSError):
         mapped = Path("/proc/self/maps").read_text()
         name = next((lib for lib in ("jemalloc", "tcmalloc", "mimalloc") if f"lib{lib}" in mapped), name)
-    return {"name": name, "settings": {key: os.environ.get(key) for key in ALLOCATOR_SETTINGS}}
+    return name
 
 
 def self_checks(backends: list[str]) -> list[dict[str, Any]]:
     """Selective scan and all its gradients by every usable backend, on the devices and dtypes it takes."""
     found = []
-    for name in backends:
-        for kind in ("cpu", "cuda"):
-            if kind == "cuda" and not torch.cuda.is_available():
-                continue
-            for dtype in TOLERANCE:
-                if name == "triton" and kind == "cpu":
-                    continue  # Triton's interpreter takes minutes even for this
-                if dispatch.why_not(name, torch.device(kind), dtype) is None:
-                    found.append(_self_check(name, kind, dtype))
+    for backend, kind, dtype in itertools.product(backends, _device_kinds(), LARGEST_ERROR):
+        if (backend, kind) == ("triton", "cpu"):
+            continue  # Triton's interpreter takes minutes even for this
+        if dispatch.why_not(backend, torch.device(kind), dtype) is not None:
+            continue
+        began = time.perf_counter()
+        error, problem = float("inf"), None
+        try:
+            error = scan_error(backend, kind, dtype)
+        except Exception as failure:  # whatever is broken is the answer here
+            problem = f"{type(failure).__name__}: {one_line(failure)}"
+        found.append(
+            {
+                "backend": backend,
+                "device": kind,
+                "dtype": str(dtype).removeprefix("torch."),
+                "error": error if error < float("inf") else None,
+                "tolerance": LARGEST_ERROR[dtype],
+                "passed": error <= LARGEST_ERROR[dtype],
+                "problem": problem,
+                "seconds": round(time.perf_counter() - began, 3),
+            }
+        )
     return found
-
-
-def _self_check(backend: str, kind: str, dtype: torch.dtype) -> dict[str, Any]:
-    began = time.perf_counter()
-    error, problem = float("inf"), None
-    try:
-        error = scan_error(backend, kind, dtype)
-    except Exception as failure:  # whatever is broken is the answer here
-        problem = f"{type(failure).__name__}: {one_line(failure)}"
-    return {
-        "backend": backend,
-        "device": kind,
-        "dtype": str(dtype).removeprefix("torch."),
-        "error": error if error < float("inf") else None,
-        "tolerance": TOLERANCE[dtype],
-        "passed": error <= TOLERANCE[dtype],
-        "problem": problem,
-        "seconds": round(time.perf_counter() - began, 3),
-    }
 
 
 def scan_error(backend: str, kind: str, dtype: torch.dtype, seqlen: int = 101) -> float:

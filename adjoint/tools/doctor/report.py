@@ -53,63 +53,51 @@ def _system(system: dict[str, Any]) -> Rows:
 def _packages(packages: list[dict[str, Any]]) -> Rows:
     rows: Rows = []
     for package in packages:
-        purpose = escape(package["purpose"])
+        name, version, purpose = package["name"], package["version"], escape(package["purpose"])
         if package["problem"]:
-            rows.append((NO, package["name"], package["version"], f"{purpose}: {escape(package['problem'])}"))
-        elif package["version"]:
-            rows.append((YES, package["name"], package["version"], purpose))
+            rows.append((NO, name, version, f"{purpose}: {escape(package['problem'])}"))
+        elif version:
+            rows.append((YES, name, version, purpose))
         else:
-            source = escape(f"pip install '{package['source'] or package['name']}'")
-            rows.append((ABSENT, package["name"], "missing", f"{purpose} [dim]({source})[/dim]"))
+            source = escape(f"pip install '{package['source'] or name}'")
+            rows.append((ABSENT, name, "missing", f"{purpose} [dim]({source})[/dim]"))
     return rows
 
 
 def _devices(devices: dict[str, Any]) -> Rows:
     cpu, nvml = devices["cpu"], devices["nvml"]
     vectors = " ".join(cpu["vectors"])
-    rows: Rows = [
-        ("CPU", escape(f"{cpu['model']}, {cpu['cores']} cores, {_gib(cpu['memory_bytes'])}, {vectors}"))
-    ]
+    rows: Rows = [("CPU", f"{cpu['model']}, {cpu['cores']} cores, {_gib(cpu['memory_bytes'])}, {vectors}")]
     for gpu in devices["cuda"]:
         details = f"{gpu['multiprocessors']} multiprocessors, {_gib(gpu['memory_bytes'])}"
-        rows.append((f"cuda:{gpu['index']}", escape(f"{gpu['name']}, sm_{gpu['capability']}, {details}")))
+        rows.append((f"cuda:{gpu['index']}", f"{gpu['name']}, sm_{gpu['capability']}, {details}"))
     if not devices["cuda"]:
         rows.append(("CUDA", "no device that PyTorch can use"))
-    if nvml["problem"]:
-        rows.append(("NVML", f"[dim]{escape(nvml['problem'])}[/dim]"))
-    elif not nvml["gpus"]:
-        rows.append(("NVML", f"driver {escape(nvml['driver'])} lists no GPU"))
+    if not nvml["gpus"] and not nvml["problem"]:
+        rows.append(("NVML", f"driver {nvml['driver']} lists no GPU"))
     for gpu in nvml["gpus"]:
-        mig = {True: f"MIG on, {len(gpu['slices'])} slices", False: "MIG off", None: "without MIG"}[
-            gpu["mig"]
-        ]
-        rows.append(
-            ("driver", escape(f"{nvml['driver']}: {gpu['name']}, {_gib(gpu['memory_bytes'])}, {mig}"))
-        )
+        mig = {True: f"MIG on, {len(gpu['slices'])} slices", False: "MIG off", None: "without MIG"}
+        memory = _gib(gpu["memory_bytes"])
+        rows.append(("driver", f"{nvml['driver']}: {gpu['name']}, {memory}, {mig[gpu['mig']]}"))
         for part in gpu["slices"]:
-            rows.append(("slice", escape(f"{part['name']}, {_gib(part['memory_bytes'])}, {part['uuid']}")))
-    return rows
+            rows.append(("slice", f"{part['name']}, {_gib(part['memory_bytes'])}, {part['uuid']}"))
+    rows = [(what, escape(told)) for what, told in rows]
+    return [*rows, ("NVML", f"[dim]{escape(nvml['problem'])}[/dim]")] if nvml["problem"] else rows
 
 
 def _build(build: dict[str, Any]) -> Rows:
-    rows: Rows = []
-    if build["works"]:
-        how = "taken from the cache" if build["from_cache"] else "built now"
-        rows.append((YES, f"{how} in {build['seconds']:.2f} s", escape(build["library"])))
-    else:
-        rows.append((NO, "not usable", escape(build["reason"])))
-    if build["compiler"] and build["compiler_problem"] is None:
-        version = build["compiler_version"] or "version unknown"
-        rows.append((YES, "compiler", escape(f"{build['compiler']}: {version}")))
-    else:
-        rows.append(
-            (NO, "compiler", escape(f"{build['compiler'] or ''} {build['compiler_problem']}".strip()))
-        )
-    writable = build["cache_writable"]
-    rows.append(
-        (YES if writable else NO, "cache", escape(build["cache"]) + ("" if writable else ": not writable"))
-    )
-    return rows
+    works, writable, problem = build["works"], build["cache_writable"], build["compiler_problem"]
+    how = "taken from the cache" if build["from_cache"] else "built now"
+    compiler = f"{build['compiler']}: {build['compiler_version'] or 'version unknown'}"
+    if problem is not None:
+        compiler = f"{build['compiler'] or ''} {problem}".strip()
+    return [
+        (YES, f"{how} in {build['seconds']:.2f} s", escape(build["library"]))
+        if works
+        else (NO, "not usable", escape(build["reason"])),
+        (YES if problem is None else NO, "compiler", escape(compiler)),
+        (YES if writable else NO, "cache", escape(build["cache"]) + ("" if writable else ": not writable")),
+    ]
 
 
 def _backends(backends: dict[str, Any]) -> Rows:
@@ -131,11 +119,9 @@ def _choices(choices: list[dict[str, Any]]) -> Rows:
 
 def _settings(report: dict[str, Any]) -> Rows:
     threads, allocator = report["threads"], report["allocator"]
+    told = f"{threads['torch']} threads, {threads['interop']} between operations, {threads['parallel']}"
     return [
-        (
-            "PyTorch",
-            f"{threads['torch']} threads, {threads['interop']} between operations, {threads['parallel']}",
-        ),
+        ("PyTorch", told),
         ("environment", _environment(threads["settings"])),
         ("allocator", escape(allocator["name"])),
         ("environment", _environment(allocator["settings"])),
@@ -145,18 +131,14 @@ def _settings(report: dict[str, Any]) -> Rows:
 def _environment(settings: dict[str, str | None]) -> str:
     is_set = " ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
     unset = " ".join(name for name, value in settings.items() if value is None)
-    return (
-        f"{escape(is_set)}{'  ' if is_set and unset else ''}{f'[dim]unset: {unset}[/dim]' if unset else ''}"
-    )
+    return "  ".join(filter(None, (escape(is_set), unset and f"[dim]unset: {unset}[/dim]")))
 
 
 def _checks(checks: list[dict[str, Any]]) -> Rows:
     rows: Rows = []
     for check in checks:
         error = "no result" if check["error"] is None else f"{check['error']:.1e}"
-        told = f"relative error {error}, at most {check['tolerance']:.0e}"
-        if check["problem"]:
-            told = check["problem"]
+        told = check["problem"] or f"relative error {error}, at most {check['tolerance']:.0e}"
         mark = YES if check["passed"] else NO
         rows.append((mark, check["backend"], check["device"], check["dtype"], escape(told)))
     return rows
