@@ -5,26 +5,48 @@
 | Exact      | yes, to rounding    | flat, but for small chunk edges | one more forward           |
 | Truncated  | at window >= seqlen | n_layer × seqlen × d_model      | as Exact, chunks any order |
 | LayerLocal | for one layer only  | as the two above                | as Exact, tasks any order  |
+
+A method is a `Scheme` for the engine: which arrows between tiles its backward keeps, and what of the forward.
 """
 
+from __future__ import annotations
+
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint as checkpointed
 
-from adjoint import windowed
-from adjoint.engine.tile import State
-from adjoint.exact import ExactSweep
-from adjoint.sweep import Result
-
-if TYPE_CHECKING:
-    from adjoint.layers import StackConfig
-    from adjoint.stack import Stack
+from adjoint.engine.autograd import chunked_loss
+from adjoint.engine.chunk_size import default_chunk_size
+from adjoint.engine.grid import Scheme
+from adjoint.layers import State
+from adjoint.stack import Result, Stack
 
 KEEP = ("edges", "inputs", "offload")
 TOLERANCE = 1e-3
+
+
+class Chunked:
+    """What the chunked methods share."""
+
+    chunk_size: int | None
+
+    def scheme(self, seqlen: int, default: int) -> Scheme:
+        """What the engine is asked for.
+
+        Args:
+            seqlen: tokens of a sequence. default: tokens a chunk where the method does not say.
+        """
+        raise NotImplementedError
+
+    def run(
+        self, model: Stack, input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
+    ) -> Result:
+        """Mean loss and the final states; see `adjoint.stack.Method`."""
+        default = self.chunk_size or default_chunk_size(model, input_ids)
+        return chunked_loss(
+            model, input_ids, targets, valid, states, self.scheme(input_ids.shape[1], default)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,24 +63,21 @@ class Backprop:
     name: ClassVar[str] = "backprop"
     checkpoint: bool = False
 
+    def scheme(self, seqlen: int, default: int) -> Scheme:
+        """Over several workers: one chunk, linearised in the forward or layer by layer in the backward."""
+        return Scheme(
+            seqlen, keep="inputs" if self.checkpoint else "edges", tapes=0 if self.checkpoint else 1
+        )
+
     def run(
-        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
+        self, model: Stack, input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
     ) -> Result:
-        """Mean loss and the final states; `valid` is the number of targets that count."""
-        y = model.embed(input_ids)
-        final_states = []
-        for layer, state in zip(model.layers, states, strict=True):
-            if self.checkpoint and torch.is_grad_enabled():
-                y, state = checkpointed(layer, y, state, use_reentrant=False)
-            else:
-                y, state = layer(y, state)
-            final_states.append(state)
-        divisor = valid.clamp(min=1) if isinstance(valid, Tensor) else max(valid, 1)
-        return Result(model.head_loss(y, targets) / divisor, final_states)
+        """Mean loss and the final states; see `adjoint.stack.Method`."""
+        return model.run_whole(input_ids, targets, valid, states, self.checkpoint)
 
 
 @dataclasses.dataclass(frozen=True)
-class Exact:
+class Exact(Chunked):
     """The exact gradient by adjoint states over chunks, in memory that hardly grows with the sequence
     (docs/method.md §4).
 
@@ -90,16 +109,13 @@ class Exact:
         if self.keep not in KEEP:
             raise ValueError(f"keep must be one of {', '.join(KEEP)}; got {self.keep!r}")
 
-    def run(
-        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
-    ) -> Result:
-        """Mean loss and the final states; `valid` is the number of targets that count."""
-        chunk_size = self.chunk_size or default_chunk_size(model, input_ids)
-        return ExactSweep(model, input_ids, targets, valid, states, chunk_size, self.keep).apply()
+    def scheme(self, seqlen: int, default: int) -> Scheme:
+        """The adjoint state is carried, cotangents come from above."""
+        return Scheme(min(self.chunk_size or default, seqlen), keep=self.keep)
 
 
 @dataclasses.dataclass(frozen=True)
-class Truncated:
+class Truncated(Chunked):
     """Windowed recurrences, cotangents propagated through the layers: the paper's truncation, exact in depth.
 
     In each layer a token's output reaches back `window` tokens through the recurrence, no further; the paths
@@ -154,39 +170,21 @@ class Truncated:
                     f"got chunk_size={self.chunk_size or 1}, window={self.window}"
                 )
 
-    def tasks(self, model: "Stack", input_ids: Tensor) -> list[windowed.Task]:
-        """The backward's tasks with what each needs; those of one layer may run in any order.
-
-        Raises:
-            ValueError: the tasks depend on the data (window="auto") or on chance (unbiased).
-        """
-        if self.window == "auto" or self.unbiased:
-            raise ValueError('tasks are known in advance only for a window in tokens, not "auto" or unbiased')
-        size = _windowed_chunk_size(self.chunk_size, self.window, model, input_ids)
-        return windowed.tasks(
-            model.config.n_layer, input_ids.shape[1], size, self.window, model.config.d_conv
-        )
-
-    def run(
-        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
-    ) -> Result:
-        """Mean loss and the final states; `valid` is the number of targets that count."""
-        given = (model, input_ids, targets, valid, states)
+    def scheme(self, seqlen: int, default: int) -> Scheme:
+        """Cotangents come from above; what is cut is the adjoint state."""
+        size = min(self.chunk_size or default, seqlen)
         if self.window == "auto":
-            size = self.chunk_size or default_chunk_size(model, input_ids)
-            tolerance = TOLERANCE if self.tolerance is None else self.tolerance
-            return windowed.WindowedSweep(*given, size, window=None, tolerance=tolerance).apply()
-        if self.window >= input_ids.shape[1]:
-            return Exact(self.chunk_size).run(*given)
+            return Scheme(size, window="auto", tolerance=self.tolerance or TOLERANCE)
+        if self.window >= seqlen:
+            return Scheme(size)
         if self.unbiased:
-            size = self.chunk_size or min(default_chunk_size(model, input_ids), max(1, self.window // 4))
-            return ExactSweep(*given, size, cut=size / self.window).apply()
-        size = _windowed_chunk_size(self.chunk_size, self.window, model, input_ids)
-        return windowed.WindowedSweep(*given, size, self.window).apply()
+            size = min(self.chunk_size or min(default, max(1, self.window // 4)), seqlen)
+            return Scheme(size, cut=size / self.window)
+        return Scheme(size, window=self.window)
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerLocal:
+class LayerLocal(Chunked):
     """Every layer gets dL/dy_K for its cotangent (the paper's Proposition 3, eq. 7); tasks are independent.
 
     It drops the paths by which a layer's output reaches the loss through the layers above: the gradient for
@@ -211,17 +209,10 @@ class LayerLocal:
             check_window(self.window)
         check_chunk_size(self.chunk_size)
 
-    def run(
-        self, model: "Stack", input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
-    ) -> Result:
-        """Mean loss and the final states; `valid` is the number of targets that count."""
-        if self.window is None or self.window >= input_ids.shape[1]:
-            size = self.chunk_size or default_chunk_size(model, input_ids)
-            return ExactSweep(model, input_ids, targets, valid, states, size, layer_local=True).apply()
-        size = _windowed_chunk_size(self.chunk_size, self.window, model, input_ids)
-        return windowed.WindowedSweep(
-            model, input_ids, targets, valid, states, size, self.window, layer_local=True
-        ).apply()
+    def scheme(self, seqlen: int, default: int) -> Scheme:
+        """dL/dy_K for every layer."""
+        window = None if self.window is None or self.window >= seqlen else self.window
+        return Scheme(min(self.chunk_size or default, seqlen), dy_from="head", window=window)
 
 
 METHODS: dict[str, Any] = {method.name: method for method in (Backprop, Exact, Truncated, LayerLocal)}
@@ -241,11 +232,6 @@ def check_tolerance(tolerance: object) -> None:
         )
 
 
-def _windowed_chunk_size(chunk_size: int | None, window: int, model: "Stack", input_ids: Tensor) -> int:
-    size = chunk_size or max(window, default_chunk_size(model, input_ids))
-    return min(size, input_ids.shape[1])
-
-
 def check_chunk_size(chunk_size: object) -> None:
     if chunk_size is not None and (
         isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1
@@ -254,55 +240,3 @@ def check_chunk_size(chunk_size: object) -> None:
             "chunk_size must be a whole number of tokens, 1 or more, or None to have one picked; "
             f"got {chunk_size!r}"
         )
-
-
-def default_chunk_size(model: "Stack", input_ids: Tensor) -> int:
-    """Tokens a chunk: enough work to keep the device busy, few enough that a chunk's activations stay small.
-
-    On a CPU 1,408 tokens are within an eighth as fast as any more; with fewer, a long sequence's states at
-    the edges would outweigh what a chunk saves. For a GPU see `gpu_chunk_size`.
-    """
-    batch, device = input_ids.shape[0], input_ids.device
-    if device.type != "cuda":
-        return max(64, 1408 // batch)
-    element = next(model.parameters()).element_size()
-    if torch.is_autocast_enabled("cuda"):
-        element = min(element, torch.get_autocast_dtype("cuda").itemsize)
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return gpu_chunk_size(model.config, batch, memory, element)
-
-
-def gpu_chunk_size(config: "StackConfig", batch: int, memory: float, element: int) -> int:
-    """Tokens a chunk on a GPU of `memory` bytes, with activations of `element` bytes: what all layers of one
-    chunk keep for its backward gets an eighth of the memory.
-
-    A GPU wants much work at a time: a chunk costs a launch an operation, reads every weight and adds up every
-    parameter's gradient, whatever its length. A multiple of 256 tokens, the tiles of matrix products; 256 to
-    16,384.
-    """
-    tokens = int(memory / 8 / (kept_bytes(config, element) * batch))
-    return min(16384, max(256, tokens // 256 * 256))
-
-
-def kept_bytes(config: "StackConfig", element: int) -> int:
-    """Bytes a token that a backward through all layers keeps, activations being of `element` bytes.
-
-    The residual stream (float32 at least) and its norm; of Mamba-1 and Mamba-2 five tensors as wide as
-    d_inner (in_proj's two halves, the convolution's output, the step sizes or the gated output, the scan's),
-    B and C, and the scan's sparse states; of the generic mixers B, C and a dense A; of an MLP in_proj's
-    output, the activation and the product. Within a fifth of what autograd was seen to keep.
-    """
-    total = 0
-    wide = max(element, 4)
-    for kind in config.mixers:
-        n = config.state_size(kind)
-        total += config.d_model * (wide + element)
-        if kind in ("mamba", "mamba2"):
-            groups = config.ngroups if kind == "mamba2" else 1
-            every = 64 if kind == "mamba" else 512 // element  # tokens between saved states
-            total += (5 * config.d_inner + 4 * groups * n) * element + config.d_inner * n * wide // every
-        else:
-            total += (2 * n * config.d_model + (3 * n * n if kind == "dense" else 0)) * element
-        if config.d_intermediate:
-            total += config.d_model * (wide + element) + 4 * config.d_intermediate * element
-    return total

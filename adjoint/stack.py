@@ -1,29 +1,39 @@
-"""The model: embedding → residual stack of state-space layers → norm → head."""
+"""The model: embedding → residual stack of state-space layers → norm → head. Plain single-device code: how its backward
+runs is a method's matter (`adjoint.methods`), who owns which part of it the cluster's."""
 
+from __future__ import annotations
+
+import contextlib
+import copy
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint as checkpointed
 
-from adjoint.engine.tile import State
-from adjoint.layers import Block, StackConfig
+from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.norm import RMSNorm
+from adjoint.layers.pretrained import from_transformers
 from adjoint.loss import IGNORE_INDEX, count_valid, linear_cross_entropy, shift_labels
-from adjoint.methods import Backprop
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclasses.dataclass
 class StackOutput:
-    """loss: mean over valid labels, or None without labels. logits: (batch, seqlen, vocab_size) or None.
-    state: one tuple a layer, or None. windows: tokens, a layer's each, where the method picked them."""
+    """What a stack returns.
+
+    Attributes:
+        loss: mean over valid labels, or None without labels.
+        logits: (batch, seqlen, vocab_size) or None.
+        state: one tuple a layer, or None.
+        windows: tokens, a layer's each, where the method picked them.
+    """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -31,56 +41,115 @@ class StackOutput:
     windows: list[int] | None = None
 
 
+class Result(NamedTuple):
+    """What a method gives back: the mean loss, the final states (a tuple a layer) and, where the method picked them
+    itself, each layer's window."""
+
+    loss: Tensor
+    states: list[State]
+    windows: list[int] | None = None
+
+
+class Method(Protocol):
+    """How a loss and its gradients are computed: `adjoint.Exact()` and the like."""
+
+    def run(
+        self, model: Stack, input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
+    ) -> Result:
+        """Mean loss and final states, differentiable in the parameters and in `states`.
+
+        Args:
+            targets: labels already shifted, `valid` of them not ignored.
+            states: to start from, a tuple a layer.
+        """
+        ...
+
+
 class Stack(nn.Module):
     """A language model of state-space layers whose backward pass is chosen a call.
 
-    There is no dropout: chunks are recomputed, and nothing in the state-space literature this follows needs
-        it.
+    There is no dropout: chunks are recomputed, and nothing in the state-space literature this follows needs it.
+
+    Args:
+        seed: of the initial weights; None draws one from PyTorch's generator, so that `torch.manual_seed` decides. Each
+            layer is drawn from a generator seeded by (seed, layer): a part draws what the whole would.
+        span: the layers to build, all by default; what `split` gives of a whole stack.
     """
 
-    def __init__(self, config: StackConfig) -> None:
+    def __init__(self, config: StackConfig, seed: int | None = None, span: range | None = None) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.layers = nn.ModuleList(Block(config, k) for k in range(config.n_layer))
-        self.norm_f = RMSNorm(config.d_model, config.norm_eps)
-        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        if config.tie_embeddings:
+        self.span = range(config.n_layer) if span is None else span
+        seed = draw_seed() if seed is None else seed
+        with torch.random.fork_rng(devices=[]):  # what modules draw when they are made is drawn anew below
+            self.embedding = nn.Embedding(config.vocab_size, config.d_model) if self.is_first else None
+            self.layers = nn.ModuleList(
+                Block(config, k) if k in self.span else nn.Identity() for k in range(config.n_layer)
+            )
+            self.norm_f = RMSNorm(config.d_model, config.norm_eps) if self.is_last else None
+            self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False) if self.is_last else None
+        if config.tie_embeddings and self.is_first and self.is_last:
             self.lm_head.weight = self.embedding.weight
-        self._scale_parameters()
+        self.reset_parameters(seed)
 
-    def reset_parameters(self) -> None:
-        """Initialises everything anew, as mamba-ssm does."""
-        for block in self.layers:
-            for module in block.children():
-                module.reset_parameters()  # type: ignore[operator]
-        self.norm_f.reset_parameters()
-        self._scale_parameters()
+    @property
+    def is_first(self) -> bool:
+        """Whether the embedding is here."""
+        return self.span.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether norm and head are here."""
+        return self.span.stop == self.config.n_layer
+
+    def split(self, span: range) -> Stack:
+        """The part with the layers `span`, the embedding with the first and norm and head with the last: a stack that
+        shares this one's parameters, under the same names, with pass-through modules in the places of other layers."""
+        part = copy.copy(self)
+        part._modules, part.span = dict(self._modules), span
+        part.layers = nn.ModuleList(
+            layer if k in span else nn.Identity() for k, layer in enumerate(self.layers)
+        )
+        for name, here in (("embedding", part.is_first), ("norm_f", part.is_last), ("lm_head", part.is_last)):
+            if not here:
+                part._modules[name] = None
+        return part
 
     @torch.no_grad()
-    def _scale_parameters(self) -> None:
-        """Embedding by initializer_range; projections into the residual stream smaller the more of them there
-        are (GPT-2)."""
-        nn.init.normal_(self.embedding.weight, std=self.config.initializer_range)
-        if not self.config.tie_embeddings:
-            self.lm_head.reset_parameters()
-        residuals = self.config.n_layer * (2 if self.config.d_intermediate else 1)
-        for name, parameter in self.named_parameters():
-            if name.endswith(("mixer.out_proj.weight", "mlp.out_proj.weight")):
-                nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
-                parameter.div_(math.sqrt(residuals))
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Initialises everything anew, as mamba-ssm does; projections into the residual stream smaller the more of them
+        there are (GPT-2)."""
+        seed = draw_seed() if seed is None else seed
+        config = self.config
+        residuals = config.n_layer * (2 if config.d_intermediate else 1)
+        for k in self.span:
+            with drawn_from(seed, k):
+                for module in self.layers[k].children():
+                    module.reset_parameters()  # type: ignore[operator]
+                for name, parameter in self.layers[k].named_parameters():
+                    if name in ("mixer.out_proj.weight", "mlp.out_proj.weight"):
+                        nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+                        parameter.div_(math.sqrt(residuals))
+        with drawn_from(seed, config.n_layer):
+            tables = [module.weight for module in (self.embedding, self.lm_head) if module is not None]
+            if tables and (self.is_first or config.tie_embeddings):
+                nn.init.normal_(tables[0], std=config.initializer_range)
+        if self.norm_f is not None and self.lm_head is not None:
+            self.norm_f.reset_parameters()
+            if not config.tie_embeddings:
+                with drawn_from(seed, config.n_layer + 1):
+                    self.lm_head.reset_parameters()
 
     def num_parameters(self, embeddings: bool = True) -> int:
         """Number of parameters, tied ones once; without the embedding table on request."""
         total = sum(p.numel() for p in self.parameters())
         return total if embeddings else total - self.embedding.weight.numel()
 
-    # -------------------------------------------------------------------------- pieces that schedules put
-    # together
+    # --------------------------------------------------------------------------- pieces that stages are made of
 
     def blocks(self) -> list[Block]:
-        """The layers, typed."""
-        return list(self.layers)  # type: ignore[arg-type]
+        """The layers that are here."""
+        return [self.layers[k] for k in self.span]  # type: ignore[misc]
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """(batch, seqlen) int64 → y_0 (batch, seqlen, d_model)."""
@@ -101,8 +170,8 @@ class Stack(nn.Module):
         return self.lm_head(self.norm_f(y))
 
     def initial_state(self, batch: int) -> list[State]:
-        """Zeros: one tuple a layer, float32 (float64 for a float64 model)."""
-        weight = self.embedding.weight
+        """Zeros: one tuple a layer that is here, float32 (float64 for a float64 model)."""
+        weight = next(self.parameters())
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         return [block.mixer.initial_state(batch, dtype, weight.device) for block in self.blocks()]
 
@@ -113,7 +182,7 @@ class Stack(nn.Module):
         self,
         input_ids: Tensor,
         labels: Tensor | None = None,
-        method: Any = None,
+        method: Method | None = None,
         state: list[State] | None = None,
         return_logits: bool = False,
         return_state: bool = False,
@@ -123,19 +192,17 @@ class Stack(nn.Module):
         Args:
             input_ids: (batch, seqlen) int64.
             labels: (batch, seqlen) int64, usually input_ids itself: the model shifts them. -100 is ignored.
-            method: how the backward will run; Backprop() if None.
+            method: how the backward will run; plain autograd if None.
             state: recurrent states to start from, as returned with return_state; differentiable. Zero if
                 None.
-            return_logits: also return logits (batch, seqlen, vocab_size), differentiable with Backprop()
-                only.
+            return_logits: also return logits (batch, seqlen, vocab_size), differentiable with plain autograd only.
             return_state: also return the final recurrent states, differentiable.
 
         Raises:
             ValueError: an id or label is out of range, or a shape does not fit.
         """
         self._check(input_ids, labels)
-        method = Backprop() if method is None else method
-        if not hasattr(method, "run"):
+        if method is not None and not hasattr(method, "run"):
             raise ValueError(f"method must be an object such as adjoint.Exact(), got {method!r}")
         if state is not None and len(state) != self.config.n_layer:
             raise ValueError(f"state must have {self.config.n_layer} entries, one a layer; got {len(state)}")
@@ -146,20 +213,45 @@ class Stack(nn.Module):
             output.logits = self.logits(y)
         else:
             targets = shift_labels(labels)
-            result = method.run(self, input_ids, targets, count_valid(targets), states)
+            run = self.run_whole if method is None else functools.partial(method.run, self)
+            result = run(input_ids, targets, count_valid(targets), states)
             output.loss, output.windows = result.loss, result.windows
             if return_logits:
-                with torch.set_grad_enabled(torch.is_grad_enabled() and isinstance(method, Backprop)):
+                whole = getattr(method, "name", "backprop") == "backprop"
+                with torch.set_grad_enabled(torch.is_grad_enabled() and whole):
                     output.logits = self.logits(self._hidden(input_ids, states)[0])
             states = result.states
         if return_state:
             output.state = states
         return output
 
-    def _hidden(self, input_ids: Tensor, states: list[State]) -> tuple[Tensor, list[State]]:
+    def run_whole(
+        self,
+        input_ids: Tensor,
+        targets: Tensor,
+        valid: int | Tensor,
+        states: list[State],
+        checkpoint: bool = False,
+    ) -> Result:
+        """Mean loss and final states by plain autograd over the whole sequence.
+
+        Args:
+            targets: labels already shifted, `valid` of them not ignored.
+            checkpoint: recompute each layer in the backward instead of keeping its activations.
+        """
+        y, final = self._hidden(input_ids, states, checkpoint)
+        divisor = valid.clamp(min=1) if isinstance(valid, Tensor) else max(valid, 1)
+        return Result(self.head_loss(y, targets) / divisor, final)
+
+    def _hidden(
+        self, input_ids: Tensor, states: list[State], checkpoint: bool = False
+    ) -> tuple[Tensor, list[State]]:
         y, final = self.embed(input_ids), []
         for layer, state in zip(self.layers, states, strict=True):
-            y, state = layer(y, state)
+            if checkpoint and torch.is_grad_enabled():
+                y, state = checkpointed(layer, y, state, use_reentrant=False)
+            else:
+                y, state = layer(y, state)
             final.append(state)
         return y, final
 
@@ -235,16 +327,28 @@ class Stack(nn.Module):
         return torch.cat(tokens, dim=1)
 
     @staticmethod
-    def from_transformers(hf_model: "PreTrainedModel") -> "Stack":
+    def from_transformers(hf_model: nn.Module) -> Stack:
         """A stack with a copy of the weights of a transformers MambaForCausalLM or Mamba2ForCausalLM.
 
         Raises:
             ValueError: the model is neither, or uses an option this stack does not have.
         """
-        from adjoint.layers.pretrained import from_transformers
-
         config, weights = from_transformers(hf_model)
-        weight = weights["embedding.weight"]
-        stack = Stack(config).to(device=weight.device, dtype=weight.dtype)
+        table = weights["embedding.weight"]
+        stack = Stack(config, seed=0).to(device=table.device, dtype=table.dtype)
         stack.load_state_dict(weights)
         return stack
+
+
+def draw_seed() -> int:
+    """A seed for weights, from PyTorch's generator."""
+    return int(torch.randint(2**62, (), device="cpu"))
+
+
+@contextlib.contextmanager
+def drawn_from(seed: int, piece: int) -> Iterator[None]:
+    """Random numbers from a generator seeded by (seed, piece); the global one goes on as if nothing had been drawn."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int(np.random.SeedSequence([seed, piece]).generate_state(1, np.uint64)[0] >> 1))
+        yield

@@ -9,7 +9,7 @@ import torch
 from test_windowed import MIXERS, WindowedBackprop, assert_same, gradients, make, setup
 
 import adjoint
-from adjoint import exact
+from adjoint.engine import autograd
 from adjoint.engine.decay import BLOCK, Decays
 
 AUTO = adjoint.Truncated("auto", chunk_size=20, tolerance=1e-3)
@@ -121,8 +121,6 @@ def test_arguments_that_do_not_go_together_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             adjoint.Truncated(**arguments)
-    with pytest.raises(ValueError, match="tasks are known in advance only"):
-        AUTO.tasks(make("mamba"), torch.zeros(1, 9, dtype=torch.int64))
 
 
 # -------------------------------------------------------------------------------------------------- unbiased
@@ -147,7 +145,7 @@ def test_the_expectation_over_all_cuts_is_the_exact_gradient(monkeypatch):
     for outcome in itertools.product((0.0, 2.0), repeat=6):
         passing = torch.tensor(outcome).view(2, 3)
         monkeypatch.setattr(
-            exact,
+            autograd,
             "draw_passing",
             lambda n_layer, n_chunks, cut, p=passing: torch.cat([torch.full((2, 1), torch.nan), p], dim=1),
         )

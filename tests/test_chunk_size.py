@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint.engine import tile
-from adjoint.methods import default_chunk_size, gpu_chunk_size, kept_bytes
+from adjoint.engine.chunk_size import chunk_size_for, default_chunk_size, kept_bytes
+from adjoint.engine.stages import Chunk, Layer
+from adjoint.engine.tile import Gradients
 
 LARGE = adjoint.StackConfig(vocab_size=256, d_model=2048, n_layer=48)  # 1.27B parameters
 H200 = 150e9
@@ -31,10 +32,10 @@ def kept_by_autograd(config: adjoint.StackConfig, tokens: int, dtype: torch.dtyp
         return tensor
 
     y, states = torch.randn(1, tokens, config.d_model, dtype=dtype), model.initial_state(1)
-    pullbacks = []
+    pullbacks, nothing = [], Chunk(y, y)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for layer, state in zip(model.layers, states, strict=True):
-            y, _, pullback = tile.linearize(layer, y, state, tile.Gradients())
+            y, _, pullback = Layer(layer).linearize(y, state, nothing, Gradients())
             pullbacks.append(pullback)  # or memory would be freed, and used twice
     return sum(memory.nbytes() for memory in held.values())
 
@@ -61,14 +62,14 @@ def test_kept_bytes_are_those_that_autograd_keeps(options: dict[str, Any], dtype
 
 
 def test_a_gpu_gets_chunks_that_keep_it_busy_and_fit_an_eighth() -> None:
-    size = gpu_chunk_size(LARGE, 1, H200, 2)
+    size = chunk_size_for(LARGE, 1, "cuda", 2, H200)
     assert 4096 <= size <= 8192
     assert size % 256 == 0
     assert H200 / 8 - 256 * kept_bytes(LARGE, 2) < size * kept_bytes(LARGE, 2) <= H200 / 8
-    assert gpu_chunk_size(LARGE, 1, H200, 4) < size
-    assert gpu_chunk_size(LARGE, 4, H200, 2) <= size // 4
-    assert gpu_chunk_size(LARGE, 1, 1e9, 2) == 256
-    assert gpu_chunk_size(adjoint.StackConfig(), 1, H200, 2) == 16384
+    assert chunk_size_for(LARGE, 1, "cuda", 4, H200) < size
+    assert chunk_size_for(LARGE, 4, "cuda", 2, H200) <= size // 4
+    assert chunk_size_for(LARGE, 1, "cuda", 2, 1e9) == 256
+    assert chunk_size_for(adjoint.StackConfig(), 1, "cuda", 2, H200) == 16384
 
 
 def test_the_default_follows_device_batch_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,10 +78,10 @@ def test_the_default_follows_device_batch_and_precision(monkeypatch: pytest.Monk
     assert default_chunk_size(model, torch.zeros(4, 8, dtype=torch.long)) == 352
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**28))
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda" and half)
-    ids: Any = SimpleNamespace(shape=(2, 8), device=torch.device("cuda"))
+    ids: Any = SimpleNamespace(shape=(2, 8), device=torch.device("cuda"), is_cuda=True)
     half = False
-    assert default_chunk_size(model, ids) == gpu_chunk_size(model.config, 2, 2**28, 4)
+    assert default_chunk_size(model, ids) == chunk_size_for(model.config, 2, "cuda", 4, 2**28)
     half = True
     assert torch.get_autocast_dtype("cuda").itemsize == 2
-    assert default_chunk_size(model, ids) == gpu_chunk_size(model.config, 2, 2**28, 2)
-    assert gpu_chunk_size(model.config, 2, 2**28, 4) < gpu_chunk_size(model.config, 2, 2**28, 2) < 16384
+    assert default_chunk_size(model, ids) == chunk_size_for(model.config, 2, "cuda", 2, 2**28)
+    assert chunk_size_for(model.config, 2, "cuda", 4, 2**28) < chunk_size_for(model.config, 2, "cuda", 2, 2**28) < 16384

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import adjoint
-from adjoint import windowed
-from adjoint.sweep import Result
+from adjoint.engine.grid import Grid, Tile, make_grid
+from adjoint.engine.program import plan
+from adjoint.stack import Result
 
 MIXERS = ["mamba", "mamba2", "diagonal", "scalar", "dense", ["mamba", "dense"]]
 
@@ -83,23 +84,29 @@ def test_truncated_equals_autograd_over_windowed_scans(mixer, monkeypatch):
 def test_tasks_of_a_layer_may_run_in_any_order(method, monkeypatch):
     model, ids, initial = setup("mamba")
     in_order = gradients(model, method, ids, initial)
-    ordered = windowed.layer_tasks
+    ordered = Grid.order
 
-    def shuffled(*arguments):
-        found = ordered(*arguments)
+    def shuffled(grid, stream=False):
+        """Layer by layer, the chunks of each in a random order."""
+        found = ordered(grid, stream)
         random.Random(0).shuffle(found)
-        return found
+        forward = [t for t in ordered(grid, stream) if t.kind == "F"]
+        return forward + sorted((t for t in found if t.kind != "F"), key=lambda t: (-t.stage, t.kind == "B"))
 
-    monkeypatch.setattr(windowed, "layer_tasks", shuffled)
+    monkeypatch.setattr(Grid, "order", shuffled)
+    plan.cache_clear()
     assert_same(gradients(model, method, ids, initial), in_order)
+    plan.cache_clear()
 
 
 def test_a_task_needs_no_more_than_its_halo():
-    model, ids, _ = setup("mamba")
-    found = adjoint.Truncated(6, 10).tasks(model, ids)
-    assert len(found) == 2 * 5
-    assert found[1] == windowed.Task(layer=1, chunk=1, left=7, start=10, stop=20, halo_stop=25)
-    assert found[4] == windowed.Task(layer=1, chunk=4, left=37, start=40, stop=43, halo_stop=43)
+    grid = make_grid(adjoint.Truncated(6, 10).scheme(43, 10), 43, [False, True, True, False], reach=3)
+    tasks = [t for t in grid.backward_tiles() if t.kind == "W"]
+    assert len(tasks) == 2 * 5
+    assert tasks[1] == Tile("W", 2, 1) and grid.span(tasks[1]) == (7, 10, 20, 25)
+    assert tasks[4] == Tile("W", 2, 4) and grid.span(tasks[4]) == (37, 40, 43, 43)
+    assert grid.reads(tasks[1]) == [*(("y", 1, c) for c in (0, 1, 2)), ("S", 2, 0), ("dy", 2, 1), ("dy", 2, 2)]
+    assert grid.writes(tasks[1]) == [("dy", 1, 1), ("spill", 1, 0, 1)]
 
 
 @pytest.mark.parametrize("mixer", MIXERS, ids=str)

@@ -1,11 +1,6 @@
-"""A tile is one piece of the model on one chunk: what every schedule is made of (docs/method.md, chunks and
-tiles).
+"""The arithmetic of one tile: forward, linearised forward with its pullback, windowed vjp; sums of gradients."""
 
-    forward    (y_{k-1}[c], S_k[c-1])  →  (y_k[c], S_k[c])
-    pullback   (ȳ_k[c], S̄_k[c])        →  (ȳ_{k-1}[c], S̄_k[c-1]), and adds to the parameters' gradients
-
-S is the layer's whole recurrent state at the chunk's edge; S̄ is its cotangent, the accumulated adjoint state.
-"""
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,19 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-State = tuple[Tensor, ...]
+from adjoint.engine.decay import Decays
+from adjoint.layers import Block, State
+
 Cotangents = tuple[Tensor | None, ...]
 Pullback = Callable[[Tensor | None, Cotangents], tuple[Tensor | None, Cotangents]]
 
 
 class Gradients:
-    """Sums of parameter gradients over tiles, in float32 at least: a bfloat16 sum over many chunks would lose
-    the small ones."""
+    """Sums of parameter gradients over tiles, in float32 at least: a bfloat16 sum over many chunks would lose the small
+    ones."""
 
     def __init__(self) -> None:
         self.sums: dict[Tensor, Tensor] = {}
 
     def add(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Adds a parameter's gradient; may keep it."""
         if gradient is None:
             return
         if parameter in self.sums:
@@ -35,79 +33,60 @@ class Gradients:
             self.sums[parameter] = gradient if gradient.dtype == torch.float64 else gradient.float()
 
     def add_rows(self, parameter: Tensor, rows: Tensor, gradient: Tensor) -> None:
-        """Adds gradient (n, d) to the rows (n,) of a table: an embedding's gradient without a dense table a
-        chunk."""
+        """Adds gradient (n, d) to the rows (n,) of a table: an embedding's gradient without a dense table a chunk."""
         if parameter not in self.sums:
             wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             self.sums[parameter] = torch.zeros_like(parameter, dtype=wide)
         self.sums[parameter].index_add_(0, rows, gradient.to(self.sums[parameter].dtype))
 
     def of(self, parameter: Tensor) -> Tensor | None:
+        """The sum, in the parameter's dtype."""
         total = self.sums.get(parameter)
         return None if total is None else total.to(parameter.dtype)
 
 
-def forward(layer: nn.Module, y: Tensor, state: State) -> tuple[Tensor, State]:
-    """The tile's outputs alone, nothing kept: (y_k, S_k)."""
-    with torch.no_grad():
-        return layer(y, state)
-
-
 def linearize(
-    layer: nn.Module, y: Tensor, state: State, gradients: Gradients
+    call: Callable[[list[Tensor], Tensor, State], tuple[Tensor, State]],
+    parameters: Sequence[Tensor],
+    x: Tensor,
+    state: State,
+    gradients: Gradients,
 ) -> tuple[Tensor, State, Pullback]:
-    """The tile's outputs and its vjp. The pullback may be called once; it frees what it kept."""
-    y = y.detach().requires_grad_()
+    """Outputs of `call(parameters, x, state)` and its vjp, which adds the parameters' share to `gradients`.
+
+    Args:
+        call: is given other leaves with the parameters' memory (`aliases`), in their order.
+
+    Returns:
+        y, the new state, and the pullback: (dy, dstate) → (dx, dstate), None for a cotangent that is not there. It
+        may be called once and frees what it kept.
+    """
+    x = x.detach().requires_grad_()
     state = tuple(s.detach().requires_grad_() for s in state)
-    named = {name: p for name, p in layer.named_parameters() if p.requires_grad}
-    parameters, leaves = list(named.values()), aliases(named.values())
+    leaves = aliases(parameters)
     with torch.enable_grad():
-        y_out, state_out = functional_call(layer, dict(zip(named, leaves, strict=True)), (y, state))
-    outputs: list[Tensor] = [y_out, *state_out]
+        y, after = call(leaves, x, state)
+    outputs: list[Tensor] = [y, *after]
+    trained = [(p, leaf) for p, leaf in zip(parameters, leaves, strict=True) if leaf.requires_grad]
 
     def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
-        given = [
-            (out, d)
-            for out, d in zip(outputs, (dy, *dstate), strict=True)
-            if d is not None and out.requires_grad
-        ]
+        pairs = zip(outputs, (dy, *dstate), strict=True)
+        given = [(out, d) for out, d in pairs if d is not None and out.requires_grad]
         outputs.clear()
-        inputs = [y, *state, *leaves]
         if not given:
             return None, (None,) * len(state)
-        grads = vjp(given, inputs)
-        for parameter, gradient in zip(parameters, grads[1 + len(state) :], strict=True):
+        grads = vjp(given, [x, *state, *(leaf for _, leaf in trained)])
+        for (parameter, _), gradient in zip(trained, grads[1 + len(state) :], strict=True):
             gradients.add(parameter, gradient)
         return grads[0], grads[1 : 1 + len(state)]
 
-    return y_out.detach(), tuple(s.detach() for s in state_out), pullback
+    return y.detach(), tuple(s.detach() for s in after), pullback
 
 
 def aliases(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Leaves that share the parameters' memory. Asking autograd for a parameter's own gradient runs the hooks
-    users put on it, which must see the whole gradient, once, and not each tile's share."""
+    """Leaves that share the parameters' memory. Asking autograd for a parameter's own gradient runs the hooks users put
+    on it, which must see the whole gradient, once, and not each tile's share."""
     return [p.detach().requires_grad_(p.requires_grad) for p in parameters]
-
-
-def head_pullback(
-    head: Callable[[Tensor, list[Tensor]], Tensor],
-    parameters: Sequence[Tensor],
-    y: Tensor,
-    scale: Tensor,
-    gradients: Gradients,
-) -> Tensor:
-    """The cotangent of the last layer's output y from the chunk's summed loss head(y, parameters), times
-    `scale`; adds the head's gradients."""
-    y = y.detach().requires_grad_()
-    leaves = aliases(parameters)
-    with torch.enable_grad():
-        loss = head(y, leaves)
-    trainable = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-    grads = vjp([(loss, scale.to(loss.dtype))], [y, *(leaves[i] for i in trainable)])
-    for parameter, gradient in zip((parameters[i] for i in trainable), grads[1:], strict=True):
-        gradients.add(parameter, gradient)
-    assert grads[0] is not None
-    return grads[0]
 
 
 class _Seed(torch.autograd.Function):
@@ -124,10 +103,105 @@ class _Seed(torch.autograd.Function):
 
 
 def vjp(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The vector-Jacobian product of (output, cotangent) pairs with respect to `inputs`, None where an input
-    has no part in it: `torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)`, which imports
-    SymPy to compare shapes: a second of time and 40 MB of memory."""
+    """The vector-Jacobian product of (output, cotangent) pairs with respect to `inputs`, None where an input has no part
+    in it: `torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)`, which imports SymPy to compare shapes:
+    a second of time and 40 MB of memory."""
     outputs, cotangents = zip(*pairs, strict=True)
     with torch.enable_grad():
         seed = _Seed.apply(list(cotangents), *outputs)
     return torch.autograd.grad(seed, inputs, allow_unused=True)
+
+
+# ----------------------------------------------------------------------------------------- blocks, windowed
+
+
+def forward_noting_decay(block: Block, y: Tensor, state: State, decays: Decays) -> tuple[Tensor, State]:
+    """A block's forward, with its recurrence's decays noted on the way."""
+    mixer, *tail = block.mixer, *state[:-1]
+    inputs, new_tail = mixer.scan_inputs(block.norm(y), *tail)
+    decays.add(mixer.log_decay(inputs))
+    scanned, h = mixer.scan(inputs, state[-1])
+    y = block.feed_forward(mixer.scan_outputs(scanned, inputs), residual=y)
+    return y, ((new_tail, h) if tail else (h,))
+
+
+def windowed_vjp(
+    block: Block,
+    span: tuple[int, int, int, int],
+    x: Tensor,
+    state: State,
+    dy: Tensor,
+    d_final: Cotangents,
+    window: int,
+    gradients: Gradients,
+) -> tuple[Tensor, Cotangents]:
+    """The vjp of one block on the tokens that a task owns, its recurrence cut to a window.
+
+    Tokens [start, stop), windowed to W tokens, need the block's inputs and output cotangents up to token stop + W - 2
+    (the halo), the recurrent state before `start`, and the d_conv - 1 inputs before it: the convolution's short paths
+    are not windowed, so that a task computes its own copy of them instead of waiting for its neighbour.
+
+    Args:
+        span: left, start, stop, halo_stop: tokens.
+        x: (batch, halo_stop - left, d_model), the block's inputs.
+        state: the state before `start`; its conv tail is used at the start of the sequence only.
+        dy: (batch, halo_stop - start, d_model), cotangents of the block's outputs.
+        d_final: cotangents of the final state, for a task that reaches the sequence's end; else None each.
+        gradients: the parameters' gradients are added here.
+
+    Returns:
+        Its share of the inputs' cotangents on [left, stop), (batch, stop - left, d_model), and those of `state`.
+    """
+    left, start, stop, halo_stop = span
+    own, x_halo = x[:, : stop - left].detach().requires_grad_(), x[:, stop - left :]
+    state = tuple(s.detach().requires_grad_() for s in state)
+    named = {f"block.{name}": p for name, p in block.named_parameters() if p.requires_grad}
+    parameters, leaves = list(named.values()), aliases(named.values())
+    with torch.enable_grad():
+        x_left, x_own = own.split([start - left, stop - start], dim=1)
+        call = (x_left, x_own, x_halo, state, window)
+        y, scan_halo, ahead, after = functional_call(
+            _Windowed(block), dict(zip(named, leaves, strict=True)), call
+        )
+    given = [(y, dy[:, : stop - start])]
+    if halo_stop > stop:
+        # what the tokens ahead say about the states; their own gradients belong to the tasks that own them
+        with torch.enable_grad():
+            scan_ahead = scan_halo.detach().requires_grad_()
+            y_ahead = block.feed_forward(block.mixer.scan_outputs(scan_ahead, ahead), residual=x_halo)
+        (d_ahead,) = vjp([(y_ahead, dy[:, stop - start :])], [scan_ahead])
+        assert d_ahead is not None
+        given.append((scan_halo, d_ahead))
+    given += [(end, d) for end, d in zip(after, d_final, strict=True) if end is not None and d is not None]
+    grads = vjp(given, [own, *state, *leaves])
+    for parameter, gradient in zip(parameters, grads[1 + len(state) :], strict=True):
+        gradients.add(parameter, gradient)
+    assert grads[0] is not None
+    return grads[0], grads[1 : 1 + len(state)]
+
+
+class _Windowed(nn.Module):
+    """A block on the tokens that a task owns, its recurrence run on through the halo: a module, so that
+    `functional_call` applies."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x_left: Tensor, x_own: Tensor, x_halo: Tensor, state: State, window: int) -> Any:
+        block, mixer, halo = self.block, self.block.mixer, x_halo.shape[1]
+        conv_state = state[0] if len(state) > 1 else None
+        if conv_state is not None and x_left.shape[1]:
+            tail = mixer.conv_tail(block.norm(x_left))
+            missing = conv_state.shape[2] - tail.shape[2]  # the oldest, from before the sequence
+            conv_state = torch.cat([conv_state[:, :, :missing], tail.to(conv_state.dtype)], dim=2)
+        scanned, tail = mixer.scan_inputs(block.norm(x_own), conv_state)
+        joined, ahead = scanned, None
+        if halo:
+            with torch.no_grad():
+                ahead, _ = mixer.scan_inputs(block.norm(x_halo), tail)
+            joined = type(scanned)(*(torch.cat(pair, dim=1) for pair in zip(scanned, ahead, strict=True)))
+        y_scan, h = mixer.scan(joined, state[-1], window, halo)
+        scan_own, scan_halo = y_scan.split([x_own.shape[1], halo], dim=1)
+        y = block.feed_forward(mixer.scan_outputs(scan_own, scanned), residual=x_own)
+        return y, scan_halo, ahead, (h,) if len(state) == 1 else (None if halo else tail, h)

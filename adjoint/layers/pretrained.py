@@ -1,16 +1,13 @@
 """Sizes and weights of other libraries' models, as a stack has them: transformers' Mamba and Mamba-2."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjoint.layers.config import StackConfig
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
-
-def from_transformers(hf_model: "PreTrainedModel") -> tuple[StackConfig, dict[str, Tensor]]:
+def from_transformers(hf_model: nn.Module) -> tuple[StackConfig, dict[str, Tensor]]:
     """The configuration and the weights, by the stack's names, of a MambaForCausalLM or Mamba2ForCausalLM.
 
     Raises:

@@ -1,0 +1,162 @@
+"""One process: a method as torch sees it, one autograd function from parameters and initial states to the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from adjoint.engine.grid import Key, Scheme, make_grid
+from adjoint.engine.program import Action, Owners, Run, plan
+from adjoint.engine.run import Worker
+from adjoint.engine.stages import stage_states, stages_of
+from adjoint.engine.tile import Gradients
+from adjoint.layers import State
+from adjoint.stack import Result, Stack
+
+
+def chunked_loss(
+    model: Stack,
+    input_ids: Tensor,
+    targets: Tensor,
+    valid: int | Tensor,
+    states: list[State],
+    scheme: Scheme,
+) -> Result:
+    """Mean loss and final states, differentiable in the parameters and `states` as the scheme has it.
+
+    Args:
+        input_ids, targets: (batch, seqlen) int64, the targets already shifted, `valid` of them not ignored.
+        states: to start from, a tuple a layer.
+    """
+    parameters, flat = list(model.parameters()), [s for state in states for s in state]
+    follows = torch.is_grad_enabled() and any(t.requires_grad for t in (*parameters, *flat))
+    steps = _Steps(model, input_ids, targets, max(int(valid), 1), states, scheme, parameters, follows)
+    loss, *final = _ChunkedLoss.apply(steps, *parameters, *flat)
+    return Result(loss, _grouped(states, final), steps.windows if scheme.window == "auto" else None)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, steps: _Steps, *tensors: Tensor) -> Any:
+        loss, final = steps.forward()
+        ctx.steps = steps
+        ctx.save_for_backward(
+            *tensors
+        )  # so that autograd notices parameters changed in place before the backward
+        ctx.set_materialize_grads(False)
+        return loss, *final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor | None, *d_final: Tensor | None) -> Any:
+        _ = ctx.saved_tensors  # the check happens on access
+        gradients, d_initial = ctx.steps.backward(d_loss, d_final)
+        return None, *(gradients.of(p) for p in ctx.steps.parameters), *d_initial
+
+
+class _Steps:
+    """One worker's program cut in two: what autograd calls forward, and what it calls backward."""
+
+    def __init__(
+        self,
+        model: Stack,
+        ids: Tensor,
+        targets: Tensor,
+        valid: int,
+        states: list[State],
+        scheme: Scheme,
+        parameters: list[Tensor],
+        follows: bool,
+    ) -> None:
+        self.scheme, self.valid, self.states, self.parameters = scheme, valid, states, parameters
+        self.follows, self.windows = follows, None
+        stages = stages_of(model)
+        assert all(stage is not None for stage in stages), "a part of a stack has no loss by itself"
+        self.stateful = [stage is not None and stage.stateful for stage in stages]
+        self.reach, self.seqlen = max(stage.reach for stage in stages if stage is not None), ids.shape[1]
+        self.owners = Owners((0,) * len(stages))
+        weight = model.embedding.weight
+        passing = None
+        if scheme.cut and follows:
+            passing = draw_passing(len(states), len(scheme.cuts(self.seqlen)) - 1, scheme.cut).tolist()
+        self.worker = Worker(
+            stages,
+            make_grid(scheme, self.seqlen, self.stateful, self.reach),
+            ids,
+            targets,
+            stage_states(model, [tuple(s.detach() for s in state) for state in states]),
+            weight.shape[1],
+            torch.float64 if weight.dtype == torch.float64 else torch.float32,
+            host=scheme.keep == "offload" and ids.is_cuda,
+            noting=scheme.window == "auto",
+            passing=passing,
+        )
+        self.later: Sequence[Action] = ()
+
+    def forward(self) -> tuple[Tensor, list[Tensor]]:
+        worker = self.worker
+        tapes = 0 if self.scheme.window == "auto" else self.scheme.tapes
+        made = plan(worker.grid, self.owners, backward=self.follows, tapes=tapes).programs[0]
+        first = next((i for i, a in enumerate(made) if not _is_forward(a)), len(made))
+        self.later = made[first:]
+        # The graph may be gone through again, when tapes are used up: what they came from stays.
+        stays = self._read_by_backward() if self.follows else set()
+        worker.run([_freeing_less(a, stays) for a in made[:first]])
+        if worker.decays is not None:
+            decays = [d for d, stateful in zip(worker.decays, self.stateful, strict=True) if stateful]
+            self.windows = [d.window(self.scheme.tolerance, self.seqlen) for d in decays]
+            worker.grid = make_grid(
+                self.scheme, self.seqlen, self.stateful, self.reach, windows=tuple(self.windows)
+            )
+            self.later = self._backward_program()
+        assert worker.total is not None
+        # other objects than the worker keeps: a function that held its own outputs would hold itself
+        final = [s.detach() for state in worker.final for s in state]
+        return worker.total / self.valid, final
+
+    def _backward_program(self) -> Sequence[Action]:
+        return plan(self.worker.grid, self.owners, forward=False, tapes=0).programs[0]
+
+    def _read_by_backward(self) -> set[Key]:
+        grid = self.worker.grid
+        if self.scheme.window == "auto":  # windows are not known yet: everything stays
+            return {key for t in grid.forward_tiles() for key in grid.writes(t)}
+        tiles = [a.tile for a in self._backward_program() if isinstance(a, Run)]
+        return {key for t in tiles for key in grid.reads(t)}
+
+    def backward(
+        self, d_loss: Tensor | None, d_final: Sequence[Any]
+    ) -> tuple[Gradients, list[Tensor | None]]:
+        worker = self.worker
+        worker.scale = None if d_loss is None else d_loss / self.valid
+        worker.d_final = _grouped(worker.initial, d_final)
+        worker.d_initial = [(None,) * len(state) for state in worker.initial]
+        kept = {key: value for key, value in worker.store.items() if key[0] != "tape"}
+        worker.run(self.later)
+        gradients, worker.gradients = worker.gradients, Gradients()
+        worker.store, self.later = kept, self._backward_program()
+        return gradients, [d for state in worker.d_initial for d in state]
+
+
+def _is_forward(action: Action) -> bool:
+    return isinstance(action, Run) and action.tile.kind in "FL"
+
+
+def _freeing_less(action: Action, stays: set[Key]) -> Action:
+    return dataclasses.replace(action, frees=tuple(key for key in action.frees if key not in stays))
+
+
+def _grouped(states: Sequence[State], flat: Sequence[Any]) -> list[Any]:
+    """A flat list as one tuple a state."""
+    rest = iter(flat)
+    return [tuple(next(rest) for _ in state) for state in states]
+
+
+def draw_passing(n_layer: int, chunks: int, cut: float) -> Tensor:
+    """(n_layer, chunks): 0 with probability `cut`, else 1 / (1 - cut); from the CPU's generator."""
+    return (torch.rand(n_layer, chunks) >= cut).double() / (1 - cut)

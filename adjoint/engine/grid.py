@@ -1,0 +1,279 @@
+"""Tiles and the arrows between them: plain data, without tensors.
+
+The model is cut into stages (embedding, a layer each, head), the sequence into chunks. A tile is a stage on a chunk:
+
+    kind              reads                                          writes
+    F  forward        y[k-1,c], S[k,c-1]                             y[k,c], S[k,c]
+    L  linearize      the same: F, with its tape kept                and tape[k,c]
+    R  recompute      y or z[k-1,c], S[k,c-1]                        tape[k,c], z[k,c]
+    B  backward       tape[k,c], dy[k,c], dS[k,c]                    dy[k-1,c], dS[k,c-1], and adds to the gradients
+    W  windowed vjp   y[k-1] to the halo's end, S[k,c-1],            dy[k-1,c], spill[k-1,c',c] into chunks before,
+                      dy[k] to the halo's end                        and adds to the gradients
+
+y is a stage's output, S its state at a chunk's right edge, dy and dS their cotangents: dS is the accumulated adjoint
+state (docs/method.md §2). z is a y computed again inside a segment, the tape what a backward needs.
+
+A method is which of these arrows the backward has (`Scheme`); what is kept is which stages form a segment, which R
+runs through from what its first stage has read. Who owns a tile, and in which order tiles run, is `program`'s matter.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+Key = tuple  # what a tile writes: (name, stage, chunk), of a spill also the chunk that it comes from
+KINDS = {"F": "forward", "L": "linearize", "R": "recompute", "B": "backward", "W": "windowed vjp"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """A stage on `count` chunks from `chunk` on; more than one only of a windowed vjp."""
+
+    kind: str
+    stage: int
+    chunk: int
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.stage},{self.chunk}{f'+{self.count}' if self.count > 1 else ''})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """What a method asks of the engine: which arrows the backward keeps, and what of the forward.
+
+    Attributes:
+        chunk_size: tokens a chunk; it need not divide the sequence.
+        dy_from: where a layer's cotangent comes from: "above", the layer above; "head", dL/dy_K for every layer.
+        window: tokens that an output reaches back through each layer's recurrence; "auto" picks them, layer by
+            layer, by `tolerance` once the forward has been seen; None for all of them: the adjoint state is carried.
+        cut: probability with which the adjoint state is dropped at a chunk's edge, reweighted where it passes.
+        keep: "edges", the states at the chunks' edges; "inputs", also each layer's inputs; "offload", those in host
+            memory.
+        tapes: chunks, of the last ones, that the forward leaves linearised, so that they are not recomputed.
+    """
+
+    chunk_size: int
+    dy_from: Literal["above", "head"] = "above"
+    window: int | Literal["auto"] | None = None
+    tolerance: float = 0.0
+    cut: float = 0.0
+    keep: Literal["edges", "inputs", "offload"] = "edges"
+    tapes: int = 1
+
+    def cuts(self, seqlen: int) -> tuple[int, ...]:
+        """Chunk c is the tokens [cuts[c], cuts[c + 1])."""
+        return (*range(0, seqlen, self.chunk_size), seqlen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Tiles and arrows of one sequence.
+
+    Attributes:
+        cuts: chunk c is the tokens [cuts[c], cuts[c + 1]).
+        stateful: of each stage, whether a state goes from chunk to chunk.
+        segments: of each stage, the number of its segment.
+        dy_from: as `Scheme`'s.
+        windows: tokens, of each stage; None where the adjoint state is carried from chunk to chunk.
+        reach: tokens that a windowed stage reads to its left, besides its state.
+        costs: of each stage, the time of its forward on a token, relative to others; only the order depends on it.
+    """
+
+    cuts: tuple[int, ...]
+    stateful: tuple[bool, ...]
+    segments: tuple[int, ...]
+    dy_from: str = "above"
+    windows: tuple[int | None, ...] = ()
+    reach: int = 0
+    costs: tuple[float, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        return len(self.stateful)
+
+    @property
+    def chunks(self) -> int:
+        return len(self.cuts) - 1
+
+    def tokens(self, chunk: int, count: int = 1) -> int:
+        """Tokens of `count` chunks."""
+        return self.cuts[chunk + count] - self.cuts[chunk]
+
+    def window(self, k: int) -> int | None:
+        """Tokens; None where nothing is cut off."""
+        found = self.windows[k] if self.windows else None
+        return found if found is not None and found < self.cuts[-1] else None
+
+    @functools.cached_property
+    def carried(self) -> bool:
+        """Whether any adjoint state is carried: then chunks go last to first."""
+        return any(stateful and self.window(k) is None for k, stateful in enumerate(self.stateful))
+
+    def per_task(self, k: int) -> int:
+        """Chunks of a windowed vjp of stage k: as many as the window, so that halos at most double the work."""
+        return -(-(self.window(k) or 1) // (self.cuts[1] - self.cuts[0]))
+
+    def span(self, t: Tile) -> tuple[int, int, int, int]:
+        """left, start, stop and halo_stop of a windowed tile: it owns the tokens [start, stop), reads the inputs of
+        [left, halo_stop) and the cotangents of [start, halo_stop), and writes those of [left, stop)."""
+        start, stop = self.cuts[t.chunk], self.cuts[t.chunk + t.count]
+        return (
+            max(0, start - self.reach),
+            start,
+            stop,
+            min(self.cuts[-1], stop + (self.window(t.stage) or 1) - 1),
+        )
+
+    def covering(self, start: int, stop: int) -> range:
+        """The chunks that hold the tokens [start, stop)."""
+        return range(bisect.bisect_right(self.cuts, start) - 1, bisect.bisect_left(self.cuts, stop))
+
+    # ------------------------------------------------------------------------------------------------ tiles
+
+    def forward_tiles(self) -> Iterator[Tile]:
+        for c in range(self.chunks):
+            yield from (Tile("F", k, c) for k in range(self.stages))
+
+    def backward_tiles(self) -> Iterator[Tile]:
+        """From the top; those that an adjoint state joins last chunk first."""
+        for k in reversed(range(self.stages)):
+            if self.window(k) is None:
+                order = range(self.chunks)[:: -1 if self.carried else 1]
+                yield from (Tile(kind, k, c) for c in order for kind in "RB")
+            else:
+                n = self.per_task(k)
+                yield from (Tile("W", k, c, min(n, self.chunks - c)) for c in range(0, self.chunks, n))
+
+    def first_of_segment(self, k: int) -> bool:
+        return k == 0 or self.segments[k] != self.segments[k - 1]
+
+    # ----------------------------------------------------------------------------------------------- arrows
+
+    def reads(self, t: Tile) -> list[Key]:
+        """What a tile waits for. Token ids and the states before the sequence are everybody's and not listed."""
+        k, c = t.stage, t.chunk
+        state: list[Key] = [("S", k, c - 1)] if self.stateful[k] and c else []
+        if t.kind == "B":
+            carried = [("dS", k, c)] if self.stateful[k] and c + 1 < self.chunks else []
+            return [("tape", k, c), *self.cotangents(k, self.cuts[c], self.cuts[c + 1]), *carried]
+        if t.kind == "W":
+            left, start, _, halo_stop = self.span(t)
+            below = [("y", k - 1, j) for j in self.covering(left, halo_stop)] if k else []
+            return below + state + self.cotangents(k, start, halo_stop)
+        name = "z" if t.kind == "R" and not self.first_of_segment(k) else "y"
+        return ([(name, k - 1, c)] if k else []) + state
+
+    def cotangents(self, k: int, start: int, stop: int) -> list[Key]:
+        """The parts of stage k's output cotangents on the tokens [start, stop), in the order in which they are added;
+        none of the head's, whose output is the loss."""
+        top = self.stages - 1
+        if k == top:
+            return []
+        if self.dy_from == "head" and k:
+            return [("dy", top - 1, j) for j in self.covering(start, stop)]
+        found: list[Key] = []
+        for j in self.covering(start, stop):
+            found.append(("dy", k, j))
+            if self.window(k + 1) is not None and self.stateful[k + 1]:
+                # tasks of the stage above whose left is before what is asked for
+                last = bisect.bisect_left(self.cuts, min(stop, self.cuts[j + 1]) + self.reach)
+                starts = range(j + 1, min(last, self.chunks))
+                found += [("spill", k, j, i) for i in starts if i % self.per_task(k + 1) == 0]
+        return found
+
+    def writes(self, t: Tile) -> list[Key]:
+        """What a tile leaves for others."""
+        k, c, top = t.stage, t.chunk, self.stages - 1
+        if t.kind in "BW":
+            down = k > 0 and (self.dy_from == "above" or k in (1, top))
+            if t.kind == "B":
+                carried = [("dS", k, c - 1)] if self.stateful[k] and c else []
+                return ([("dy", k - 1, c)] if down else []) + carried
+            left, start, stop, _ = self.span(t)
+            own: list[Key] = [("dy", k - 1, j) for j in self.covering(start, stop)]
+            return own + [("spill", k - 1, j, c) for j in self.covering(left, start)] if down else []
+        out: list[Key] = []
+        if t.kind in "FL":
+            out += [("y", k, c)] if k < top else []
+            out += [("S", k, c)] if self.stateful[k] else []
+        if t.kind in "LR":
+            out += [("tape", k, c)]
+        if t.kind == "R" and k < top and not self.first_of_segment(k + 1):
+            out += [("z", k, c)]
+        return out
+
+    # ------------------------------------------------------------------------------------------------ order
+
+    def order(self, stream: bool = False) -> list[Tile]:
+        """All tiles in one order that keeps all arrows: forward chunk by chunk; backward, each as soon as the head
+        has come to the last chunk that it needs, the top first, a segment's stages together.
+
+        Args:
+            stream: backward tiles begin before the forward ends, where the arrows allow it.
+        """
+        C, top, size = self.chunks, self.stages - 1, self.cuts[1] - self.cuts[0]
+        at: dict[Key, int] = {}  # when what is written is there, counted in chunks that the head has done
+        when: dict[Tile, int] = {}
+        for t in self.backward_tiles():
+            if t.kind == "R":
+                continue
+            head = C - 1 - t.chunk if self.carried else t.chunk
+            found = [head + (0 if stream and not self.carried else C)] if t.stage == top else []
+            found += [at[key] for key in self.reads(t) if key in at]
+            if (
+                t.kind == "W"
+            ):  # as if the sequence went on: what lies below the last chunks need not wait for all
+                above = self.stateful[t.stage + 1] and self.dy_from == "above"
+                ahead = (self.window(t.stage) or 1) - 1 + (self.reach if above else 0)
+                first = self.cotangents(t.stage, *self.span(t)[1:3])[0]
+                found.append(at[first] + t.count - 1 - -ahead // size)
+            when[t] = max(found)
+            at.update(dict.fromkeys(self.writes(t), when[t]))
+        column: dict[tuple[int, int], int] = collections.defaultdict(int)
+        for t, now in when.items():
+            name = self.segments[t.stage], t.chunk
+            column[name] = max(column[name], now)
+
+        def place(t: Tile) -> tuple[int, ...]:
+            if t.kind == "F":
+                return t.chunk, 0, 0, 0, t.stage, 0
+            segment = self.segments[t.stage]
+            chunk = t.chunk if t.kind == "W" or not self.carried else -t.chunk
+            ahead = (0, t.stage) if t.kind == "R" else (1, -t.stage)
+            return column[segment, t.chunk], 1, -segment, chunk, *ahead
+
+        return sorted([*self.forward_tiles(), *self.backward_tiles()], key=place)
+
+
+def make_grid(
+    scheme: Scheme,
+    seqlen: int,
+    stateful: Sequence[bool],
+    reach: int,
+    shards: Sequence[int] | None = None,
+    windows: Sequence[int] | None = None,
+    costs: Sequence[float] = (),
+) -> Grid:
+    """The grid of a scheme.
+
+    Args:
+        stateful: of each stage; reach: as `Grid`'s.
+        shards: of each stage, whose it is: a segment is recomputed by one owner.
+        windows: of each stateful stage, where the scheme's "auto" has picked them; until then nothing is cut off.
+    """
+    n = len(stateful)
+    window = scheme.window
+    if window == "auto":
+        picked = iter(windows) if windows is not None else None
+        each = tuple(next(picked) if picked is not None and s else None for s in stateful)
+    else:
+        each = tuple(window if s else None for s in stateful)
+    together = scheme.keep == "edges" and window is None
+    segments = tuple(shards if shards is not None else [0] * n) if together else tuple(range(n))
+    return Grid(scheme.cuts(seqlen), tuple(stateful), segments, scheme.dy_from, each, reach, tuple(costs))

@@ -1,0 +1,132 @@
+"""What is kept of a forward: states at the chunks' edges, what grows with the sequence, inputs on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adjoint.engine.tile import Cotangents
+from adjoint.layers import State
+
+ALIGNED = 16  # elements: each tensor of a packed state begins on a multiple of it, as it would by itself
+
+
+class Packing:
+    """A state's tensors as one flat tensor: a message, or a row of the memory for edges.
+
+    Args:
+        like: a state of the sizes, dtypes and device to come.
+        dtype: of the flat tensor.
+    """
+
+    def __init__(self, like: State, dtype: torch.dtype) -> None:
+        self.shapes, self.dtype = [s.shape for s in like], dtype
+        sizes = [-(-s.numel() // ALIGNED) * ALIGNED for s in like]
+        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.size = sum(sizes)
+        self.device = like[0].device if like else torch.device("cpu")
+
+    def empty(self) -> Tensor:
+        """Room for a state."""
+        return torch.empty(self.size, dtype=self.dtype, device=self.device)
+
+    def pack(self, state: Cotangents, out: Tensor) -> Tensor:
+        """Writes a state, or its cotangents with zeros in the place of absent ones."""
+        for room, s in zip(self.unpack(out), state, strict=True):
+            room.zero_() if s is None else room.copy_(s, non_blocking=True)
+        return out
+
+    def unpack(self, flat: Tensor) -> State:
+        """Views of a packed state's tensors."""
+        # .data: rows of one memory are written one after the other, and that is no change to those before them
+        flat = flat.data
+        pairs = zip(self.starts, self.shapes, strict=True)
+        return tuple(flat[a : a + shape.numel()].view(shape) for a, shape in pairs)
+
+
+class Edges:
+    """The packed states of one stage at the edges of chunks, in memory taken at once: small blocks that stay, put
+    between large ones that go, would break up the heap. A state may be a view of a whole chunk, so it is copied.
+
+    Args:
+        rows: how many there will be.
+        host: whether they lie in pinned host memory; copies run behind the computation, in stream order.
+    """
+
+    def __init__(self, packing: Packing, rows: int, host: bool) -> None:
+        self.packing, self.rows, self.host = packing, rows, host
+        self.memory: Tensor | None = None
+        self.used = 0
+
+    def row(self) -> Tensor:
+        """Room for the next edge."""
+        if self.memory is None:
+            where = {"device": "cpu", "pin_memory": True} if self.host else {"device": self.packing.device}
+            self.memory = torch.empty(self.rows, self.packing.size, dtype=self.packing.dtype, **where)  # type: ignore[call-overload]
+        self.used += 1
+        return self.memory[self.used - 1]
+
+    def put(self, state: State) -> Tensor:
+        """A copy of a state, packed."""
+        return self.packing.pack(state, self.row())
+
+
+class Slab:
+    """An append-only tensor of a state, such as attention's keys: kept once, with the cotangents gathered so far.
+
+    Args:
+        initial: what is there before the sequence, perhaps nothing.
+        dim: along which it grows. tokens: of the sequence.
+    """
+
+    def __init__(self, initial: Tensor, dim: int, tokens: int) -> None:
+        self.dim, self.before = dim, initial.shape[dim]
+        shape = list(initial.shape)
+        shape[dim] += tokens
+        self.values = initial.new_empty(shape)
+        self.values.narrow(dim, 0, self.before).copy_(initial)
+        self.cotangents: Tensor | None = None
+
+    def past(self, start: int) -> Tensor:
+        """What is there before token `start` of the sequence."""
+        return self.values.narrow(self.dim, 0, self.before + start).data
+
+    def append(self, piece: Tensor, start: int) -> None:
+        """Takes the piece of the chunk that begins at token `start`."""
+        self.values.narrow(self.dim, self.before + start, piece.shape[self.dim]).data.copy_(piece)
+
+    def begin(self, d_final: Tensor | None) -> None:
+        """Lets the cotangents begin at those of the final state."""
+        wide = torch.float64 if self.values.dtype == torch.float64 else torch.float32
+        self.cotangents = (
+            torch.zeros_like(self.values, dtype=wide) if d_final is None else d_final.to(wide, copy=True)
+        )
+
+    def gathered(self, start: int, stop: int) -> Tensor:
+        """The cotangent of the piece [start, stop), whole once all later chunks are done."""
+        assert self.cotangents is not None
+        piece = self.cotangents.narrow(self.dim, self.before + start, stop - start)
+        return piece.to(self.values.dtype)
+
+    def gather(self, d_past: Tensor | None, start: int) -> None:
+        """Adds what the chunk that begins at token `start` says of all before it."""
+        assert self.cotangents is not None
+        if d_past is not None:
+            self.cotangents.narrow(self.dim, 0, self.before + start).add_(d_past)
+
+    def initial(self) -> Tensor:
+        """The cotangent of what was there before the sequence."""
+        return self.gathered(-self.before, 0)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned host memory, made behind the computation."""
+    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return room.copy_(tensor, non_blocking=True)
+
+
+def recurrent(state: Sequence, grows: Sequence[int | None]) -> tuple:
+    """The recurrent tensors of a state."""
+    return tuple(s for s, dim in zip(state, grows, strict=True) if dim is None)

@@ -1,0 +1,373 @@
+"""Who runs which tile when, and what is sent: a program a worker, plain data that leaves no choice at run time.
+
+A distribution is an owner for each tile (`Owners`): layer shards, chunks dealt out in turn, both. Messages follow:
+whoever reads what another owner has written gets it, in a chain if they are several, so that no port carries more
+than one copy. The order of a worker's tiles is the one in which they would start if each worker, whenever it is free,
+took the first of its tiles whose inputs are there (a list schedule, made at plan time). Messages are written down by
+carrying that order out once with channels that hold `buffers` messages: so programs end, however long anything takes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import heapq
+from collections.abc import Iterable, Sequence
+
+from adjoint.engine.grid import Grid, Key, Tile
+
+# Time of a tile on a token, in forwards of its stage; it only says which order is taken.
+TIMES = {"F": 1.0, "L": 1.0, "R": 1.0, "B": 2.0, "W": 3.0}
+BUFFERS = 2  # messages of a channel under way: one can be filled while another travels
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """Carry out a tile."""
+
+    tile: Tile
+    frees: tuple[Key, ...] = ()  # what nobody here reads any more
+
+    def __str__(self) -> str:
+        return str(self.tile)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Send:
+    """Hand a message over to worker `to`; waits while the channel is full."""
+
+    key: Key
+    to: int
+    frees: tuple[Key, ...] = ()
+
+    def __str__(self) -> str:
+        return f"send {named(self.key)} to {self.to}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recv:
+    """Wait for a message of worker `source`."""
+
+    key: Key
+    source: int
+    frees: tuple[Key, ...] = ()
+
+    def __str__(self) -> str:
+        return f"receive {named(self.key)} from {self.source}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """Carry out `units`, together with helpers: whoever is free takes the next one. A unit is tiles of one layer,
+    whose gradients are summed from zero; sums are added in the units' order, whoever made them."""
+
+    units: tuple[tuple[Tile, ...], ...]
+    frees: tuple[Key, ...] = ()
+
+    def __str__(self) -> str:
+        return f"share {'; '.join(' '.join(map(str, unit)) for unit in self.units)}"
+
+
+Action = Run | Send | Recv | Share
+
+
+def named(key: Key) -> str:
+    """y[3,7] and the like."""
+    return f"{key[0]}[{','.join(map(str, key[1:]))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Owners:
+    """An owner for each tile.
+
+    Attributes:
+        shards: of each stage, the shard that has it; bottom up.
+        in_turn: workers of a shard, each with all of its stages, to whom the chunks are dealt out in turn.
+    """
+
+    shards: tuple[int, ...]
+    in_turn: int = 1
+
+    @property
+    def workers(self) -> int:
+        return (self.shards[-1] + 1) * self.in_turn
+
+    def __call__(self, stage: int, chunk: int) -> int:
+        return self.shards[stage] * self.in_turn + chunk % self.in_turn
+
+    @staticmethod
+    def of(spans: Sequence[range], in_turn: int = 1) -> Owners:
+        """Layer shards, the embedding with the first and the head with the last of them."""
+        layers = [shard for shard, span in enumerate(spans) for _ in span]
+        return Owners((0, *layers, len(spans) - 1), in_turn)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Programs of all workers.
+
+    Attributes:
+        buffers: messages between two workers that may be under way in one direction.
+    """
+
+    grid: Grid
+    programs: tuple[tuple[Action, ...], ...]
+    buffers: int = BUFFERS
+
+    def __str__(self) -> str:
+        lines = []
+        for worker, program in enumerate(self.programs):
+            lines += [f"worker {worker}", *(f"  {action}" for action in program)]
+        return "\n".join(lines)
+
+    def channels(self) -> list[tuple[int, int]]:
+        """(sender, receiver) of all messages, in one order for all workers."""
+        return sorted(
+            {(w, a.to) for w, program in enumerate(self.programs) for a in program if isinstance(a, Send)}
+        )
+
+
+@functools.lru_cache(64)
+def plan(
+    grid: Grid,
+    owners: Owners,
+    *,
+    forward: bool = True,
+    backward: bool = True,
+    tapes: int = 1,
+    stream: bool = False,
+    buffers: int = BUFFERS,
+) -> Plan:
+    """Programs for a grid. Takes about 30 µs an action; plans are cached.
+
+    Args:
+        forward, backward: which tiles there are; with the backward alone what the forward wrote is there already.
+        tapes: of each worker's segments and chunks, how many the forward leaves linearised (L), to be pulled back
+            first; R may run ahead as far.
+        stream: backward tiles begin before the forward ends, where the arrows allow it.
+    """
+    order = [t for t in grid.order(stream) if (forward if t.kind == "F" else backward)]
+    columns = _columns(grid, order, owners)
+    if forward and backward:
+        early = {name for mine in columns.values() for name in mine[:tapes]}
+        if stream and not grid.carried:  # the head is pulled back as soon as it has run
+            early |= {(grid.segments[-1], c) for c in range(grid.chunks)}
+        order = [_linearized(grid, t, early) for t in order if not _among(grid, t, "R", early)]
+    if owners.workers > 1:
+        order = _list_schedule(grid, order, columns, owners, max(tapes, 1))
+    before = [] if forward else list(grid.forward_tiles())
+    return Plan(grid, _with_messages(grid, order, owners, buffers, before), buffers)
+
+
+def _among(grid: Grid, t: Tile, kind: str, columns: set[tuple[int, int]]) -> bool:
+    return t.kind == kind and (grid.segments[t.stage], t.chunk) in columns and grid.window(t.stage) is None
+
+
+def _linearized(grid: Grid, t: Tile, early: set[tuple[int, int]]) -> Tile:
+    return dataclasses.replace(t, kind="L") if _among(grid, t, "F", early) else t
+
+
+def _columns(grid: Grid, order: Iterable[Tile], owners: Owners) -> dict[int, list[tuple[int, int]]]:
+    """Of each worker, its (segment, chunk)s in the order in which they are recomputed."""
+    columns: dict[int, dict[tuple[int, int], None]] = collections.defaultdict(dict)
+    for t in order:
+        if t.kind == "R":
+            columns[owners(t.stage, t.chunk)][grid.segments[t.stage], t.chunk] = None
+    return {worker: list(mine) for worker, mine in columns.items()}
+
+
+def _seconds(grid: Grid, t: Tile) -> float:
+    tokens = grid.tokens(t.chunk, t.count)
+    if t.kind == "W":
+        left, _, _, halo_stop = grid.span(t)
+        tokens = halo_stop - left
+    return TIMES[t.kind] * tokens * (grid.costs[t.stage] if grid.costs else 1.0)
+
+
+def _list_schedule(
+    grid: Grid, order: Sequence[Tile], columns: dict[int, list[tuple[int, int]]], owners: Owners, tapes: int
+) -> list[Tile]:
+    """All tiles in the order in which they would start. Tapes are held for `tapes` of a worker's columns at most, which
+    it comes to in their order."""
+    at = {t: owners(t.stage, t.chunk) for t in order}
+    written = {key for t in order for key in grid.writes(t)}
+    missing = {t: sum(key in written for key in grid.reads(t)) for t in order}
+    readers: dict[Key, list[Tile]] = collections.defaultdict(list)
+    for t in order:
+        for key in grid.reads(t):
+            readers[key].append(t)
+    place = {(w, *name): i for w, mine in columns.items() for i, name in enumerate(mine)}
+    left: dict[tuple[int, int], int] = (
+        collections.Counter()
+    )  # of a worker's column, tiles not pulled back yet
+    for t in order:
+        i = place.get((at[t], grid.segments[t.stage], t.chunk), 0)
+        if t.kind == "R" and i >= tapes:
+            missing[t] += 1
+            readers["open", at[t], i].append(t)
+        left[at[t], i] += t.kind == "B"
+    rank = {t: i for i, t in enumerate(order)}
+    ready: list[list[tuple[int, Tile]]] = [[] for _ in range(owners.workers)]
+    through, busy = [0] * owners.workers, [False] * owners.workers  # columns that a worker is through with
+    events: list[tuple[float, int, Tile]] = []
+    started: list[Tile] = []
+
+    def begin(w: int, now: float) -> None:
+        if ready[w] and not busy[w]:
+            i, t = heapq.heappop(ready[w])
+            started.append(t)
+            busy[w] = True
+            heapq.heappush(events, (now + _seconds(grid, t), i, t))
+
+    for t in order:
+        if not missing[t]:
+            heapq.heappush(ready[at[t]], (rank[t], t))
+    for w in range(owners.workers):
+        begin(w, 0.0)
+    while events:
+        now, _, t = heapq.heappop(events)
+        w, keys = at[t], grid.writes(t)
+        busy[w] = False
+        if t.kind == "B":
+            left[w, place.get((w, grid.segments[t.stage], t.chunk), 0)] -= 1
+            while through[w] < len(columns[w]) and not left[w, through[w]]:
+                through[w] += 1
+                keys.append(("open", w, through[w] + tapes - 1))
+        woken = {w}
+        for key in keys:
+            for reader in readers[key]:
+                missing[reader] -= 1
+                if not missing[reader]:
+                    heapq.heappush(ready[at[reader]], (rank[reader], reader))
+                    woken.add(at[reader])
+        for w in sorted(woken):
+            begin(w, now)
+    if len(started) < len(order):
+        raise AssertionError("an arrow goes round in a circle")
+    return started
+
+
+def _with_messages(
+    grid: Grid, order: Sequence[Tile], owners: Owners, buffers: int, before: Sequence[Tile] = ()
+) -> tuple[tuple[Action, ...], ...]:
+    """Each worker's tiles of `order` with the messages they need. Whoever would have to wait for a full channel has
+    its receiver take a message in early.
+
+    Args:
+        before: tiles that have run already; what they read and wrote their owners still hold.
+    """
+    producer = {key: owners(t.stage, t.chunk) for t in (*before, *order) for key in grid.writes(t)}
+    held: list[set[Key]] = [set() for _ in range(owners.workers)]
+    for t in before:
+        held[owners(t.stage, t.chunk)].update(grid.reads(t), grid.writes(t))
+    readers: dict[Key, list[int]] = collections.defaultdict(list)
+    for t in order:
+        worker = owners(t.stage, t.chunk)
+        for key in grid.reads(t):
+            if worker != producer[key] and worker not in readers[key] and key not in held[worker]:
+                readers[key].append(worker)
+    source, onward = dict[tuple[Key, int], int](), dict[tuple[Key, int], int]()
+    for key, chain in readers.items():
+        for a, b in zip([producer[key], *chain], chain, strict=False):
+            source[key, b], onward[key, a] = a, b
+    programs: list[list[Action]] = [[] for _ in range(owners.workers)]
+    channels: dict[tuple[int, int], collections.deque[Key]] = collections.defaultdict(collections.deque)
+
+    def hand_on(key: Key, worker: int) -> None:
+        if (key, worker) in onward:
+            to = onward[key, worker]
+            while len(channels[worker, to]) >= buffers:
+                take_in(worker, to)
+            programs[worker].append(Send(key, to))
+            channels[worker, to].append(key)
+
+    def take_in(sender: int, worker: int) -> None:
+        key = channels[sender, worker].popleft()
+        programs[worker].append(Recv(key, sender))
+        held[worker].add(key)
+        hand_on(key, worker)
+
+    for t in before:
+        for key in grid.writes(t):
+            hand_on(key, owners(t.stage, t.chunk))
+    for t in order:
+        worker = owners(t.stage, t.chunk)
+        for key in grid.reads(t):
+            while key not in held[worker]:
+                take_in(source[key, worker], worker)
+        programs[worker].append(Run(t))
+        for key in grid.writes(t):
+            held[worker].add(key)
+            hand_on(key, worker)
+    return tuple(_with_frees(grid, program) for program in programs)
+
+
+def keys_of(grid: Grid, action: Action) -> tuple[list[Key], list[Key]]:
+    """What an action reads and what it writes here."""
+    if isinstance(action, Send):
+        return [action.key], []
+    if isinstance(action, Recv):
+        return [], [action.key]
+    tiles = [action.tile] if isinstance(action, Run) else [t for unit in action.units for t in unit]
+    return [key for t in tiles for key in grid.reads(t)], [key for t in tiles for key in grid.writes(t)]
+
+
+def _with_frees(grid: Grid, program: Sequence[Action]) -> tuple[Action, ...]:
+    """Each action with what nobody here reads any more after it."""
+    seen: set[Key] = set()
+    out = []
+    for action in reversed(program):
+        reads, writes = keys_of(grid, action)
+        used = dict.fromkeys([*reads, *writes])
+        out.append(dataclasses.replace(action, frees=tuple(key for key in used if key not in seen)))
+        seen |= used.keys()
+    return tuple(reversed(out))
+
+
+# --------------------------------------------------------------------------------------------- with helpers
+
+UNITS_EACH = (
+    4  # units for each worker that shares them: more even out slow workers better, and send more sums
+)
+
+
+def shared(made: Plan, shards: Sequence[int], helpers: Sequence[int]) -> Plan:
+    """The plan with each shard's layer-local tiles in a `Share`, where helpers share them.
+
+    With dL/dy_K for every layer, no layer's backward waits for another's, so that these tiles can go last. The first
+    layer's stay with their shard: the embedding needs what they hand down.
+
+    Args:
+        shards: of each stage, the shard that has it.
+        helpers: of each helper, the shard whose units it shares.
+    """
+    grid, top = made.grid, made.grid.stages - 1
+    programs = list(made.programs)
+    for shard in set(helpers):
+        crew, program = 1 + list(helpers).count(shard), programs[shard]
+        layers = [k for k in range(2, top) if shards[k] == shard]
+        of = {k: [a.tile for a in program if isinstance(a, Run) and _in_backward(a.tile, k)] for k in layers}
+        units = [
+            unit for k in layers for unit in _units(grid, k, of[k], -(-UNITS_EACH * crew // len(layers)))
+        ]
+        kept = [
+            a
+            for a in program
+            if not (isinstance(a, Run) and _in_backward(a.tile, a.tile.stage) and a.tile.stage in of)
+        ]
+        programs[shard] = _with_frees(grid, [*kept, Share(tuple(units))] if units else kept)
+    return dataclasses.replace(made, programs=tuple(programs))
+
+
+def _in_backward(t: Tile, k: int) -> bool:
+    return t.stage == k and t.kind in "RBW"
+
+
+def _units(grid: Grid, k: int, tiles: list[Tile], groups: int) -> list[tuple[Tile, ...]]:
+    """A layer's tiles as units: groups of windowed tiles; else all of them, since the adjoint state is carried."""
+    if grid.window(k) is None:
+        return [tuple(tiles)]
+    groups = min(groups, len(tiles))
+    cuts = [len(tiles) * i // groups for i in range(groups + 1)]
+    return [tuple(tiles[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]

@@ -1,0 +1,334 @@
+"""Carries programs out: one worker's part of a batch, tile by tile. One process runs the program of one worker."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from adjoint.engine.decay import Decays
+from adjoint.engine.grid import Grid, Key, Tile
+from adjoint.engine.kept import Edges, Packing, Slab, recurrent, to_host
+from adjoint.engine.program import BUFFERS, Action, Recv, Run, Send, Share
+from adjoint.engine.stages import Chunk, Stage
+from adjoint.engine.tile import Cotangents, Gradients
+from adjoint.layers import State
+
+Pending = Callable[[], Tensor]  # waits for a message and gives it
+
+
+class Transport(Protocol):
+    """What a worker sends and receives with; messages of a pair arrive in the order in which they were sent."""
+
+    def post(self, source: int, out: Tensor) -> Pending:
+        """Gets ready to receive into `out`."""
+        ...
+
+    def send(self, to: int, tensor: Tensor) -> None:
+        """Starts sending; waits while the channel is full. The tensor stays as it is until `flush`."""
+        ...
+
+    def flush(self) -> None:
+        """Waits until everything sent has left."""
+        ...
+
+
+class Worker:
+    """One worker's part of a batch.
+
+    Args:
+        stages: None in the places of stages that other workers have.
+        ids, targets: (batch, seqlen) int64, the targets already shifted.
+        initial: the states before the sequence, one tuple a stage; zeros of the right sizes where another has them.
+        width, wide: of the tensors between stages, (batch, tokens, width) each.
+        transport: to the other workers; None where there are none.
+        traced: is entered around each action, and around each tile of a shared unit, with what it is.
+        host: whether edges and inputs lie in host memory.
+        noting: whether decays are noted, by which windows are picked.
+        passing: of each stateful stage and each chunk, what the recurrence's adjoint state is multiplied by as it
+            leaves the chunk; None for 1.
+
+    Attributes:
+        scale: the loss's cotangent over the number of valid labels; set it before the backward.
+        total: the summed loss of the chunks that this worker has the head of.
+        final, d_final, d_initial: states after the sequence and the cotangents of both ends, one tuple a stage.
+        gradients: their sums so far.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage | None],
+        grid: Grid,
+        ids: Tensor,
+        targets: Tensor,
+        initial: Sequence[State],
+        width: int,
+        wide: torch.dtype,
+        transport: Transport | None = None,
+        traced: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None,
+        host: bool = False,
+        noting: bool = False,
+        passing: Sequence[Sequence[float]] | None = None,
+    ) -> None:
+        self.stages, self.grid, self.initial, self.transport = stages, grid, list(initial), transport
+        self.width, self.wide, self.host, self.passing = width, wide, host, passing
+        self.traced = traced or (lambda action: contextlib.nullcontext())
+        cuts = list(zip(grid.cuts, grid.cuts[1:], strict=False))
+        self.chunks = [Chunk(ids[:, a:b], targets[:, a:b]) for a, b in cuts]
+        self.device, self.batch = ids.device, ids.shape[0]
+        self.scale: Tensor | None = None
+        self.total: Tensor | None = None
+        self.final: list[State] = list(initial)
+        self.d_final: list[Cotangents] = [(None,) * len(s) for s in initial]
+        self.d_initial: list[Cotangents] = list(self.d_final)
+        self.gradients = Gradients()
+        self.decays = [Decays() for _ in stages] if noting else None
+        self.store: dict[Key, Any] = {}
+        self.share: Callable[[Worker, Share], None] | None = None  # carries a `Share` out
+        enabled, dtype = (
+            torch.is_autocast_enabled(self.device.type),
+            torch.get_autocast_dtype(self.device.type),
+        )
+        self.autocast = (enabled, dtype)
+        grows = [
+            (None,) * len(s) if stage is None else stage.grows
+            for s, stage in zip(initial, stages, strict=True)
+        ]
+        self.grows: list[tuple[int | None, ...]] = grows
+        self.packing = [Packing(recurrent(s, g), wide) for s, g in zip(initial, grows, strict=True)]
+        self.edges = [Edges(packing, grid.chunks, host) for packing in self.packing]
+        self.slabs: dict[int, list[Slab]] = {}
+        for k, stage in enumerate(stages):
+            if stage is not None and any(dim is not None for dim in grows[k]):
+                pairs = zip(initial[k], grows[k], strict=True)
+                self.slabs[k] = [Slab(s, dim, grid.cuts[-1]) for s, dim in pairs if dim is not None]
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Carries actions out, receives posted ahead of them."""
+        receives = collections.deque(a for a in actions if isinstance(a, Recv))
+        posted: collections.deque[Pending] = collections.deque()
+        self._count_edges(actions)
+        with self._precision():
+            for action in actions:
+                with self.traced(action):
+                    while receives and len(posted) < BUFFERS:
+                        assert self.transport is not None
+                        recv = receives.popleft()
+                        posted.append(self.transport.post(recv.source, self._room(recv.key)))
+                    if isinstance(action, Run):
+                        self.tile(action.tile)
+                    elif isinstance(action, Send):
+                        assert self.transport is not None
+                        self.transport.send(action.to, self._message(action.key))
+                    elif isinstance(action, Recv):
+                        self.store[action.key] = posted.popleft()()
+                    else:
+                        assert self.share is not None
+                        self.share(self, action)
+                for key in action.frees:
+                    self.store.pop(key, None)
+
+    def tile(self, t: Tile) -> None:
+        """Carries one tile out."""
+        {"F": self.forward, "L": self.forward, "R": self.recompute, "B": self.backward, "W": self.windowed}[
+            t.kind
+        ](t)
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
+        """The caller's autocast, also in the backward. Its weight cache is off: casts made without gradients must not be
+        reused."""
+        enabled, dtype = self.autocast
+        with torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+            yield
+
+    def _count_edges(self, actions: Sequence[Action]) -> None:
+        """Tells each stage's memory for edges how many there will be."""
+        rows: collections.Counter[int] = collections.Counter()
+        for action in actions:
+            if isinstance(action, Run) and action.tile.kind in "FL":
+                rows[action.tile.stage] += action.tile.chunk + 1 < self.grid.chunks
+            elif isinstance(action, Recv) and action.key[0] == "S":
+                rows[action.key[1]] += 1
+        for k, count in rows.items():
+            if self.edges[k].memory is None:
+                self.edges[k].rows = count
+
+    # ------------------------------------------------------------------------------------------- messages
+
+    def _room(self, key: Key) -> Tensor:
+        """An empty tensor for a message."""
+        name, k, c = key[:3]
+        if name == "S":
+            return self.edges[k].row()
+        if name == "dS":
+            return self.packing[k].empty()
+        start, stop = self.grid.cuts[c : c + 2]
+        if name == "spill":
+            start = max(start, self.grid.cuts[key[3]] - self.grid.reach)
+        return torch.empty(self.batch, stop - start, self.width, dtype=self.wide, device=self.device)
+
+    def _message(self, key: Key) -> Tensor:
+        value = self.store[key]
+        if isinstance(value, tuple):
+            return self.packing[key[1]].pack(value, self._room(key))
+        if value is None:  # a cotangent that is not there
+            return self._room(key).zero_()
+        return value.to(self.wide).contiguous()
+
+    # ---------------------------------------------------------------------------------------------- tiles
+
+    def _input(self, name: str, k: int, c: int) -> Tensor:
+        """What stage k reads on a chunk."""
+        return self.store[name, k - 1, c].to(self.device, non_blocking=True) if k else self.chunks[c].ids
+
+    def state(self, k: int, c: int) -> State:
+        """The state before a chunk."""
+        if not c and k not in self.slabs:
+            return self.initial[k]
+        if not self.initial[k]:
+            return ()
+        here = recurrent(self.initial[k], self.grows[k])
+        if c and here:
+            here = self.packing[k].unpack(self.store["S", k, c - 1].to(self.device, non_blocking=True))
+        if k not in self.slabs:
+            return here
+        parts, past = iter(here), iter(slab.past(self.grid.cuts[c]) for slab in self.slabs[k])
+        return tuple(next(parts if dim is None else past) for dim in self.grows[k])
+
+    def forward(self, t: Tile) -> None:
+        """F and L."""
+        k, c, stage = t.stage, t.chunk, self.stages[t.stage]
+        assert stage is not None
+        x, state, chunk = self._input("y", k, c), self.state(k, c), self.chunks[c]
+        if t.kind == "L":
+            y, state, self.store["tape", k, c] = stage.linearize(x, state, chunk, self.gradients)
+        else:
+            with torch.no_grad():
+                if self.decays is not None and stage.stateful:
+                    y, state = stage.forward_noting_decay(x, state, self.decays[k])  # type: ignore[attr-defined]
+                else:
+                    y, state = stage.forward(x, state, chunk)
+        if self.host and k:
+            self.store["y", k - 1, c] = to_host(x)
+        if k == self.grid.stages - 1:
+            self.total = y if self.total is None else self.total + y
+        else:
+            self.store["y", k, c] = y
+        if stage.stateful:
+            self._keep_state(k, c, state)
+
+    def _keep_state(self, k: int, c: int, state: State) -> None:
+        for slab, piece in zip(self.slabs.get(k, ()), _growing(state, self.grows[k]), strict=True):
+            slab.append(piece, self.grid.cuts[c])
+        here = recurrent(state, self.grows[k])
+        if c + 1 < self.grid.chunks:
+            self.store["S", k, c] = self.edges[k].put(here)
+            return
+        parts, slabs = iter(here), iter(self.slabs.get(k, ()))
+        self.final[k] = tuple(next(parts) if dim is None else next(slabs).values for dim in self.grows[k])
+
+    def recompute(self, t: Tile) -> None:
+        """R."""
+        k, c, stage = t.stage, t.chunk, self.stages[t.stage]
+        assert stage is not None
+        x = self._input("y" if self.grid.first_of_segment(k) else "z", k, c)
+        y, _, self.store["tape", k, c] = stage.linearize(x, self.state(k, c), self.chunks[c], self.gradients)
+        if ("z", k, c) in self.grid.writes(t):
+            self.store["z", k, c] = y
+
+    def _cotangent(self, k: int, start: int, stop: int) -> Tensor | None:
+        """Of stage k's outputs on the tokens [start, stop): (batch, stop - start, width)."""
+        if k == self.grid.stages - 1:
+            return self.scale
+        parts: list[Tensor] = []
+        for key in self.grid.cotangents(k, start, stop):
+            part = self.store[key]
+            if part is None:
+                continue
+            if key[0] == "spill":  # into the last tokens of the chunk before
+                parts[-1] = parts[-1].clone()
+                parts[-1][:, -part.shape[1] :] += part
+            else:
+                parts.append(part)
+        if not parts:
+            return None
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[:, : stop - start]
+
+    def backward(self, t: Tile) -> None:
+        """B."""
+        k, c, grows = t.stage, t.chunk, self.grows[t.stage]
+        start, stop = self.grid.cuts[c : c + 2]
+        last = c + 1 == self.grid.chunks
+        slabs = self.slabs.get(k, [])
+        if last:
+            for slab, d in zip(slabs, _growing(self.d_final[k], grows), strict=True):
+                slab.begin(d)
+        carried: Cotangents = recurrent(self.d_final[k], grows)
+        if not last and carried:
+            d_edge = self.store["dS", k, c]
+            carried = d_edge if isinstance(d_edge, tuple) else self.packing[k].unpack(d_edge)
+        parts, own = iter(carried), iter(slab.gathered(start, stop) for slab in slabs)
+        d_state = tuple(next(parts if dim is None else own) for dim in grows)
+        dx, d_state = self.store.pop(("tape", k, c))(self._cotangent(k, start, stop), d_state)
+        if ("dy", k - 1, c) in self.grid.writes(t):
+            self.store["dy", k - 1, c] = dx
+        for slab, d in zip(slabs, _growing(d_state, grows), strict=True):
+            slab.gather(d, start)
+        here = recurrent(d_state, grows)
+        if c and here:
+            self.store["dS", k, c - 1] = self._passed(k, c, here)
+        elif c == 0:
+            parts, begun = iter(here), iter(slab.initial() for slab in slabs)
+            self.d_initial[k] = tuple(next(parts if dim is None else begun) for dim in grows)
+
+    def _passed(self, k: int, c: int, d_state: Cotangents) -> Cotangents:
+        """The adjoint state as it leaves a chunk; the convolution's short paths, before it in the tuple, are not cut."""
+        if self.passing is None:
+            return d_state
+        multiplier = self.passing[sum(self.grid.stateful[:k])][c]
+        *tail, d = d_state
+        return (*tail, None if d is None or multiplier == 0 else d * multiplier)
+
+    def windowed(self, t: Tile) -> None:
+        """W."""
+        grid, k, stage = self.grid, t.stage, self.stages[t.stage]
+        left, start, stop, halo_stop = span = grid.span(t)
+        around, window = grid.covering(left, halo_stop), grid.window(k)
+        assert stage is not None and window is not None
+        pieces = [self._input("y", k, j) for j in around]
+        first = grid.cuts[around[0]]
+        x = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1))[:, left - first : halo_stop - first]
+        dy = self._cotangent(k, start, halo_stop)
+        if dy is None:
+            dy = x.new_zeros(x.shape[0], halo_stop - start, x.shape[2])
+        at_end = halo_stop == grid.cuts[-1]
+        d_final = self.d_final[k] if at_end else (None,) * len(self.d_final[k])
+        state = self.state(k, t.chunk)
+        dx, d_state = stage.windowed_vjp(span, x, state, dy, d_final, window, self.gradients)  # type: ignore[attr-defined]
+        for key in grid.writes(t):
+            a, b = grid.cuts[key[2]], grid.cuts[key[2] + 1]
+            piece = dx[:, max(a, left) - left : min(b, stop) - left]
+            self.store[key] = piece.clone() if key[0] == "spill" else piece
+        self._add_initial(k, start, d_state)
+
+    def _add_initial(self, k: int, start: int, d_state: Cotangents) -> None:
+        """The initial state's cotangent: from the first task; of the conv tail also from those that still reach before
+        the sequence, whose tail is the initial one moved on by `start` tokens."""
+        if start:
+            d_tail = d_state[0] if len(d_state) > 1 else None
+            if d_tail is None or start >= d_tail.shape[2]:
+                return
+            moved = torch.nn.functional.pad(d_tail[:, :, : d_tail.shape[2] - start], (start, 0))
+            d_state = (moved, *(None,) * (len(d_state) - 1))
+        pairs = zip(self.d_initial[k], d_state, strict=True)
+        self.d_initial[k] = tuple(a if b is None else b if a is None else a + b for a, b in pairs)
+
+
+def _growing(state: Sequence, grows: Sequence[int | None]) -> tuple:
+    """The append-only tensors of a state."""
+    return tuple(s for s, dim in zip(state, grows, strict=True) if dim is not None)

@@ -1,0 +1,320 @@
+"""How long programs take and what they hold, without carrying them out; the proof that they end.
+
+Tiles take the time that a function gives them, messages keep their sender's port busy for the time another gives.
+Cores that several workers share slow each other down: with `slots`, n tiles under way on a host go at min(1, slots / n)
+of their speed each (processor sharing, as an operating system does it).
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from adjoint.engine.grid import Key, Tile
+from adjoint.engine.program import TIMES, Plan, Run, Send, Share, keys_of, named
+
+TileTime = Callable[[int, Tile], float]
+MessageTime = Callable[[Key], float]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One tile on the time axis: worker `worker` ran it from `start` to `stop`, in seconds."""
+
+    worker: int
+    start: float
+    stop: float
+    tile: Tile
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a simulation found, times in seconds from the start.
+
+    Attributes:
+        seconds: when the last worker was done.
+        busy: of each worker, the sum of its tiles' times (on shared slots: of the time they took there).
+        spans: every tile, in the order of their starts; empty unless they were asked for.
+        fullest: the most messages that each channel (sender, receiver) held.
+    """
+
+    seconds: float
+    busy: tuple[float, ...]
+    spans: tuple[Span, ...] = ()
+    fullest: tuple[tuple[tuple[int, int], int], ...] = ()
+
+    @property
+    def idle_share(self) -> float:
+        """The part of all workers' time in which they wait."""
+        whole = self.seconds * len(self.busy)
+        return 1 - sum(self.busy) / whole if whole else 0.0
+
+
+def uniform(worker: int, tile: Tile) -> float:
+    """Every stage alike: forward 1 a chunk, backward 2, a windowed vjp 3."""
+    return TIMES[tile.kind] * tile.count
+
+
+def simulate(
+    made: Plan,
+    tile: TileTime = uniform,
+    message: MessageTime | None = None,
+    *,
+    latency: float = 0.0,
+    slots: float | None = None,
+    hosts: Sequence[int] | None = None,
+    helpers: Sequence[int] = (),
+    spans: bool = False,
+) -> Timeline:
+    """Runs programs through their times.
+
+    Args:
+        tile: seconds of a tile: (worker, tile) → seconds; helpers have the numbers after the workers.
+        message: seconds a message keeps its sender's port busy; none where None.
+        latency: seconds from the end of a transfer to when it can be received.
+        slots: tiles a host runs at full speed at a time, such as its cores by the threads of a worker; no limit
+            where None. hosts: of each worker, the number of its host; all on one where None.
+        helpers: of each helper, the worker whose units it shares.
+        spans: whether to record every tile, for a drawing.
+
+    Raises:
+        ValueError: a program never ends, a message comes out of turn or is never received, or a time is negative.
+    """
+    if slots is not None and not slots > 0:
+        raise ValueError(f"slots must be more than 0, got {slots}")
+    workers = len(made.programs) + len(helpers)
+    if hosts is not None and len(hosts) != workers:
+        raise ValueError(f"hosts: {workers} workers, but {len(hosts)} values")
+    return _Simulation(made, tile, message, latency, slots, hosts, helpers, spans).run()
+
+
+@dataclass(slots=True)
+class _Channel:
+    """Of one channel's messages, when each can be received and when each was."""
+
+    arrivals: list[tuple[float, Key]] = field(default_factory=list)
+    received: list[float] = field(default_factory=list)
+    asleep: int | None = None  # the worker that waits for the other end; both cannot
+    fullest: int = 0
+
+
+@dataclass(slots=True)
+class _Host:
+    """Processor sharing. `done` is the work, in seconds, that each tile under way has got since the start; it grows at
+    the same rate for all, so they end in the order of `done` at their ends."""
+
+    slots: float
+    done: float = 0.0
+    since: float = 0.0
+    running: list[tuple[float, int]] = field(default_factory=list)  # a heap of (done at its end, worker)
+
+    def rate(self) -> float:
+        return min(1.0, self.slots / len(self.running))
+
+    def advance(self, now: float) -> None:
+        if self.running:
+            self.done += (now - self.since) * self.rate()
+        self.since = now
+
+    def next_end(self) -> float:
+        return self.since + max(0.0, self.running[0][0] - self.done) / self.rate()
+
+
+class _Simulation:
+    """A worker goes on alone until it must wait for another; only tiles on shared slots and shared units have to be
+    begun in the order of time."""
+
+    def __init__(
+        self,
+        made: Plan,
+        tile: TileTime,
+        message: MessageTime | None,
+        latency: float,
+        slots: float | None,
+        hosts: Sequence[int] | None,
+        helpers: Sequence[int],
+        spans: bool,
+    ) -> None:
+        self.made, self.tile, self.message, self.latency = made, tile, message, latency
+        self.helpers = helpers
+        n = len(made.programs) + len(helpers)
+        self.at, self.clock, self.busy, self.port = [0] * n, [0.0] * n, [0.0] * n, [0.0] * n
+        self.began = [0.0] * n
+        self.channels: dict[tuple[int, int], _Channel] = collections.defaultdict(_Channel)
+        self.spans: list[Span] | None = [] if spans else None
+        # of a worker that shares: its units, those not taken, and the tiles of the units under way
+        self.left: dict[int, collections.deque[tuple[Tile, ...]]] = {}
+        self.unit: dict[int, collections.deque[Tile]] = {}
+        self.crew: dict[int, int] = {}  # of each worker under way in a Share, whose units it takes
+        numbers = [0] * n if hosts is None else list(hosts)
+        by_number = {} if slots is None else {number: _Host(slots) for number in numbers}
+        self.hosts = list(by_number.values())
+        self.host_of = [by_number.get(number) for number in numbers]
+        self.ready = [(0.0, w) for w in range(len(made.programs))]
+
+    def run(self) -> Timeline:
+        while True:
+            crowded = [host for host in self.hosts if host.running]
+            first = min(crowded, key=_Host.next_end, default=None)
+            if first is not None and (not self.ready or first.next_end() <= self.ready[0][0]):
+                self._finish(first)
+            elif self.ready:
+                self._go_on(*heapq.heappop(self.ready))
+            else:
+                break
+        for w, program in enumerate(self.made.programs):
+            if self.at[w] < len(program):
+                raise ValueError(f"worker {w} waits for ever: {program[self.at[w]]}")
+        for (sender, receiver), channel in self.channels.items():
+            if len(channel.arrivals) > len(channel.received):
+                key = channel.arrivals[len(channel.received)][1]
+                raise ValueError(f"{named(key)} from {sender} to {receiver} is never received")
+        spans = sorted(self.spans or (), key=lambda span: (span.start, span.worker))
+        fullest = tuple((pair, channel.fullest) for pair, channel in sorted(self.channels.items()))
+        return Timeline(max(self.clock, default=0.0), tuple(self.busy), tuple(spans), fullest)
+
+    def _go_on(self, now: float, w: int) -> None:
+        """Carries the worker's program out until it has to wait."""
+        self.clock[w] = max(now, self.clock[w])
+        while True:
+            if w in self.crew:
+                if not self._share(w, now):
+                    return
+                continue
+            program = self.made.programs[w] if w < len(self.made.programs) else ()
+            if self.at[w] == len(program):
+                return
+            action = program[self.at[w]]
+            if isinstance(action, Run):
+                if not self._tile(w, action.tile, now):
+                    return
+            elif isinstance(action, Share):
+                self.left[w] = collections.deque(action.units)
+                crew = [
+                    w,
+                    *(len(self.made.programs) + i for i, owner in enumerate(self.helpers) if owner == w),
+                ]
+                for member in crew:
+                    self.crew[member] = w
+                    self.clock[member] = max(self.clock[member], self.clock[w])
+                    if member != w:
+                        heapq.heappush(self.ready, (self.clock[w], member))
+            elif isinstance(action, Send):
+                if not self._send(w, action):
+                    return
+            elif not self._receive(w, action.source, action.key):
+                return
+            self.at[w] += not isinstance(action, Share)
+
+    def _tile(self, w: int, tile: Tile, now: float) -> bool:
+        """Runs a tile; False where the worker waits until it has ended."""
+        seconds = self.tile(w, tile)
+        if seconds < 0:
+            raise ValueError(f"worker {w}, {tile}: a time of {seconds} s")
+        host = self.host_of[w]
+        if host is None:
+            self._record(w, tile, self.clock[w], self.clock[w] + seconds)
+            return True
+        if self.clock[w] > now:  # it may join its host's tiles only when that time has come
+            heapq.heappush(self.ready, (self.clock[w], w))
+            return False
+        host.advance(now)
+        heapq.heappush(host.running, (host.done + seconds, w))
+        self.began[w] = now
+        return False
+
+    def _finish(self, host: _Host) -> None:
+        """Ends the tile that is done next on a host with few slots; its worker goes on."""
+        now = host.next_end()
+        host.advance(now)
+        _, w = heapq.heappop(host.running)
+        if self.unit.get(w):
+            tile = self.unit[w].popleft()
+        else:
+            action = self.made.programs[w][self.at[w]]
+            assert isinstance(action, Run)
+            tile = action.tile
+            self.at[w] += 1
+        self._record(w, tile, self.began[w], now)
+        self._go_on(now, w)
+
+    def _share(self, w: int, now: float) -> bool:
+        """The next tile of the units that a worker and its helpers share; False where the worker has to wait."""
+        owner = self.crew[w]
+        if not self.unit.get(w):
+            if self.clock[w] > now:  # others may take a unit before
+                heapq.heappush(self.ready, (self.clock[w], w))
+                return False
+            units = self.left[owner]
+            if not units:  # this one is done; the owner goes on when all are
+                del self.crew[w]
+                if owner in self.crew.values():
+                    return False
+                self.at[owner] += 1
+                heapq.heappush(self.ready, (max(self.clock[owner], self.clock[w]), owner))
+                return False
+            self.unit[w] = collections.deque(units.popleft() if w == owner else units.pop())
+        if not self._tile(w, self.unit[w][0], now):
+            return False
+        self.unit[w].popleft()
+        return True
+
+    def _send(self, w: int, send: Send) -> bool:
+        channel = self.channels[w, send.to]
+        full = len(channel.arrivals) - self.made.buffers
+        if full >= len(channel.received):
+            channel.asleep = w
+            return False
+        if full >= 0:
+            self.clock[w] = max(self.clock[w], channel.received[full])
+        self.port[w] = max(self.clock[w], self.port[w]) + (self.message(send.key) if self.message else 0.0)
+        channel.arrivals.append((self.port[w] + self.latency, send.key))
+        channel.fullest = max(channel.fullest, len(channel.arrivals) - len(channel.received))
+        self._wake(channel, channel.arrivals[-1][0])
+        return True
+
+    def _receive(self, w: int, source: int, key: Key) -> bool:
+        channel = self.channels[source, w]
+        taken = len(channel.received)
+        if taken == len(channel.arrivals):
+            channel.asleep = w
+            return False
+        when, found = channel.arrivals[taken]
+        if found != key:
+            raise ValueError(
+                f"worker {w}: receive {named(key)} from {source}, but {named(found)} comes first"
+            )
+        self.clock[w] = max(self.clock[w], when)
+        channel.received.append(self.clock[w])
+        self._wake(channel, self.clock[w])
+        return True
+
+    def _wake(self, channel: _Channel, when: float) -> None:
+        if channel.asleep is not None:
+            heapq.heappush(self.ready, (max(when, self.clock[channel.asleep]), channel.asleep))
+            channel.asleep = None
+
+    def _record(self, w: int, tile: Tile, start: float, stop: float) -> None:
+        self.clock[w] = stop
+        self.busy[w] += stop - start
+        if self.spans is not None:
+            self.spans.append(Span(w, start, stop, tile))
+
+
+def held_at_most(made: Plan, size: Callable[[Key], float]) -> list[float]:
+    """The most that each worker holds of what tiles write, whatever the times."""
+    peaks = []
+    for program in made.programs:
+        held: dict[Key, float] = {}
+        now = peak = 0.0
+        for action in program:
+            for key in keys_of(made.grid, action)[1]:
+                now += size(key) - held.get(key, 0.0)
+                held[key] = size(key)
+            peak = max(peak, now)
+            for key in action.frees:
+                now -= held.pop(key, 0.0)
+        peaks.append(peak)
+    return peaks

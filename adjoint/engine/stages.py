@@ -1,0 +1,188 @@
+"""What the engine runs: the pieces of a model, a `Stage` each. A `Stack` is embedding, a layer each, head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from adjoint.engine import tile
+from adjoint.engine.decay import Decays
+from adjoint.engine.tile import Cotangents, Gradients, Pullback
+from adjoint.layers import Block, State
+from adjoint.stack import Stack
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What every worker knows of a chunk: token ids, and targets already shifted, (batch, tokens) int64 each."""
+
+    ids: Tensor
+    targets: Tensor
+
+
+class Stage(Protocol):
+    """A piece of a model that maps (input on a chunk, state before it) to (output, state after it).
+
+    The first stage's input is the chunk's ids, the last one's output the chunk's summed loss, a scalar; between them
+    outputs are (batch, tokens, width). A state is a tuple of tensors of one dtype, of two kinds:
+
+        recurrent     of the same size at every chunk's edge; copied there
+        append-only   `grows` gives the dimension along which each chunk adds its tokens, such as attention's keys and
+                      values: a stage reads all that is before its chunk and returns its own piece. Such a state is
+                      kept once, with a cotangent of the same size to which all later chunks add.
+
+    Attributes:
+        stateful: whether it has a state.
+        grows: of each tensor of the state, the dimension along which it grows, None of a recurrent one.
+        reach: tokens to its left that a windowed vjp reads, besides the state.
+    """
+
+    @property
+    def stateful(self) -> bool: ...
+    @property
+    def grows(self) -> tuple[int | None, ...]: ...
+    @property
+    def reach(self) -> int: ...
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Those whose gradients it adds."""
+        ...
+
+    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+        """Output and new state; gradients are off."""
+        ...
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        """The same with the vjp: see `tile.linearize`."""
+        ...
+
+
+class Embedding:
+    """ids → y_0 (batch, tokens, d_model)."""
+
+    stateful, grows, reach = False, (), 0
+
+    def __init__(self, table: nn.Embedding) -> None:
+        self.table = table
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self.table.parameters()
+
+    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+        return self.table(x), ()
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        weight = self.table.weight
+
+        def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[None, Cotangents]:
+            if dy is not None and weight.requires_grad:
+                gradients.add_rows(weight, x.flatten(), dy.flatten(0, 1))
+            return None, ()
+
+        with torch.no_grad():
+            return self.table(x), (), pullback
+
+
+class Layer:
+    """y_{k-1} → y_k, both (batch, tokens, d_model); or any module (x, state) → (y, state) with a recurrent state."""
+
+    stateful = True
+
+    def __init__(self, block: nn.Module, reach: int = 0, leaves: int = 1) -> None:
+        self.block, self.reach, self.grows = block, reach, (None,) * leaves
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self.block.parameters()
+
+    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+        return self.block(x, state)
+
+    def forward_noting_decay(self, x: Tensor, state: State, decays: Decays) -> tuple[Tensor, State]:
+        assert isinstance(self.block, Block)
+        return tile.forward_noting_decay(self.block, x, state, decays)
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        named = {name: p for name, p in self.block.named_parameters() if p.requires_grad}
+
+        def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
+            return functional_call(self.block, dict(zip(named, leaves, strict=True)), (x, state))
+
+        return tile.linearize(call, list(named.values()), x, state, gradients)
+
+    def windowed_vjp(
+        self,
+        span: tuple[int, int, int, int],
+        x: Tensor,
+        state: State,
+        dy: Tensor,
+        d_final: Cotangents,
+        window: int,
+        gradients: Gradients,
+    ) -> tuple[Tensor, Cotangents]:
+        """See `tile.windowed_vjp`."""
+        assert isinstance(self.block, Block)
+        return tile.windowed_vjp(self.block, span, x, state, dy, d_final, window, gradients)
+
+
+class Head:
+    """y_K → the chunk's summed loss."""
+
+    stateful, grows, reach = False, (), 0
+
+    def __init__(self, model: Stack) -> None:
+        self.model = model
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self.model.head_parameters()
+
+    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+        return self.model.head_loss(x, chunk.targets), ()
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
+            return self.model.head_loss(x, chunk.targets, leaves), ()
+
+        return tile.linearize(call, self.model.head_parameters(), x, (), gradients)
+
+
+def stages_of(model: Stack) -> list[Stage | None]:
+    """Embedding, layers, head; None in the places of those that the part of a stack does not have."""
+    reach = model.config.d_conv - 1
+    stages: list[Stage | None] = [None] * (model.config.n_layer + 2)
+    for k in model.span:
+        kind = model.config.mixers[k]
+        stages[1 + k] = Layer(model.layers[k], reach, 2 if kind in ("mamba", "mamba2") else 1)
+    if model.is_first:
+        stages[0] = Embedding(model.embedding)
+    if model.is_last:
+        stages[-1] = Head(model)
+    return stages
+
+
+def stage_states(model: Stack, states: Sequence[State]) -> list[State]:
+    """A state for each stage, from one a layer."""
+    return [(), *states, ()]
+
+
+def stage_costs(model: Stack) -> tuple[float, ...]:
+    """Multiply-adds a token of each stage, an estimate of its time where nothing has been measured.
+
+    Every weight of a matrix is used once a token, forward; backward costs the same multiple of it in every layer. The
+    scan's own work is left out: it is O(d_inner d_state), small beside the projections at real widths. The embedding
+    looks up and multiplies nothing.
+    """
+    layers = [float(sum(p.numel() for p in layer.parameters() if p.dim() > 1)) for layer in model.layers]
+    return (0.0, *layers, float(model.config.vocab_size * model.config.d_model))
