@@ -12,10 +12,10 @@ from typing import Any
 
 
 @contextmanager
-def whole_file(path: str | Path) -> Iterator[Path]:
+def atomic_file(path: str | Path) -> Iterator[Path]:
     """Write a file in one piece: a reader, or a kill, finds the old file or the new one.
 
-        with whole_file("table.csv") as unfinished:
+        with atomic_file("table.csv") as unfinished:
             unfinished.write_text(...)
 
     The block writes to the path that it is given; where it ends well, that file takes the place of ``path``.
@@ -28,15 +28,15 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a text file in one piece."""
-    with whole_file(path) as unfinished:
+    with atomic_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
     """Write a Matplotlib figure in one piece; the path's suffix gives the format, PNG where it has none."""
-    with whole_file(path) as unfinished:
+    with atomic_file(path) as unfinished:
         figure.savefig(unfinished, format=Path(path).suffix.removeprefix(".") or "png")
 
 
@@ -61,7 +61,7 @@ def flush(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path, older_than: float = 0.0) -> None:
-    """Remove what killed processes left of `whole_file`: all of it, or what is some seconds old."""
+    """Remove what killed processes left of `atomic_file`: all of it, or what is some seconds old."""
     for file in folder.glob("*.tmp-*"):
         with suppress(OSError):  # another process was quicker
             if time.time() - file.stat().st_mtime >= older_than:

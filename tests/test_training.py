@@ -118,7 +118,7 @@ def test_kill_in_a_step_and_in_a_checkpoint_write_then_resume_is_the_undisturbed
     assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000003"]
     # Resumed, and killed while it writes the second file of the checkpoint of step 6.
-    killed(tmp_path, "adjoint.train.checkpoint", "_fsync", fatal=2, run__resume="auto")
+    killed(tmp_path, "adjoint.train.checkpoint", "flush", fatal=2, run__resume="auto")
     assert metrics(run)[-1]["step"] == 6
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000003"]
     assert train_tiny(tmp_path, run__resume="auto") == 0

@@ -22,7 +22,7 @@ import numpy as np
 from adjoint.data.sources import Source, Sources, read_documents, split_sources
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.errors import UserError
-from adjoint.files import cache_folder, publish, remove_unfinished, unfinished_path, write_text
+from adjoint.files import cache_folder, publish, remove_unfinished, unfinished_path, write_atomically
 
 _FORMAT = 1  # raise it whenever the same sources would give other tokens or another file layout
 _HASH_WHOLE = 256 << 20  # bytes; a larger file is hashed in samples, so that opening it stays quick
@@ -162,7 +162,7 @@ def _build(
         publish(unfinished, folder / f"{key}-{meta['digest']}.bin")
     finally:
         unfinished.unlink(missing_ok=True)
-    write_text(folder / f"{key}.json", json.dumps(meta, indent=1))
+    write_atomically(folder / f"{key}.json", json.dumps(meta, indent=1))
 
 
 def _documents(files: Iterable[Source], text_field: str, lenient: bool, bar: Any) -> Iterator[str]:

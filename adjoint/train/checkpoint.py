@@ -32,12 +32,13 @@ import torch
 from torch import nn
 
 from adjoint.errors import UserError
+from adjoint.files import flush
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
-_WRITING = ".writing-"
+_WRITING, _REMOVING = ".writing-", ".removing-"  # folders that a kill may leave; the next save deletes them
 
 
 class DamagedCheckpoint(UserError):
@@ -67,20 +68,27 @@ def save_checkpoint(
     Raises:
         OSError: the disk refused; earlier checkpoints are as they were.
     """
+    own = model.state_dict(keep_vars=True)
+    first_names = {id(tensor): name for name, tensor in reversed(own.items())}
+    weights = {name: own[name] for name in first_names.values()}
     work = begin_checkpoint(directory, step)
     try:
-        _write_tensors(work, model, optimizer)
+        state = optimizer_tensors(optimizer, dict(model.named_parameters()))
+        contents = {"model.safetensors": weights, "optimizer.safetensors": state}
+        files = {name: write_file(work / name, tensors) for name, tensors in contents.items()}
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)  # a full disk needs the room back
         raise
-    return commit_checkpoint(work, {}, {"step": step, **trainer}, rng or {}, keep)
+    return commit_checkpoint(work, files, {"step": step, **trainer}, rng or {}, keep)
 
 
 def begin_checkpoint(directory: str | Path, step: int) -> Path:
     """Make the hidden folder that a checkpoint's files are written to before `commit_checkpoint`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(directory)
+    for path in directory.iterdir():
+        if path.name.startswith((_WRITING, _REMOVING)):
+            shutil.rmtree(path)
     work = directory / f"{_WRITING}step-{step:08d}"
     work.mkdir()
     return work
@@ -100,14 +108,20 @@ def commit_checkpoint(
     """
     final = work.with_name(work.name.removeprefix(_WRITING))
     try:
-        _seal(work, files, trainer, rng)
+        torch.save(rng, work / "rng.pt")
+        (work / "trainer.json").write_text(json.dumps(trainer, indent=1), encoding="utf-8")
+        files = files | {name: _flushed(work / name) for name in ("rng.pt", "trainer.json")}
+        manifest = {"format": FORMAT, "step": trainer["step"], "files": files}
+        (work / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        flush(work / MANIFEST)
+        flush(work)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
     if final.exists():  # only a damaged one, or one of a future that a resume went back behind
         _remove(final)
     os.replace(work, final)
-    _fsync(final.parent)
+    flush(final.parent)
     if keep is not None:
         for old in list_checkpoints(final.parent)[:-keep]:
             _remove(old)
@@ -123,7 +137,8 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any
         save_file({name: t.detach().contiguous() for name, t in tensors.items()}, str(path))
     except SafetensorError as error:  # its way to say that the disk is full
         raise OSError(None, str(error), str(path)) from error
-    return _flushed(path, path.parent.stat().st_mode & 0o666)
+    path.chmod(path.parent.stat().st_mode & 0o666)  # as the umask says: safetensors makes its files private
+    return _flushed(path)
 
 
 class Tensors:
@@ -215,7 +230,12 @@ def list_checkpoints(directory: str | Path) -> list[Path]:
     if not directory.is_dir():
         return []
     found = [p for p in directory.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def newest_checkpoint(directory: str | Path) -> Path | None:
@@ -237,6 +257,10 @@ def verify_checkpoint(path: str | Path) -> None:
         UserError: there is no checkpoint of that name.
     """
     path = Path(path)
+
+    def damaged(what: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"damaged checkpoint {path}: {what}")
+
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint; name a folder like RUN/checkpoints/step-00000100")
     try:
@@ -248,33 +272,32 @@ def verify_checkpoint(path: str | Path) -> None:
             raise UserError(
                 f"{path}: is a run, not a checkpoint; continue it with --run.dir {path} --resume auto"
             ) from None
-        raise DamagedCheckpoint(f"damaged checkpoint {path}: {MANIFEST} is missing") from None
+        raise damaged(f"{MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise DamagedCheckpoint(f"damaged checkpoint {path}: {MANIFEST} cannot be read") from None
+        raise damaged(f"{MANIFEST} cannot be read") from None
     if version != FORMAT:
         raise UserError(
             f"{path}: written in checkpoint format {version}, this version reads {FORMAT}; use another one"
         )
-    whole = "model.safetensors" in files or _all_shards(files)
-    if not whole or "trainer.json" not in files:
-        raise DamagedCheckpoint(f"damaged checkpoint {path}: {MANIFEST} is incomplete")
+    shards = [match for match in map(_SHARD.fullmatch, files) if match]
+    all_shards = bool(shards) and len(shards) == int(shards[0][1])
+    if not ("model.safetensors" in files or all_shards) or "trainer.json" not in files:
+        raise damaged(f"{MANIFEST} is incomplete")
     for name, sha256, size in entries:
         file = path / name
         if not file.is_file():
-            raise DamagedCheckpoint(f"damaged checkpoint {path}: {name} is missing")
+            raise damaged(f"{name} is missing")
         if file.stat().st_size != size:
-            raise DamagedCheckpoint(
-                f"damaged checkpoint {path}: {name} has {file.stat().st_size} bytes, not {size}"
-            )
+            raise damaged(f"{name} has {file.stat().st_size} bytes, not {size}")
         if _sha256(file) != sha256:
-            raise DamagedCheckpoint(f"damaged checkpoint {path}: the checksum of {name} does not match")
+            raise damaged(f"the checksum of {name} does not match")
 
 
 def set_aside_after(directory: str | Path, step: int) -> list[Path]:
     """Rename the checkpoints beyond ``step`` so that none of an abandoned future is picked up later."""
     moved = []
     for path in list_checkpoints(directory):
-        if int(path.name.removeprefix("step-")) > step:
+        if step_of(path) > step:
             target = path.with_name(f"{path.name}.set-aside")
             if target.exists():
                 _remove(target)
@@ -307,53 +330,22 @@ def load_optimizer(
     optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _write_tensors(work: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file, save_model
-
-    try:
-        save_model(model, str(work / "model.safetensors"))
-        named = dict(model.named_parameters())
-        save_file(optimizer_tensors(optimizer, named), str(work / "optimizer.safetensors"))
-    except SafetensorError as error:  # its way to say that the disk is full
-        raise OSError(None, str(error), str(work)) from error
-
-
-def _seal(work: Path, files: dict[str, dict[str, Any]], trainer: dict[str, Any], rng: dict[str, Any]) -> None:
-    torch.save(rng, work / "rng.pt")
-    (work / "trainer.json").write_text(json.dumps(trainer, indent=1), encoding="utf-8")
-    files = dict(files)
-    mode = (work / "trainer.json").stat().st_mode
-    for file in sorted(work.iterdir()):
-        if file.name not in files:
-            files[file.name] = _flushed(file, mode)
-    manifest = {"format": FORMAT, "step": trainer["step"], "files": files}
-    (work / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    _fsync(work / MANIFEST)
-    _fsync(work)
-
-
-def _flushed(file: Path, mode: int) -> dict[str, Any]:
-    file.chmod(mode)  # safetensors makes its files private; the run's other files follow the umask
-    _fsync(file)
+def _flushed(file: Path) -> dict[str, Any]:
+    """Wait until a file is on the disk; its entry for the manifest."""
+    flush(file)
     return {"sha256": _sha256(file), "bytes": file.stat().st_size}
 
 
 def _load_weights(path: Path, model: nn.Module) -> None:
-    from safetensors.torch import load_model
-
-    file, device = path / "model.safetensors", next(model.parameters()).device
+    """Fill a model. Of a tensor with several names, as a tied table has, the checkpoint needs only one."""
+    stored, own = Tensors(path, "model"), model.state_dict(keep_vars=True)
+    given = {id(own[name]) for name in own if name in stored.where}
+    missing = {name for name, tensor in own.items() if id(tensor) not in given}
+    differing = sorted(missing | (stored.where.keys() - own.keys()))
     try:
-        if file.exists():
-            load_model(model, str(file), device=str(device))
-        else:
-            stored = Tensors(path, "model")
-            missing, unexpected = model.load_state_dict(
-                {name: stored[name] for name in model.state_dict()}, strict=False
-            )
-            strangers = set(stored.where) - set(model.state_dict())
-            if missing or unexpected or strangers:
-                raise RuntimeError(f"differing: {', '.join(sorted([*missing, *unexpected, *strangers])[:3])}")
+        if differing:
+            raise RuntimeError(f"differing: {', '.join(differing[:3])}")
+        model.load_state_dict({name: stored[name] for name in stored.where}, strict=False)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError(
@@ -361,32 +353,13 @@ def _load_weights(path: Path, model: nn.Module) -> None:
         ) from None
 
 
-def _all_shards(files: Mapping[str, Any]) -> bool:
-    matches = [match for match in map(_SHARD.fullmatch, files) if match]
-    return bool(matches) and len(matches) == int(matches[0][1])
-
-
 def _sha256(file: Path) -> str:
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _remove(path: Path) -> None:
     """Delete a checkpoint. It is renamed first, so that a kill half-way leaves no half checkpoint behind."""
-    doomed = path.with_name(f".removing-{path.name}")
+    doomed = path.with_name(f"{_REMOVING}{path.name}")
     os.replace(path, doomed)
     shutil.rmtree(doomed)
-
-
-def _remove_leftovers(directory: Path) -> None:
-    for path in directory.iterdir():
-        if path.name.startswith((_WRITING, ".removing-")):
-            shutil.rmtree(path)

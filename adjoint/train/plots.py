@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from adjoint.files import save_figure
 
 
 def plot_losses(
@@ -19,18 +20,15 @@ def plot_losses(
         unigram_entropy: entropy of the tokens' frequencies, nats a token.
         title: one line above the picture.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
     figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")  # no pyplot: nothing global, no display
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     steps, losses = [row["step"] for row in metrics], [row["loss"] for row in metrics]
-    axes.plot(
-        steps, losses, color="tab:blue", linewidth=1, alpha=0.35 if len(steps) > 30 else 1.0, label="training"
-    )
-    if len(steps) > 30:
+    many = len(steps) > 30
+    axes.plot(steps, losses, color="tab:blue", linewidth=1, alpha=0.35 if many else 1.0, label="training")
+    if many:
         axes.plot(steps, _smoothed(losses), color="tab:blue", linewidth=1.8, label="training, smoothed")
     held_out = [(row["step"], row["eval_loss"]) for row in metrics if row.get("eval_loss") is not None]
     if held_out:
@@ -38,8 +36,7 @@ def plot_losses(
     if unigram_entropy is not None:
         label = f"unigram entropy, {unigram_entropy:.2f}"
         axes.axhline(unigram_entropy, color="tab:gray", linestyle="--", linewidth=1, label=label)
-    positive = [value for value in losses if value > 0]
-    if len(positive) == len(losses) and positive and max(positive) > 4 * min(positive):
+    if losses and max(losses) > 4 * min(losses) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         axes.yaxis.set_major_formatter(ScalarFormatter())
@@ -48,10 +45,7 @@ def plot_losses(
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    path = Path(path)
-    unfinished = path.with_name(f".{path.name}")
-    figure.savefig(unfinished, format=path.suffix.removeprefix(".") or "png")
-    os.replace(unfinished, path)
+    save_figure(figure, path)
 
 
 def _smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:

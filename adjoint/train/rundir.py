@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from adjoint.errors import UserError
+from adjoint.files import remove_unfinished, write_atomically
 from adjoint.train.checkpoint import newest_checkpoint, verify_checkpoint
 from adjoint.train.config import RunConfig
 
@@ -25,7 +26,7 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
             process writes to it, or the checkpoint named is missing or damaged.
     """
     if run.resume == "auto":
-        folder = RunFolder(Path(run.dir) if run.dir else _latest(run.name or "default"))
+        folder = RunFolder(Path(run.dir) if run.dir else _numbered(run.name or "default")[0])
         return folder, newest_checkpoint(folder.path / "checkpoints")
     checkpoint = None
     if run.resume != "never":
@@ -36,42 +37,30 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
             return RunFolder(Path(run.dir) if run.dir else Path(os.path.relpath(own.parent))), checkpoint
     if not run.dir:
         return _new_folder(run.name or "default"), checkpoint
-    if holds_run(Path(run.dir)):
+    if any((Path(run.dir) / name).exists() for name in _CONTENTS):
         raise UserError(
             f"run.dir {run.dir}: holds another run; continue it with --resume auto or name another --run.dir"
         )
     return RunFolder(Path(run.dir)), checkpoint
 
 
-def holds_run(folder: Path) -> bool:
-    """Whether a run has been written to this folder."""
-    return any((folder / name).exists() for name in _CONTENTS)
-
-
-def _numbered(name: str) -> list[int]:
+def _numbered(name: str) -> tuple[Path, Path]:
+    """The latest of runs/NAME, runs/NAME-2, … (the first, where there is none yet), and the one after it."""
     pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
     matches = [pattern.fullmatch(p.name) for p in RUNS.iterdir()] if RUNS.is_dir() else []
-    return sorted(int(match[1] or 1) for match in matches if match)
-
-
-def _numbered_path(name: str, number: int) -> Path:
-    return RUNS / (name if number == 1 else f"{name}-{number}")
-
-
-def _latest(name: str) -> Path:
-    numbers = _numbered(name)
-    return _numbered_path(name, numbers[-1] if numbers else 1)
+    last = max((int(match[1] or 1) for match in matches if match), default=0)
+    paths = [RUNS / (name if number <= 1 else f"{name}-{number}") for number in (last, last + 1)]
+    return paths[0], paths[1]
 
 
 def _new_folder(name: str) -> RunFolder:
-    """runs/NAME, or runs/NAME-2, …: making the folder reserves it, so that no two runs share one."""
+    """Making the folder reserves it, so that no two runs share one."""
+    RUNS.mkdir(exist_ok=True)
     while True:
-        numbers = _numbered(name)
-        path = _numbered_path(name, numbers[-1] + 1 if numbers else 1)
-        RUNS.mkdir(exist_ok=True)
+        path = _numbered(name)[1]
         try:
             path.mkdir()
-        except FileExistsError:
+        except FileExistsError:  # another run was quicker
             continue
         return RunFolder(path)
 
@@ -100,6 +89,7 @@ class RunFolder:
 
     def start(self, step: int) -> None:
         """Open the metrics, without those of steps after ``step``, which will be done again."""
+        remove_unfinished(self.path)
         file = self.path / "metrics.jsonl"
         self.rows = _read_rows(file, step)
         write_atomically(file, "".join(json.dumps(row) + "\n" for row in self.rows))
@@ -120,16 +110,6 @@ class RunFolder:
             (self.path / _LOCK).unlink()
             self.path.rmdir()
         os.close(self._lock)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file in one piece: a reader, or a kill, finds the old one or the new one."""
-    unfinished = path.with_name(f".{path.name}.writing")
-    with open(unfinished, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(unfinished, path)
 
 
 def _lock(path: Path) -> int:

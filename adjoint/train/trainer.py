@@ -15,6 +15,7 @@ import torch
 
 from adjoint.data.batches import Data, open_data
 from adjoint.errors import UserError
+from adjoint.files import write_atomically
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import load_checkpoint, save_checkpoint, set_aside_after
 from adjoint.train.config import Config, load_config
@@ -30,7 +31,7 @@ from adjoint.train.machine import (
 )
 from adjoint.train.optimizer import learning_rate, make_optimizer
 from adjoint.train.plots import plot_losses
-from adjoint.train.rundir import RunFolder, open_run, write_atomically
+from adjoint.train.rundir import RunFolder, open_run
 
 
 @dataclass(frozen=True)

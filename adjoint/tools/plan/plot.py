@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from adjoint.cluster.simulate import Span, Timeline
+from adjoint.files import save_figure
 
 COLOURS = {
     "forward": "tab:blue",
@@ -70,10 +70,7 @@ def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, t
     figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", frameon=False, fontsize=9)
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    path = Path(path)
-    unfinished = path.with_name(f".{path.name}")
-    figure.savefig(unfinished, format=path.suffix.removeprefix(".") or "png")
-    os.replace(unfinished, path)
+    save_figure(figure, path)
 
 
 def caption(timeline: Timeline) -> str:

@@ -20,6 +20,7 @@ import torch
 
 from adjoint.data.batches import open_data
 from adjoint.errors import UserError
+from adjoint.files import write_atomically
 from adjoint.layers import StackConfig
 from adjoint.methods import METHODS, TOLERANCE, Backprop, Exact
 from adjoint.stack import Stack
@@ -30,7 +31,6 @@ from adjoint.tools.sweep.compare import Window
 from adjoint.train.checkpoint import load_checkpoint
 from adjoint.train.config import Config, plain
 from adjoint.train.machine import PeakMemory, environment, pick_device, set_up
-from adjoint.train.rundir import write_atomically
 
 RESULTS = "sweep.json"
 
