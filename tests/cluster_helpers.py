@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 
 from adjoint import Stack, StackConfig
-from adjoint.cluster.shard import Shard, total_norm
+from adjoint.cluster.helpers import as_arrays, as_tensors
+from adjoint.cluster.shard import HelperShard, Shard, total_norm
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import local_transports
 from adjoint.train.config import TrainingConfig
@@ -22,6 +23,29 @@ def split(n_layer: int, shards: int) -> list[range]:
     return [range(n_layer * s // shards, n_layer * (s + 1) // shards) for s in range(shards)]
 
 
+class ThreadCrew:
+    """Helpers of a shard, a thread each."""
+
+    def __init__(self, helpers: list[HelperShard]) -> None:
+        self.helpers, self.size = helpers, len(helpers)
+        self.threads = [ThreadPoolExecutor(1) for _ in helpers]
+        self.tasks = [0] * len(helpers)
+
+    def submit(self, helper: int, task: Any) -> Future[Any]:
+        batch = next(tensor.shape[0] for key, tensor in task[2].items() if key[0] == "y")
+        copied = as_tensors(as_arrays(task))  # as Ray ships them
+        self.tasks[helper] += 1
+        return self.threads[helper].submit(self.helpers[helper].task, copied, batch)
+
+    def ready(self, handles: Sequence[Future[Any]], wait_for_one: bool = False, **keywords: Any) -> list[Any]:
+        if not (wait_for_one or keywords.get("wait")):
+            return [handle for handle in handles if handle.done()]
+        return list(wait(handles, return_when=FIRST_COMPLETED).done)
+
+    def result(self, handle: Future[Any]) -> Any:
+        return handle.result()
+
+
 def make_shards(
     config: StackConfig,
     shards: int,
@@ -32,17 +56,22 @@ def make_shards(
     helpers: tuple[int, ...] = (),
     replicas: int = 1,
     sequence: int = 1,
-    exchange: str = "affine",
 ) -> list[Shard]:
-    """Shards of one model and their helpers, and the same of every other replica, joined by queues."""
-    transports = local_transports(replicas * (shards + len(helpers)) * sequence)
+    """Shards of one model and of every other replica, joined by queues; helpers are in their crews."""
+    transports = local_transports(replicas * (shards * sequence + len(helpers)))
     spans = tuple(split(config.n_layer, shards))
-    rest = {"replicas": replicas, "sequence": sequence, "exchange": exchange, "precision": precision}
+    rest = {"replicas": replicas, "sequence": sequence, "precision": precision}
     specs = [
         ShardSpec(config, training, method, spans, rank, helpers, **rest)  # type: ignore[arg-type]
         for rank in range(len(transports))
     ]
-    return [Shard(spec, transport, drawn) for spec, transport in zip(specs, transports, strict=True)]
+    made = []
+    for spec, transport in zip(specs, transports, strict=True):
+        if not spec.helps:
+            mine = [s for s in specs if s.helps and (s.replica, s.shard) == (spec.replica, spec.shard)]
+            crew = ThreadCrew([HelperShard(s) for s in mine]) if mine else None
+            made.append(Shard(spec, transport, drawn, crew))
+    return made
 
 
 def together(shards: list[Shard], call: Callable[[Shard], Any]) -> list[Any]:
@@ -59,7 +88,7 @@ def together(shards: list[Shard], call: Callable[[Shard], Any]) -> list[Any]:
         futures = [pool.submit(guarded, shard) for shard in shards]
         wait(futures)
         failed = [f.exception() for f in futures if f.exception() is not None]
-        own = [e for e in failed if "another shard has failed" not in str(e)]
+        own = [e for e in failed if "another worker has failed" not in str(e)]
         if failed:
             raise (own or failed)[0]  # type: ignore[misc]
         return [f.result() for f in futures]
@@ -76,10 +105,9 @@ def disturb(named: Mapping[str, torch.Tensor]) -> None:
 
 def disturbed_shards(*arguments: Any, **keywords: Any) -> list[Shard]:
     shards = make_shards(*arguments, **keywords)
-    owners = [shard for shard in shards if not shard.helps]
-    for shard in owners:
-        disturb(shard.part.named_weights())
-    together(owners, Shard.share_table)
+    for shard in shards:
+        disturb(shard.named_weights())
+    together(shards, Shard.share_table)
     return shards
 
 
@@ -117,7 +145,7 @@ def train_stack(
 
 
 def train_shards(
-    shards: list[Shard], training: TrainingConfig, batches: list[torch.Tensor]
+    shards: list[Shard], training: TrainingConfig, batches: list[torch.Tensor], **keywords: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same over shards."""
     names = [name for name, _ in Stack(shards[0].spec.model).named_parameters()]
@@ -128,19 +156,18 @@ def train_shards(
         def gradients(shard: Shard, parts: Any = parts) -> float:
             shard.zero_grad()
             found = [
-                shard.accumulate(p, batches=len(parts), final=i + 1 == len(parts))
+                shard.accumulate(p, batches=len(parts), final=i + 1 == len(parts), **keywords)
                 for i, p in enumerate(parts)
             ]
             return sum(loss for loss in found if loss is not None)
 
         losses.append(sum(together(shards, gradients)))
-        owners = [shard for shard in shards if not shard.helps]
         if not first:
-            for shard in owners:
-                named = shard.part.named_weights()
+            for shard in shards:
+                named = shard.named_weights()
                 first |= {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
-        norms = {name: norm for shard in owners for name, norm in shard.norms().items()}
+        norms = {name: norm for shard in shards for name, norm in shard.norms().items()}
         total = total_norm([norms[name] for name in names], shards[0].spec.precision)
         rate = learning_rate(step, training)
-        together(owners, lambda shard, total=total, rate=rate: shard.step(rate, total))
+        together(shards, lambda shard, total=total, rate=rate: shard.step(rate, total))
     return losses, first

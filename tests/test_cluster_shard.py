@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import random
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,9 @@ from cluster_helpers import (
 )
 from model_helpers import SIZES, VARIANTS, assert_same, make_ids
 
-from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
-from adjoint.cluster.part import Part
-from adjoint.cluster.schedule import Recv, Run, Schedule, Send, check
+from adjoint import Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cluster.shard import Shard
+from adjoint.cluster.spec import ShardSpec
 from adjoint.errors import UserError
 from adjoint.train import machine as runtime
 from adjoint.train.checkpoint import begin_checkpoint, commit_checkpoint, load_checkpoint, verify_checkpoint
@@ -32,47 +29,39 @@ from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import make_optimizer
 
 
+def alone(config: StackConfig, spans: list[range], worker: int, seed: int, drawn: bool = True) -> Shard:
+    training = TrainingConfig(seed=seed)
+    return Shard(ShardSpec(config, training, Exact(7), tuple(spans), worker, precision="float32"), drawn=drawn)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_the_parts_have_the_weights_of_the_whole(variant: str, tied: bool, shards: int) -> None:
+def test_the_shards_have_the_weights_of_the_whole(variant: str, tied: bool, shards: int) -> None:
     config = StackConfig(**{**SIZES, "n_layer": 5, **VARIANTS[variant], "tie_embeddings": tied})
     torch.manual_seed(7)
     whole = dict(Stack(config).named_parameters())
     generator = torch.get_rng_state()
     found: dict[str, torch.Tensor] = {}
-    for span in split(config.n_layer, shards):
-        part = Part(config, span, seed=7)
-        named = part.named_weights()
+    spans = split(config.n_layer, shards)
+    for worker in range(shards):
+        shard = alone(config, spans, worker, seed=7)
+        named = shard.named_weights()
         assert not found.keys() & named.keys()
         found |= named
-        if part.first:
-            ids = make_ids(2, 3)
-            assert torch.equal(part.embed(ids), whole["embedding.weight"][ids])
-        if part.last:
-            assert torch.equal(
-                part.head_parameters()[1], whole.get("lm_head.weight", whole["embedding.weight"])
-            )
-        assert not list(part.buffers())
+        if shard.table is not None:
+            assert torch.equal(shard.table, whole["embedding.weight"])
+        if shard.part.is_last and tied:
+            head = shard.part.head_parameters()[1]
+            assert torch.equal(head, whole["embedding.weight"])
+            assert shards > 1 or head is shard.part.embedding.weight
+            assert all(group["weight_decay"] == 0 for group in shard.optimizer.param_groups if any(
+                p is head for p in group["params"]))  # fmt: skip
+        assert not list(shard.part.buffers())
     assert found.keys() == whole.keys()
     for name, parameter in whole.items():
         assert torch.equal(found[name], parameter), name
     assert torch.equal(torch.get_rng_state(), generator), "drawing a part's weights moves the generator"
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_parts_are_filled_by_name(shards: int) -> None:
-    config = StackConfig(**{**SIZES, "n_layer": 3})
-    whole = dict(Stack(config).double().named_parameters())
-    for span in split(3, shards):
-        part = Part(config, span, seed=None, dtype=torch.float64)
-        part.load_weights(whole.__getitem__)
-        for name, parameter in part.named_weights().items():
-            assert torch.equal(parameter, whole[name]), name
-        if part.first:
-            assert torch.equal(part.table.weight, whole["embedding.weight"])
-        if part.first and part.last:
-            assert part.lm_head.weight is part.embedding.weight
 
 
 WINDOWED = [
@@ -100,7 +89,7 @@ def test_exact_over_shards_is_exact_in_one_process(
     losses, gradients = train_stack(stack, method, TRAINING, batches)
     made = disturbed_shards(config, shards, method, TRAINING)
     found_losses, found = train_shards(made, TRAINING, batches)
-    weights = {name: p for shard in made for name, p in shard.part.named_weights().items()}
+    weights = {name: p for shard in made for name, p in shard.named_weights().items()}
     expected = dict(stack.named_parameters())
     assert weights.keys() == found.keys() == expected.keys()
     if shards == 1 or not tied:  # then every sum is taken in the same order
@@ -113,7 +102,7 @@ def test_exact_over_shards_is_exact_in_one_process(
         assert_same(found, gradients, 1e-12)
         assert_same(weights, expected, 1e-12)
     if tied and shards > 1:
-        assert torch.equal(made[0].part.table.weight, weights["embedding.weight"])
+        assert torch.equal(made[0].table, weights["embedding.weight"])
 
 
 @pytest.mark.parametrize("keep", ["inputs", "offload"])
@@ -139,7 +128,7 @@ def test_gradients_of_several_batches_are_averaged(tied: bool, one_thread: None)
     found_losses, found = train_shards(made, training, batches)
     assert found_losses == pytest.approx(losses, rel=1e-12)
     assert_same(found, gradients, 1e-12)
-    weights = {name: p for shard in made for name, p in shard.part.named_weights().items()}
+    weights = {name: p for shard in made for name, p in shard.named_weights().items()}
     assert_same(weights, dict(stack.named_parameters()), 1e-12)
 
 
@@ -170,7 +159,7 @@ def test_windowed_methods_over_shards_are_those_of_one_process(
     found_losses, found = train_shards(made, TRAINING, batches)
     assert found_losses == pytest.approx(losses, rel=1e-12)
     assert_same(found, gradients, 1e-12)
-    weights = {name: p for shard in made for name, p in shard.part.named_weights().items()}
+    weights = {name: p for shard in made for name, p in shard.named_weights().items()}
     assert_same(weights, dict(stack.named_parameters()), 1e-11)
 
 
@@ -195,9 +184,9 @@ def test_a_checkpoint_goes_on_bit_for_bit_under_any_number_of_shards(
     load_checkpoint(path, stack, optimizer)
     more = [make_ids(2, 20, seed=step) for step in (2, 3)]
     losses, _ = train_shards(made, training, more)
-    weights = {name: p for shard in made for name, p in shard.part.named_weights().items()}
+    weights = {name: p for shard in made for name, p in shard.named_weights().items()}
     found_losses, _ = train_shards(others, training, more)
-    found = {name: p for shard in others for name, p in shard.part.named_weights().items()}
+    found = {name: p for shard in others for name, p in shard.named_weights().items()}
     whole_losses, _ = train_stack(stack, Exact(7), training, more, optimizer)
     whole = dict(stack.named_parameters())
     if before == after or not tied:
@@ -222,61 +211,6 @@ def test_evaluation_is_the_loss_and_leaves_no_trace(shards: int, one_thread: Non
     assert all(p.grad is None for shard in made for p in shard.part.parameters())
 
 
-@pytest.mark.parametrize("method", [Backprop(), Truncated("auto"), Truncated(9, 3, unbiased=True)], ids=str)
-def test_methods_that_do_not_run_over_shards_are_refused(method: Any) -> None:
-    with pytest.raises(UserError, match="does not run over shards"):
-        make_shards(StackConfig(**SIZES), 1, method, TRAINING)
-
-
 def test_helpers_are_for_layer_local_alone() -> None:
-    with pytest.raises(UserError, match="only layer-local"):
+    with pytest.raises(UserError, match="has no tasks to share; use layer-local"):
         make_shards(StackConfig(**SIZES), 1, Exact(7), TRAINING, helpers=(0,))
-
-
-def shuffled(made: Schedule, seed: int) -> Schedule:
-    """The same with all cotangents received first, then the tasks of each layer (of all layers, if they
-    are local) in a random order, then everything else."""
-    chance = random.Random(seed)
-
-    def rank(action: Any) -> tuple[Any, ...]:
-        if isinstance(action, Run) and action.kind == "task":
-            return 2, 0 if made.name == "layer-local" else -(action.layer or 0), chance.random()
-        before = isinstance(action, Recv) or getattr(action, "kind", "") == "head"
-        return 1 if before else 3, 0
-
-    programs = []
-    for program in made.programs:
-        forward = max(i for i, a in enumerate(program) if "forward" in str(a) or "send y" in str(a)) + 1
-        end = [a for a in program if "table" in str(a)]
-        middle = [a for a in program[forward:] if a not in end]
-        if made.name == "layer-local":  # what goes out to the others goes out at once
-            sent = [a for a in middle if isinstance(a, Send) or getattr(a, "kind", "") == "head"]
-            middle = sent + sorted((a for a in middle if a not in sent), key=rank)
-        else:
-            middle = sorted(middle, key=rank)
-        programs.append((*program[:forward], *middle, *end))
-    return dataclasses.replace(made, programs=tuple(programs))
-
-
-@pytest.mark.parametrize("method", [Truncated(5, 8), LayerLocal(5, 8)], ids=str)
-@pytest.mark.parametrize("shards", [1, 2])
-def test_tasks_may_run_in_any_order(
-    method: Any, shards: int, monkeypatch: pytest.MonkeyPatch, one_thread: None
-) -> None:
-    config = StackConfig(**{**SIZES, "n_layer": 4, "tie_embeddings": False})
-    ids = make_ids(2, 43)
-    _, gradients = train_stack(disturbed_stack(config), method, TRAINING, [ids])
-    plan, orders = Shard._plan, set()
-    for seed in range(3):
-
-        def other_order(shard: Shard, *arguments: Any, seed: int = seed) -> Any:
-            made, work = plan(shard, *arguments)
-            made = shuffled(made, seed)
-            check(made)
-            orders.add(str(made))
-            return made, work
-
-        monkeypatch.setattr(Shard, "_plan", other_order)
-        _, found = train_shards(disturbed_shards(config, shards, method, TRAINING), TRAINING, [ids])
-        assert_same(found, gradients, 1e-12)
-    assert len(orders) == 3

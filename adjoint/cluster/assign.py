@@ -9,12 +9,11 @@ import torch
 
 from adjoint.cluster import fit
 from adjoint.cluster.devices import shares
-from adjoint.cluster.partition import layer_costs, partition
-from adjoint.cluster.sequence import stretched
-from adjoint.cluster.spec import ShardSpec
-from adjoint.train.config import TrainingConfig
 from adjoint.cluster.memory import Setup
+from adjoint.cluster.partition import layer_costs, partition
+from adjoint.cluster.spec import ShardSpec
 from adjoint.stack import Stack
+from adjoint.train.config import TrainingConfig
 
 
 def make_specs(
@@ -25,7 +24,7 @@ def make_specs(
     shards: int,
     ids: tuple[int, int] | None = None,
     replicas: int = 1,
-    split: tuple[int, str] = (1, "affine"),
+    sequence: int = 1,
 ) -> tuple[str, tuple[range, ...], list[ShardSpec]]:
     """Layers by the devices' shares, within their memory; one precision for all; cores shared among the
     workers of a node.
@@ -33,7 +32,7 @@ def make_specs(
     Args:
         found: what each worker's process has, by rank: see `ShardActor.look`.
         ids: (batch, seqlen), to see whether the memory suffices; None to leave that out.
-        split: how many share a sequence, and how they exchange states.
+        sequence: workers of a shard, to whom the chunks are dealt out in turn.
 
     Returns:
         The first worker's device, each shard's layers, and every worker's specification.
@@ -46,9 +45,10 @@ def make_specs(
     precisions = {look["precision"] for look in found}
     precision = precisions.pop() if len(precisions) == 1 else "float32"
     workers = len(found) // replicas
-    sequence, exchange = split
-    stride = workers if sequence == 1 else 1  # those who share a sequence have the same layers too
-    gpus = [_smallest([look["gpu"] for look in found[shard::stride]]) for shard in range(shards)]
+    owners = [look for rank, look in enumerate(found) if rank % workers < shards * sequence]
+    # of each shard the looks of all workers that have its layers
+    alike = [[o for i, o in enumerate(owners) if i // sequence % shards == shard] for shard in range(shards)]
+    gpus = [_smallest([look["gpu"] for look in looks]) for looks in alike]
     capacities = shares(gpus)
     if ids is None:
         spans = tuple(partition(costs, shards, capacities))
@@ -56,10 +56,9 @@ def make_specs(
         least = min((gpu.memory_bytes for gpu in gpus if gpu is not None), default=None)
         device = "cpu" if least is None else "cuda"
         rows = -(-ids[0] // replicas)  # of the replica that has most
-        setup = Setup(model, method, rows, ids[1], precision, device, least, training.grad_accumulation)
-        if sequence > 1:
-            setup = stretched(setup, sequence)
-        owners = [look for rank, look in enumerate(found) if rank % workers < shards * sequence]
+        setup = Setup(
+            model, method, rows, ids[1], precision, device, least, training.grad_accumulation, sequence=sequence
+        )
         places = [(look["node"], look["memory"]) for look in owners]
         spans = tuple(fit.assign_on(setup, costs, capacities, gpus, places))
     nodes = [look["node"] for look in found]
@@ -70,10 +69,9 @@ def make_specs(
             method,
             spans,
             rank,
-            helpers=tuple(i % shards for i in range(workers // sequence - shards)),
+            helpers=tuple(i % shards for i in range(workers - shards * sequence)),
             replicas=replicas,
             sequence=sequence,
-            exchange=exchange,
             device=look["device"],
             precision=precision,
             threads=training.threads or max(1, look["cores"] // nodes.count(look["node"])),

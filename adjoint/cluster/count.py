@@ -21,13 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adjoint import windowed
 from adjoint.engine import tile
+from adjoint.engine.tile import Gradients
 from adjoint.kernels import dispatch
-from adjoint.layers import StackConfig
+from adjoint.layers import Block, StackConfig
 from adjoint.layers.norm import RMSNorm
 from adjoint.loss import linear_cross_entropy
 from adjoint.train.machine import autocast
-from adjoint.layers import Block
-from adjoint.engine.tile import Gradients
 
 
 @dataclass(frozen=True)

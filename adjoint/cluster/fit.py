@@ -10,9 +10,9 @@ import numpy as np
 
 from adjoint.cluster import memory as plan
 from adjoint.cluster.devices import Device
+from adjoint.cluster.memory import Memory, Setup, chunking
 from adjoint.cluster.partition import GB, partition
 from adjoint.errors import UserError
-from adjoint.cluster.memory import Memory, Setup, chunking
 
 LONGEST = 1 << 33  # tokens; no sequence is longer
 

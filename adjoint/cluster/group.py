@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adjoint.cluster import placement
+from adjoint.cluster.helpers import Task, as_arrays, as_tensors
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
-from adjoint.cluster.sequence import check_setup, pick_exchange
-from adjoint.cluster.shard import Shard
+from adjoint.cluster.shard import HelperShard, Shard, check_method
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import Mailbox, ObjectStoreTransport, Transport, join
-from adjoint.train.config import TrainingConfig
 from adjoint.errors import UserError
+from adjoint.train.config import TrainingConfig
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has
 SEARCH = 15.0  # the same where only connections are known to have broken, but not yet who broke them
@@ -37,7 +37,7 @@ OBJECT_STORE = "object-store"
 class ShardActor:
     """The process of one shard: a thin wrapper that Ray calls. Its heart beats in a thread of its own."""
 
-    shard: Shard | None = None
+    shard: Shard | HelperShard | None = None
 
     def __init__(self) -> None:
         self.mailbox = Mailbox()
@@ -50,8 +50,7 @@ class ShardActor:
 
         from adjoint.cluster import devices
         from adjoint.kernels.cpu import build as cpu_build
-        from adjoint.train.machine import total_memory_bytes
-        from adjoint.train.machine import pick_device, pick_precision
+        from adjoint.train.machine import pick_device, pick_precision, total_memory_bytes
 
         device = pick_device(training.device)
         if device.type == "cpu":
@@ -73,9 +72,13 @@ class ShardActor:
         }
 
     def build(
-        self, spec: ShardSpec, meeting: str, backend: str, peers: list[Any], checkpoint: str | None
+        self, spec: ShardSpec, meeting: str, backend: str, actors: list[Any], checkpoint: str | None
     ) -> None:
-        """Becomes a shard, drawn from the seed or filled from a checkpoint."""
+        """Becomes a shard, drawn from the seed or filled from a checkpoint; or a helper of one.
+
+        Args:
+            actors: handles of all workers, by rank.
+        """
         import torch
 
         from adjoint.train.machine import set_up
@@ -83,12 +86,22 @@ class ShardActor:
         set_up(dataclasses.replace(spec.training, threads=spec.threads), torch.device(spec.device))
         transport: Transport | None = None
         if backend == OBJECT_STORE:
-            transport = ObjectStoreTransport(spec.rank, peers, self.mailbox)
+            transport = ObjectStoreTransport(spec.rank, actors, self.mailbox)
         elif spec.world > 1:
             transport = join(meeting, spec.rank, spec.world, backend, PATIENCE, spec.groups)
-        self.shard = Shard(spec, transport, drawn=checkpoint is None)
+        if spec.helps:
+            self.shard = HelperShard(spec)
+            return
+        first = spec.replica * spec.workers + len(spec.spans)
+        mine = [actors[first + i] for i, shard in enumerate(spec.helpers) if shard == spec.shard]
+        self.shard = Shard(spec, transport, checkpoint is None, RayCrew(mine) if mine else None)
         if checkpoint is not None:
             self.shard.load(checkpoint)
+
+    def task(self, task: Any, batch: int) -> list[Any]:
+        """Runs a task of the shard that this helper shares the tasks of."""
+        assert isinstance(self.shard, HelperShard)
+        return [gradient.numpy() for gradient in self.shard.task(as_tensors(task), batch)]
 
     def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
         """Calls a method of the shard; NumPy arrays become tensors."""
@@ -98,13 +111,37 @@ class ShardActor:
         own = [torch.from_numpy(a.copy()) if isinstance(a, np.ndarray) else a for a in arguments]
         return getattr(self.shard, name)(*own, **keywords)
 
-    def deliver(self, source: int, what: str, tag: int, message: list[Any]) -> None:
-        """Takes a message of another shard in; waits while its channel is full."""
-        self.mailbox.put(source, what, tag, message[0])
+    def deliver(self, source: int, number: int, message: list[Any]) -> None:
+        """Takes a message of another worker in; waits while its channel is full."""
+        self.mailbox.put(source, number, message[0])
 
     def beat(self) -> float:
         """Answers, whatever else this process is doing."""
         return time.time()
+
+
+class RayCrew:
+    """A shard's helpers as Ray actors."""
+
+    def __init__(self, actors: list[Any]) -> None:
+        self.actors, self.size = actors, len(actors)
+
+    def submit(self, helper: int, task: Task) -> Any:
+        import ray
+
+        batch = next(tensor.shape[0] for key, tensor in task[2].items() if key[0] == "y")
+        return self.actors[helper].task.remote(ray.put(as_arrays(task)), batch)
+
+    def ready(self, handles: Sequence[Any], wait: bool) -> list[Any]:
+        import ray
+
+        return ray.wait(list(handles), num_returns=1, timeout=None if wait else 0)[0] if handles else []
+
+    def result(self, handle: Any) -> list[Any]:
+        import ray
+        import torch
+
+        return [torch.from_numpy(gradient.copy()) for gradient in ray.get(handle)]
 
 
 class Group:
@@ -123,8 +160,7 @@ class Group:
         await_nodes: whether nodes may still come within `start_timeout`, in place of lost ones.
         ids: (batch, seqlen) of the token ids to come, by which memory is reckoned; None reckons with nothing.
         replicas: how many pipelines of that many shards and helpers, each of which takes rows of every batch.
-        sequence: how many workers, instead of shards, share a replica's sequences. exchange: how they carry
-            states, one of `sequence.EXCHANGES`, or "auto": the faster one.
+        sequence: workers of a shard, to whom the chunks of a sequence are dealt out in turn.
 
     Raises:
         UserError: the cluster has not what is asked for.
@@ -147,17 +183,15 @@ class Group:
         ids: tuple[int, int] | None = None,
         replicas: int = 1,
         sequence: int = 1,
-        exchange: str = "auto",
     ) -> None:
         import ray
 
         from adjoint.cluster.assign import make_specs  # shards do not need what plans
 
         need = need or placement.Need()
-        if sequence > 1:
-            check_setup(method, shards, helpers, sequence)
+        check_method(method, helpers, sequence)
         if shards == "auto":
-            room = placement.how_many(need, placement.nodes()) // replicas
+            room = placement.how_many(need, placement.nodes()) // (replicas * sequence)
             shards = max(1, min(room - helpers, model.n_layer))
         assert isinstance(shards, int)
         if shards > model.n_layer:
@@ -167,18 +201,16 @@ class Group:
             )
         self.start_timeout, self.hang_timeout = start_timeout, hang_timeout
         self.shards, self.sequence, self.replicas = shards, sequence, replicas
-        self.workers = (shards + helpers) * sequence  # of a replica
-        self.exchange = pick_exchange(sequence, model.n_layer) if exchange == "auto" else exchange
-        key = "sequence" if sequence > 1 else "shards"
-        self.place = placement.place(self.workers, need, start_timeout, await_nodes, replicas, key)
+        self.owners = shards * sequence  # of a replica
+        self.workers = self.owners + helpers
+        self.place = placement.place(self.workers, need, start_timeout, await_nodes, replicas)
         self.actors: list[Any] = []
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:
             self.actors = [self._actor(ray, rank, need) for rank in range(replicas * self.workers)]
             found = self.all("look", training, direct=True, helpers=True)
-            split = (sequence, self.exchange)
             self.device, self.spans, specs = make_specs(
-                model, training, method, found, shards, ids, replicas, split
+                model, training, method, found, shards, ids, replicas, sequence
             )
             backend = _backend(transport, [look["gpu"] for look in found])
             one_node = len({look["node"] for look in found} | {ray.get_runtime_context().get_node_id()}) == 1
@@ -187,8 +219,7 @@ class Group:
             if not one_node:
                 meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
             self.precision = specs[0].precision
-            peers = self.actors if backend == OBJECT_STORE else []
-            rest = (meeting, backend, peers, checkpoint)
+            rest = (meeting, backend, self.actors, checkpoint)
             self.each("build", {spec.rank: (spec, *rest) for spec in specs}, direct=True)
         except BaseException:
             self.kill()
@@ -223,16 +254,16 @@ class Group:
         """Calls a method of every shard, and of the `helpers` too, with the same arguments.
 
         Args:
-            first: of the first replica alone, and of those who share its sequences one alone.
+            first: of the first replica alone, and one worker of each of its shards alone.
 
         Returns:
             The results, by rank.
         """
-        workers = self.workers if helpers else self.shards * (1 if first else self.sequence)
+        workers = range(self.workers if helpers else self.owners)
         given = {
             self.workers * replica + worker: arguments
             for replica in range(1 if first else self.replicas)
-            for worker in range(workers)
+            for worker in (workers[: self.owners : self.sequence] if first else workers)
         }
         return self.each(name, given, direct, **keywords)
 
@@ -262,7 +293,10 @@ class Group:
         results: dict[int, Any] = {}
         rank_of = {reference: rank for rank, reference in references.items()}
         beats: dict[int, Any] = {}
-        last_seen = dict.fromkeys(references, time.monotonic())
+        # Helpers are called by their shards alone, and watched while they may be.
+        helpers = [rank for rank in range(len(self.actors)) if rank % self.workers >= self.owners]
+        helpers = helpers if during == "accumulate" else []
+        last_seen = dict.fromkeys([*references, *helpers], time.monotonic())
         deadline = float("inf")
         waiting = list(references.values())
         while waiting and time.monotonic() < deadline:
@@ -279,15 +313,30 @@ class Group:
                     grace = SEARCH if failed[rank].kind == "connection" else GRACE
                     deadline = min(deadline, time.monotonic() + grace)
             if not ready:
-                for rank in (rank_of[reference] for reference in waiting):
+                for rank in [*(rank_of[reference] for reference in waiting), *helpers]:
                     if self._quiet_for(rank, beats, last_seen) > patience:
                         quiet = f"no heartbeat for {patience:.0f} s (cluster.{limit})"
                         failed[rank] = Cause("hung", rank, quiet)
                         deadline = min(deadline, time.monotonic())
         if failed:
+            for rank in helpers:
+                if rank not in failed and (cause := self._death_of(rank)) is not None:
+                    failed[rank] = cause
             deadline = time.monotonic() + VERDICT
             raise ShardFailure([self._verdict(cause, deadline) for cause in failed.values()], during)
         return [results[rank] for rank in references]
+
+    def _death_of(self, rank: int) -> Cause | None:
+        """Why a worker is no more; None where it answers, or may yet."""
+        import ray
+
+        try:
+            ray.get(self.actors[rank].beat.options(concurrency_group="watch").remote(), timeout=GRACE)
+        except ray.exceptions.GetTimeoutError:
+            return None
+        except Exception as error:
+            return cause_of(error, rank)
+        return None
 
     def _verdict(self, cause: Cause, deadline: float) -> Cause:
         """What Ray makes of a shard that could not be reached. It takes some 15 s to count a node as lost;

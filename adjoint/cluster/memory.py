@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from adjoint.cluster import count as plan_count
+from adjoint.cluster.count import Counted
 from adjoint.layers import StackConfig
 from adjoint.methods import Backprop, LayerLocal, gpu_chunk_size
-from adjoint.cluster.count import Counted
 
 # Beside what tensors hold: bytes that libraries take, and what the allocator leaves unused, as a share. Those
 # of a CPU were measured, above a process that has imported everything (some 400 MB); those of a GPU, what its

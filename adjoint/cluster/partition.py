@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from adjoint.engine.stages import stage_costs
 from adjoint.errors import UserError
-
-if TYPE_CHECKING:
-    from adjoint.stack import Stack
+from adjoint.stack import Stack
 
 GB = 1e9
 
@@ -72,14 +70,9 @@ def partition(
 
 
 def layer_costs(model: Stack) -> list[float]:
-    """An estimate of each layer's time, for where nothing has been measured: multiply-adds a token.
-
-    Every weight of a matrix is used once a token, forward; backward costs the same multiple of it in every
-    layer. The scan's own work is left out: it is O(d_inner d_state), small beside the projections at real
-    widths. The head counts with the last layer; the embedding looks up and multiplies nothing.
-    """
-    costs = [float(sum(p.numel() for p in layer.parameters() if p.dim() > 1)) for layer in model.layers]
-    costs[-1] += model.config.vocab_size * model.config.d_model
+    """An estimate of each layer's time, the head counted with the last: `stage_costs`."""
+    _, *costs, head = stage_costs(model)
+    costs[-1] += head
     return costs
 
 

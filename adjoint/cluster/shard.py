@@ -1,52 +1,52 @@
-"""A shard: consecutive layers with all that belongs to them, and the loop that carries schedules out.
+"""A shard: consecutive layers with all that belongs to them, and the programs it carries out.
 
-`Shard` knows nothing of Ray: `adjoint.cluster.group` puts one into each actor, tests put several into the
-threads of one process. Every shard is given the whole batch's token ids, 8 bytes a token, so that no message
-has to carry ids, targets or their number.
+`Shard` knows nothing of Ray: `adjoint.cluster.group` puts one into each actor, tests put several into the threads of one
+process. Every worker is given the whole batch's token ids, 8 bytes a token, so that no message has to carry ids, targets
+or their number.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from adjoint.train.checkpoint import Tensors, load_optimizer, optimizer_tensors, write_file
-from adjoint.cluster import schedule, sequence, stealing
-from adjoint.cluster.part import Part
-from adjoint.cluster.pool import Pool, Steal
+from adjoint.cluster import helpers
 from adjoint.cluster.replicas import check_rows, rows_of, sum_gradients
-from adjoint.cluster.schedule import Action, Recv, Run, Schedule, Send
 from adjoint.cluster.spec import ShardSpec
-from adjoint.cluster.stretch import SequenceWork
-from adjoint.cluster.tasks import HelperWork, TaskWork
-from adjoint.cluster.transport import PipelineTransport, Transport
-from adjoint.cluster.work import ExactWork, Work
+from adjoint.cluster.transport import ReplicaTransport, Transport
+from adjoint.engine.chunk_size import default_chunk_size
+from adjoint.engine.grid import Grid, Scheme, make_grid
+from adjoint.engine.program import Plan, plan, shared
+from adjoint.engine.run import Worker
+from adjoint.engine.stages import stage_costs, stage_states, stages_of
 from adjoint.errors import UserError
 from adjoint.loss import count_valid, shift_labels
-from adjoint.methods import Exact, LayerLocal, Truncated, default_chunk_size
-from adjoint.train.optimizer import make_optimizer
+from adjoint.methods import Backprop, LayerLocal, Truncated
+from adjoint.stack import Stack, draw_seed
+from adjoint.train.checkpoint import Tensors, load_optimizer, optimizer_tensors, write_file
 from adjoint.train.machine import autocast, peak_memory_bytes
-from adjoint.windowed import tasks as windowed_tasks
+from adjoint.train.optimizer import make_optimizer
+
+TABLE = "embedding.weight"
 
 
 @dataclass(frozen=True)
-class Tile:
+class Traced:
     """One action of a shard's program as it was carried out.
 
     Attributes:
         action: what.
-        start, stop: when it began and ended, in seconds of `time.perf_counter`: on Linux one clock for all
-            processes of a machine.
-        processor: seconds that this thread had a processor in between (`time.thread_time`). Waits take none,
-            nor does a turn of others on the same core; other threads', and a GPU's, are not in it.
+        start, stop: when it began and ended, in seconds of `time.perf_counter`: on Linux one clock for all processes of
+            a machine.
+        processor: seconds that this thread had a processor in between (`time.thread_time`). Waits take none, nor does a
+            turn of others on the same core; other threads', and a GPU's, are not in it.
     """
 
     action: str
@@ -58,98 +58,238 @@ class Tile:
 class Shard:
     """Parameters, states, gradients and optimizer state of some layers.
 
+    A tied table belongs to the shard with the head, whose gradient for it is dense. A shard that has the embedding but
+    not the head has a copy of it without optimizer state, brought up to date after each step: one optimizer state is
+    enough, and the two cannot drift apart.
+
     Args:
         spec: what to be.
         transport: to the other workers, those of other replicas too; None where there are none.
-        drawn: whether the weights are drawn now; else they are undefined until `load`.
+        drawn: whether the weights are drawn now, as one process would draw them after `torch.manual_seed`; else they are
+            undefined until `load`.
+        crew: the helpers of this worker, if it has any.
     """
 
-    def __init__(self, spec: ShardSpec, transport: Transport | None = None, drawn: bool = True) -> None:
-        window_of(spec.method, 1)  # refuses a method before anything is built
-        if spec.helpers and not isinstance(spec.method, LayerLocal):
-            raise UserError(f"method {spec.method}: only layer-local's tasks can be shared with helpers")
-        if spec.sequence > 1:
-            sequence.check_setup(spec.method, len(spec.spans), len(spec.helpers), spec.sequence)
-        self.spec, self.everyone, self.transport = spec, transport, transport
-        if transport is not None and spec.replica:
-            self.transport = PipelineTransport(transport, spec.replica * spec.workers)
+    def __init__(
+        self,
+        spec: ShardSpec,
+        transport: Transport | None = None,
+        drawn: bool = True,
+        crew: helpers.Crew | None = None,
+    ) -> None:
+        check_method(spec.method, len(spec.helpers), spec.sequence)
+        self.spec, self.everyone, self.crew = spec, transport, crew
+        self.transport = None if transport is None else ReplicaTransport(transport, spec.replica * spec.workers)
         self.device = torch.device(spec.device)
+        with torch.device("meta"):
+            whole = Stack(spec.model, seed=0)
+        self.costs = stage_costs(whole)
+        self.part = whole.split(spec.spans[spec.shard]).to_empty(device="cpu")
+        tied = spec.model.tie_embeddings and self.part.is_last
+        if tied and self.part.is_first:
+            self.part.lm_head.weight = self.part.embedding.weight  # to_empty made two of one
+        if drawn:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(spec.training.seed)
+                seed = draw_seed()
+            self.part.reset_parameters(seed)
         dtype = torch.float64 if spec.precision == "float64" else torch.float32
-        self.helps = spec.shard >= len(spec.spans)
-        span = spec.spans[spec.helpers[spec.shard - len(spec.spans)] if self.helps else spec.shard]
-        seed = spec.training.seed if drawn and not self.helps else None
-        self.part = Part(spec.model, span, seed, self.device, dtype)
-        self.optimizer = make_optimizer(self.part, spec.training)
-        self.trace: list[Tile] = []  # of the last batch
+        self.part.to(self.device, dtype)
+        if tied:
+            self.part.lm_head.weight._no_weight_decay = True  # it is an embedding
+        self.optimizer = make_optimizer(self.part, spec.training, [] if self.table is None else [self.table])
+        self.known: set[tuple[int, int]] = set()  # (helper, stage)s whose weights the helper has
+        self.windows: list[int] | None = None  # of the last batch, where the method picked them
+        self.trace: list[Traced] = []  # of the last batch
 
     @property
     def shards(self) -> int:
         return len(self.spec.spans)
 
+    @property
+    def table(self) -> nn.Parameter | None:
+        """The copy of a tied table that another shard owns."""
+        copied = self.spec.model.tie_embeddings and self.part.is_first and not self.part.is_last
+        return self.part.embedding.weight if copied else None
+
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """This shard's parameters by their names in the stack: together the shards have each of them once."""
+        named = dict(self.part.named_parameters())
+        if self.spec.model.tie_embeddings and self.part.is_last and not self.part.is_first:
+            named[TABLE] = named.pop("lm_head.weight")
+        if self.table is not None:
+            del named[TABLE]
+        return named
+
     # ---------------------------------------------------------------------------------------------- a step
 
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.part.has_copy:
-            self.part.table.weight.grad = None
+        for parameter in self.part.parameters():
+            parameter.grad = None
 
     def accumulate(
-        self, ids: Tensor, chunk_size: int | None = None, batches: int = 1, final: bool = True
+        self,
+        ids: Tensor,
+        chunk_size: int | None = None,
+        batches: int = 1,
+        final: bool = True,
+        passing: Tensor | None = None,
     ) -> float | None:
-        """Forward and backward over this replica's rows of one batch, or its stretch of them; adds to the
-        gradients.
+        """Forward and backward over this worker's part of one batch; adds to the gradients.
 
         Args:
             ids: (batch, seqlen) int64, the same on every worker; the labels are the same ids.
-            chunk_size: tokens a chunk, the same on every shard; None takes this device's own choice.
+            chunk_size: tokens a chunk, the same on every worker; None takes this device's own choice.
             batches: of how many batches this is one; the loss and the gradients are divided by it.
-            final: whether this is the last batch before the optimizer's step: then gradients are summed over
-                the replicas.
+            final: whether this is the last batch before the optimizer's step: then gradients are summed over all that
+                have these layers.
+            passing: (n_layer, chunks), for a method that cuts at random: what the adjoint state is multiplied by as it
+                leaves a chunk, the same on every worker.
 
         Returns:
-            On a last shard its replica's share of the mean loss, divided by `batches`: the shares add up to
-            the loss. None elsewhere.
+            On a last shard its share of the mean loss, divided by `batches`: the shares add up to the loss. None
+            elsewhere.
 
         Raises:
-            UserError: fewer rows than replicas, or too few tokens for stretches.
+            UserError: fewer rows than replicas, or fewer chunks than workers of a sequence.
         """
         check_rows(len(ids), self.spec.replicas)
-        sequence.check_stretches(self.spec.model, ids.shape[1], self.spec.sequence)
-        valid = int(count_valid(shift_labels(ids)))  # of the whole batch, whose mean the loss is
-        ids = rows_of(ids, self.spec.replica, self.spec.replicas).to(self.device)
-        tied = self.spec.model.tie_embeddings and final
-        made, work = self._plan(ids, valid, chunk_size, batches, tied)
-        self._carry_out(made, work)
-        if isinstance(work, HelperWork):
-            return None
-        work.settle()
-        ranks = self.spec.groups[self.spec.shard]
-        if final and len(ranks) > 1:
-            assert self.everyone is not None
-            gradients = [p.grad for p in self.part.parameters() if p.grad is not None]
-            sum_gradients(gradients, self.everyone, ranks)
-        return _loss(work)
+        worker, scheme, valid = self._worker(ids, chunk_size, passing)
+        worker.scale = torch.ones((), dtype=worker.wide, device=self.device) / batches / valid
+        owners = self.spec.owners
+        if scheme.window == "auto":
+            made = self._plan(worker.grid, backward=False, tapes=0)
+            self._carry_out(worker, made, free=False)
+            self.windows = self._pick_windows(worker, scheme)
+            worker.grid = self._grid(scheme, worker.grid.cuts[-1], self.windows)
+            made = plan(worker.grid, owners, forward=False, tapes=0)
+        elif self.spec.helpers:
+            made = shared(self._plan(worker.grid, tapes=0), owners.shards, self.spec.helpers)
+        else:
+            made = self._plan(worker.grid, tapes=scheme.tapes, stream=scheme.window is not None)
+        self._carry_out(worker, made)
+        for parameter in self.part.parameters():
+            gradient = worker.gradients.of(parameter)
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if final:
+            self._sum_gradients()
+        return self._loss(worker, valid * batches)
 
     def evaluate(self, ids: Tensor, chunk_size: int | None = None) -> float | None:
-        """On a last shard its replica's share of the mean loss of a batch, None elsewhere. A batch may have
-        fewer rows than there are replicas."""
-        valid = int(count_valid(shift_labels(ids)))
-        ids = rows_of(ids, self.spec.replica, self.spec.replicas).to(self.device)
-        if not len(ids):
-            return 0.0 if self.part.last else None
+        """On a last shard its share of the mean loss of a batch, None elsewhere. A batch may have fewer rows than there
+        are replicas."""
+        if not len(rows_of(ids, self.spec.replica, self.spec.replicas)):
+            return 0.0 if self.part.is_last else None
         with torch.no_grad():
-            size = chunk_size or self.chunk_size(*ids.shape)
-            if self.spec.sequence > 1:
-                made, work = self._stretch(ids, valid, size, backward=False)
-            else:
-                work = self._work(ExactWork, ids, valid, size)
-                made = schedule.exact(self.shards, len(work.chunks), backward=False)
-            self._carry_out(made, work)
-        return _loss(work)
+            worker, _, valid = self._worker(ids, chunk_size)
+            self._carry_out(worker, self._plan(worker.grid, backward=False, tapes=0))
+        return self._loss(worker, valid)
+
+    def _worker(
+        self, ids: Tensor, chunk_size: int | None, passing: Tensor | None = None
+    ) -> tuple[Worker, Scheme, int]:
+        """This worker's part of a batch, how it is gone about, and the number of valid labels of the whole batch, whose
+        mean the loss is."""
+        valid = max(int(count_valid(shift_labels(ids))), 1)
+        ids = rows_of(ids, self.spec.replica, self.spec.replicas).to(self.device)
+        batch, seqlen = ids.shape
+        scheme = self.spec.method.scheme(seqlen, chunk_size or self.chunk_size(batch, seqlen))
+        grid, stages = self._grid(scheme, seqlen), stages_of(self.part)
+        if grid.chunks < self.spec.sequence:
+            raise UserError(
+                f"cluster.sequence: {self.spec.sequence} workers and {grid.chunks} chunks of {scheme.chunk_size} tokens; "
+                f"lower --method.chunk_size to {-(-seqlen // self.spec.sequence)} or less, or take fewer workers"
+            )
+        wide = torch.float64 if self.spec.precision == "float64" else torch.float32
+        with autocast(self.spec.precision, self.device):
+            worker = Worker(
+                stages,
+                grid,
+                ids,
+                shift_labels(ids),
+                stage_states(self.part, self._initial_state(batch)),
+                self.spec.model.d_model,
+                wide,
+                self.transport,
+                self._traced,
+                host=scheme.keep == "offload" and self.device.type == "cuda",
+                noting=scheme.window == "auto" and torch.is_grad_enabled(),
+                passing=None if passing is None else passing.tolist(),
+            )
+        if self.crew is not None:
+            crew, known = self.crew, self.known
+            worker.share = lambda worker, action: helpers.share(worker, action, crew, known)
+        return worker, scheme, valid
+
+    def _initial_state(self, batch: int) -> list[tuple[Tensor, ...]]:
+        own = dict(zip(self.part.span, self.part.initial_state(batch), strict=True))
+        return [own.get(k, ()) for k in range(self.spec.model.n_layer)]
+
+    def _grid(self, scheme: Scheme, seqlen: int, windows: list[int] | None = None) -> Grid:
+        n = self.spec.model.n_layer
+        stateful = [False, *[True] * n, False]
+        shards = self.spec.owners.shards if self.shards > 1 else None
+        reach = self.spec.model.d_conv - 1
+        return make_grid(scheme, seqlen, stateful, reach, shards, windows, self.costs)
+
+    def _plan(self, grid: Grid, backward: bool = True, tapes: int = 1, stream: bool = False) -> Plan:
+        return plan(grid, self.spec.owners, backward=backward, tapes=tapes, stream=stream)
+
+    def _pick_windows(self, worker: Worker, scheme: Scheme) -> list[int]:
+        """Each layer's window by the decays that its owners have seen: the widest that any replica's rows ask for."""
+        assert worker.decays is not None
+        seen = [0] * self.spec.model.n_layer
+        for k in self.part.span:
+            seen[k] = worker.decays[1 + k].window(scheme.tolerance, worker.grid.cuts[-1])
+        if self.everyone is None:
+            return seen
+        found = self.everyone.all_gather(torch.tensor(seen, device=self.device), self.spec.everyone)
+        return torch.stack(found).amax(0).tolist()
+
+    def _carry_out(self, worker: Worker, made: Plan, free: bool = True) -> None:
+        """Runs this worker's program.
+
+        Args:
+            free: whether what nobody reads any more is let go; else another program will read it.
+        """
+        self.trace = []
+        if self.everyone is not None:
+            first = self.spec.workers
+            replicas = range(self.spec.replicas)
+            self.everyone.connect([(first * r + a, first * r + b) for r in replicas for a, b in made.channels()])
+        program = made.programs[self.spec.worker]
+        worker.run(program if free else [_keeping(action) for action in program])
+        if self.transport is not None:
+            self.transport.flush()
+
+    @contextlib.contextmanager
+    def _traced(self, action: Any) -> Iterator[None]:
+        start, processor = time.perf_counter(), time.thread_time()
+        yield
+        used = time.thread_time() - processor
+        self.trace.append(Traced(str(action), start, time.perf_counter(), used))
+
+    def _sum_gradients(self) -> None:
+        """Sums gradients over all workers that have the same parameters, of a tied table over both its shards'."""
+        if self.everyone is None:
+            return
+        table: Tensor | None = None
+        if self.spec.model.tie_embeddings and self.shards > 1 and (self.part.is_first or self.part.is_last):
+            table = (self.part.embedding if self.part.is_first else self.part.lm_head).weight
+            sum_gradients([_gradient(table)], self.everyone, self.spec.table_peers)
+        if len(self.spec.peers) > 1:
+            mine = [_gradient(p) for p in self.part.parameters() if p is not table and p.requires_grad]
+            sum_gradients(mine, self.everyone, self.spec.peers)
+
+    def _loss(self, worker: Worker, divisor: int) -> float | None:
+        if not self.part.is_last:
+            return None
+        return 0.0 if worker.total is None else (worker.total / divisor).item()
 
     def norms(self) -> dict[str, float]:
         """The L2 norm of each parameter's gradient, by the parameter's name in the stack."""
-        named = [(n, p.grad) for n, p in self.part.named_weights().items() if p.grad is not None]
+        named = [(n, p.grad) for n, p in self.named_weights().items() if p.grad is not None]
         if not named:
             return {}
         values = torch.stack([torch.nn.utils.get_total_norm([gradient]) for _, gradient in named])
@@ -157,36 +297,39 @@ class Shard:
 
     def step(self, lr: float, total_norm: float) -> None:
         """Clips by the norm of the whole model's gradient, steps, and brings the copied table up to date."""
-        weights = list(self.part.parameters())
+        weights = list(self.named_weights().values())
         if self.spec.training.grad_clip:
             norm = torch.tensor(total_norm, dtype=weights[0].dtype, device=self.device)
             torch.nn.utils.clip_grads_with_norm_(weights, self.spec.training.grad_clip, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        self.known.clear()
         self.share_table()
 
     def share_table(self) -> None:
         """Sends a tied table from the shard that owns it to the one with the embedding."""
         if not self.spec.model.tie_embeddings or self.shards == 1:
             return
-        if self.part.last:
-            self._send(0, "table", 0, self.part.lm_head.weight.detach())
-        elif self.part.first:
-            self._receive(self.shards - 1, "table", 0, self.part.table.weight.detach())
+        away = (self.shards - 1) * self.spec.sequence
+        if self.part.is_last:
+            self._send(self.spec.worker - away, self.part.lm_head.weight.detach())
+        elif self.part.is_first:
+            self._receive(self.spec.worker + away, self.part.embedding.weight.detach())
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def save(self, folder: str) -> dict[str, dict[str, Any]]:
         """Writes this shard's weights and optimizer state; the files' entries for the manifest."""
         number = f"{self.spec.shard + 1:05d}-of-{self.shards:05d}.safetensors"
-        named = self.part.named_weights()
+        named = self.named_weights()
         contents: list[tuple[str, Mapping[str, Tensor]]] = [
             (f"model-{number}", named),
             (f"optimizer-{number}", optimizer_tensors(self.optimizer, named)),
         ]
         return {name: write_file(Path(folder) / name, tensors) for name, tensors in contents}
 
+    @torch.no_grad()
     def load(self, path: str) -> None:
         """Takes this shard's share of a checkpoint, written by any number of shards.
 
@@ -194,8 +337,10 @@ class Shard:
             UserError: something of it is not there.
         """
         weights, state = Tensors(Path(path), "model"), Tensors(Path(path), "optimizer")
-        named = self.part.named_weights()
-        self.part.load_weights(weights.__getitem__)
+        named = self.named_weights()
+        copied = {} if self.table is None else {TABLE: self.table}
+        for name, parameter in (named | copied).items():
+            parameter.copy_(weights[name])
         load_optimizer(self.optimizer, {name: state.of(name) for name in named}, named)
 
     # --------------------------------------------------------------------------------------------- samples
@@ -204,7 +349,7 @@ class Shard:
     def generate(
         self, prompt: Tensor, max_new_tokens: int, temperature: float, seed: int, chunk_size: int = 1024
     ) -> Tensor | None:
-        """What `Stack.generate` does, token by token through the shards.
+        """What `Stack.generate` does, token by token through the shards; one worker of each takes part.
 
         Args:
             prompt: (batch, seqlen) int64.
@@ -212,183 +357,126 @@ class Shard:
         Returns:
             (batch, seqlen + max_new_tokens) int64 on the last shard, None elsewhere.
         """
-        states = self.part.initial_state(prompt.shape[0])
+        part, states = self.part, self.part.initial_state(prompt.shape[0])
+        above, below = self.spec.worker + self.spec.sequence, self.spec.worker - self.spec.sequence
+        first, last = self.spec.worker % self.spec.sequence, (self.shards - 1) * self.spec.sequence
+        dtype = next(part.parameters()).dtype
         generator = torch.Generator(self.device).manual_seed(seed)
         tokens, chunks = [prompt.to(self.device)], prompt.to(self.device).split(chunk_size, dim=1)
         for i in range(len(chunks) + max_new_tokens - 1):
             ids = chunks[i] if i < len(chunks) else tokens[-1]
-            if i >= len(chunks) and self.part.first and not self.part.last:
-                ids = self._receive(self.shards - 1, "token", i, ids.new_empty(len(ids), 1))
-            y = self._enter(ids, i)
-            for k, block in enumerate(self.part.blocks()):
+            if i >= len(chunks) and part.is_first and not part.is_last:
+                ids = self._receive(first + last, ids.new_empty(len(ids), 1))
+            if part.is_first:
+                y = part.embed(ids)
+            else:
+                room = torch.empty(*ids.shape, self.spec.model.d_model, dtype=dtype, device=self.device)
+                y = self._receive(below, room)
+            for k, block in enumerate(part.blocks()):
                 y, states[k] = block(y, states[k])
-            if not self.part.last:
-                self._send(self.spec.worker + 1, "y", i, y)
+            if not part.is_last:
+                self._send(above, y)
             elif i >= len(chunks) - 1:
-                logits = self.part.logits(y[:, -1]).float()
-                probabilities = torch.softmax(logits / temperature, dim=-1)
+                probabilities = torch.softmax(part.logits(y[:, -1]).float() / temperature, dim=-1)
                 tokens.append(torch.multinomial(probabilities, 1, generator=generator))
-                if not self.part.first and i < len(chunks) + max_new_tokens - 2:
-                    self._send(0, "token", i + 1, tokens[-1])
-            if not self.part.last and i >= len(chunks) - 1:
+                if not part.is_first and i < len(chunks) + max_new_tokens - 2:
+                    self._send(first, tokens[-1])
+            if not part.is_last and i >= len(chunks) - 1:
                 tokens.append(ids.new_empty(len(ids), 1))  # only its shape counts here
-        return torch.cat(tokens, dim=1).cpu() if self.part.last else None
+        return torch.cat(tokens, dim=1).cpu() if part.is_last else None
 
-    def _enter(self, ids: Tensor, i: int) -> Tensor:
-        if self.part.first:
-            return self.part.embed(ids)
-        dtype = next(self.part.parameters()).dtype
-        room = torch.empty(*ids.shape, self.spec.model.d_model, dtype=dtype, device=self.device)
-        return self._receive(self.spec.worker - 1, "y", i, room)
-
-    def _send(self, to: int, what: str, i: int, tensor: Tensor) -> None:
+    def _send(self, to: int, tensor: Tensor) -> None:
         assert self.transport is not None
-        self.transport.send(Send(to, what, i % 65536), tensor)
+        self.transport.send(to, tensor)
         self.transport.flush()
 
-    def _receive(self, source: int, what: str, i: int, room: Tensor) -> Tensor:
+    def _receive(self, source: int, room: Tensor) -> Tensor:
         assert self.transport is not None
-        return self.transport.post(Recv(source, what, i % 65536), room)()
+        return self.transport.post(source, room)()
 
-    # ----------------------------------------------------------------------------------------------- sizes
+    # ----------------------------------------------------------------------------------- sizes, measurements
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        """The tokens of a chunk that suit the method and this device, for `batch` rows at a time."""
-        method, seqlen = self.spec.method, -(-seqlen // self.spec.sequence)
+        """The tokens of a chunk that suit the method and this device, for `batch` rows at a time; short enough that
+        every worker of a sequence has two."""
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
         with autocast(self.spec.precision, self.device):  # what layers keep of a chunk depends on it
-            size = method.chunk_size or default_chunk_size(self.part, ids)  # type: ignore[arg-type]
-        window = window_of(method, seqlen)
-        if window is not None:  # halos at most double the work
-            size *= -(-window // size)
-        return min(size, seqlen)
+            default = default_chunk_size(self.part, ids)
+        if self.spec.sequence > 1:
+            default = min(default, -(-seqlen // (2 * self.spec.sequence)))
+        return self.spec.method.scheme(seqlen, default).chunk_size
 
-    def timings(self) -> list[Tile]:
-        """The last batch as this shard carried it out, action by action: waits are those of receives."""
+    def picked_windows(self) -> list[int] | None:
+        """Each layer's window of the last batch, where the method picked them."""
+        return self.windows
+
+    def timings(self) -> list[Traced]:
+        """The last batch as this worker carried it out, action by action: waits are those of receives."""
         return self.trace
 
     def peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self.device)
 
-    # -------------------------------------------------------------------------------------------- schedules
 
-    def _plan(
-        self, ids: Tensor, valid: int, chunk_size: int | None, batches: int, tied: bool
-    ) -> tuple[Schedule, Work | HelperWork]:
-        method, (batch, seqlen) = self.spec.method, ids.shape
-        size = chunk_size or self.chunk_size(batch, seqlen)
-        if self.spec.sequence > 1:
-            return self._stretch(ids, valid, size, batches)
-        window = window_of(method, seqlen)
-        chunks = -(-seqlen // size)
-        if isinstance(method, Exact) or (isinstance(method, Truncated) and window is None):
-            keep = getattr(method, "keep", "edges")
-            work: Any = self._work(ExactWork, ids, valid, size, batches, keep=keep)
-            return schedule.exact(self.shards, chunks, tied=tied), work
-        model = self.spec.model
-        tasks = None if window is None else windowed_tasks(model.n_layer, seqlen, size, window, model.d_conv)
-        local = isinstance(method, LayerLocal)
-        if local:
-            made = schedule.layer_local(self.spec.spans, chunks, tasks, helpers=self.spec.helpers, tied=tied)
-        if self.helps:
-            return made, HelperWork(self.part, batch, seqlen, size, tasks, window, self.spec.precision)
-        windowed = {"tasks": tasks, "window": window, "layer_local": local}
-        work = self._work(TaskWork, ids, valid, size, batches, **windowed)
-        if local:
-            return made, work
-        assert tasks is not None
-        return schedule.truncated(self.spec.spans, tasks, tied=tied), work
+class HelperShard:
+    """A helper: a shard's layers without embedding, head and optimizer; their weights come with the tasks."""
 
-    def _stretch(
-        self, ids: Tensor, valid: int, size: int, batches: int = 1, backward: bool = True
-    ) -> tuple[Schedule, Work]:
-        spec, keep = self.spec, self.spec.method.keep
-        how: dict[str, Any] = {"exchange": spec.exchange, "every": sequence.spacing(spec.model.n_layer, keep)}
-        cuts, made = sequence.plan(spec.model, ids.shape[1], spec.sequence, size, **how, backward=backward)
-        where = {"cuts": cuts, "worker": spec.worker, "keep": keep}
-        return made, self._work(SequenceWork, ids, valid, size, batches, **where, **how)
+    def __init__(self, spec: ShardSpec) -> None:
+        device = torch.device(spec.device)
+        with torch.device("meta"):
+            whole = Stack(spec.model, seed=0)
+        dtype = torch.float64 if spec.precision == "float64" else torch.float32
+        self.spec, self.device = spec, device
+        self.part = whole.split(spec.spans[spec.shard]).to_empty(device=device).to(dtype)
+        stages = stages_of(self.part)
+        self.helper = helpers.Helper(stages, spec.model.d_model, dtype, device)
 
-    def _work(
-        self, kind: type[Any], ids: Tensor, valid: int, size: int, batches: int = 1, **more: Any
-    ) -> Any:
+    def task(self, task: helpers.Task, batch: int) -> list[Tensor]:
+        """Runs a task of `batch` rows; the sums of its gradients."""
+        own = dict(zip(self.part.span, self.part.initial_state(batch), strict=True))
+        states = stage_states(self.part, [own.get(k, ()) for k in range(self.spec.model.n_layer)])
         with autocast(self.spec.precision, self.device):
-            return kind(self.part, ids, shift_labels(ids), valid, size, batches, **more)
+            return self.helper.carry_out(task, states)
 
-    def _carry_out(self, made: Schedule, work: Work | HelperWork) -> None:
-        """Runs this shard's program: computes tile by tile while the next messages are already under way."""
-        program, transport = made.programs[self.spec.worker], self.transport
-        receives = collections.deque(action for action in program if isinstance(action, Recv))
-        posted: collections.deque[Any] = collections.deque()
-        self.trace = []
-        if transport is not None:
-            transport.meet(made.channels(self.spec.worker))
-        for action in program:
-            if isinstance(action, Pool):
-                assert transport is not None and isinstance(work, TaskWork)
-                stealing.own(action, transport, work, self._traced)
-                continue
-            if isinstance(action, Steal):
-                assert transport is not None and isinstance(work, HelperWork)
-                stealing.steal(made, action.owner, transport, work, self._traced)
-                continue
-            with self._traced(action):
-                while receives and len(posted) < made.buffers:
-                    assert transport is not None
-                    posted.append(transport.post(receives[0], work.room(receives.popleft())))
-                if isinstance(action, Run):
-                    work.run(action)
-                elif isinstance(action, Send):
-                    assert transport is not None
-                    transport.send(action, work.outgoing(action))
-                else:
-                    work.incoming(action, posted.popleft()())
-        if transport is not None:
-            transport.flush()
-
-    @contextlib.contextmanager
-    def _traced(self, action: Action) -> Iterator[None]:
-        start, processor = time.perf_counter(), time.thread_time()
-        yield
-        used = time.thread_time() - processor
-        self.trace.append(Tile(str(action), start, time.perf_counter(), used))
+    def peak_memory_bytes(self) -> int:
+        return peak_memory_bytes(self.device)
 
 
-def total_norm(norms: Sequence[float], precision: str) -> float:
+def _keeping(action: Any) -> Any:
+    return type(action)(**{f: getattr(action, f) for f in action.__dataclass_fields__ if f != "frees"})
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """A parameter's gradient, zeros where this worker had no part in it."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def total_norm(norms: list[float], precision: str) -> float:
     """The L2 norm of the whole model's gradient from those of its parameters in the stack's order, rounded as
     `torch.nn.utils.clip_grad_norm_` does in one process."""
     dtype = torch.float64 if precision == "float64" else torch.float32
     return torch.nn.utils.get_total_norm(torch.tensor(norms, dtype=dtype).unbind()).item()
 
 
-def window_of(method: Any, seqlen: int) -> int | None:
-    """The window in tokens; None where nothing is cut off.
-
-    Raises:
-        UserError: the method does not run over shards.
-    """
-    if isinstance(method, Exact):
-        return None
-    window = getattr(method, "window", None)
-    if (
-        not isinstance(method, Truncated | LayerLocal)
-        or isinstance(window, str)
-        or getattr(method, "unbiased", False)
-    ):
+def check_method(method: Any, helper_count: int, sequence: int) -> None:
+    """Raises a UserError where a method cannot be distributed as asked."""
+    if helper_count and not isinstance(method, LayerLocal):
         raise UserError(
-            f"method {method}: does not run over shards; use exact, layer-local, truncated with a window in "
-            "tokens, or --cluster.shards 0"
+            f"cluster.helpers: method {method.name} has no tasks to share; use layer-local, or --cluster.helpers 0"
         )
-    return None if window is None or window >= seqlen else window
-
-
-def check_helpers(method: Any, helpers: int) -> None:
-    """Raises a UserError where helpers would have nothing to do."""
-    if helpers and not isinstance(method, LayerLocal):
+    if sequence == 1:
+        return
+    if helper_count:
+        raise UserError("cluster.helpers: go without cluster.sequence; leave one of them out")
+    if isinstance(method, Backprop):
         raise UserError(
-            f"cluster.helpers: method {method.name} has no tasks to share; use layer-local, or "
-            "--cluster.helpers 0"
+            "cluster.sequence: backprop has one chunk, and there is nothing to deal out; use exact, or more "
+            "--cluster.shards"
         )
-
-
-def _loss(work: Work) -> float | None:
-    return None if work.total is None else (work.total / work.valid / work.batches).item()
+    if isinstance(method, Truncated) and method.window == "auto":
+        raise UserError(
+            'cluster.sequence: window "auto" needs the decays of the whole sequence in one place; give a window in '
+            "tokens, or use more --cluster.shards"
+        )

@@ -5,24 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from adjoint.train.config import TrainingConfig
+from adjoint.engine.program import Owners
 from adjoint.layers import StackConfig
+from adjoint.train.config import TrainingConfig
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What a shard has to know, plain values only.
+    """What a worker has to know, plain values only.
 
     Args:
         model: the whole stack.
         training: optimizer and seed.
-        method: Exact, Truncated or LayerLocal.
+        method: how the gradient is computed.
         spans: every shard's layers, bottom up.
-        rank: which worker this is: the shards of replica 0 come first, then its helpers, then replica 1.
+        rank: which worker this is: those of replica 0 come first, of a replica the workers of its first shard, its
+            helpers last.
         helpers: for each helper of a replica the shard whose layer-local tasks it shares.
-        replicas: pipelines with the same layers, each of which takes rows of every batch.
-        sequence: workers that share a replica's one shard, each with all layers and a stretch of the tokens;
-            there are no helpers then. exchange: how they carry states, see `adjoint.cluster.sequence`.
+        replicas: each with the same layers, each of which takes rows of every batch.
+        sequence: workers of a shard, each with all of its layers, to whom the chunks are dealt out in turn.
         device: a torch device. precision: float32, bfloat16 (autocast) or float64.
         threads: CPU threads; None leaves PyTorch's choice.
     """
@@ -35,15 +36,19 @@ class ShardSpec:
     helpers: tuple[int, ...] = ()
     replicas: int = 1
     sequence: int = 1
-    exchange: str = "affine"
     device: str = "cpu"
     precision: str = "float32"
     threads: int | None = None
 
     @property
+    def owners(self) -> Owners:
+        """Who has which tile, in a replica."""
+        return Owners.of(self.spans, self.sequence)
+
+    @property
     def workers(self) -> int:
-        """Those of one replica: shards and helpers, or those that share a sequence."""
-        return (len(self.spans) + len(self.helpers)) * self.sequence
+        """Those of one replica, helpers among them."""
+        return len(self.spans) * self.sequence + len(self.helpers)
 
     @property
     def world(self) -> int:
@@ -52,13 +57,19 @@ class ShardSpec:
 
     @property
     def worker(self) -> int:
-        """Which of its replica's workers this is, the number that schedules know."""
+        """Which of its replica's workers this is, the number that programs know."""
         return self.rank % self.workers
 
     @property
     def shard(self) -> int:
-        """Which shard this is; from the number of shards on, a helper."""
-        return self.worker // self.sequence
+        """Which shard's layers this worker has."""
+        owned = len(self.spans) * self.sequence
+        return self.helpers[self.worker - owned] if self.helps else self.worker // self.sequence
+
+    @property
+    def helps(self) -> bool:
+        """Whether this is a helper: it shares a shard's tasks and owns nothing."""
+        return self.worker >= len(self.spans) * self.sequence
 
     @property
     def replica(self) -> int:
@@ -67,6 +78,25 @@ class ShardSpec:
 
     @property
     def groups(self) -> list[list[int]]:
-        """For each shard the ranks that have its layers, `sequence` of them in every replica."""
-        shards = [range(s * self.sequence, (s + 1) * self.sequence) for s in range(len(self.spans))]
-        return [[self.workers * r + w for r in range(self.replicas) for w in own] for own in shards]
+        """Ranks that have something in common: for each shard those that have its layers; those that have a tied table;
+        all but the helpers."""
+        n, turns = len(self.spans), self.sequence
+        replicas = [self.workers * r for r in range(self.replicas)]
+        shards = [[r + s * turns + t for r in replicas for t in range(turns)] for s in range(n)]
+        table = sorted({*shards[0], *shards[-1]})
+        return [*shards, table, [r + w for r in replicas for w in range(n * turns)]]
+
+    @property
+    def peers(self) -> list[int]:
+        """The ranks that have the same layers as this one."""
+        return self.groups[self.shard]
+
+    @property
+    def table_peers(self) -> list[int]:
+        """The ranks that have a tied table."""
+        return self.groups[-2]
+
+    @property
+    def everyone(self) -> list[int]:
+        """The ranks of all workers but the helpers."""
+        return self.groups[-1]

@@ -18,6 +18,14 @@ from typing import Any
 
 import torch
 
+from adjoint.cluster import placement
+from adjoint.cluster.group import Group
+from adjoint.cluster.recovery import ShardFailure
+from adjoint.cluster.replicas import check_rows
+from adjoint.cluster.shard import check_method, total_norm
+from adjoint.engine.autograd import draw_passing
+from adjoint.errors import UserError
+from adjoint.stack import Stack
 from adjoint.train.checkpoint import (
     begin_checkpoint,
     check_config,
@@ -25,18 +33,10 @@ from adjoint.train.checkpoint import (
     newest_checkpoint,
     read_trainer,
 )
-from adjoint.cluster import placement
-from adjoint.cluster.group import Group
-from adjoint.cluster.recovery import ShardFailure
-from adjoint.cluster.replicas import check_rows
-from adjoint.cluster.sequence import check_setup, check_stretches
-from adjoint.cluster.shard import check_helpers, total_norm, window_of
 from adjoint.train.config import Config, load_config
-from adjoint.errors import UserError
+from adjoint.train.machine import rng_state
 from adjoint.train.optimizer import learning_rate
 from adjoint.train.rundir import open_run
-from adjoint.train.machine import rng_state
-from adjoint.stack import Stack
 from adjoint.train.trainer import Outcome, Trainer
 from adjoint.train.trainer import train as train_in_one_process
 
@@ -57,15 +57,11 @@ def train(config: Config) -> Outcome:
     if settings.shards == 0:
         return train_in_one_process(config)
     method = config.method.build()
-    window_of(method, config.data.seqlen)
-    check_helpers(method, settings.helpers)
+    check_method(method, settings.helpers, settings.sequence)
     check_rows(config.data.batch, settings.replicas)
-    if settings.sequence > 1:
-        check_setup(method, settings.shards, settings.helpers, settings.sequence)
-        check_stretches(config.model, config.data.seqlen, settings.sequence)
     need = placement.Need(settings.cpus, int(_wants_gpus(config)))
-    wanted = settings.replicas * ((1 if settings.shards == "auto" else settings.shards) + settings.helpers)
-    wanted *= settings.sequence
+    shards = 1 if settings.shards == "auto" else settings.shards
+    wanted = settings.replicas * (shards * settings.sequence + settings.helpers)
     folder, checkpoint = open_run(config.run)
     ours, trainer = False, None
     try:
@@ -195,12 +191,10 @@ class ShardedTrainer(Trainer):
             ids=(config.data.batch, config.data.seqlen),
             replicas=settings.replicas,
             sequence=settings.sequence,
-            exchange=settings.exchange,
         )
         self.precision = self.group.precision
         rows = -(-config.data.batch // settings.replicas)  # of the replica that has most
-        sizes = self._all("chunk_size", rows, config.data.seqlen, helpers=True)
-        self.chunk_size = min(sizes)
+        self.chunk_size = min(self._all("chunk_size", rows, config.data.seqlen))
 
     def _all(self, name: str, *arguments: Any, **keywords: Any) -> list[Any]:
         assert self.group is not None
@@ -208,18 +202,25 @@ class ShardedTrainer(Trainer):
 
     def _gradients(self, step: int) -> tuple[float, int, list[int] | None]:
         batches = self.settings.grad_accumulation
-        self._all("zero_grad", helpers=True)
-        loss, tokens = 0.0, 0
+        self._all("zero_grad")
+        loss, tokens, windows = 0.0, 0, None
         for i in range(batches):
             ids = next(self.data.train)
-            final = i + 1 == batches
-            given = {"batches": batches, "final": final, "helpers": True}
-            found = self._all("accumulate", ids.numpy(), self.chunk_size, **given)
+            scheme = self.method.scheme(ids.shape[1], self.chunk_size)
+            passing = None
+            if scheme.cut:
+                chunks = len(scheme.cuts(ids.shape[1])) - 1
+                passing = draw_passing(self.config.model.n_layer, chunks, scheme.cut).numpy()
+            rest = (batches, i + 1 == batches, passing)
+            found = self._all("accumulate", ids.numpy(), self.chunk_size, *rest)
             loss += sum(share for share in found if share is not None)
             if not math.isfinite(loss):
                 self._diverged("loss", loss, step)
+            if scheme.window == "auto":  # the widest of the batches
+                picked = self._all("picked_windows", first=True)[0]
+                windows = list(map(max, windows or picked, picked))
             tokens += ids.numel()
-        return loss, tokens, None
+        return loss, tokens, windows
 
     def _update(self, step: int) -> float:
         norms = {name: norm for found in self._all("norms", first=True) for name, norm in found.items()}
@@ -278,7 +279,7 @@ class ShardedTrainer(Trainer):
         settings, group = self.config.cluster, self.group
         layers = ", ".join(f"{span.start}-{span.stop - 1}" for span in group.spans)
         helpers = f", helpers: {settings.helpers}" if settings.helpers else ""
-        split = f", a sequence over {group.sequence} workers ({group.exchange})" if group.sequence > 1 else ""
+        split = f", each sequence over {group.sequence} workers in turn" if group.sequence > 1 else ""
         replicas = f", replicas of all this: {settings.replicas}" if settings.replicas > 1 else ""
         where = f"layers {layers}, on {group.device}{helpers}{split}{replicas}"
         print(f"shards: {group.shards}, {where}", flush=True)

@@ -1,22 +1,21 @@
-"""Messages between shards: tensors, never pickled.
+"""Messages between workers: tensors, never pickled.
 
-A transport is what a shard's resident loop sends and receives with. Messages of a channel (sender, receiver,
-what) arrive in the order they were sent; at most `buffers` of them are under way at a time, so that one can
-be filled while another travels. Three of them:
+A transport is what a worker's program sends and receives with (`adjoint.engine.run.Transport`). The messages of a channel,
+a sender and a receiver, arrive in the order they were sent; at most `buffers` of them are under way at a time, so that
+one can be filled while another travels. Three of them:
 
     DistributedTransport   torch.distributed isend and irecv: gloo wherever an end is a CPU or a MIG slice,
                            NCCL between whole GPUs
     ObjectStoreTransport   arrays in Ray's object store; slower for small messages, but needs no process group
     LocalTransport         queues between the threads of one process
 
-Besides messages there are two collectives, `all_reduce` and `all_gather`. All of `ranks` must call them, in
-the same order, with tensors of the same shape and dtype.
+Besides messages there are two collectives, `all_reduce` and `all_gather`. All of `ranks` must call them, in the same
+order, with tensors of the same shape and dtype.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import datetime
 import functools
 import queue
@@ -27,51 +26,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from adjoint.cluster.schedule import Channel, Recv, Send
+from adjoint.engine import run
+from adjoint.engine.program import BUFFERS
+from adjoint.engine.run import Pending
 
-WHATS = (
-    "y",
-    "dy",
-    "d_head",
-    "table_gradient",
-    "ask",
-    "unit",
-    "weights",
-    "task",
-    "gradients",
-    "table",
-    "token",
-    "share",
-    "state",
-    "d_state",
-)
-# Numbers that threads wait for, in host memory: a GPU's queue that waited for them would hold up its tiles.
-QUESTIONS = ("ask", "unit")
-Pending = Callable[[], Tensor]  # waits for a message and gives it
+Channel = tuple[int, int]  # sender, receiver
 
 
-class Transport(Protocol):
-    """What a shard sends and receives with. Several threads may use it, each its own channels; `flush` is for
-    when only one is left."""
+class Transport(run.Transport, Protocol):
+    """Messages, and what else workers do together."""
 
-    def meet(self, channels: Sequence[Channel]) -> None:
+    def connect(self, channels: Sequence[Channel]) -> None:
         """Connects channels before their first use, where that means to wait for the other end.
 
         Args:
-            channels: all that this worker will use, in `Schedule.channels`'s order.
+            channels: all that any worker will use, in one order for all.
         """
-        ...
-
-    def post(self, action: Recv, out: Tensor) -> Pending:
-        """Gets ready to receive into `out`; posts of a channel must be in the order of its messages."""
-        ...
-
-    def send(self, action: Send, tensor: Tensor) -> None:
-        """Starts sending; waits while the channel is full. The tensor must stay as it is until `flush`."""
-        ...
-
-    def flush(self) -> None:
-        """Waits until everything sent has left."""
         ...
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
@@ -89,57 +59,56 @@ class Transport(Protocol):
 
 
 class DistributedTransport:
-    """Point-to-point messages and collectives of `torch.distributed`, whose default process group must be
-    there.
+    """Point-to-point messages and collectives of `torch.distributed`, whose default process group must be there.
 
-    gloo carries CPU tensors: those of a GPU are staged through pinned host memory. NCCL has no tags and runs
-    the messages of a pair one after the other, so that each kind of message gets a group of its own: a
-    receive posted early would else block the sends behind it. Its communicators are made by the first message
-    of a pair, for which both ends wait: hence `meet`, since receives are posted long before they are sent to.
+    gloo carries CPU tensors: those of a GPU are staged through pinned host memory. NCCL runs the messages of a pair one
+    after the other, so that a receive posted early would block the sends behind it: messages to higher ranks have one
+    group, those to lower ranks another. Its communicators are made by the first message of a pair, for which both ends
+    wait: hence `connect`, since receives are posted long before they are sent to.
 
     Args:
-        groups: lists of ranks between which there will be collectives; the same, in the same order, in all
-            processes, whether they are in them or not, since all of them must take part in making a group.
-        timeout: after which a message that does not come is an error; None is PyTorch's own choice. The
-            default group has its own.
+        groups: lists of ranks between which there will be collectives; the same, in the same order, in all processes,
+            whether they are in them or not, since all of them must take part in making a group.
+        timeout: after which a message that does not come is an error; None is PyTorch's own choice. The default group
+            has its own.
     """
 
     def __init__(
         self,
-        buffers: int = 2,
+        buffers: int = BUFFERS,
         groups: Sequence[Sequence[int]] = (),
         timeout: datetime.timedelta | None = None,
     ) -> None:
         import torch.distributed as dist
 
         self.dist, self.buffers = dist, buffers
-        self.nccl = dist.get_backend() == "nccl"
+        self.nccl, self.rank = dist.get_backend() == "nccl", dist.get_rank()
         new_group = functools.partial(dist.new_group, timeout=timeout)
-        self.groups: dict[str, Any] = dict.fromkeys(WHATS)
-        if self.nccl:
-            self.groups = {what: new_group(backend="gloo" if what in QUESTIONS else "nccl") for what in WHATS}
+        self.up, self.down = (new_group(backend="nccl") if self.nccl else None for _ in range(2))
         self.among = {tuple(ranks): new_group(list(ranks)) for ranks in groups if len(ranks) > 1}
-        self.under_way: dict[tuple[int, str], collections.deque[tuple[Any, Tensor]]] = {}
-        self.met: set[Channel] = set()
+        self.under_way: dict[int, collections.deque[tuple[Any, Tensor]]] = collections.defaultdict(collections.deque)
+        self.connected: set[Channel] = set()
 
-    def meet(self, channels: Sequence[Channel]) -> None:
+    def _group(self, sender: int, receiver: int) -> Any:
+        return self.up if sender < receiver else self.down
+
+    def connect(self, channels: Sequence[Channel]) -> None:
         if not self.nccl:
             return
-        rank = self.dist.get_rank()
-        # All go through their channels in one order: the first that is not connected has both its ends waiting.
-        for sender, receiver, what in channels:
-            if what not in QUESTIONS and (sender, receiver, what) not in self.met:
-                self.met.add((sender, receiver, what))
-                note = torch.zeros(1, device="cuda")
-                if rank == sender:
-                    self.dist.send(note, receiver, self.groups[what])
+        # All go through the channels in one order: the first that is not connected has both its ends waiting.
+        for sender, receiver in channels:
+            if self.rank in (sender, receiver) and (sender, receiver) not in self.connected:
+                self.connected.add((sender, receiver))
+                note, group = torch.zeros(1, device="cuda"), self._group(sender, receiver)
+                if self.rank == sender:
+                    self.dist.send(note, receiver, group)
                 else:
-                    self.dist.recv(note, sender, self.groups[what])
+                    self.dist.recv(note, sender, group)
 
-    def post(self, action: Recv, out: Tensor) -> Pending:
-        staged = out.is_cuda and not self.nccl
-        room = torch.empty(out.shape, dtype=out.dtype, pin_memory=True) if staged else out
-        work = self.dist.irecv(room, action.source, self.groups[action.what], tag_of(action))
+    def post(self, source: int, out: Tensor) -> Pending:
+        staged = out.is_cuda != self.nccl  # a GPU's over gloo; over NCCL an edge that lies in host memory
+        room = self._room(out) if staged else out
+        work = self.dist.irecv(room, source, self._group(source, self.rank))
 
         def wait() -> Tensor:
             if work is not None:
@@ -148,15 +117,19 @@ class DistributedTransport:
 
         return wait
 
-    def send(self, action: Send, tensor: Tensor) -> None:
-        if tensor.is_cuda and not self.nccl:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            tensor = host.copy_(tensor, non_blocking=True)
+    def _room(self, like: Tensor) -> Tensor:
+        """Room where the backend can write it."""
+        where: dict[str, Any] = {"device": "cuda"} if self.nccl else {"pin_memory": True}
+        return torch.empty(like.shape, dtype=like.dtype, **where)
+
+    def send(self, to: int, tensor: Tensor) -> None:
+        if tensor.is_cuda != self.nccl:
+            tensor = self._room(tensor).copy_(tensor, non_blocking=True)
             torch.cuda.current_stream().synchronize()
-        under_way = self.under_way.setdefault((action.to, action.what), collections.deque())
+        under_way = self.under_way[to]
         if len(under_way) == self.buffers:
             under_way.popleft()[0].wait()
-        work = self.dist.isend(tensor, action.to, self.groups[action.what], tag_of(action))
+        work = self.dist.isend(tensor, to, self._group(self.rank, to))
         under_way.append((work, tensor))  # the tensor must live until it has left
 
     def flush(self) -> None:
@@ -212,49 +185,52 @@ def join(
 
 
 class Mailbox:
-    """What has been delivered to an actor and not yet been taken. Deliveries that wait for room overtake each
-    other, so that a message is taken by its tag.
+    """What has been delivered to an actor and not yet been taken. Deliveries that wait for room overtake each other, so
+    that a message is taken by its number in its channel.
 
     Args:
-        buffers: messages a channel holds; whoever delivers one more waits. A sender may have as many on their
-            way: then there is always room for the next one in order.
+        buffers: messages a channel holds; whoever delivers one more waits. A sender may have as many on their way: then
+            there is always room for the next one in order.
     """
 
-    def __init__(self, buffers: int = 2) -> None:
+    def __init__(self, buffers: int = BUFFERS) -> None:
         self.buffers, self.changed = buffers, threading.Condition()
-        self.held: dict[tuple[int, str], dict[int, Any]] = collections.defaultdict(dict)
+        self.held: dict[int, dict[int, Any]] = collections.defaultdict(dict)
 
-    def put(self, source: int, what: str, tag: int, message: Any) -> None:
+    def put(self, source: int, number: int, message: Any) -> None:
         """Takes a message in; waits while its channel is full."""
         with self.changed:
-            held = self.held[source, what]
-            self.changed.wait_for(lambda: len(held) < self.buffers and tag not in held)
-            held[tag] = message
+            held = self.held[source]
+            self.changed.wait_for(lambda: len(held) < self.buffers and number not in held)
+            held[number] = message
             self.changed.notify_all()
 
-    def take(self, source: int, what: str, tag: int) -> Any:
+    def take(self, source: int, number: int) -> Any:
         """Waits for a message.
 
         Raises:
             RuntimeError: the channel is full of others, so that it cannot come.
         """
         with self.changed:
-            held = self.held[source, what]
-            self.changed.wait_for(lambda: tag in held or len(held) == self.buffers)
-            if tag not in held:
-                raise RuntimeError(f"{what} from {source}: other messages came first")
-            message = held.pop(tag)
+            held = self.held[source]
+            self.changed.wait_for(lambda: number in held or len(held) == self.buffers)
+            if number not in held:
+                raise RuntimeError(f"message {number} from {source}: other messages came first")
+            message = held.pop(number)
             self.changed.notify_all()
             return message
 
 
-class _Exchange(Transport):
-    """Collectives made of messages: everyone sends to everyone, and sums in the order of the ranks. Nothing has
-    to be connected."""
+class _Exchange:
+    """Collectives made of messages: everyone sends to everyone, and sums in the order of the ranks. Nothing has to be
+    connected."""
 
     rank: int
+    post: Callable[[int, Tensor], Pending]
+    send: Callable[[int, Tensor], None]
+    flush: Callable[[], None]
 
-    def meet(self, channels: Sequence[Channel]) -> None:
+    def connect(self, channels: Sequence[Channel]) -> None:
         pass
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
@@ -272,53 +248,58 @@ class _Exchange(Transport):
         """The tensors of all, one after the other in the same room but for the own one."""
         others = [rank for rank in ranks if rank != self.rank]
         for rank in others:
-            self.send(Send(rank, "share", 0), own)
+            self.send(rank, own)
         room = torch.empty_like(own) if others else own
         for rank in ranks:
-            yield own if rank == self.rank else self.post(Recv(rank, "share", 0), room)()
+            yield own if rank == self.rank else self.post(rank, room)()
         self.flush()
 
 
 class ObjectStoreTransport(_Exchange):
     """Arrays in Ray's object store, whose references are delivered by calls from actor to actor.
 
-    Bytes are copied into the store and out of it, never pickled; what lies there is read-only and shared, so
-    nothing of it is handed out.
+    Bytes are copied into the store and out of it, never pickled; what lies there is read-only and shared, so nothing of
+    it is handed out.
 
     Args:
         rank: whose messages these are.
-        peers: handles of all shards' actors, with a method `deliver` in a concurrency group "mail".
+        peers: handles of all workers' actors, with a method `deliver` in a concurrency group "mail".
         mailbox: what `deliver` fills here.
     """
 
     def __init__(self, rank: int, peers: Sequence[Any], mailbox: Mailbox) -> None:
         self.rank, self.peers, self.mailbox = rank, peers, mailbox
-        self.under_way: dict[tuple[int, str], collections.deque[Any]] = {}
+        self.sent, self.posted = collections.Counter[int](), collections.Counter[int]()
+        self.under_way: dict[int, collections.deque[Any]] = collections.defaultdict(collections.deque)
 
-    def post(self, action: Recv, out: Tensor) -> Pending:
+    def post(self, source: int, out: Tensor) -> Pending:
+        number = self.posted[source]
+        self.posted[source] += 1
+
         def wait() -> Tensor:
             import numpy as np
             import ray
 
-            array = ray.get(self.mailbox.take(action.source, action.what, tag_of(action)))
+            array = ray.get(self.mailbox.take(source, number))
             if out.is_cuda:
-                return out.copy_(torch.from_numpy(array.copy()).view(out.dtype), non_blocking=True)
-            np.copyto(out.detach().view(torch.uint8).numpy(), array)
+                return out.copy_(torch.from_numpy(array.copy()).view(out.dtype).view(out.shape), non_blocking=True)
+            np.copyto(out.detach().view(-1).view(torch.uint8).numpy(), array)
             return out
 
         return wait
 
-    def send(self, action: Send, tensor: Tensor) -> None:
+    def send(self, to: int, tensor: Tensor) -> None:
         import ray
 
         # as bytes: NumPy knows no bfloat16
-        reference = ray.put(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
-        under_way = self.under_way.setdefault((action.to, action.what), collections.deque())
+        reference = ray.put(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        under_way = self.under_way[to]
         if len(under_way) == self.mailbox.buffers:
             ray.get(under_way.popleft())
-        deliver = self.peers[action.to].deliver.options(concurrency_group="mail")
+        deliver = self.peers[to].deliver.options(concurrency_group="mail")
         # in a list, so that Ray hands over the reference and not the array
-        under_way.append(deliver.remote(self.rank, action.what, tag_of(action), [reference]))
+        under_way.append(deliver.remote(self.rank, self.sent[to], [reference]))
+        self.sent[to] += 1
 
     def flush(self) -> None:
         import ray
@@ -329,7 +310,7 @@ class ObjectStoreTransport(_Exchange):
 
 
 class LocalTransport(_Exchange):
-    """Queues between threads, for shards in one process.
+    """Queues between threads, for workers in one process.
 
     Args:
         rank: whose messages these are.
@@ -337,7 +318,7 @@ class LocalTransport(_Exchange):
         broken: set when a thread has failed, so that the others do not wait for it for ever.
     """
 
-    def __init__(self, rank: int, queues: Mapping[Any, queue.Queue[Any]], broken: threading.Event) -> None:
+    def __init__(self, rank: int, queues: Mapping[Channel, queue.Queue[Tensor]], broken: threading.Event) -> None:
         self.rank, self.queues, self.broken = rank, queues, broken
 
     def _insist(self, attempt: Callable[[], Any]) -> Any:
@@ -346,61 +327,36 @@ class LocalTransport(_Exchange):
                 return attempt()
             except (queue.Empty, queue.Full):
                 continue
-        raise RuntimeError("another shard has failed")
+        raise RuntimeError("another worker has failed")
 
-    def post(self, action: Recv, out: Tensor) -> Pending:
-        channel = self.queues[action.source, self.rank, action.what]
+    def post(self, source: int, out: Tensor) -> Pending:
+        channel = self.queues[source, self.rank]
+        return lambda: out.copy_(self._insist(lambda: channel.get(timeout=0.5)))
 
-        def wait() -> Tensor:
-            tag, tensor = self._insist(lambda: channel.get(timeout=0.5))
-            if tag != tag_of(action):
-                raise RuntimeError(f"{action}: another message came first")
-            return out.copy_(tensor)
-
-        return wait
-
-    def send(self, action: Send, tensor: Tensor) -> None:
-        channel = self.queues[self.rank, action.to, action.what]
-        message = tag_of(action), tensor.clone()
+    def send(self, to: int, tensor: Tensor) -> None:
+        message, channel = tensor.detach().clone(), self.queues[self.rank, to]
         self._insist(lambda: channel.put(message, timeout=0.5))
 
     def flush(self) -> None:
         pass
 
 
-def local_transports(workers: int, buffers: int = 2) -> list[LocalTransport]:
+def local_transports(workers: int, buffers: int = BUFFERS) -> list[LocalTransport]:
     """A transport for each of `workers` threads of this process."""
-    pairs = [(a, b, what) for a in range(workers) for b in range(workers) for what in WHATS if a != b]
-    queues: dict[Any, queue.Queue[Any]] = {pair: queue.Queue(buffers) for pair in pairs}
+    pairs = [(a, b) for a in range(workers) for b in range(workers) if a != b]
+    queues = {pair: queue.Queue[Tensor](buffers) for pair in pairs}
     broken = threading.Event()
     return [LocalTransport(rank, queues, broken) for rank in range(workers)]
 
 
-class PipelineTransport:
-    """The transport of one pipeline among several: its workers, whom schedules number from 0, are those from
-    `first` on. Collectives keep to the numbers of all workers."""
+class ReplicaTransport:
+    """The messages of one replica among several: its workers, whom programs number from 0, are those from `first` on."""
 
     def __init__(self, transport: Transport, first: int) -> None:
-        self.transport, self.first = transport, first
-        self.flush, self.all_reduce = transport.flush, transport.all_reduce
-        self.all_gather = transport.all_gather
+        self.transport, self.first, self.flush = transport, first, transport.flush
 
-    def meet(self, channels: Sequence[Channel]) -> None:
-        first = self.first
-        self.transport.meet([(first + sender, first + receiver, what) for sender, receiver, what in channels])
+    def post(self, source: int, out: Tensor) -> Pending:
+        return self.transport.post(self.first + source, out)
 
-    def post(self, action: Recv, out: Tensor) -> Pending:
-        return self.transport.post(dataclasses.replace(action, source=self.first + action.source), out)
-
-    def send(self, action: Send, tensor: Tensor) -> None:
-        self.transport.send(dataclasses.replace(action, to=self.first + action.to), tensor)
-
-
-def tag_of(action: Send | Recv) -> int:
-    """A number that tells the messages between two workers apart; fits gloo's 32 bits."""
-    layer = 0 if action.layer is None else action.layer + 1
-    if action.chunk >= 1 << 17 or layer >= 1 << 10:
-        raise ValueError(
-            f"{action}: at most 131,072 chunks and 1,023 layers can be told apart; use larger chunks"
-        )
-    return (WHATS.index(action.what) << 27) + (layer << 17) + action.chunk
+    def send(self, to: int, tensor: Tensor) -> None:
+        self.transport.send(self.first + to, tensor)

@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import functools
 import heapq
+import itertools
 from collections.abc import Iterable, Sequence
 
 from adjoint.engine.grid import Grid, Key, Tile
@@ -370,4 +371,4 @@ def _units(grid: Grid, k: int, tiles: list[Tile], groups: int) -> list[tuple[Til
         return [tuple(tiles)]
     groups = min(groups, len(tiles))
     cuts = [len(tiles) * i // groups for i in range(groups + 1)]
-    return [tuple(tiles[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [tuple(tiles[a:b]) for a, b in itertools.pairwise(cuts)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from adjoint.train.config import TrainingConfig
 
@@ -13,7 +14,9 @@ from adjoint.train.config import TrainingConfig
 _UNDECAYED = {"A_log", "D", "dt_bias"}
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, without: Sequence[Tensor] = ()
+) -> list[dict[str, object]]:
     """The two groups of AdamW: what decays (the matrices of projections and convolutions) and what does not.
 
     Not decayed: biases, norms and everything else with fewer than two dimensions; ``A_log``, ``D``,
@@ -24,6 +27,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
+        if any(parameter is other for other in without):
+            continue
         spared = (
             parameter.ndim < 2
             or name.rpartition(".")[2] in _UNDECAYED
@@ -35,10 +40,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     return [group for group in groups if group["params"]]
 
 
-def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter, 2019) over the groups above; one fused kernel on CUDA."""
+def make_optimizer(
+    model: nn.Module, config: TrainingConfig, without: Sequence[Tensor] = ()
+) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter, 2019) over the groups above, some parameters left out; one fused kernel on CUDA."""
     fused = next(model.parameters()).is_cuda
-    groups = parameter_groups(model, config.weight_decay)
+    groups = parameter_groups(model, config.weight_decay, without)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 

@@ -1,0 +1,49 @@
+"""GPUs by name: memory, and the rates of their makers' data sheets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A whole GPU.
+
+    Attributes:
+        name: as `adjoint plan --device` takes it; its parts, between hyphens, are words of the driver's name.
+        memory: bytes, as NVML reports them.
+        bfloat16, float32: peak TFLOP/s, dense; bfloat16 in the tensor cores, float32 outside them.
+    """
+
+    name: str
+    memory: int
+    bfloat16: float
+    float32: float
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a10g", 23028 * MIB, 70, 31.2),
+        Gpu("l4", 23034 * MIB, 121, 30.3),
+        Gpu("l40s", 46068 * MIB, 362, 91.6),
+        Gpu("a100-40gb", 40960 * MIB, 312, 19.5),
+        Gpu("a100-80gb", 81920 * MIB, 312, 19.5),
+        Gpu("h100", 81559 * MIB, 989.5, 67),
+        Gpu("h100-pcie", 81559 * MIB, 756, 51),
+        Gpu("h100-nvl", 95830 * MIB, 835, 60),
+        Gpu("h200", 143771 * MIB, 989.5, 67),
+        Gpu("gh200", 97871 * MIB, 989.5, 67),
+    )
+}
+
+
+def by_driver_name(name: str) -> Gpu | None:
+    """The GPU that the driver calls `name`, such as "NVIDIA H100 PCIe"; None for a slice of one, and for one
+    that is not in the table."""
+    words = set(re.split(r"[\s-]+", name.lower()))
+    found = [gpu for gpu in GPUS.values() if words.issuperset(gpu.name.split("-"))]
+    return None if "mig" in words or not found else max(found, key=lambda gpu: gpu.name.count("-"))

@@ -1,0 +1,169 @@
+"""Helpers share a shard's layer-local tasks: whoever is free takes the next unit of them.
+
+The owner takes units from the front; each helper holds up to two, fed from the back, so that inputs travel while it
+computes. Sums of gradients are the same bit for bit whoever made them, given the same kind of device and number of
+threads: a unit is summed from zero by one worker, from inputs that lie in memory as a message's do, and units are added
+in their order. Sums that come early are held, each as large as its layer's gradients; since a layer's units are taken in
+order from either end they are few, unless a helper is much slower than the others.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from adjoint.engine.grid import Grid, Key, Tile
+from adjoint.engine.program import Share
+from adjoint.engine.run import Worker
+from adjoint.engine.stages import Stage
+from adjoint.engine.tile import Gradients
+from adjoint.layers import State
+
+AHEAD = 2  # units that a helper holds: one under way, one whose inputs are there
+Task = tuple[Grid, tuple[Tile, ...], dict[Key, Tensor], list[Tensor] | None]  # grid, tiles, inputs, new weights
+
+
+class Crew(Protocol):
+    """A shard's helpers, as it reaches them."""
+
+    @property
+    def size(self) -> int: ...
+
+    def submit(self, helper: int, task: Task) -> Any:
+        """Hands a task over; what `result` is asked with."""
+        ...
+
+    def ready(self, handles: Sequence[Any], wait: bool) -> list[Any]:
+        """Those whose results are there; with `wait` at least one."""
+        ...
+
+    def result(self, handle: Any) -> list[Tensor]:
+        """The sums of a task, one for each parameter of its layer."""
+        ...
+
+
+def share(worker: Worker, action: Share, crew: Crew, known: set[tuple[int, int]]) -> None:
+    """Carries a `Share` out as its owner.
+
+    Args:
+        known: (helper, stage)s whose weights the helper has; others are sent along, and added here.
+    """
+    units = action.units
+    stages = [unit[0].stage for unit in units]
+    front = collections.deque(range(len(units)))
+    back = collections.deque(sorted(front, key=lambda i: (-stages[i], i)))
+    order = {k: collections.deque(i for i in front if stages[i] == k) for k in stages}
+    taken: set[int] = set()
+    early: dict[int, list[Tensor]] = {}
+    under_way: dict[Any, tuple[int, int]] = {}  # of each handle, helper and unit
+
+    def following(queue: collections.deque[int]) -> int | None:
+        while queue:
+            i = queue.popleft()
+            if i not in taken:
+                taken.add(i)
+                return i
+        return None
+
+    def feed() -> None:
+        held = collections.Counter(helper for helper, _ in under_way.values())
+        for _ in range(AHEAD):
+            for helper in range(crew.size):
+                if held[helper] < AHEAD and (i := following(back)) is not None:
+                    new = None if (helper, stages[i]) in known else weights_of(worker.stages[stages[i]])
+                    known.add((helper, stages[i]))
+                    task = worker.grid, units[i], inputs_of(worker, units[i]), new
+                    under_way[crew.submit(helper, task)] = helper, i
+                    held[helper] += 1
+
+    def take_in(i: int, sums: list[Tensor]) -> None:
+        early[i] = sums
+        queue = order[stages[i]]
+        while queue and queue[0] in early:
+            stage = worker.stages[stages[queue[0]]]
+            assert stage is not None
+            for parameter, gradient in zip(stage.parameters(), early.pop(queue.popleft()), strict=True):
+                worker.gradients.add(parameter, gradient.to(parameter.device))
+
+    feed()
+    while (i := following(front)) is not None:
+        take_in(i, carry_out(worker, units[i]))
+        for handle in crew.ready(list(under_way), wait=False):
+            take_in(under_way.pop(handle)[1], crew.result(handle))
+        feed()
+    while under_way:
+        for handle in crew.ready(list(under_way), wait=True):
+            take_in(under_way.pop(handle)[1], crew.result(handle))
+
+
+def carry_out(worker: Worker, tiles: Sequence[Tile]) -> list[Tensor]:
+    """Runs a unit's tiles; the sums of their gradients, one for each parameter of the layer."""
+    before, worker.gradients = worker.gradients, Gradients()
+    for t in tiles:
+        with worker.traced(t):
+            worker.tile(t)
+    stage = worker.stages[tiles[0].stage]
+    assert stage is not None
+    made, worker.gradients = worker.gradients, before
+    return [made.sums.get(p, torch.zeros_like(p, dtype=worker.wide)) for p in stage.parameters()]
+
+
+def inputs_of(worker: Worker, tiles: Sequence[Tile]) -> dict[Key, Tensor]:
+    """What a unit reads of others' work."""
+    written = {key for t in tiles for key in worker.grid.writes(t)}
+    reads = {key for t in tiles for key in worker.grid.reads(t)} - written
+    return {key: worker.store[key].cpu() for key in reads}
+
+
+def weights_of(stage: Stage | None) -> list[Tensor]:
+    assert stage is not None
+    return [p.detach().cpu() for p in stage.parameters()]
+
+
+class Helper:
+    """A helper's side: layers whose weights come with the tasks.
+
+    Args:
+        stages: the shard's. initial: states of the right sizes, one tuple a stage, of `batch` rows.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage | None], width: int, wide: torch.dtype, device: torch.device
+    ) -> None:
+        self.stages, self.width, self.wide, self.device = stages, width, wide, device
+
+    def carry_out(self, task: Task, initial: Sequence[State]) -> list[Tensor]:
+        """Runs a task; the sums of its gradients."""
+        grid, tiles, inputs, weights = task
+        stage = self.stages[tiles[0].stage]
+        assert stage is not None
+        if weights is not None:
+            with torch.no_grad():
+                for parameter, weight in zip(stage.parameters(), weights, strict=True):
+                    parameter.copy_(weight)
+        batch = initial[tiles[0].stage][0].shape[0]
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device).expand(batch, grid.cuts[-1])
+        worker = Worker(self.stages, grid, ids, ids, initial, self.width, self.wide)
+        worker.store |= {key: tensor.to(self.device) for key, tensor in inputs.items()}
+        return [gradient.cpu() for gradient in carry_out(worker, tiles)]
+
+
+def as_arrays(task: Task) -> tuple[Grid, tuple[Tile, ...], dict[Key, Any], list[Any] | None]:
+    """A task with NumPy arrays in the place of tensors, which Ray ships without pickling them."""
+    grid, tiles, inputs, weights = task
+    return grid, tiles, _mapped(inputs, lambda t: t.numpy()), weights and [w.numpy() for w in weights]
+
+
+def as_tensors(task: tuple[Grid, tuple[Tile, ...], dict[Key, Any], list[Any] | None]) -> Task:
+    """The reverse; copies, since what Ray ships is read-only and shared."""
+    grid, tiles, inputs, weights = task
+    copied = _mapped(inputs, lambda a: torch.from_numpy(a).clone())
+    return grid, tiles, copied, weights and [torch.from_numpy(w.copy()) for w in weights]
+
+
+def _mapped(inputs: Mapping[Key, Any], change: Any) -> dict[Key, Any]:
+    return {key: change(value) for key, value in inputs.items()}
