@@ -1,20 +1,44 @@
 """Configuration of a training run: the dataclasses behind YAML files and ``--section.key value`` flags.
 
-`adjoint.train.flags` builds one parser from them, so a key exists here, in YAML and as a flag, or nowhere.
+A key is a field of a dataclass here (of `Config`, or of a method) and nothing else: its annotation says which
+values it takes, in YAML as on the command line, and the docstring of its class is its help.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import math
+import functools
+import inspect
+import json
+import re
+import typing
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from adjoint.data.batches import DataConfig
-from adjoint.errors import UserError
+from adjoint.errors import UserError, check_finite, check_whole
 from adjoint.layers import StackConfig
 from adjoint.methods import METHODS
+from adjoint.train.flags import Flags, in_words, nearest, read_value
+
+# What other trainers call some of the keys.
+_ELSEWHERE = {
+    "learning_rate": "training.lr",
+    "max_steps": "training.steps",
+    "batch_size": "data.batch",
+    "seq_len": "data.seqlen",
+    "context_length": "data.seqlen",
+    "output_dir": "run.dir",
+    "hidden_size": "model.d_model",
+}
+# Keys of older versions, and why they are gone. The config.yaml of an older run still has them.
+_RETIRED = {
+    "cluster.exchange": "a sequence over several workers is dealt out to them in chunks in turn",
+}
 
 
 @dataclass(frozen=True)
@@ -32,12 +56,10 @@ class MethodConfig:
     def __post_init__(self) -> None:
         if self.name not in METHODS:
             raise UserError(f"method.name: {self.name!r} is not a method; choose one of {', '.join(METHODS)}")
-        taken = {f.name for f in dataclasses.fields(METHODS[self.name])}
+        takes = {name: {f.name for f in dataclasses.fields(cls)} for name, cls in METHODS.items()}
         for key in self.arguments:
-            if key not in taken:
-                takers = [
-                    name for name, cls in METHODS.items() if key in {f.name for f in dataclasses.fields(cls)}
-                ]
+            if key not in takes[self.name]:
+                takers = [name for name, keys in takes.items() if key in keys]
                 raise UserError(
                     f"method.{key}: the method {self.name!r} takes no {key} "
                     f"(taken by: {', '.join(takers) or 'none'}); "
@@ -45,10 +67,8 @@ class MethodConfig:
                 )
         for needed in dataclasses.fields(METHODS[self.name]):
             if needed.default is dataclasses.MISSING and needed.name not in self.arguments:
-                raise UserError(
-                    f"method.{needed.name}: the method {self.name!r} needs it; "
-                    f"give --method.{needed.name} VALUE"
-                )
+                key = needed.name
+                raise UserError(f"method.{key}: the method {self.name!r} needs it; give --method.{key} VALUE")
         self.build()
 
     def build(self) -> Any:
@@ -112,26 +132,21 @@ class TrainingConfig:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        at_least = dict.fromkeys(
-            ("steps", "grad_accumulation", "keep_checkpoints", "log_every", "threads"), 1
-        )
-        at_least |= dict.fromkeys(("seed", "warmup_steps", "eval_every", "save_every", "sample_tokens"), 0)
-        positive = ("lr", "eps", "sample_temperature")
-        for key, lowest in at_least.items():
-            value = getattr(self, key)
-            if value is not None and value < lowest:
-                raise UserError(f"training.{key}: must be at least {lowest}, got {value}")
-        for key in (*positive, "min_lr", "weight_decay", "grad_clip"):
-            value = getattr(self, key)
-            if value is not None and not (
-                math.isfinite(value) and (value > 0 or (value == 0 and key not in positive))
-            ):
-                word = "positive" if key in positive else "zero or positive"
-                raise UserError(f"training.{key}: must be a {word} finite number, got {value}")
+        least = dict.fromkeys(("steps", "grad_accumulation", "keep_checkpoints", "log_every"), 1)
+        least |= dict.fromkeys(("seed", "warmup_steps", "eval_every", "save_every", "sample_tokens"), 0)
+        least |= {} if self.threads is None else {"threads": 1}
+        for key, lowest in least.items():
+            check_whole(f"training.{key}", getattr(self, key), lowest)
+        for key in ("lr", "eps", "sample_temperature"):
+            check_finite(f"training.{key}", getattr(self, key))
+        for key in ("weight_decay", "grad_clip"):
+            check_finite(f"training.{key}", getattr(self, key), positive=False)
         if self.seed >= 2**63:
             raise UserError(f"training.seed: must be below 2**63, got {self.seed}")
-        if self.min_lr is not None and self.min_lr > self.lr:
-            raise UserError(f"training.min_lr: {self.min_lr} is above training.lr {self.lr}; lower it")
+        if self.min_lr is not None:
+            check_finite("training.min_lr", self.min_lr, positive=False)
+            if self.min_lr > self.lr:
+                raise UserError(f"training.min_lr: {self.min_lr} is above training.lr {self.lr}; lower it")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"training.betas: two numbers in [0, 1), got {list(self.betas)}")
 
@@ -167,11 +182,8 @@ class ClusterConfig:
             cluster of RAY_ADDRESS (inside a job), or else this machine, has room for.
         replicas: pipelines of that many shards each, which share the rows of every batch out; a replica needs
             a row. Gradients are summed over them; losses and weights are those of one replica, to rounding.
-        sequence: processes that share every sequence of a replica, each with the whole model and a stretch of
-            the tokens; for the method exact and one shard. Losses and weights are those of one process, to
-            rounding.
-        exchange: how those processes carry states over from stretch to stretch: "affine" runs over the tokens
-            once more, all at once; "wavefront" waits for the neighbour, layer by layer; "auto" is the faster.
+        sequence: workers that share every sequence: its chunks are dealt out to them in turn, each has the
+            whole model (of its shard).
         helpers: further processes that share the shards' tasks, for the method layer-local; of each replica.
         cpus: CPUs a process asks for.
         transport: how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere;
@@ -185,7 +197,6 @@ class ClusterConfig:
     shards: int | Literal["auto"] = 0
     replicas: int = 1
     sequence: int = 1
-    exchange: Literal["auto", "affine", "wavefront"] = "auto"
     helpers: int = 0
     cpus: int = 1
     transport: Literal["auto", "gloo", "nccl", "object-store"] = "auto"
@@ -200,22 +211,16 @@ class ClusterConfig:
             )
         least = {"replicas": 1, "sequence": 1, "helpers": 0, "cpus": 1, "max_failures": 0}
         for key, lowest in least.items():
-            if getattr(self, key) < lowest:
-                raise UserError(f"cluster.{key}: must be at least {lowest}, got {getattr(self, key)}")
-        if self.shards == 0 and self.replicas > 1:
-            raise UserError(
-                f"cluster.replicas: {self.replicas} replicas run in processes of their own; give "
-                "--cluster.shards 1 or more, or --cluster.replicas 1"
-            )
-        if self.shards == 0 and self.sequence > 1:
-            raise UserError(
-                f"cluster.sequence: {self.sequence} workers run in processes of their own; give "
-                "--cluster.shards 1, or --cluster.sequence 1"
-            )
+            check_whole(f"cluster.{key}", getattr(self, key), lowest)
+        for key in ("replicas", "sequence"):
+            number = getattr(self, key)
+            if self.shards == 0 and number > 1:
+                raise UserError(
+                    f"cluster.{key}: {number} of them need processes of their own; "
+                    f"give --cluster.shards 1 or more, or --cluster.{key} 1"
+                )
         for key in ("start_timeout", "hang_timeout"):
-            value = getattr(self, key)
-            if not (math.isfinite(value) and value > 0):
-                raise UserError(f"cluster.{key}: must be a positive number of seconds, got {value}")
+            check_finite(f"cluster.{key}", getattr(self, key))
 
 
 def default_model() -> StackConfig:
@@ -254,9 +259,36 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
         UserError: one line naming the flag or file, what is wrong with it and what would be right.
         SystemExit: code 0, after ``--help`` or ``--print_config``.
     """
-    from adjoint.train.flags import parse  # jsonargparse is needed by the command line only
-
-    return parse(argv, prog)
+    options, unknown = _parser(prog).parse_known_args(argv)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        if re.match("--.", name):
+            raise _unknown(name[2:], name)
+        raise UserError(f"{unknown[0]!r}: not a flag; keys are given as --section.key value (see --help)")
+    given = [(name, value, file) for file in options.config for name, value in _file_values(file)]
+    given += [(name, text, None) for name, text in vars(options).items() if "." in name]
+    keys, values = known_keys(), dict[str, Any]()
+    for name, value, file in given:
+        where = f"--{name}" if file is None else f"{file}: {name}"
+        if name in _RETIRED:
+            warnings.warn(f"{where}: is left out; it is no key any more: {_RETIRED[name]}", stacklevel=2)
+            continue
+        if name not in keys:
+            raise _unknown(name, file)
+        try:
+            values[name] = read_value(value, keys[name].hint)
+        except ValueError:
+            wanted, default = in_words(keys[name].hint), keys[name].default
+            got = "null" if value is None else repr(value)
+            example = "" if default is None else f"; its default is {json.dumps(default)}"
+            raise UserError(f"{where}: expected {wanted}, got {got}{example}") from None
+    if values.get("run.name") is None:
+        values["run.name"] = Path(options.config[-1]).stem if options.config else "default"
+    config = _build(values)
+    if options.print_config:
+        print(config.to_yaml(), end="")
+        raise SystemExit(0)
+    return config
 
 
 def plain(value: Any) -> Any:
@@ -266,3 +298,125 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key: the annotation of its values, its default, and its help text."""
+
+    hint: Any
+    default: Any
+    help: str
+
+
+@functools.cache
+def known_keys() -> dict[str, Key]:
+    """The keys by their dotted names."""
+    keys: dict[str, Key] = {}
+    for section, value in vars(Config()).items():
+        found = _method_keys() if section == "method" else _documented(type(value), value)
+        keys |= {f"{section}.{name}": key for name, key in found.items()}
+    return keys
+
+
+def _method_keys() -> dict[str, Key]:
+    """The keys of all methods together."""
+    keys = {"name": Key(Literal[tuple(METHODS)], MethodConfig().name, "how the gradient is computed")}
+    takers: dict[str, list[str]] = {}
+    for method, cls in METHODS.items():
+        for name, key in _documented(cls, None).items():
+            first = keys.get(name, key)
+            takers.setdefault(name, []).append(method)
+            keys[name] = Key(first.hint | key.hint | None, None, first.help or key.help)
+    for name, methods in takers.items():
+        text = f"{keys[name].help} Taken by {', '.join(methods)}".strip()
+        keys[name] = dataclasses.replace(keys[name], help=text)
+    return keys
+
+
+def _documented(cls: type, defaults: object) -> dict[str, Key]:
+    """The fields of a dataclass, with the text that its docstring has below "Args:"."""
+    arguments = (inspect.getdoc(cls) or "").partition("Args:\n")[2]
+    texts: dict[str, str] = {}
+    for names, text in re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {5}.*)*)", arguments, re.MULTILINE):
+        texts |= dict.fromkeys(names.split(", "), " ".join(text.split()))  # several keys may share one text
+    hints, names = typing.get_type_hints(cls), [field.name for field in dataclasses.fields(cls)]
+    return {name: Key(hints[name], getattr(defaults, name, None), texts.get(name, "")) for name in names}
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = Flags(
+        prog=prog,
+        usage="%(prog)s [--config FILE] [--section.key VALUE ...] [--resume auto]",
+        description="Train a state-space language model on long text.",
+        epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576). YAML files have the same keys; "
+        "flags win over them.",
+        argument_default=argparse.SUPPRESS,
+    )
+    text = "YAML file with any of the keys below"
+    parser.add_argument("--config", action="append", nargs="?", default=[], metavar="FILE", help=text)
+    parser.add_argument("--print_config", action="store_true", default=False, help="print all keys and end")
+    groups = {section: parser.add_argument_group(section) for section in vars(Config())}
+    for name, key in known_keys().items():
+        flags = [f"--{name}", "--resume"] if name == "run.resume" else [f"--{name}"]
+        text = f"{key.help} ({in_words(key.hint)}; default: {json.dumps(key.default)})".replace("%", "%%")
+        groups[name.partition(".")[0]].add_argument(*flags, dest=name, metavar="VALUE", help=text)
+    for name in _RETIRED:
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    return parser
+
+
+def _file_values(path: str | None) -> Iterator[tuple[str, Any]]:
+    """The dotted keys and the values of a YAML file.
+
+    Raises:
+        UserError: it is missing, not YAML, or not made of sections.
+    """
+    import yaml
+
+    if not path:
+        raise UserError("--config: needs the path of a YAML file, such as --config configs/default.yaml")
+    file = Path(path)
+    if not file.is_file():
+        beside = sorted(p.name for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
+        remedy = f"{file.parent} holds {', '.join(beside)}" if beside else "give the path of a YAML file"
+        raise UserError(f"--config {path}: no such file; {remedy}")
+    try:
+        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}; mend the file") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path}: holds no sections; write them as 'training:' and keys indented below it")
+    for section, content in loaded.items():
+        if section not in vars(Config()):
+            yield str(section), content
+        elif isinstance(content, dict):
+            yield from ((f"{section}.{key}", value) for key, value in content.items())
+        else:
+            raise UserError(
+                f"{path}: {section} is a section; write its keys indented below it, or leave it out"
+            )
+
+
+def _unknown(name: str, where: str) -> UserError:
+    guess = _ELSEWHERE.get(name.rpartition(".")[2]) or nearest(name, known_keys())
+    return UserError(f"{where}: unknown key {name}; did you mean {guess}? (--help lists all keys)")
+
+
+def _build(values: dict[str, Any]) -> Config:
+    """The configuration of the dotted keys that are given; the others have their defaults."""
+    sections: dict[str, Any] = {}
+    for section, default in vars(Config()).items():
+        given = {
+            key.removeprefix(f"{section}."): value for key, value in values.items() if key.startswith(section)
+        }
+        try:
+            if section == "method":
+                arguments = {key: value for key, value in given.items() if value is not None}
+                sections[section] = MethodConfig(arguments.pop("name", default.name), arguments)
+            else:
+                sections[section] = dataclasses.replace(default, **given)
+        except ValueError as error:
+            text = str(error)
+            raise UserError(text if text.startswith(section) else f"{section}: {text}") from error
+    return Config(**sections)

@@ -1,97 +1,76 @@
-"""The parser of a training run's configuration: YAML files and ``--section.key value`` flags → `Config`.
-
-Parsing, type checks, the merging of YAML and flags and the help texts are jsonargparse's: a maintained
-library that treats a YAML file and dotted command-line flags as the same thing, checks both against type
-annotations (unions, literals, lists) and needs no decorators in the dataclasses. What it does not do is
-name the nearest key, or say in one line which file or flag a bad value came from; that is done here.
-"""
+"""Reading command lines: numbers with suffixes, values as annotations want them, errors in one line."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
-import functools
-import operator
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
+from contextlib import suppress
+from fractions import Fraction
 from typing import Any, Literal, Never
 
 from adjoint.errors import UserError
-from adjoint.methods import METHODS
-from adjoint.train.config import Config, MethodConfig, plain
 
-# What other trainers call some of the keys.
-_ELSEWHERE = {
-    "learning_rate": "training.lr",
-    "max_steps": "training.steps",
-    "batch_size": "data.batch",
-    "seq_len": "data.seqlen",
-    "context_length": "data.seqlen",
-    "output_dir": "run.dir",
-    "hidden_size": "model.d_model",
-}
-
-
-class Count(int):
-    """A whole number that may be written with a binary suffix: ``16K`` is 16,384 and ``1M`` is 1,048,576."""
-
-    @classmethod
-    def parse(cls, value: Any) -> int:
-        """Read ``16384``, ``"16K"``, ``"1.5M"`` or ``"16_384"``. Raises ValueError for anything else."""
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        match = re.fullmatch(r"([+-]?\d[\d_]*(?:\.\d+)?)([KMG]?)", str(value).strip(), re.IGNORECASE)
-        number = (
-            float(match[1].replace("_", "")) * 1024 ** " KMG".index(match[2].upper() or " ") if match else 0.5
-        )
-        if isinstance(value, (bool, float)) or not number.is_integer():
-            raise ValueError(f"{value!r} is not a whole number")
-        return int(number)
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_UNIONS = (typing.Union, types.UnionType)
 
 
 class Flags(argparse.ArgumentParser):
-    """The flags of a command beside the configuration's; what it refuses is a UserError."""
+    """The flags of a command, written out in full; what it refuses is a UserError."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
 
     def error(self, message: str) -> Never:
+        bare = re.fullmatch(r"argument (?:\S+/)?(--\S+): expected one argument", message)
+        if bare:
+            raise UserError(f"{bare[1]}: needs a value, as in {bare[1]} VALUE")
         raise UserError(message.removeprefix("argument "))
 
 
+def whole_number(value: object) -> int:
+    """Read ``16384``, ``"16K"``, ``"1.5M"`` or ``"16_384"``, with K, M and G for 2¹⁰, 2²⁰ and 2³⁰.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"([+-]?\d[\d_]*(?:\.\d+)?)([KMG]?)", str(value).strip(), re.IGNORECASE)
+    if match and not isinstance(value, float):
+        number = Fraction(match[1].replace("_", "")) * 1024 ** " KMG".index(match[2].upper() or " ")
+        if number.denominator == 1:
+            return int(number)
+    raise ValueError(f"{value!r} is not a whole number")
+
+
 def count(flag: str, text: str, least: int) -> int:
-    """The whole number given to a flag, as `Count.parse` reads it.
+    """The whole number given to a flag, as `whole_number` reads it.
 
     Raises:
         UserError: it is none, or below ``least``.
     """
-    try:
-        number = Count.parse(text)
-    except ValueError:
-        number = least - 1
-    if not least <= number < 2**63:
-        raise UserError(f"{flag}: expected a whole number, {least} or more, such as 16 or 4K; got {text!r}")
-    return number
+    with suppress(ValueError):
+        number = whole_number(text)
+        if least <= number < 2**63:
+            return number
+    raise UserError(f"{flag}: expected a whole number, {least} or more, such as 16 or 4K; got {text!r}")
 
 
-def parse(argv: list[str], prog: str) -> Config:
-    """`adjoint.train.config.load_config`."""
-    parser = _parser(prog)
-    files, flags = _split(argv)
-    origin: dict[str, str] = {}
-    from_files: list[str] = []
-    for path in files:
-        origin.update({key: f"{path}: {key}" for key in _file_keys(path, parser)})
-        from_files += ["--config", path]
-        _parse(
-            parser, from_files, origin
-        )  # by itself first: what is wrong now is the file's fault, not a flag's
-    origin.update(_flag_keys(flags, parser))
-    values = _parse(parser, from_files + flags, origin)
-    if values["run"]["name"] is None:
-        values["run"]["name"] = Path(files[-1]).stem if files else "default"
-    return _build(values)
+def size(flag: str, text: str) -> float:
+    """Bytes of ``40GB`` (10⁹ each) or ``40GiB`` (2³⁰ each).
+
+    Raises:
+        UserError: it is neither.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT])(i?)B?\s*", text, re.IGNORECASE)
+    if not match or float(match[1]) == 0:
+        raise UserError(f"{flag}: expected a size such as 40GB or 512MiB; got {text!r}")
+    power = "KMGT".index(match[2].upper()) + 1
+    return float(match[1]) * (1024.0 if match[3] else 1000.0) ** power
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
@@ -106,232 +85,53 @@ def nearest(key: str, known: Iterable[str]) -> str:
     return max(known, key=likeness)
 
 
-def _sections() -> dict[str, list[tuple[str, Any, Any, str]]]:
-    """Section → (key, annotation, default, help). ``method`` has the keys of all methods together."""
-    sections = {}
-    for section in dataclasses.fields(Config):
-        assert section.default_factory is not dataclasses.MISSING
-        value = section.default_factory()
-        if section.name == "method":
-            sections["method"] = _method_fields()
-        else:
-            sections[section.name] = [
-                (key, hint, getattr(value, key), text) for key, hint, text in _documented_fields(type(value))
-            ]
-    return sections
+def read_value(value: Any, hint: Any) -> Any:
+    """A value out of a YAML file, or a flag's text, as the annotation ``hint`` wants it.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin in _UNIONS:
+        for part in sorted(parts, key=lambda part: part is str):  # text last: null and [a, b] are texts too
+            with suppress(ValueError):
+                return read_value(value, part)
+    elif origin in (list, tuple):
+        items = _from_yaml(value) if isinstance(value, str) else value
+        if isinstance(items, list) and (origin is list or len(items) == len(parts)):
+            hints = parts * len(items) if origin is list else parts
+            return origin(read_value(item, part) for item, part in zip(items, hints, strict=True))
+    elif origin is int:
+        return whole_number(value)
+    elif origin is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        return float(str(value).replace(".inf", "inf"))  # .inf is how YAML writes it
+    elif origin is bool and str(value).lower() in _TRUTH:
+        return _TRUTH[str(value).lower()]
+    elif (origin is Literal and value in parts) or (origin is str and isinstance(value, str)):
+        return value
+    elif origin is types.NoneType and value in (None, "null"):
+        return None
+    raise ValueError(f"{value!r} is not {in_words(hint)}")
 
 
-def _method_fields() -> list[tuple[str, Any, Any, str]]:
-    hints: dict[str, Any] = {}
-    texts: dict[str, str] = {}
-    for name, cls in METHODS.items():
-        for key, hint, text in _documented_fields(cls):
-            hints[key] = hints[key] | hint if key in hints else hint
-            texts[key] = f"{texts[key]}; {name}" if key in texts else f"{text} Taken by {name}".lstrip()
-    name_field = ("name", Literal[tuple(METHODS)], MethodConfig().name, "how the gradient is computed")
-    return [name_field, *((key, hints[key] | None, None, texts[key]) for key in hints)]
-
-
-def _documented_fields(cls: type) -> list[tuple[str, Any, str]]:
-    """(key, annotation, help text from the class's docstring) of a dataclass's fields."""
-    import docstring_parser
-
-    texts = {
-        name: p.description or ""
-        for p in docstring_parser.parse_from_object(cls).params
-        for name in p.arg_name.split(", ")  # several keys may share one line
-    }
-    hints = typing.get_type_hints(cls)
-    return [
-        (f.name, hints[f.name], " ".join(texts.get(f.name, "").split()))
-        for f in dataclasses.fields(cls)
-        if f.init
-    ]
-
-
-def _counted(hint: Any) -> Any:
-    """``int`` replaced by ``Count`` inside a union, so that 16K and 1M are read as numbers."""
-    if hint is int:
-        return Count
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return functools.reduce(operator.or_, (_counted(part) for part in typing.get_args(hint)))
-    return hint
-
-
-def _parser(prog: str) -> Any:
-    import jsonargparse
-    from jsonargparse.typing import register_type
-
-    register_type(Count, serializer=int, deserializer=Count.parse, fail_already_registered=False)
-    parser = jsonargparse.ArgumentParser(
-        prog=prog,
-        exit_on_error=False,
-        allow_abbrev=False,
-        usage="%(prog)s [--config FILE] [--section.key VALUE ...] [--resume auto]",
-        description="Train a state-space language model on long text.",
-        epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576). YAML files have the same keys; "
-        "flags win over them.",
-    )
-    parser.add_argument("--config", action="config", help="YAML file with any of the keys below")
-    for section, keys in _sections().items():
-        group = parser.add_argument_group(section)
-        for key, hint, default, text in keys:
-            group.add_argument(
-                f"--{section}.{key}", type=_counted(hint), default=default, help=text.replace("%", "%%")
-            )
-    return parser
-
-
-def _known(parser: Any) -> list[str]:
-    return [action.dest for action in parser._actions if "." in action.dest]
-
-
-def _unknown(key: str, where: str, parser: Any) -> UserError:
-    guess = _ELSEWHERE.get(key.rpartition(".")[2]) or nearest(key, _known(parser))
-    return UserError(f"{where}: unknown key {key}; did you mean {guess}? (--help lists all keys)")
-
-
-def _parse(parser: Any, arguments: list[str], origin: dict[str, str]) -> dict[str, Any]:
-    import jsonargparse
-
-    try:
-        return parser.parse_args(arguments).as_dict()
-    except jsonargparse.ArgumentError as error:
-        raise UserError(_one_line(str(error), origin, parser)) from None
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """argv → (configuration files, the other arguments with ``--resume`` spelt out)."""
-    files: list[str] = []
-    flags: list[str] = []
-    rest = iter(argv)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if name == "--config":
-            path = value if equals else next(rest, None)
-            if not path:
-                raise UserError(
-                    "--config: needs the path of a YAML file, such as --config configs/default.yaml"
-                )
-            files.append(path)
-        else:
-            flags.append("--run.resume" + equals + value if name == "--resume" else word)
-    return files, flags
-
-
-def _flag_keys(flags: list[str], parser: Any) -> Iterator[tuple[str, str]]:
-    """Each flag's key and spelling. Raises UserError for a key that there is not, or for a stray word."""
-    known = set(_known(parser))
-    takes_value = False
-    for word in flags:
-        name, equals, _ = word.partition("=")
-        if name.startswith("--"):
-            key = name[2:].removesuffix("+")
-            if key not in known and key not in ("help", "print_config"):
-                raise _unknown(key, name, parser)
-            takes_value = not equals and key in known
-            yield key, name
-        elif word == "-h" or takes_value:
-            takes_value = False
-        else:
-            raise UserError(f"{word!r}: not a flag; keys are given as --section.key value (see --help)")
-
-
-def _file_keys(path: str, parser: Any) -> list[str]:
-    """The dotted keys of a YAML file. Raises UserError for a missing or malformed file and unknown keys."""
-    import yaml
-
-    file = Path(path)
-    if not file.is_file():
-        beside = sorted(p.name for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
-        remedy = f"{file.parent} holds {', '.join(beside)}" if beside else "give the path of a YAML file"
-        raise UserError(f"--config {path}: no such file; {remedy}")
-    try:
-        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}; mend the file") from None
-    if not isinstance(loaded, dict):
-        raise UserError(f"{path}: holds no sections; write them as 'training:' and keys indented below it")
-    sections = {key.partition(".")[0] for key in _known(parser)}
-    for section, content in loaded.items():
-        if section in sections and not isinstance(content, dict):
-            raise UserError(
-                f"{path}: {section} is a section; write its keys indented below it, or leave it out"
-            )
-    known = set(_known(parser))
-    keys = list(_flatten(loaded, known))
-    for key in keys:
-        if key not in known:
-            raise _unknown(key, path, parser)
-    return keys
-
-
-def _flatten(nested: dict[Any, Any], known: set[str], prefix: str = "") -> Iterator[str]:
-    for key, value in nested.items():
-        dotted = f"{prefix}{key}"
-        if isinstance(value, dict) and dotted not in known:
-            yield from _flatten(value, known, dotted + ".")
-        else:
-            yield dotted
-
-
-def _one_line(message: str, origin: dict[str, str], parser: Any) -> str:
-    """jsonargparse's report, several lines long, as one: where, what was expected, what was found."""
-    missing = re.match(r"argument (--\S+): expected", message)
-    if missing:
-        return f"{missing[1]}: needs a value, as in {missing[1]} VALUE"
-    match = re.match(r'Parser key "([^"]+)"', message)
-    if not match:
-        return " ".join(message.split())
-    key = match[1]
-    action = next((a for a in parser._actions if a.dest == key), None)
-    got = re.search(r"(?:Given value|Got value): (.*)", message) or re.search(
-        r"literal.*?: (.*)|: ('[^']*')", message
-    )
-    found = f", got {next(g for g in got.groups() if g is not None).strip()}" if got else ""
-    wanted = f"expected {_type_name(action._typehint)}" if action is not None else " ".join(message.split())
-    example = "" if action is None or action.default is None else f"; its default is {plain(action.default)}"
-    return f"{origin.get(key, key)}: {wanted}{found}{example}"
-
-
-def _type_name(hint: Any) -> str:
+def in_words(hint: Any) -> str:
     """An annotation in words a user can act on."""
-    names = {
-        Count: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        type(None): "null",
-    }
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     if hint in names:
         return names[hint]
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
-        return (
-            " or ".join(map(str, arguments))
-            if len(arguments) <= 2
-            else f"one of {', '.join(map(str, arguments))}"
-        )
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_type_name(part) for part in arguments)
-    if typing.get_origin(hint) in (tuple, list):
-        return "a list such as [0.9, 0.95]" if float in arguments else "a list"
-    return getattr(hint, "__name__", str(hint))
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        choices = [str(part) for part in parts]
+        return " or ".join(choices) if len(choices) <= 2 else f"one of {', '.join(choices)}"
+    if origin in _UNIONS:
+        return " or ".join(map(in_words, parts))
+    return "a list such as [0.9, 0.95]" if float in parts else "a list"
 
 
-def _build(values: dict[str, Any]) -> Config:
-    method = values["method"]
-    arguments = {key: value for key, value in method.items() if key != "name" and value is not None}
-    built: dict[str, Any] = {"method": MethodConfig(method["name"], arguments)}
-    for section in dataclasses.fields(Config):
-        if section.name != "method":
-            assert section.default_factory is not dataclasses.MISSING
-            cls = type(section.default_factory())
-            try:
-                built[section.name] = cls(**values[section.name])
-            except ValueError as error:
-                text = str(error)
-                raise UserError(
-                    text if text.startswith(section.name + ".") else f"{section.name}: {text}"
-                ) from error
-    return Config(**built)
+def _from_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is not YAML") from error
