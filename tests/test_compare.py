@@ -17,7 +17,8 @@ from adjoint import Backprop, Exact, LayerLocal, Truncated
 from adjoint.cli import main
 from adjoint.tools.sweep import compare
 from adjoint.tools.sweep import report as sweep_report
-from adjoint.tools.sweep.compare import Comparison, smallest_window
+from adjoint.tools.sweep.compare import Comparison
+from adjoint.tools.sweep.report import smallest_window
 from adjoint.train.machine import PeakMemory, environment, memory_left
 
 
@@ -235,9 +236,8 @@ def test_a_sweep_goes_on_with_what_it_has(
         return row(self, name, window, step)
 
     monkeypatch.setattr(Comparison, "row", interrupted)
-    monkeypatch.setattr(
-        "adjoint.tools.sweep.plot.plot_sweep", lambda result, path: None
-    )  # half a second each
+    # half a second each
+    monkeypatch.setattr("adjoint.tools.sweep.plot.plot_sweep", lambda result, path: None)
     assert sweep(tmp_path, data="random") == 130
     shown = capsys.readouterr()
     assert "gradients side by side" in shown.out and "4 rows to go" in shown.err

@@ -233,9 +233,8 @@ def test_propagated_is_backprop_at_every_depth(structure: str | list[str], tie_e
         assert got.keys() == want.keys()
         for name in want:
             assert relative_error(got[name], want[name]) < TOLERANCE, (window, name)
-    got, _ = truncated_gradients(
-        model, ids, labels, 6
-    )  # 7 reach as far as 8: the last token predicts nothing
+    # 7 would reach as far as 8: the last token predicts nothing
+    got, _ = truncated_gradients(model, ids, labels, 6)
     assert relative_error(got["layers.0.mixer.B_proj.weight"], want["layers.0.mixer.B_proj.weight"]) > 1e-8
 
 

@@ -33,7 +33,7 @@ from adjoint.train.machine import environment, versions
 PACKAGES: tuple[tuple[str, str, str, str | None], ...] = (
     ("torch", "everything", "", None),
     ("numpy", "everything", "", None),
-    ("jsonargparse", "adjoint train: configuration", "", None),
+    ("pyyaml", "adjoint train: configuration", "", None),
     ("rich", "text output", "", None),
     ("matplotlib", "plots", "", None),
     ("safetensors", "checkpoints", "", None),
@@ -67,7 +67,6 @@ def main(argv: list[str]) -> int:
     """`adjoint doctor`: exit code 0, or 1 if no backend computes a selective scan right."""
     parser = Flags(
         prog="adjoint doctor",
-        allow_abbrev=False,
         description="What this machine has and which code runs what: versions, devices and MIG slices, the "
         "scan backends and why one is not usable, the build of the C++ kernels, threads, the allocator; and "
         "a check of every usable backend against the reference in float64.",

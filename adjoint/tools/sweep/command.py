@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from argparse import BooleanOptionalAction, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,231 +23,186 @@ from adjoint.data.batches import open_data
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers import StackConfig
-from adjoint.methods import METHODS, TOLERANCE, Backprop, Exact
+from adjoint.methods import (
+    METHODS,
+    TOLERANCE,
+    Backprop,
+    Exact,
+    LayerLocal,
+    Truncated,
+    check_tolerance,
+    check_window,
+)
 from adjoint.stack import Stack
-from adjoint.tools.sweep import compare
-from adjoint.tools.sweep import report as sweep_report
-from adjoint.tools.sweep.arguments import Request, find_checkpoint, in_order, read_arguments
-from adjoint.tools.sweep.compare import Window
-from adjoint.train.checkpoint import load_checkpoint
-from adjoint.train.config import Config, plain
+from adjoint.tools.sweep import compare, report
+from adjoint.tools.sweep.compare import Comparison, Window, window_order
+from adjoint.train.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    read_trainer,
+    verify_checkpoint,
+)
+from adjoint.train.config import Config, load_config, plain
+from adjoint.train.flags import Flags, count, nearest, whole_number
 from adjoint.train.machine import PeakMemory, environment, pick_device, set_up
+from adjoint.train.rundir import RUNS
 
 RESULTS = "sweep.json"
+# Keys of a training run that would be passed over here; in a configuration file they do no harm.
+_INSTEAD = {
+    "--method.": "--methods, --windows and --chunk-size",
+    "--run.": "--out and --model",
+    "--training.seed": "--seed",
+}
 
 
 def main(argv: list[str]) -> int:
-    """``adjoint sweep``: exit code 0, or 130 after Ctrl-C, with the finished rows written either way."""
+    """`adjoint sweep`: exit code 0, or 130 after Ctrl-C, with the finished rows written either way."""
     request, config = read_arguments(argv)
-    return Sweeping(request, config).run()
-
-
-class Sweeping:
-    """One sweep: model, batches, the rows so far and where they are written."""
-
-    def __init__(self, request: Request, config: Config) -> None:
-        self.request = request
-        training = dataclasses.replace(config.training, seed=request.seed)
-        self.device = pick_device(training.device)
-        # "auto" is bfloat16 on GPUs, whose rounding would hide what is measured here
-        self.precision = "float32" if training.precision == "auto" else training.precision
-        set_up(training, self.device)
-        self.seqlen = config.data.seqlen
-        self.windows = self._windows_within(request.windows)
-        checkpoint = None if request.model is None else find_checkpoint(request.model)
-        shape = config.model if checkpoint is None else _shape_of(checkpoint)
-        batches, text, fingerprint = self._batches(config, shape)
-        self.settings: dict[str, Any] = json.loads(
-            json.dumps(
-                {
-                    "model": plain(dataclasses.asdict(shape)),
-                    "weights": _digest(checkpoint) if checkpoint else "fresh",
-                    "data": fingerprint,
-                    "seqlen": self.seqlen,
-                    "batch": config.data.batch,
-                    "batches": request.batches,
-                    "chunk_size": request.chunk_size,
-                    "tolerance": TOLERANCE if request.tolerance is None else request.tolerance,
-                    "seed": request.seed,
-                    "precision": self.precision,
-                    "device": torch.cuda.get_device_name(self.device)
-                    if self.device.type == "cuda"
-                    else self.device.type,
-                }
-            )
-        )
-        self.rows, baseline = self._kept()
-        self.model = Stack(shape).to(self.device, torch.float64 if self.precision == "float64" else None)
-        if checkpoint is not None:
-            load_checkpoint(checkpoint, self.model, verify=False)
-        if baseline is None:
-            fits = request.baseline == "auto" and compare.backprop_fits(
-                self.model, batches[0].to(self.device)
-            )
-            baseline = (
-                (Backprop.name if fits else Exact.name) if request.baseline == "auto" else request.baseline
-            )
-        self.settings["baseline"] = baseline
-        self.comparison = compare.Comparison(
-            self.model, batches, baseline, request.chunk_size, self.precision, self.settings["tolerance"]
-        )
-        self.described = {
-            "model": str(checkpoint) if checkpoint else "fresh",
-            "parameters": self.model.num_parameters(),
-            "data": text,
-            "memory": PeakMemory.meaning(self.device),
-            "environment": environment(self.device),
-            "config": config.to_dict(),
-        }
-
-    def run(self) -> int:
-        """Measures what is missing, writes the results and prints them; the exit code."""
-        wanted = self._wanted()
-        missing = [key for key in wanted if key not in self.rows]
-        self._announce(len(wanted) - len(missing))
-        if not wanted[1:]:
-            raise UserError("--windows auto: only truncated picks its windows; add it to --methods")
-        interrupted = False
-        try:
-            with _progress(len(missing) * self.request.batches) as (name_row, step):
-                for name, window in missing:
-                    name_row(name, window)
-                    with _memory_told(name, window):
-                        self.rows[name, window] = self.comparison.row(name, window, step)
-                    self._write()
-        except KeyboardInterrupt:
-            interrupted = True
-        if not self.rows:
-            print("interrupted before the first row was finished", file=sys.stderr)
-            return 130
-        result = self._write()
-        sweep_report.show(result)
-        from adjoint.tools.sweep.plot import plot_sweep
-
-        written = [RESULTS, sweep_report.write_csv(result, self.request.out)]
-        if any(row["window"] is not None for row in result["rows"]):
-            plot_sweep(result, self.request.out / "sweep.png")
-            written.append("sweep.png")
-        print(f"written to {self.request.out}: {', '.join(written)}", flush=True)
-        if interrupted:
-            left = sum(key not in self.rows for key in wanted)
-            print(f"interrupted with {left} rows to go; the same command goes on from here", file=sys.stderr)
-        return 130 if interrupted else 0
-
-    def _windows_within(self, windows: tuple[Window, ...]) -> tuple[Window, ...]:
-        if not windows:
-            powers = (4**i for i in range(32))
-            return (*(w for w in powers if w < self.seqlen), None, "auto")
-
-        def covers_all(window: Window) -> bool:
-            return isinstance(window, int) and window >= self.seqlen
-
-        for window in filter(covers_all, windows):
-            print(f"note: a window of {window:,} covers all {self.seqlen:,} tokens: that is full")
-        return in_order(None if covers_all(w) else w for w in windows)
-
-    def _wanted(self) -> list[tuple[str, Window]]:
-        """(method, window) of every row, the reference first."""
-        wanted: list[tuple[str, Window]] = [(self.settings["baseline"], None)]
-        for name in self.request.methods:
-            windows = self.windows if compare.takes_window(name) else (None,)
-            wanted += [(name, w) for w in windows if w != "auto" or compare.takes_auto(name)]
-        return list(dict.fromkeys(wanted))
-
-    def _batches(self, config: Config, shape: StackConfig) -> tuple[list[torch.Tensor], str, str]:
-        """The batches, what they are in words, and a mark that changes with them."""
-        request, data = self.request, config.data
-        if request.data == "random":
-            generator = torch.Generator().manual_seed(request.seed)
-            size = (data.batch, data.seqlen)
-            drawn = [
-                torch.randint(shape.vocab_size, size, generator=generator) for _ in range(request.batches)
-            ]
-            return drawn, "random tokens", "random"
-        text = open_data(data, request.seed, None if request.model else shape.vocab_size)
-        batches = [next(text.train) for _ in range(request.batches)]
-        highest = max(int(ids.max()) for ids in batches)
-        if highest >= shape.vocab_size:
-            raise UserError(
-                f"--model {request.model}: it knows ids 0 to {shape.vocab_size - 1}, the text has {highest}: "
-                "use the data and the tokenizer that it was trained with, or --data random"
-            )
-        return batches, text.description, text.fingerprint
-
-    def _kept(self) -> tuple[dict[tuple[str, Window], dict[str, Any]], str | None]:
-        """The rows that the folder holds of this sweep, and their baseline.
-
-        Raises:
-            UserError: they are of a sweep with other settings, or cannot be read.
-        """
-        request, file = self.request, self.request.out / RESULTS
-        if not request.resume or not file.exists():
-            return {}, None
-        remedy = "name another --out, or begin anew with --no-resume"
-        try:
-            stored = json.loads(file.read_text(encoding="utf-8"))
-            settings, rows = dict(stored["settings"]), list(stored["rows"])
-            kept = {(row["method"], row["window"]): row for row in rows}
-            baseline = settings.pop("baseline")
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"--out {request.out}: its {RESULTS} cannot be read; {remedy}") from None
-        here = dict(self.settings)
-        if request.baseline not in ("auto", baseline):
-            settings["baseline"], here["baseline"] = baseline, request.baseline
-        different = _first_difference(settings, here)
-        if different:
-            raise UserError(f"--out {request.out}: holds a sweep with other settings ({different}); {remedy}")
-        return kept, baseline
-
-    def _write(self) -> dict[str, Any]:
-        """Writes sweep.json and returns what it holds."""
-        order = [*METHODS]
-        rows = sorted(
-            self.rows.values(),
-            key=lambda row: (
-                row["method"] != self.settings["baseline"],
-                order.index(row["method"]) if row["method"] in order else len(order),
-                {None: self.seqlen, "auto": self.seqlen + 1}.get(row["window"], row["window"]),
-            ),
-        )
-        result = {"settings": self.settings, **self.described, "rows": rows}
-        self.request.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
-        write_atomically(self.request.out / RESULTS, text + "\n")
-        return result
-
-    def _announce(self, kept: int) -> None:
-        settings = self.settings
-        print(
-            f"model: {self.described['model']}, {self.described['parameters']:,} parameters, "
-            f"{settings['model']['n_layer']} layers\n"
-            f"data: {self.described['data']}: {settings['batches']} batches of {settings['batch']} x "
-            f"{self.seqlen:,} tokens on {settings['device']} in {self.precision}",
-            flush=True,
-        )
-        if settings["baseline"] == Exact.name and self.request.baseline == "auto":
-            print(
-                "note: backpropagation does not fit in memory here; Exact, its equal to rounding, stands in"
-            )
-        if kept:
-            print(f"{kept} rows kept from {self.request.out / RESULTS}")
-
-
-def _shape_of(checkpoint: Path) -> StackConfig:
-    """The model of a checkpoint."""
+    comparison, result = _prepare(request, config)
+    kept = {(row["method"], row["window"]) for row in result["rows"]}
+    wanted = _wanted(request, comparison)
+    missing = [key for key in wanted if key not in kept]
+    _announce(request, result, len(wanted) - len(missing))
+    if not wanted[1:]:
+        raise UserError("--windows auto: only truncated picks its windows; add it to --methods")
+    interrupted = False
     try:
-        trainer = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
-        return StackConfig(**trainer["config"]["model"])
+        _measure(missing, comparison, result, request.out)
+    except KeyboardInterrupt:
+        interrupted = True
+    if not result["rows"]:
+        print("interrupted before the first row was finished", file=sys.stderr)
+        return 130
+    _write(result, request.out)
+    report.show(result)
+    from adjoint.tools.sweep.plot import plot_sweep
+
+    written = [RESULTS, report.write_csv(result, request.out)]
+    if report.swept(result):
+        plot_sweep(result, request.out / "sweep.png")
+        written.append("sweep.png")
+    print(f"written to {request.out}: {', '.join(written)}", flush=True)
+    if interrupted:
+        left = len(kept) + len(missing) - len(result["rows"])
+        print(f"interrupted with {left} rows to go; the same command goes on from here", file=sys.stderr)
+    return 130 if interrupted else 0
+
+
+def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, Any]]:
+    """Sets the machine up for the model and data asked for; the result has the rows that --out holds.
+
+    Raises:
+        UserError: the device, the checkpoint, the data or the rows in --out do not fit what was asked for.
+    """
+    training = dataclasses.replace(config.training, seed=request.seed)
+    device = pick_device(training.device)
+    # "auto" is bfloat16 on GPUs, whose rounding would hide what is measured here
+    precision = "float32" if training.precision == "auto" else training.precision
+    set_up(training, device)
+    checkpoint = None if request.model is None else find_checkpoint(request.model)
+    shape, weights = (config.model, "fresh") if checkpoint is None else _trained(checkpoint)
+    batches, text, fingerprint = _batches(request, config, shape)
+    settings = {
+        "model": plain(dataclasses.asdict(shape)),
+        "weights": weights,
+        "data": fingerprint,
+        "seqlen": config.data.seqlen,
+        "batch": config.data.batch,
+        "batches": request.batches,
+        "chunk_size": request.chunk_size,
+        "tolerance": TOLERANCE if request.tolerance is None else request.tolerance,
+        "seed": request.seed,
+        "precision": precision,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+    settings = json.loads(json.dumps(settings))  # as they are read from a file: lists in the place of tuples
+    rows, baseline = _kept(request, settings)
+    model = Stack(shape).to(device, torch.float64 if precision == "float64" else None)
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, model, verify=False)
+    if baseline is None and request.baseline == "auto":
+        fits = compare.backprop_fits(model, batches[0].to(device))
+        baseline = Backprop.name if fits else Exact.name
+    settings["baseline"] = baseline or request.baseline
+    result = {
+        "settings": settings,
+        "model": str(checkpoint) if checkpoint else "fresh",
+        "parameters": model.num_parameters(),
+        "data": text,
+        "memory": PeakMemory.meaning(device),
+        "environment": environment(device),
+        "config": config.to_dict(),
+        "rows": rows,
+    }
+    return Comparison(
+        model, batches, settings["baseline"], request.chunk_size, precision, settings["tolerance"]
+    ), result
+
+
+def _wanted(request: Namespace, comparison: Comparison) -> list[tuple[str, Window]]:
+    """(method, window) of every row, the reference first."""
+    wanted: list[tuple[str, Window]] = [(comparison.baseline, None)]
+    for name in request.methods:
+        windows = request.windows if compare.takes(name, "window") else [None]
+        wanted += [(name, w) for w in windows if w != "auto" or compare.takes(name, "tolerance")]
+    return list(dict.fromkeys(wanted))
+
+
+def _batches(request: Namespace, config: Config, shape: StackConfig) -> tuple[list[torch.Tensor], str, str]:
+    """The batches, what they are in words, and a mark that changes with them."""
+    data = config.data
+    if request.data == "random":
+        generator = torch.Generator().manual_seed(request.seed)
+        size = (data.batch, data.seqlen)
+        drawn = [torch.randint(shape.vocab_size, size, generator=generator) for _ in range(request.batches)]
+        return drawn, "random tokens", "random"
+    text = open_data(data, request.seed, None if request.model else shape.vocab_size)
+    batches = [next(text.train) for _ in range(request.batches)]
+    highest = max(int(ids.max()) for ids in batches)
+    if highest >= shape.vocab_size:
+        raise UserError(
+            f"--model {request.model}: it knows ids 0 to {shape.vocab_size - 1}, the text has {highest}: "
+            "use the data and the tokenizer that it was trained with, or --data random"
+        )
+    return batches, text.description, text.fingerprint
+
+
+def _trained(checkpoint: Path) -> tuple[StackConfig, str]:
+    """A checkpoint's model, and its weights' checksum, which is the same wherever they lie."""
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))
+    try:
+        shape = StackConfig(**read_trainer(checkpoint)["config"]["model"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--model {checkpoint}: its trainer.json describes no model that this version knows ({error!r})"
         ) from None
+    return shape, manifest["files"]["model.safetensors"]["sha256"]
 
 
-def _digest(checkpoint: Path) -> str:
-    """The checksum of a checkpoint's weights: the same weights in another place are the same weights."""
-    manifest = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))
-    return manifest["files"]["model.safetensors"]["sha256"]
+def _kept(request: Namespace, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
+    """The rows that the folder holds of this sweep, and their baseline.
+
+    Raises:
+        UserError: they are of a sweep with other settings, or cannot be read.
+    """
+    file = request.out / RESULTS
+    if not request.resume or not file.exists():
+        return [], None
+    remedy = "name another --out, or begin anew with --no-resume"
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        there = dict(stored["settings"])
+        baseline = there["baseline"]
+        rows = {(row["method"], row["window"]): row for row in stored["rows"]}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"--out {request.out}: its {RESULTS} cannot be read; {remedy}") from None
+    here = {**settings, "baseline": baseline if request.baseline == "auto" else request.baseline}
+    different = _first_difference(there, here)
+    if different:
+        raise UserError(f"--out {request.out}: holds a sweep with other settings ({different}); {remedy}")
+    return list(rows.values()), baseline
 
 
 def _first_difference(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> str | None:
@@ -261,39 +217,238 @@ def _first_difference(there: dict[str, Any], here: dict[str, Any], prefix: str =
     return None
 
 
-@contextmanager
-def _memory_told(name: str, window: Window) -> Iterator[None]:
-    """Raises UserError, with what can be done in a sweep, where memory runs out."""
+def _announce(request: Namespace, result: Mapping[str, Any], kept: int) -> None:
+    settings = result["settings"]
+    print(
+        f"model: {result['model']}, {result['parameters']:,} parameters, "
+        f"{settings['model']['n_layer']} layers\n"
+        f"data: {result['data']}: {settings['batches']} batches of {settings['batch']} x "
+        f"{settings['seqlen']:,} tokens on {settings['device']} in {settings['precision']}",
+        flush=True,
+    )
+    if settings["baseline"] == Exact.name and request.baseline == "auto":
+        print("note: backpropagation does not fit in memory here; Exact, its equal to rounding, stands in")
+    if kept:
+        print(f"{kept} rows kept from {request.out / RESULTS}")
+
+
+def _measure(
+    missing: list[tuple[str, Window]], comparison: Comparison, result: dict[str, Any], out: Path
+) -> None:
+    """Adds the missing rows to the result and writes it after each; a bar on a terminal, else lines.
+
+    Raises:
+        UserError: memory has run out; it says what can be done in a sweep.
+    """
+    from tqdm import tqdm
+
+    batches = len(comparison.batches)
+    total = len(missing) * batches
+    on_terminal = bool(missing) and sys.stderr.isatty()
+    width: dict[str, Any] = {"dynamic_ncols": True}
+    if on_terminal and not os.get_terminal_size(sys.stderr.fileno()).columns:  # the terminal never said
+        width = {"ncols": 100, "nrows": 20}
+    with tqdm(total=total, unit="batch", leave=False, disable=not on_terminal, **width) as bar:
+        for done, (name, window) in enumerate(missing):
+            text = report.row_name(name, window)
+            if on_terminal:
+                bar.set_postfix_str(text)
+            else:
+                print(f"measuring {text} (batch {done * batches + 1} of {total})", flush=True)
+            try:
+                result["rows"].append(comparison.row(name, window, bar.update))
+            except (MemoryError, RuntimeError) as error:
+                words = "out of memory|can't allocate"
+                if isinstance(error, RuntimeError) and not re.search(words, str(error), re.IGNORECASE):
+                    raise
+                raise UserError(
+                    f"{text}: out of memory; lower --chunk-size, --seqlen or --data.batch, or take "
+                    "--baseline exact (the rows before it are kept)"
+                ) from error
+            _write(result, out)
+
+
+def _write(result: dict[str, Any], out: Path) -> None:
+    """Writes sweep.json, its rows in order: the reference, then by method and window."""
+    methods = [result["settings"]["baseline"], *METHODS]
+
+    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+        name = row["method"]
+        return methods.index(name) if name in methods else len(methods), window_order(row["window"])
+
+    result["rows"].sort(key=place)
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomically(out / RESULTS, text + "\n")
+
+
+# ----------------------------------------------------------------------------------------- the command line
+
+
+def _parser() -> Flags:
+    parser = Flags(
+        prog="adjoint sweep",
+        usage="%(prog)s --out DIR [--config FILE] [--windows 1,16,256,full] [--seqlen N] [--model RUN] …",
+        description="Measure how far windowed and layer-local gradients are from backpropagation's: "
+        "how long a window do you need?",
+        epilog="Numbers may be written 16K (16,384) or 1M (1,048,576). The model., data. and training. keys "
+        "of adjoint train are flags here too (--data.path, --model.d_model, …). The sweep runs "
+        "in float32 unless --training.precision says otherwise.",
+    )
+
+    def add(flag: str, text: str, **more: Any) -> None:
+        parser.add_argument(flag, help=text, **more)
+
+    add("--out", "folder for sweep.json, sweep.csv and sweep.png", required=True, metavar="DIR")
+    add("--config", "configuration, as for adjoint train", action="append", default=[], metavar="FILE")
+    add(
+        "--windows",
+        "tokens, full for all, and auto for windows picked a layer; "
+        "default: powers of four below seqlen, full, and auto",
+    )
+    add(
+        "--tolerance",
+        "of auto: the share of the adjoint state that may be dropped; default: 0.001",
+        metavar="X",
+    )
+    add("--seqlen", "tokens a sequence; default: the configuration's data.seqlen", metavar="N")
+    add(
+        "--model",
+        "a run's folder (its newest checkpoint) or a checkpoint; without it the model is fresh. "
+        "The run's configuration is taken where --config is not given",
+        metavar="RUN",
+    )
+    methods = f"of {', '.join(METHODS)}; default: %(default)s"
+    add("--methods", methods, default=f"{Truncated.name},{LayerLocal.name}")
+    add("--batches", "batches to average over; default: %(default)s", default="3", metavar="N")
+    add("--chunk-size", "of the methods that take one; default: they pick", metavar="N")
+    add("--seed", "of fresh weights and of the data; default: %(default)s", default="0", metavar="N")
+    add("--data", "config: the configuration's text (default); random: random tokens", default="config")
+    add(
+        "--baseline",
+        "backprop, exact, or auto (default): backprop where it fits in memory, else exact in its place",
+        default="auto",
+    )
+    resume = "keep the rows that DIR holds of the same sweep (default)"
+    add("--resume", resume, action=BooleanOptionalAction, default=True)
+    return parser
+
+
+def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
+    """The command line: what is the sweep's own, and the configuration of model and data.
+
+    Returns:
+        A namespace with the flags as they are to be used, and the configuration. windows: in the order of
+        `window_order`. tolerance, chunk_size, model: None where not given. methods: names, each once.
+        baseline: "auto" is backprop where it fits in memory.
+
+    Raises:
+        UserError: naming the flag, what is wrong with it and what would be right.
+        SystemExit: code 0, after ``--help``.
+    """
+    given, rest = _parser().parse_known_args(argv)
+    given.windows = _windows(given.windows)
+    given.tolerance = _tolerance(given.tolerance)
+    given.methods = list(dict.fromkeys(_choice("--methods", m, METHODS) for m in _list(given.methods)))
+    given.batches = count("--batches", given.batches, 1)
+    given.chunk_size = None if given.chunk_size is None else count("--chunk-size", given.chunk_size, 1)
+    given.seed = count("--seed", given.seed, 0)
+    given.out = Path(given.out)
+    _choice("--data", given.data, ("config", "random"))
+    _choice("--baseline", given.baseline, ("auto", Backprop.name, Exact.name))
+    if not given.methods:
+        raise UserError(f"--methods: is empty; name some of {', '.join(METHODS)}")
+    if given.out.exists() and not given.out.is_dir():
+        raise UserError(f"--out {given.out}: is a file; name a folder")
+    for word in rest:
+        for prefix, instead in _INSTEAD.items():
+            if word.startswith(prefix):
+                raise UserError(f"{word}: a sweep does not take it; use {instead}")
+        if given.model is not None and word.startswith("--model."):
+            raise UserError(f"{word}: the model is that of --model {given.model}; leave one of them out")
+    if given.model is not None:
+        own = find_checkpoint(given.model).parent.parent / "config.yaml"
+        given.config = given.config or [str(own)] * own.is_file()
+    words = [word for file in given.config for word in ("--config", file)] + rest
+    if given.seqlen is not None:
+        words += ["--data.seqlen", str(count("--seqlen", given.seqlen, 2))]
+    config = load_config(words, "adjoint sweep")
+    given.windows = _windows_within(given.windows, config.data.seqlen)
+    return given, config
+
+
+def _tolerance(text: str | None) -> float | None:
+    if text is None:
+        return None
     try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        text = str(error).lower()
-        if isinstance(error, RuntimeError) and not ("out of memory" in text or "can't allocate" in text):
-            raise
+        tolerance = float(text)
+        check_tolerance(tolerance)
+    except ValueError:
         raise UserError(
-            f"{sweep_report.row_name(name, window)}: out of memory; lower --chunk-size, --seqlen or "
-            "--data.batch, or take --baseline exact (the rows before it are kept)"
-        ) from error
+            f"--tolerance: expected a number between 0 and 1, such as 0.001; got {text!r}"
+        ) from None
+    return tolerance
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[tuple[Any, Any]]:
-    """Two functions: one names the row being measured, one counts a batch. A bar on a terminal or lines."""
-    if total and sys.stderr.isatty():
-        from tqdm import tqdm
+def _windows(text: str | None) -> list[Window]:
+    names: dict[str, Window] = {"full": None, "auto": "auto"}
+    found: set[Window] = set()
+    for word in [] if text is None else _list(text) or [""]:
+        if word.lower() in names:
+            found.add(names[word.lower()])
+            continue
+        try:
+            window = whole_number(word)
+            check_window(window)
+        except ValueError:
+            raise UserError(
+                f"--windows: {word!r} is not a window; give tokens, full or auto: 1,16,256,full,auto"
+            ) from None
+        found.add(window)
+    return sorted(found, key=window_order)
 
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns  # 0 where the terminal never said
-        width: dict[str, Any] = {"dynamic_ncols": True} if columns else {"ncols": 100, "nrows": 20}
-        with tqdm(total=total, unit="batch", leave=False, **width) as bar:
-            yield lambda name, window: bar.set_postfix_str(sweep_report.row_name(name, window)), bar.update
-        return
-    done = 0
 
-    def name_row(name: str, window: Window) -> None:
-        print(f"measuring {sweep_report.row_name(name, window)} (batch {done + 1} of {total})", flush=True)
+def _windows_within(windows: list[Window], seqlen: int) -> list[Window]:
+    """The windows to measure: those asked for, or powers of four; one that covers all tokens is None."""
+    if not windows:
+        return [*(4**i for i in range(32) if 4**i < seqlen), None, "auto"]
+    long = [window for window in windows if isinstance(window, int) and window >= seqlen]
+    for window in long:
+        print(f"note: a window of {window:,} covers all {seqlen:,} tokens: that is full")
+    return sorted({None if window in long else window for window in windows}, key=window_order)
 
-    def step() -> None:
-        nonlocal done
-        done += 1
 
-    yield name_row, step
+def _list(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _choice(flag: str, word: str, known: Any) -> str:
+    if word not in known:
+        raise UserError(
+            f"{flag}: {word!r} is not one of {', '.join(known)}; did you mean {nearest(word, known)}?"
+        )
+    return word
+
+
+def find_checkpoint(name: str) -> Path:
+    """The checkpoint that ``--model`` names: a run's newest good one, or one itself. `runs/` may be left out.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = next((p for p in (Path(name), RUNS / name) if p.exists()), None)
+    if path is None:
+        runs = sorted(p.name for p in RUNS.iterdir() if p.is_dir()) if RUNS.is_dir() else []
+        remedy = f"runs here: {', '.join(runs)}" if runs else "train one first: adjoint train"
+        raise UserError(f"--model {name}: no such run or checkpoint; {remedy}")
+    if not (path / "checkpoints").is_dir():
+        try:
+            verify_checkpoint(path)
+        except UserError as error:
+            raise UserError(f"--model {name}: not a run and not a good checkpoint ({error})") from None
+        return path.absolute()
+    newest = newest_checkpoint(path / "checkpoints")
+    if newest is None:
+        state = "no good checkpoint" if list_checkpoints(path / "checkpoints") else "no checkpoint yet"
+        raise UserError(f"--model {name}: the run has {state}; train on, or name another run")
+    return newest.absolute()

@@ -1,8 +1,8 @@
 """Gradients of the methods side by side: how far each is from a reference gradient, and what it costs.
 
-    reference = gradient(model, input_ids, Backprop())
-    agreement = compare(reference, gradient(model, input_ids, Truncated(window=256)))
-    agreement["overall"]["overall"].relative_error
+    reference, _ = gradient(model, input_ids, Backprop())
+    found, _ = gradient(model, input_ids, Truncated(window=256))
+    compare(reference, found)["overall"]["overall"].relative_error
 
 `adjoint sweep` (`adjoint.tools.sweep.command`) does this for methods × windows.
 """
@@ -15,8 +15,8 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from adjoint.methods import METHODS, Backprop, check_window
 from adjoint.stack import Stack
 from adjoint.train.machine import PeakMemory, autocast, memory_left
 
-SCOPES = ("overall", "layer", "kind")
 _PROBE = 256  # tokens of the passes that warm up and that measure what a token keeps
 # The backward's workspaces come on top of what the forward keeps, and the estimate is from few tokens.
 _SHARE_OF_MEMORY = 0.4
@@ -35,8 +34,12 @@ Gradients = dict[str, Tensor]
 Window = int | Literal["auto"] | None  # tokens, picked a layer, or the whole sequence
 
 
-@dataclasses.dataclass(frozen=True)
-class Agreement:
+def window_order(window: Window) -> tuple[Any, ...]:
+    """A key to sort windows by: tokens, then None, the whole sequence, then "auto"."""
+    return window == "auto", window is None, window or 0
+
+
+class Agreement(NamedTuple):
     """How near a gradient g is to the reference r.
 
     Attributes:
@@ -51,21 +54,18 @@ class Agreement:
 # -------------------------------------------------------------------------------------------------- gradients
 
 
-def gradient(model: Stack, input_ids: Tensor, method: Any, precision: str = "float32") -> Gradients:
-    """The gradient of the mean loss by parameter name. Leaves `.grad` None.
+def gradient(
+    model: Stack, input_ids: Tensor, method: Any, precision: str = "float32"
+) -> tuple[Gradients, list[int] | None]:
+    """The gradient of the mean loss by parameter name, and the windows that the method picked, a layer each.
+
+    Leaves `.grad` None.
 
     Args:
         input_ids: (batch, seqlen) int64; the labels are the same ids, which the model shifts.
         method: an object of `adjoint.methods`.
         precision: as `adjoint.train.machine.autocast` takes it.
     """
-    return _gradient(model, input_ids, method, precision)[0]
-
-
-def _gradient(
-    model: Stack, input_ids: Tensor, method: Any, precision: str
-) -> tuple[Gradients, list[int] | None]:
-    """`gradient`, and the windows that the method picked."""
     model.zero_grad(set_to_none=True)
     with autocast(precision, input_ids.device):
         output = model(input_ids, labels=input_ids, method=method)
@@ -83,29 +83,23 @@ def compare(reference: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dic
     """Agreement by scope ("overall", "layer", "kind") and by name within it.
 
     Layers are "layers.0", …, and what is outside them by its own name: embedding, norm_f, lm_head. Kinds are
-    parameters of one name over all layers: A_log, D, conv1d, in_proj, … Sums are in float64.
+    parameters of one name over all layers: A_log, D, conv1d (weight and bias), mlp.fc1, … Sums are in
+    float64.
     """
-    sums: dict[tuple[str, str], list[float]] = {}
+    sums: dict[str, dict[str, Tensor]] = {"overall": {}, "layer": {}, "kind": {}}
     for name, r in reference.items():
         g, r = found[name].double().flatten(), r.to(found[name].device).double().flatten()
         d = g - r
-        products = torch.stack([g @ r, g @ g, r @ r, d @ d]).tolist()
-        for key in (("overall", "overall"), ("layer", layer_of(name)), ("kind", kind_of(name))):
-            sums[key] = [a + b for a, b in zip(sums.get(key, [0.0] * 4), products, strict=True)]
-    result: dict[str, dict[str, Agreement]] = {scope: {} for scope in SCOPES}
-    for (scope, name), products in sums.items():
-        result[scope][name] = _agreement(*products)
-    return result
-
-
-def layer_of(name: str) -> str:
-    """ "layers.3" of "layers.3.mixer.A_log"; the first word of a parameter that is in no layer."""
-    return match[0] if (match := re.match(r"layers\.\d+", name)) else name.partition(".")[0]
-
-
-def kind_of(name: str) -> str:
-    """What a parameter is, in whichever layer: "A_log", "conv1d" (weight and bias), "mlp.fc1", "norm"."""
-    return re.sub(r"^layers\.\d+\.(mixer\.)?|\.(weight|bias)$", "", name)
+        products = torch.stack([g @ r, g @ g, r @ r, d @ d]).cpu()
+        in_layer = re.match(r"layers\.\d+", name)
+        layer = in_layer[0] if in_layer else name.partition(".")[0]
+        kind = re.sub(r"^layers\.\d+\.(mixer\.)?|\.(weight|bias)$", "", name)
+        for scope, part in (("overall", "overall"), ("layer", layer), ("kind", kind)):
+            sums[scope][part] = sums[scope].get(part, 0) + products
+    return {
+        scope: {part: _agreement(*products.tolist()) for part, products in parts.items()}
+        for scope, parts in sums.items()
+    }
 
 
 def _agreement(dot: float, found: float, reference: float, difference: float) -> Agreement:
@@ -115,7 +109,18 @@ def _agreement(dot: float, found: float, reference: float, difference: float) ->
     return Agreement(dot / math.sqrt(found * reference) if found and reference else None, error)
 
 
+def _mean(agreements: Sequence[Agreement]) -> dict[str, float | None]:
+    """Means by the fields of `Agreement`; None where one of the values is None."""
+    columns = zip(Agreement._fields, zip(*agreements, strict=True), strict=True)
+    return {name: None if None in values else statistics.fmean(values) for name, values in columns}
+
+
 # ---------------------------------------------------------------------------------------------------- methods
+
+
+def takes(name: str, argument: str) -> bool:
+    """Whether the method has this argument: "window", and "tolerance" if it can pick its windows."""
+    return any(field.name == argument for field in dataclasses.fields(METHODS[name]))
 
 
 def build(
@@ -123,21 +128,10 @@ def build(
 ) -> Any:
     """The method `name` with a window (None: all of seqlen), a chunk size and the tolerance of window "auto",
     where it takes them."""
-    taken = {field.name for field in dataclasses.fields(METHODS[name])}
     values: dict[str, Any] = {"window": seqlen if window is None else window, "chunk_size": chunk_size}
     if window == "auto":
         values["tolerance"] = tolerance
-    return METHODS[name](**{key: value for key, value in values.items() if key in taken})
-
-
-def takes_window(name: str) -> bool:
-    """Whether the method has a window to sweep."""
-    return any(field.name == "window" for field in dataclasses.fields(METHODS[name]))
-
-
-def takes_auto(name: str) -> bool:
-    """Whether the method can pick its windows."""
-    return any(field.name == "tolerance" for field in dataclasses.fields(METHODS[name]))
+    return METHODS[name](**{key: value for key, value in values.items() if takes(name, key)})
 
 
 def counted_vjps(name: str, windows: Sequence[int | None], seqlen: int) -> int | None:
@@ -195,6 +189,7 @@ def backprop_fits(model: Stack, input_ids: Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------ measurement
 
 
+@dataclasses.dataclass
 class Comparison:
     """One model and some batches, against which methods are measured.
 
@@ -209,18 +204,15 @@ class Comparison:
         tolerance: of window "auto"; None is that method's own default.
     """
 
-    def __init__(
-        self,
-        model: Stack,
-        batches: Sequence[Tensor],
-        baseline: str = "backprop",
-        chunk_size: int | None = None,
-        precision: str = "float32",
-        tolerance: float | None = None,
-    ) -> None:
-        self.model, self.batches, self.baseline = model, list(batches), baseline
-        self.chunk_size, self.precision, self.tolerance = chunk_size, precision, tolerance
-        self.device, self.seqlen = model.embedding.weight.device, batches[0].shape[1]
+    model: Stack
+    batches: Sequence[Tensor]
+    baseline: str = "backprop"
+    chunk_size: int | None = None
+    precision: str = "float32"
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        self.device, self.seqlen = next(self.model.parameters()).device, self.batches[0].shape[1]
         self._references: list[Gradients] = []
 
     def row(self, name: str, window: Window, step: Callable[[], object] = lambda: None) -> dict[str, Any]:
@@ -238,64 +230,56 @@ class Comparison:
         reference = name == self.baseline
         method = build(name, window, self.seqlen, None if reference else self.chunk_size, self.tolerance)
         if not reference and not self._references:
-            self._make_references()
-        gradient(self.model, self._ids(0)[:, :_PROBE], method, self.precision)  # loads and compiles
+            baseline = build(self.baseline, None, self.seqlen, None)
+            self._references = [self._checked(self._gradient(ids, baseline)[0]) for ids in self.batches]
+        self._gradient(self.batches[0][:, :_PROBE], method)  # loads and compiles
         gc.collect()  # cycles of earlier rows would come free in the middle of a measurement
-        agreements, seconds, peaks = [], [], []
-        n_layer = self.model.config.n_layer
+        agreements: list[dict[str, dict[str, Agreement]]] = []
+        seconds: list[float] = []
+        peaks: list[Any] = []
         picked: list[int] | None = None
-        for i in range(len(self.batches)):
-            found, windows, spent, peak = self._measure(i, method)
+        for i, batch in enumerate(self.batches):
+            ids = batch.to(self.device)
+            with PeakMemory(self.device) as peak:
+                self._wait()
+                started = time.perf_counter()
+                found, windows = self._gradient(ids, method)
+                self._wait()
+                seconds.append(time.perf_counter() - started)
+            peaks.append(peak.bytes)
             if windows is not None:
                 picked = list(map(max, picked or windows, windows))
-            seconds.append(spent)
-            peaks.append(peak)
             if reference and len(self._references) <= i:
                 self._references.append(self._checked(found))
             agreements.append(compare(self._references[i], found))
-            del found
+            del found  # its memory is not the next measurement's
             step()
-        overall = [a["overall"]["overall"] for a in agreements]
+        means = {
+            scope: {part: _mean([a[scope][part] for a in agreements]) for part in parts}
+            for scope, parts in agreements[0].items()
+        }
+        reach: Sequence[int | None] = (
+            picked or [None if window == "auto" else window] * self.model.config.n_layer
+        )
         return {
             "method": name,
             "window": window,
             "windows": picked,
-            **_mean(overall),
-            "relative_error_of_batches": [a.relative_error for a in overall],
-            **{
-                scope: {part: _mean([a[scope][part] for a in agreements]) for part in agreements[0][scope]}
-                for scope in ("layer", "kind")
-            },
-            "vjps": counted_vjps(
-                name, picked or [None if window == "auto" else window] * n_layer, self.seqlen
-            ),
+            **means["overall"]["overall"],
+            "relative_error_of_batches": [a["overall"]["overall"].relative_error for a in agreements],
+            "layer": means["layer"],
+            "kind": means["kind"],
+            "vjps": counted_vjps(name, reach, self.seqlen),
             "seconds": statistics.median(seconds),
-            "peak_memory_bytes": None if None in peaks else max(p for p in peaks if p is not None),
+            "peak_memory_bytes": None if None in peaks else max(peaks),
         }
 
-    def _ids(self, i: int) -> Tensor:
-        return self.batches[i].to(self.device)
-
-    def _measure(self, i: int, method: Any) -> tuple[Gradients, list[int] | None, float, int | None]:
-        ids = self._ids(i)
-        with PeakMemory(self.device) as peak:
-            self._wait()
-            started = time.perf_counter()
-            found, windows = _gradient(self.model, ids, method, self.precision)
-            self._wait()
-            spent = time.perf_counter() - started
-        return found, windows, spent, peak.bytes
+    def _gradient(self, ids: Tensor, method: Any) -> tuple[Gradients, list[int] | None]:
+        return gradient(self.model, ids.to(self.device), method, self.precision)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _make_references(self) -> None:
-        method = build(self.baseline, None, self.seqlen, None)
-        self._references = [
-            self._checked(gradient(self.model, self._ids(i), method, self.precision))
-            for i in range(len(self.batches))
-        ]
 
     def _checked(self, found: Gradients) -> Gradients:
         """A reference gradient, in host memory."""
@@ -306,48 +290,3 @@ class Comparison:
                     "sweep a model that has not diverged, or set --training.precision float32"
                 )
         return {name: g.cpu() for name, g in found.items()}
-
-
-def smallest_window(
-    rows: Iterable[Mapping[str, Any]], name: str, tolerance: float = 0.01, every_kind: bool = False
-) -> tuple[int | None, bool]:
-    """The smallest measured window of a method from which on its relative error stays below `tolerance`.
-
-    Args:
-        every_kind: look at the kind of parameter with the largest error instead of at all of them together,
-            where the many that a window leaves nearly untouched outweigh the few that it does not.
-
-    Returns:
-        (window, found), "auto" left out: window is None for the whole sequence; found is False where even
-        that is not enough.
-    """
-    own = sorted(
-        (row for row in rows if row["method"] == name and row["window"] != "auto"),
-        key=lambda row: math.inf if row["window"] is None else row["window"],
-    )
-    best: tuple[int | None, bool] = (None, False)
-    for row in reversed(own):
-        error = worst(row["kind"])[1] if every_kind else row["relative_error"]
-        if error is None or error >= tolerance:
-            break
-        best = row["window"], True
-    return best
-
-
-def worst(parts: Mapping[str, Mapping[str, Any]]) -> tuple[str, float | None]:
-    """The name and relative error of the part furthest off; None, not finite, is furthest of all."""
-    name = max(
-        parts, key=lambda n: math.inf if parts[n]["relative_error"] is None else parts[n]["relative_error"]
-    )
-    return name, parts[name]["relative_error"]
-
-
-def _mean(agreements: Sequence[Agreement]) -> dict[str, float | None]:
-    def mean(values: list[float | None]) -> float | None:
-        numbers = [value for value in values if value is not None]
-        return statistics.fmean(numbers) if len(numbers) == len(values) else None
-
-    return {
-        "cosine": mean([a.cosine for a in agreements]),
-        "relative_error": mean([a.relative_error for a in agreements]),
-    }

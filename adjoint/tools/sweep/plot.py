@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adjoint.tools.sweep.compare import smallest_window, worst
-from adjoint.tools.sweep.report import TOLERANCE, error_text, layers_of, span, swept, window_text
+from adjoint.files import save_figure
+from adjoint.tools.sweep.report import (
+    SMALL,
+    error_text,
+    heading,
+    layers_of,
+    smallest_window,
+    span,
+    swept,
+    window_text,
+    worst,
+)
 
 _FLOOR = 1e-6  # smaller errors are drawn here: the exact ends must not press the rest together
 _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink")
 
 
-def plot_sweep(result: dict[str, Any], path: str | Path) -> None:
+def plot_sweep(result: Mapping[str, Any], path: str | Path) -> None:
     """Draw relative error against window, both logarithmic: a line a method, its layers' spread as a band.
 
     "full", the window over the whole sequence, is the right end. A ring marks the smallest window from which
@@ -50,10 +59,11 @@ def plot_sweep(result: dict[str, Any], path: str | Path) -> None:
             _draw_auto(axes, row, colour)
         rows = [r for r in rows if r["window"] != "auto"]
         if rows:
-            _draw_method(axes, rows, name, colour, seqlen)
+            at = [seqlen if row["window"] is None else row["window"] for row in rows]
+            _draw_method(axes, rows, at, name, colour)
             ends.append((rows[-1]["relative_error"], name, colour))
-        ticks |= {_place(r["window"], seqlen): _tick(r["window"]) for r in rows}
-    axes.axhline(TOLERANCE, color="tab:gray", linestyle=":", linewidth=1.2, zorder=2)
+            ticks |= {x: heading(row["window"]) for x, row in zip(at, rows, strict=True)}
+    axes.axhline(SMALL, color="tab:gray", linestyle=":", linewidth=1.2, zorder=2)
     _label_ends(axes, ends, max(ticks, default=seqlen))
     axes.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: ticks.get(round(x), "")))
@@ -72,27 +82,42 @@ def plot_sweep(result: dict[str, Any], path: str | Path) -> None:
     )
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    path = Path(path)
-    unfinished = path.with_name(f".{path.name}")
-    figure.savefig(unfinished, format=path.suffix.removeprefix(".") or "png")
-    os.replace(unfinished, path)
+    save_figure(figure, path)
 
 
-def _draw_method(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, colour: str, seqlen: int) -> None:
-    at = [_place(row["window"], seqlen) for row in rows]
+def _draw_method(
+    axes: Any, rows: Sequence[Mapping[str, Any]], at: Sequence[int], name: str, colour: str
+) -> None:
+    """A method's line and band; where a window is long enough, also its kind furthest off, and rings."""
     error = [_height(row["relative_error"]) for row in rows]
     layers = [[_height(v["relative_error"]) for v in layers_of(row).values()] for row in rows]
-    low, high = [min(e) for e in layers], [max(e) for e in layers]
-    axes.fill_between(at, low, high, color=colour, alpha=0.13, linewidth=0, zorder=1)
+    axes.fill_between(
+        at, list(map(min, layers)), list(map(max, layers)), color=colour, alpha=0.13, linewidth=0, zorder=1
+    )
     axes.plot(at, error, "o-", color=colour, linewidth=2.2, markersize=4.5, zorder=3)
-    kinds = [worst(row["kind"]) for row in rows]
-    if smallest_window(rows, name, TOLERANCE)[1]:  # else its error is not a matter of the window
-        height = [_height(value) for _, value in kinds]
-        axes.plot(at, height, "--", color=colour, linewidth=1.3, zorder=3)
-        middle = (len(rows) - 1) // 2
-        _say(axes, kinds[middle][0], at[middle], height[middle], (4, 7), colour)
-        _mark(axes, rows, name, at, height, colour, every_kind=True)
-    _mark(axes, rows, name, at, error, colour, every_kind=False)
+    if not smallest_window(rows, name)[1]:
+        return  # the error is not a matter of the window
+    kinds, middle = [worst(row["kind"]) for row in rows], (len(rows) - 1) // 2
+    furthest = [_height(value) for _, value in kinds]
+    axes.plot(at, furthest, "--", color=colour, linewidth=1.3, zorder=3)
+    _say(axes, kinds[middle][0], at[middle], furthest[middle], (4, 7), colour)
+    for what, every_kind, height in (
+        ("every kind of parameter", True, furthest),
+        ("all together", False, error),
+    ):
+        window, found = smallest_window(rows, name, every_kind=every_kind)
+        if not found:
+            continue
+        index = [row["window"] for row in rows].index(window)
+        x, y, width = at[index], height[index], 1 if every_kind else 2
+        axes.plot(
+            x, y, "o", color=colour, markersize=11, markerfacecolor="none", markeredgewidth=width, zorder=4
+        )
+        text = f"{what} below {SMALL:.0%}:\n{window_text(window)}"
+        if index == 0:
+            _say(axes, text, x, y, (4, -26), colour)
+        else:
+            _say(axes, text, x, y, (-10, -14 if y > 10 * _FLOOR else 14), colour, ha="right")
 
 
 def _draw_auto(axes: Any, row: Mapping[str, Any], colour: str) -> None:
@@ -103,45 +128,6 @@ def _draw_auto(axes: Any, row: Mapping[str, Any], colour: str) -> None:
     _say(axes, f"auto: {span(windows)}", max(windows), height, (-8, -11), colour, ha="right")
 
 
-def _mark(
-    axes: Any,
-    rows: Sequence[Mapping[str, Any]],
-    name: str,
-    at: Sequence[int],
-    height: Sequence[float],
-    colour: str,
-    every_kind: bool,
-) -> None:
-    """A ring where a line has come below the tolerance, and what that means."""
-    window, found = smallest_window(rows, name, TOLERANCE, every_kind)
-    if not found:
-        return
-    index = [row["window"] for row in rows].index(window)
-    axes.plot(at[index], height[index], "o", color=colour, markersize=11, markerfacecolor="none",
-              markeredgewidth=1 if every_kind else 2, zorder=4)  # fmt: skip
-    what = "every kind of parameter" if every_kind else "all together"
-    text = f"{what} below {TOLERANCE:.0%}:\n{window_text(window)}"
-    if index == 0:
-        _say(axes, text, at[index], height[index], (4, -26), colour)
-    else:
-        _say(
-            axes,
-            text,
-            at[index],
-            height[index],
-            (-10, -14 if height[index] > 10 * _FLOOR else 14),
-            colour,
-            ha="right",
-        )
-
-
-def _say(
-    axes: Any, text: str, x: float, y: float, offset: tuple[int, int], colour: str, ha: str = "left"
-) -> None:
-    axes.annotate(text, (x, y), xytext=offset, textcoords="offset points", color=colour, fontsize=8.5, ha=ha,
-                  va="center", zorder=5, annotation_clip=False)  # fmt: skip
-
-
 def _label_ends(axes: Any, ends: list[tuple[float, str, str]], x: int) -> None:
     """Names each line at its right end, labels that would overlap pushed apart."""
     bottom, top = map(math.log, axes.get_ylim())
@@ -149,19 +135,14 @@ def _label_ends(axes: Any, ends: list[tuple[float, str, str]], x: int) -> None:
     for error, name, colour in sorted(ends):
         level = max(math.log(_height(error)), lowest)
         lowest = level + 0.1 * (top - bottom)
-        axes.annotate(
-            f"{name}\n{error_text(error)} at the end", (x, math.exp(level)), xytext=(12, 0),
-            textcoords="offset points", color=colour, fontsize=9.5, fontweight="bold", va="center",
-            annotation_clip=False,
-        )  # fmt: skip
+        text = f"{name}\n{error_text(error)} at the end"
+        _say(axes, text, x, math.exp(level), (12, 0), colour, fontsize=9.5, fontweight="bold", zorder=3)
 
 
-def _place(window: int | None, seqlen: int) -> int:
-    return seqlen if window is None else window
-
-
-def _tick(window: int | None) -> str:
-    return "full" if window is None else f"{window:,}"
+def _say(axes: Any, text: str, x: float, y: float, offset: tuple[int, int], colour: str, **how: Any) -> None:
+    """Text beside a point, offset by so many points of print."""
+    how = {"fontsize": 8.5, "zorder": 5, "va": "center", "annotation_clip": False, **how}
+    axes.annotate(text, (x, y), xytext=offset, textcoords="offset points", color=colour, **how)
 
 
 def _height(error: float | None) -> float:
