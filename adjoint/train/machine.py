@@ -1,5 +1,4 @@
-"""The machine under a run: device, precision, determinism, random states, signals; memory, peak and left; a
-description of it for reports."""
+"""The machine under a run: its device and precision, random states, signals, memory, and what it is."""
 
 from __future__ import annotations
 
@@ -20,6 +19,7 @@ import torch
 from adjoint.errors import UserError
 from adjoint.train.config import TrainingConfig
 
+# Whose versions say what a measurement was made with.
 PACKAGES = ("torch", "numpy", "transformers", "mambapy", "triton", "mamba-ssm", "causal-conv1d")
 
 
@@ -35,13 +35,11 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"training.device: {name!r} is no device; use auto, cpu, cuda or cuda:1") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= gpus:
         raise UserError(
-            f"training.device: {name} asked for, but PyTorch sees no GPU; use --training.device cpu"
-        )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"training.device: {name} asked for, but there are {torch.cuda.device_count()} GPUs; use cuda:0"
+            f"training.device: {name} asked for, but PyTorch sees {gpus or 'no'} GPU{'s' * (gpus != 1)}; "
+            f"use {'cuda:0' if gpus else '--training.device cpu'}"
         )
     return device
 
@@ -90,13 +88,6 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """CUDA: the most that tensors have held. CPU: the process's largest resident set, imports included."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return rss_bytes()[1]
-
-
 class StopRequest:
     """Turns the first Ctrl-C or SIGTERM into a request, honoured after the step; the second one kills.
 
@@ -120,13 +111,18 @@ class StopRequest:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # the default action needs no interpreter: it stops at once
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)  # the default action needs no interpreter: it stops at once
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         # os.write: print may be what was interrupted, and is not re-entrant
         os.write(2, f"\n{name}: finishing this step, then saving; once more stops at once\n".encode())
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """CUDA: the most that tensors have held. CPU: the process's largest resident set, imports included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return rss_bytes()[1]
 
 
 class PeakMemory:
@@ -173,23 +169,16 @@ def memory_left(device: torch.device) -> int:
     """Bytes that can still be taken: on the GPU, or of the machine and its control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    left = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        left = int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
-        group = Path("/sys/fs/cgroup")
-        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
-        left = min(left, int(limit) - int(used))
-    return max(left, 0)
+    available = _proc_fields("meminfo").get("MemAvailable")
+    left = _physical_memory_bytes() // 2 if available is None else int(available.split()[0]) * 1024
+    limit, used = _control_group("memory.max"), _control_group("memory.current")
+    return max(left if limit is None or used is None else min(left, limit - used), 0)
 
 
 def total_memory_bytes() -> int:
     """The machine's memory, or what its control group grants of it."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total
+    total, limit = _physical_memory_bytes(), _control_group("memory.max")
+    return total if limit is None else min(total, limit)
 
 
 def rss_bytes() -> tuple[int, int]:
@@ -198,9 +187,9 @@ def rss_bytes() -> tuple[int, int]:
     Off Linux only the peak is known and stands for both; where not even that is known, zeros. On Linux not
     from `getrusage`, whose peak is also that of the process which started this one.
     """
-    with contextlib.suppress(OSError, KeyError):
-        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        now, peak = (int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
+    with contextlib.suppress(KeyError):
+        fields = _proc_fields("self/status")
+        now, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
         return now, peak
     try:
         import resource
@@ -212,13 +201,10 @@ def rss_bytes() -> tuple[int, int]:
 
 def reset_peak_rss() -> bool:
     """Lets the peak of the resident set begin at what is resident now; False where that is not possible."""
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -232,14 +218,10 @@ def versions(*packages: str) -> dict[str, str]:
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Date, hardware and versions, in what JSON can hold; the GPU is `device`'s, or the current one."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": cpu,
+        "cpu": _proc_fields("cpuinfo").get("model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": total_memory_bytes(),
@@ -248,3 +230,23 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {"adjoint": importlib.import_module("adjoint").__version__, **versions(*PACKAGES)},
     }
+
+
+def _proc_fields(file: str) -> dict[str, str]:
+    """The "name: value" lines of a file of /proc; none where the system has no such file."""
+    try:
+        lines = Path("/proc", file).read_text().splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _control_group(file: str) -> int | None:
+    """A number of the control group (of a container); None where there is none, or no limit ("max")."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path("/sys/fs/cgroup", file).read_text())
+    return None
+
+
+def _physical_memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

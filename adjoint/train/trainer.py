@@ -1,4 +1,4 @@
-"""The training loop: ``train(config)``, and ``adjoint train`` on top of it."""
+"""The training loop: ``train(config)`` in this process; `adjoint.cluster.training` builds on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import load_checkpoint, save_checkpoint, set_aside_after
-from adjoint.train.config import Config, load_config
+from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.machine import (
     StopRequest,
     autocast,
@@ -47,12 +47,6 @@ class Outcome:
     path: Path
     step: int
     stopped_by: int | None = None
-
-
-def main(argv: list[str]) -> int:
-    """``adjoint train``: exit code 0, or 128 plus the signal that stopped the run (130 for Ctrl-C)."""
-    outcome = train(load_config(argv))
-    return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
 
 
 def train(config: Config) -> Outcome:
@@ -103,10 +97,7 @@ class Trainer:
                 self.folder.append(row)
                 progress.show(row)
                 if self.board is not None:
-                    scalars = {key: value for key, value in row.items() if key != "windows"}
-                    scalars |= {f"windows/layer {k}": w for k, w in enumerate(row.get("windows", []))}
-                    for key, value in scalars.items():
-                        self.board.add_scalar(key, value, row["step"])
+                    _write_scalars(self.board, row)
                 if _due(self.step, self.settings.save_every) and self.step < self.settings.steps:
                     self._save()
                     self._plot()
@@ -118,11 +109,9 @@ class Trainer:
         path = self.folder.path
         if stop.signal is not None and self.step < self.settings.steps:
             # Data paths and the like are in config.yaml; only where the run is has to be said again.
-            where = f"--config {shlex.quote(f'{path}/config.yaml')} --run.dir {shlex.quote(str(path))}"
-            print(
-                f"stopped after step {self.step}; continue with: python train.py {where} --resume auto",
-                flush=True,
-            )
+            again = f"--config {shlex.quote(f'{path}/config.yaml')} --run.dir {shlex.quote(str(path))}"
+            again = f"python train.py {again} --resume auto"
+            print(f"stopped after step {self.step}; continue with: {again}", flush=True)
             return Outcome(path, self.step, stop.signal)
         self._sample()
         print(f"run: {path} (metrics.jsonl, loss.png, sample.txt, config.yaml, checkpoints/)", flush=True)
@@ -243,9 +232,7 @@ class Trainer:
         self.saved_step = self.step
 
     def _resume(self, checkpoint: Path) -> None:
-        here = self.config.to_dict()
-        # open_run has compared the checksums already
-        trainer, rng = self._load(checkpoint)
+        trainer, rng = self._load(checkpoint)  # open_run has compared the checksums already
         self.data.train.load_state_dict(trainer["data"])
         self.step, self.tokens = trainer["step"], trainer["tokens"]
         if checkpoint.absolute().parent == (self.folder.path / "checkpoints").absolute():
@@ -255,7 +242,7 @@ class Trainer:
             print(f"set aside: {moved}, of steps that are done again")
         print(f"resuming after step {self.step} from {checkpoint}")
         for section in ("method", "training"):
-            for key, value in here[section].items():
+            for key, value in self.config.to_dict()[section].items():
                 before = trainer["config"][section].get(key)
                 if before != value:
                     print(f"changed since the checkpoint: {section}.{key} was {before}, is {value}")
@@ -276,7 +263,7 @@ class Trainer:
         ids = self._continue(torch.tensor([prompt]))
         # The model may have more rows in its embedding than the tokenizer has tokens.
         text = tokenizer.decode([token for token in ids[0].tolist() if token < tokenizer.vocab_size])
-        (self.folder.path / "sample.txt").write_text(text, encoding="utf-8")
+        write_atomically(self.folder.path / "sample.txt", text)
         shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         print(f"sample:\n{shown}\n")  # never a control sequence to the terminal
 
@@ -312,7 +299,7 @@ class Trainer:
 class _Progress:
     """A bar on a terminal; elsewhere one line on stdout every ``log_every`` steps."""
 
-    def __init__(self, step: int, settings: Any) -> None:
+    def __init__(self, step: int, settings: TrainingConfig) -> None:
         self.first, self.settings, self.started = step, settings, time.monotonic()
         self.bar: Any = None
         if sys.stderr.isatty():
@@ -340,13 +327,13 @@ class _Progress:
                 self.bar.write(f"step {row['step']}: held-out loss {held_out}")
             return
         step, last = row["step"], self.settings.steps
-        if held_out or step == last or step % self.settings.log_every == 0:
-            left = (time.monotonic() - self.started) / (step - self.first) * (last - step)
+        if held_out or step == last or _due(step, self.settings.log_every):
+            left = int((time.monotonic() - self.started) / (step - self.first) * (last - step))
+            evaluated = f"held-out {held_out}  " if held_out else ""
             print(
-                f"step {step}/{last}  loss {row['loss']:.4f}  "
-                + (f"held-out {held_out}  " if held_out else "")
-                + f"lr {row['lr']:.2e}  grad norm {row['grad_norm']:.2f}  {speed} tokens/s  peak {memory}  "
-                f"left {int(left // 60)}:{int(left % 60):02d}",
+                f"step {step}/{last}  loss {row['loss']:.4f}  {evaluated}lr {row['lr']:.2e}  "
+                f"grad norm {row['grad_norm']:.2f}  {speed} tokens/s  peak {memory}  "
+                f"left {left // 60}:{left % 60:02d}",
                 flush=True,
             )
 
@@ -356,6 +343,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _open_tensorboard(path: Path, step: int) -> Any:
+    """A writer of TensorBoard's event files, whose steps after ``step`` it overrides."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -364,3 +352,10 @@ def _open_tensorboard(path: Path, step: int) -> Any:
             "or leave --training.tensorboard false"
         ) from None
     return SummaryWriter(str(path / "tensorboard"), purge_step=step + 1)
+
+
+def _write_scalars(board: Any, row: dict[str, Any]) -> None:
+    scalars = {key: value for key, value in row.items() if key != "windows"}
+    scalars |= {f"windows/layer {k}": window for k, window in enumerate(row.get("windows", []))}
+    for key, value in scalars.items():
+        board.add_scalar(key, value, row["step"])
