@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The direction of imports: a module may import its own level and those below it. What is not named here is on
 # the level of training: it may use the model, and the model may not use it.
 LEVELS = {
-    "errors": 0,
+    "errors": 0, "files": 0,
     "kernels": 1,
     "layers": 2,
     "tile": 3, "edges": 3, "decay": 3, "loss": 3, "sweep": 3, "exact": 3, "windowed": 3, "methods": 3,

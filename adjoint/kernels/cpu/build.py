@@ -17,6 +17,8 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from adjoint.files import cache_folder
+
 SOURCES = ("scan.cpp", "conv.cpp", "linear.cpp", "dense.cpp", "norm.cpp")
 HEADERS = ("lanes.h", "linear.h")
 # No -ffast-math: a library linked with it switches the whole process to flush-to-zero.
@@ -24,11 +26,8 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-Wno-psabi")
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: $ADJOINT_CACHE, or adjoint/ under $XDG_CACHE_HOME, or under
-    ~/.cache."""
-    if os.environ.get("ADJOINT_CACHE"):
-        return Path(os.environ["ADJOINT_CACHE"]) / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adjoint" / "kernels"
+    """Where compiled kernels are kept."""
+    return cache_folder() / "kernels"
 
 
 def compiler() -> str | None:
