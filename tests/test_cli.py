@@ -20,10 +20,7 @@ TRAIN = COMMANDS["train"][0].replace(":", ".")  # patched anywhere else, it woul
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, str]:
     """Files and folders that cannot be trained on, by the names used below."""
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "one.txt").write_text("a")
-    (tmp_path / "short.txt").write_text("abc " * 50)
-    (tmp_path / "key.yaml").write_text("training:\n  stepz: 3\n")
+    (tmp_path / "short.txt").write_text("abc")
     (tmp_path / "type.yaml").write_text("training:\n  steps: many\n")
     damaged = tmp_path / "other" / "checkpoints" / "step-00000003"
     damaged.mkdir(parents=True)
@@ -35,23 +32,16 @@ def places(tmp_path: Path) -> dict[str, str]:
     ("flag", "value", "said"),
     [
         ("--training.stepz", "3", "did you mean training.steps?"),
-        ("--config", "key.yaml", "did you mean training.steps?"),
-        ("--training.steps", "many", "expected a whole number"),
         ("--config", "type.yaml", "expected a whole number"),
-        ("--config", "nowhere.yaml", "no such file"),
         ("--data.path", "nowhere", "no such file"),
-        ("--data.path", "empty", "empty"),
-        ("--data.path", "one.txt", "tokens"),
         ("--data.path", "short.txt", "data.seqlen"),
         ("--data.tokenizer", "nowhere.json", "no such file"),
         ("--model.vocab_size", "50", "out of range"),
         ("--run.resume", "step-00000003", "damaged checkpoint"),
         ("--run.resume", "nowhere", "no such checkpoint"),
-        ("--run.dir", "one.txt", "is a file"),
-        ("--method.chunk_size", "0", "chunk_size"),
+        ("--run.dir", "short.txt", "is a file"),
         ("--data.seqlen", "1G", "seqlen"),
         ("--training.device", "nothing", "is no device"),
-        ("--cluster.shards", "-1", "0 (no Ray)"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
@@ -63,8 +53,6 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
     said: str,
 ) -> None:
     argv = [*tiny(tmp_path), flag, places.get(value, value)]
-    if value == "short.txt":
-        argv += ["--data.seqlen", "256"]
     before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     try:
         assert main(argv) == 2
@@ -101,16 +89,13 @@ def test_ctrl_c_before_training_is_130(
 def test_a_full_disk_and_full_memory_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    errors = [
-        OSError(28, "No space left on device", "runs/x"),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-        RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
-        ),
-    ]
-    for error, said in zip(
-        errors, ("runs/x: No space left", "--method.chunk_size", "--method.chunk_size"), strict=True
-    ):
+    cpu = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+    errors = {
+        OSError(28, "No space left on device", "runs/x"): "runs/x: No space left",
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"): "--method.chunk_size",
+        RuntimeError(cpu): "--method.chunk_size",
+    }
+    for error, said in errors.items():
 
         def failing(argv: list[str], error: BaseException = error) -> int:
             raise error

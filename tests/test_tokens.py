@@ -160,50 +160,43 @@ def test_cache_is_used_until_something_changes(tmp_path: Path, monkeypatch: pyte
     assert tokenised_again(monkeypatch, config)
 
 
-def damage_cut(folder: Path) -> None:
-    file = next(folder.glob("*.bin"))
-    file.write_bytes(file.read_bytes()[:-1])
+def cut(tokens: Path, description: Path) -> None:
+    tokens.write_bytes(tokens.read_bytes()[:-1])
 
 
-def damage_flip(folder: Path) -> None:
-    file = next(folder.glob("*.bin"))
-    content = bytearray(file.read_bytes())
+def flip(tokens: Path, description: Path) -> None:
+    content = bytearray(tokens.read_bytes())
     content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    tokens.write_bytes(content)
 
 
-def damage_empty(folder: Path) -> None:
-    next(folder.glob("*.bin")).write_bytes(b"")
-
-
-def damage_missing(folder: Path) -> None:
-    next(folder.glob("*.bin")).unlink()
-
-
-def damage_description(folder: Path) -> None:
-    next(folder.glob("*.json")).write_text('{"digest": ')
-
-
-def damage_field(folder: Path) -> None:
-    file = next(folder.glob("*.json"))
-    meta = json.loads(file.read_text())
+def drop_key(tokens: Path, description: Path) -> None:
+    meta = json.loads(description.read_text())
     del meta["n_train"]
-    file.write_text(json.dumps(meta))
+    description.write_text(json.dumps(meta))
 
 
-@pytest.mark.parametrize(
-    "damage", [damage_cut, damage_flip, damage_empty, damage_missing, damage_description, damage_field]
-)
+DAMAGE = {
+    "cut": cut,
+    "flip": flip,
+    "empty": lambda tokens, description: tokens.write_bytes(b""),
+    "missing": lambda tokens, description: tokens.unlink(),
+    "description cut": lambda tokens, description: description.write_text('{"digest": '),
+    "description without a key": drop_key,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_damaged_cache_is_made_anew(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, damage: object, sampled: bool
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, damage: str, sampled: bool
 ) -> None:
     if sampled:
         monkeypatch.setattr(token_cache, "_HASH_WHOLE", 256)  # the way of a very large file
     (tmp_path / "a.txt").write_text("some text " * 300)
     config = DataConfig(path=str(tmp_path / "a.txt"), seqlen=8)
     assert tokenised_again(monkeypatch, config)
-    damage(cache)  # type: ignore[operator]
+    DAMAGE[damage](next(cache.glob("*.bin")), next(cache.glob("*.json")))
     assert tokenised_again(monkeypatch, config)
     assert not tokenised_again(monkeypatch, config)
 
@@ -212,15 +205,14 @@ def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("some text " * 30)
     config = DataConfig(path=str(tmp_path / "a.txt"), seqlen=8)
     open_data(dataclasses.replace(config, cache_dir=str(tmp_path / "own" / "cache")))
-    assert len(list((tmp_path / "own" / "cache").glob("*.bin"))) == 1
     monkeypatch.delenv("ADJOINT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     open_data(config)
-    assert len(list((tmp_path / "xdg" / "adjoint").glob("*.bin"))) == 1
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     open_data(config)
-    assert len(list((tmp_path / "home" / ".cache" / "adjoint").glob("*.bin"))) == 1
+    for folder in ("own/cache", "xdg/adjoint", "home/.cache/adjoint"):
+        assert len(list((tmp_path / folder).glob("*.bin"))) == 1
     with pytest.raises(UserError, match=r"data.cache_dir"):
         open_data(dataclasses.replace(config, cache_dir=str(tmp_path / "a.txt")))
 
@@ -233,20 +225,10 @@ def test_processes_that_build_the_same_cache_at_once(tmp_path: Path, cache: Path
         f"d = open_data(DataConfig(path={str(tmp_path)!r}, seqlen=64))\n"
         "print(d.fingerprint, int(d.train.tokens.sum()), d.n_eval_tokens)"
     )
-    root = Path(__file__).parent.parent
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=root,
-        )
-        for _ in range(3)
-    ]
+    argv, root = [sys.executable, "-c", code], Path(__file__).parent.parent
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    processes = [subprocess.Popen(argv, text=True, cwd=root, **pipes) for _ in range(3)]
     for process in processes:
-        assert process.stdin
         process.stdin.write("go\n")
         process.stdin.flush()
     outputs = [process.communicate(timeout=120) for process in processes]

@@ -12,31 +12,16 @@ from model_helpers import assert_same
 from adjoint.cli import main
 from adjoint.train.checkpoint import Tensors, list_checkpoints
 
-WORDS = [
-    "the",
-    "state",
-    "of",
-    "a",
-    "chunk",
-    "is",
-    "all",
-    "that",
-    "next",
-    "needs",
-    "to",
-    "know",
-    "about",
-    "every",
-    "token",
-]
+SENTENCE = "the state of a chunk is all that next needs to know about every token"
 
 
 def write_text(path: Path, words: int = 3000) -> Path:
     """A text file with some structure to learn, the same on every machine."""
+    vocabulary = SENTENCE.split()
     state, picked = 1, []
     for _ in range(words):
         state = (1103515245 * state + 12345) % 2**31
-        picked.append(WORDS[(state >> 16) % len(WORDS)])
+        picked.append(vocabulary[(state >> 16) % len(vocabulary)])
     path.write_text(" ".join(picked))
     return path
 

@@ -36,9 +36,7 @@ _ELSEWHERE = {
     "hidden_size": "model.d_model",
 }
 # Keys of older versions, and why they are gone. The config.yaml of an older run still has them.
-_RETIRED = {
-    "cluster.exchange": "a sequence over several workers is dealt out to them in chunks in turn",
-}
+_RETIRED = {"cluster.exchange": "a sequence over several workers is dealt out to them in chunks in turn"}
 
 
 @dataclass(frozen=True)
