@@ -46,16 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError, ImportError, MemoryError) as error:
-        ours = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "adjoint"
-        if ours or os.environ.get("ADJOINT_DEBUG") == "1":
+    except Exception as error:
+        line = None if os.environ.get("ADJOINT_DEBUG") == "1" else _explain(error)
+        if line is None:
             raise
-        print(f"error: {_explain(error)}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if "out of memory" not in str(error).lower() and "can't allocate memory" not in str(error).lower():
-            raise
-        print(f"error: {_explain(MemoryError(str(error)))}", file=sys.stderr)
+        print(f"error: {line}", file=sys.stderr)
         return 2
     finally:
         warnings.formatwarning = format_before
@@ -97,16 +92,19 @@ def _format_warning(message: Warning | str, *where: object, **more: object) -> s
     return f"warning: {' '.join(str(message).split())}\n"
 
 
-def _explain(error: BaseException) -> str:
-    """An error as one line: what, where, how to mend it."""
+def _explain(error: Exception) -> str | None:
+    """What the user can mend as one line: what, where, how. None for an error that is ours."""
     text = " ".join(str(error).split()) or type(error).__name__
+    full = any(words in text.lower() for words in ("out of memory", "can't allocate memory"))
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and full):
+        return f"out of memory: {text[:200]}; lower --method.chunk_size, --data.batch or --data.seqlen"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}; check the path, its permissions and the space left"
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "adjoint":
+        return None
     if isinstance(error, ModuleNotFoundError):
         return f"{text}; install what is missing (pip install {error.name})"
-    if isinstance(error, MemoryError):
-        return f"out of memory: {text[:200]}; lower --method.chunk_size, --data.batch or --data.seqlen"
-    return text
+    return text if isinstance(error, ValueError | OSError | ImportError) else None
 
 
 if __name__ == "__main__":
