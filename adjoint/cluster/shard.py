@@ -1,9 +1,8 @@
 """A shard: consecutive layers with all that belongs to them, and the programs it carries out.
 
-`Shard` knows nothing of Ray: `adjoint.cluster.group` puts one into each actor, tests put several into the threads of one
-process. Every worker is given the whole batch's token ids, 8 bytes a token, so that no message has to carry ids, targets
-or their number.
-"""
+`Shard` knows nothing of Ray: `adjoint.cluster.group` puts one into each actor, tests put several into the
+threads of one process. Every worker is given the whole batch's token ids, 8 bytes a token, so that no message
+has to carry ids, targets or their number."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ from torch import Tensor, nn
 
 from adjoint.cluster import helpers
 from adjoint.cluster.replicas import check_rows, rows_of, sum_gradients
-from adjoint.cluster.spec import ShardSpec
+from adjoint.cluster.spec import ShardSpec, chunk_size_of, forward_plan, grid_of, step_plan
 from adjoint.cluster.transport import ReplicaTransport, Transport
 from adjoint.engine.chunk_size import default_chunk_size
-from adjoint.engine.grid import Grid, Scheme, make_grid
-from adjoint.engine.program import Plan, plan, shared
+from adjoint.engine.grid import Grid, Scheme
+from adjoint.engine.program import Plan
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import stage_costs, stage_states, stages_of
 from adjoint.errors import UserError
@@ -43,10 +42,10 @@ class Traced:
 
     Attributes:
         action: what.
-        start, stop: when it began and ended, in seconds of `time.perf_counter`: on Linux one clock for all processes of
-            a machine.
-        processor: seconds that this thread had a processor in between (`time.thread_time`). Waits take none, nor does a
-            turn of others on the same core; other threads', and a GPU's, are not in it.
+        start, stop: when it began and ended, in seconds of `time.perf_counter`: on Linux one clock for all
+            processes of a machine.
+        processor: seconds that this thread had a processor in between (`time.thread_time`). Waits take none,
+            nor does a turn of others on the same core; other threads', and a GPU's, are not in it.
     """
 
     action: str
@@ -58,15 +57,15 @@ class Traced:
 class Shard:
     """Parameters, states, gradients and optimizer state of some layers.
 
-    A tied table belongs to the shard with the head, whose gradient for it is dense. A shard that has the embedding but
-    not the head has a copy of it without optimizer state, brought up to date after each step: one optimizer state is
-    enough, and the two cannot drift apart.
+    A tied table belongs to the shard with the head, whose gradient for it is dense. A shard that has the
+    embedding but not the head has a copy of it without optimizer state, brought up to date after each step:
+    one optimizer state is enough, and the two cannot drift apart.
 
     Args:
         spec: what to be.
         transport: to the other workers, those of other replicas too; None where there are none.
-        drawn: whether the weights are drawn now, as one process would draw them after `torch.manual_seed`; else they are
-            undefined until `load`.
+        drawn: whether the weights are drawn now, as one process would draw them after `torch.manual_seed`;
+            else they are undefined until `load`.
         crew: the helpers of this worker, if it has any.
     """
 
@@ -79,7 +78,9 @@ class Shard:
     ) -> None:
         check_method(spec.method, len(spec.helpers), spec.sequence)
         self.spec, self.everyone, self.crew = spec, transport, crew
-        self.transport = None if transport is None else ReplicaTransport(transport, spec.replica * spec.workers)
+        self.transport = (
+            None if transport is None else ReplicaTransport(transport, spec.replica * spec.workers)
+        )
         self.device = torch.device(spec.device)
         with torch.device("meta"):
             whole = Stack(spec.model, seed=0)
@@ -141,14 +142,14 @@ class Shard:
             ids: (batch, seqlen) int64, the same on every worker; the labels are the same ids.
             chunk_size: tokens a chunk, the same on every worker; None takes this device's own choice.
             batches: of how many batches this is one; the loss and the gradients are divided by it.
-            final: whether this is the last batch before the optimizer's step: then gradients are summed over all that
-                have these layers.
-            passing: (n_layer, chunks), for a method that cuts at random: what the adjoint state is multiplied by as it
-                leaves a chunk, the same on every worker.
+            final: whether this is the last batch before the optimizer's step: then gradients are summed over
+                all that have these layers.
+            passing: (n_layer, chunks), for a method that cuts at random: what the adjoint state is multiplied
+                by as it leaves a chunk, the same on every worker.
 
         Returns:
-            On a last shard its share of the mean loss, divided by `batches`: the shares add up to the loss. None
-            elsewhere.
+            On a last shard its share of the mean loss, divided by `batches`: the shares add up to the loss.
+            None elsewhere.
 
         Raises:
             UserError: fewer rows than replicas, or fewer chunks than workers of a sequence.
@@ -156,18 +157,11 @@ class Shard:
         check_rows(len(ids), self.spec.replicas)
         worker, scheme, valid = self._worker(ids, chunk_size, passing)
         worker.scale = torch.ones((), dtype=worker.wide, device=self.device) / batches / valid
-        owners = self.spec.owners
         if scheme.window == "auto":
-            made = self._plan(worker.grid, backward=False, tapes=0)
-            self._carry_out(worker, made, free=False)
+            self._carry_out(worker, forward_plan(worker.grid, self.spec.owners), free=False)
             self.windows = self._pick_windows(worker, scheme)
             worker.grid = self._grid(scheme, worker.grid.cuts[-1], self.windows)
-            made = plan(worker.grid, owners, forward=False, tapes=0)
-        elif self.spec.helpers:
-            made = shared(self._plan(worker.grid, tapes=0), owners.shards, self.spec.helpers)
-        else:
-            made = self._plan(worker.grid, tapes=scheme.tapes, stream=scheme.window is not None)
-        self._carry_out(worker, made)
+        self._carry_out(worker, step_plan(scheme, worker.grid, self.spec.owners, self.spec.helpers))
         for parameter in self.part.parameters():
             gradient = worker.gradients.of(parameter)
             if gradient is not None:
@@ -177,20 +171,20 @@ class Shard:
         return self._loss(worker, valid * batches)
 
     def evaluate(self, ids: Tensor, chunk_size: int | None = None) -> float | None:
-        """On a last shard its share of the mean loss of a batch, None elsewhere. A batch may have fewer rows than there
-        are replicas."""
+        """On a last shard its share of the mean loss of a batch, None elsewhere. A batch may have fewer rows
+        than there are replicas."""
         if not len(rows_of(ids, self.spec.replica, self.spec.replicas)):
             return 0.0 if self.part.is_last else None
         with torch.no_grad():
             worker, _, valid = self._worker(ids, chunk_size)
-            self._carry_out(worker, self._plan(worker.grid, backward=False, tapes=0))
+            self._carry_out(worker, forward_plan(worker.grid, self.spec.owners))
         return self._loss(worker, valid)
 
     def _worker(
         self, ids: Tensor, chunk_size: int | None, passing: Tensor | None = None
     ) -> tuple[Worker, Scheme, int]:
-        """This worker's part of a batch, how it is gone about, and the number of valid labels of the whole batch, whose
-        mean the loss is."""
+        """This worker's part of a batch, how it is gone about, and the number of valid labels of the whole
+        batch, whose mean the loss is."""
         valid = max(int(count_valid(shift_labels(ids))), 1)
         ids = rows_of(ids, self.spec.replica, self.spec.replicas).to(self.device)
         batch, seqlen = ids.shape
@@ -198,8 +192,9 @@ class Shard:
         grid, stages = self._grid(scheme, seqlen), stages_of(self.part)
         if grid.chunks < self.spec.sequence:
             raise UserError(
-                f"cluster.sequence: {self.spec.sequence} workers and {grid.chunks} chunks of {scheme.chunk_size} tokens; "
-                f"lower --method.chunk_size to {-(-seqlen // self.spec.sequence)} or less, or take fewer workers"
+                f"cluster.sequence: {self.spec.sequence} workers, {grid.chunks} chunks of "
+                f"{scheme.chunk_size} tokens; lower --method.chunk_size to "
+                f"{-(-seqlen // self.spec.sequence)} or less, or take fewer workers"
             )
         wide = torch.float64 if self.spec.precision == "float64" else torch.float32
         with autocast(self.spec.precision, self.device):
@@ -227,17 +222,12 @@ class Shard:
         return [own.get(k, ()) for k in range(self.spec.model.n_layer)]
 
     def _grid(self, scheme: Scheme, seqlen: int, windows: list[int] | None = None) -> Grid:
-        n = self.spec.model.n_layer
-        stateful = [False, *[True] * n, False]
-        shards = self.spec.owners.shards if self.shards > 1 else None
-        reach = self.spec.model.d_conv - 1
-        return make_grid(scheme, seqlen, stateful, reach, shards, windows, self.costs)
-
-    def _plan(self, grid: Grid, backward: bool = True, tapes: int = 1, stream: bool = False) -> Plan:
-        return plan(grid, self.spec.owners, backward=backward, tapes=tapes, stream=stream)
+        owners, helpers = self.spec.owners, self.spec.helpers
+        return grid_of(self.spec.model, scheme, seqlen, owners, helpers, self.costs, windows)
 
     def _pick_windows(self, worker: Worker, scheme: Scheme) -> list[int]:
-        """Each layer's window by the decays that its owners have seen: the widest that any replica's rows ask for."""
+        """Each layer's window by the decays that its owners have seen: the widest that any replica's rows ask
+        for."""
         assert worker.decays is not None
         seen = [0] * self.spec.model.n_layer
         for k in self.part.span:
@@ -257,7 +247,9 @@ class Shard:
         if self.everyone is not None:
             first = self.spec.workers
             replicas = range(self.spec.replicas)
-            self.everyone.connect([(first * r + a, first * r + b) for r in replicas for a, b in made.channels()])
+            self.everyone.connect(
+                [(first * r + a, first * r + b) for r in replicas for a, b in made.channels()]
+            )
         program = made.programs[self.spec.worker]
         worker.run(program if free else [_keeping(action) for action in program])
         if self.transport is not None:
@@ -271,7 +263,8 @@ class Shard:
         self.trace.append(Traced(str(action), start, time.perf_counter(), used))
 
     def _sum_gradients(self) -> None:
-        """Sums gradients over all workers that have the same parameters, of a tied table over both its shards'."""
+        """Sums gradients over all workers that have the same parameters, of a tied table over both its
+        shards'."""
         if self.everyone is None:
             return
         table: Tensor | None = None
@@ -397,14 +390,12 @@ class Shard:
     # ----------------------------------------------------------------------------------- sizes, measurements
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        """The tokens of a chunk that suit the method and this device, for `batch` rows at a time; short enough that
-        every worker of a sequence has two."""
+        """The tokens of a chunk that suit the method and this device, for `batch` rows at a time; short
+        enough that every worker of a sequence has two."""
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
         with autocast(self.spec.precision, self.device):  # what layers keep of a chunk depends on it
             default = default_chunk_size(self.part, ids)
-        if self.spec.sequence > 1:
-            default = min(default, -(-seqlen // (2 * self.spec.sequence)))
-        return self.spec.method.scheme(seqlen, default).chunk_size
+        return chunk_size_of(self.spec.method, seqlen, default, self.spec.sequence)
 
     def picked_windows(self) -> list[int] | None:
         """Each layer's window of the last batch, where the method picked them."""
@@ -464,7 +455,8 @@ def check_method(method: Any, helper_count: int, sequence: int) -> None:
     """Raises a UserError where a method cannot be distributed as asked."""
     if helper_count and not isinstance(method, LayerLocal):
         raise UserError(
-            f"cluster.helpers: method {method.name} has no tasks to share; use layer-local, or --cluster.helpers 0"
+            f"cluster.helpers: method {method.name} has no tasks to share; use layer-local, or "
+            "--cluster.helpers 0"
         )
     if sequence == 1:
         return
@@ -477,6 +469,6 @@ def check_method(method: Any, helper_count: int, sequence: int) -> None:
         )
     if isinstance(method, Truncated) and method.window == "auto":
         raise UserError(
-            'cluster.sequence: window "auto" needs the decays of the whole sequence in one place; give a window in '
-            "tokens, or use more --cluster.shards"
+            'cluster.sequence: window "auto" needs the decays of the whole sequence in one place; give a '
+            "window in tokens, or use more --cluster.shards"
         )

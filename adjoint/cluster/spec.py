@@ -1,11 +1,14 @@
-"""What a worker has to know to become what it is: plain values, sent to its process."""
+"""What a worker has to know to become what it is, plain values sent to its process; and the rules by which it
+goes about a batch, which `adjoint plan` follows too."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adjoint.engine.program import Owners
+from adjoint.engine.grid import Grid, Scheme, make_grid
+from adjoint.engine.program import Owners, Plan, plan, shared
 from adjoint.layers import StackConfig
 from adjoint.train.config import TrainingConfig
 
@@ -19,8 +22,8 @@ class ShardSpec:
         training: optimizer and seed.
         method: how the gradient is computed.
         spans: every shard's layers, bottom up.
-        rank: which worker this is: those of replica 0 come first, of a replica the workers of its first shard, its
-            helpers last.
+        rank: which worker this is: those of replica 0 come first, of a replica the workers of its first
+            shard, its helpers last.
         helpers: for each helper of a replica the shard whose layer-local tasks it shares.
         replicas: each with the same layers, each of which takes rows of every batch.
         sequence: workers of a shard, each with all of its layers, to whom the chunks are dealt out in turn.
@@ -78,8 +81,8 @@ class ShardSpec:
 
     @property
     def groups(self) -> list[list[int]]:
-        """Ranks that have something in common: for each shard those that have its layers; those that have a tied table;
-        all but the helpers."""
+        """Ranks that have something in common: for each shard those that have its layers; those that have a
+        tied table; all but the helpers."""
         n, turns = len(self.spans), self.sequence
         replicas = [self.workers * r for r in range(self.replicas)]
         shards = [[r + s * turns + t for r in replicas for t in range(turns)] for s in range(n)]
@@ -100,3 +103,42 @@ class ShardSpec:
     def everyone(self) -> list[int]:
         """The ranks of all workers but the helpers."""
         return self.groups[-1]
+
+
+def chunk_size_of(method: Any, seqlen: int, default: int, sequence: int = 1) -> int:
+    """Tokens of a chunk; where the method does not say, so few that every worker of a sequence has two."""
+    if sequence > 1:
+        default = min(default, -(-seqlen // (2 * sequence)))
+    return method.scheme(seqlen, default).chunk_size
+
+
+def grid_of(
+    model: StackConfig,
+    scheme: Scheme,
+    seqlen: int,
+    owners: Owners,
+    helpers: Sequence[int] = (),
+    costs: Sequence[float] = (),
+    windows: Sequence[int] | None = None,
+) -> Grid:
+    """Tiles and arrows of a batch; `costs` and `windows` as `make_grid`'s.
+
+    Where helpers share tasks, each layer is recomputed from its own inputs, since a task has one layer.
+    """
+    stateful = [False, *[True] * model.n_layer, False]
+    segments = range(model.n_layer + 2) if helpers else owners.shards
+    return make_grid(scheme, seqlen, stateful, model.d_conv - 1, tuple(segments), windows, costs)
+
+
+def forward_plan(grid: Grid, owners: Owners) -> Plan:
+    """Programs of the loss alone, and of the forward by which windows are picked."""
+    return plan(grid, owners, backward=False, tapes=0)
+
+
+def step_plan(scheme: Scheme, grid: Grid, owners: Owners, helpers: Sequence[int] = ()) -> Plan:
+    """Programs of forward and backward; where windows were picked after a `forward_plan`, of the backward."""
+    if scheme.window == "auto":
+        return plan(grid, owners, forward=False, tapes=0)
+    if helpers:
+        return shared(plan(grid, owners, tapes=0), owners.shards, helpers)
+    return plan(grid, owners, tapes=scheme.tapes, stream=scheme.window is not None)
