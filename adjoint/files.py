@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+_UNFINISHED = re.compile(r".+\.tmp-\d+-[0-9a-f]+")  # the names of `unfinished_path`, and no user's
 
 
 @contextmanager
@@ -64,7 +67,7 @@ def remove_unfinished(folder: Path, older_than: float = 0.0) -> None:
     """Remove what killed processes left of `atomic_file`: all of it, or what is some seconds old."""
     for file in folder.glob("*.tmp-*"):
         with suppress(OSError):  # another process was quicker
-            if time.time() - file.stat().st_mtime >= older_than:
+            if _UNFINISHED.fullmatch(file.name) and time.time() - file.stat().st_mtime >= older_than:
                 file.unlink()
 
 
