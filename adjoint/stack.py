@@ -1,5 +1,5 @@
-"""The model: embedding → residual stack of state-space layers → norm → head. Plain single-device code: how its backward
-runs is a method's matter (`adjoint.methods`), who owns which part of it the cluster's."""
+"""The model: embedding → residual stack of state-space layers → norm → head. Plain single-device code: how
+its backward runs is a method's matter (`adjoint.methods`), who owns which part of it the cluster's."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class StackOutput:
 
 
 class Result(NamedTuple):
-    """What a method gives back: the mean loss, the final states (a tuple a layer) and, where the method picked them
-    itself, each layer's window."""
+    """What a method gives back: the mean loss, the final states (a tuple a layer) and, where the method
+    picked them itself, each layer's window."""
 
     loss: Tensor
     states: list[State]
@@ -68,11 +68,13 @@ class Method(Protocol):
 class Stack(nn.Module):
     """A language model of state-space layers whose backward pass is chosen a call.
 
-    There is no dropout: chunks are recomputed, and nothing in the state-space literature this follows needs it.
+    There is no dropout: chunks are recomputed, and nothing in the state-space literature this follows needs
+    it.
 
     Args:
-        seed: of the initial weights; None draws one from PyTorch's generator, so that `torch.manual_seed` decides. Each
-            layer is drawn from a generator seeded by (seed, layer): a part draws what the whole would.
+        seed: of the initial weights; None draws one from PyTorch's generator, so that `torch.manual_seed`
+            decides. Each layer is drawn from a generator seeded by (seed, layer): a part draws what the whole
+            would.
         span: the layers to build, all by default; what `split` gives of a whole stack.
     """
 
@@ -103,8 +105,9 @@ class Stack(nn.Module):
         return self.span.stop == self.config.n_layer
 
     def split(self, span: range) -> Stack:
-        """The part with the layers `span`, the embedding with the first and norm and head with the last: a stack that
-        shares this one's parameters, under the same names, with pass-through modules in the places of other layers."""
+        """The part with the layers `span`, the embedding with the first and norm and head with the last: a
+        stack that shares this one's parameters, under the same names, with pass-through modules in the places
+        of other layers."""
         part = copy.copy(self)
         part._modules, part.span = dict(self._modules), span
         part.layers = nn.ModuleList(
@@ -117,8 +120,8 @@ class Stack(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Initialises everything anew, as mamba-ssm does; projections into the residual stream smaller the more of them
-        there are (GPT-2)."""
+        """Initialises everything anew, as mamba-ssm does; projections into the residual stream smaller the
+        more of them there are (GPT-2)."""
         seed = draw_seed() if seed is None else seed
         config = self.config
         residuals = config.n_layer * (2 if config.d_intermediate else 1)
@@ -145,7 +148,7 @@ class Stack(nn.Module):
         total = sum(p.numel() for p in self.parameters())
         return total if embeddings else total - self.embedding.weight.numel()
 
-    # --------------------------------------------------------------------------- pieces that stages are made of
+    # ---------------------------------------------------------------------- pieces that stages are made of
 
     def blocks(self) -> list[Block]:
         """The layers that are here."""
@@ -195,7 +198,8 @@ class Stack(nn.Module):
             method: how the backward will run; plain autograd if None.
             state: recurrent states to start from, as returned with return_state; differentiable. Zero if
                 None.
-            return_logits: also return logits (batch, seqlen, vocab_size), differentiable with plain autograd only.
+            return_logits: also return logits (batch, seqlen, vocab_size), differentiable with plain autograd
+                only.
             return_state: also return the final recurrent states, differentiable.
 
         Raises:
@@ -347,7 +351,8 @@ def draw_seed() -> int:
 
 @contextlib.contextmanager
 def drawn_from(seed: int, piece: int) -> Iterator[None]:
-    """Random numbers from a generator seeded by (seed, piece); the global one goes on as if nothing had been drawn."""
+    """Random numbers from a generator seeded by (seed, piece); the global one goes on as if nothing had been
+    drawn."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int(np.random.SeedSequence([seed, piece]).generate_state(1, np.uint64)[0] >> 1))

@@ -15,8 +15,7 @@ from training_helpers import metrics
 from adjoint.cluster import shard as shard_module
 from adjoint.cluster.group import ShardActor
 from adjoint.cluster.shard import Shard
-from adjoint.cluster.stretch import SequenceWork
-from adjoint.cluster.work import Work
+from adjoint.engine.run import Worker
 from adjoint.train.checkpoint import list_checkpoints
 
 FLAGS: dict[str, Any] = {
@@ -112,14 +111,13 @@ class FaultyActor(ShardActor):
 
         at("build")
         super().build(spec, *arguments)
-        share_table, write_file = Shard.share_table, shard_module.write_file
+        share_table, write_file, run_tile = Shard.share_table, shard_module.write_file, Worker.tile
 
-        def faulty(run: Any) -> Any:
-            def faulty_run(work: Work, action: Any) -> None:
-                at(action.kind)
-                run(work, action)
-
-            return faulty_run
+        def faulty_tile(worker: Worker, tile: Any) -> None:
+            first = next(k for k, stage in enumerate(worker.stages) if stage is not None and stage.stateful)
+            if tile.stage == first and tile.kind in "FLBW":  # once a chunk
+                at("forward" if tile.kind in "FL" else "backward")
+            run_tile(worker, tile)
 
         def faulty_share(shard: Shard) -> None:
             at("step")  # after the optimizer's step
@@ -129,7 +127,6 @@ class FaultyActor(ShardActor):
             at("save")
             return write_file(path, tensors)
 
-        for kind in (Work, SequenceWork):
-            kind.run = faulty(kind.run)  # type: ignore[method-assign]
+        Worker.tile = faulty_tile  # type: ignore[method-assign]
         Shard.share_table = faulty_share  # type: ignore[method-assign]
         shard_module.write_file = faulty_write  # type: ignore[attr-defined]

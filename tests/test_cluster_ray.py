@@ -58,9 +58,9 @@ def train_both(
             for parameter_group in optimizer.param_groups:
                 parameter_group["lr"] = learning_rate(step, TRAINING)
             optimizer.step()
-            group.all("zero_grad", helpers=True)
-            found = group.all("accumulate", ids.numpy(), helpers=True)
-            assert found.count(None) == shards + helpers - 1
+            group.all("zero_grad")
+            found = group.all("accumulate", ids.numpy())
+            assert found.count(None) == shards - 1
             assert found[shards - 1] == pytest.approx(loss.item(), rel=1e-12)
             norms = {name: n for part in group.all("norms") for name, n in part.items()}
             total = total_norm([norms[name] for name in names], "float64")
@@ -170,7 +170,7 @@ def test_what_fits_is_counted_node_by_node(need: Need, room: int) -> None:
         ({"cluster__shards": 5, "model__n_layer": 5}, "5 shards with 1 CPU each asked for, but"),
         ({"cluster__shards": 3}, "3 shards for 2 layers"),
         ({"cluster__shards": 2, "training__device": "cuda"}, "GPU"),
-        ({"cluster__shards": 2, "method__name": "backprop"}, "does not run over shards"),
+        ({"cluster__shards": 2, "cluster__sequence": 2, "method__name": "backprop"}, "nothing to deal out"),
         ({"cluster__shards": 1, "cluster__helpers": 1}, "has no tasks to share; use layer-local"),
     ],
 )

@@ -16,20 +16,25 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The direction of imports: a module may import its own level and those below it. What is not named here is on
-# the level of training: it may use the model, and the model may not use it.
-LEVELS = {
-    "errors": 0, "files": 0,
-    "kernels": 1,
-    "layers": 2,
-    "tile": 3, "edges": 3, "decay": 3, "loss": 3, "sweep": 3, "exact": 3, "windowed": 3, "methods": 3,
-    "stack": 3, "compat": 3,
-    "training": 4, "compare": 4, "plan": 4, "plan_count": 4, "data": 4, "config": 4, "checkpoint": 4,
-    "plots": 4,
-    "cluster": 5,
-    "cli": 6, "__main__": 6, "plan_command": 6, "plan_time": 6, "plan_plot": 6, "plan_report": 6,
-}  # fmt: skip
-OTHERS = 4
+# The house from the ground up: a file imports only from entries before its own, and within its own folder.
+FLOORS = [
+    "errors",
+    "files",
+    "loss",
+    "kernels",
+    "layers",
+    "stack",
+    "engine",
+    "methods",
+    "__init__",
+    "data",
+    "train",
+    "cluster",
+    "tools",
+    "cli",
+    "__main__",
+]
+HIGHEST = 10  # levels: the longest chain of entries that import each other
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -121,27 +126,85 @@ print(adjoint.__file__)
     assert Path(run_python(code, ROOT).strip()) == ROOT / "adjoint" / "__init__.py"
 
 
+def entry_of(path: Path) -> str:
+    """The file or folder directly in adjoint/ that a file belongs to."""
+    return path.relative_to(ROOT / "adjoint").with_suffix("").parts[0]
+
+
+def module_of(name: str) -> Path | None:
+    """The file of adjoint that a dotted name of an import means: a module, a package or a name inside one."""
+    parts = name.split(".")
+    while parts and parts[0] == "adjoint":
+        base = ROOT.joinpath(*parts)
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.exists():
+                return path
+        parts.pop()
+    return None
+
+
+def arrows() -> dict[Path, set[Path]]:
+    """Of each file of adjoint, the files that it imports anywhere, also inside functions."""
+    return {
+        path: {found for _, name in imports_of(path) if (found := module_of(name)) and found != path}
+        for path in python_files("adjoint")
+    }
+
+
 def test_imports_point_down() -> None:
     wrong = []
-    for path in python_files("adjoint"):
-        place = path.relative_to(ROOT / "adjoint").with_suffix("").parts[0]
-        if place == "__init__":
-            continue
-        level = LEVELS.get(place, OTHERS)
-        for line, name in imports_of(path):
-            parts = name.split(".")
-            if parts[0] != "adjoint" or len(parts) < 2 or not _is_module(parts[1]):
-                continue
-            if LEVELS.get(parts[1], OTHERS) > level:
-                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    for path, targets in arrows().items():
+        for target in targets:
+            here, there = entry_of(path), entry_of(target)
+            if here != there and FLOORS.index(there) >= FLOORS.index(here):
+                wrong.append(f"{path.relative_to(ROOT)} imports {target.relative_to(ROOT)}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_goes_round_in_a_circle_and_the_house_is_low() -> None:
+    files = arrows()
+    done: dict[Path, bool] = {}
+
+    def visit(path: Path, trail: tuple[Path, ...]) -> None:
+        assert path not in trail, " -> ".join(str(p.relative_to(ROOT)) for p in (*trail, path))
+        if not done.get(path):
+            for target in files[path]:
+                visit(target, (*trail, path))
+            done[path] = True
+
+    for path in files:
+        visit(path, ())
+    entries: dict[str, set[str]] = {name: set() for name in FLOORS}
+    for path, targets in files.items():
+        entries[entry_of(path)] |= {entry_of(target) for target in targets} - {entry_of(path)}
+
+    def height(name: str) -> int:
+        return 1 + max(map(height, entries[name]), default=0)
+
+    assert max(map(height, entries)) <= HIGHEST
+    assert len(entries) <= 20
+
+
+def test_imports_are_not_hidden_from_the_interpreter() -> None:
+    hidden = [str(p) for p in python_files("adjoint") if "TYPE_CHECKING" in p.read_text()]
+    assert not hidden, hidden
+
+
+def test_families_of_files_are_folders() -> None:
+    """Three files with one prefix are a folder, or one file."""
+    families: dict[tuple[Path, str], int] = {}
+    for path in python_files("adjoint", "benchmarks"):
+        family = path.parent, path.stem.partition("_")[0]
+        families[family] = families.get(family, 0) + (path.stem != "__init__")
+    many = [f"{folder}/{prefix}_*" for (folder, prefix), count in families.items() if count > 2]
+    assert not many, many
 
 
 def test_kernels_need_only_torch_to_be_imported() -> None:
     wrong = []
     for path in python_files("adjoint/kernels"):
         known = {"torch", "numpy", "adjoint", *sys.stdlib_module_names}
-        if path.stem.startswith("triton_"):  # imported by the dispatch where Triton is there
+        if "triton" in path.parts:  # imported by the dispatch where Triton is there
             known.add("triton")
         for line, name in imports_of(path, at_import=True):
             if name.partition(".")[0] not in known:
@@ -198,7 +261,3 @@ def test_wheel_holds_the_kernels_sources_and_no_short_names(tmp_path: Path) -> N
     expected = {name for name in sources if name.endswith((".py", ".cpp", ".h"))}
     assert {name for name in names if name.endswith((".py", ".cpp", ".h"))} == expected
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"adjoint"}
-
-
-def _is_module(name: str) -> bool:
-    return (ROOT / "adjoint" / f"{name}.py").exists() or (ROOT / "adjoint" / name).is_dir()

@@ -1,11 +1,11 @@
 """Helpers share a shard's layer-local tasks: whoever is free takes the next unit of them.
 
-The owner takes units from the front; each helper holds up to two, fed from the back, so that inputs travel while it
-computes. Sums of gradients are the same bit for bit whoever made them, given the same kind of device and number of
-threads: a unit is summed from zero by one worker, from inputs that lie in memory as a message's do, and units are added
-in their order. Sums that come early are held, each as large as its layer's gradients; since a layer's units are taken in
-order from either end they are few, unless a helper is much slower than the others.
-"""
+The owner takes units from the front; each helper holds up to two, fed from the back, so that inputs travel
+while it computes. Sums of gradients are the same bit for bit whoever made them, given the same kind of device
+and number of threads: a unit is summed from zero by one worker, from inputs that lie in memory as a message's
+do, and units are added in their order. Sums that come early are held, each as large as its layer's gradients;
+since a layer's units are taken in order from either end they are few, unless a helper is much slower than the
+others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from adjoint.engine.tile import Gradients
 from adjoint.layers import State
 
 AHEAD = 2  # units that a helper holds: one under way, one whose inputs are there
-Task = tuple[Grid, tuple[Tile, ...], dict[Key, Tensor], list[Tensor] | None]  # grid, tiles, inputs, new weights
+Task = tuple[
+    Grid, tuple[Tile, ...], dict[Key, Tensor], list[Tensor] | None
+]  # grid, tiles, inputs, new weights
 
 
 class Crew(Protocol):

@@ -1,17 +1,16 @@
 """Messages between workers: tensors, never pickled.
 
-A transport is what a worker's program sends and receives with (`adjoint.engine.run.Transport`). The messages of a channel,
-a sender and a receiver, arrive in the order they were sent; at most `buffers` of them are under way at a time, so that
-one can be filled while another travels. Three of them:
+A transport is what a worker's program sends and receives with (`adjoint.engine.run.Transport`). The messages
+of a channel, a sender and a receiver, arrive in the order they were sent; at most `buffers` of them are under
+way at a time, so that one can be filled while another travels. Three of them:
 
     DistributedTransport   torch.distributed isend and irecv: gloo wherever an end is a CPU or a MIG slice,
                            NCCL between whole GPUs
     ObjectStoreTransport   arrays in Ray's object store; slower for small messages, but needs no process group
     LocalTransport         queues between the threads of one process
 
-Besides messages there are two collectives, `all_reduce` and `all_gather`. All of `ranks` must call them, in the same
-order, with tensors of the same shape and dtype.
-"""
+Besides messages there are two collectives, `all_reduce` and `all_gather`. All of `ranks` must call them, in
+the same order, with tensors of the same shape and dtype."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from adjoint.engine import run
-from adjoint.engine.program import BUFFERS
+from adjoint.engine.program import CAPACITY
 from adjoint.engine.run import Pending
 
 Channel = tuple[int, int]  # sender, receiver
@@ -59,23 +58,25 @@ class Transport(run.Transport, Protocol):
 
 
 class DistributedTransport:
-    """Point-to-point messages and collectives of `torch.distributed`, whose default process group must be there.
+    """Point-to-point messages and collectives of `torch.distributed`, whose default process group must be
+    there.
 
-    gloo carries CPU tensors: those of a GPU are staged through pinned host memory. NCCL runs the messages of a pair one
-    after the other, so that a receive posted early would block the sends behind it: messages to higher ranks have one
-    group, those to lower ranks another. Its communicators are made by the first message of a pair, for which both ends
-    wait: hence `connect`, since receives are posted long before they are sent to.
+    gloo carries CPU tensors: those of a GPU are staged through pinned host memory. NCCL runs the messages of
+    a pair one after the other, so that a receive posted early would block the sends behind it: messages to
+    higher ranks have one group, those to lower ranks another. Its communicators are made by the first message
+    of a pair, for which both ends wait: hence `connect`, since receives are posted long before they are sent
+    to.
 
     Args:
-        groups: lists of ranks between which there will be collectives; the same, in the same order, in all processes,
-            whether they are in them or not, since all of them must take part in making a group.
-        timeout: after which a message that does not come is an error; None is PyTorch's own choice. The default group
-            has its own.
+        groups: lists of ranks between which there will be collectives; the same, in the same order, in all
+            processes, whether they are in them or not, since all of them must take part in making a group.
+        timeout: after which a message that does not come is an error; None is PyTorch's own choice. The
+            default group has its own.
     """
 
     def __init__(
         self,
-        buffers: int = BUFFERS,
+        buffers: int = CAPACITY,
         groups: Sequence[Sequence[int]] = (),
         timeout: datetime.timedelta | None = None,
     ) -> None:
@@ -86,7 +87,9 @@ class DistributedTransport:
         new_group = functools.partial(dist.new_group, timeout=timeout)
         self.up, self.down = (new_group(backend="nccl") if self.nccl else None for _ in range(2))
         self.among = {tuple(ranks): new_group(list(ranks)) for ranks in groups if len(ranks) > 1}
-        self.under_way: dict[int, collections.deque[tuple[Any, Tensor]]] = collections.defaultdict(collections.deque)
+        self.under_way: dict[int, collections.deque[tuple[Any, Tensor]]] = collections.defaultdict(
+            collections.deque
+        )
         self.connected: set[Channel] = set()
 
     def _group(self, sender: int, receiver: int) -> Any:
@@ -185,15 +188,15 @@ def join(
 
 
 class Mailbox:
-    """What has been delivered to an actor and not yet been taken. Deliveries that wait for room overtake each other, so
-    that a message is taken by its number in its channel.
+    """What has been delivered to an actor and not yet been taken. Deliveries that wait for room overtake each
+    other, so that a message is taken by its number in its channel.
 
     Args:
-        buffers: messages a channel holds; whoever delivers one more waits. A sender may have as many on their way: then
-            there is always room for the next one in order.
+        buffers: messages a channel holds; whoever delivers one more waits. A sender may have as many on their
+            way: then there is always room for the next one in order.
     """
 
-    def __init__(self, buffers: int = BUFFERS) -> None:
+    def __init__(self, buffers: int = CAPACITY) -> None:
         self.buffers, self.changed = buffers, threading.Condition()
         self.held: dict[int, dict[int, Any]] = collections.defaultdict(dict)
 
@@ -222,8 +225,8 @@ class Mailbox:
 
 
 class _Exchange:
-    """Collectives made of messages: everyone sends to everyone, and sums in the order of the ranks. Nothing has to be
-    connected."""
+    """Collectives made of messages: everyone sends to everyone, and sums in the order of the ranks. Nothing
+    has to be connected."""
 
     rank: int
     post: Callable[[int, Tensor], Pending]
@@ -258,8 +261,8 @@ class _Exchange:
 class ObjectStoreTransport(_Exchange):
     """Arrays in Ray's object store, whose references are delivered by calls from actor to actor.
 
-    Bytes are copied into the store and out of it, never pickled; what lies there is read-only and shared, so nothing of
-    it is handed out.
+    Bytes are copied into the store and out of it, never pickled; what lies there is read-only and shared, so
+    nothing of it is handed out.
 
     Args:
         rank: whose messages these are.
@@ -282,7 +285,9 @@ class ObjectStoreTransport(_Exchange):
 
             array = ray.get(self.mailbox.take(source, number))
             if out.is_cuda:
-                return out.copy_(torch.from_numpy(array.copy()).view(out.dtype).view(out.shape), non_blocking=True)
+                return out.copy_(
+                    torch.from_numpy(array.copy()).view(out.dtype).view(out.shape), non_blocking=True
+                )
             np.copyto(out.detach().view(-1).view(torch.uint8).numpy(), array)
             return out
 
@@ -318,7 +323,9 @@ class LocalTransport(_Exchange):
         broken: set when a thread has failed, so that the others do not wait for it for ever.
     """
 
-    def __init__(self, rank: int, queues: Mapping[Channel, queue.Queue[Tensor]], broken: threading.Event) -> None:
+    def __init__(
+        self, rank: int, queues: Mapping[Channel, queue.Queue[Tensor]], broken: threading.Event
+    ) -> None:
         self.rank, self.queues, self.broken = rank, queues, broken
 
     def _insist(self, attempt: Callable[[], Any]) -> Any:
@@ -341,7 +348,7 @@ class LocalTransport(_Exchange):
         pass
 
 
-def local_transports(workers: int, buffers: int = BUFFERS) -> list[LocalTransport]:
+def local_transports(workers: int, buffers: int = CAPACITY) -> list[LocalTransport]:
     """A transport for each of `workers` threads of this process."""
     pairs = [(a, b) for a in range(workers) for b in range(workers) if a != b]
     queues = {pair: queue.Queue[Tensor](buffers) for pair in pairs}
@@ -350,7 +357,8 @@ def local_transports(workers: int, buffers: int = BUFFERS) -> list[LocalTranspor
 
 
 class ReplicaTransport:
-    """The messages of one replica among several: its workers, whom programs number from 0, are those from `first` on."""
+    """The messages of one replica among several: its workers, whom programs number from 0, are those from
+    `first` on."""
 
     def __init__(self, transport: Transport, first: int) -> None:
         self.transport, self.first, self.flush = transport, first, transport.flush

@@ -1,4 +1,5 @@
-"""One process: a method as torch sees it, one autograd function from parameters and initial states to the loss."""
+"""One process: a method as torch sees it, one autograd function from parameters and initial states to the
+loss."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ def chunk_size_for(
 ) -> int:
     """Tokens a chunk: enough work to keep the device busy, few enough that a chunk's activations stay small.
 
-    On a CPU 1,408 tokens are within an eighth as fast as any more; with fewer, a long sequence's states at the edges
-    would outweigh what a chunk saves. On a GPU what all layers of one chunk keep for its backward gets an eighth of the
-    memory: a GPU wants much work at a time, as a chunk costs a launch an operation, reads every weight and adds up
-    every parameter's gradient, whatever its length. A multiple of 256 tokens, the tiles of matrix products; 256 to
-    16,384.
+    On a CPU 1,408 tokens are within an eighth as fast as any more; with fewer, a long sequence's states at
+    the edges would outweigh what a chunk saves. On a GPU what all layers of one chunk keep for its backward
+    gets an eighth of the memory: a GPU wants much work at a time, as a chunk costs a launch an operation,
+    reads every weight and adds up every parameter's gradient, whatever its length. A multiple of 256 tokens,
+    the tiles of matrix products; 256 to 16,384.
 
     Args:
         batch: sequences. device: "cpu" or "cuda", which need not be here.

@@ -1,21 +1,24 @@
 """Tiles and the arrows between them: plain data, without tensors.
 
-The model is cut into stages (embedding, a layer each, head), the sequence into chunks. A tile is a stage on a chunk:
+The model is cut into stages (embedding, a layer each, head), the sequence into chunks. A tile is a stage on a
+chunk:
 
-    kind              reads                                          writes
-    F  forward        y[k-1,c], S[k,c-1]                             y[k,c], S[k,c]
-    L  linearize      the same: F, with its tape kept                and tape[k,c]
-    R  recompute      y or z[k-1,c], S[k,c-1]                        tape[k,c], z[k,c]
-    B  backward       tape[k,c], dy[k,c], dS[k,c]                    dy[k-1,c], dS[k,c-1], and adds to the gradients
-    W  windowed vjp   y[k-1] to the halo's end, S[k,c-1],            dy[k-1,c], spill[k-1,c',c] into chunks before,
-                      dy[k] to the halo's end                        and adds to the gradients
+    kind              reads                                 writes
+    F  forward        y[k-1,c], S[k,c-1]                    y[k,c], S[k,c]
+    L  linearize      the same: F, with its tape kept       and tape[k,c]
+    R  recompute      y or z[k-1,c], S[k,c-1]               tape[k,c], z[k,c]
+    B  backward       tape[k,c], dy[k,c], dS[k,c]           dy[k-1,c], dS[k,c-1]
+    W  windowed vjp   y[k-1] to the halo's end, S[k,c-1],   dy[k-1,c], spill[k-1,c',c] into chunks
+                      dy[k] to the halo's end               c' before
 
-y is a stage's output, S its state at a chunk's right edge, dy and dS their cotangents: dS is the accumulated adjoint
-state (docs/method.md §2). z is a y computed again inside a segment, the tape what a backward needs.
+B and W also add to the gradients of the stage's parameters.
 
-A method is which of these arrows the backward has (`Scheme`); what is kept is which stages form a segment, which R
-runs through from what its first stage has read. Who owns a tile, and in which order tiles run, is `program`'s matter.
-"""
+y is a stage's output, S its state at a chunk's right edge, dy and dS their cotangents: dS is the accumulated
+adjoint state (docs/method.md §2). z is a y computed again inside a segment, the tape what a backward needs.
+
+A method is which of these arrows the backward has (`Scheme`); what is kept is which stages form a segment,
+which R runs through from what its first stage has read. Who owns a tile, and in which order tiles run, is
+`program`'s matter."""
 
 from __future__ import annotations
 
@@ -49,12 +52,15 @@ class Scheme:
 
     Attributes:
         chunk_size: tokens a chunk; it need not divide the sequence.
-        dy_from: where a layer's cotangent comes from: "above", the layer above; "head", dL/dy_K for every layer.
-        window: tokens that an output reaches back through each layer's recurrence; "auto" picks them, layer by
-            layer, by `tolerance` once the forward has been seen; None for all of them: the adjoint state is carried.
-        cut: probability with which the adjoint state is dropped at a chunk's edge, reweighted where it passes.
-        keep: "edges", the states at the chunks' edges; "inputs", also each layer's inputs; "offload", those in host
-            memory.
+        dy_from: where a layer's cotangent comes from: "above", the layer above; "head", dL/dy_K for every
+            layer.
+        window: tokens that an output reaches back through each layer's recurrence; "auto" picks them, layer
+            by layer, by `tolerance` once the forward has been seen; None for all of them: the adjoint state
+            is carried.
+        cut: probability with which the adjoint state is dropped at a chunk's edge, reweighted where it
+            passes.
+        keep: "edges", the states at the chunks' edges; "inputs", also each layer's inputs; "offload", those
+            in host memory.
         tapes: chunks, of the last ones, that the forward leaves linearised, so that they are not recomputed.
     """
 
@@ -82,7 +88,8 @@ class Grid:
         dy_from: as `Scheme`'s.
         windows: tokens, of each stage; None where the adjoint state is carried from chunk to chunk.
         reach: tokens that a windowed stage reads to its left, besides its state.
-        costs: of each stage, the time of its forward on a token, relative to others; only the order depends on it.
+        costs: of each stage, the time of its forward on a token, relative to others; only the order depends
+            on it.
     """
 
     cuts: tuple[int, ...]
@@ -116,12 +123,14 @@ class Grid:
         return any(stateful and self.window(k) is None for k, stateful in enumerate(self.stateful))
 
     def per_task(self, k: int) -> int:
-        """Chunks of a windowed vjp of stage k: as many as the window, so that halos at most double the work."""
+        """Chunks of a windowed vjp of stage k: as many as the window, so that halos at most double the
+        work."""
         return -(-(self.window(k) or 1) // (self.cuts[1] - self.cuts[0]))
 
     def span(self, t: Tile) -> tuple[int, int, int, int]:
-        """left, start, stop and halo_stop of a windowed tile: it owns the tokens [start, stop), reads the inputs of
-        [left, halo_stop) and the cotangents of [start, halo_stop), and writes those of [left, stop)."""
+        """left, start, stop and halo_stop of a windowed tile: it owns the tokens [start, stop), reads the
+        inputs of [left, halo_stop) and the cotangents of [start, halo_stop), and writes those of [left,
+        stop)."""
         start, stop = self.cuts[t.chunk], self.cuts[t.chunk + t.count]
         return (
             max(0, start - self.reach),
@@ -156,7 +165,8 @@ class Grid:
     # ----------------------------------------------------------------------------------------------- arrows
 
     def reads(self, t: Tile) -> list[Key]:
-        """What a tile waits for. Token ids and the states before the sequence are everybody's and not listed."""
+        """What a tile waits for. Token ids and the states before the sequence are everybody's and not
+        listed."""
         k, c = t.stage, t.chunk
         state: list[Key] = [("S", k, c - 1)] if self.stateful[k] and c else []
         if t.kind == "B":
@@ -170,8 +180,8 @@ class Grid:
         return ([(name, k - 1, c)] if k else []) + state
 
     def cotangents(self, k: int, start: int, stop: int) -> list[Key]:
-        """The parts of stage k's output cotangents on the tokens [start, stop), in the order in which they are added;
-        none of the head's, whose output is the loss."""
+        """The parts of stage k's output cotangents on the tokens [start, stop), in the order in which they
+        are added; none of the head's, whose output is the loss."""
         top = self.stages - 1
         if k == top:
             return []
@@ -211,8 +221,8 @@ class Grid:
     # ------------------------------------------------------------------------------------------------ order
 
     def order(self, stream: bool = False) -> list[Tile]:
-        """All tiles in one order that keeps all arrows: forward chunk by chunk; backward, each as soon as the head
-        has come to the last chunk that it needs, the top first, a segment's stages together.
+        """All tiles in one order that keeps all arrows: forward chunk by chunk; backward, each as soon as the
+        head has come to the last chunk that it needs, the top first, a segment's stages together.
 
         Args:
             stream: backward tiles begin before the forward ends, where the arrows allow it.
@@ -265,7 +275,8 @@ def make_grid(
     Args:
         stateful: of each stage; reach: as `Grid`'s.
         shards: of each stage, whose it is: a segment is recomputed by one owner.
-        windows: of each stateful stage, where the scheme's "auto" has picked them; until then nothing is cut off.
+        windows: of each stateful stage, where the scheme's "auto" has picked them; until then nothing is cut
+            off.
     """
     n = len(stateful)
     window = scheme.window

@@ -1,4 +1,5 @@
-"""What is kept of a forward: states at the chunks' edges, what grows with the sequence, inputs on the host."""
+"""What is kept of a forward: states at the chunks' edges, what grows with the sequence, inputs on the
+host."""
 
 from __future__ import annotations
 
@@ -40,15 +41,17 @@ class Packing:
 
     def unpack(self, flat: Tensor) -> State:
         """Views of a packed state's tensors."""
-        # .data: rows of one memory are written one after the other, and that is no change to those before them
+        # .data: rows of one memory are written one after the other, and that is no change to those before
+        # them
         flat = flat.data
         pairs = zip(self.starts, self.shapes, strict=True)
         return tuple(flat[a : a + shape.numel()].view(shape) for a, shape in pairs)
 
 
 class Edges:
-    """The packed states of one stage at the edges of chunks, in memory taken at once: small blocks that stay, put
-    between large ones that go, would break up the heap. A state may be a view of a whole chunk, so it is copied.
+    """The packed states of one stage at the edges of chunks, in memory taken at once: small blocks that stay,
+    put between large ones that go, would break up the heap. A state may be a view of a whole chunk, so it is
+    copied.
 
     Args:
         rows: how many there will be.
@@ -74,7 +77,8 @@ class Edges:
 
 
 class Slab:
-    """An append-only tensor of a state, such as attention's keys: kept once, with the cotangents gathered so far.
+    """An append-only tensor of a state, such as attention's keys: kept once, with the cotangents gathered so
+    far.
 
     Args:
         initial: what is there before the sequence, perhaps nothing.

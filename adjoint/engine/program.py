@@ -1,11 +1,12 @@
-"""Who runs which tile when, and what is sent: a program a worker, plain data that leaves no choice at run time.
+"""Who runs which tile when, and what is sent: a program a worker, plain data that leaves no choice at run
+time.
 
-A distribution is an owner for each tile (`Owners`): layer shards, chunks dealt out in turn, both. Messages follow:
-whoever reads what another owner has written gets it, in a chain if they are several, so that no port carries more
-than one copy. The order of a worker's tiles is the one in which they would start if each worker, whenever it is free,
-took the first of its tiles whose inputs are there (a list schedule, made at plan time). Messages are written down by
-carrying that order out once with channels that hold `buffers` messages: so programs end, however long anything takes.
-"""
+A distribution is an owner for each tile (`Owners`): layer shards, chunks dealt out in turn, both. Messages
+follow: whoever reads what another owner has written gets it, in a chain if they are several, so that no port
+carries more than one copy. The order of a worker's tiles is the one in which they would start if each worker,
+whenever it is free, took the first of its tiles whose inputs are there (a list schedule, made at plan time).
+Messages are written down by carrying that order out once with channels that hold `buffers` messages: so
+programs end, however long anything takes."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ from adjoint.engine.grid import Grid, Key, Tile
 # Time of a tile on a token, in forwards of its stage; it only says which order is taken.
 TIMES = {"F": 1.0, "L": 1.0, "R": 1.0, "B": 2.0, "W": 3.0}
 BUFFERS = 2  # messages of a channel under way: one can be filled while another travels
+# Of windowed tiles, whose cotangents come in small pieces; what every transport holds at least.
+CAPACITY = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,8 +63,8 @@ class Recv:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """Carry out `units`, together with helpers: whoever is free takes the next one. A unit is tiles of one layer,
-    whose gradients are summed from zero; sums are added in the units' order, whoever made them."""
+    """Carry out `units`, together with helpers: whoever is free takes the next one. A unit is tiles of one
+    layer, whose gradients are summed from zero; sums are added in the units' order, whoever made them."""
 
     units: tuple[tuple[Tile, ...], ...]
     frees: tuple[Key, ...] = ()
@@ -143,9 +146,10 @@ def plan(
     """Programs for a grid. Takes about 30 µs an action; plans are cached.
 
     Args:
-        forward, backward: which tiles there are; with the backward alone what the forward wrote is there already.
-        tapes: of each worker's segments and chunks, how many the forward leaves linearised (L), to be pulled back
-            first; R may run ahead as far.
+        forward, backward: which tiles there are; with the backward alone what the forward wrote is there
+            already.
+        tapes: of each worker's segments and chunks, how many the forward leaves linearised (L), to be pulled
+            back first; R may run ahead as far.
         stream: backward tiles begin before the forward ends, where the arrows allow it.
     """
     order = [t for t in grid.order(stream) if (forward if t.kind == "F" else backward)]
@@ -189,8 +193,8 @@ def _seconds(grid: Grid, t: Tile) -> float:
 def _list_schedule(
     grid: Grid, order: Sequence[Tile], columns: dict[int, list[tuple[int, int]]], owners: Owners, tapes: int
 ) -> list[Tile]:
-    """All tiles in the order in which they would start. Tapes are held for `tapes` of a worker's columns at most, which
-    it comes to in their order."""
+    """All tiles in the order in which they would start. Tapes are held for `tapes` of a worker's columns at
+    most, which it comes to in their order."""
     at = {t: owners(t.stage, t.chunk) for t in order}
     written = {key for t in order for key in grid.writes(t)}
     missing = {t: sum(key in written for key in grid.reads(t)) for t in order}
@@ -252,8 +256,8 @@ def _list_schedule(
 def _with_messages(
     grid: Grid, order: Sequence[Tile], owners: Owners, buffers: int, before: Sequence[Tile] = ()
 ) -> tuple[tuple[Action, ...], ...]:
-    """Each worker's tiles of `order` with the messages they need. Whoever would have to wait for a full channel has
-    its receiver take a message in early.
+    """Each worker's tiles of `order` with the messages they need. Whoever would have to wait for a full
+    channel has its receiver take a message in early.
 
     Args:
         before: tiles that have run already; what they read and wrote their owners still hold.
@@ -336,8 +340,8 @@ UNITS_EACH = (
 def shared(made: Plan, shards: Sequence[int], helpers: Sequence[int]) -> Plan:
     """The plan with each shard's layer-local tiles in a `Share`, where helpers share them.
 
-    With dL/dy_K for every layer, no layer's backward waits for another's, so that these tiles can go last. The first
-    layer's stay with their shard: the embedding needs what they hand down.
+    With dL/dy_K for every layer, no layer's backward waits for another's, so that these tiles can go last.
+    The first layer's stay with their shard: the embedding needs what they hand down.
 
     Args:
         shards: of each stage, the shard that has it.
@@ -366,7 +370,8 @@ def _in_backward(t: Tile, k: int) -> bool:
 
 
 def _units(grid: Grid, k: int, tiles: list[Tile], groups: int) -> list[tuple[Tile, ...]]:
-    """A layer's tiles as units: groups of windowed tiles; else all of them, since the adjoint state is carried."""
+    """A layer's tiles as units: groups of windowed tiles; else all of them, since the adjoint state is
+    carried."""
     if grid.window(k) is None:
         return [tuple(tiles)]
     groups = min(groups, len(tiles))

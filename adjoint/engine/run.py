@@ -1,4 +1,5 @@
-"""Carries programs out: one worker's part of a batch, tile by tile. One process runs the program of one worker."""
+"""Carries programs out: one worker's part of a batch, tile by tile. One process runs the program of one
+worker."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Pending = Callable[[], Tensor]  # waits for a message and gives it
 
 
 class Transport(Protocol):
-    """What a worker sends and receives with; messages of a pair arrive in the order in which they were sent."""
+    """What a worker sends and receives with; messages of a pair arrive in the order in which they were
+    sent."""
 
     def post(self, source: int, out: Tensor) -> Pending:
         """Gets ready to receive into `out`."""
@@ -43,19 +45,21 @@ class Worker:
     Args:
         stages: None in the places of stages that other workers have.
         ids, targets: (batch, seqlen) int64, the targets already shifted.
-        initial: the states before the sequence, one tuple a stage; zeros of the right sizes where another has them.
+        initial: the states before the sequence, one tuple a stage; zeros of the right sizes where another has
+            them.
         width, wide: of the tensors between stages, (batch, tokens, width) each.
         transport: to the other workers; None where there are none.
         traced: is entered around each action, and around each tile of a shared unit, with what it is.
         host: whether edges and inputs lie in host memory.
         noting: whether decays are noted, by which windows are picked.
-        passing: of each stateful stage and each chunk, what the recurrence's adjoint state is multiplied by as it
-            leaves the chunk; None for 1.
+        passing: of each stateful stage and each chunk, what the recurrence's adjoint state is multiplied by
+            as it leaves the chunk; None for 1.
 
     Attributes:
         scale: the loss's cotangent over the number of valid labels; set it before the backward.
         total: the summed loss of the chunks that this worker has the head of.
-        final, d_final, d_initial: states after the sequence and the cotangents of both ends, one tuple a stage.
+        final, d_final, d_initial: states after the sequence and the cotangents of both ends, one tuple a
+            stage.
         gradients: their sums so far.
     """
 
@@ -140,8 +144,8 @@ class Worker:
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:
-        """The caller's autocast, also in the backward. Its weight cache is off: casts made without gradients must not be
-        reused."""
+        """The caller's autocast, also in the backward. Its weight cache is off: casts made without gradients
+        must not be reused."""
         enabled, dtype = self.autocast
         with torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
             yield
@@ -287,7 +291,8 @@ class Worker:
             self.d_initial[k] = tuple(next(parts if dim is None else begun) for dim in grows)
 
     def _passed(self, k: int, c: int, d_state: Cotangents) -> Cotangents:
-        """The adjoint state as it leaves a chunk; the convolution's short paths, before it in the tuple, are not cut."""
+        """The adjoint state as it leaves a chunk; the convolution's short paths, before it in the tuple, are
+        not cut."""
         if self.passing is None:
             return d_state
         multiplier = self.passing[sum(self.grid.stateful[:k])][c]
@@ -317,8 +322,8 @@ class Worker:
         self._add_initial(k, start, d_state)
 
     def _add_initial(self, k: int, start: int, d_state: Cotangents) -> None:
-        """The initial state's cotangent: from the first task; of the conv tail also from those that still reach before
-        the sequence, whose tail is the initial one moved on by `start` tokens."""
+        """The initial state's cotangent: from the first task; of the conv tail also from those that still
+        reach before the sequence, whose tail is the initial one moved on by `start` tokens."""
         if start:
             d_tail = d_state[0] if len(d_state) > 1 else None
             if d_tail is None or start >= d_tail.shape[2]:

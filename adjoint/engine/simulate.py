@@ -1,9 +1,8 @@
 """How long programs take and what they hold, without carrying them out; the proof that they end.
 
-Tiles take the time that a function gives them, messages keep their sender's port busy for the time another gives.
-Cores that several workers share slow each other down: with `slots`, n tiles under way on a host go at min(1, slots / n)
-of their speed each (processor sharing, as an operating system does it).
-"""
+Tiles take the time that a function gives them, messages keep their sender's port busy for the time another
+gives. Cores that several workers share slow each other down: with `slots`, n tiles under way on a host go at
+min(1, slots / n) of their speed each (processor sharing, as an operating system does it)."""
 
 from __future__ import annotations
 
@@ -74,13 +73,14 @@ def simulate(
         tile: seconds of a tile: (worker, tile) → seconds; helpers have the numbers after the workers.
         message: seconds a message keeps its sender's port busy; none where None.
         latency: seconds from the end of a transfer to when it can be received.
-        slots: tiles a host runs at full speed at a time, such as its cores by the threads of a worker; no limit
-            where None. hosts: of each worker, the number of its host; all on one where None.
+        slots: tiles a host runs at full speed at a time, such as its cores by the threads of a worker; no
+            limit where None. hosts: of each worker, the number of its host; all on one where None.
         helpers: of each helper, the worker whose units it shares.
         spans: whether to record every tile, for a drawing.
 
     Raises:
-        ValueError: a program never ends, a message comes out of turn or is never received, or a time is negative.
+        ValueError: a program never ends, a message comes out of turn or is never received, or a time is
+            negative.
     """
     if slots is not None and not slots > 0:
         raise ValueError(f"slots must be more than 0, got {slots}")
@@ -102,8 +102,8 @@ class _Channel:
 
 @dataclass(slots=True)
 class _Host:
-    """Processor sharing. `done` is the work, in seconds, that each tile under way has got since the start; it grows at
-    the same rate for all, so they end in the order of `done` at their ends."""
+    """Processor sharing. `done` is the work, in seconds, that each tile under way has got since the start; it
+    grows at the same rate for all, so they end in the order of `done` at their ends."""
 
     slots: float
     done: float = 0.0
@@ -123,8 +123,8 @@ class _Host:
 
 
 class _Simulation:
-    """A worker goes on alone until it must wait for another; only tiles on shared slots and shared units have to be
-    begun in the order of time."""
+    """A worker goes on alone until it must wait for another; only tiles on shared slots and shared units have
+    to be begun in the order of time."""
 
     def __init__(
         self,
@@ -241,7 +241,8 @@ class _Simulation:
         self._go_on(now, w)
 
     def _share(self, w: int, now: float) -> bool:
-        """The next tile of the units that a worker and its helpers share; False where the worker has to wait."""
+        """The next tile of the units that a worker and its helpers share; False where the worker has to
+        wait."""
         owner = self.crew[w]
         if not self.unit.get(w):
             if self.clock[w] > now:  # others may take a unit before

@@ -19,7 +19,8 @@ from adjoint.stack import Stack
 
 @dataclass(frozen=True)
 class Chunk:
-    """What every worker knows of a chunk: token ids, and targets already shifted, (batch, tokens) int64 each."""
+    """What every worker knows of a chunk: token ids, and targets already shifted, (batch, tokens) int64
+    each."""
 
     ids: Tensor
     targets: Tensor
@@ -28,13 +29,14 @@ class Chunk:
 class Stage(Protocol):
     """A piece of a model that maps (input on a chunk, state before it) to (output, state after it).
 
-    The first stage's input is the chunk's ids, the last one's output the chunk's summed loss, a scalar; between them
-    outputs are (batch, tokens, width). A state is a tuple of tensors of one dtype, of two kinds:
+    The first stage's input is the chunk's ids, the last one's output the chunk's summed loss, a scalar;
+    between them outputs are (batch, tokens, width). A state is a tuple of tensors of one dtype, of two kinds:
 
         recurrent     of the same size at every chunk's edge; copied there
-        append-only   `grows` gives the dimension along which each chunk adds its tokens, such as attention's keys and
-                      values: a stage reads all that is before its chunk and returns its own piece. Such a state is
-                      kept once, with a cotangent of the same size to which all later chunks add.
+        append-only   `grows` gives the dimension along which each chunk adds its tokens, such as attention's
+                      keys and values: a stage reads all that is before its chunk and returns its own piece.
+                      Such a state is kept once, with a cotangent of the same size to which all later chunks
+                      add.
 
     Attributes:
         stateful: whether it has a state.
@@ -93,7 +95,8 @@ class Embedding:
 
 
 class Layer:
-    """y_{k-1} → y_k, both (batch, tokens, d_model); or any module (x, state) → (y, state) with a recurrent state."""
+    """y_{k-1} → y_k, both (batch, tokens, d_model); or any module (x, state) → (y, state) with a recurrent
+    state."""
 
     stateful = True
 
@@ -180,9 +183,8 @@ def stage_states(model: Stack, states: Sequence[State]) -> list[State]:
 def stage_costs(model: Stack) -> tuple[float, ...]:
     """Multiply-adds a token of each stage, an estimate of its time where nothing has been measured.
 
-    Every weight of a matrix is used once a token, forward; backward costs the same multiple of it in every layer. The
-    scan's own work is left out: it is O(d_inner d_state), small beside the projections at real widths. The embedding
-    looks up and multiplies nothing.
-    """
+    Every weight of a matrix is used once a token, forward; backward costs the same multiple of it in every
+    layer. The scan's own work is left out: it is O(d_inner d_state), small beside the projections at real
+    widths. The embedding looks up and multiplies nothing."""
     layers = [float(sum(p.numel() for p in layer.parameters() if p.dim() > 1)) for layer in model.layers]
     return (0.0, *layers, float(model.config.vocab_size * model.config.d_model))

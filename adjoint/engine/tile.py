@@ -1,4 +1,5 @@
-"""The arithmetic of one tile: forward, linearised forward with its pullback, windowed vjp; sums of gradients."""
+"""The arithmetic of one tile: forward, linearised forward with its pullback, windowed vjp; sums of
+gradients."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Pullback = Callable[[Tensor | None, Cotangents], tuple[Tensor | None, Cotangents
 
 
 class Gradients:
-    """Sums of parameter gradients over tiles, in float32 at least: a bfloat16 sum over many chunks would lose the small
-    ones."""
+    """Sums of parameter gradients over tiles, in float32 at least: a bfloat16 sum over many chunks would lose
+    the small ones."""
 
     def __init__(self) -> None:
         self.sums: dict[Tensor, Tensor] = {}
@@ -33,7 +34,8 @@ class Gradients:
             self.sums[parameter] = gradient if gradient.dtype == torch.float64 else gradient.float()
 
     def add_rows(self, parameter: Tensor, rows: Tensor, gradient: Tensor) -> None:
-        """Adds gradient (n, d) to the rows (n,) of a table: an embedding's gradient without a dense table a chunk."""
+        """Adds gradient (n, d) to the rows (n,) of a table: an embedding's gradient without a dense table a
+        chunk."""
         if parameter not in self.sums:
             wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             self.sums[parameter] = torch.zeros_like(parameter, dtype=wide)
@@ -58,8 +60,8 @@ def linearize(
         call: is given other leaves with the parameters' memory (`aliases`), in their order.
 
     Returns:
-        y, the new state, and the pullback: (dy, dstate) → (dx, dstate), None for a cotangent that is not there. It
-        may be called once and frees what it kept.
+        y, the new state, and the pullback: (dy, dstate) → (dx, dstate), None for a cotangent that is not
+        there. It may be called once and frees what it kept.
     """
     x = x.detach().requires_grad_()
     state = tuple(s.detach().requires_grad_() for s in state)
@@ -84,8 +86,8 @@ def linearize(
 
 
 def aliases(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Leaves that share the parameters' memory. Asking autograd for a parameter's own gradient runs the hooks users put
-    on it, which must see the whole gradient, once, and not each tile's share."""
+    """Leaves that share the parameters' memory. Asking autograd for a parameter's own gradient runs the hooks
+    users put on it, which must see the whole gradient, once, and not each tile's share."""
     return [p.detach().requires_grad_(p.requires_grad) for p in parameters]
 
 
@@ -103,9 +105,9 @@ class _Seed(torch.autograd.Function):
 
 
 def vjp(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The vector-Jacobian product of (output, cotangent) pairs with respect to `inputs`, None where an input has no part
-    in it: `torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)`, which imports SymPy to compare shapes:
-    a second of time and 40 MB of memory."""
+    """The vector-Jacobian product of (output, cotangent) pairs with respect to `inputs`, None where an input
+    has no part in it: `torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)`, which imports
+    SymPy to compare shapes: a second of time and 40 MB of memory."""
     outputs, cotangents = zip(*pairs, strict=True)
     with torch.enable_grad():
         seed = _Seed.apply(list(cotangents), *outputs)
@@ -137,9 +139,10 @@ def windowed_vjp(
 ) -> tuple[Tensor, Cotangents]:
     """The vjp of one block on the tokens that a task owns, its recurrence cut to a window.
 
-    Tokens [start, stop), windowed to W tokens, need the block's inputs and output cotangents up to token stop + W - 2
-    (the halo), the recurrent state before `start`, and the d_conv - 1 inputs before it: the convolution's short paths
-    are not windowed, so that a task computes its own copy of them instead of waiting for its neighbour.
+    Tokens [start, stop), windowed to W tokens, need the block's inputs and output cotangents up to token stop
+    + W - 2 (the halo), the recurrent state before `start`, and the d_conv - 1 inputs before it: the
+    convolution's short paths are not windowed, so that a task computes its own copy of them instead of
+    waiting for its neighbour.
 
     Args:
         span: left, start, stop, halo_stop: tokens.
@@ -150,7 +153,8 @@ def windowed_vjp(
         gradients: the parameters' gradients are added here.
 
     Returns:
-        Its share of the inputs' cotangents on [left, stop), (batch, stop - left, d_model), and those of `state`.
+        Its share of the inputs' cotangents on [left, stop), (batch, stop - left, d_model), and those of
+        `state`.
     """
     left, start, stop, halo_stop = span
     own, x_halo = x[:, : stop - left].detach().requires_grad_(), x[:, stop - left :]

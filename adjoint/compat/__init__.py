@@ -1,1 +1,0 @@
-"""Other libraries' models in and out. Nothing here is imported unless asked for."""

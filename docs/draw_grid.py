@@ -1,0 +1,67 @@
+"""Draws docs/grid.png: the tiles of four stages on five chunks and the arrows between them, as the engine has them.
+
+python docs/draw_grid.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from adjoint.engine.grid import Grid, Tile, make_grid
+from adjoint.methods import Exact, LayerLocal, Truncated
+
+SEQLEN, CHUNK, LAYERS = 20, 4, 3
+STATEFUL = [False, *[True] * LAYERS, False]
+NAMES = ["embedding", *(f"layer {k}" for k in range(LAYERS)), "head"]
+COLOURS = {"y": "tab:blue", "S": "tab:green", "dy": "tab:red", "dS": "tab:orange", "spill": "tab:purple"}
+WORDS = {"y": "y", "S": "state", "dy": "cotangent of y", "dS": "adjoint state", "spill": "cotangent that spills over"}
+PANELS = [
+    ("Forward, every method", Exact(CHUNK), "F"),
+    ("Backward of Exact: dy from above, dS from the right", Exact(CHUNK), "B"),
+    ("Backward of Truncated(window=4): dy from above, with a halo; no dS", Truncated(4, CHUNK), "BW"),
+    ("Backward of LayerLocal(window=4): dL/dy_K for every layer", LayerLocal(4, CHUNK), "BW"),
+]
+
+
+def arrows(grid: Grid, kinds: str) -> set[tuple[str, Tile, Tile]]:
+    """(what, from, to) of all arrows between tiles of these kinds."""
+    tiles = [t for t in (*grid.forward_tiles(), *grid.backward_tiles()) if t.kind in kinds]
+    writer = {key: t for t in tiles for key in grid.writes(t)}
+    return {(key[0], writer[key], t) for t in tiles for key in grid.reads(t) if key in writer}
+
+
+def draw(axes: object, title: str, grid: Grid, kinds: str) -> None:
+    for k, name in enumerate(NAMES):
+        axes.text(-0.75, k, name, ha="right", va="center", fontsize=8)
+        for c in range(grid.chunks):
+            box = FancyBboxPatch((c - 0.28, k - 0.2), 0.56, 0.4, "round,pad=0.02", fc="0.93", ec="0.5", lw=0.8)
+            axes.add_patch(box)
+    for what, a, b in sorted(arrows(grid, kinds), key=str):
+        bend = 0.0 if abs(a.stage - b.stage) + abs(a.chunk - b.chunk) == 1 else 0.18
+        shape = {"arrowstyle": "-|>", "color": COLOURS[what], "lw": 1.0, "shrinkA": 9, "shrinkB": 9}
+        shape["connectionstyle"] = f"arc3,rad={bend}"
+        axes.annotate("", (b.chunk, b.stage), (a.chunk, a.stage), arrowprops=shape)
+    axes.set_xlim(-1.9, grid.chunks - 0.4)
+    axes.set_ylim(-0.6, len(NAMES) - 0.4)
+    axes.set_xticks(range(grid.chunks), [f"chunk {c}" for c in range(grid.chunks)], fontsize=8)
+    axes.set_yticks([])
+    axes.set_title(title, fontsize=9)
+    axes.spines[:].set_visible(False)
+
+
+def main() -> None:
+    figure = Figure(figsize=(11, 7.4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, method, kinds) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        draw(axes, title, make_grid(method.scheme(SEQLEN, CHUNK), SEQLEN, STATEFUL, reach=1), kinds)
+    handles = [figure.axes[0].plot([], [], color=COLOURS[what], label=WORDS[what])[0] for what in COLOURS]
+    figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", frameon=False, fontsize=9)
+    figure.savefig(Path(__file__).with_name("grid.png"))
+
+
+if __name__ == "__main__":
+    main()
