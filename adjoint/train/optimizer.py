@@ -43,7 +43,9 @@ def parameter_groups(
 def make_optimizer(
     model: nn.Module, config: TrainingConfig, without: Sequence[Tensor] = ()
 ) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter, 2019) over the groups above, some parameters left out; one fused kernel on CUDA."""
+    """AdamW (Loshchilov & Hutter, 2019) over the groups above, ``without`` some parameters of the model; one
+    fused kernel on CUDA.
+    """
     fused = next(model.parameters()).is_cuda
     groups = parameter_groups(model, config.weight_decay, without)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
