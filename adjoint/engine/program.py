@@ -142,8 +142,8 @@ def plan_for(scheme: Scheme, grid: Grid, owners: Owners, helpers: Sequence[int] 
         return shared(plan(grid, owners, tapes=0), owners.shards, helpers)
     if scheme.window is None:
         return plan(grid, owners, tapes=scheme.tapes)
-    # Cotangents come in small pieces: more messages are under way. With dL/dy_K for every layer chunks are done
-    # with as soon as the head is, which holds a third of them; else to begin early would make others wait.
+    # Cotangents come in small pieces: more messages are under way. With dL/dy_K for every layer a chunk is
+    # done with soon after the head, so that fewer are held; else to begin early would make others wait.
     return plan(grid, owners, stream=scheme.dy_from == "head", buffers=CAPACITY)
 
 
