@@ -17,7 +17,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 
-from adjoint.engine.grid import Grid, Key, Scheme, Tile
+from adjoint.engine.grid import Grid, Key, Tile
 
 # Time of a tile on a token, in forwards of its stage; it only says which order is taken.
 TIMES = {"F": 1.0, "L": 1.0, "R": 1.0, "B": 2.0, "W": 3.0}
@@ -130,21 +130,6 @@ class Plan:
         return sorted(
             {(w, a.to) for w, program in enumerate(self.programs) for a in program if isinstance(a, Send)}
         )
-
-
-def plan_for(scheme: Scheme, grid: Grid, owners: Owners, helpers: Sequence[int] = ()) -> Plan:
-    """The programs of a step over several workers, forward and backward.
-
-    Args:
-        helpers: of each helper, the shard whose layer-local tiles it shares.
-    """
-    if helpers:  # what the forward would leave linearised is in no helper's hands
-        return shared(plan(grid, owners, tapes=0), owners.shards, helpers)
-    if scheme.window is None:
-        return plan(grid, owners, tapes=scheme.tapes)
-    # Cotangents come in small pieces: more messages are under way. With dL/dy_K for every layer a chunk is
-    # done with soon after the head, so that fewer are held; else to begin early would make others wait.
-    return plan(grid, owners, stream=scheme.dy_from == "head", buffers=CAPACITY)
 
 
 @functools.lru_cache(64)
