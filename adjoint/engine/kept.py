@@ -71,10 +71,6 @@ class Edges:
         self.used += 1
         return self.memory[self.used - 1]
 
-    def put(self, state: State) -> Tensor:
-        """A copy of a state, packed."""
-        return self.packing.pack(state, self.row())
-
 
 class Slab:
     """An append-only tensor of a state, such as attention's keys: kept once, with the cotangents gathered so

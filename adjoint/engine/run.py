@@ -92,6 +92,7 @@ class Worker:
         self.gradients = Gradients()
         self.decays = [Decays() for _ in stages] if noting else None
         self.store: dict[Key, Any] = {}
+        self.passed_on: set[Key] = set()
         self.share: Callable[[Worker, Share], None] | None = None  # carries a `Share` out
         enabled, dtype = (
             torch.is_autocast_enabled(self.device.type),
@@ -151,11 +152,13 @@ class Worker:
             yield
 
     def _count_edges(self, actions: Sequence[Action]) -> None:
-        """Tells each stage's memory for edges how many there will be."""
+        """Tells each stage's memory for edges how many there will be; none for those that only others read."""
+        self.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
         rows: collections.Counter[int] = collections.Counter()
         for action in actions:
             if isinstance(action, Run) and action.tile.kind in "FL":
-                rows[action.tile.stage] += action.tile.chunk + 1 < self.grid.chunks
+                k, c = action.tile.stage, action.tile.chunk
+                rows[k] += c + 1 < self.grid.chunks and ("S", k, c) not in self.passed_on
             elif isinstance(action, Recv) and action.key[0] == "S":
                 rows[action.key[1]] += 1
         for k, count in rows.items():
@@ -231,7 +234,8 @@ class Worker:
             slab.append(piece, self.grid.cuts[c])
         here = recurrent(state, self.grows[k])
         if c + 1 < self.grid.chunks:
-            self.store["S", k, c] = self.edges[k].put(here)
+            room = self.packing[k].empty() if ("S", k, c) in self.passed_on else self.edges[k].row()
+            self.store["S", k, c] = self.packing[k].pack(here, room)
             return
         parts, slabs = iter(here), iter(self.slabs.get(k, ()))
         self.final[k] = tuple(next(parts) if dim is None else next(slabs).values for dim in self.grows[k])
