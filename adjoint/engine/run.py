@@ -152,7 +152,7 @@ class Worker:
             yield
 
     def _count_edges(self, actions: Sequence[Action]) -> None:
-        """Tells each stage's memory for edges how many there will be; none for those that only others read."""
+        """Tells each stage's memory for edges how many there will be, less those that only others read."""
         self.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
         rows: collections.Counter[int] = collections.Counter()
         for action in actions:
