@@ -24,7 +24,7 @@ from training_helpers import metrics, tiny, train_tiny
 
 from adjoint import Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cluster import placement
-from adjoint.cluster.placement import Need
+from adjoint.cluster.placement import Need, Wanted
 from adjoint.errors import UserError
 from adjoint.train.checkpoint import Tensors, begin_checkpoint, commit_checkpoint
 from adjoint.train.config import TrainingConfig
@@ -155,9 +155,9 @@ ROOM = [(Need(1), 6), (Need(2), 3), (Need(3), 1), (Need(1, 1), 2), (Need(4, 1), 
 def test_what_fits_is_counted_node_by_node(need: Need, room: int) -> None:
     assert placement.how_many(need, NODES) == room
     for shards in range(1, room + 1):
-        placement.check_feasible(shards, need, NODES)
+        placement.check_feasible(Wanted(shards), need, NODES)
     with pytest.raises(UserError) as refusal:
-        placement.check_feasible(room + 1, need, NODES)
+        placement.check_feasible(Wanted(room + 1), need, NODES)
     said = str(refusal.value)
     assert f"{room + 1} shards with {need} each" in said
     assert (f"--cluster.shards {room}" in said) == (room > 0)

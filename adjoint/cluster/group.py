@@ -203,7 +203,8 @@ class Group:
         self.shards, self.sequence, self.replicas = shards, sequence, replicas
         self.owners = shards * sequence  # of a replica
         self.workers = self.owners + helpers
-        self.place = placement.place(self.workers, need, start_timeout, await_nodes, replicas)
+        wanted = placement.Wanted(shards, helpers, sequence, replicas)
+        self.place = placement.place(wanted, need, start_timeout, await_nodes)
         self.actors: list[Any] = []
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:

@@ -106,54 +106,62 @@ def how_many(need: Need, resources: Sequence[Mapping[str, float]]) -> int:
     return sum(need.times_in(node) for node in resources)
 
 
-def check_feasible(
-    shards: int,
-    need: Need,
-    resources: Sequence[Mapping[str, float]],
-    replicas: int = 1,
-    key: str = "shards",
-) -> None:
-    """Ray would wait for ever for what no node has.
+@dataclass(frozen=True)
+class Wanted:
+    """How many workers a run asks for.
 
-    Args:
-        shards: of one replica, its helpers among them; with the key "sequence" the workers of a sequence.
+    Attributes:
+        shards: of a replica. helpers: of a replica, besides. sequence: workers of a shard.
+    """
+
+    shards: int
+    helpers: int = 0
+    sequence: int = 1
+    replicas: int = 1
+
+    @property
+    def each(self) -> int:
+        """Workers of a replica."""
+        return self.shards * self.sequence + self.helpers
+
+    def __str__(self) -> str:
+        name = f"{self.each} workers" if self.sequence > 1 else f"{self.each} shards"
+        if self.replicas > 1:
+            return f"cluster.replicas: {self.replicas} replicas of {name}"
+        return f"cluster.{'sequence' if self.sequence > 1 else 'shards'}: {name}"
+
+    def fewer(self, most: int) -> list[str]:
+        """Flags with which `most` workers would do."""
+        found = [("replicas", most // self.each if self.replicas > 1 else 0)]
+        if self.sequence > 1:
+            found.append(("sequence", (most // self.replicas - self.helpers) // self.shards))
+        else:
+            found.append(("shards", most // self.replicas))
+        flags = [f"--cluster.{key} {count}" for key, count in found if count > 0]
+        return flags or [f"--cluster.shards {most} --cluster.replicas 1"]
+
+
+def check_feasible(wanted: Wanted, need: Need, resources: Sequence[Mapping[str, float]]) -> None:
+    """Ray would wait for ever for what no node has.
 
     Raises:
         UserError: saying what there is and what would fit.
     """
     most = how_many(need, resources)
-    if replicas * shards <= most:
+    if wanted.replicas * wanted.each <= most:
         return
     there = "; ".join(f"{node.get('CPU', 0):.0f} CPUs, {node.get('GPU', 0):.0f} GPUs" for node in resources)
-    would = f"--cluster.{key} {most}" if most else "fewer CPUs a shard (--cluster.cpus), or another device"
-    if replicas > 1 and most:
-        fewer = [("replicas", most // shards), (key, most // replicas)]
-        would = " or ".join(f"--cluster.{name} {count}" for name, count in fewer if count)
-        would = would or f"--cluster.{key} {most} --cluster.replicas 1"
+    would = "fewer CPUs a shard (--cluster.cpus), or another device"
     raise UserError(
-        f"cluster.{_asked(shards, need, replicas, key)} asked for, but the cluster has {there}; "
-        f"what fits: {would}"
+        f"{wanted} with {need} each asked for, but the cluster has {there}; "
+        f"what fits: {' or '.join(wanted.fewer(most)) if most else would}"
     )
 
 
-def _asked(shards: int, need: Need, replicas: int, key: str) -> str:
-    """For a sentence that begins with the key."""
-    workers = f"{shards} {'shards' if key == 'shards' else 'workers of a sequence'} with {need} each"
-    return f"{key}: {workers}" if replicas == 1 else f"replicas: {replicas} replicas of {workers}"
-
-
-def place(
-    shards: int,
-    need: Need,
-    timeout: float,
-    await_nodes: bool = False,
-    replicas: int = 1,
-    key: str = "shards",
-) -> Any:
-    """A placement group with a bundle a shard, close together.
+def place(wanted: Wanted, need: Need, timeout: float, await_nodes: bool = False) -> Any:
+    """A placement group with a bundle a worker, close together.
 
     Args:
-        shards, replicas, key: as `check_feasible`'s.
         timeout: seconds within which the resources must be free.
         await_nodes: whether nodes that are not there may still come in that time, in place of lost ones; else
             what the cluster has not is refused at once.
@@ -165,14 +173,15 @@ def place(
     from ray.util.placement_group import placement_group, remove_placement_group
 
     if not await_nodes:
-        check_feasible(shards, need, nodes(), replicas, key)
-    group = placement_group([need.bundle] * replicas * shards, strategy="PACK")  # an autoscaler sees it wait
+        check_feasible(wanted, need, nodes())
+    bundles = [need.bundle] * wanted.replicas * wanted.each
+    group = placement_group(bundles, strategy="PACK")  # an autoscaler sees it wait
     if not group.wait(timeout):
         remove_placement_group(group)
-        check_feasible(shards, need, nodes(), replicas, key)
+        check_feasible(wanted, need, nodes())
         free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
         raise UserError(
-            f"cluster.{_asked(shards, need, replicas, key)} got no place within {timeout:.0f} s, free are "
+            f"{wanted} with {need} each got no place within {timeout:.0f} s, free are "
             f"{free or 'no CPUs and no GPUs'}; wait for other jobs to end, or take fewer shards"
         )
     return group

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from adjoint.cluster import helpers
 from adjoint.cluster.replicas import check_rows, rows_of, sum_gradients
-from adjoint.cluster.spec import ShardSpec, chunk_size_of, forward_plan, grid_of, step_plan
+from adjoint.cluster.spec import ShardSpec, check_chunks, chunk_size_of, forward_plan, grid_of, step_plan
 from adjoint.cluster.transport import ReplicaTransport, Transport
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.grid import Grid, Scheme
@@ -190,12 +190,7 @@ class Shard:
         batch, seqlen = ids.shape
         scheme = self.spec.method.scheme(seqlen, chunk_size or self.chunk_size(batch, seqlen))
         grid, stages = self._grid(scheme, seqlen), stages_of(self.part)
-        if grid.chunks < self.spec.sequence:
-            raise UserError(
-                f"cluster.sequence: {self.spec.sequence} workers, {grid.chunks} chunks of "
-                f"{scheme.chunk_size} tokens; lower --method.chunk_size to "
-                f"{-(-seqlen // self.spec.sequence)} or less, or take fewer workers"
-            )
+        check_chunks(self.spec.method, seqlen, scheme.chunk_size, self.spec.sequence)
         wide = torch.float64 if self.spec.precision == "float64" else torch.float32
         with autocast(self.spec.precision, self.device):
             worker = Worker(

@@ -9,6 +9,7 @@ from typing import Any
 
 from adjoint.engine.grid import Grid, Scheme, make_grid
 from adjoint.engine.program import BUFFERS, CAPACITY, Owners, Plan, plan, shared
+from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.train.config import TrainingConfig
 
@@ -112,6 +113,21 @@ def chunk_size_of(method: Any, seqlen: int, default: int, sequence: int = 1) -> 
     return method.scheme(seqlen, default).chunk_size
 
 
+def check_chunks(method: Any, seqlen: int, chunk_size: int | None, sequence: int) -> None:
+    """Raises a UserError where some worker of a sequence would have nothing to do.
+
+    Args:
+        chunk_size: tokens; None where it is not known yet, and the shortest there may be counts.
+    """
+    size = chunk_size or chunk_size_of(method, seqlen, seqlen, sequence)
+    chunks = -(-seqlen // size)
+    if chunks < sequence:
+        raise UserError(
+            f"cluster.sequence: {sequence} workers, and {chunks} chunks of {size} tokens to deal out; lower "
+            f"--method.chunk_size to {max(1, seqlen // sequence)} or less, or take at most {chunks} workers"
+        )
+
+
 def grid_of(
     model: StackConfig,
     scheme: Scheme,
@@ -143,7 +159,7 @@ def step_plan(scheme: Scheme, grid: Grid, owners: Owners, helpers: Sequence[int]
         return plan(grid, owners, forward=False, tapes=0, buffers=buffers)
     if helpers:
         return shared(plan(grid, owners, tapes=0, buffers=buffers), owners.shards, helpers)
-    # With dL/dy_K for every layer a chunk is done with soon after the head, and to begin early is to hold less;
-    # else it would only make others wait.
+    # With dL/dy_K for every layer a chunk is done with soon after the head, and to begin early is to hold
+    # less; else it would only make others wait.
     stream = scheme.window is not None and scheme.dy_from == "head"
     return plan(grid, owners, tapes=scheme.tapes, stream=stream, buffers=buffers)

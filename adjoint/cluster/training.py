@@ -23,6 +23,7 @@ from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.replicas import check_rows
 from adjoint.cluster.shard import check_method, total_norm
+from adjoint.cluster.spec import check_chunks
 from adjoint.engine.autograd import draw_passing
 from adjoint.errors import UserError
 from adjoint.stack import Stack
@@ -59,6 +60,7 @@ def train(config: Config) -> Outcome:
     method = config.method.build()
     check_method(method, settings.helpers, settings.sequence)
     check_rows(config.data.batch, settings.replicas)
+    check_chunks(method, config.data.seqlen, None, settings.sequence)
     need = placement.Need(settings.cpus, int(_wants_gpus(config)))
     shards = 1 if settings.shards == "auto" else settings.shards
     wanted = settings.replicas * (shards * settings.sequence + settings.helpers)
