@@ -17,13 +17,13 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
+from benchmarks.common import Point, Row
 
 LIMIT = 2.5  # what no ratio may pass
 SCANS = {
@@ -41,7 +41,7 @@ COLOURS = {
     "diagonal": "#009E73",
     "dense": "#0072B2",
 }
-SETTLE_S = 1.0  # pairs go on until they have taken this long, at least `--repeats`, at most 50 times as many
+REPEAT_S = 1.0  # pairs go on until they have taken this long, at least `--repeats`, at most 50 times as many
 
 
 def windows_of(seqlen: int) -> list[int]:
@@ -74,13 +74,7 @@ def build(name: str, seqlen: int, device: str) -> tuple[list[Any], Callable[[int
             u, delta, A, B, C, D, z, bias, delta_softplus=True, window=window
         )[0]
     if name == "ssd":
-        x, dt, A, D, bias = (
-            randn(1, seqlen, 8, 64),
-            randn(1, seqlen, 8),
-            decay_rate(8),
-            randn(8),
-            randn(8),
-        )
+        x, dt, A, D, bias = randn(1, seqlen, 8, 64), randn(1, seqlen, 8), decay_rate(8), randn(8), randn(8)
         B, C = randn(1, seqlen, 1, 64), randn(1, seqlen, 1, 64)
         return [x, dt, A, B, C, D, bias], lambda window: adjoint.ssd_scan(
             x, dt, A, B, C, D, dt_bias=bias, dt_softplus=True, window=window
@@ -92,33 +86,31 @@ def build(name: str, seqlen: int, device: str) -> tuple[list[Any], Callable[[int
     return [a, b, h], lambda window: linear_scan(a, b, h, window=window)
 
 
-def measure(name: str, window: int, seqlen: int, repeats: int, device: str, settle_s: float) -> list[Any]:
+def measure(name: str, window: int, seqlen: int, repeats: int, device: str, repeat_s: float) -> list[Any]:
     """[seconds unwindowed, seconds windowed] of each pair of backwards."""
     import torch
+
+    from benchmarks.timing import repeated
 
     inputs, scan = build(name, seqlen, device)
     outputs = [scan(None), scan(window)]
     cotangent = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(1)).to(device)
 
     def seconds(output: Any) -> float:
-        if device != "cpu":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        torch.autograd.grad(output, inputs, cotangent, retain_graph=True)
-        if device != "cpu":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return repeated(
+            lambda: torch.autograd.grad(output, inputs, cotangent, retain_graph=True), device, 0.0, least=1
+        )[0]
 
     for output in outputs:  # loads, compiles, starts threads
         seconds(output)
     pairs: list[Any] = []
     began = time.perf_counter()
-    while len(pairs) < repeats or (time.perf_counter() - began < settle_s and len(pairs) < 50 * repeats):
+    while len(pairs) < repeats or (time.perf_counter() - began < repeat_s and len(pairs) < 50 * repeats):
         pairs.append([seconds(output) for output in outputs])
     return pairs
 
 
-def summarise(name: str, window: int, pairs: Sequence[Sequence[float]]) -> dict[str, Any]:
+def summarise(name: str, window: int, pairs: Sequence[Sequence[float]]) -> Row:
     """One row of the results: the pairs' median, smallest and largest ratio, and median milliseconds."""
     ratios = sorted(windowed / whole for whole, windowed in pairs)
     return {
@@ -133,61 +125,46 @@ def summarise(name: str, window: int, pairs: Sequence[Sequence[float]]) -> dict[
     }
 
 
+def grid(options: argparse.Namespace) -> list[Point]:
+    """Every (scan, window), with what else a measurement depends on."""
+    shared = {"seqlen": options.seqlen, "repeats": options.repeats, "device": options.device}
+    return [{"scan": name, "window": w, **shared} for name in options.scans for w in options.windows]
+
+
 def run(options: argparse.Namespace, journal: common.Journal) -> None:
-    """Measure every (scan, window) that is not in the journal yet."""
-    from tqdm import tqdm
+    """Measure every point that is not in the journal yet, all in this process."""
 
-    points = [(name, window) for name in options.scans for window in options.windows]
-    with tqdm(points, unit="window", dynamic_ncols=True, smoothing=0) as bar:
-        for name, window in bar:
-            bar.set_description(f"{name} {window:,}")
-            point = point_of(options, name, window)
-            if journal.get(point) is None:
-                pairs = measure(name, window, options.seqlen, options.repeats, options.device, options.settle)
-                journal.add(point, {"pairs": pairs})
+    def measured(point: Point) -> Point:
+        scan, window = point["scan"], point["window"]
+        return {
+            "pairs": measure(scan, window, options.seqlen, options.repeats, options.device, options.repeat_s)
+        }
+
+    common.run_points(grid(options), journal, measured, lambda p: f"{p['scan']} {p['window']:,}")
 
 
-def point_of(options: argparse.Namespace, name: str, window: int) -> dict[str, Any]:
-    """What a measurement is kept under."""
-    return {
-        "scan": name,
-        "window": window,
-        "seqlen": options.seqlen,
-        "repeats": options.repeats,
-        "device": options.device,
-    }
-
-
-def markdown(rows: Sequence[dict[str, Any]], seqlen: int) -> str:
+def markdown(rows: Sequence[Row], seqlen: int) -> str:
     """The ratios as a Markdown table: a window a line, a scan a column, median (smallest to largest)."""
     names = list(dict.fromkeys(row["scan"] for row in rows))
     title = f"Time of the windowed backward over the unwindowed one at {seqlen:,} tokens"
-    lines = [
-        f"{title}: median of alternating pairs (smallest–largest).",
-        "",
-        "| window | " + " | ".join(SCANS[name] for name in names) + " |",
-        "| ---: |" + " ---: |" * len(names),
-    ]
-    for window in sorted({row["window"] for row in rows}):
-        cells = []
-        for name in names:
-            row = next((r for r in rows if (r["scan"], r["window"]) == (name, window)), None)
-            cells.append(
-                "–" if row is None else f"{row['ratio']:.2f} ({row['ratio_min']:.2f}–{row['ratio_max']:.2f})"
-            )
-        lines.append(f"| {window:,} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    cells = {
+        (row["scan"], row["window"]): f"{row['ratio']:.2f} ({row['ratio_min']:.2f}–{row['ratio_max']:.2f})"
+        for row in rows
+    }
+    table = common.markdown_table(
+        ["window", *(SCANS[name] for name in names)],
+        [
+            [f"{window:,}", *(cells.get((name, window), "–") for name in names)]
+            for window in sorted({row["window"] for row in rows})
+        ],
+        left=(),
+    )
+    return f"{title}: median of alternating pairs (smallest–largest).\n\n{table}"
 
 
-def draw(rows: Sequence[dict[str, Any]], environment: dict[str, Any], seqlen: int, path: Path) -> None:
+def draw(rows: Sequence[Row], environment: dict[str, Any], seqlen: int, path: Path) -> None:
     """The ratio against the window, a line a scan, with a rule at the limit; written to `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = common.pyplot().subplots(figsize=(7, 4))
     for name, label in SCANS.items():
         curve = sorted((row["window"], row["ratio"]) for row in rows if row["scan"] == name)
         if curve:
@@ -197,90 +174,56 @@ def draw(rows: Sequence[dict[str, Any]], environment: dict[str, Any], seqlen: in
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, max(LIMIT * 1.15, 1.05 * max(row["ratio"] for row in rows)))
     axes.set(xlabel="window, tokens", ylabel="windowed ÷ unwindowed")
-    axes.set_title(f"Time of the backward at {seqlen:,} tokens", loc="left", fontweight="bold")
-    axes.grid(True, color="#E6E6E6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
-    machine = common.machine(environment)
-    figure.text(
-        0.01,
-        -0.03,
-        f"float32, batch 1 · {machine} · torch {environment['versions'].get('torch')} · "
-        f"{environment['date'][:10]} · {environment['commit']}",
-        fontsize=7,
-        color="#666666",
-    )
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(figure)
+    axes.set_title(f"Time of the backward at {seqlen:,} tokens")
+    axes.legend(fontsize=8, loc="lower right")
+    common.save(figure, path, common.footer(environment, "float32, batch 1"))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line. Wrong values end the program with exit code 2 and one line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.window_time", description=(__doc__ or "").split("\n")[0]
-    )
-    size = common.parse_size
-    parser.add_argument("--seqlen", type=size, default=16384, help="tokens, as 16K (the default)")
-    parser.add_argument("--scans", nargs="+", choices=SCANS, default=list(SCANS), metavar="NAME",
-                        help=", ".join(SCANS))  # fmt: skip
-    parser.add_argument("--windows", type=size, nargs="+", help="tokens (default: powers of two and others)")
-    parser.add_argument("--repeats", type=int, default=7, help="pairs a window, at least (default 7)")
-    parser.add_argument("--settle", type=float, default=SETTLE_S, metavar="SECONDS",
-                        help=f"go on with pairs for this long (default {SETTLE_S:g})")  # fmt: skip
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the results")
-    parser.add_argument("--fresh", action="store_true", help="measure again what a stopped run had finished")
+    parser = common.parser("window_time", __doc__)
+    add, size = parser.add_argument, common.parse_size
+    add("--seqlen", type=size, default=16384, help="tokens, as 16K (the default)")
+    common.add_choice(parser, "--scans", SCANS)
+    add("--windows", type=size, nargs="+", help="tokens (default: powers of two and others)")
+    add("--repeats", type=int, default=7, help="pairs a window, at least (default 7)")
+    add("--settle", type=float, dest="repeat_s", default=REPEAT_S, metavar="SECONDS",
+        help=f"go on with pairs for this long (default {REPEAT_S:g})")  # fmt: skip
+    add("--device", default="cpu", help="cpu or cuda")
     options = parser.parse_args(arguments)
-    if options.seqlen < 2 or options.repeats < 1 or options.settle < 0:
+    if options.seqlen < 2 or options.repeats < 1 or options.repeat_s < 0:
         parser.error("--seqlen must be at least 2, --repeats at least 1 and --settle not negative")
     options.windows = sorted(set(options.windows)) if options.windows else windows_of(options.seqlen)
     if options.windows[0] < 1 or options.windows[-1] > options.seqlen:
         parser.error(f"--windows must lie between 1 and --seqlen ({options.seqlen})")
-    if options.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            parser.error("--device cuda: torch sees no CUDA device here")
+    common.is_gpu(parser, options.device)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark. 0: no ratio passes the limit; 1: one does; 130: Ctrl-C."""
     options = parse(arguments)
-    environment = common.environment()
+    environment, folder = common.environment(), options.out or common.RESULTS
     name = "window_time" if options.device == "cpu" else "window_time-cuda"
-    mark = common.fingerprint(Path(__file__).read_text(), environment["versions"], environment["cpu"])
-    journal = common.Journal(options.out / "partial" / f"{name}.jsonl", mark, fresh=options.fresh)
-    if journal.done:
-        print(f"Going on: {len(journal.done)} points were finished before (--fresh measures anew).",
-              file=sys.stderr)  # fmt: skip
-    stopped = False
-    try:
-        run(options, journal)
-    except KeyboardInterrupt:
-        stopped = True
-        print("Stopped. The same command goes on from here.", file=sys.stderr)
-    rows = []
-    for scan in options.scans:
-        for window in options.windows:
-            found = journal.get(point_of(options, scan, window))
-            if found:
-                rows.append(summarise(scan, window, found["pairs"]))
+    journal = common.open_journal(folder, name, Path(__file__), environment, fresh=options.fresh)
+    complete = common.completed(lambda: run(options, journal))
+    found = [(point, journal.get(point)) for point in grid(options)]
+    rows = [summarise(point["scan"], point["window"], kept["pairs"]) for point, kept in found if kept]
     if not rows:
         return 130
-    payload = {"benchmark": "window_time", "environment": environment, "complete": not stopped}
+    payload = {"benchmark": "window_time", "environment": environment, "complete": complete}
     payload |= {"seqlen": options.seqlen, "device": options.device, "scans": SCANS, "limit": LIMIT}
-    common.write_results(options.out, name, payload, rows)
+    common.write_results(folder, name, payload, rows)
     table = markdown(rows, options.seqlen)
-    (options.out / f"{name}.md").write_text(table)
-    draw(rows, environment, options.seqlen, options.out / f"{name}.png")
+    (folder / f"{name}.md").write_text(table)
+    draw(rows, environment, options.seqlen, folder / f"{name}.png")
     print(table)
     worst = max(rows, key=lambda row: row["ratio"])
     print(f"largest: {worst['ratio']:.2f}× ({worst['scan']}, window {worst['window']:,}); limit {LIMIT}×")
-    print(f"wrote {options.out / name}.json, .csv, .md and .png")
-    if stopped:
+    print(f"wrote {folder / name}.json, .csv, .md and .png")
+    if not complete:
         return 130
-    journal.path.unlink()  # complete: the next run measures anew
+    journal.path.unlink()  # the next run measures anew
     return 1 if worst["ratio"] > LIMIT else 0
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from adjoint.train import machine as meter
-from benchmarks import common, memory, memory_report, window_time
+from benchmarks import common, window_time
+from benchmarks.memory import command as memory
+from benchmarks.memory import report as memory_report
 
 
 def options(**changes: object) -> argparse.Namespace:
@@ -60,16 +64,13 @@ def test_wrong_options_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) 
 
 def test_peak_follows_an_allocation_and_is_reset() -> None:
     code = (
-        "from adjoint import meter\n"
+        "from adjoint.train import machine as meter\n"
         "meter.reset_peak_rss(); now, _ = meter.rss_bytes()\n"
         "block = bytearray(200 << 20); block[::4096] = b'x' * len(block[::4096]); del block\n"
         "peak = meter.rss_bytes()[1] - now\n"
         "meter.reset_peak_rss()\n"
         "print(peak >> 20, meter.rss_bytes()[1] - now >> 20)\n"
     )
-    import subprocess
-    import sys
-
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the peak can be reset on Linux only")
     done = subprocess.run(
@@ -97,11 +98,11 @@ def test_journal_goes_on_where_it_was_cut(tmp_path: Path) -> None:
 
 
 def test_prediction_is_linear_in_the_last_two() -> None:
-    assert memory.predicted_bytes([], 4096) is None
-    assert memory.predicted_bytes([(1024, 100)], 4096) == 400
-    assert memory.predicted_bytes([(256, 5), (4096, 1300), (1024, 100)], 8192) == 1300 + 4096 * 1200 // 3072
-    assert memory.predicted_bytes([(1024, 100), (4096, 90)], 8192) == 90  # noise never predicts less
-    assert memory.predicted_bytes([(8192, 100)], 4096) is None
+    assert common.predicted_bytes([], 4096) is None
+    assert common.predicted_bytes([(1024, 100)], 4096) == 400
+    assert common.predicted_bytes([(256, 5), (4096, 1300), (1024, 100)], 8192) == 1300 + 4096 * 1200 // 3072
+    assert common.predicted_bytes([(1024, 100), (4096, 90)], 8192) == 90  # noise never predicts less
+    assert common.predicted_bytes([(8192, 100)], 4096) is None
 
 
 def test_points_that_would_not_fit_are_left_out(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_summary_takes_medians_and_says_why_not(tmp_path: Path) -> None:
 
 
 def test_a_failing_child_is_one_line() -> None:
-    failed = common.run_child("benchmarks.memory", {"method": "no such method"})
+    failed = common.run_child("benchmarks.memory.measure", {"method": "no such method"})
     assert "no such method" in failed["error"]
     assert "\n" not in failed["error"]
 
@@ -161,8 +162,7 @@ def test_readme_shows_the_published_results_and_no_others() -> None:
         table = memory_report.markdown([row for row in rows if row["allocator"] == rows[0]["allocator"]])
     else:
         table = ""
-    between = readme.split(memory_report.TABLE_MARKS[0])[1].split(memory_report.TABLE_MARKS[1])[0]
-    assert between.strip() == table.strip()
+    assert common.with_table(readme, "memory", table) == readme
 
 
 def test_one_point_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,19 +221,7 @@ def test_window_time_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_window_time_goes_on_where_it_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
-        "--seqlen",
-        "8",
-        "--scans",
-        "diagonal",
-        "--windows",
-        "1",
-        "2",
-        "--repeats",
-        "1",
-        "--settle",
-        "0",
-    ]
+    arguments = ["--seqlen", "8", "--scans", "diagonal", "--windows", "1", "2", "--repeats", "1"]
     measured: list[int] = []
 
     def stopped(name: str, window: int, *_: object) -> list[list[float]]:

@@ -16,7 +16,11 @@ import torch
 
 import adjoint
 from adjoint.errors import UserError
-from benchmarks import common, convergence, convergence_report, recall_tasks
+from benchmarks import common
+from benchmarks.convergence import command as convergence
+from benchmarks.convergence import report as convergence_report
+from benchmarks.convergence import tasks as recall_tasks
+from benchmarks.convergence import train
 from benchmarks.workers import Workers
 
 SMALL: dict[str, Any] = {"model": {"d_model": 8, "n_layer": 2, "d_state": 4}, "batch": 2, "seqlen": 48}
@@ -24,7 +28,7 @@ SMALL: dict[str, Any] = {"model": {"d_model": 8, "n_layer": 2, "d_state": 4}, "b
 
 def losses(method: str, steps: int = 4, **changes: Any) -> list[float]:
     point = {"task": "recall-slow", "method": method, "seed": 0, "steps": steps, "dtype": "float64"} | SMALL
-    *counted, result = convergence.train(point | changes)
+    *counted, result = train.train(point | changes)
     assert counted == list(range(1, steps + 1))
     assert isinstance(result, dict)
     return result["losses"]
@@ -117,7 +121,7 @@ def test_too_short_a_sequence_is_refused() -> None:
 
 
 def test_exact_trains_along_the_curve_of_backprop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convergence, "CHUNK", 7)  # seven chunks, the last one shorter
+    monkeypatch.setattr(train, "CHUNK", 7)  # seven chunks, the last one shorter
     curve = losses("backprop")
     assert len(set(curve)) == 4
     assert apart(curve, losses("exact")) < 1e-11  # float64: rounding over four steps
@@ -141,20 +145,20 @@ def test_lessons_come_first_and_are_the_same_for_every_method(monkeypatch: pytes
     before = set()
     for method in ("backprop", "layer-local"):
         point = {"task": "recall-far", "method": method, "seed": 0, "steps": 2} | SMALL
-        *steps, result = convergence.train(point)
+        *steps, result = train.train(point)
         assert steps == [1, 2] and isinstance(result, dict)
         assert result["before"].keys() == {"16", "24"}
         before.add((result["losses"][0], *result["before"].values()))
     assert len(before) == 1
     monkeypatch.setitem(recall_tasks.TASKS, "recall-far", dataclasses.replace(small, lessons=()))
-    *_, unprepared = convergence.train(point)
+    *_, unprepared = train.train(point)
     assert isinstance(unprepared, dict)
     assert "before" not in unprepared and unprepared["losses"][0] != before.pop()[0]
 
 
 def test_auto_reports_a_window_a_layer_and_step() -> None:
     point = {"task": "recall-fast", "method": "truncated-auto", "seed": 0, "steps": 2} | SMALL
-    *_, result = convergence.train(point)
+    *_, result = train.train(point)
     assert isinstance(result, dict)
     assert [len(row) for row in result["windows"]] == [2, 2]
     assert all(1 <= w <= SMALL["seqlen"] for row in result["windows"] for w in row)
@@ -164,16 +168,16 @@ def test_auto_reports_a_window_a_layer_and_step() -> None:
     ("name", "method"),
     [
         ("backprop", adjoint.Backprop()),
-        ("exact", adjoint.Exact(chunk_size=convergence.CHUNK)),
+        ("exact", adjoint.Exact(chunk_size=train.CHUNK)),
         ("truncated-16", adjoint.Truncated(16)),
         ("truncated-auto", adjoint.Truncated("auto", tolerance=1e-3)),
         ("unbiased-64", adjoint.Truncated(64, unbiased=True)),
-        ("layer-local", adjoint.LayerLocal(chunk_size=convergence.CHUNK)),
+        ("layer-local", adjoint.LayerLocal(chunk_size=train.CHUNK)),
         ("layer-local-16", adjoint.LayerLocal(16)),
     ],
 )
 def test_names_of_methods(name: str, method: object) -> None:
-    assert convergence.make_method(name) == method
+    assert train.make_method(name) == method
 
 
 @pytest.mark.parametrize(
@@ -286,8 +290,8 @@ def test_when_recall_was_half_learned() -> None:
 
 
 def test_published_table_replaces_the_one_before() -> None:
-    begin, end = convergence_report.TABLE_MARKS
+    begin, end = "<!-- convergence table -->", "<!-- end of convergence table -->"
     document = (common.ROOT / "docs" / "convergence.md").read_text()
-    replaced = convergence_report.with_table(document, "new\n")
+    replaced = common.with_table(document, "convergence", "new\n")
     assert f"{begin}\n\nnew\n\n{end}" in replaced
     assert replaced.partition(begin)[0] == document.partition(begin)[0]

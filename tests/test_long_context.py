@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import adjoint
-from benchmarks import common, long_context, long_context_flops, long_context_work
+from benchmarks import common
+from benchmarks.long_context import command as long_context
+from benchmarks.long_context import flops, measure
+from benchmarks.long_context.model import flat_section, read_model
 
 CONFIG = """\
 # a comment
@@ -56,7 +60,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def run_child(module: str, point: Mapping[str, Any], env: object = None) -> dict[str, Any]:
         ran.append(dict(point))
-        return long_context_work.run(json.loads(json.dumps(dict(point))))
+        return measure.measure(json.loads(json.dumps(dict(point))))
 
     monkeypatch.setattr(common, "run_child", run_child)
     return ran
@@ -72,7 +76,7 @@ def point(**changes: object) -> dict[str, Any]:
 
 def test_model_flops_are_those_of_the_formula() -> None:
     one = adjoint.StackConfig(vocab_size=64, d_model=32, n_layer=1, mixer="mamba", d_state=8, dt_rank=2)
-    found = long_context_flops.forward_flops(one)
+    found = flops.forward_flops(one)
     d_inner, weights = 64, 32 * 128 + 64 * (2 + 16) + 2 * 64 + 64 * 32
     assert found.layers == 2 * weights + 7 * d_inner * 8 + 2 * 4 * d_inner
     assert found.head == 2 * 64 * 32
@@ -80,9 +84,9 @@ def test_model_flops_are_those_of_the_formula() -> None:
     two = adjoint.StackConfig(vocab_size=64, d_model=32, n_layer=1, mixer="mamba2", d_state=8, headdim=16)
     channels, heads = 64 + 2 * 8, 4
     weights = 32 * (64 + channels + heads) + 64 * 32
-    assert long_context_flops.forward_flops(two).layers == 2 * weights + 5 * 64 * 8 + 2 * 4 * channels
+    assert flops.forward_flops(two).layers == 2 * weights + 5 * 64 * 8 + 2 * 4 * channels
     with pytest.raises(ValueError, match="not dense"):
-        long_context_flops.forward_flops(adjoint.StackConfig(n_layer=1, mixer="dense"))
+        flops.forward_flops(adjoint.StackConfig(n_layer=1, mixer="dense"))
 
 
 @pytest.mark.parametrize(
@@ -98,9 +102,9 @@ def test_model_flops_are_those_of_the_formula() -> None:
 def test_executed_flops_are_those_that_run(name: str, method: Any, width: int) -> None:
     """Of the matrix products; the scan and the convolution have none."""
     shape, seqlen = adjoint.StackConfig(**MODEL, d_intermediate=width), 75
-    model, counted = adjoint.Stack(shape), long_context_flops.forward_flops(shape)
+    model, counted = adjoint.Stack(shape), flops.forward_flops(shape)
     products = counted.layers - 2 * (7 * 64 * 16 + 2 * 4 * 64)
-    forward = long_context_flops.Forward(products, counted.head, counted.last)
+    forward = flops.Forward(products, counted.head, counted.last)
     ids = torch.randint(64, (1, seqlen))
     with MatmulFlops() as counter:
         model(ids, labels=ids, method=method).loss.backward()
@@ -109,16 +113,16 @@ def test_executed_flops_are_those_that_run(name: str, method: Any, width: int) -
 
 
 def test_data_sheet_knows_whole_gpus_only() -> None:
-    assert long_context_flops.data_sheet("NVIDIA H200", "bfloat16") == 989.5e12
-    assert long_context_flops.data_sheet("NVIDIA H100 PCIe", "bfloat16") == 756e12
-    assert long_context_flops.data_sheet("NVIDIA A100-SXM4-40GB", "bfloat16") == 312e12
+    assert flops.data_sheet("NVIDIA H200", "bfloat16") == 989.5e12
+    assert flops.data_sheet("NVIDIA H100 PCIe", "bfloat16") == 756e12
+    assert flops.data_sheet("NVIDIA A100-SXM4-40GB", "bfloat16") == 312e12
     for gpu, precision in (
         ("NVIDIA H200", "float32"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bfloat16"),
         ("Something else", "bfloat16"),
         (None, "bfloat16"),
     ):
-        assert long_context_flops.data_sheet(gpu, precision) is None
+        assert flops.data_sheet(gpu, precision) is None
 
 
 # ------------------------------------------------------------------------------------------- command line
@@ -126,10 +130,10 @@ def test_data_sheet_knows_whole_gpus_only() -> None:
 
 def test_models_are_read_alike_with_and_without_yaml(config: str) -> None:
     for path in (Path(config), *sorted((common.ROOT / "configs").glob("mamba-*.yaml"))):
-        with_yaml = long_context.read_model(path)
-        assert long_context._flat_section(path.read_text(), "model", path) == with_yaml
-    assert long_context.read_model(Path(config)) == MODEL
-    default = adjoint.StackConfig(**long_context.read_model(common.ROOT / long_context.CONFIG))
+        with_yaml = read_model(path)
+        assert flat_section(path.read_text(), path) == with_yaml
+    assert read_model(Path(config)) == MODEL
+    default = adjoint.StackConfig(**read_model(common.ROOT / long_context.CONFIG))
     assert (default.d_model, default.n_layer) == (2048, 48)
 
 
@@ -137,9 +141,13 @@ def test_models_are_read_alike_with_and_without_yaml(config: str) -> None:
     ("text", "reason"),
     [("data:\n  batch: 1\n", "no section model"), ("model:\n  mixer:\n", "is not `key: value`")],
 )
-def test_a_flat_section_that_cannot_be_read(text: str, reason: str) -> None:
+def test_a_section_that_cannot_be_read_without_yaml(
+    text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ValueError, match=reason):
-        long_context._flat_section(text, "model", Path("x.yaml"))
+        read_model(tmp_path / "x.yaml")
 
 
 def test_wrong_options_end_with_exit_code_2(config: str, tmp_path: Path, capsys: Any) -> None:
@@ -182,15 +190,15 @@ def test_out_of_memory_is_a_result_and_ends_the_curve(monkeypatch: Any, tmp_path
         return training_step
 
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has 1 GiB.")
-    monkeypatch.setattr(long_context_work, "training_step", fails(full))
-    found = long_context_work.run(point())
+    monkeypatch.setattr(measure, "training_step", fails(full))
+    found = measure.measure(point())
     assert found == {"out_of_memory": "CUDA out of memory Tried to allocate 9 GiB"}
-    monkeypatch.setattr(long_context_work, "training_step", fails(RuntimeError("something else")))
+    monkeypatch.setattr(measure, "training_step", fails(RuntimeError("something else")))
     with pytest.raises(RuntimeError, match="something else"):
-        long_context_work.run(point())
+        measure.measure(point())
     for words in ("Triton Error [CUDA]: out of memory", "DefaultCPUAllocator: can't allocate memory"):
-        monkeypatch.setattr(long_context_work, "training_step", fails(RuntimeError(words)))
-        assert long_context_work.run(point()) == {"out_of_memory": words}
+        monkeypatch.setattr(measure, "training_step", fails(RuntimeError(words)))
+        assert measure.measure(point()) == {"out_of_memory": words}
     journal = common.Journal(tmp_path / "journal", "mark")
     journal.add(point(length=100), found)
     assert long_context.end_of_curve(point(length=200), journal, None) == "out of memory at 100 tokens"
@@ -203,14 +211,14 @@ def test_out_of_memory_is_a_result_and_ends_the_curve(monkeypatch: Any, tmp_path
 
 
 def test_a_step_takes_its_chunks_and_says_where_the_time_went() -> None:
-    result = long_context_work.run(point(steps=2))
+    result = measure.measure(point(steps=2))
     assert result["chunk_size"] == 16
     assert [set(s) for s in result["seconds"]] == [{"forward", "backward", "optimizer"}] * 2
     assert all(value > 0 for seconds in result["seconds"] for value in seconds.values())
     assert 0.5 < result["loss"] / math.log(64) < 2
     assert result["grad_norm"] > 0
-    assert set(result["backends"]) == set(long_context_work.OPERATIONS)
-    other = long_context_work.run(point(method="backprop"))
+    assert set(result["backends"]) == set(measure.OPERATIONS)
+    other = measure.measure(point(method="backprop"))
     assert other["chunk_size"] is None
     assert other["loss"] == pytest.approx(result["loss"], rel=1e-5)
     assert other["parameters"] == adjoint.Stack(adjoint.StackConfig(**MODEL)).num_parameters()
@@ -218,19 +226,19 @@ def test_a_step_takes_its_chunks_and_says_where_the_time_went() -> None:
 
 def test_a_wrong_gradient_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     check = point(kind="gradient", length=64, precisions=["float64", "float32", "bfloat16"])
-    right = long_context.check_rows([(check, long_context_work.run(check))])
+    right = long_context.check_rows([(check, measure.measure(check))])
     assert [row["passed"] for row in right] == [True] * 3
     assert right[0]["exact"] <= 1e-10  # float64
     assert right[0]["worst_parameter"] <= 1e-10
     assert right[1]["exact"] < 1e-5 < right[2]["exact"] < 0.1
     monkeypatch.setattr(adjoint, "Exact", lambda chunk_size, keep: adjoint.LayerLocal(chunk_size=chunk_size))
-    wrong = long_context.check_rows([(check, long_context_work.run(check))])
+    wrong = long_context.check_rows([(check, measure.measure(check))])
     assert [row["passed"] for row in wrong] == [False] * 3
 
 
 def test_chunks_are_compared_to_rounding() -> None:
     chunks = point(kind="chunks", length=90, precision="float64", chunk_size=None)
-    result = long_context_work.run(chunks)
+    result = measure.measure(chunks)
     assert result["chunk_sizes"] == [90, 64]
     (row,) = long_context.check_rows([(chunks, result)])
     assert row["passed"]
@@ -329,5 +337,5 @@ def test_on_a_gpu(config: str, tmp_path: Path) -> None:
 
 
 def test_a_point_in_a_process_of_its_own() -> None:
-    found = common.run_child("benchmarks.long_context", point(length=40, method="backprop"))
+    found = common.run_child("benchmarks.long_context.measure", point(length=40, method="backprop"))
     assert found["memory_bytes"] > 0, found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from adjoint.cluster import fit
+from adjoint.cluster.gpus import GPUS, Gpu
 from adjoint.cluster.memory import Setup, chunking
 from adjoint.cluster.partition import layer_costs
 from adjoint.cluster.shard import check_helpers, window_of
@@ -22,31 +22,9 @@ from adjoint.stack import Stack
 from adjoint.tools.plan import estimate as plan_time
 from adjoint.tools.plan.report import as_dict, labels_of, text
 from adjoint.train.config import Config, load_config
-from adjoint.train.flags import Flags, count, nearest
+from adjoint.train.flags import Flags, count, nearest, size
 from adjoint.train.machine import pick_precision
 
-MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Known:
-    """A GPU: memory as NVML reports it, peak TFLOP/s in bfloat16 and in float32, both without sparsity, from
-    its maker's data sheet."""
-
-    memory: float
-    bfloat16: float
-    float32: float
-
-
-KNOWN = {
-    "a10g": Known(23028 * MIB, 70, 31.2),
-    "l4": Known(23034 * MIB, 121, 30.3),
-    "l40s": Known(46068 * MIB, 362, 91.6),
-    "a100-40gb": Known(40960 * MIB, 312, 19.5),
-    "a100-80gb": Known(81920 * MIB, 312, 19.5),
-    "h100": Known(81559 * MIB, 989, 67),
-    "h200": Known(143771 * MIB, 989, 67),
-}
 UNNAMED = "a100-40gb"  # whose rate is assumed of a GPU that is not named
 SUSTAINED = 0.3  # of the peak, what a step is assumed to keep up
 CPU_TFLOPS = 0.05  # assumed of a CPU: --measure knows better
@@ -196,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seqlen", metavar="N", help="tokens a sequence; default: the configuration's data.seqlen")
     add("--devices", metavar="N", help="how many share the layers; default: cluster.shards, or 1")
     add("--device-memory", metavar="SIZE", help="of each, such as 40GB; or one of each, as 20GB,10GB,10GB")
-    add("--device", metavar="NAME", help=f"memory and rate of a known GPU: {', '.join(KNOWN)}")
+    add("--device", metavar="NAME", help=f"memory and rate of a known GPU: {', '.join(GPUS)}")
     add(
         "--device-tflops",
         metavar="X",
@@ -275,7 +253,7 @@ def _device(config: Config, gpus: bool) -> str:
     return "cuda" if gpus or torch.cuda.is_available() else "cpu"
 
 
-def _rate(given: Any, known: Known | None, device: str, precision: str) -> tuple[float, str]:
+def _rate(given: Any, known: Gpu | None, device: str, precision: str) -> tuple[float, str]:
     if given.device_tflops is not None:
         try:
             rate = float(given.device_tflops)
@@ -289,30 +267,17 @@ def _rate(given: Any, known: Known | None, device: str, precision: str) -> tuple
     if device == "cpu" and known is None:
         return CPU_TFLOPS, f"{CPU_TFLOPS:g} TFLOP/s a process, assumed: --measure times this machine"
     named = given.device or UNNAMED
-    gpu = known or KNOWN[UNNAMED]
+    gpu = known or GPUS[UNNAMED]
     peak = {"float32": gpu.float32, "float64": gpu.float32 / 2}.get(precision, gpu.bfloat16)
     rate = SUSTAINED * peak
     return rate, f"{rate:.3g} TFLOP/s a device, assumed: {SUSTAINED:.0%} of the peak of an {named}"
 
 
-def _known(name: str) -> Known:
-    found = KNOWN.get(name.lower())
+def _known(name: str) -> Gpu:
+    found = GPUS.get(name.lower())
     if found is None:
         raise UserError(
-            f"--device {name}: not a known GPU; did you mean {nearest(name.lower(), KNOWN)}? Else give "
+            f"--device {name}: not a known GPU; did you mean {nearest(name.lower(), GPUS)}? Else give "
             "--device-memory and --device-tflops"
         )
     return found
-
-
-def size(flag: str, text: str) -> float:
-    """Bytes of ``40GB`` (10⁹ each) or ``40GiB`` (2³⁰ each).
-
-    Raises:
-        UserError: it is neither.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT])(i?)B?\s*", text, re.IGNORECASE)
-    if not match or float(match[1]) == 0:
-        raise UserError(f"{flag}: expected a size such as 40GB or 512MiB; got {text!r}")
-    power = "KMGT".index(match[2].upper()) + 1
-    return float(match[1]) * (1024.0 if match[3] else 1000.0) ** power

@@ -22,18 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from adjoint.cluster.gpus import by_driver_name
 from adjoint.layers import StackConfig
 from adjoint.stack import Stack
 
-# Dense bfloat16 tensor-core FLOPs a second, NVIDIA's data sheets; the first name that the GPU's holds.
-DATA_SHEET = {
-    "GH200": 989.5e12,
-    "H200": 989.5e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989.5e12,
-    "A100": 312e12,
-}
 _SCAN = {"mamba": 7, "mamba2": 5}  # FLOPs a state element and token, forward
 
 
@@ -57,10 +49,9 @@ class Forward:
         if method == "backprop-checkpoint":
             return self.model + self.layers - self.last
         assert chunk_size is not None
-        last = (seqlen - 1) % chunk_size + 1  # with "edges" the last chunk is linearised in the forward
-        again = 1 - last / seqlen if keep == "edges" else 1.0
-        # the head's loss is taken in the forward and again, with its gradient, in the backward
-        return self.model + again * self.layers + self.head
+        last = (seqlen - 1) % chunk_size + 1  # the last chunk's head is linearised in the forward already,
+        before = 1 - last / seqlen  # with "edges" its layers too
+        return self.model + (before if keep == "edges" else 1.0) * self.layers + before * self.head
 
 
 def forward_flops(config: StackConfig) -> Forward:
@@ -74,12 +65,12 @@ def forward_flops(config: StackConfig) -> Forward:
     weights = sum(m.weight.numel() for m in model.layers.modules() if isinstance(m, nn.Linear))
     conv = sum(2 * m.weight.numel() for m in model.layers.modules() if isinstance(m, nn.Conv1d))
     scan = sum(_SCAN[kind] * config.d_inner * config.state_size(kind) for kind in config.mixers)
-    last = sum(2 * (b.mixer if b.mlp is None else b.mlp).out_proj.weight.numel() for b in model.blocks())
+    products = ((b.mixer if b.mlp is None else b.mlp).out_proj for b in model.blocks())
+    last = sum(2 * product.weight.numel() for product in products if product is not None)
     return Forward(2 * weights + conv + scan, head, last)
 
 
 def data_sheet(gpu: str | None, precision: str) -> float | None:
     """FLOPs a second of that GPU by its data sheet; None where it is not known, or of a slice of one."""
-    if gpu is None or "MIG" in gpu or precision != "bfloat16":
-        return None
-    return next((rate for name, rate in DATA_SHEET.items() if name in gpu), None)
+    found = None if gpu is None or precision != "bfloat16" else by_driver_name(gpu)
+    return None if found is None else found.bfloat16 * 1e12

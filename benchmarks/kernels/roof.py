@@ -10,15 +10,15 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from benchmarks.kernels_ops import Work
+from adjoint.kernels.cpu import build as cpu_build
+from benchmarks.kernels.operations import Work
+from benchmarks.timing import fastest, matmul_flops
 
-SETTLE_S = 0.3
 Rates = dict[str, float]
 
 
@@ -28,69 +28,43 @@ def measure(device: str, dtype: torch.dtype) -> Rates:
     size = (1 << 30) if cuda else (1 << 27)  # bytes: several times any cache
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    rates = {"bytes": 2 * size / _fastest(lambda: target.copy_(source), cuda)}
-    n = 8192 if cuda else 1024
-    x = torch.randn(n, n, device=device).to(dtype)
-    out = torch.empty_like(x)
-    rates["matmul_flops"] = 2 * n**3 / _fastest(lambda: torch.mm(x, x, out=out), cuda)
+    rates = {
+        "bytes": 2 * size / fastest(lambda: target.copy_(source), device),
+        "matmul_flops": matmul_flops(device, dtype),
+    }
     return rates | (_cuda_arithmetic(device) if cuda else _cpu_arithmetic(dtype))
 
 
 def seconds(work: Work, rates: Mapping[str, float], itemsize: int, device: str) -> tuple[float, str]:
     """The least time `work` takes at those rates, and what bounds it: "memory" or "arithmetic"."""
     move = work.elements * itemsize / rates["bytes"]
-    parts = (
-        work.flops / rates["flops"],
-        work.exps / rates["exps"],
-        work.matmul_flops / rates["matmul_flops"],
-    )
+    parts = [getattr(work, name) / rates[name] for name in ("flops", "exps", "matmul_flops")]
     compute = max(parts) if device.startswith("cuda") else sum(parts)
     return max(move, compute), "memory" if move >= compute else "arithmetic"
 
 
-def _fastest(run: Callable[[], object], cuda: bool) -> float:
-    """Seconds of the fastest of several runs: a roof is what can be reached, not what usually is."""
-    times: list[float] = []
-    run()
-    while sum(times) < SETTLE_S or len(times) < 3:
-        if cuda:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        run()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return min(times)
-
-
 def _cpu_arithmetic(dtype: torch.dtype) -> Rates:
     """From registers, by a few lines of C++; without a compiler, from PyTorch on what fits a cache."""
-    library = _build()
+    library = build()
     threads, double = torch.get_num_threads(), dtype == torch.float64
     if library is None:
         x = torch.zeros(1 << 14, dtype=torch.float64 if double else torch.float32)
-        n = 1024
-        y = torch.randn(n, n, dtype=x.dtype)
-        return {
-            "flops": 2 * n**3 / _fastest(lambda: torch.mm(y, y), False),
-            "exps": threads * x.numel() / _fastest(lambda: torch.exp(x, out=x.zero_()), False),
-        }
-    suffix = "f64" if double else "f32"
+        exps = threads * x.numel() / fastest(lambda: torch.exp(x, out=x.zero_()), "cpu")
+        return {"flops": matmul_flops("cpu", x.dtype), "exps": exps}
     rounds = 1 << 19
     elements = threads * rounds * library.elements_a_round(int(double))
 
     def rate(name: str) -> float:
-        function = getattr(library, f"{name}_{suffix}")
+        function = getattr(library, f"{name}_{'f64' if double else 'f32'}")
         function.restype = ctypes.c_double
         arguments = ctypes.c_int64(threads), ctypes.c_int64(rounds)
-        return elements / _fastest(lambda: function(*arguments), False)
+        return elements / fastest(lambda: function(*arguments), "cpu")
 
     return {"flops": 2 * rate("multiply"), "exps": rate("exponentiate")}
 
 
-def _build() -> ctypes.CDLL | None:
-    from adjoint.kernels.cpu import build as cpu_build
-
+def build() -> ctypes.CDLL | None:
+    """roof.cpp as a library, compiled with the flags of the scans; None without a compiler that can."""
     compiler = cpu_build.compiler()
     if compiler is None:
         return None
@@ -106,20 +80,15 @@ def _build() -> ctypes.CDLL | None:
 
 def _cuda_arithmetic(device: str) -> Rates:
     """float32 multiply-adds outside the tensor cores by a matrix product; exponentials by a Triton kernel."""
-    n = 8192
-    x = torch.randn(n, n, device=device)
-    out = torch.empty_like(x)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        flops = 2 * n**3 / _fastest(lambda: torch.mm(x, x, out=out), True)
+        flops = matmul_flops(device, torch.float32)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-    from benchmarks.kernels_roof_triton import BLOCK, ROUNDS, exponentials
+    from benchmarks.kernels.roof_triton import BLOCK, ROUNDS, exponentials
 
     programs = 64 * torch.cuda.get_device_properties(device).multi_processor_count
     sink = torch.empty(programs * BLOCK, device=device)
-    return {
-        "flops": flops,
-        "exps": programs * BLOCK * ROUNDS / _fastest(lambda: exponentials(sink, programs), True),
-    }
+    exps = programs * BLOCK * ROUNDS / fastest(lambda: exponentials(sink, programs), device)
+    return {"flops": flops, "exps": exps}

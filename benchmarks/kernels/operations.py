@@ -7,8 +7,10 @@ the gradients written), and the arithmetic of the recurrence, with the states co
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -17,10 +19,12 @@ from torch import Tensor
 
 import adjoint
 from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.kernels.rms_norm import rms_norm
 from adjoint.loss import linear_cross_entropy
 
 Size = dict[str, int]
 Tensors = dict[str, Tensor]
+Normal = Callable[..., Tensor]  # shape -> normally distributed numbers
 EPS = 1e-5  # of the norm
 
 
@@ -34,26 +38,34 @@ class Work:
     exps: float = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.elements + other.elements,
-            self.flops + other.flops,
-            self.matmul_flops + other.matmul_flops,
-            self.exps + other.exps,
-        )
+        return Work(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: `sizes[device][name]`, its inputs, the answer, and (forward, backward) work."""
+    """One operation.
+
+    Attributes:
+        sizes: `sizes[device][name]`.
+        inputs: draws them.
+        ours: this package's function of the inputs by name and of `backend`; a tuple where there are several
+            `outputs`.
+        work: of the forward and of the backward.
+        like: the input whose shape the output has; None: a scalar.
+        oracle: what gives the answer in float64; None: `ours` in plain PyTorch.
+        wide: inputs that stay float32 where the others are bfloat16.
+        outputs: of one shape; each gets the same cotangent.
+    """
 
     label: str
     sizes: dict[str, dict[str, Size]]
-    inputs: Callable[[Size, Callable[..., Tensor]], Tensors]
-    function: Callable[..., Any]  # the oracle, given float64; a tuple where there are several `outputs`
+    inputs: Callable[[Size, Normal], Tensors]
+    ours: Callable[..., Any]
     work: Callable[[Size], tuple[Work, Work]]
-    like: str | None  # the input whose shape the output has; None: a scalar
-    wide: tuple[str, ...] = ()  # inputs that stay float32 where the others are bfloat16
-    outputs: tuple[str, ...] = ("y",)  # of one shape; each gets the same cotangent
+    like: str | None
+    oracle: Callable[..., Any] | None = None
+    wide: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ("y",)
 
 
 def draw(op: Op, size: Size, device: str, dtype: torch.dtype) -> tuple[Tensors, Tensor]:
@@ -73,27 +85,32 @@ def draw(op: Op, size: Size, device: str, dtype: torch.dtype) -> tuple[Tensors, 
     return inputs, normal(*inputs[op.like].shape).to(dtype)
 
 
-def several(made: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a function made, one output or more, as a tuple."""
-    return made if isinstance(made, tuple) else (made,)
+def results(
+    op: Op, function: Callable[..., Any], leaves: Tensors, dy: Tensor, backward: bool = True
+) -> Tensors:
+    """Outputs, and with `backward` the gradient of each leaf that asks for one, by name."""
+    made = function(**leaves)
+    ys = made if isinstance(made, tuple) else (made,)
+    found = dict(zip(op.outputs, (y.detach() for y in ys), strict=True))
+    if backward:
+        wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+        gradients = torch.autograd.grad(ys, list(wanted.values()), [dy.to(y.dtype) for y in ys])
+        found |= dict(zip(wanted, gradients, strict=True))
+    return found
 
 
 def answer(op: Op, size: Size, device: str, dtype: torch.dtype) -> Tensors:
     """Outputs and all gradients in float64, on the CPU, for the inputs that `draw` gives."""
     inputs, dy = draw(op, size, device, dtype)
     leaves = {name: x.double().requires_grad_() if x.is_floating_point() else x for name, x in inputs.items()}
-    ys = several(op.function(**leaves))
-    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-    gradients = torch.autograd.grad(ys, list(wanted.values()), [dy.double()] * len(ys))
-    found = dict(zip(op.outputs, (y.detach() for y in ys), strict=True))
-    found |= dict(zip(wanted, gradients, strict=True))
-    return {name: x.cpu() for name, x in found.items()}
+    oracle = op.oracle or functools.partial(op.ours, backend="reference")
+    return {name: x.cpu() for name, x in results(op, oracle, leaves, dy.double()).items()}
 
 
 # ------------------------------------------------------------------------------------------------ the scans
 
 
-def _selective_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
+def _selective_inputs(s: Size, normal: Normal) -> Tensors:
     """As a Mamba block at initialisation gives them: steps of 0.001 to 0.1, decay rates of 1 to d_state."""
     tokens = s["batch"], s["seqlen"]
     rate = torch.arange(1.0, s["d_state"] + 1, device=normal(1).device)
@@ -115,8 +132,8 @@ def _step_bias(noise: Tensor) -> Tensor:
     return torch.log(torch.expm1(step))
 
 
-def _selective_scan(**inputs: Tensor) -> Tensor:
-    return adjoint.selective_scan(**inputs, delta_softplus=True, backend="reference")[0]  # type: ignore[arg-type]
+def _selective_scan(*, backend: str | None, **inputs: Any) -> Tensor:
+    return adjoint.selective_scan(**inputs, delta_softplus=True, backend=backend)[0]
 
 
 def _selective_work(s: Size) -> tuple[Work, Work]:
@@ -129,7 +146,7 @@ def _selective_work(s: Size) -> tuple[Work, Work]:
     return forward, backward
 
 
-def _ssd_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
+def _ssd_inputs(s: Size, normal: Normal) -> Tensors:
     tokens = s["batch"], s["seqlen"]
     return {
         "x": normal(*tokens, s["nheads"], s["headdim"]),
@@ -142,40 +159,30 @@ def _ssd_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
     }
 
 
-def _ssd_scan(**inputs: Tensor) -> Tensor:
-    return adjoint.ssd_scan(**inputs, dt_softplus=True, backend="reference")[0]  # type: ignore[arg-type]
+def _ssd_scan(*, backend: str | None, **inputs: Any) -> Tensor:
+    return adjoint.ssd_scan(**inputs, dt_softplus=True, backend=backend)[0]
 
 
 def _ssd_work(s: Size) -> tuple[Work, Work]:
-    rows, narrow = (
-        s["batch"] * s["seqlen"] * s["nheads"] * s["headdim"],
-        s["batch"] * s["seqlen"] * s["d_state"],
-    )
+    tokens = s["batch"] * s["seqlen"]
+    rows, narrow = tokens * s["nheads"] * s["headdim"], tokens * s["d_state"]
     states = rows * s["d_state"]
     # The recurrence's own arithmetic. The chunked form does more of it, but as matrix products.
-    forward = Work(2 * rows + 2 * narrow, 5 * states)
-    backward = Work(3 * rows + 4 * narrow, 14 * states)
-    return forward, backward
+    return Work(2 * rows + 2 * narrow, 5 * states), Work(3 * rows + 4 * narrow, 14 * states)
 
 
-def _linear_inputs(s: Size, normal: Callable[..., Tensor], wide: bool) -> Tensors:
-    tokens = s["batch"], s["seqlen"]
-    a = torch.exp(-F.softplus(normal(*tokens, s["d_state"] if wide else 1) - 2))
-    return {"a": a, "b": normal(*tokens, s["d_state"])}
+def _linear_inputs(s: Size, normal: Normal, *, scalar: bool = False) -> Tensors:
+    tokens, n = (s["batch"], s["seqlen"]), s["d_state"]
+    return {"a": torch.exp(-F.softplus(normal(*tokens, 1 if scalar else n) - 2)), "b": normal(*tokens, n)}
 
 
-def _dense_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
+def _dense_inputs(s: Size, normal: Normal) -> Tensors:
     tokens, n = (s["batch"], s["seqlen"]), s["d_state"]
     return {"a": normal(*tokens, n, n) * (0.9 / n**0.5), "b": normal(*tokens, n)}
 
 
-def _linear_scan(a: Tensor, b: Tensor) -> Tensor:
-    return adjoint.linear_scan(a, b, backend="reference")
-
-
-def _linear_work(s: Size, a_width: int, matrix: bool = False) -> tuple[Work, Work]:
+def _linear_work(s: Size, a_width: int, products: int) -> tuple[Work, Work]:
     tokens, n = s["batch"] * s["seqlen"], s["d_state"]
-    products = n * n if matrix else n
     forward = Work(tokens * (a_width + 2 * n), 2 * tokens * products)
     backward = Work(tokens * (2 * a_width + 3 * n), 3 * tokens * products)
     return forward, backward
@@ -184,7 +191,7 @@ def _linear_work(s: Size, a_width: int, matrix: bool = False) -> tuple[Work, Wor
 # ------------------------------------------------------------------------------------------------- the rest
 
 
-def _conv_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
+def _conv_inputs(s: Size, normal: Normal) -> Tensors:
     return {
         "x": normal(s["batch"], s["seqlen"], s["channels"]),
         "weight": 0.5 * normal(s["channels"], s["d_conv"]),
@@ -192,8 +199,8 @@ def _conv_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
     }
 
 
-def _conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return causal_conv1d(x, weight, bias, silu=True, backend="reference")[0]
+def _conv(x: Tensor, weight: Tensor, bias: Tensor, backend: str | None) -> Tensor:
+    return causal_conv1d(x, weight, bias, silu=True, backend=backend)[0]
 
 
 def _conv_work(s: Size) -> tuple[Work, Work]:
@@ -202,7 +209,7 @@ def _conv_work(s: Size) -> tuple[Work, Work]:
     return forward, Work(3 * rows, rows * (6 * width + 8), exps=rows)
 
 
-def _head_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
+def _head_inputs(s: Size, normal: Normal) -> Tensors:
     targets = normal(s["tokens"]).mul(1e4).abs().long() % s["vocab_size"]
     targets[:: max(2, s["tokens"] // 7)] = -100
     return {
@@ -212,7 +219,7 @@ def _head_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
     }
 
 
-def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def _head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """This package's loss by slices, as a mean over the valid targets."""
     return linear_cross_entropy(hidden, weight, targets) / (targets != -100).sum()
 
@@ -229,25 +236,29 @@ def _head_work(s: Size) -> tuple[Work, Work]:
     return forward, Work(tokens * d + vocab * d, matmul_flops=2 * matmul)
 
 
-def _norm_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
+def _norm_inputs(s: Size, normal: Normal) -> Tensors:
     return {"x": normal(s["tokens"], s["d_model"]), "weight": 1 + 0.1 * normal(s["d_model"])}
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
+def _add_norm_inputs(s: Size, normal: Normal) -> Tensors:
+    return _norm_inputs(s, normal) | {"residual": normal(s["tokens"], s["d_model"])}
+
+
+def _norm(x: Tensor, weight: Tensor, backend: str | None, residual: Tensor | None = None) -> Any:
+    return rms_norm(x, weight, EPS, backend=backend, residual=residual)
+
+
+def _plain_norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS))
+
+
+def _plain_add_norm(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    return _plain_norm(x + residual, weight), x + residual
 
 
 def _norm_work(s: Size) -> tuple[Work, Work]:
     rows = s["tokens"] * s["d_model"]
     return Work(2 * rows, 4 * rows), Work(3 * rows, 8 * rows)
-
-
-def _add_norm_inputs(s: Size, normal: Callable[..., Tensor]) -> Tensors:
-    return _norm_inputs(s, normal) | {"residual": normal(s["tokens"], s["d_model"])}
-
-
-def _add_norm(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    return _norm(x + residual, weight), x + residual
 
 
 def _add_norm_work(s: Size) -> tuple[Work, Work]:
@@ -256,22 +267,25 @@ def _add_norm_work(s: Size) -> tuple[Work, Work]:
     return Work(4 * rows, 5 * rows), Work(4 * rows, 9 * rows)
 
 
-# The tensors of what memory bounds are larger than the caches, or the roof would be another one.
-def _sizes(small: Size, default: Size, cuda: Size, **same: int) -> dict[str, dict[str, Size]]:
-    small, default, cuda = (same | given for given in (small, default, cuda))
-    return {"cpu": {"small": small, "default": default}, "cuda": {"small": small, "default": cuda}}
+# -------------------------------------------------------------------------------------------------- the table
+
+
+def _sizes(
+    names: str, small: Sequence[int], default: Sequence[int], cuda: Sequence[int]
+) -> dict[str, dict[str, Size]]:
+    """Sizes from their numbers, in the order of `names`. The tensors of what memory bounds are larger than
+    the caches, or the roof would be another one."""
+    few, cpu, gpu = (dict(zip(names.split(), numbers, strict=True)) for numbers in (small, default, cuda))
+    return {"cpu": {"small": few, "default": cpu}, "cuda": {"small": few, "default": gpu}}
 
 
 _LONG = 65536
+_LINEAR_SIZES = _sizes("batch seqlen d_state", (1, 256, 32), (1, 4096, 2048), (1, _LONG, 4096))
+_NORM_SIZES = _sizes("tokens d_model", (256, 64), (16384, 1024), (_LONG, 2048))
 OPS = {
     "selective_scan": Op(
         "selective scan (Mamba)",
-        _sizes(
-            {"seqlen": 256, "d_inner": 32, "d_state": 8},
-            {"seqlen": 4096, "d_inner": 512, "d_state": 16},
-            {"seqlen": _LONG, "d_inner": 4096, "d_state": 16},
-            batch=1,
-        ),
+        _sizes("batch seqlen d_inner d_state", (1, 256, 32, 8), (1, 4096, 512, 16), (1, _LONG, 4096, 16)),
         _selective_inputs,
         _selective_scan,
         _selective_work,
@@ -281,10 +295,10 @@ OPS = {
     "ssd_scan": Op(
         "SSD scan (Mamba-2)",
         _sizes(
-            {"seqlen": 256, "nheads": 2, "headdim": 16, "d_state": 8},
-            {"seqlen": 2048, "nheads": 8, "headdim": 64, "d_state": 64},
-            {"seqlen": _LONG, "nheads": 64, "headdim": 64, "d_state": 128},
-            batch=1,
+            "batch seqlen nheads headdim d_state",
+            (1, 256, 2, 16, 8),
+            (1, 2048, 8, 64, 64),
+            (1, _LONG, 64, 64, 128),
         ),
         _ssd_inputs,
         _ssd_scan,
@@ -294,52 +308,31 @@ OPS = {
     ),
     "linear_scan_diagonal": Op(
         "linear scan, diagonal",
-        _sizes(
-            {"seqlen": 256, "d_state": 32},
-            {"seqlen": 4096, "d_state": 2048},
-            {"seqlen": _LONG, "d_state": 4096},
-            batch=1,
-        ),
-        lambda s, normal: _linear_inputs(s, normal, wide=True),
-        _linear_scan,
-        lambda s: _linear_work(s, s["d_state"]),
+        _LINEAR_SIZES,
+        _linear_inputs,
+        adjoint.linear_scan,
+        lambda s: _linear_work(s, s["d_state"], s["d_state"]),
         like="b",
     ),
     "linear_scan_scalar": Op(
         "linear scan, scalar",
-        _sizes(
-            {"seqlen": 256, "d_state": 32},
-            {"seqlen": 4096, "d_state": 2048},
-            {"seqlen": _LONG, "d_state": 4096},
-            batch=1,
-        ),
-        lambda s, normal: _linear_inputs(s, normal, wide=False),
-        _linear_scan,
-        lambda s: _linear_work(s, 1),
+        _LINEAR_SIZES,
+        functools.partial(_linear_inputs, scalar=True),
+        adjoint.linear_scan,
+        lambda s: _linear_work(s, 1, s["d_state"]),
         like="b",
     ),
     "linear_scan_dense": Op(
         "linear scan, dense",
-        _sizes(
-            {"seqlen": 256, "d_state": 8},
-            {"seqlen": 2048, "d_state": 32},
-            {"seqlen": 4096, "d_state": 64},
-            batch=4,
-        ),
+        _sizes("batch seqlen d_state", (4, 256, 8), (4, 2048, 32), (4, 4096, 64)),
         _dense_inputs,
-        _linear_scan,
-        lambda s: _linear_work(s, s["d_state"] ** 2, matrix=True),
+        adjoint.linear_scan,
+        lambda s: _linear_work(s, s["d_state"] ** 2, s["d_state"] ** 2),
         like="b",
     ),
     "causal_conv1d": Op(
         "causal conv1d + SiLU",
-        _sizes(
-            {"seqlen": 256, "channels": 32},
-            {"seqlen": 16384, "channels": 512},
-            {"seqlen": _LONG, "channels": 4096},
-            batch=1,
-            d_conv=4,
-        ),
+        _sizes("batch d_conv seqlen channels", (1, 4, 256, 32), (1, 4, 16384, 512), (1, 4, _LONG, 4096)),
         _conv_inputs,
         _conv,
         _conv_work,
@@ -347,39 +340,22 @@ OPS = {
     ),
     "head_loss": Op(
         "head loss",
-        _sizes(
-            {"tokens": 128, "d_model": 32, "vocab_size": 256},
-            {"tokens": 4096, "d_model": 256, "vocab_size": 8192},
-            {"tokens": 16384, "d_model": 2048, "vocab_size": 50280},
-        ),
+        _sizes("tokens d_model vocab_size", (128, 32, 256), (4096, 256, 8192), (16384, 2048, 50280)),
         _head_inputs,
-        _plain_loss,
+        _head_loss,
         _head_work,
         like=None,
+        oracle=_plain_loss,
     ),
-    "rms_norm": Op(
-        "RMSNorm",
-        _sizes(
-            {"tokens": 256, "d_model": 64},
-            {"tokens": 16384, "d_model": 1024},
-            {"tokens": _LONG, "d_model": 2048},
-        ),
-        _norm_inputs,
-        _norm,
-        _norm_work,
-        like="x",
-    ),
+    "rms_norm": Op("RMSNorm", _NORM_SIZES, _norm_inputs, _norm, _norm_work, like="x", oracle=_plain_norm),
     "add_rms_norm": Op(
         "residual sum + RMSNorm",
-        _sizes(
-            {"tokens": 256, "d_model": 64},
-            {"tokens": 16384, "d_model": 1024},
-            {"tokens": _LONG, "d_model": 2048},
-        ),
+        _NORM_SIZES,
         _add_norm_inputs,
-        _add_norm,
+        _norm,
         _add_norm_work,
         like="x",
+        oracle=_plain_add_norm,
         outputs=("y", "s"),
     ),
 }

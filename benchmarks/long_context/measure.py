@@ -1,6 +1,6 @@
 """What a point of the long-context benchmark does, in a process of its own.
 
-Each function takes a point (see `benchmarks.long_context`) and returns what JSON can hold.
+Each function takes a point (see `command.grid`) and returns what JSON can hold.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ import torch
 from torch import Tensor
 
 import adjoint
+from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.kernels import dispatch
-from adjoint.methods import default_chunk_size
-from adjoint.train import machine as meter
+from adjoint.tools.sweep.compare import Gradients, compare, gradient
+from adjoint.train import machine
 from adjoint.train.config import TrainingConfig
 from adjoint.train.machine import autocast
 from adjoint.train.optimizer import make_optimizer
+from benchmarks.common import Point
+from benchmarks.timing import matmul_flops, synchronize
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 WARM_UP = 2048  # tokens of Backprop's first step; `Exact` takes its chunk and its last chunk
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 OPERATIONS = ("selective_scan", "ssd_scan", "causal_conv1d", "rms_norm")
-Gradient = dict[str, Tensor]
 
 
-def run(point: dict[str, Any]) -> dict[str, Any]:
+def measure(point: Point) -> dict[str, Any]:
     """The point's result, or {"out_of_memory": why}."""
-    kinds: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    kinds: dict[str, Callable[[Point], dict[str, Any]]] = {
         "roof": matmul_rate,
         "step": training_step,
         "gradient": gradient_check,
@@ -48,24 +50,12 @@ def run(point: dict[str, Any]) -> dict[str, Any]:
         return {"out_of_memory": str(error).splitlines()[0]}
 
 
-def matmul_rate(point: dict[str, Any]) -> dict[str, Any]:
-    """FLOPs a second of a large square matrix product in the run's precision: the fastest of several."""
-    device, dtype = torch.device(point["device"]), DTYPES[point["precision"]]
-    n = 8192 if device.type == "cuda" else 1024
-    x = torch.randn(n, n, device=device).to(dtype)
-    out = torch.empty_like(x)
-    times: list[float] = []
-    torch.mm(x, x, out=out)
-    while sum(times) < 0.5 or len(times) < 3:
-        synchronize(device)
-        began = time.perf_counter()
-        torch.mm(x, x, out=out)
-        synchronize(device)
-        times.append(time.perf_counter() - began)
-    return {"matmul_flops": 2 * n**3 / min(times)}
+def matmul_rate(point: Point) -> dict[str, Any]:
+    """FLOPs a second of a large square matrix product in the run's precision."""
+    return {"matmul_flops": matmul_flops(point["device"], DTYPES[point["precision"]])}
 
 
-def training_step(point: dict[str, Any]) -> dict[str, Any]:
+def training_step(point: Point) -> dict[str, Any]:
     """Whole steps of AdamW at `length` tokens: seconds by phase, peak memory in bytes, loss, gradient norm.
 
     memory_bytes: on a GPU what tensors held at most, weights and optimizer included; on a CPU the peak of the
@@ -75,12 +65,15 @@ def training_step(point: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cpu":  # load every library before what they take is taken note of
         tiny = build(point | {"model": point["model"] | {"d_model": 16, "n_layer": 1, "mixer": "mamba"}})
         _step(tiny, make_optimizer(tiny, settings), tokens(point, 8), adjoint.Backprop(), point)
-    base = meter.rss_bytes()[0]
+    base = machine.rss_bytes()[0]
     model = build(point)
     optimizer = make_optimizer(model, settings)
     ids = tokens(point, length)
-    chunk_size = chunk_size_of(point, model, ids)
-    method = make_method(point, chunk_size)
+    chunk_size: int | None = None
+    method: Any = adjoint.Backprop(checkpoint=point["method"] == "backprop-checkpoint")
+    if point["method"] == "exact":
+        chunk_size = chunk_size_of(point, model, ids)
+        method = adjoint.Exact(chunk_size, point["keep"])
     # Two chunks, as long as the first and as the last, compile whatever the length's chunks will need.
     short = WARM_UP if chunk_size is None else chunk_size + (length % chunk_size or chunk_size)
     for group in optimizer.param_groups:  # the weights stay what they are for every method
@@ -89,15 +82,15 @@ def training_step(point: dict[str, Any]) -> dict[str, Any]:
     for group in optimizer.param_groups:
         group["lr"] = settings.lr
     gc.collect()
-    meter.reset_peak_rss()
+    machine.reset_peak_rss()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
     else:
-        held = meter.rss_bytes()[0] - base
+        held = machine.rss_bytes()[0] - base
     steps = [_step(model, optimizer, ids, method, point) for _ in range(point["steps"])]
-    peak_rss = meter.rss_bytes()[1]
+    peak_rss = machine.rss_bytes()[1]
     result = {
         "seconds": [s["seconds"] for s in steps],
         "loss": steps[0]["loss"],
@@ -116,25 +109,26 @@ def training_step(point: dict[str, Any]) -> dict[str, Any]:
 
 
 def _step(
-    model: adjoint.Stack, optimizer: torch.optim.Optimizer, ids: Tensor, method: Any, point: dict[str, Any]
+    model: adjoint.Stack, optimizer: torch.optim.Optimizer, ids: Tensor, method: Any, point: Point
 ) -> dict[str, Any]:
     """Forward, backward, then clipping and AdamW; as in `adjoint.train.trainer`, with the device waited
     for in between."""
-    device = ids.device
+    device, marks = ids.device, list[float]()
+
+    def mark() -> None:
+        synchronize(device)
+        marks.append(time.perf_counter())
+
     optimizer.zero_grad(set_to_none=True)
-    synchronize(device)
-    marks = [time.perf_counter()]
+    mark()
     with autocast(point["precision"], device):
         loss = model(ids, labels=ids, method=method).loss
-    synchronize(device)
-    marks.append(time.perf_counter())
+    mark()
     loss.backward()
-    synchronize(device)
-    marks.append(time.perf_counter())
+    mark()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    synchronize(device)
-    marks.append(time.perf_counter())
+    mark()
     phases = [after - before for before, after in itertools.pairwise(marks)]
     value, grad_norm = loss.item(), norm.item()
     if not (math.isfinite(value) and math.isfinite(grad_norm)):
@@ -146,7 +140,7 @@ def _step(
     }
 
 
-def backends(point: dict[str, Any]) -> dict[str, str]:
+def backends(point: Point) -> dict[str, str]:
     """Whose code runs each operation: plain PyTorch ("reference") would explain a slow step."""
     device, dtype = torch.device(point["device"]), DTYPES[point["precision"]]
     if device.type == "cpu" and dtype == torch.bfloat16:  # widened before, see `adjoint.kernels.dispatch`
@@ -154,7 +148,7 @@ def backends(point: dict[str, Any]) -> dict[str, str]:
     return {name: dispatch.implementation(name, None, device, dtype) for name in OPERATIONS}
 
 
-def gradient_check(point: dict[str, Any]) -> dict[str, Any]:
+def gradient_check(point: Point) -> dict[str, Any]:
     """Exact's and Backprop's gradients against Backprop's in float64, of the same parameters.
 
     For each of the point's precisions: the error, ‖g − g64‖ / ‖g64‖ over all parameters together, of both
@@ -162,12 +156,12 @@ def gradient_check(point: dict[str, Any]) -> dict[str, Any]:
     """
     model, ids = build(point | {"precision": "float32"}), tokens(point, point["length"])
     exact, backprop = adjoint.Exact(point["chunk_size"], point["keep"]), adjoint.Backprop()
-    reference = gradients(model.double(), ids, backprop, "float64")
+    reference, _ = gradient(model.double(), ids, backprop, "float64")
     errors: dict[str, Any] = {}
     for precision in point["precisions"]:
         model.to(torch.float64 if precision == "float64" else torch.float32)  # exact both ways
-        plain = reference if precision == "float64" else gradients(model, ids, backprop, precision)
-        ours = gradients(model, ids, exact, precision)
+        plain = reference if precision == "float64" else gradient(model, ids, backprop, precision)[0]
+        ours, _ = gradient(model, ids, exact, precision)
         errors[precision] = {
             "exact": distance(ours, reference),
             "backprop": distance(plain, reference),
@@ -178,20 +172,23 @@ def gradient_check(point: dict[str, Any]) -> dict[str, Any]:
     return {"errors": errors, "chunk_size": point["chunk_size"], "parameters": model.num_parameters()}
 
 
-def chunk_check(point: dict[str, Any]) -> dict[str, Any]:
+def chunk_check(point: Point) -> dict[str, Any]:
     """Exact's gradient at a long length with two chunk sizes that share no edge: their relative distance."""
     model, ids = build(point), tokens(point, point["length"])
-    size = chunk_size_of(point | {"method": "exact"}, model, ids)
-    assert size is not None
-    size = min(size, point["length"])
+    size = min(chunk_size_of(point, model, ids), point["length"])
     sizes = [size, max(1, size * 5 // 7)]
-    first, second = (
-        gradients(model, ids, adjoint.Exact(s, point["keep"]), point["precision"]) for s in sizes
-    )
+    methods = [adjoint.Exact(size, point["keep"]) for size in sizes]
+    first, second = (gradient(model, ids, method, point["precision"])[0] for method in methods)
     return {"distance": distance(second, first), "chunk_sizes": sizes}
 
 
-def build(point: dict[str, Any]) -> adjoint.Stack:
+def distance(found: Gradients, reference: Gradients) -> float:
+    """‖found − reference‖ / ‖reference‖ over all parameters, in float64; inf where it is not finite."""
+    error = compare(reference, found)["overall"]["overall"].relative_error
+    return math.inf if error is None else error
+
+
+def build(point: Point) -> adjoint.Stack:
     """The model, made on its device; the same parameters for a seed and device."""
     torch.manual_seed(0)
     with torch.device(point["device"]):
@@ -199,47 +196,14 @@ def build(point: dict[str, Any]) -> adjoint.Stack:
     return model.double() if point["precision"] == "float64" else model
 
 
-def tokens(point: dict[str, Any], length: int) -> Tensor:
+def tokens(point: Point, length: int) -> Tensor:
     """(1, length) random token ids, the same on every device."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(adjoint.StackConfig(**point["model"]).vocab_size, (1, length), generator=generator)
     return ids.to(point["device"])
 
 
-def make_method(point: dict[str, Any], chunk_size: int | None) -> Any:
-    """The point's method; its chunk size is known by now."""
-    if point["method"] == "exact":
-        return adjoint.Exact(chunk_size, point["keep"])
-    return adjoint.Backprop(checkpoint=point["method"] == "backprop-checkpoint")
-
-
-def chunk_size_of(point: dict[str, Any], model: adjoint.Stack, ids: Tensor) -> int | None:
-    """Tokens a chunk: the point's, else what `Exact` picks in this precision; None for Backprop."""
-    if point["method"] != "exact":
-        return None
+def chunk_size_of(point: Point, model: adjoint.Stack, ids: Tensor) -> int:
+    """Tokens a chunk of `Exact`: the point's, else what it picks in this precision."""
     with autocast(point["precision"], ids.device):
         return point["chunk_size"] or default_chunk_size(model, ids)
-
-
-def gradients(model: adjoint.Stack, ids: Tensor, method: Any, precision: str) -> Gradient:
-    """Every parameter's gradient by name; the model is left without any."""
-    with autocast(precision, ids.device):
-        loss = model(ids, labels=ids, method=method).loss
-    loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def distance(a: Gradient, b: Gradient) -> float:
-    """‖a − b‖ / ‖b‖ over all of b's parameters, in float64."""
-    if a.keys() != b.keys():
-        raise ValueError(f"gradients of different parameters: {sorted(a.keys() ^ b.keys())}")
-    apart = sum(float((a[k].double() - b[k].double()).square().sum()) for k in b)
-    return math.sqrt(apart / sum(float(b[k].double().square().sum()) for k in b))
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for the device's queue."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

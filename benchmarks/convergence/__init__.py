@@ -1,0 +1,1 @@
+"""Does training still converge? `python -m benchmarks.convergence` (see `command`)."""

@@ -1,0 +1,1 @@
+"""Each operation against others: `python -m benchmarks.kernels` (see `command`)."""

@@ -1,0 +1,3 @@
+from benchmarks.long_context.command import main
+
+raise SystemExit(main())

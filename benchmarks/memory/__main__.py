@@ -1,0 +1,3 @@
+from benchmarks.memory.command import main
+
+raise SystemExit(main())
