@@ -75,22 +75,21 @@ class Stack(nn.Module):
         seed: of the initial weights; None draws one from PyTorch's generator, so that `torch.manual_seed`
             decides. Each layer is drawn from a generator seeded by (seed, layer): a part draws what the whole
             would.
-        span: the layers to build, all by default; what `split` gives of a whole stack.
+
+    Attributes:
+        span: the layers that are here: all, but of a part (`split`).
     """
 
-    def __init__(self, config: StackConfig, seed: int | None = None, span: range | None = None) -> None:
+    def __init__(self, config: StackConfig, seed: int | None = None) -> None:
         super().__init__()
-        self.config = config
-        self.span = range(config.n_layer) if span is None else span
+        self.config, self.span = config, range(config.n_layer)
         seed = draw_seed() if seed is None else seed
         with torch.random.fork_rng(devices=[]):  # what modules draw when they are made is drawn anew below
-            self.embedding = nn.Embedding(config.vocab_size, config.d_model) if self.is_first else None
-            self.layers = nn.ModuleList(
-                Block(config, k) if k in self.span else nn.Identity() for k in range(config.n_layer)
-            )
-            self.norm_f = RMSNorm(config.d_model, config.norm_eps) if self.is_last else None
-            self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False) if self.is_last else None
-        if config.tie_embeddings and self.is_first and self.is_last:
+            self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+            self.layers = nn.ModuleList(Block(config, k) for k in self.span)
+            self.norm_f = RMSNorm(config.d_model, config.norm_eps)
+            self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
         self.reset_parameters(seed)
 
@@ -133,11 +132,11 @@ class Stack(nn.Module):
                     if name in ("mixer.out_proj.weight", "mlp.out_proj.weight"):
                         nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
                         parameter.div_(math.sqrt(residuals))
-        with drawn_from(seed, config.n_layer):
-            tables = [module.weight for module in (self.embedding, self.lm_head) if module is not None]
-            if tables and (self.is_first or config.tie_embeddings):
-                nn.init.normal_(tables[0], std=config.initializer_range)
-        if self.norm_f is not None and self.lm_head is not None:
+        if self.is_first or (self.is_last and config.tie_embeddings):
+            with drawn_from(seed, config.n_layer):
+                table = self.embedding if self.is_first else self.lm_head
+                nn.init.normal_(table.weight, std=config.initializer_range)
+        if self.is_last:
             self.norm_f.reset_parameters()
             if not config.tie_embeddings:
                 with drawn_from(seed, config.n_layer + 1):

@@ -97,7 +97,7 @@ class Shard:
         dtype = torch.float64 if spec.precision == "float64" else torch.float32
         self.part.to(self.device, dtype)
         if tied:
-            self.part.lm_head.weight._no_weight_decay = True  # it is an embedding
+            self.part.lm_head.weight._no_weight_decay = True  # type: ignore[attr-defined] # it is an embedding
         self.optimizer = make_optimizer(self.part, spec.training, [] if self.table is None else [self.table])
         self.known: set[tuple[int, int]] = set()  # (helper, stage)s whose weights the helper has
         self.windows: list[int] | None = None  # of the last batch, where the method picked them
@@ -108,7 +108,7 @@ class Shard:
         return len(self.spec.spans)
 
     @property
-    def table(self) -> nn.Parameter | None:
+    def table(self) -> Tensor | None:
         """The copy of a tied table that another shard owns."""
         copied = self.spec.model.tie_embeddings and self.part.is_first and not self.part.is_last
         return self.part.embedding.weight if copied else None
@@ -156,6 +156,7 @@ class Shard:
         """
         check_rows(len(ids), self.spec.replicas)
         worker, scheme, valid = self._worker(ids, chunk_size, passing)
+        check_chunks(self.spec.method, ids.shape[1], scheme.chunk_size, self.spec.sequence)
         worker.scale = torch.ones((), dtype=worker.wide, device=self.device) / batches / valid
         if scheme.window == "auto":
             self._carry_out(worker, forward_plan(worker.grid, self.spec.owners), free=False)
@@ -172,7 +173,7 @@ class Shard:
 
     def evaluate(self, ids: Tensor, chunk_size: int | None = None) -> float | None:
         """On a last shard its share of the mean loss of a batch, None elsewhere. A batch may have fewer rows
-        than there are replicas."""
+        than there are replicas, and be too short for every worker of a sequence to have a chunk."""
         if not len(rows_of(ids, self.spec.replica, self.spec.replicas)):
             return 0.0 if self.part.is_last else None
         with torch.no_grad():
@@ -190,7 +191,6 @@ class Shard:
         batch, seqlen = ids.shape
         scheme = self.spec.method.scheme(seqlen, chunk_size or self.chunk_size(batch, seqlen))
         grid, stages = self._grid(scheme, seqlen), stages_of(self.part)
-        check_chunks(self.spec.method, seqlen, scheme.chunk_size, self.spec.sequence)
         wide = torch.float64 if self.spec.precision == "float64" else torch.float32
         with autocast(self.spec.precision, self.device):
             worker = Worker(

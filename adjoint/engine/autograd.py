@@ -34,7 +34,8 @@ def chunked_loss(
         input_ids, targets: (batch, seqlen) int64, the targets already shifted, `valid` of them not ignored.
         states: to start from, a tuple a layer.
     """
-    parameters, flat = list(model.parameters()), [s for state in states for s in state]
+    parameters: list[Tensor] = list(model.parameters())
+    flat = [s for state in states for s in state]
     follows = torch.is_grad_enabled() and any(t.requires_grad for t in (*parameters, *flat))
     steps = _Steps(model, input_ids, targets, max(int(valid), 1), states, scheme, parameters, follows)
     loss, *final = _ChunkedLoss.apply(steps, *parameters, *flat)
@@ -75,7 +76,8 @@ class _Steps:
         follows: bool,
     ) -> None:
         self.scheme, self.valid, self.states, self.parameters = scheme, valid, states, parameters
-        self.follows, self.windows = follows, None
+        self.follows = follows
+        self.windows: list[int] | None = None  # of each layer, once they are picked
         stages = stages_of(model)
         assert all(stage is not None for stage in stages), "a part of a stack has no loss by itself"
         self.stateful = [stage is not None and stage.stateful for stage in stages]

@@ -69,7 +69,7 @@ class Scheme:
     window: int | Literal["auto"] | None = None
     tolerance: float = 0.0
     cut: float = 0.0
-    keep: Literal["edges", "inputs", "offload"] = "edges"
+    keep: str = "edges"
     tapes: int = 1
 
     def cuts(self, seqlen: int) -> tuple[int, ...]:

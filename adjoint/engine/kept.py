@@ -67,7 +67,7 @@ class Edges:
         """Room for the next edge."""
         if self.memory is None:
             where = {"device": "cpu", "pin_memory": True} if self.host else {"device": self.packing.device}
-            self.memory = torch.empty(self.rows, self.packing.size, dtype=self.packing.dtype, **where)  # type: ignore[call-overload]
+            self.memory = torch.empty(self.rows, self.packing.size, dtype=self.packing.dtype, **where)
         self.used += 1
         return self.memory[self.used - 1]
 

@@ -51,7 +51,7 @@ class Stage(Protocol):
     @property
     def reach(self) -> int: ...
 
-    def parameters(self) -> Iterable[nn.Parameter]:
+    def parameters(self) -> Iterable[Tensor]:
         """Those whose gradients it adds."""
         ...
 
@@ -74,7 +74,7 @@ class Embedding:
     def __init__(self, table: nn.Embedding) -> None:
         self.table = table
 
-    def parameters(self) -> Iterable[nn.Parameter]:
+    def parameters(self) -> Iterable[Tensor]:
         return self.table.parameters()
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
@@ -103,7 +103,7 @@ class Layer:
     def __init__(self, block: nn.Module, reach: int = 0, leaves: int = 1) -> None:
         self.block, self.reach, self.grows = block, reach, (None,) * leaves
 
-    def parameters(self) -> Iterable[nn.Parameter]:
+    def parameters(self) -> Iterable[Tensor]:
         return self.block.parameters()
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
@@ -146,7 +146,7 @@ class Head:
     def __init__(self, model: Stack) -> None:
         self.model = model
 
-    def parameters(self) -> Iterable[nn.Parameter]:
+    def parameters(self) -> Iterable[Tensor]:
         return self.model.head_parameters()
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
