@@ -82,19 +82,16 @@ class Exact(Chunked):
     (docs/method.md §4).
 
     Forward keeps the recurrent states at chunk edges; the backward sweeps the chunks in reverse, recomputes
-    each one and
-    carries the accumulated adjoint state across its edge. Do not use it where the whole sequence's
-    activations fit anyway and time is
-    all that counts: `Backprop` saves the extra forward.
+    each one and carries the accumulated adjoint state across its edge. Do not use it where the whole
+    sequence's activations fit anyway and time is all that counts: `Backprop` saves the extra forward.
 
     Args:
         chunk_size: tokens a chunk; need not divide seqlen. None picks one from the model's widths and the
             device.
         keep: "edges" keeps only the states at chunk edges and recomputes all layers of a chunk at a time;
-            "inputs" also
-            keeps every layer's input (n_layer × seqlen × d_model), so that one layer of a chunk is worked on
-            at a time; "offload" is
-            "inputs" with edges and inputs in host memory (on a CPU the same as "inputs").
+            "inputs" also keeps every layer's input (n_layer × seqlen × d_model), so that one layer of a chunk
+            is worked on at a time; "offload" is "inputs" with edges and inputs in host memory (on a CPU the
+            same as "inputs").
 
     Raises:
         ValueError: chunk_size is not a positive whole number, or keep is none of the three.
@@ -120,7 +117,7 @@ class Truncated(Chunked):
 
     In each layer a token's output reaches back `window` tokens through the recurrence, no further; the paths
     through the convolution, the residual stream and C are whole. Chunks of a layer are then independent
-    tasks (`tasks()`). This is not the gradient unless window >= seqlen. Do not use it to save time or memory
+    tasks. This is not the gradient unless window >= seqlen. Do not use it to save time or memory
     on one device: `Exact` costs no more there, and is exact.
 
     With window="auto" each layer gets the smallest window, step by step, over which its recurrence was seen
@@ -136,8 +133,8 @@ class Truncated(Chunked):
 
     Args:
         window: tokens, 1 or more, or "auto".
-        chunk_size: tokens a task owns; None takes the larger of `Exact`'s choice and the window, so that
-            halos at most double the work (with unbiased: the smaller of `Exact`'s and a quarter window).
+        chunk_size: tokens a chunk; None takes `Exact`'s choice (with unbiased: a quarter window at most). Where
+            the window is longer a task takes several chunks, so that halos at most double the work.
         tolerance: of window="auto": between 0 and 1; None is 0.001.
         unbiased: random, reweighted truncation instead of a fixed one.
 
@@ -194,7 +191,7 @@ class LayerLocal(Chunked):
 
     Args:
         window: tokens each output reaches back through the recurrence; None for all.
-        chunk_size: tokens a task owns; None picks one.
+        chunk_size: tokens a chunk; None picks one.
 
     Raises:
         ValueError: window or chunk_size is not a positive whole number.

@@ -51,8 +51,7 @@ def accumulated_adjoint(g: Tensor, a: Tensor, window: int | None = None) -> Tens
     """mu_t = sum over s in [t, t + window) of a_{t+1} … a_s g_s (the sum runs to the end if window is None).
 
     g (batch, seqlen, …); a broadcasts against g. With a window: blocks of `window` tokens, a suffix scan
-    inside each block, a
-    prefix scan in the next one, and the two joined — linear in seqlen for every window.
+    inside each block, a prefix scan in the next one, and the two joined — linear in seqlen for every window.
     """
     seqlen = g.shape[1]
     if window is None or window >= seqlen:

@@ -1,13 +1,10 @@
 """What the Triton kernels share: pointwise helpers, the pass that carries states from split to split, launch
 sizes.
 
-A long recurrence is cut into *splits* of the sequence when batch × channels alone would leave the GPU idle
-(a long
-context usually means batch 1). Each split is first run from a zero state, which gives its local final state
-and the
-product of its decays; the state at every split's edge then follows from a scan over the few splits
-(:func:`pass_states`), and the real run starts each split from the right state.
-"""
+A long recurrence is cut into *splits* of the sequence when batch × channels alone would leave the GPU idle (a
+long context usually means batch 1). Each split is first run from a zero state, which gives its local final
+state and the product of its decays; the state at every split's edge then follows from a scan over the few
+splits (:func:`pass_states`), and the real run starts each split from the right state."""
 
 from __future__ import annotations
 
@@ -101,14 +98,10 @@ def pass_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Carry a state through the splits: ``s[k+1] = decay[k] * s[k] + local[k]``, ``s[0] = init`` or zero.
 
-    ``local`` is (batch, n_splits, *state); ``decay`` (batch, n_splits, *outer), whose elements each stand
-    for an equal run
-    of the flattened state (one a head in the scalar case, one an element in the diagonal case). Returns
-    ``s`` at every
-    split's entry (batch, n_splits, *state), and the last state (batch, *state). With ``reverse`` the splits
-    run from
-    the last to the first.
-    """
+    ``local`` is (batch, n_splits, *state); ``decay`` (batch, n_splits, *outer), whose elements each stand for
+    an equal run of the flattened state (one a head in the scalar case, one an element in the diagonal case).
+    Returns ``s`` at every split's entry (batch, n_splits, *state), and the last state (batch, *state). With
+    ``reverse`` the splits run from the last to the first."""
     batch, n_splits = local.shape[:2]
     incoming = torch.empty_like(local)
     last = local.new_empty((batch, *local.shape[2:]))
@@ -184,11 +177,8 @@ def split_length(seqlen: int, programs: int, wanted: int, unit: int, shortest: i
     ``unit``.
 
     Splits are never made shorter than ``shortest`` tokens, under which the extra pass costs more than it
-    brings.
-    Depends on shapes and device alone, so the same call always splits alike (results are reproducible, and
-    the
-    launch can be captured in a CUDA graph).
-    """
+    brings. Depends on shapes and device alone, so the same call always splits alike (results are
+    reproducible, and the launch can be captured in a CUDA graph)."""
     splits = max(1, min(-(-wanted // max(programs, 1)), seqlen // max(shortest, 1), MAX_GRID_YZ))
     length = -(-seqlen // splits)
     return -(-max(length, 1) // unit) * unit

@@ -2,10 +2,9 @@
 x_{t-d_conv+1+j})``.
 
 A bandwidth-bound operation: a program walks a stretch of tokens with the last d_conv inputs (and, backwards,
-the unfinished
-gradients of as many) in registers, so everything is read once. Inputs before the first token come from the
-state, the last d_conv - 1
-inputs of the stretch before. With resets a tap counts only if no document begins between it and the output.
+the unfinished gradients of as many) in registers, so everything is read once. Inputs before the first token
+come from the state, the last d_conv - 1 inputs of the stretch before. With resets a tap counts only if no
+document begins between it and the output.
 
 Proven under the interpreter and by compilation; not measured on a GPU: the stretch and the channels a program
 takes are reasoned, not tuned.
@@ -247,10 +246,8 @@ def causal_conv1d_forward(
     bias (channels,).
 
     initial_state (batch, channels, d_conv - 1): the inputs just before, oldest first; None stands for zeros.
-    reset (batch,
-    seqlen) bool: taps do not reach back across a token where it is True. Raises ValueError for d_conv above
-    8.
-    """
+    reset (batch, seqlen) bool: taps do not reach back across a token where it is True. Raises ValueError for
+    d_conv above 8."""
     batch, seqlen, channels = x.shape
     d_conv = _check(x, weight)
     x, bias = common.last_contiguous(x), common.dense(bias)
@@ -296,9 +293,7 @@ def causal_conv1d_backward(
     is None.
 
     dinitial_state (batch, channels, d_conv - 1) is given also when initial_state is None (the gradient at
-    zeros), in
-    x's dtype.
-    """
+    zeros), in x's dtype."""
     batch, seqlen, channels = x.shape
     d_conv = _check(x, weight)
     dy, x, bias = common.last_contiguous(dy), common.last_contiguous(x), common.dense(bias)

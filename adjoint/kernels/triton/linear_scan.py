@@ -2,11 +2,10 @@
 (batch, seqlen, 1).
 
 Bandwidth is all it costs, so a thread owns one channel and walks its split of the sequence with a few loads
-in flight; a
-scalar decay is read once a token, never expanded. The windowed backward follows METHOD: blocks of ``window``
-tokens, a
-suffix scan inside each, joined with the prefix scan of the next; nothing is subtracted or divided. Blocks are
-counted from the token before the first, whose windowed adjoint state is the initial state's gradient.
+in flight; a scalar decay is read once a token, never expanded. The windowed backward: blocks
+of ``window`` tokens, a suffix scan inside each, joined with the prefix scan of the next; nothing is
+subtracted or divided. Blocks are counted from the token before the first, whose windowed adjoint state is the
+initial state's gradient.
 
 Proven under the interpreter and by compilation; not measured on a GPU: tokens loaded at once, channels a
 program and the shortest split are reasoned, not tuned.
@@ -281,9 +280,7 @@ def linear_scan_forward(
     (batch, seqlen, 1).
 
     initial_state (batch, N) or None (zero); reset (batch, seqlen) bool or None: True takes a_t as 0. h has
-    b's dtype, the
-    running state float32 (float64 for float64).
-    """
+    b's dtype, the running state float32 (float64 for float64)."""
     batch, seqlen, size = b.shape
     a, b = common.last_contiguous(a), common.last_contiguous(b)
     acc = common.state_dtype(b.dtype)

@@ -88,10 +88,9 @@ def selective_scan_forward(
     softplus(delta + bias)``.
 
     u, delta, z (batch, seqlen, d_inner) with a dense last dimension, in float32, float64, bfloat16 or
-    float16; A (d_inner,
-    d_state); B, C (batch, seqlen, d_state); D, delta_bias (d_inner,) or None; initial_state (batch, d_inner,
-    d_state) or
-    None; reset (batch, seqlen) bool or None: True drops the carried state before that token.
+    float16; A (d_inner, d_state); B, C (batch, seqlen, d_state); D, delta_bias (d_inner,) or None;
+    initial_state (batch, d_inner, d_state) or None; reset (batch, seqlen) bool or None: True drops the
+    carried state before that token.
 
     Returns y (like u), final_state (batch, d_inner, d_state) and the states before every 64th token, for the
     backward;
@@ -178,11 +177,9 @@ def selective_scan_backward(
     """Gradients of :func:`selective_scan_forward` through the accumulated adjoint state.
 
     ``mu_t = (dy_t silu(z_t)) C_t + a_{t+1} mu_{t+1}``, dfinal_state added at the last token; with ``window``
-    = W, mu_i sums
-    the terms of tokens i … i+W-1 only. The last ``halo`` tokens get zero gradients. Returns (du, ddelta, dA,
-    dB, dC, dD, dz, ddelta_bias, dinitial_state), each in its
-    tensor's dtype (states in float32, float64 for float64 inputs), None for D, z, delta_bias that are None.
-    """
+    = W, mu_i sums the terms of tokens i … i+W-1 only. The last ``halo`` tokens get zero gradients. Returns
+    (du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state), each in its tensor's dtype (states in
+    float32, float64 for float64 inputs), None for D, z, delta_bias that are None."""
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
     check(d_state)

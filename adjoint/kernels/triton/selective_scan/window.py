@@ -2,14 +2,11 @@
 in time O(seqlen).
 
 Blocks of ``window`` tokens, counted from the token before the first (whose windowed adjoint is the initial
-state's gradient):
-token i's window is the rest of its own block, a suffix scan, and the beginning of the next, a prefix scan
-carried across
-by the decays between. Nothing is subtracted and nothing divided. A first kernel walks the prefixes forward
-and marks them
-every ``EVERY`` tokens; the second goes through the sequence backwards and redoes states and prefixes from
-the marks. A
-split of the sequence is whole blocks, so splits need nothing of each other.
+state's gradient): token i's window is the rest of its own block, a suffix scan, and the beginning of the
+next, a prefix scan carried across by the decays between. Nothing is subtracted and nothing divided. A first
+kernel walks the prefixes forward and marks them every ``EVERY`` tokens; the second goes through the sequence
+backwards and redoes states and prefixes from the marks. A split of the sequence is whole blocks, so splits
+need nothing of each other.
 
 ``halo``: the last tokens serve the windows of the others and get no gradient themselves.
 """
