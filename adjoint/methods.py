@@ -133,8 +133,8 @@ class Truncated(Chunked):
 
     Args:
         window: tokens, 1 or more, or "auto".
-        chunk_size: tokens a chunk; None takes `Exact`'s choice (with unbiased: a quarter window at most). Where
-            the window is longer a task takes several chunks, so that halos at most double the work.
+        chunk_size: tokens a chunk; None takes `Exact`'s choice (with unbiased: a quarter window at most).
+            Where the window is longer a task takes several chunks, so that halos at most double the work.
         tolerance: of window="auto": between 0 and 1; None is 0.001.
         unbiased: random, reweighted truncation instead of a fixed one.
 

@@ -18,7 +18,13 @@ SEQLEN, CHUNK, LAYERS = 20, 4, 3
 STATEFUL = [False, *[True] * LAYERS, False]
 NAMES = ["embedding", *(f"layer {k}" for k in range(LAYERS)), "head"]
 COLOURS = {"y": "tab:blue", "S": "tab:green", "dy": "tab:red", "dS": "tab:orange", "spill": "tab:purple"}
-WORDS = {"y": "y", "S": "state", "dy": "cotangent of y", "dS": "adjoint state", "spill": "cotangent that spills over"}
+WORDS = {
+    "y": "y",
+    "S": "state",
+    "dy": "cotangent of y",
+    "dS": "adjoint state",
+    "spill": "cotangent that spills over",
+}
 PANELS = [
     ("Forward, every method", Exact(CHUNK), "F"),
     ("Backward of Exact: dy from above, dS from the right", Exact(CHUNK), "B"),
@@ -38,7 +44,9 @@ def draw(axes: object, title: str, grid: Grid, kinds: str) -> None:
     for k, name in enumerate(NAMES):
         axes.text(-0.75, k, name, ha="right", va="center", fontsize=8)
         for c in range(grid.chunks):
-            box = FancyBboxPatch((c - 0.28, k - 0.2), 0.56, 0.4, "round,pad=0.02", fc="0.93", ec="0.5", lw=0.8)
+            box = FancyBboxPatch(
+                (c - 0.28, k - 0.2), 0.56, 0.4, "round,pad=0.02", fc="0.93", ec="0.5", lw=0.8
+            )
             axes.add_patch(box)
     for what, a, b in sorted(arrows(grid, kinds), key=str):
         bend = 0.0 if abs(a.stage - b.stage) + abs(a.chunk - b.chunk) == 1 else 0.18

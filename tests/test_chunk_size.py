@@ -84,4 +84,5 @@ def test_the_default_follows_device_batch_and_precision(monkeypatch: pytest.Monk
     half = True
     assert torch.get_autocast_dtype("cuda").itemsize == 2
     assert default_chunk_size(model, ids) == chunk_size_for(model.config, 2, "cuda", 2, 2**28)
-    assert chunk_size_for(model.config, 2, "cuda", 4, 2**28) < chunk_size_for(model.config, 2, "cuda", 2, 2**28) < 16384
+    wide, narrow = (chunk_size_for(model.config, 2, "cuda", element, 2**28) for element in (4, 2))
+    assert wide < narrow < 16384

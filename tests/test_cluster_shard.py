@@ -31,7 +31,8 @@ from adjoint.train.optimizer import make_optimizer
 
 def alone(config: StackConfig, spans: list[range], worker: int, seed: int, drawn: bool = True) -> Shard:
     training = TrainingConfig(seed=seed)
-    return Shard(ShardSpec(config, training, Exact(7), tuple(spans), worker, precision="float32"), drawn=drawn)
+    spec = ShardSpec(config, training, Exact(7), tuple(spans), worker, precision="float32")
+    return Shard(spec, drawn=drawn)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

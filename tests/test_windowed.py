@@ -105,7 +105,12 @@ def test_a_task_needs_no_more_than_its_halo():
     assert len(tasks) == 2 * 5
     assert tasks[1] == Tile("W", 2, 1) and grid.span(tasks[1]) == (7, 10, 20, 25)
     assert tasks[4] == Tile("W", 2, 4) and grid.span(tasks[4]) == (37, 40, 43, 43)
-    assert grid.reads(tasks[1]) == [*(("y", 1, c) for c in (0, 1, 2)), ("S", 2, 0), ("dy", 2, 1), ("dy", 2, 2)]
+    assert grid.reads(tasks[1]) == [
+        *(("y", 1, c) for c in (0, 1, 2)),
+        ("S", 2, 0),
+        ("dy", 2, 1),
+        ("dy", 2, 2),
+    ]
     assert grid.writes(tasks[1]) == [("dy", 1, 1), ("spill", 1, 0, 1)]
 
 

@@ -22,8 +22,7 @@ import triton.language as tl
 
 from adjoint.kernels.triton import common
 from adjoint.kernels.triton.selective_scan import launch as selective
-from adjoint.kernels.triton.ssd_scan import backward
-from adjoint.kernels.triton.ssd_scan import forward
+from adjoint.kernels.triton.ssd_scan import backward, forward
 
 # By the size of the inputs' elements: tokens between the states that are kept, tokens a matrix tile, and the
 # columns of d_state that a program takes where they are the inner and where they are the outer dimension.
