@@ -130,7 +130,8 @@ class DistributedTransport:
             tensor = self._room(tensor).copy_(tensor, non_blocking=True)
             torch.cuda.current_stream().synchronize()
         under_way = self.under_way[to]
-        if len(under_way) == self.buffers:
+        # what has left is let go: a message may be a whole chunk
+        while under_way and (len(under_way) == self.buffers or under_way[0][0].is_completed()):
             under_way.popleft()[0].wait()
         work = self.dist.isend(tensor, to, self._group(self.rank, to))
         under_way.append((work, tensor))  # the tensor must live until it has left
