@@ -35,7 +35,7 @@ from adjoint.train.checkpoint import (
     read_trainer,
 )
 from adjoint.train.config import Config, load_config
-from adjoint.train.machine import rng_state
+from adjoint.train.machine import rng_state, set_rng_state
 from adjoint.train.optimizer import learning_rate
 from adjoint.train.rundir import open_run
 from adjoint.train.trainer import Outcome, Trainer
@@ -120,7 +120,9 @@ class ShardedTrainer(Trainer):
         self._build(checkpoint)
         if checkpoint is None:
             self.step = self.saved_step = self.tokens = 0
-            self.data.train.load_state_dict(self.beginning)
+            data, rng = self.beginning
+            self.data.train.load_state_dict(data)
+            set_rng_state(rng)
         else:
             self._resume(checkpoint)
         self.folder.start(self.step)
@@ -158,9 +160,9 @@ class ShardedTrainer(Trainer):
         if not hasattr(self, "failures"):
             self.failures, self.preemptions, self.gauges = 0, 0, dict[str, Any]()
             self.announced = False
-            self.beginning, self.origin = self.data.train.state_dict(), checkpoint
             with torch.device("meta"):
-                whole = Stack(config.model)
+                whole = Stack(config.model)  # draws its seed, as in one process
+            self.beginning, self.origin = (self.data.train.state_dict(), rng_state()), checkpoint
             self.num_parameters = whole.num_parameters()
             self.names = [name for name, _ in whole.named_parameters()]
         if checkpoint is not None:
