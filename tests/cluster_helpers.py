@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -37,10 +40,9 @@ class ThreadCrew:
         self.tasks[helper] += 1
         return self.threads[helper].submit(self.helpers[helper].task, copied, batch)
 
-    def ready(self, handles: Sequence[Future[Any]], wait_for_one: bool = False, **keywords: Any) -> list[Any]:
-        if not (wait_for_one or keywords.get("wait")):
-            return [handle for handle in handles if handle.done()]
-        return list(wait(handles, return_when=FIRST_COMPLETED).done)
+    def ready(self, handles: Sequence[Future[Any]], wait: bool) -> list[Any]:
+        timeout = None if wait else 0
+        return list(futures.wait(handles, timeout, return_when=futures.FIRST_COMPLETED).done)
 
     def result(self, handle: Future[Any]) -> Any:
         return handle.result()
@@ -74,24 +76,30 @@ def make_shards(
     return made
 
 
-def together(shards: list[Shard], call: Callable[[Shard], Any]) -> list[Any]:
-    """Calls every shard in a thread of its own."""
+def in_threads(calls: Sequence[Callable[[], Any]], broken: threading.Event) -> list[Any]:
+    """Makes all calls at once, each in a thread of its own. Where one fails, `broken` ends the waits of the
+    others for it, and its error is raised."""
 
-    def guarded(shard: Shard) -> Any:
+    def guarded(call: Callable[[], Any]) -> Any:
         try:
-            return call(shard)
+            return call()
         except BaseException:
-            shard.everyone.broken.set()  # type: ignore[union-attr]
+            broken.set()
             raise
 
-    with ThreadPoolExecutor(len(shards)) as pool:
-        futures = [pool.submit(guarded, shard) for shard in shards]
-        wait(futures)
-        failed = [f.exception() for f in futures if f.exception() is not None]
+    with ThreadPoolExecutor(len(calls), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        made = [pool.submit(guarded, call) for call in calls]
+    failed = [f.exception() for f in made if f.exception() is not None]
+    if failed:
         own = [e for e in failed if "another worker has failed" not in str(e)]
-        if failed:
-            raise (own or failed)[0]  # type: ignore[misc]
-        return [f.result() for f in futures]
+        raise (own or failed)[0]  # type: ignore[misc]
+    return [f.result() for f in made]
+
+
+def together(shards: list[Shard], call: Callable[[Shard], Any]) -> list[Any]:
+    """Calls every shard in a thread of its own."""
+    broken = shards[0].everyone.broken  # type: ignore[union-attr]
+    return in_threads([functools.partial(call, shard) for shard in shards], broken)
 
 
 def disturb(named: Mapping[str, torch.Tensor]) -> None:
