@@ -15,15 +15,18 @@ slows down slows both. Published is the median of the pairs' ratios, with the sm
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import common
 from benchmarks.common import Point, Row
+from benchmarks.kernels import operations
+from benchmarks.timing import repeated
 
 LIMIT = 2.5  # what no ratio may pass
 SCANS = {
@@ -32,6 +35,11 @@ SCANS = {
     "scalar": "linear scan, scalar × 16",
     "diagonal": "linear scan, diagonal 16",
     "dense": "linear scan, dense 16 × 16",
+}
+OPERATIONS = {
+    "selective": ("selective_scan", {"d_inner": 512, "d_state": 16}),
+    "ssd": ("ssd_scan", {"nheads": 8, "headdim": 64, "d_state": 64}),
+    **{kind: (f"linear_scan_{kind}", {"d_state": 16}) for kind in ("scalar", "diagonal", "dense")},
 }
 # Okabe and Ito's palette, readable with every kind of colour vision.
 COLOURS = {
@@ -51,55 +59,19 @@ def windows_of(seqlen: int) -> list[int]:
     return sorted({w for w in [*powers, *odd] if 1 <= w <= seqlen})
 
 
-def build(name: str, seqlen: int, device: str) -> tuple[list[Any], Callable[[int | None], Any]]:
-    """Random inputs of scan `name` that ask for gradients, and `window -> output`."""
-    import torch
-
-    import adjoint
-    from adjoint.kernels.linear_scan import linear_scan
-
-    generator = torch.Generator().manual_seed(0)
-
-    def randn(*shape: int) -> Any:
-        return torch.randn(*shape, generator=generator).to(device).requires_grad_()
-
-    def decay_rate(*shape: int) -> Any:
-        return (-0.1 - torch.rand(*shape, generator=generator)).to(device).requires_grad_()
-
-    if name == "selective":
-        u, delta, z = (randn(1, seqlen, 512) for _ in range(3))
-        A, D, bias = decay_rate(512, 16), randn(512), randn(512)
-        B, C = randn(1, seqlen, 16), randn(1, seqlen, 16)
-        return [u, delta, A, B, C, D, z, bias], lambda window: adjoint.selective_scan(
-            u, delta, A, B, C, D, z, bias, delta_softplus=True, window=window
-        )[0]
-    if name == "ssd":
-        x, dt, A, D, bias = randn(1, seqlen, 8, 64), randn(1, seqlen, 8), decay_rate(8), randn(8), randn(8)
-        B, C = randn(1, seqlen, 1, 64), randn(1, seqlen, 1, 64)
-        return [x, dt, A, B, C, D, bias], lambda window: adjoint.ssd_scan(
-            x, dt, A, B, C, D, dt_bias=bias, dt_softplus=True, window=window
-        )[0]
-    shape = {"scalar": (1,), "diagonal": (16,), "dense": (16, 16)}[name]
-    size = 0.9 / math.sqrt(16) if name == "dense" else 0.9  # states stay bounded
-    a = (size * torch.rand(1, seqlen, *shape, generator=generator)).to(device).requires_grad_()
-    b, h = randn(1, seqlen, 16), randn(1, 16)
-    return [a, b, h], lambda window: linear_scan(a, b, h, window=window)
-
-
 def measure(name: str, window: int, seqlen: int, repeats: int, device: str, repeat_s: float) -> list[Any]:
     """[seconds unwindowed, seconds windowed] of each pair of backwards."""
-    import torch
-
-    from benchmarks.timing import repeated
-
-    inputs, scan = build(name, seqlen, device)
-    outputs = [scan(None), scan(window)]
-    cotangent = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(1)).to(device)
+    op_name, shape = OPERATIONS[name]
+    op = operations.OPS[op_name]
+    inputs, cotangent = operations.draw(op, {"batch": 1, "seqlen": seqlen, **shape}, device, torch.float32)
+    leaves = {key: x.requires_grad_() for key, x in inputs.items()}
+    outputs = [op.ours(**leaves, window=w, backend=None) for w in (None, window)]
 
     def seconds(output: Any) -> float:
-        return repeated(
-            lambda: torch.autograd.grad(output, inputs, cotangent, retain_graph=True), device, 0.0, least=1
-        )[0]
+        def backward() -> None:
+            torch.autograd.grad(output, list(leaves.values()), cotangent, retain_graph=True)
+
+        return repeated(backward, device, 0.0, least=1)[0]
 
     for output in outputs:  # loads, compiles, starts threads
         seconds(output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -116,9 +117,11 @@ def test_data_sheet_knows_whole_gpus_only() -> None:
     assert flops.data_sheet("NVIDIA H200", "bfloat16") == 989.5e12
     assert flops.data_sheet("NVIDIA H100 PCIe", "bfloat16") == 756e12
     assert flops.data_sheet("NVIDIA A100-SXM4-40GB", "bfloat16") == 312e12
+    assert flops.data_sheet("NVIDIA A100 80GB PCIe", "bfloat16") == 312e12
     for gpu, precision in (
         ("NVIDIA H200", "float32"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bfloat16"),
+        ("NVIDIA L40", "bfloat16"),  # the table has the L4 and the L40S
         ("Something else", "bfloat16"),
         (None, "bfloat16"),
     ):
@@ -334,6 +337,19 @@ def test_on_a_gpu(config: str, tmp_path: Path) -> None:
         assert 0 < row["held_bytes"] < row["memory_bytes"] <= row["reserved_bytes"]
         assert set(row["backends"].values()) == {"triton"}
     assert {row["precision"] for row in written["checks"]} >= {"float64", "float32"}
+
+
+def test_torch_and_numpy_are_enough(config: str) -> None:
+    absent = "jsonargparse matplotlib psutil pynvml ray rich safetensors tokenizers tqdm transformers yaml"
+    arguments = ["--device", "cpu", "--config", config, "--lengths", "512"]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent.split()}))\n"
+        "from benchmarks.long_context import command, measure\n"
+        f"print(command.parse({arguments}).setting)"
+    )
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, cwd=common.ROOT, capture_output=True, text=True, check=True)
+    assert str(MODEL) in done.stdout
 
 
 def test_a_point_in_a_process_of_its_own() -> None:
