@@ -358,7 +358,7 @@ def pyplot() -> Any:
 
 def save(figure: Any, path: Path, foot: str) -> None:
     """Write the picture, with `foot` in small letters below it."""
-    figure.supxlabel(foot, x=0.005, ha="left", fontsize=7.5, color="#666666")
+    figure.text(0.005, -0.01, foot, va="top", fontsize=7.5, color="#666666")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140, bbox_inches="tight")
     pyplot().close(figure)
