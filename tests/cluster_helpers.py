@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from adjoint import Stack, StackConfig
-from adjoint.cluster.helpers import as_arrays, as_tensors
+from adjoint.cluster.helpers import Task, as_arrays, as_tensors
 from adjoint.cluster.shard import HelperShard, Shard, total_norm
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import local_transports
+from adjoint.engine.grid import Tile
 from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import learning_rate, make_optimizer
 
@@ -27,18 +28,22 @@ def split(n_layer: int, shards: int) -> list[range]:
 
 
 class ThreadCrew:
-    """Helpers of a shard, a thread each."""
+    """Helpers of a shard, a thread each; `taken` is every task so far: helper, tiles, whether weights came
+    with it."""
 
     def __init__(self, helpers: list[HelperShard]) -> None:
         self.helpers, self.size = helpers, len(helpers)
         self.threads = [ThreadPoolExecutor(1) for _ in helpers]
-        self.tasks = [0] * len(helpers)
+        self.taken: list[tuple[int, tuple[Tile, ...], bool]] = []
 
-    def submit(self, helper: int, task: Any) -> Future[Any]:
-        batch = next(tensor.shape[0] for key, tensor in task[2].items() if key[0] == "y")
+    def submit(self, helper: int, task: Task) -> Any:
+        self.taken.append((helper, task[1], task[3] is not None))
         copied = as_tensors(as_arrays(task))  # as Ray ships them
-        self.tasks[helper] += 1
-        return self.threads[helper].submit(self.helpers[helper].task, copied, batch)
+        return self.threads[helper].submit(self.carry_out, helper, copied)
+
+    def carry_out(self, helper: int, task: Task) -> list[torch.Tensor]:
+        batch = next(tensor.shape[0] for key, tensor in task[2].items() if key[0] == "y")
+        return self.helpers[helper].task(task, batch)
 
     def ready(self, handles: Sequence[Future[Any]], wait: bool) -> list[Any]:
         timeout = None if wait else 0

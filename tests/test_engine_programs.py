@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adjoint.engine.grid import Grid, Key, Scheme, Tile, make_grid
-from adjoint.engine.program import Action, Owners, Plan, Recv, Run, Send, Share, keys_of, plan, shared
+from adjoint.engine.program import Action, Owners, Plan, Recv, Run, Send, Share, keys_of, plan
 from adjoint.engine.simulate import Timeline, held_at_most, simulate, uniform
 
 REACH = 3
@@ -467,55 +467,6 @@ def test_equals_a_clock_that_ticks(problem: Any, seed: int) -> None:
 # ------------------------------------------------------------------------------------------------- helpers
 
 
-def helped(
-    n_layer: int, shards: int, helpers: Sequence[int], window: int | None = 4, chunks: int = 8
-) -> Plan:
-    owners = Owners.of(spans(n_layer, shards))
-    grid = grid_of(n_layer, Scheme(8, dy_from="head", window=window), 8 * chunks, owners)
-    return shared(plan(grid, owners, tapes=0), owners.shards, helpers)
-
-
-def units_of(program: Sequence[Action]) -> tuple[tuple[Tile, ...], ...]:
-    return next((action.units for action in program if isinstance(action, Share)), ())
-
-
-@pytest.mark.parametrize("window", [None, 4, 20])
-@pytest.mark.parametrize("chunks", [1, 3, 40])
-@pytest.mark.parametrize(
-    "n_layer, shards, helpers", [(4, 1, (0,)), (5, 1, (0,) * 4), (5, 2, (1, 0, 1)), (3, 3, (2,))]
-)
-def test_units_are_all_shared_tiles_once(
-    n_layer: int, shards: int, helpers: tuple[int, ...], chunks: int, window: int | None
-) -> None:
-    """Of all layers but the first, whose tiles stay with their shard; a unit is of one layer, in order."""
-    made = helped(n_layer, shards, helpers, window, chunks)
-    for shard, span in enumerate(spans(n_layer, shards)):
-        program = made.programs[shard]
-        own = [
-            a.tile
-            for a in program
-            if isinstance(a, Run) and a.tile.kind in "RBW" and 0 < a.tile.stage <= n_layer
-        ]
-        units = units_of(program)
-        found = [tile for unit in units for tile in unit]
-        expected = [t for t in made.grid.backward_tiles() if 0 < t.stage <= n_layer and t.stage - 1 in span]
-        assert sorted(map(str, own + found)) == sorted(map(str, expected))
-        assert all(len({t.stage for t in unit}) == 1 for unit in units)
-        if shard not in helpers:
-            assert not found
-            continue
-        shareable = [layer for layer in span if layer]
-        assert {t.stage for t in own} <= {1} and {t.stage - 1 for t in found} == set(shareable)
-        crew = 1 + helpers.count(shard)
-        if made.grid.window(1) is None:  # a layer's adjoint state goes through all its chunks
-            assert len(units) == len(shareable)
-        elif shareable:
-            assert min(len(found), 4 * crew) <= len(units) < 4 * crew + len(shareable)
-        for layer in shareable:
-            order = [t for t in made.grid.backward_tiles() if t.stage == layer + 1]
-            assert [t for unit in units for t in unit if t.stage == layer + 1] == order
-
-
 def pooled(units: Sequence[tuple[Tile, ...]]) -> Plan:
     return Plan(grid_of(9, Scheme(8, window=4), 64), ((Share(tuple(units)),),))
 
@@ -547,28 +498,6 @@ def test_whoever_is_free_takes_the_next_unit(seed: int) -> None:
     assert sorted(str(s.tile) for s in found.spans) == sorted(str(t) for unit in units for t in unit)
     slots = simulate(pooled(units), tile, helpers=(0,) * helpers, slots=helpers + 1)
     assert slots.seconds == pytest.approx(found.seconds)
-
-
-def test_a_slow_helper_takes_fewer_units() -> None:
-    made = helped(5, 1, (0, 0), window=4, chunks=64)
-    found = simulate(made, lambda w, t: 4.0 if w == 2 else 1.0, helpers=(0, 0), spans=True)
-    units = units_of(made.programs[0])
-    assert len(units) == 12
-    began = min(span.start for span in found.spans if span.worker)
-    tiles = collections.Counter(span.worker for span in found.spans if span.start >= began)
-    assert sum(tiles.values()) == 4 * 64
-    assert tiles[2] < tiles[1] / 2 and abs(tiles[0] - tiles[1]) <= 2 * 64 / 3
-    longest = 4.0 * len(units[0])
-    assert (
-        found.seconds - began <= 4 * 64 / (1 + 1 + 1 / 4) + longest
-    )  # nobody idle, until someone is the last
-
-
-def test_shards_have_helpers_of_their_own() -> None:
-    made = helped(6, 2, (1, 1), window=4)
-    found = simulate(made, helpers=(1, 1), spans=True)
-    assert {span.tile.stage for span in found.spans if span.worker >= 2} <= {4, 5, 6}
-    assert found.seconds < simulate(helped(6, 2, (), window=4)).seconds
 
 
 # -------------------------------------------------------------------------------------------- shared slots

@@ -151,7 +151,8 @@ class Helper:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device).expand(batch, grid.cuts[-1])
         worker = Worker(self.stages, grid, ids, ids, initial, self.width, self.wide)
         worker.store |= {key: tensor.to(self.device) for key, tensor in inputs.items()}
-        return [gradient.cpu() for gradient in carry_out(worker, tiles)]
+        with worker.precision():
+            return [gradient.cpu() for gradient in carry_out(worker, tiles)]
 
 
 def as_arrays(task: Task) -> tuple[Grid, tuple[Tile, ...], dict[Key, Any], list[Any] | None]:

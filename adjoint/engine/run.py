@@ -117,7 +117,7 @@ class Worker:
         receives = collections.deque(a for a in actions if isinstance(a, Recv))
         posted: collections.deque[Pending] = collections.deque()
         self._count_edges(actions)
-        with self._precision():
+        with self.precision():
             for action in actions:
                 with self.traced(action):
                     while receives and len(posted) < BUFFERS:
@@ -144,7 +144,7 @@ class Worker:
         ](t)
 
     @contextlib.contextmanager
-    def _precision(self) -> Iterator[None]:
+    def precision(self) -> Iterator[None]:
         """The caller's autocast, also in the backward. Its weight cache is off: casts made without gradients
         must not be reused."""
         enabled, dtype = self.autocast
