@@ -262,6 +262,8 @@ def compare(
     for i, name in enumerate(ways):
         if scheme.window is not None and WAYS[name][:3] == (1, 1, 1) and WAYS[name].segments != 1:
             continue  # each stage is a segment by itself
+        if WAYS[name].replicas > shape[0]:
+            continue
         hows = itertools.product((1, 2), (False, True)) if every else [(1 + i % 2, bool(i % 3))]
         for buffers, stream in hows:
             got = over_workers(given, scheme, WAYS[name], buffers=buffers, stream=stream)
@@ -306,7 +308,7 @@ def test_odd_lengths(edge: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [*ALL_MIXERS, MIXED])
-@pytest.mark.parametrize("shape", [(2, 23, 5), (1, 37, 8), (2, 20, 2), (2, 11, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 23, 5), (1, 37, 8), (2, 10, 1)], ids=str)
 def test_everything_with_everything(variant: str, shape: tuple[int, int, int]) -> None:
     batch, seqlen, chunk_size = shape
     methods = [dataclasses.replace(method, chunk_size=chunk_size) for method in METHODS]
