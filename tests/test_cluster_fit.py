@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
-from adjoint.cluster import fit
 from adjoint.cluster.assign import make_specs
 from adjoint.cluster.devices import Device
+from adjoint.cluster.fit import Fit, needs
 from adjoint.cluster.memory import Setup
 from adjoint.cluster.partition import layer_costs
 from adjoint.errors import UserError
@@ -31,17 +31,17 @@ COSTS = costs_of(MODEL)
 
 
 def totals(setup: Setup, spans: list[range]) -> list[int]:
-    return [need.total for need in fit.needs(setup, spans)]
+    return [need.total for need in needs(setup, spans)]
 
 
 def test_without_limits_it_is_the_fastest_partition() -> None:
-    assert fit.assign(SETUP, COSTS, 3) == [range(0, 2), range(2, 4), range(4, 6)]
+    assert Fit(SETUP, COSTS, 3).assign() == [range(0, 2), range(2, 4), range(4, 6)]
 
 
 def test_limits_move_layers_to_where_there_is_room() -> None:
     even = totals(SETUP, [range(0, 3), range(3, 6)])
     limits = [0.8 * even[0], 2.0 * even[1]]
-    spans = fit.assign(SETUP, COSTS, 2, None, limits)
+    spans = Fit(SETUP, COSTS, 2, None, limits).assign()
     assert len(spans[0]) < len(spans[1])
     assert all(total <= limit for total, limit in zip(totals(SETUP, spans), limits, strict=True))
 
@@ -58,37 +58,34 @@ def test_every_layer_adds_to_its_shard(method: Any) -> None:
 def test_a_refusal_says_why_and_each_remedy_works() -> None:
     """Every remedy is tried: with it the same request goes through."""
     setup = dataclasses.replace(SETUP, method=Exact(chunk_size=4096))
-    limit = 0.6 * max(totals(setup, fit.assign(setup, COSTS, 2)))
+    limit = 0.6 * max(totals(setup, Fit(setup, COSTS, 2).assign()))
+    small = Fit(setup, COSTS, 2, None, [limit] * 2)
     with pytest.raises(UserError, match=r"shard \d \(layers \d-\d\) needs .* the work on a chunk") as refused:
-        fit.assign(setup, COSTS, 2, None, [limit] * 2)
+        small.assign()
     message = str(refused.value)
     assert "\n" not in message
     chunk = re.search(r"--method.chunk_size (\d+)", message)
     devices = re.search(r"(\d+) such devices", message)
     assert chunk and devices
-    fit.assign(dataclasses.replace(setup, method=Exact(int(chunk[1]))), COSTS, 2, None, [limit] * 2)
-    assert len(fit.assign(setup, COSTS, int(devices[1]), None, [limit] * int(devices[1]))) == int(devices[1])
-    assert fit.fitting(setup, COSTS, int(devices[1]) - 1, None, [limit] * (int(devices[1]) - 1)) is None
+    small.of_method(chunk_size=int(chunk[1])).assign()
+    more = int(devices[1])
+    assert len(Fit(setup, COSTS, more, None, [limit] * more).assign()) == more
+    assert Fit(setup, COSTS, more - 1, None, [limit] * (more - 1)).spans() is None
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
-    limits = [1.3 * max(totals(SETUP, fit.assign(SETUP, COSTS, 2)))] * 2
-    found = fit.longest(SETUP, COSTS, 2, limits, None)
+    fit = Fit(SETUP, COSTS, 2, None, [1.3 * max(totals(SETUP, Fit(SETUP, COSTS, 2).assign()))] * 2)
+    found = fit.longest()
     assert found > SETUP.seqlen
-
-    def fits(seqlen: int) -> bool:
-        longer = dataclasses.replace(SETUP, seqlen=seqlen)
-        return fit.fitting(longer, COSTS, 2, None, limits) is not None
-
-    assert fits(found)
-    assert not fits(int(found * 1.1))
+    assert fit.of(seqlen=found).spans()
+    assert fit.of(seqlen=int(found * 1.1)).spans() is None
 
 
 def test_backprop_is_told_of_exact() -> None:
     setup = dataclasses.replace(SETUP, method=Backprop())
     need = totals(setup, [range(0, 6)])[0]
     with pytest.raises(UserError, match=r"--method.name exact"):
-        fit.assign(setup, COSTS, 1, None, [need / 2])
+        Fit(setup, COSTS, 1, None, [need / 2]).assign()
 
 
 def look(node: str, gpu: Device | None, memory: int = 10**12) -> dict[str, Any]:
@@ -131,3 +128,13 @@ def test_shards_on_cpus_are_refused_only_where_their_node_is_too_small() -> None
         range(0, 3),
         range(3, 6),
     )  # nothing to reckon
+
+
+def test_workers_in_turn_each_take_their_memory() -> None:
+    setup = dataclasses.replace(SETUP, sequence=2)
+    each = totals(setup, [range(0, 6)])[0]
+    found = [look("a", None, int(2.1 * each))] * 2
+    assert make_specs(MODEL, TrainingConfig(), Exact(512), found, 1, (1, 8192), 1, 2)[1] == (range(0, 6),)
+    found = [look("a", None, int(1.9 * each))] * 2
+    with pytest.raises(UserError, match=r"2 shards on a node of 0\.\d GB need"):
+        make_specs(MODEL, TrainingConfig(), Exact(512), found, 1, (1, 8192), 1, 2)

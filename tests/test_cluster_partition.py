@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -76,33 +75,6 @@ def test_slices_take_layers_by_their_memory() -> None:
     sizes = [4864, 4864, 9856, 19968]  # 1g, 1g, 2g and 3g of an A100-40
     slices = [Device(f"MIG-{i}", "A100", 0, mib << 20, "x") for i, mib in enumerate(sizes)]
     assert [len(own) for own in partition([1.0] * 48, 4, shares(slices))] == [6, 6, 12, 24]
-
-
-@pytest.mark.parametrize(
-    ("memory", "limits", "message"),
-    [
-        ([1e9] * 10, [2e9] * 2, "2 shards of 2.00 GB each; 5 such shards would do, or 2 of 5.00 GB would do"),
-        ([5e9] * 4, [2e9] * 2, "layer 0 alone needs 5.00 GB; 2 of 10.00 GB would do"),
-        ([1e9] * 10, [2e9, 5e9], "2.00 to 5.00 GB; 2 shards with 1.50 times the memory each would do"),
-    ],
-)
-def test_what_would_fit_is_said_and_true(memory: list[float], limits: list[float], message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)) as caught:
-        partition([1.0] * len(memory), len(limits), memory=memory, limits=limits)
-    text = str(caught.value)
-    assert "\n" not in text
-    if count := re.search(r"(\d+) such shards", text):
-        more = int(count[1])
-        partition([1.0] * len(memory), more, memory=memory, limits=limits[:1] * more)
-        with pytest.raises(UserError):
-            partition([1.0] * len(memory), more - 1, memory=memory, limits=limits[:1] * (more - 1))
-    if size := re.search(r"\d of ([\d.]+) GB would do", text):
-        partition(
-            [1.0] * len(memory), len(limits), memory=memory, limits=[float(size[1]) * 1e9] * len(limits)
-        )
-    if factor := re.search(r"with ([\d.]+) times", text):
-        room = [float(factor[1]) * limit for limit in limits]
-        partition([1.0] * len(memory), len(limits), memory=memory, limits=room)
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from adjoint.cluster import fit
-from adjoint.cluster.devices import shares
+from adjoint.cluster.devices import Device, shares
+from adjoint.cluster.fit import Fit, needs
 from adjoint.cluster.memory import Setup
-from adjoint.cluster.partition import layer_costs, partition
+from adjoint.cluster.partition import GB, layer_costs
 from adjoint.cluster.spec import ShardSpec
+from adjoint.errors import UserError
 from adjoint.stack import Stack
 from adjoint.train.config import TrainingConfig
 
@@ -38,29 +40,37 @@ def make_specs(
         The first worker's device, each shard's layers, and every worker's specification.
 
     Raises:
-        UserError: the layers do not fit; the message says what would.
+        UserError: a GPU or slice is too small for its shard, or a node for all of its shards that compute on
+        CPUs; the
+            message says what would fit.
     """
     with torch.device("meta"):
         costs = layer_costs(Stack(model))
     precisions = {look["precision"] for look in found}
     precision = precisions.pop() if len(precisions) == 1 else "float32"
     workers = len(found) // replicas
+    helpers = tuple(i % shards for i in range(workers - shards * sequence))
     owners = [look for rank, look in enumerate(found) if rank % workers < shards * sequence]
-    # of each shard the looks of all workers that have its layers
-    alike = [[o for i, o in enumerate(owners) if i // sequence % shards == shard] for shard in range(shards)]
-    gpus = [_smallest([look["gpu"] for look in looks]) for looks in alike]
-    capacities = shares(gpus)
-    if ids is None:
-        spans = tuple(partition(costs, shards, capacities))
-    else:
-        least = min((gpu.memory_bytes for gpu in gpus if gpu is not None), default=None)
-        device = "cpu" if least is None else "cuda"
-        rows = -(-ids[0] // replicas)  # of the replica that has most
-        setup = Setup(
-            model, method, rows, ids[1], precision, device, least, training.grad_accumulation, sequence=sequence
-        )
-        places = [(look["node"], look["memory"]) for look in owners]
-        spans = tuple(fit.assign_on(setup, costs, capacities, gpus, places))
+    # of each shard the smallest device of all workers that have its layers; None where there is a CPU among
+    # them
+    alike = [[o["gpu"] for i, o in enumerate(owners) if i // sequence % shards == s] for s in range(shards)]
+    gpus: list[Device | None] = [
+        None if None in each else min(each, key=lambda gpu: gpu.memory_bytes) for each in alike
+    ]
+    sizes = [gpu.memory_bytes for gpu in gpus if gpu is not None]
+    rows, seqlen = (1, 1) if ids is None else (-(-ids[0] // replicas), ids[1])  # of the replica that has most
+    setup = Setup(
+        model, method, rows, seqlen, precision, "cuda" if sizes else "cpu", min(sizes, default=None),
+        training.grad_accumulation, sequence=sequence, helpers=len(helpers),
+    )  # fmt: skip
+    fit = Fit(setup, costs, shards, shares(gpus), sizes if ids is not None and len(sizes) == shards else None)
+    bare = fit.of(reserve=False)  # where only the margin for libraries is missing, the shards get their way
+    try:
+        spans = tuple(fit.spans() or bare.spans() or fit.assign())
+    except UserError as error:
+        raise UserError(f"cluster.shards: {error}") from None
+    if ids is not None and fit.limits is None:
+        _check_nodes(bare.setup, spans, owners)
     nodes = [look["node"] for look in found]
     specs = [
         ShardSpec(
@@ -69,9 +79,9 @@ def make_specs(
             method,
             spans,
             rank,
-            helpers=tuple(i % shards for i in range(workers - shards * sequence)),
-            replicas=replicas,
-            sequence=sequence,
+            helpers,
+            replicas,
+            sequence,
             device=look["device"],
             precision=precision,
             threads=training.threads or max(1, look["cores"] // nodes.count(look["node"])),
@@ -81,6 +91,16 @@ def make_specs(
     return found[0]["device"], spans, specs
 
 
-def _smallest(gpus: Sequence[Any]) -> Any:
-    """The device with the least memory; None where there is a CPU among them."""
-    return None if None in gpus else min(gpus, key=lambda gpu: gpu.memory_bytes)
+def _check_nodes(setup: Setup, spans: Sequence[range], owners: Sequence[dict[str, Any]]) -> None:
+    """Raises a UserError where a node's memory is too small for all of its shards."""
+    each = [need.total for need in needs(setup, spans) for _ in range(setup.sequence)]
+    taken = collections.Counter[str]()
+    for i, look in enumerate(owners):
+        taken[look["node"]] += each[i % len(each)]
+    for name, memory in {look["node"]: look["memory"] for look in owners}.items():
+        if taken[name] > memory:
+            count = sum(look["node"] == name for look in owners)
+            raise UserError(
+                f"cluster.shards: {count} shards on a node of {memory / GB:.1f} GB need "
+                f"{taken[name] / GB:.1f} GB; shorten --data.seqlen, or take more nodes or a smaller model"
+            )

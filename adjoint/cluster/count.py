@@ -10,22 +10,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adjoint import windowed
-from adjoint.engine import tile
+from adjoint.engine.stages import Chunk, Stage, stages_of
 from adjoint.engine.tile import Gradients
 from adjoint.kernels import dispatch
-from adjoint.layers import Block, StackConfig
-from adjoint.layers.norm import RMSNorm
-from adjoint.loss import linear_cross_entropy
+from adjoint.layers import StackConfig, State
+from adjoint.stack import Stack
 from adjoint.train.machine import autocast
 
 
@@ -35,7 +33,7 @@ class Counted:
     is given left out.
 
     Attributes:
-        parameters: number of weights; largest: of the largest of them.
+        parameters: number of weights; largest: bytes of the largest of them.
         state: the recurrent state at a chunk's edge.
         forward: the peak of a forward pass without gradients, its outputs included.
         saved: what stays after a forward pass that a backward pass follows, its outputs included.
@@ -50,6 +48,47 @@ class Counted:
     saved: int
     linearized: int
     pulled: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """A stage with what a chunk of it is given, to be counted or timed."""
+
+    stage: Stage
+    x: Tensor
+    state: State
+    chunk: Chunk
+    dy: Tensor
+
+    def forward(self) -> None:
+        """F."""
+        with torch.no_grad():
+            self.stage.forward(self.x, self.state, self.chunk)
+
+    def pull(self, gradients: Gradients) -> None:
+        """L or R, and B."""
+        _, _, pullback = self.stage.linearize(self.x, self.state, self.chunk, gradients)
+        pullback(self.dy, self.state)
+
+
+def example(
+    config: StackConfig, batch: int, tokens: int, precision: str, device: str = "cpu", head: bool = False
+) -> Example:
+    """The first layer of a stack on a chunk, or its norm, head and loss."""
+    wide = torch.float64 if precision == "float64" else torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(wide)  # fake tensors cannot change their dtype later
+    try:
+        with torch.device(device):
+            part = Stack(config, 0).split(range(config.n_layer, config.n_layer) if head else range(1))
+            x = torch.randn(batch, tokens, config.d_model)  # of zeros a GPU makes short work
+            ids = torch.zeros(batch, tokens, dtype=torch.int64)
+            dy = torch.ones(()) if head else torch.randn_like(x)
+    finally:
+        torch.set_default_dtype(before)
+    stage = stages_of(part)[-1 if head else 1]
+    assert stage is not None
+    return Example(stage, x, () if head else part.initial_state(batch)[0], Chunk(ids, ids), dy)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -103,10 +142,9 @@ def counting(precision: str, device: str) -> Iterator[LiveBytes]:
             stack.enter_context(mock.patch.object(dispatch, "choose", return_value=triton))
         stack.enter_context(FakeTensorMode())
         live = stack.enter_context(LiveBytes())
-        cpu = torch.device("cpu")
         stack.enter_context(torch.autocast("cpu", enabled=False, cache_enabled=False))
-        stack.enter_context(autocast(precision, cpu))
-        torch.set_autocast_cache_enabled(False)  # as `Sweep.precision` has it
+        stack.enter_context(autocast(precision, torch.device("cpu")))
+        torch.set_autocast_cache_enabled(False)  # as the engine has it
         yield live
 
 
@@ -115,105 +153,47 @@ def element_size(precision: str) -> int:
     return 8 if precision == "float64" else 4
 
 
-def _wide(precision: str) -> torch.dtype:
-    return torch.float64 if precision == "float64" else torch.float32
-
-
 @functools.lru_cache(maxsize=4096)
-def layer(config: StackConfig, batch: int, tokens: int, precision: str, device: str) -> Counted:
-    """A layer of a stack of one kind of layers on a chunk of `tokens`; `device` as `counting`'s."""
+def stage(
+    config: StackConfig, batch: int, tokens: int, precision: str, device: str, head: bool = False
+) -> Counted:
+    """A layer of a stack of one kind of layers, or its head, on a chunk; `device` as `counting`'s."""
     with counting(precision, device) as live:
-        dtype = _wide(precision)
-        block = _make(lambda: Block(config, 0), dtype)
-        y = torch.zeros(batch, tokens, config.d_model, dtype=dtype)
-        state: tile.State = block.mixer.initial_state(batch, dtype, y.device)
-        gradients = Gradients()
-        _, after, pullback = tile.linearize(block, y, state, gradients)
-        pullback(torch.zeros_like(y), after)  # the sums of gradients are there from now on
-        state, size = after, _bytes(after)
-        del after, pullback
+        one, gradients = example(config, batch, tokens, precision, head=head), Gradients()
+        one.pull(gradients)  # the sums of gradients are there from now on
         before = live.begin()
-        tile.forward(block, y, state)
+        one.forward()
         forward = live.peak - before
-        cotangents = torch.zeros_like(y), tuple(map(torch.zeros_like, state))
         before = live.begin()
-        made, after, pullback = tile.linearize(block, y, state, gradients)
+        made, after, pullback = one.stage.linearize(one.x, one.state, one.chunk, gradients)
         linearized, saved = live.peak - before, live.live - before
         del made, after  # the graph keeps them
-        pullback(*cotangents)
-        return Counted(*_weights(block), size, forward, saved, linearized, live.peak - before)
-
-
-@functools.lru_cache(maxsize=4096)
-def head(config: StackConfig, batch: int, tokens: int, precision: str, device: str) -> Counted:
-    """Norm, head and loss on a chunk, by mini-sequences."""
-    with counting(precision, device) as live:
-        dtype = _wide(precision)
-        norm = _make(lambda: RMSNorm(config.d_model, config.norm_eps), dtype)
-        weights = [
-            norm.weight,
-            nn.Parameter(torch.zeros(config.vocab_size, config.d_model, dtype=dtype)),
-        ]
-        y, targets = (
-            torch.zeros(batch, tokens, config.d_model, dtype=dtype),
-            torch.zeros(batch, tokens).long(),
-        )
-
-        def loss(hidden: Tensor, parameters: list[Tensor]) -> Tensor:
-            normed = torch.func.functional_call(norm, {"weight": parameters[0]}, (hidden,))
-            return linear_cross_entropy(normed, parameters[1], targets)
-
-        gradients, scale = Gradients(), torch.ones((), dtype=dtype)
-        tile.head_pullback(loss, weights, y, scale, gradients)
-        before = live.begin()
-        with torch.no_grad():
-            loss(y, weights)
-        forward = live.peak - before
-        before = live.begin()
-        y.requires_grad_()
-        kept = loss(y, weights)
-        linearized, saved = live.peak - before, live.live - before
-        del kept
-        before = live.begin()
-        tile.head_pullback(loss, weights, y, scale, gradients)
-        size = config.vocab_size * config.d_model
-        largest = size * element_size(precision)
-        return Counted(size + config.d_model, largest, 0, forward, saved, linearized, live.peak - before)
+        pullback(one.dy, one.state)
+        sizes = [w.nbytes for w in one.stage.parameters()]
+        state = sum(s.nbytes for s in one.state)
+        parameters = sum(sizes) // element_size(precision)
+        return Counted(parameters, max(sizes), state, forward, saved, linearized, live.peak - before)
 
 
 @functools.lru_cache(maxsize=4096)
 def task(
-    config: StackConfig, batch: int, tokens: int, halo: int, window: int, precision: str, device: str
+    config: StackConfig,
+    batch: int,
+    chunk: int,
+    tokens: int,
+    halo: int,
+    window: int,
+    precision: str,
+    device: str,
 ) -> int:
-    """The peak of one windowed task on `tokens` and a halo, from what it reads: inputs, state, cotangents."""
+    """The peak of a windowed vjp on `tokens` and a halo, beside the chunks that it joins to read."""
     with counting(precision, device) as live:
-        dtype, left = _wide(precision), config.d_conv - 1
-        block = _make(lambda: Block(config, 0), dtype)
-        own = windowed.Task(0, 1, 0, left, left + tokens, left + tokens + halo)
-        inputs = torch.zeros(batch, own.halo_stop, config.d_model, dtype=dtype)
-        state = block.mixer.initial_state(batch, dtype, inputs.device)
-        dy, nothing, gradients = torch.zeros_like(inputs[:, left:]), (None,) * len(state), Gradients()
+        left, right, gradients = config.d_conv - 1, -(-halo // chunk) * chunk, Gradients()
+        one = example(config, batch, chunk + tokens + right, precision)
+        span, nothing = (0, left, left + tokens, left + tokens + halo), (None,) * len(one.state)
         for _ in range(2):  # the first time the sums of gradients are made
             before = live.begin()
-            windowed.vjp(block, own, inputs, state, dy, nothing, window, gradients)
+            x = one.x.clone()[:, chunk - left : chunk + tokens + halo]
+            dy = one.dy[:, chunk:].clone()[:, : tokens + halo]
+            one.stage.windowed_vjp(span, x, one.state, dy, nothing, window, gradients)  # type: ignore[attr-defined]
         return live.peak - before
-
-
-def _make(make: Callable[[], nn.Module], dtype: torch.dtype) -> Any:
-    """A module of a dtype; fake tensors cannot change theirs in place."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        return make()
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _weights(module: nn.Module) -> tuple[int, int]:
-    """Number of parameters, and bytes of the largest."""
-    weights = list(module.parameters())
-    return sum(p.numel() for p in weights), max(p.nbytes for p in weights)
-
-
-def _bytes(tensors: tile.State) -> int:
-    return sum(t.nbytes for t in tensors)

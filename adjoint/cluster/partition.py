@@ -30,14 +30,15 @@ def partition(
 
     Args:
         costs: time of each layer, measured or estimated (`layer_costs`), in any unit. What comes with the
-            first or the last layer counts there: the embedding in costs[0], norm and head in costs[-1].
+            first or the
+            last layer counts there: the embedding in costs[0], norm and head in costs[-1].
         shards: how many.
         capacities: of each shard, relative speed, such as `devices.shares`; equal where None.
         memory: bytes each layer needs where it lives, counted like `costs`.
         limits: bytes each shard has.
 
     Raises:
-        UserError: more shards than layers; no partition keeps to the limits (the message says what would).
+        UserError: more shards than layers; no partition keeps to the limits.
         ValueError: lengths that do not fit, a negative cost, a capacity that is not positive.
     """
     layers = len(costs)
@@ -53,9 +54,6 @@ def partition(
     need, room = np.zeros_like(load), np.full(shards, np.inf)
     if memory is not None and limits is not None:
         need, room = _loads(memory, "memory", layers), _positive(limits, "limits", shards)
-        _, fits = _cut(shards, lambda s: need / room[s], np.maximum)
-        if fits > 1:
-            raise UserError(_what_would_fit(memory, room, need, fits))
 
     def time(shard: int) -> np.ndarray:
         return np.where(need <= room[shard], load / speed[shard], np.inf)
@@ -65,6 +63,10 @@ def partition(
         return np.where(each <= slowest, each**2, np.inf)
 
     _, slowest = _cut(shards, time, np.maximum)
+    if np.isinf(slowest):
+        raise UserError(
+            f"{layers} layers of {sum(memory or ()) / GB:.2f} GB in all do not fit on {shards} shards"
+        )
     cuts, _ = _cut(shards, square, np.add)
     return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
@@ -84,8 +86,7 @@ def _loads(values: Sequence[float], name: str, layers: int) -> np.ndarray:
     if not np.all(array >= 0):
         raise ValueError(f"{name} must be numbers of at least 0, got {min(values)}")
     ends = np.concatenate([[0.0], np.cumsum(array)])
-    sums = ends[:, None] - ends[None, :]
-    return np.where(np.tri(layers + 1, k=-1, dtype=bool), sums, np.inf)
+    return np.where(np.tri(layers + 1, k=-1, dtype=bool), ends[:, None] - ends[None, :], np.inf)
 
 
 def _positive(values: Sequence[float] | None, name: str, shards: int) -> np.ndarray:
@@ -98,8 +99,8 @@ def _positive(values: Sequence[float] | None, name: str, shards: int) -> np.ndar
 
 
 def _cut(shards: int, load: Callable[[int], np.ndarray], combine: np.ufunc) -> tuple[list[int], float]:
-    """The cuts that minimise the shards' loads combined, and that minimum; `load` gives a shard's matrix,
-    at [b, a] that of the layers [a, b)."""
+    """The cuts that minimise the shards' loads combined, and that minimum; `load` gives a shard's matrix, at
+    [b, a] that of the layers [a, b)."""
     best = load(0)[:, 0]  # of the first shard alone, by its end
     choices = []
     for shard in range(1, shards):
@@ -111,29 +112,3 @@ def _cut(shards: int, load: Callable[[int], np.ndarray], combine: np.ufunc) -> t
     for starts in reversed(choices):
         cuts.append(int(starts[cuts[-1]]))
     return [0, *reversed(cuts)], float(best[-1])
-
-
-def _what_would_fit(memory: Sequence[float], room: np.ndarray, need: np.ndarray, factor: float) -> str:
-    """One line: why the layers do not fit, and what would hold them."""
-    layers, shards = len(memory), len(room)
-    total, largest = sum(memory), int(np.argmax(memory))
-    sizes = (
-        f"{room[0] / GB:.2f} GB each"
-        if np.all(room == room[0])
-        else f"{room.min() / GB:.2f} to {room.max() / GB:.2f} GB"
-    )
-    message = f"{layers} layers of {total / GB:.2f} GB in all do not fit on {shards} shards of {sizes}"
-    remedies = []
-    if memory[largest] > room.max():
-        message += f": layer {largest} alone needs {memory[largest] / GB:.2f} GB"
-    elif np.all(room == room[0]):
-        count, start = 0, 0
-        while start < layers:  # as many layers as go in, one shard after the other: the fewest shards
-            start = int(np.flatnonzero(need[:, start] <= room[0])[-1])
-            count += 1
-        remedies.append(f"{count} such shards would do")
-    if np.all(room == room[0]):
-        remedies.append(f"{shards} of {-(-room[0] * factor * 100 // GB) / 100:.2f} GB would do")
-    else:
-        remedies.append(f"{shards} shards with {factor:.2f} times the memory each would do")
-    return f"{message}; {', or '.join(remedies)}"

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from adjoint.cluster import fit
+from adjoint.cluster.fit import Fit
 from adjoint.cluster.gpus import GPUS, Gpu
-from adjoint.cluster.memory import Setup, chunking
+from adjoint.cluster.memory import Setup
 from adjoint.cluster.partition import layer_costs
-from adjoint.cluster.shard import check_helpers, window_of
+from adjoint.cluster.shard import check_method
+from adjoint.cluster.spec import check_chunks
 from adjoint.errors import UserError
 from adjoint.stack import Stack
 from adjoint.tools.plan import estimate as plan_time
@@ -60,66 +61,48 @@ def main(argv: list[str]) -> int:
         UserError: a bad argument, or a run that does not fit: the message says what would.
     """
     request, config = read_arguments(argv)
-    setup = setup_of(request, config)
+    setup, replicas = setup_of(request, config), config.cluster.replicas
     with torch.device("meta"):
         model = Stack(config.model)
-    costs, limits = layer_costs(model), None if request.limits is None else list(request.limits)
+    limits = request.limits
     speeds = None if limits is None else [limit / max(limits) for limit in limits]
-    spans = fit.assign(setup, costs, request.devices, speeds, limits)
-    times = _costs(request, setup, config)
-    estimate = plan_time.estimate(
-        setup, spans, times, request.bandwidth, speeds, config.cluster.helpers, request.timeline is not None
-    )
-    longest = None if limits is None else fit.longest(setup, costs, request.devices, limits, speeds)
-    leaner = None if limits is None else fit.leanest_chunk(setup, costs, speeds, limits)
-    found = as_dict(
-        setup,
-        spans,
-        limits,
-        estimate,
-        times.source,
-        longest,
-        leaner,
-        model.num_parameters(),
-        config.cluster.replicas,
-    )
-    if request.json:
-        print(json.dumps(found, indent=1))
-    else:
-        print(text(found))
-    if request.timeline is not None:
-        _draw(request.timeline, setup, spans, estimate, quiet=request.json)
+    fit = Fit(setup, layer_costs(model), request.devices, speeds, limits)
+    spans = fit.assign()
+    costs, drawn = _costs(request, setup, config), request.timeline is not None
+    estimate = plan_time.estimate(setup, spans, costs, request.bandwidth, speeds, replicas, drawn)
+    found = as_dict(fit, spans, estimate, costs.source, model.num_parameters(), replicas)
+    print(json.dumps(found, indent=1) if request.json else text(found))
+    if drawn:
+        _draw(request, setup, spans, estimate)
     return 0
 
 
-def _draw(path: str, setup: Setup, spans: Sequence[range], estimate: plan_time.Estimate, quiet: bool) -> None:
-    from adjoint.tools.plan import plot as plan_plot
+def _draw(request: Request, setup: Setup, spans: Sequence[range], estimate: plan_time.Estimate) -> None:
+    from adjoint.tools.plan.plot import plot_timeline, text_timeline
 
-    labels = labels_of(spans, estimate.schedule.workers)
-    if path == "-":
+    labels = labels_of(spans, setup.sequence, setup.helpers)
+    if request.timeline == "-":
         width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 200))
-        print("\n" + plan_plot.text_timeline(estimate.timeline, labels, width))
+        print("\n" + text_timeline(estimate.timeline, labels, width))
         return
-    cut = chunking(setup, len(spans))
-    devices = "1 device" if len(spans) == 1 else f"{len(spans)} devices"
+    workers = len(estimate.busy)
     title = (
-        f"One step of {estimate.schedule.name}: {setup.seqlen:,} tokens in {estimate.schedule.chunks} chunks "
-        f"of {cut.task:,}, {setup.model.n_layer} layers on {devices}"
+        f"One step of {setup.method.name}: {setup.seqlen:,} tokens in {setup.chunks} chunks of "
+        f"{setup.scheme.chunk_size:,}, {setup.model.n_layer} layers on {workers} device{'s' * (workers > 1)}"
     )
-    plan_plot.plot_timeline(estimate.timeline, labels, path, title)
-    if not quiet:
-        print(f"timeline: {path}")
+    plot_timeline(estimate.timeline, labels, str(request.timeline), title)
+    if not request.json:
+        print(f"timeline: {request.timeline}")
 
 
 def _costs(request: Request, setup: Setup, config: Config) -> plan_time.Costs:
     if not request.measure:
         return plan_time.counted(setup, request.tflops * 1e12, request.source)
-    size = chunking(setup, request.devices).size
     largest = max(setup.layer(k, 64).parameters for k in range(setup.model.n_layer))
     # a few seconds a layer on a slow CPU, and enough tokens to fill it
     most = 4096 if request.device == "cuda" else max(64, int(1e10 / largest / setup.batch))
-    device = torch.device(request.device)
-    return plan_time.measured(setup, min(size, most), config.training.threads, device)
+    tokens = min(setup.scheme.chunk_size, most)
+    return plan_time.measured(setup, tokens, config.training.threads, torch.device(request.device))
 
 
 def setup_of(request: Request, config: Config) -> Setup:
@@ -129,31 +112,30 @@ def setup_of(request: Request, config: Config) -> Setup:
         UserError: the method does not run on so many devices.
     """
     method, cluster = config.method.build(), config.cluster
-    if cluster.sequence > 1:
-        raise UserError("cluster.sequence: a plan is of a pipeline of shards; leave it out to plan that one")
-    if request.devices > 1:
-        window_of(method, config.data.seqlen)
     if request.devices > config.model.n_layer:
         raise UserError(
             f"--devices {request.devices}: the model has {config.model.n_layer} layers and a device needs "
             f"one; take at most {config.model.n_layer}"
         )
-    check_helpers(method, cluster.helpers)
+    check_method(method, cluster.helpers, cluster.sequence)
     precision: str = config.training.precision
     if precision == "auto":
         here = pick_precision("auto", torch.device("cpu"))
         precision = "bfloat16" if request.device == "cuda" else here
-    smallest = None if request.limits is None else min(request.limits)
-    return Setup(
+    setup = Setup(
         config.model,
         method,
         -(-config.data.batch // cluster.replicas),  # rows of the replica that has most
         config.data.seqlen,
         precision,
         request.device,
-        smallest,
+        None if request.limits is None else min(request.limits),
         config.training.grad_accumulation,
+        sequence=cluster.sequence,
+        helpers=cluster.helpers,
     )
+    check_chunks(method, setup.seqlen, setup.scheme.chunk_size, setup.sequence)
+    return setup
 
 
 # ----------------------------------------------------------------------------------------- command line

@@ -1,30 +1,34 @@
-"""How long a step takes: tile times, counted or measured, put through the schedule that would run.
+"""How long a step takes: times of tiles, counted or measured, put through the programs that would run.
 
-Not in it: the optimizer's step, the reduction of norms, reading data. Times that rest on counted operations
-are relative ones: they say how long one plan takes next to another, if a device keeps the rate assumed.
+Not in it: the optimizer's step, the sum of a tied table's gradients over its two shards, reading data. Times
+that rest
+on counted operations are relative ones: they say how long one plan takes next to another, if a device keeps
+    the rate
+assumed.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from adjoint import windowed
-from adjoint.cluster import schedule as schedules
-from adjoint.cluster.memory import Setup, chunking
-from adjoint.cluster.schedule import Run, Schedule, Send
-from adjoint.cluster.simulate import Timeline, simulate
-from adjoint.engine import tile
+from adjoint.cluster.count import example
+from adjoint.cluster.fit import needs
+from adjoint.cluster.memory import Setup
+from adjoint.cluster.spec import forward_plan, grid_of, step_plan
+from adjoint.engine.grid import Grid, Key, Tile
+from adjoint.engine.program import Owners, Plan, Send
+from adjoint.engine.simulate import Span, Timeline, simulate
 from adjoint.engine.tile import Gradients
-from adjoint.layers import Block
-from adjoint.methods import Backprop, LayerLocal
 from adjoint.train.machine import autocast
 
 LATENCY = 50e-6  # seconds of a message, besides its bytes
+MOST_TILES = 30_000  # a longer sequence's times are extrapolated; as many take some seconds to plan
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class Costs:
 
     Attributes:
         forward, backward: of each layer; the backward without the forward pass that it recomputes.
-        head: of norm, head and loss without gradients; with them it is `head_backward`.
+        head: of norm, head and loss without gradients; with them, forward and backward, it is
+            `head_backward`.
         source: what they rest on, a phrase.
     """
 
@@ -43,25 +48,35 @@ class Costs:
     head_backward: float
     source: str
 
+    def of(self, grid: Grid, t: Tile) -> float:
+        """Seconds of a tile."""
+        k, tokens = t.stage - 1, grid.tokens(t.chunk, t.count)
+        if k < 0:
+            return 0.0  # the embedding: rows are looked up, or added up
+        if k == len(self.forward):  # what the loss's gradient is made of is made with the loss
+            return tokens * {"F": self.head, "B": 0.0}.get(t.kind, self.head_backward)
+        if t.kind == "W":
+            left, _, _, halo_stop = grid.span(t)
+            return (halo_stop - left) * (self.forward[k] + self.backward[k])
+        return tokens * (self.backward[k] if t.kind == "B" else self.forward[k])
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step's seconds, the share of the workers' time that is waiting, and what goes over the network.
+    """A step's times and what goes over the network.
 
     Attributes:
+        timeline: of one batch, tile by tile if they were asked for.
+        seconds: of an optimizer step: all batches whose gradients it adds up.
+        busy: of each worker, the same.
         bytes_sent: of all messages of a step; per_link: of the link that carries most of them.
     """
 
     timeline: Timeline
-    schedule: Schedule
-    steps: int
+    seconds: float
+    busy: tuple[float, ...]
     bytes_sent: int
     per_link: int
-
-    @property
-    def seconds(self) -> float:
-        """Of an optimizer step: all batches whose gradients it adds up."""
-        return self.timeline.seconds * self.steps
 
 
 def counted(setup: Setup, flops: float, source: str) -> Costs:
@@ -83,55 +98,29 @@ def measured(setup: Setup, tokens: int, threads: int | None, device: torch.devic
         tokens: of the chunk; times grow in proportion to it.
         threads: CPU threads; None leaves PyTorch's choice.
     """
+
+    def both(k: int, head: bool = False) -> tuple[float, float]:
+        """Seconds a token, forward and forward with backward."""
+        config = setup.model if head else setup.kind(k)
+        one, gradients = example(config, setup.batch, tokens, setup.precision, str(device), head), Gradients()
+        with autocast(setup.precision, device):
+            return (
+                _seconds(one.forward, device) / tokens,
+                _seconds(lambda: one.pull(gradients), device) / tokens,
+            )
+
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        found = {kind: _measure_layer(setup, k, tokens, device)
-                 for k, kind in reversed(list(enumerate(setup.model.mixers)))}  # fmt: skip
-        head, head_backward = _measure_head(setup, tokens, device)
+        kinds = setup.model.mixers
+        found = {kind: both(kinds.index(kind)) for kind in kinds}
+        head, head_backward = both(0, head=True)
     finally:
         torch.set_num_threads(before)
-    each = [found[kind] for kind in setup.model.mixers]
+    forward, whole = zip(*(found[kind] for kind in kinds), strict=True)
+    backward = tuple(max(w - f, f) for f, w in zip(forward, whole, strict=True))
     source = f"measured here on {device.type}, one layer of each kind, {tokens:,} tokens, {setup.precision}"
-    return Costs(tuple(f for f, _ in each), tuple(b for _, b in each), head, head_backward, source)
-
-
-def _measure_layer(setup: Setup, k: int, tokens: int, device: torch.device) -> tuple[float, float]:
-    config, dtype = setup.kind(k), torch.float64 if setup.precision == "float64" else torch.float32
-    block = Block(config, 0).to(device, dtype)
-    y = torch.randn(setup.batch, tokens, config.d_model, dtype=dtype, device=device)
-    state: tile.State = block.mixer.initial_state(setup.batch, dtype, device)
-    dy, gradients = torch.randn_like(y), Gradients()
-
-    def pull() -> None:
-        _, after, pullback = tile.linearize(block, y, state, gradients)
-        pullback(dy, after)
-
-    with autocast(setup.precision, device):
-        forward = _seconds(lambda: tile.forward(block, y, state), device)
-        both = _seconds(pull, device)
-    return forward / tokens, max(both - forward, forward) / tokens
-
-
-def _measure_head(setup: Setup, tokens: int, device: torch.device) -> tuple[float, float]:
-    from adjoint.loss import linear_cross_entropy
-
-    dtype = torch.float64 if setup.precision == "float64" else torch.float32
-    y = torch.randn(setup.batch, tokens, setup.model.d_model, dtype=dtype, device=device)
-    weight = torch.randn(setup.model.vocab_size, setup.model.d_model, dtype=dtype, device=device)
-    targets = torch.zeros(setup.batch, tokens, dtype=torch.long, device=device)
-
-    def pull() -> None:
-        weights = [weight.requires_grad_()]
-        one = torch.ones((), dtype=dtype, device=device)
-        tile.head_pullback(lambda h, w: linear_cross_entropy(h, w[0], targets), weights, y, one, Gradients())
-
-    def forward() -> None:
-        with torch.no_grad():
-            linear_cross_entropy(y, weight, targets)
-
-    with autocast(setup.precision, device):
-        return _seconds(forward, device) / tokens, _seconds(pull, device) / tokens
+    return Costs(forward, backward, head, head_backward, source)
 
 
 def _seconds(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
@@ -148,7 +137,7 @@ def _seconds(call: Callable[[], object], device: torch.device, repeats: int = 5)
     return statistics.median(found[1:])
 
 
-# ---------------------------------------------------------------------------------------------- schedules
+# ----------------------------------------------------------------------------------------------- simulation
 
 
 def estimate(
@@ -157,88 +146,89 @@ def estimate(
     costs: Costs,
     bytes_per_second: float,
     speeds: Sequence[float] | None = None,
-    helpers: int = 0,
-    spans_wanted: bool = False,
+    replicas: int = 1,
+    drawn: bool = False,
 ) -> Estimate:
     """Simulates one step.
 
     Args:
         spans: each shard's layers.
-        speeds: of each shard's device, relative; 1 where None.
-        helpers: further workers that share layer-local tasks, as fast as the slowest shard.
-        spans_wanted: whether the timeline lists every tile, for a drawing.
+        speeds: of each shard's devices, relative; 1 where None. A helper is as fast as the slowest.
+        replicas: over which gradients are summed.
+        drawn: whether the timeline lists every tile, for a drawing.
     """
-    shards, model = len(spans), setup.model
-    cut = chunking(setup, shards)
-    chunks = -(-setup.seqlen // cut.size)
-    crew = tuple(i % shards for i in range(helpers))
-    speed = [1.0] * shards if speeds is None else list(speeds)
-    speed += [min(speed)] * helpers
-    method, tied = setup.method, model.tie_embeddings
-    local = isinstance(method, LayerLocal) and shards + helpers > 1
-    tasks = None
-    if cut.window is not None:
-        tasks = windowed.tasks(model.n_layer, setup.seqlen, cut.task, cut.window, model.d_conv)
-    if local or (tasks is not None and isinstance(method, LayerLocal)):
-        made = schedules.layer_local(spans, -(-setup.seqlen // cut.task), tasks, helpers=crew, tied=tied)
-    elif tasks is not None:
-        made = schedules.truncated(spans, tasks, tied=tied)
-    else:
-        made = schedules.exact(shards, chunks, tied=tied)
-    size = cut.size if tasks is None else cut.task
-    work = {} if tasks is None else {(t.layer, t.chunk): t for t in tasks}
-    own = [(sum(costs.forward[k] for k in span), sum(costs.backward[k] for k in span)) for span in spans]
-    again = _recomputed(setup, shards)
+    speed = [s for s in speeds or [1.0] * len(spans) for _ in range(setup.sequence)]
+    speed += [min(speed)] * setup.helpers
+    size, stages = setup.scheme.chunk_size, setup.model.n_layer + 2
+    lengths, most = [setup.seqlen], MOST_TILES // (3 * stages)
+    if setup.chunks > most and most * size > 8 * (setup.window[0] or 0) and not drawn:
+        lengths = [most // 2 * size, most * size]
+    found = [_batch(setup, n, spans, costs, bytes_per_second, speed, drawn) for n in lengths]
 
-    def seconds(worker: int, run: Run) -> float:
-        tokens = min(size, setup.seqlen - run.chunk * size)
-        top = worker == shards - 1
-        if run.kind == "forward":
-            total = own[worker][0] + costs.head * top
-        elif run.kind == "backward":
-            linear = again == "chunks" and run.chunk == chunks - 1  # the forward pass has linearised it
-            total = own[worker][1] + costs.head_backward * top + own[worker][0] * (again != "" and not linear)
-        elif run.kind == "head":
-            total = costs.head_backward
-        elif run.layer is not None:
-            if work:
-                task = work[run.layer, run.chunk]
-                tokens = task.halo_stop - task.left
-            total = costs.forward[run.layer] + costs.backward[run.layer]
-        else:
-            total = 0.0  # the embedding's gradient: rows are added up
-        return tokens * total / speed[worker]
+    def at(value: Callable[[tuple[Timeline, Counter]], float]) -> float:
+        """What grows with the sequence by as much a chunk, at its full length."""
+        first, last = value(found[0]), value(found[-1])
+        if len(found) == 1:
+            return last
+        return last + (last - first) / (lengths[1] - lengths[0]) * (setup.seqlen - lengths[1])
 
-    sent: dict[tuple[int, int], int] = {}
-
-    def message(send: Send, sender: int) -> float:
-        size_of = _message_bytes(setup, send, size, work)
-        sent[sender, send.to] = sent.get((sender, send.to), 0) + size_of
-        return size_of / bytes_per_second
-
-    timeline = simulate(made, seconds, message, latency=LATENCY, spans=spans_wanted)
-    total, busiest = sum(sent.values()), max(sent.values(), default=0)
-    steps = setup.grad_accumulation
-    return Estimate(timeline, made, steps, total * steps, busiest * steps)
+    steps, copies = setup.grad_accumulation, replicas * setup.sequence
+    weights = [need.parts["weights"] for need in needs(setup, spans)]
+    each = [2 * (copies - 1) / copies * size for size in weights]  # what a worker sends in an all-reduce
+    batch = at(lambda f: f[0].seconds)
+    busy = tuple(at(lambda f, w=w: f[0].busy[w]) for w in range(len(speed)))  # type: ignore[misc]
+    timeline = found[-1][0] if drawn else Timeline(batch, busy)
+    return Estimate(
+        timeline,
+        steps * batch + max(each) / bytes_per_second,
+        tuple(steps * b for b in busy),
+        int(steps * at(lambda f: f[1].total()) + setup.sequence * sum(each)),
+        int(max(steps * at(lambda f: max(f[1].values(), default=0)), *each)),
+    )
 
 
-def _recomputed(setup: Setup, shards: int) -> str:
-    """Whose forward pass is done twice: "" of nothing, "tiles" of all, "chunks" of all but the last."""
-    if isinstance(setup.method, Backprop):
-        return "tiles" if setup.method.checkpoint else ""
-    return "chunks" if getattr(setup.method, "keep", "edges") == "edges" else "tiles"
+def _batch(
+    setup: Setup,
+    seqlen: int,
+    spans: Sequence[range],
+    costs: Costs,
+    bytes_per_second: float,
+    speed: Sequence[float],
+    drawn: bool,
+) -> tuple[Timeline, Counter[tuple[int, int]]]:
+    """One batch, as a `Shard` goes about it, and the bytes over each link."""
+    owners = Owners.of(spans, setup.sequence)
+    crew = tuple(i % len(spans) for i in range(setup.helpers))
+    scheme, model = setup.scheme, setup.model
+    windows = None if scheme.window != "auto" else [setup.window[0] or seqlen] * model.n_layer
+    grid = grid_of(model, scheme, seqlen, owners, crew, setup.stage_costs, windows)
 
+    def size(key: Key) -> int:
+        if key[0] in ("S", "dS"):
+            return setup.layer(key[1] - 1, scheme.chunk_size).state
+        return setup.y(grid.reach if key[0] == "spill" else grid.tokens(key[2]))
 
-def _message_bytes(setup: Setup, send: Send, size: int, work: dict[tuple[int, int], windowed.Task]) -> int:
-    tokens = min(size, setup.seqlen - send.chunk * size)
-    if send.what in ("ask", "unit"):
-        return 8
-    if send.what == "table_gradient":
-        return setup.element * setup.model.vocab_size * setup.model.d_model
-    if send.what in ("weights", "gradients") and send.layer is not None:
-        return setup.element * setup.layer(send.layer, 64).parameters
-    if send.what == "task" and send.layer is not None:
-        task = work.get((send.layer, send.chunk))
-        both = 2 * tokens if task is None else 2 * task.halo_stop - task.left - task.start
-        return setup.y(both) + setup.layer(send.layer, 64).state
-    return setup.y(tokens)
+    def run(made: Plan) -> Timeline:
+        return simulate(
+            made,
+            lambda worker, tile: costs.of(grid, tile) / speed[worker],
+            lambda key: size(key) / bytes_per_second,
+            latency=LATENCY,
+            helpers=crew,
+            spans=drawn,
+        )
+
+    plans = [forward_plan(grid, owners)] if windows else []
+    plans.append(step_plan(scheme, grid, owners, crew))
+    sent = Counter[tuple[int, int]]()
+    for made in plans:
+        for worker, program in enumerate(made.programs):
+            for action in program:
+                if isinstance(action, Send):
+                    sent[worker, action.to] += size(action.key)
+    first, *rest = map(run, plans)
+    for then in rest:  # after windows were picked
+        later = [Span(s.worker, first.seconds + s.start, first.seconds + s.stop, s.tile) for s in then.spans]
+        busy = tuple(a + b for a, b in zip(first.busy, then.busy, strict=True))
+        first = Timeline(first.seconds + then.seconds, busy, (*first.spans, *later))
+    return first, sent

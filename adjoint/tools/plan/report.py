@@ -3,53 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from adjoint.cluster import fit
-from adjoint.cluster import memory as plan
-from adjoint.cluster.memory import Setup, chunking
+from adjoint.cluster.fit import LONGEST, Fit, needs
+from adjoint.cluster.memory import PARTS
 from adjoint.cluster.partition import GB
 from adjoint.tools.plan.estimate import Estimate
 from adjoint.train.config import plain
 
 
 def as_dict(
-    setup: Setup,
-    spans: Sequence[range],
-    limits: Sequence[float] | None,
-    estimate: Estimate,
-    source: str,
-    longest: int | None,
-    leaner: tuple[int, int] | None,
-    parameters: int,
-    replicas: int = 1,
+    fit: Fit, spans: Sequence[range], estimate: Estimate, source: str, parameters: int, replicas: int = 1
 ) -> dict[str, Any]:
     """The plan in plain types. Sizes are bytes, times seconds.
 
     Args:
-        spans: each device's layers. limits: its memory, None where it is not known.
-        source: what times rest on. longest: the most tokens that would fit.
-        leaner: a chunk size with which the fullest device would take least, and what it would take.
-        replicas: pipelines like this one, each with rows of its own.
+        spans: each device's layers.
+        source: what times rest on.
+        replicas: of all this, each with rows of its own.
     """
-    cut, needs = chunking(setup, len(spans)), fit.needs(setup, spans)
-    fullest = max(need.total for need in needs)
+    setup, limits = fit.setup, fit.limits
+    found, turns = needs(setup, spans), setup.sequence
+    longest, leaner = (None, None) if limits is None else (fit.longest(), fit.leanest_chunk())
+    fullest = max(need.total for need in found)
+    size, least = leaner if leaner and leaner[1] < 0.9 * fullest else (None, None)
     tokens = setup.batch * setup.seqlen * setup.grad_accumulation * replicas
     return {
         "model": {"parameters": parameters, **plain(dataclasses.asdict(setup.model))},
         "method": {"name": setup.method.name, **plain(dataclasses.asdict(setup.method))},
         "batch": setup.batch,
         "replicas": replicas,
+        "sequence": turns,
         "seqlen": setup.seqlen,
-        "chunk_size": cut.size,
-        "task_size": cut.task,
+        "chunk_size": setup.scheme.chunk_size,
+        "task_size": setup.window[1],
         "precision": setup.precision,
         "device": setup.device,
-        "fits": limits is None or all(n.total <= x for n, x in zip(needs, limits, strict=True)),
+        "fits": limits is None or all(n.total <= x for n, x in zip(found, limits, strict=True)),
         "longest_seqlen": longest,
-        "leaner_chunk_size": leaner[0] if leaner and leaner[1] < 0.9 * fullest else None,
-        "leaner_bytes": leaner[1] if leaner and leaner[1] < 0.9 * fullest else None,
+        "leaner_chunk_size": size,
+        "leaner_bytes": least,
         "devices": [
             {
                 "layers": [span.start, span.stop - 1],
@@ -57,16 +52,16 @@ def as_dict(
                 "total_bytes": need.total,
                 "host_bytes": need.host,
                 "parts_bytes": need.parts,
-                "busy_seconds": estimate.timeline.busy[i] * estimate.steps,
+                "busy_seconds": max(estimate.busy[i * turns : (i + 1) * turns]),
             }
-            for i, (span, need) in enumerate(zip(spans, needs, strict=True))
+            for i, (span, need) in enumerate(zip(spans, found, strict=True))
         ],
         "step": {
             "seconds": estimate.seconds,
             "tokens_per_second": tokens / estimate.seconds,
             "idle_share": estimate.timeline.idle_share,
-            "chunks": estimate.schedule.chunks,
-            "workers": estimate.schedule.workers,
+            "chunks": setup.chunks,
+            "workers": len(estimate.busy),
             "bytes_sent": estimate.bytes_sent,
             "bytes_busiest_link": estimate.per_link,
             "rests_on": source,
@@ -74,10 +69,14 @@ def as_dict(
     }
 
 
-def labels_of(spans: Sequence[range], workers: int) -> list[str]:
-    """A name for each worker of a schedule."""
-    names = [f"{i}: layer{_range(span)}" for i, span in enumerate(spans)]
-    return names + [f"helper of {i % len(spans)}" for i in range(workers - len(spans))]
+def labels_of(spans: Sequence[range], sequence: int, helpers: int) -> list[str]:
+    """A name for each worker of a replica."""
+    names = []
+    for i, span in enumerate(spans):
+        layers = f"layer {span.start}" if len(span) == 1 else f"layers {span.start}-{span.stop - 1}"
+        turns = [""] if sequence == 1 else [f", turn {turn}" for turn in range(sequence)]
+        names += [f"{i}: {layers}{turn}" for turn in turns]
+    return names + [f"helper of {i % len(spans)}" for i in range(helpers)]
 
 
 def text(found: dict[str, Any]) -> str:
@@ -90,16 +89,18 @@ def text(found: dict[str, Any]) -> str:
     how = ", ".join([method["name"], *(f"{k} {v}" for k, v in arguments.items())])
     chunks = "chunk" if step["chunks"] == 1 else "chunks"
     what = f"{kinds}, {model['n_layer']} layers, d_model {model['d_model']}, {_count(model['parameters'])}"
+    if found["sequence"] > 1:
+        how += f", each sequence over {found['sequence']} devices in turn"
     if found["replicas"] > 1:
         how += f", {found['replicas']} replicas, each"
     data = f"{found['batch']} × {found['seqlen']:,} tokens in {step['chunks']:,} {chunks} of"
     lines = [f"model   {what} parameters, {found['precision']}"]
-    lines += [f"method  {how}: {data} {found['task_size']:,}", "", *_table(found["devices"]), ""]
+    lines += [f"method  {how}: {data} {found['chunk_size']:,}", "", *_table(found["devices"]), ""]
     lines += _verdict(found)
-    if any(device["host_bytes"] for device in found["devices"]):
-        host = [device["host_bytes"] for device in found["devices"]]
-        fullest, total = _size(max(host)), _size(sum(host))
-        lines.append(f"host    {fullest} of host memory for the fullest device, {total} in all")
+    host = [device["host_bytes"] for device in found["devices"]]
+    if any(host):
+        total = _size(found["sequence"] * sum(host))
+        lines.append(f"host    {_size(max(host))} of host memory for the fullest device, {total} in all")
     rate = f"{_seconds(step['seconds'])} a step, {step['tokens_per_second']:,.0f} tokens/s"
     lines.append(f"time    {rate} ({step['rests_on']})")
     if step["workers"] > 1:
@@ -110,17 +111,13 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _verdict(found: dict[str, Any]) -> list[str]:
-    devices = found["devices"]
-    fullest = max(devices, key=lambda d: d["total_bytes"] / (d["memory_bytes"] or 1))
-    if fullest["memory_bytes"] is None:
-        return [
-            f"memory  {_size(fullest['total_bytes'])} on the fullest device; --device-memory says if it fits"
-        ]
-    share = fullest["total_bytes"] / fullest["memory_bytes"]
-    longest = found["longest_seqlen"]
-    reach = "any length" if longest >= fit.LONGEST // 2 else f"up to {longest:,} tokens"
-    full = f"{_size(fullest['total_bytes'])} of {_size(fullest['memory_bytes'])} on the fullest device"
-    lines = [f"memory  fits: {full} ({share:.0%}); fits {reach}"]
+    fullest = max(found["devices"], key=lambda d: d["total_bytes"] / (d["memory_bytes"] or 1))
+    need, there, longest = fullest["total_bytes"], fullest["memory_bytes"], found["longest_seqlen"]
+    if there is None:
+        return [f"memory  {_size(need)} on the fullest device; --device-memory says if it fits"]
+    reach = "any length" if longest >= LONGEST // 2 else f"up to {longest:,} tokens"
+    full = f"{_size(need)} of {_size(there)} on the fullest device"
+    lines = [f"memory  fits: {full} ({need / there:.0%}); fits {reach}"]
     if found["leaner_chunk_size"]:
         size, least = found["leaner_chunk_size"], _size(found["leaner_bytes"])
         lines.append(f"        least with --method.chunk_size {size}: {least} there")
@@ -129,29 +126,19 @@ def _verdict(found: dict[str, Any]) -> list[str]:
 
 def _table(devices: Sequence[dict[str, Any]]) -> list[str]:
     """Parts in GB, a row a device; devices in a row that need the same share one."""
-    names = [name for name in plan.PARTS if any(device["parts_bytes"][name] for device in devices)]
-    largest = max(device["total_bytes"] for device in devices)
-    unit, scale = ("GB", GB) if largest >= GB else ("MB", 1e6)
+    names = [name for name in PARTS if any(device["parts_bytes"][name] for device in devices)]
+    unit, scale = ("GB", GB) if max(device["total_bytes"] for device in devices) >= GB else ("MB", 1e6)
     rows = [["device", "layers", *names, f"total {unit}"]]
-    groups: list[list[int]] = []
-    for i, device in enumerate(devices):
-        same = ("parts_bytes", "memory_bytes")
-        if groups and all(device[key] == devices[groups[-1][-1]][key] for key in same):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    for group in groups:
-        device = devices[group[0]]
-        numbers = str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}"
-        first, last = device["layers"][0], devices[group[-1]]["layers"][1]
-        cells = [f"{device['parts_bytes'][name] / scale:.2f}" for name in names]
-        rows.append([numbers, f"{first}-{last}", *cells, f"{device['total_bytes'] / scale:.2f}"])
+    alike = lambda i: (devices[i]["parts_bytes"], devices[i]["memory_bytes"])  # noqa: E731
+    for _, numbers in itertools.groupby(range(len(devices)), alike):
+        group = list(numbers)
+        first, last = devices[group[0]], devices[group[-1]]
+        which = str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}"
+        cells = [f"{first['parts_bytes'][name] / scale:.2f}" for name in names]
+        layers = f"{first['layers'][0]}-{last['layers'][1]}"
+        rows.append([which, layers, *cells, f"{first['total_bytes'] / scale:.2f}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-
-
-def _range(span: range) -> str:
-    return f" {span.start}" if len(span) == 1 else f"s {span.start}-{span.stop - 1}"
 
 
 def _count(number: int) -> str:
