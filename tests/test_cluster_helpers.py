@@ -17,6 +17,7 @@ from cluster_helpers import (
     ThreadCrew,
     disturbed_shards,
     disturbed_stack,
+    split,
     together,
     train_shards,
     train_stack,
@@ -224,8 +225,10 @@ def test_who_fails_leaves_nobody_waiting(
 
 
 def helped(n_layer: int, shards: int, owned: Sequence[int], window: int | None = 4, chunks: int = 8) -> Plan:
-    spans = tuple(range(n_layer * s // shards, n_layer * (s + 1) // shards) for s in range(shards))
-    owners, config = Owners.of(spans), StackConfig(vocab_size=17, d_model=12, n_layer=n_layer)
+    owners, config = (
+        Owners.of(split(n_layer, shards)),
+        StackConfig(vocab_size=17, d_model=12, n_layer=n_layer),
+    )
     scheme = LayerLocal(window, 8).scheme(8 * chunks, 8)
     return step_plan(scheme, grid_of(config, scheme, 8 * chunks, owners, owned), owners, owned)
 

@@ -443,38 +443,88 @@ BATCH, WIDTH, HEADS = 2, SIZES["d_model"], 3
 
 
 class Attention(nn.Module):
-    """Causal self-attention with the token before mixed in: a state that grows, and one that does not."""
+    """Causal self-attention: a state that grows with each token."""
+
+    grows: tuple[int | None, ...] = (2, 2)
 
     def __init__(self) -> None:
         super().__init__()
-        self.shift = nn.Parameter(torch.rand(WIDTH))
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """x (batch, tokens, width); state: the last token's input (batch, width), keys and values so far,
-        (batch, heads, past, width / heads). Returns y and the last token, keys and values of x alone."""
-        last, *past = state
-        before = torch.cat([last[:, None], x[:, :-1]], dim=1)
-        mixed = self.qkv(x + self.shift * before)
-        q, k, v = mixed.unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        keys, values = (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
+        """x (batch, tokens, width); state: keys and values so far, (batch, heads, past, width / heads) each.
+        Returns y and the keys and values of x alone."""
+        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(state, (k, v), strict=True))
         visible = torch.ones(x.shape[1], keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - x.shape[1])
         scores = (q @ keys.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
         attended = (scores.softmax(-1) @ values).transpose(1, 2).flatten(2)
-        return x + self.out(attended), (x[:, -1], k, v)
+        return x + self.out(attended), (k, v)
 
     def drawn_state(self, past: int) -> State:
-        grown = BATCH, HEADS, past, WIDTH // HEADS
-        return tuple(torch.randn(size, dtype=torch.float64) for size in [(BATCH, WIDTH), grown, grown])
+        size = BATCH, HEADS, past, WIDTH // HEADS
+        return tuple(torch.randn(size, dtype=torch.float64) for _ in range(2))
 
 
-class AttentionStage:
-    """Attention as the engine sees it."""
+class ShiftedAttention(Attention):
+    """The same with the token before mixed in: a state of both kinds."""
 
-    stateful, grows, reach = True, (None, 2, 2), 0
+    grows = (None, 2, 2)
 
-    def __init__(self, module: Attention) -> None:
-        self.module = module
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        last, *past = state
+        before = torch.cat([last[:, None], x[:, :-1]], dim=1)
+        y, grown = super().forward(x + before.tanh(), tuple(past))
+        return y, (x[:, -1], *grown)
+
+    def drawn_state(self, past: int) -> State:
+        return torch.randn(BATCH, WIDTH, dtype=torch.float64), *super().drawn_state(past)
+
+
+class Pointwise(nn.Module):
+    """A layer without a state."""
+
+    grows = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        return x + self.linear(x).tanh(), ()
+
+    def drawn_state(self, past: int) -> State:
+        return ()
+
+
+class Gated(nn.Module):
+    """A recurrence of one's own: h[t] = f ⊙ h[t-1] + (1 - f) ⊙ tanh(W x[t]), f by x[t] and h[t-1]."""
+
+    grows = (None,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        (h,), out = state, []
+        for token in x.unbind(1):
+            f = self.gate(torch.cat([token, h], dim=1)).sigmoid()
+            h = f * h + (1 - f) * self.value(token).tanh()
+            out.append(h)
+        return x + torch.stack(out, dim=1), (h,)
+
+    def drawn_state(self, past: int) -> State:
+        return (torch.randn(BATCH, WIDTH, dtype=torch.float64),)
+
+
+class OwnStage:
+    """One of these modules as the engine sees it."""
+
+    reach = 0
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.grows, self.stateful = module, module.grows, bool(module.grows)
 
     def parameters(self) -> Iterable[nn.Parameter]:
         return self.module.parameters()
@@ -493,36 +543,18 @@ class AttentionStage:
         return tile.linearize(call, list(named.values()), x, state, gradients)
 
 
-class Gated(nn.Module):
-    """A recurrence of one's own: h[t] = f ⊙ h[t-1] + (1 - f) ⊙ tanh(W x[t]), f by x[t] and h[t-1]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.value = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        (h,), out = state, []
-        for token in x.unbind(1):
-            f = self.gate(torch.cat([token, h], dim=1)).sigmoid()
-            h = f * h + (1 - f) * self.value(token).tanh()
-            out.append(h)
-        return x + torch.stack(out, dim=1), (h,)
-
-    def drawn_state(self, past: int) -> State:
-        return (torch.randn(BATCH, WIDTH, dtype=torch.float64),)
-
-
 def of_ones_own(kinds: str, past: int, seqlen: int) -> Problem:
-    """Embedding and head of a stack, modules between them ("a": attention, "g": gated)."""
+    """Embedding and head of a stack, modules between them by their first letters."""
     torch.manual_seed(0)
-    modules = [(Attention() if kind == "a" else Gated()).double() for kind in kinds]
+    by_letter = {module.__name__[0]: module for module in (Attention, ShiftedAttention, Pointwise, Gated)}
+    modules = [by_letter[letter]().double() for letter in kinds]
 
     def drawn(tokens: int) -> list[State]:
         return [module.drawn_state(tokens) for module in modules]
 
     def stages(whole: nn.ModuleList) -> list[Any]:
         stack, *modules = whole
-        own = [AttentionStage(m) if isinstance(m, Attention) else Layer(m) for m in modules]
+        own = [Layer(m) if isinstance(m, Gated) else OwnStage(m) for m in modules]
         return [Embedding(stack.embedding), *own, Head(stack)]  # type: ignore[arg-type]
 
     whole = nn.ModuleList([make_model(n_layer=1), *modules])
@@ -537,9 +569,8 @@ def modules_whole(given: Problem) -> Names:
     y, final = stack.embed(given.ids), []
     for module, before in zip(modules, leaves, strict=True):
         y, after = module(y, before)
-        if isinstance(module, Attention):  # what it gave is its own piece
-            after = (after[0], *(torch.cat(pair, dim=2) for pair in zip(before[1:], after[1:], strict=True)))
-        final.append(after)
+        whole = zip(before, after, module.grows, strict=True)  # what it gave of a state that grows is a piece
+        final.append(tuple(b if dim is None else torch.cat((a, b), dim) for a, b, dim in whole))
     loss = stack.head_loss(y, targets) / count_valid(targets)
     ends = zip(itertools.chain(*final), itertools.chain(*given.d_final), strict=True)
     (loss + sum((s * d).sum() for s, d in ends)).backward()
@@ -550,9 +581,9 @@ def modules_whole(given: Problem) -> Names:
 
 
 OWN = [
-    *(("aa", Way(), chunk_size) for chunk_size in (1, 4, 30)),
-    *(("aga", way, 4) for way in (Way(segments=None), Way(2), Way(3, segments=None))),
-    *(("gg", way, 4) for way in (Way(), Way(in_turn=2), Way(2, 2))),
+    *(("AA", Way(), chunk_size) for chunk_size in (1, 4, 30)),
+    *(("AGS", way, 4) for way in (Way(segments=None), Way(2), Way(3, segments=None))),
+    *(("GPG", way, 4) for way in (Way(), Way(in_turn=2), Way(3, 2))),
 ]
 
 
@@ -562,3 +593,8 @@ def test_stages_of_ones_own(kinds: str, way: Way, chunk_size: int, past: int) ->
     given = of_ones_own(kinds, past, 13)
     got = over_workers(given, Exact(chunk_size).scheme(13, 0), way)
     assert_same(got, modules_whole(given), 1e-12)
+
+
+def test_a_state_that_grows_stays_with_one_worker() -> None:
+    with pytest.raises(ValueError, match=r"stage 1: a state that grows .* deal out layers"):
+        over_workers(of_ones_own("A", 0, 13), Exact(4).scheme(13, 0), Way(in_turn=2))

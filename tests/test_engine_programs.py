@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+from cluster_helpers import split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,11 +22,6 @@ from adjoint.engine.simulate import Timeline, held_at_most, simulate, uniform
 REACH = 3
 
 
-def spans(n_layer: int, shards: int) -> list[range]:
-    cuts = [n_layer * s // shards for s in range(shards + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(cuts)]
-
-
 def grid_of(n_layer: int, scheme: Scheme, seqlen: int, owners: Owners | None = None, **more: Any) -> Grid:
     stateful = [False, *[True] * n_layer, False]
     return make_grid(scheme, seqlen, stateful, REACH, None if owners is None else owners.shards, **more)
@@ -33,7 +29,7 @@ def grid_of(n_layer: int, scheme: Scheme, seqlen: int, owners: Owners | None = N
 
 def wavefront(shards: int, chunks: int, **how: Any) -> Plan:
     """Exact over shards of a layer each."""
-    owners = Owners.of(spans(shards, shards))
+    owners = Owners.of(split(shards, shards))
     return plan(grid_of(shards, Scheme(4), 4 * chunks, owners), owners, **how)
 
 
@@ -107,7 +103,7 @@ def problems(draw: st.DrawFn) -> tuple[Grid, Owners, dict[str, Any]]:
     """Any grid that a method makes or could make, owners of its tiles, and how it is planned."""
     n_layer = draw(st.integers(1, 5))
     shards = draw(st.integers(1, min(3, n_layer)))
-    owners = Owners.of(spans(n_layer, shards), draw(st.integers(1, 3)))
+    owners = Owners.of(split(n_layer, shards), draw(st.integers(1, 3)))
     chunk_size, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 7))
     seqlen = max(1, chunk_size * chunks - draw(st.integers(0, chunk_size - 1)))
     cuts = Scheme(chunk_size).cuts(seqlen)
@@ -153,7 +149,7 @@ def test_exact_carries_the_adjoint_state_from_the_last_chunk_on(
     shards: int, chunks: int, buffers: int
 ) -> None:
     made = wavefront(shards, chunks, buffers=buffers)
-    at = when(check(made, Owners.of(spans(shards, shards))))
+    at = when(check(made, Owners.of(split(shards, shards))))
     for k, c in itertools.product(range(shards + 2), range(chunks)):
         assert at["F", k, c][1] <= at["R", k, c][1] <= at["B", k, c][0]
         if k:
@@ -205,7 +201,7 @@ def test_windowed_tasks_run_once_their_cotangents_are_whole(
     buffers: int,
     dy_from: Any,
 ) -> None:
-    owners = Owners.of(spans(n_layer, owned[0]), owned[1])
+    owners = Owners.of(split(n_layer, owned[0]), owned[1])
     scheme = Scheme(chunk_size, dy_from=dy_from, window=window)
     made = plan(grid_of(n_layer, scheme, seqlen, owners), owners, stream=True, buffers=buffers)
     at, cuts = when(check(made, owners)), made.grid.cuts
@@ -241,7 +237,7 @@ def test_layer_local_tasks_wait_for_the_head_alone(window: int | None) -> None:
 
 
 def test_truncated_hands_chunks_down_before_a_shard_is_through() -> None:
-    owners = Owners.of(spans(4, 2))
+    owners = Owners.of(split(4, 2))
     made = plan(grid_of(4, Scheme(10, window=5), 80, owners), owners)
     program = [str(action) for action in made.programs[1]]
     assert program.index("send dy[2,0] to 0") < program.index("W(3,3)"), "the lower shard waits for all of it"
@@ -318,7 +314,7 @@ def test_idle_share_of_chunks_in_turn(n_layer: int, chunks: int, workers: int) -
 
 
 def test_windowed_tasks_over_shards_start_before_the_forward_ends() -> None:
-    owners = Owners.of(spans(8, 4))
+    owners = Owners.of(split(8, 4))
     grid = grid_of(8, Scheme(8, dy_from="head", window=8), 256, owners)
     held = {}
     for stream in (False, True):
@@ -360,7 +356,7 @@ def test_messages_overlap_with_computing_and_queue_at_the_senders_port() -> None
 @pytest.mark.parametrize("chunks", [1, 20])
 def test_the_heads_cotangent_is_relayed(chunks: int) -> None:
     """Over four shards every port carries it once, where a broadcast from one port would take 3 s a chunk."""
-    owners = Owners.of(spans(4, 4))
+    owners = Owners.of(split(4, 4))
     made = plan(grid_of(4, Scheme(8, dy_from="head", window=4), 8 * chunks, owners), owners)
     for program in made.programs:
         sent = [action.key for action in program if isinstance(action, Send) and action.key[:2] == ("dy", 4)]

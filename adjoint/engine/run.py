@@ -113,7 +113,11 @@ class Worker:
                 self.slabs[k] = [Slab(s, dim, grid.cuts[-1]) for s, dim in pairs if dim is not None]
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Carries actions out, receives posted ahead of them."""
+        """Carries actions out, receives posted ahead of them.
+
+        Raises:
+            ValueError: a state that grows would have to be received.
+        """
         receives = collections.deque(a for a in actions if isinstance(a, Recv))
         posted: collections.deque[Pending] = collections.deque()
         self._count_edges(actions)
@@ -160,6 +164,11 @@ class Worker:
                 k, c = action.tile.stage, action.tile.chunk
                 rows[k] += c + 1 < self.grid.chunks and ("S", k, c) not in self.passed_on
             elif isinstance(action, Recv) and action.key[0] == "S":
+                if action.key[1] in self.slabs:
+                    raise ValueError(
+                        f"stage {action.key[1]}: a state that grows with the sequence stays with one worker; "
+                        "deal out layers instead of chunks"
+                    )
                 rows[action.key[1]] += 1
         for k, count in rows.items():
             if self.edges[k].memory is None:
