@@ -424,7 +424,7 @@ def test_the_same_draw_of_cuts_gives_the_same_gradients(how: dict[str, int]) -> 
 
 
 @pytest.mark.parametrize("how", SHARDED[:3], ids=str)
-@pytest.mark.parametrize("tolerance", [0.5, 0.05])
+@pytest.mark.parametrize("tolerance", [0.9, 0.7])  # all layers windowed; two of them not
 def test_windows_that_are_picked_are_those_of_one_process(how: dict[str, int], tolerance: float) -> None:
     config = StackConfig(**{**SIZES, **VARIANTS[MIXED]})
     method, ids = Truncated("auto", chunk_size=16, tolerance=tolerance), make_ids(2, 101)
