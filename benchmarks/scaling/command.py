@@ -18,26 +18,27 @@ What a slice does in relation to a whole GPU decides the second question, so bot
 keeps a GPU busy, of which a slice does its share of the memory's bandwidth (one eighth), and the paper's
 premise, work that leaves six sevenths of a GPU idle, which a slice does as fast as the GPU.
 
-`--measured FILE …` compares runs of real shards with their simulation (see `benchmarks.scaling_measured`).
+`--measured FILE …` compares runs of real shards with their simulation (see `benchmarks.scaling.measured`).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adjoint.cluster import schedule as schedules
 from adjoint.cluster.partition import partition
-from adjoint.cluster.schedule import Run, Schedule, Send
-from adjoint.cluster.simulate import simulate
+from adjoint.cluster.spec import grid_of, step_plan
+from adjoint.engine.grid import Key, Tile
+from adjoint.engine.program import Owners
+from adjoint.engine.simulate import simulate
+from adjoint.layers import StackConfig
 from adjoint.tools.sweep.compare import truncated_products
-from adjoint.windowed import tasks
 from benchmarks import common
+from benchmarks.scaling import measured, report
 
 FORWARD, BACKWARD = 3, 3  # units a token and layer: the three networks, and their vjps
 DAY = 86400.0
@@ -69,85 +70,53 @@ class Assumptions:
         sizes = (max(self.smallest_chunk * 4**k, -(-seqlen // self.most_chunks)) for k in range(3))
         return sorted({min(size, seqlen) for size in sizes})
 
-    def message_seconds(self, chunk: int, bytes_per_second: float) -> Callable[[Send, int], float]:
-        """Time of a message: activations of a chunk; twice that, inputs and cotangents, with a task. Weights
-        and gradients of a layer are small beside them and count as one chunk's activations."""
-        size = self.batch * chunk * self.d_model * self.element_bytes
-        return lambda send, worker: size * (2 if send.what == "task" else 1) / bytes_per_second
 
-
-# ------------------------------------------------------------------------------------------------ schedules
-
-
-def ranges(layers: int, shards: int) -> list[range]:
-    return partition([1.0] * layers, shards)
-
-
-def exact_seconds(
-    a: Assumptions, seqlen: int, shards: int, bytes_per_second: float, *, speed: float = 1.0
-) -> float:
-    """One batch of sequences under `Exact`; `speed` of a worker, that of a whole GPU being 1."""
-    own = ranges(a.layers, shards)
-
-    def with_chunks(chunk: int) -> float:
-        def tile(worker: int, run: Run) -> float:
-            tokens = min(chunk, seqlen - run.chunk * chunk)
-            units = FORWARD if run.kind == "forward" else FORWARD + BACKWARD
-            return tokens * len(own[worker]) * units * a.unit_seconds / speed
-
-        schedule = schedules.exact(shards, -(-seqlen // chunk))
-        return simulated(a, schedule, tile, chunk, bytes_per_second)
-
-    return min(map(with_chunks, a.chunk_sizes(seqlen)))
-
-
-def windowed_seconds(
+def batch_seconds(
     a: Assumptions,
+    method: str,
     seqlen: int,
-    window: int,
     shards: int,
     bytes_per_second: float,
     *,
-    method: str = "layer-local",
+    window: int | None = None,
     helpers: int = 0,
     speed: float = 1.0,
 ) -> float:
-    """One batch of sequences under `Truncated` or `LayerLocal` with a window; `helpers` of each shard."""
-    own = ranges(a.layers, shards)
-    crew = [shard for shard in range(shards) for _ in range(helpers)]
+    """One batch of sequences over layer shards, simulated.
+
+    Args:
+        helpers: of each shard; what they are sent is not reckoned with.
+        speed: of a worker, that of a whole GPU being 1.
+    """
+    own = partition([1.0] * a.layers, shards)
+    crew = tuple(shard for shard in range(shards) for _ in range(helpers))
+    # Where a shard goes through all of its layers on a chunk before anything is sent, they may be one stage.
+    together = method != "truncated" and not helpers
+    spans = [range(s, s + 1) for s in range(shards)] if together else own
+    deep = [len(span) for span in own] if together else [1] * a.layers  # layers of each stage
+    model = StackConfig(n_layer=len(deep), d_conv=a.d_conv)
+    owners = Owners.of(spans)
 
     def with_chunks(chunk: int) -> float:
-        parts = tasks(a.layers, seqlen, chunk, window, a.d_conv)
-        work = {(task.layer, task.chunk): task for task in parts}
+        scheme = measured.method_of(method, chunk, window).scheme(seqlen, chunk)
+        grid = grid_of(model, scheme, seqlen, owners, crew, (0.0, *map(float, deep), 0.0))
 
-        def tile(worker: int, run: Run) -> float:
-            if run.kind == "forward":
-                tokens, units = min(chunk, seqlen - run.chunk * chunk) * len(own[worker]), FORWARD
-            elif run.layer is not None:  # a task also computes the halo its window looks into
-                task = work[run.layer, run.chunk]
-                tokens, units = task.halo_stop - task.left, FORWARD + BACKWARD
-            else:
+        def tile(worker: int, t: Tile) -> float:
+            if t.stage in (0, model.n_layer + 1):
                 return 0.0  # head and embedding: the paper's figure has neither
-            return tokens * units * a.unit_seconds / speed
+            tokens, units = grid.tokens(t.chunk, t.count), BACKWARD if t.kind == "B" else FORWARD
+            if t.kind == "W":  # it also computes the halo that its window looks into
+                left, _, _, halo_stop = grid.span(t)
+                tokens, units = halo_stop - left, FORWARD + BACKWARD
+            return tokens * deep[t.stage - 1] * units * a.unit_seconds / speed
 
-        if method == "truncated":
-            schedule = schedules.truncated(own, parts)
-        else:
-            schedule = schedules.layer_local(own, -(-seqlen // chunk), parts, helpers=crew)
-        return simulated(a, schedule, tile, chunk, bytes_per_second)
+        def message(key: Key) -> float:
+            return a.batch * grid.tokens(key[2]) * a.d_model * a.element_bytes / bytes_per_second
+
+        made = step_plan(scheme, grid, owners, crew)
+        return simulate(made, tile, message, latency=a.latency_seconds, helpers=crew).seconds
 
     return min(map(with_chunks, a.chunk_sizes(seqlen)))
-
-
-def simulated(
-    a: Assumptions,
-    schedule: Schedule,
-    tile: Callable[[int, Run], float],
-    chunk: int,
-    bytes_per_second: float,
-) -> float:
-    message = a.message_seconds(chunk, bytes_per_second)
-    return simulate(schedule, tile, message, latency=a.latency_seconds).seconds
 
 
 # -------------------------------------------------------------------------------------------------- answers
@@ -177,9 +146,9 @@ def figure6(
             name = "paper, all pairs" if window is None else f"paper, window {window}"
             row(name, units * token / a.speedup, enumerated)
         network, gpus = a.network_bytes_per_second, min(a.gpus, a.layers)
-        row("Exact", exact_seconds(a, seqlen, gpus, network), f"{gpus} GPUs, simulated")
+        row("Exact", batch_seconds(a, "exact", seqlen, gpus, network), f"{gpus} GPUs, simulated")
         for name, method in (("Truncated", "truncated"), ("LayerLocal", "layer-local")):
-            seconds = windowed_seconds(a, seqlen, our_window, gpus, network, method=method)
+            seconds = batch_seconds(a, method, seqlen, gpus, network, window=our_window)
             row(f"{name}, window {our_window}", seconds, f"{gpus} GPUs, simulated")
     return rows
 
@@ -187,33 +156,32 @@ def figure6(
 def slices56(a: Assumptions, seqlen: int, window: int) -> list[dict[str, Any]]:
     """Speed-up of 8 GPUs, whole and in 56 slices, over one whole GPU that does the same method."""
 
-    def exact(shards: int, helpers: int, rate: float, speed: float) -> float:
-        return exact_seconds(a, seqlen, shards, rate, speed=speed)
-
-    def local(shards: int, helpers: int, rate: float, speed: float) -> float:
-        return windowed_seconds(a, seqlen, window, shards, rate, helpers=helpers, speed=speed)
-
     network, staged = a.network_bytes_per_second, a.staged_bytes_per_second
     rows = []
-    for name, on in (("Exact", exact), ("LayerLocal", local)):
-        alone = on(1, 0, network, 1.0)
-        crews = ((56, 0),) if on is exact else ((56, 0), (8, 6))  # shards, helpers of each
+    for name, method, own_window, crews in (  # shards, helpers of each
+        ("Exact", "exact", None, ((56, 0),)),
+        ("LayerLocal", "layer-local", window, ((56, 0), (8, 6))),
+    ):
+        alone = batch_seconds(a, method, seqlen, 1, network, window=own_window)
         setups = [("whole GPUs", 8, 0, network, 1.0)]
         setups += [("slices of busy GPUs", *crew, staged, a.slice_bandwidth) for crew in crews]
         setups += [("slices of idle GPUs", *crew, staged, 1.0) for crew in crews]
         for devices, shards, helpers, rate, speed in setups:
             workers = shards * (1 + helpers)
+            seconds = batch_seconds(
+                a, method, seqlen, shards, rate, window=own_window, helpers=helpers, speed=speed
+            )
             rows.append(
                 {
                     "method": name,
                     "devices": f"{workers} {devices}",
                     "context": seqlen,
-                    "window": window if on is local else None,
+                    "window": own_window,
                     "shards": shards,
                     "helpers": helpers,
                     "worker_speed": speed,
                     "most": workers * speed,
-                    "speedup": alone / on(shards, helpers, rate, speed),
+                    "speedup": alone / seconds,
                 }
             )
     return rows
@@ -222,10 +190,8 @@ def slices56(a: Assumptions, seqlen: int, window: int) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     """Computes, prints, writes scaling.json, .csv and .png; returns the exit code."""
     options = _parser().parse_args(argv)
-    from benchmarks import scaling_measured, scaling_report
-
     if options.measured:
-        return scaling_measured.compare(options.measured)
+        return measured.compare(options.measured)
     chosen = {
         f.name: getattr(options, f.name) for f in dataclasses.fields(Assumptions) if hasattr(options, f.name)
     }
@@ -241,16 +207,12 @@ def main(argv: list[str] | None = None) -> int:
         "slices": claim,
     }
     common.write_results(folder, "scaling", payload, figure)
-    scaling_report.show(figure, claim, a, folder / "scaling")
+    report.show(figure, claim, dataclasses.asdict(a), folder / "scaling")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scaling",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = common.parser("scaling", __doc__, fresh=None)
     size = common.parse_size
     lengths = [1024 * 4**k for k in range(6)]
     parser.add_argument(
@@ -266,13 +228,8 @@ def _parser() -> argparse.ArgumentParser:
         "--slice-length", type=size, default=size("100K"), help="context of the 56 slices (100K)"
     )
     parser.add_argument("--measured", type=Path, nargs="+", help="runs to compare with their simulation")
-    parser.add_argument("--out", type=Path, help="folder of the results (benchmarks/results)")
     for field in dataclasses.fields(Assumptions):
         kind = int if isinstance(field.default, int) else float
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=kind, default=argparse.SUPPRESS, help=f"default {field.default:g}")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,3 @@
+from benchmarks.scaling.command import main
+
+raise SystemExit(main())

@@ -1,0 +1,162 @@
+"""Real runs of shards against their simulation: `python -m benchmarks.scaling --measured FILE …`.
+
+`python -m benchmarks.shards` makes the runs. A file holds one of them as JSON:
+
+    {"name": "2 shards", "method": "exact", "layers": [[0, 2], [2, 4]], "sequence": 1, "seqlen": 4096,
+     "chunk_size": 512, "window": null, "d_conv": 4, "costs": [0, 1, 1, 1, 1, 0.2], "slots": 2,
+     "latency_seconds": 0.0001, "message_seconds": {"y": 0.0004, "dy": 0.0004},
+     "tiles": [["F(1,0)", 0.021], …], "wall_seconds": [0.91, 0.93, 0.90]}
+
+`method` is "exact", "truncated" or "layer-local"; `layers` are each shard's, `sequence` its workers in turn,
+`costs` of each stage what the programs were planned by. A tile's seconds are its processor time
+(`time.thread_time` with one thread): the wall time of a tile that shares its core is what the simulation is
+to find. `tile_seconds` makes them from a worker's trace; they hold what a worker spends on its messages too.
+`slots` is the cores, or what others leave of them, null if each worker has its own. `wall_seconds` are those
+of whole phases, one for each repeat; their median counts. For a prediction, tiles and wall times come from
+different repeats.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from adjoint.cluster.spec import grid_of, step_plan
+from adjoint.engine.grid import Tile
+from adjoint.engine.program import Action, Owners, Plan, Recv, Run, Send
+from adjoint.engine.simulate import Timeline, simulate
+from adjoint.errors import UserError
+from adjoint.layers import StackConfig
+from adjoint.methods import Exact, LayerLocal, Truncated
+
+TOLERANCE = 0.20  # of the measured time
+
+
+class Traced(Protocol):
+    """What `adjoint.cluster.shard.Traced` is."""
+
+    @property
+    def action(self) -> str: ...
+    @property
+    def processor(self) -> float: ...
+
+
+def method_of(name: str, chunk_size: int, window: int | None) -> Any:
+    """A method of the package.
+
+    Raises:
+        UserError: there is none of that name, or it wants another window.
+    """
+    if name == "exact":
+        return Exact(chunk_size)
+    if name == "truncated" and window is not None:
+        return Truncated(window, chunk_size)
+    if name == "layer-local":
+        return LayerLocal(window, chunk_size)
+    raise UserError(f"method {name!r} with window {window}: exact, truncated (with a window) or layer-local")
+
+
+def plan_of(run: dict[str, Any]) -> Plan:
+    """The programs that a run carried out; raises as `method_of` does."""
+    spans, helpers = [range(a, b) for a, b in run["layers"]], tuple(run.get("helpers", ()))
+    seqlen, size = run["seqlen"], run["chunk_size"]
+    scheme = method_of(run["method"], size, run["window"]).scheme(seqlen, size)
+    model = StackConfig(n_layer=spans[-1].stop, d_conv=run["d_conv"])
+    owners = Owners.of(spans, run.get("sequence", 1))
+    grid = grid_of(model, scheme, seqlen, owners, helpers, run.get("costs", ()))
+    return step_plan(scheme, grid, owners, helpers)
+
+
+def tile_seconds(program: Sequence[Action], trace: Sequence[Traced]) -> list[tuple[Tile, float]]:
+    """Processor time of a worker's tiles, in the order of its program.
+
+    Messages cost their ends a processor too, which a simulation of tiles does not know of: a receive counts
+    with the tile after it, which needs the message, a send with the tile before it, for the message leaves
+    when it is done.
+
+    Raises:
+        ValueError: the trace is not one of this program.
+    """
+    names = [str(action) for action in program]
+    if names != [done.action for done in trace]:
+        raise ValueError(f"a trace of {len(trace)} actions that are not the program's {len(names)}")
+    found: list[tuple[Tile, float]] = []
+    before = 0.0
+    for action, done in zip(program, trace, strict=True):
+        if isinstance(action, Run):
+            found.append((action.tile, before + done.processor))
+            before = 0.0
+        elif isinstance(action, Recv) or not found:
+            before += done.processor
+        elif isinstance(action, Send):
+            found[-1] = found[-1][0], found[-1][1] + done.processor
+        else:
+            raise ValueError(f"{action}: times of single tiles are not known where helpers share them")
+    if before and found:  # receives with no tile after them
+        found[-1] = found[-1][0], found[-1][1] + before
+    return found
+
+
+def mean_tiles(made: Plan, repeats: Iterable[Sequence[Sequence[Traced]]]) -> list[list[Any]]:
+    """The `tiles` of a run: each tile's mean over repeats, whose traces come by worker. The mean, since what
+    is predicted are sums of them."""
+    seconds: dict[Tile, list[float]] = collections.defaultdict(list)
+    for traces in repeats:
+        for program, trace in zip(made.programs, traces, strict=True):
+            for tile, spent in tile_seconds(program, trace):
+                seconds[tile].append(spent)
+    return [[str(tile), statistics.mean(all_)] for tile, all_ in seconds.items()]
+
+
+def simulated(run: dict[str, Any], *, spans: bool = False) -> Timeline:
+    """A run's timeline from its tiles' times.
+
+    Raises:
+        UserError: a tile of its programs was not measured.
+    """
+    times, messages = dict(run["tiles"]), run.get("message_seconds", {})
+    try:
+        return simulate(
+            plan_of(run),
+            lambda worker, tile: times[str(tile)],
+            lambda key: messages.get(key[0], 0.0),
+            latency=run.get("latency_seconds", 0.0),
+            slots=run.get("slots"),
+            helpers=run.get("helpers", ()),
+            spans=spans,
+        )
+    except KeyError as missing:
+        raise UserError(f"{run.get('name', 'run')}: no time for the tile {missing}") from None
+
+
+def predicted(run: dict[str, Any]) -> float:
+    """Wall time of a run, in seconds, from its tiles' times; raises as `simulated` does."""
+    return simulated(run).seconds
+
+
+def compared(run: dict[str, Any]) -> dict[str, Any]:
+    """A run's row: predicted and measured seconds, and by how much the one is off (a share of the other)."""
+    expected, measured = predicted(run), statistics.median(run["wall_seconds"])
+    return {
+        "name": run.get("name", "run"),
+        "predicted_seconds": expected,
+        "measured_seconds": measured,
+        "measured_least": min(run["wall_seconds"]),
+        "measured_most": max(run["wall_seconds"]),
+        "error": expected / measured - 1,
+    }
+
+
+def compare(paths: Sequence[Path]) -> int:
+    """Prints predicted next to measured; 1 if one is off by more than 20%, else 0."""
+    rows = [compared({"name": path.stem, **json.loads(path.read_text())}) for path in paths]
+    for row in rows:
+        print(
+            f"{row['name']}: predicted {row['predicted_seconds']:.4g} s, "
+            f"measured {row['measured_seconds']:.4g} s, {row['error']:+.1%}"
+        )
+    return int(any(abs(row["error"]) > TOLERANCE for row in rows))

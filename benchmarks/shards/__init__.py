@@ -1,0 +1,1 @@
+"""Real shards against their simulation: `python -m benchmarks.shards` (see `command`)."""

@@ -1,0 +1,196 @@
+"""One group of real shards, measured: traces of its batches, its messages, processors and memory."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adjoint.engine.stages import stage_costs
+from adjoint.layers import StackConfig
+from adjoint.stack import Stack
+from adjoint.train.config import TrainingConfig
+from adjoint.train.machine import PeakMemory
+from benchmarks.scaling.measured import method_of
+
+WARM_UP = 2
+MESSAGES = 40  # of each size
+
+
+def run_group(
+    options: argparse.Namespace, method: str, shards: int, sequence: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """One group: made, warmed up, measured, ended. Gives what a run is of, as `benchmarks.scaling.measured`
+    wants it, and its repeats (`one_batch`).
+
+    Raises:
+        UserError: the sizes are not possible. ShardFailure: a shard was lost.
+    """
+    from adjoint.cluster.group import Group
+    from adjoint.cluster.placement import Need
+
+    size = options.chunk_size
+    window = None if method == "exact" else options.window
+    model = StackConfig(
+        d_model=options.d_model, n_layer=options.layers, mixer=options.mixer, tie_embeddings=False
+    )
+    with torch.device("meta"):
+        whole = Stack(model, 0)
+        state = whole.initial_state(options.batch)[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.vocab_size, (options.batch, options.seqlen), generator=generator).numpy()
+    training = TrainingConfig(device="cpu", precision="float32", threads=1)
+    name = f"{shards} shard{'s' * (shards > 1)}" if sequence == 1 else f"{sequence} workers in turn"
+    group = Group(model, training, method_of(method, size, window), shards, Need(1, 0), sequence=sequence)
+    try:
+        run: dict[str, Any] = {
+            "name": f"{method}, {name}",
+            "method": method,
+            "shards": shards,
+            "sequence": sequence,
+            "chunks": -(-options.seqlen // size),
+            "layers": [[span.start, span.stop] for span in group.spans],
+            "seqlen": options.seqlen,
+            "chunk_size": size,
+            "window": window,
+            "d_conv": model.d_conv,
+            "costs": list(stage_costs(whole)),
+            "slots": options.slots,
+        }
+        chunk = (options.batch, size, model.d_model)
+        run |= message_seconds(group.actors, {"y": chunk, "S": (sum(s.numel() for s in state),)})
+        repeats = []
+        for number in range(-WARM_UP, 2 * options.repeats):
+            repeat = one_batch(group, ids, size)
+            if number >= 0:
+                repeats.append(repeat)
+        on_each(group.actors, _begin_peak)
+        group.all("accumulate", ids, size)
+        run["memory_bytes"] = max(on_each(group.actors, _end_peak))
+        return run, repeats
+    finally:
+        group.kill()
+
+
+def one_batch(group: Any, ids: Any, chunk_size: int) -> dict[str, Any]:
+    """A batch through the group: every worker's trace, and what the driver, the processes and the machine
+    spent on it."""
+    group.all("zero_grad")
+    processes, machine = -sum(on_each(group.actors, _process_time)), machine_seconds()
+    began = time.perf_counter()
+    group.all("accumulate", ids, chunk_size)
+    call = time.perf_counter() - began
+    machine = None if machine is None else (machine_seconds() or 0.0) - machine
+    processes += sum(on_each(group.actors, _process_time))
+    return {"traces": group.all("timings"), "call": call, "processes": processes, "machine": machine}
+
+
+def on_each(actors: Sequence[Any], call: Any) -> list[Any]:
+    """What a function of the actor gives in each of them."""
+    import ray
+
+    return ray.get([actor.__ray_call__.remote(call) for actor in actors])
+
+
+def _process_time(actor: Any) -> float:
+    """Processor time of a process so far, all of its threads."""
+    return time.process_time()
+
+
+def _begin_peak(actor: Any) -> None:
+    actor.shard.zero_grad()
+    actor.peak = PeakMemory(torch.device("cpu")).__enter__()
+
+
+def _end_peak(actor: Any) -> int:
+    """Bytes, 0 where the system does not say."""
+    actor.peak.__exit__()
+    return actor.peak.bytes or 0
+
+
+def machine_seconds() -> float | None:
+    """Seconds that the machine's cores have been at work, or were lent to other machines; None off Linux."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return None
+    user, nice, system, _idle, _waiting, irq, softirq, stolen = map(int, fields)
+    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def message_seconds(actors: Sequence[Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What a message costs: medians over messages from the first worker to the second, neither of which
+    computes.
+
+    `latency_seconds`, of a message of one number, and `message_seconds`, what one of `shapes` takes beyond
+    it, count
+    from when it was handed over to when it was received: handing over keeps the sender busy, which its trace
+        holds.
+    `message_whole_seconds`, of the largest, counts from the beginning of handing over.
+    """
+    import ray
+
+    if len(actors) < 2:
+        return {"latency_seconds": 0.0, "message_seconds": {}, "message_whole_seconds": 0.0}
+    ways, wholes = {}, []
+    for name, dimensions in {"": (1,), **shapes}.items():
+        ends = [actors[rank].__ray_call__.remote(exchange, rank, dimensions, MESSAGES) for rank in (0, 1)]
+        (begun, sent), (received, _) = ray.get(ends)
+        ways[name] = statistics.median(max(0.0, b - a) for a, b in zip(sent, received, strict=True))
+        wholes.append(statistics.median(b - a for a, b in zip(begun, received, strict=True)))
+    latency = ways.pop("")
+    beyond = {name: max(0.0, way - latency) for name, way in ways.items()}
+    return {
+        "latency_seconds": latency,
+        "message_seconds": {name: seconds for key, seconds in beyond.items() for name in (key, f"d{key}")},
+        "message_whole_seconds": max(wholes),
+    }
+
+
+def exchange(actor: Any, rank: int, shape: tuple[int, ...], count: int) -> tuple[list[float], list[float]]:
+    """One end of a ping-pong. Rank 0: when each of its messages was begun, and when it was handed over; rank
+    1: when each was received, twice."""
+    transport, other = actor.shard.transport, 1 - rank
+    tensor, begun, done = torch.zeros(shape), list[float](), list[float]()
+    token = torch.zeros(1)
+
+    def post() -> Any:  # ahead of the message, as shards do
+        return transport.post(other, tensor if rank else token)
+
+    waiting = post()
+    for i in range(count):
+        if rank == 0:
+            begun.append(time.perf_counter())
+            transport.send(other, tensor)
+            done.append(time.perf_counter())
+            waiting()
+            waiting = post() if i + 1 < count else None
+        else:
+            waiting()
+            done.append(time.perf_counter())
+            waiting = post() if i + 1 < count else None
+            transport.send(other, token)
+    transport.flush()
+    return begun or done, done
+
+
+@contextlib.contextmanager
+def ray_running(workers: int) -> Iterator[None]:
+    """A Ray of our own on loopback, or the one this process is connected to."""
+    from adjoint.cluster import placement
+
+    ours = placement.connect(workers, placement.Need(1, 0))
+    try:
+        yield
+    finally:
+        if ours:
+            import ray
+
+            ray.shutdown()
