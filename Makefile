@@ -20,7 +20,7 @@ train: setup  ## train the default model on real text: minutes on two cores
 	$(BIN)/python train.py $(TRAIN)
 
 test: setup-dev  ## run the tests (without those marked slow or gpu)
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
 lint: setup-dev  ## style, formatting and types
 	$(BIN)/ruff check $(CODE)

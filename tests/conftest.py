@@ -13,6 +13,18 @@ import torch
 from adjoint.kernels.cpu import build as cpu_build
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under several processes one has all tests that need Ray: one Ray is enough."""
+    for item in items:
+        if "ray_on_loopback" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Points $ADJOINT_CACHE at a fresh folder; its kernels/ leads to the usual place: built only once."""

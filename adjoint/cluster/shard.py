@@ -240,8 +240,8 @@ class Shard:
         """
         self.trace = []
         if self.everyone is not None:
-            first = self.spec.workers
-            replicas = range(self.spec.replicas)
+            self.everyone.buffers = made.buffers
+            first, replicas = self.spec.workers, range(self.spec.replicas)
             self.everyone.connect(
                 [(first * r + a, first * r + b) for r in replicas for a, b in made.channels()]
             )

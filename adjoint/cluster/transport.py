@@ -33,7 +33,13 @@ Channel = tuple[int, int]  # sender, receiver
 
 
 class Transport(run.Transport, Protocol):
-    """Messages, and what else workers do together."""
+    """Messages, and what else workers do together.
+
+    Attributes:
+        buffers: messages of a channel that a sender may have under way; `CAPACITY` at most.
+    """
+
+    buffers: int
 
     def connect(self, channels: Sequence[Channel]) -> None:
         """Connects channels before their first use, where that means to wait for the other end.
@@ -131,7 +137,7 @@ class DistributedTransport:
             torch.cuda.current_stream().synchronize()
         under_way = self.under_way[to]
         # what has left is let go: a message may be a whole chunk
-        while under_way and (len(under_way) == self.buffers or under_way[0][0].is_completed()):
+        while under_way and (len(under_way) >= self.buffers or under_way[0][0].is_completed()):
             under_way.popleft()[0].wait()
         work = self.dist.isend(tensor, to, self._group(self.rank, to))
         under_way.append((work, tensor))  # the tensor must live until it has left
@@ -272,7 +278,7 @@ class ObjectStoreTransport(_Exchange):
     """
 
     def __init__(self, rank: int, peers: Sequence[Any], mailbox: Mailbox) -> None:
-        self.rank, self.peers, self.mailbox = rank, peers, mailbox
+        self.rank, self.peers, self.mailbox, self.buffers = rank, peers, mailbox, mailbox.buffers
         self.sent, self.posted = collections.Counter[int](), collections.Counter[int]()
         self.under_way: dict[int, collections.deque[Any]] = collections.defaultdict(collections.deque)
 
@@ -300,7 +306,7 @@ class ObjectStoreTransport(_Exchange):
         # as bytes: NumPy knows no bfloat16
         reference = ray.put(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
         under_way = self.under_way[to]
-        if len(under_way) == self.mailbox.buffers:
+        while len(under_way) >= self.buffers:
             ray.get(under_way.popleft())
         deliver = self.peers[to].deliver.options(concurrency_group="mail")
         # in a list, so that Ray hands over the reference and not the array
@@ -328,6 +334,7 @@ class LocalTransport(_Exchange):
         self, rank: int, queues: Mapping[Channel, queue.Queue[Tensor]], broken: threading.Event
     ) -> None:
         self.rank, self.queues, self.broken = rank, queues, broken
+        self.buffers = CAPACITY  # the queues' own size holds
 
     def _insist(self, attempt: Callable[[], Any]) -> Any:
         while not self.broken.is_set():
