@@ -21,7 +21,7 @@ from benchmarks.convergence import command as convergence
 from benchmarks.convergence import report as convergence_report
 from benchmarks.convergence import tasks as recall_tasks
 from benchmarks.convergence import train
-from benchmarks.workers import Workers
+from benchmarks.convergence.workers import Workers
 
 SMALL: dict[str, Any] = {"model": {"d_model": 8, "n_layer": 2, "d_state": 4}, "batch": 2, "seqlen": 48}
 

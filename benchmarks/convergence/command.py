@@ -29,7 +29,7 @@ from benchmarks.common import Point, Row
 from benchmarks.convergence import report
 from benchmarks.convergence.tasks import TASKS, distances_within
 from benchmarks.convergence.train import BATCH, METHOD_NAMES, MODEL, SEQLEN, make_method, train
-from benchmarks.workers import Workers
+from benchmarks.convergence.workers import Workers
 
 BLOCK = 10  # steps whose losses are averaged into one point of a published curve
 DEFAULT_METHODS = (
