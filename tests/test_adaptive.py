@@ -156,6 +156,7 @@ def test_the_expectation_over_all_cuts_is_the_exact_gradient(monkeypatch):
     assert (drawn[0] - truth).norm() > 1e-3 * truth.norm()  # cutting everywhere is far from exact
 
 
+@pytest.mark.slow
 def test_the_mean_approaches_the_exact_gradient_at_the_monte_carlo_rate():
     """z-scores of the mean in 8 random directions stay below 5: with normal means (300 draws) a right
     estimator fails with probability below 8 × 5.8e-7, 5 in a million; the squared error falls as 1 / n."""
