@@ -151,7 +151,7 @@ def memory(
         shards: how many share the stack.
         first, last: whether the embedding, and norm and head, are here too.
     """
-    size, alone = setup.scheme.chunk_size, shards == setup.sequence == 1
+    size, alone = setup.scheme.chunk_size, shards == setup.sequence == 1 and not setup.helpers
     parts = _weights(
         setup, layers, first, last, sums=1 if alone and isinstance(setup.method, Backprop) else 2
     )
@@ -208,8 +208,7 @@ def _work(setup: Setup, layers: Sequence[int], first: bool, last: bool, alone: b
     if window is not None:
         ahead, task = (-(-n // scheme.chunk_size) for n in (window, tokens))
         if alone:
-            # inputs stay, since autograd may go through the graph again; cotangents go as layers follow one
-            # another
+            # inputs stay, since autograd may go through the graph again
             deep = 1 if scheme.dy_from == "head" else len(layers)
             cotangents = min(setup.chunks + task, (task + ahead) * deep + ahead + 1)
         else:

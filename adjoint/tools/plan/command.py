@@ -6,14 +6,14 @@ import argparse
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from adjoint.cluster.fit import Fit
-from adjoint.cluster.gpus import GPUS, Gpu
+from adjoint.cluster.gpus import GPUS
 from adjoint.cluster.memory import Setup
 from adjoint.cluster.partition import layer_costs
 from adjoint.cluster.shard import check_method
@@ -29,29 +29,7 @@ from adjoint.train.machine import pick_precision
 UNNAMED = "a100-40gb"  # whose rate is assumed of a GPU that is not named
 SUSTAINED = 0.3  # of the peak, what a step is assumed to keep up
 CPU_TFLOPS = 0.05  # assumed of a CPU: --measure knows better
-BANDWIDTH = 10e9  # bytes a second from device to device: through host memory, as between MIG slices
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line asked for, beside the configuration.
-
-    Attributes:
-        limits: bytes of each device; None where they are not known.
-        device: cpu or cuda. tflops: that a device of full speed keeps up; source: why, a phrase.
-        measure: time real layers here instead. bandwidth: bytes a second from device to device.
-        timeline: a picture's path, "-" for the terminal, or None.
-    """
-
-    devices: int
-    limits: tuple[float, ...] | None
-    device: str
-    tflops: float
-    source: str
-    measure: bool
-    bandwidth: float
-    timeline: str | None
-    json: bool
+BANDWIDTH = "10GB"  # a second from device to device: through host memory, as between MIG slices
 
 
 def main(argv: list[str]) -> int:
@@ -60,28 +38,28 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a bad argument, or a run that does not fit: the message says what would.
     """
-    request, config = read_arguments(argv)
-    setup, replicas = setup_of(request, config), config.cluster.replicas
+    given, config = read_arguments(argv)
+    setup, replicas = setup_of(given, config), config.cluster.replicas
     with torch.device("meta"):
         model = Stack(config.model)
-    limits = request.limits
+    limits = given.limits
     speeds = None if limits is None else [limit / max(limits) for limit in limits]
-    fit = Fit(setup, layer_costs(model), request.devices, speeds, limits)
+    fit = Fit(setup, layer_costs(model), given.devices, speeds, limits)
     spans = fit.assign()
-    costs, drawn = _costs(request, setup, config), request.timeline is not None
-    estimate = plan_time.estimate(setup, spans, costs, request.bandwidth, speeds, replicas, drawn)
+    costs, drawn = _costs(given, setup, config), given.timeline is not None
+    estimate = plan_time.estimate(setup, spans, costs, given.bandwidth, speeds, replicas, drawn)
     found = as_dict(fit, spans, estimate, costs.source, model.num_parameters(), replicas)
-    print(json.dumps(found, indent=1) if request.json else text(found))
+    print(json.dumps(found, indent=1) if given.json else text(found))
     if drawn:
-        _draw(request, setup, spans, estimate)
+        _draw(given, setup, spans, estimate)
     return 0
 
 
-def _draw(request: Request, setup: Setup, spans: Sequence[range], estimate: plan_time.Estimate) -> None:
+def _draw(given: Any, setup: Setup, spans: Sequence[range], estimate: plan_time.Estimate) -> None:
     from adjoint.tools.plan.plot import plot_timeline, text_timeline
 
     labels = labels_of(spans, setup.sequence, setup.helpers)
-    if request.timeline == "-":
+    if given.timeline == "-":
         width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 200))
         print("\n" + text_timeline(estimate.timeline, labels, width))
         return
@@ -90,46 +68,59 @@ def _draw(request: Request, setup: Setup, spans: Sequence[range], estimate: plan
         f"One step of {setup.method.name}: {setup.seqlen:,} tokens in {setup.chunks} chunks of "
         f"{setup.scheme.chunk_size:,}, {setup.model.n_layer} layers on {workers} device{'s' * (workers > 1)}"
     )
-    plot_timeline(estimate.timeline, labels, str(request.timeline), title)
-    if not request.json:
-        print(f"timeline: {request.timeline}")
+    plot_timeline(estimate.timeline, labels, given.timeline, title)
+    if not given.json:
+        print(f"timeline: {given.timeline}")
 
 
-def _costs(request: Request, setup: Setup, config: Config) -> plan_time.Costs:
-    if not request.measure:
-        return plan_time.counted(setup, request.tflops * 1e12, request.source)
+def _costs(given: Any, setup: Setup, config: Config) -> plan_time.Costs:
+    if not given.measure:
+        return plan_time.counted(setup, *_rate(given, setup))
     largest = max(setup.layer(k, 64).parameters for k in range(setup.model.n_layer))
     # a few seconds a layer on a slow CPU, and enough tokens to fill it
-    most = 4096 if request.device == "cuda" else max(64, int(1e10 / largest / setup.batch))
+    most = 4096 if setup.device == "cuda" else max(64, int(1e10 / largest / setup.batch))
     tokens = min(setup.scheme.chunk_size, most)
-    return plan_time.measured(setup, tokens, config.training.threads, torch.device(request.device))
+    return plan_time.measured(setup, tokens, config.training.threads, torch.device(setup.device))
 
 
-def setup_of(request: Request, config: Config) -> Setup:
+def _rate(given: Any, setup: Setup) -> tuple[float, str]:
+    """FLOPs a second that a device of full speed keeps up, and why, a phrase."""
+    if given.device_tflops is not None:
+        return 1e12 * given.device_tflops, f"{given.device_tflops:g} TFLOP/s a device, as given"
+    if setup.device == "cpu" and given.device is None:
+        return 1e12 * CPU_TFLOPS, f"{CPU_TFLOPS:g} TFLOP/s a process, assumed: --measure times this machine"
+    named = given.device or UNNAMED
+    gpu = GPUS[named.lower()]
+    peak = {"float32": gpu.float32, "float64": gpu.float32 / 2}.get(setup.precision, gpu.bfloat16)
+    rate = SUSTAINED * peak
+    return 1e12 * rate, f"{rate:.3g} TFLOP/s a device, assumed: {SUSTAINED:.0%} of the peak of an {named}"
+
+
+def setup_of(given: Any, config: Config) -> Setup:
     """What the plan is of.
 
     Raises:
         UserError: the method does not run on so many devices.
     """
     method, cluster = config.method.build(), config.cluster
-    if request.devices > config.model.n_layer:
+    if given.devices > config.model.n_layer:
         raise UserError(
-            f"--devices {request.devices}: the model has {config.model.n_layer} layers and a device needs "
+            f"--devices {given.devices}: the model has {config.model.n_layer} layers and a device needs "
             f"one; take at most {config.model.n_layer}"
         )
     check_method(method, cluster.helpers, cluster.sequence)
     precision: str = config.training.precision
     if precision == "auto":
         here = pick_precision("auto", torch.device("cpu"))
-        precision = "bfloat16" if request.device == "cuda" else here
+        precision = "bfloat16" if given.kind == "cuda" else here
     setup = Setup(
         config.model,
         method,
         -(-config.data.batch // cluster.replicas),  # rows of the replica that has most
         config.data.seqlen,
         precision,
-        request.device,
-        None if request.limits is None else min(request.limits),
+        given.kind,
+        None if given.limits is None else min(given.limits),
         config.training.grad_accumulation,
         sequence=cluster.sequence,
         helpers=cluster.helpers,
@@ -144,7 +135,6 @@ def setup_of(request: Request, config: Config) -> Setup:
 def _parser() -> argparse.ArgumentParser:
     parser = Flags(
         prog="adjoint plan",
-        allow_abbrev=False,
         usage="%(prog)s [--config FILE] [--seqlen N] [--devices N] [--device-memory 40GB] …",
         description="Memory and time of a training run before it runs: part by part for each device, whether "
         "it fits, up to what length it would, and how much of the pipeline's time is waiting.",
@@ -164,14 +154,22 @@ def _parser() -> argparse.ArgumentParser:
         f"an {UNNAMED}; {CPU_TFLOPS} of a CPU".replace("%", "%%"),
     )
     add("--measure", action="store_true", help="time one layer of each kind on this machine instead")
-    add("--bandwidth", metavar="SIZE", default="10GB", help="a second, from device to device; default: 10GB")
+    add(
+        "--bandwidth",
+        metavar="SIZE",
+        default=BANDWIDTH,
+        help=f"a second, from device to device; default: {BANDWIDTH}",
+    )
     add("--timeline", metavar="FILE", help="draw the pipeline: .png, .svg or .pdf, or - in the terminal")
     add("--json", action="store_true", help="print everything as JSON")
     return parser
 
 
-def read_arguments(argv: list[str]) -> tuple[Request, Config]:
-    """The command line: what is the plan's own, and the configuration.
+def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """The plan's own flags, as numbers, and the configuration. Beside the flags there are
+
+        limits  bytes of each device, None where they are not known
+        kind    of the devices: cpu or cuda
 
     Raises:
         UserError: naming the flag, what is wrong with it and what would be right.
@@ -188,32 +186,36 @@ def read_arguments(argv: list[str]) -> tuple[Request, Config]:
         if not folder.is_dir():
             raise UserError(f"--timeline {given.timeline}: there is no folder {folder}; make it first")
     config = load_config(words, "adjoint plan")
-    known = None if given.device is None else _known(given.device)
-    limits: tuple[float, ...] | None = None if known is None else (known.memory,)
+    if given.device is not None and given.device.lower() not in GPUS:
+        raise UserError(
+            f"--device {given.device}: not a known GPU; did you mean {nearest(given.device.lower(), GPUS)}? "
+            "Else give --device-memory and --device-tflops"
+        )
+    given.limits = None if given.device is None else (float(GPUS[given.device.lower()].memory),)
     if given.device_memory is not None:
-        limits = tuple(size("--device-memory", word) for word in given.device_memory.split(","))
-    devices = _devices(given.devices, limits, config)
-    if limits is not None:
-        limits = limits * devices if len(limits) == 1 else limits
-        if len(limits) != devices:
+        given.limits = tuple(size("--device-memory", word) for word in given.device_memory.split(","))
+    given.devices = _devices(given.devices, given.limits, config)
+    wanted, here = config.training.device, torch.cuda.is_available()
+    gpus = wanted.startswith("cuda") or (wanted == "auto" and (given.limits is not None or here))
+    given.kind = "cuda" if gpus else "cpu"
+    if given.limits is None and gpus and here:
+        given.limits = (float(torch.cuda.get_device_properties(0).total_memory),)
+    if given.limits is not None:
+        if len(given.limits) == 1:
+            given.limits *= given.devices
+        if len(given.limits) != given.devices:
             raise UserError(
-                f"--device-memory: {len(limits)} sizes for {devices} devices; give one for all or one of each"
+                f"--device-memory: {len(given.limits)} sizes for {given.devices} devices; give one for all "
+                "or one of each"
             )
-    device = _device(config, gpus=limits is not None)
-    if limits is None and device == "cuda" and torch.cuda.is_available():
-        limits = (float(torch.cuda.get_device_properties(0).total_memory),) * devices
-    if given.measure and device == "cuda" and not torch.cuda.is_available():
+    if given.measure and gpus and not here:
         raise UserError("--measure: this machine has no GPU to time; leave it out, or --training.device cpu")
     if given.measure and given.device_tflops is not None:
         raise UserError("--measure: goes without --device-tflops; leave one of them out")
-    tflops, source = _rate(given, known, device, config.training.precision)
-    bandwidth = size("--bandwidth", given.bandwidth)
-    return (
-        Request(
-            devices, limits, device, tflops, source, given.measure, bandwidth, given.timeline, given.json
-        ),
-        config,
-    )
+    if given.device_tflops is not None:
+        given.device_tflops = _positive("--device-tflops", given.device_tflops)
+    given.bandwidth = size("--bandwidth", given.bandwidth)
+    return given, config
 
 
 def _devices(text: str | None, limits: tuple[float, ...] | None, config: Config) -> int:
@@ -221,45 +223,13 @@ def _devices(text: str | None, limits: tuple[float, ...] | None, config: Config)
         return count("--devices", text, 1)
     if limits is not None and len(limits) > 1:
         return len(limits)
-    shards = config.cluster.shards
-    if shards == "auto":
+    if config.cluster.shards == "auto":
         raise UserError("cluster.shards: is auto, which a plan cannot know; say how many with --devices N")
-    return max(1, shards)
+    return max(1, config.cluster.shards)
 
 
-def _device(config: Config, gpus: bool) -> str:
-    """cpu or cuda: what the configuration says, else a GPU where one is described or there."""
-    wanted = config.training.device
-    if wanted != "auto":
-        return "cuda" if wanted.startswith("cuda") else "cpu"
-    return "cuda" if gpus or torch.cuda.is_available() else "cpu"
-
-
-def _rate(given: Any, known: Gpu | None, device: str, precision: str) -> tuple[float, str]:
-    if given.device_tflops is not None:
-        try:
-            rate = float(given.device_tflops)
-        except ValueError:
-            rate = 0.0
-        if not 0 < rate < 1e9:
-            raise UserError(
-                f"--device-tflops: expected a number above 0, such as 90; got {given.device_tflops!r}"
-            )
-        return rate, f"{rate:g} TFLOP/s a device, as given"
-    if device == "cpu" and known is None:
-        return CPU_TFLOPS, f"{CPU_TFLOPS:g} TFLOP/s a process, assumed: --measure times this machine"
-    named = given.device or UNNAMED
-    gpu = known or GPUS[UNNAMED]
-    peak = {"float32": gpu.float32, "float64": gpu.float32 / 2}.get(precision, gpu.bfloat16)
-    rate = SUSTAINED * peak
-    return rate, f"{rate:.3g} TFLOP/s a device, assumed: {SUSTAINED:.0%} of the peak of an {named}"
-
-
-def _known(name: str) -> Gpu:
-    found = GPUS.get(name.lower())
-    if found is None:
-        raise UserError(
-            f"--device {name}: not a known GPU; did you mean {nearest(name.lower(), GPUS)}? Else give "
-            "--device-memory and --device-tflops"
-        )
-    return found
+def _positive(flag: str, text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (number := float(text)) < 1e9:
+            return number
+    raise UserError(f"{flag}: expected a number above 0, such as 90; got {text!r}")

@@ -202,10 +202,11 @@ def _batch(
     scheme, model = setup.scheme, setup.model
     windows = None if scheme.window != "auto" else [setup.window[0] or seqlen] * model.n_layer
     grid = grid_of(model, scheme, seqlen, owners, crew, setup.stage_costs, windows)
+    states = [setup.layer(k, scheme.chunk_size).state for k in range(model.n_layer)]
 
     def size(key: Key) -> int:
         if key[0] in ("S", "dS"):
-            return setup.layer(key[1] - 1, scheme.chunk_size).state
+            return states[key[1] - 1]
         return setup.y(grid.reach if key[0] == "spill" else grid.tokens(key[2]))
 
     def run(made: Plan) -> Timeline:
