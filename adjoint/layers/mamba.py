@@ -91,17 +91,6 @@ class MambaMixer(nn.Module):
         step = F.softplus(inputs.delta.to(slowest.dtype) + self.dt_proj.bias.to(slowest.dtype))
         return step * slowest
 
-    def total_decay(self, inputs: MambaScanInputs) -> Tensor:
-        """(batch, d_inner, d_state): what h is multiplied by over all of the tokens together, the product of
-        their exp(dt A), taken as a sum of steps: it may underflow, to the 0 that it is."""
-        A = self.rates()
-        step = F.softplus(inputs.delta.to(A.dtype) + self.dt_proj.bias.to(A.dtype))
-        return torch.exp(step.sum(1).unsqueeze(-1) * A)
-
-    def unit_decay(self, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`total_decay` over no tokens."""
-        return torch.ones(batch, *self.A_log.shape, dtype=dtype, device=device)
-
     def scan_outputs(self, y: Tensor, inputs: MambaScanInputs) -> Tensor:
         """Everything after the scan: (batch, seqlen, d_inner) → (batch, seqlen, d_model)."""
         return self.out_proj(y)

@@ -90,15 +90,6 @@ class Mamba2Mixer(nn.Module):
         A = self.rates()
         return F.softplus(inputs.dt.to(A.dtype) + self.dt_bias.to(A.dtype)) * A
 
-    def total_decay(self, inputs: SSDScanInputs) -> Tensor:
-        """(batch, nheads, 1, 1): what h is multiplied by over all of the tokens together, the product of
-        their exp(dt A), taken as a sum of logarithms: it may underflow, to the 0 that it is."""
-        return torch.exp(self.log_decay(inputs).sum(1))[:, :, None, None]
-
-    def unit_decay(self, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`total_decay` over no tokens."""
-        return torch.ones(batch, self.config.nheads, 1, 1, dtype=dtype, device=device)
-
     def scan_outputs(self, y: Tensor, inputs: SSDScanInputs) -> Tensor:
         """Everything after the scan: (batch, seqlen, nheads, headdim) → (batch, seqlen, d_model)."""
         return self.out_proj(self.norm(y.flatten(-2), gate=inputs.z))

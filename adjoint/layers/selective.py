@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adjoint.kernels import dispatch
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.layers.config import StackConfig
 from adjoint.layers.init import inverse_softplus_steps
@@ -94,26 +93,6 @@ class SelectiveMixer(nn.Module):
         shrinks in the sum norm."""
         a = inputs.a.abs().sum(-1).amax(-1, keepdim=True) if self.structure == "dense" else inputs.a
         return torch.log(a if a.dtype == torch.float64 else a.float())
-
-    def total_decay(self, inputs: SelectiveScanInputs) -> Tensor:
-        """What h is multiplied by over all of the tokens together: (batch, 1 | d_state), or for a dense A the
-        matrix A_T … A_1, (batch, d_state, d_state)."""
-        a = inputs.a.to(dispatch.compute_dtype(inputs.a))
-        if self.structure != "dense":
-            return a.prod(1)
-        with torch.autocast(a.device.type, enabled=False):  # it is a state, and those are wide
-            while a.shape[1] > 1:  # neighbours, then pairs of them, …: log2(seqlen) products
-                pairs = a.shape[1] // 2
-                joined = a[:, 1 : 2 * pairs : 2] @ a[:, 0 : 2 * pairs : 2]
-                a = torch.cat([joined, a[:, 2 * pairs :]], dim=1)
-        return a.squeeze(1)
-
-    def unit_decay(self, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`total_decay` over no tokens."""
-        if self.structure == "dense":
-            return torch.eye(self.d_state, dtype=dtype, device=device).repeat(batch, 1, 1)
-        decays = 1 if self.structure == "scalar" else self.d_state
-        return torch.ones(batch, decays, dtype=dtype, device=device)
 
     def scan_outputs(self, y: Tensor, inputs: SelectiveScanInputs) -> Tensor:
         """Everything after the scan: C_t h_t, (batch, seqlen, d_model)."""
