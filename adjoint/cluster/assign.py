@@ -41,8 +41,7 @@ def make_specs(
 
     Raises:
         UserError: a GPU or slice is too small for its shard, or a node for all of its shards that compute on
-        CPUs; the
-            message says what would fit.
+            CPUs; the message says what would fit.
     """
     with torch.device("meta"):
         costs = layer_costs(Stack(model))
@@ -51,8 +50,7 @@ def make_specs(
     workers = len(found) // replicas
     helpers = tuple(i % shards for i in range(workers - shards * sequence))
     owners = [look for rank, look in enumerate(found) if rank % workers < shards * sequence]
-    # of each shard the smallest device of all workers that have its layers; None where there is a CPU among
-    # them
+    # of each shard the smallest device of the workers that have its layers; None where one of them is a CPU
     alike = [[o["gpu"] for i, o in enumerate(owners) if i // sequence % shards == s] for s in range(shards)]
     gpus: list[Device | None] = [
         None if None in each else min(each, key=lambda gpu: gpu.memory_bytes) for each in alike

@@ -30,8 +30,7 @@ def partition(
 
     Args:
         costs: time of each layer, measured or estimated (`layer_costs`), in any unit. What comes with the
-            first or the
-            last layer counts there: the embedding in costs[0], norm and head in costs[-1].
+            first or the last layer counts there: the embedding in costs[0], norm and head in costs[-1].
         shards: how many.
         capacities: of each shard, relative speed, such as `devices.shares`; equal where None.
         memory: bytes each layer needs where it lives, counted like `costs`.

@@ -1,7 +1,7 @@
 """How training time grows with context and shrinks with workers: `python -m benchmarks.scaling`.
 
-Nothing is run: times come from counts of operations and from simulated schedules. It answers two claims of
-the paper on the same footing.
+Nothing is run: times come from counts of operations and from programs that are made and simulated, which
+takes some minutes. It answers two claims of the paper on the same footing.
 
 - Figure 6: time of an epoch against context, 100 layers, adjoint sharding with windows of 15 to 2,500 tokens,
   divided by an assumed 280 (five P4 instances × 8 GPUs × 7 slices), next to undivided backpropagation. Here

@@ -5,12 +5,10 @@ one of two workers to whom the chunks of a sequence are dealt out in turn. Every
 and backward; after warm-up they are, in turn, calibration and test:
 
 - calibration repeats give the processor time of each tile (what it costs, not how long it took: workers that
-share a
-  core wait for each other) and of each worker's messages;
+  share a core wait for each other) and of each worker's messages;
 - `adjoint.engine.simulate` puts the tiles into the programs and on as many slots as there are cores;
 - test repeats give the wall time of the phase, from the first action of any worker to the last: what the
-simulation
-  must have found. Nothing is fitted.
+  simulation must have found. Nothing is fitted.
 
 Published next to it: the driver's wall time of the whole call, which Ray's messages and the set-up of a batch
 add to; how many cores others used at the same time (Ray and the hypervisor included), for a machine that is

@@ -130,10 +130,8 @@ def message_seconds(actors: Sequence[Any], shapes: dict[str, tuple[int, ...]]) -
     computes.
 
     `latency_seconds`, of a message of one number, and `message_seconds`, what one of `shapes` takes beyond
-    it, count
-    from when it was handed over to when it was received: handing over keeps the sender busy, which its trace
-        holds.
-    `message_whole_seconds`, of the largest, counts from the beginning of handing over.
+    it, count from when it was handed over to when it was received: handing over keeps the sender busy, which
+    its trace holds. `message_whole_seconds`, of the largest, counts from the beginning of handing over.
     """
     import ray
 

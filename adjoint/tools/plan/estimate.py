@@ -1,10 +1,8 @@
 """How long a step takes: times of tiles, counted or measured, put through the programs that would run.
 
-Not in it: the optimizer's step, the sum of a tied table's gradients over its two shards, reading data. Times
-that rest
-on counted operations are relative ones: they say how long one plan takes next to another, if a device keeps
-    the rate
-assumed.
+Not in it: the optimizer's step, the sum of a tied table's gradients over its two shards, reading data,
+what helpers are sent. Times that rest on counted operations are relative ones: they say how long one plan
+takes next to another, if a device keeps the rate assumed.
 """
 
 from __future__ import annotations
