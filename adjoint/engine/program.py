@@ -143,7 +143,7 @@ def plan(
     stream: bool = False,
     buffers: int = BUFFERS,
 ) -> Plan:
-    """Programs for a grid. Takes about 30 µs an action; plans are cached.
+    """Programs for a grid. Takes 0.1 ms an action or so; plans are cached.
 
     Args:
         forward, backward: which tiles there are; with the backward alone what the forward wrote is there
