@@ -7,6 +7,7 @@ has to carry ids, targets or their number."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -198,7 +199,7 @@ class Shard:
                 grid,
                 ids,
                 shift_labels(ids),
-                stage_states(self.part, self._initial_state(batch)),
+                stage_states(self.part, self.part.initial_state(batch)),
                 self.spec.model.d_model,
                 wide,
                 self.transport,
@@ -211,10 +212,6 @@ class Shard:
             crew, known = self.crew, self.known
             worker.share = lambda worker, action: helpers.share(worker, action, crew, known)
         return worker, scheme, valid
-
-    def _initial_state(self, batch: int) -> list[tuple[Tensor, ...]]:
-        own = dict(zip(self.part.span, self.part.initial_state(batch), strict=True))
-        return [own.get(k, ()) for k in range(self.spec.model.n_layer)]
 
     def _grid(self, scheme: Scheme, seqlen: int, windows: list[int] | None = None) -> Grid:
         owners, helpers = self.spec.owners, self.spec.helpers
@@ -246,7 +243,7 @@ class Shard:
                 [(first * r + a, first * r + b) for r in replicas for a, b in made.channels()]
             )
         program = made.programs[self.spec.worker]
-        worker.run(program if free else [_keeping(action) for action in program])
+        worker.run(program if free else [dataclasses.replace(action, frees=()) for action in program])
         if self.transport is not None:
             self.transport.flush()
 
@@ -419,17 +416,12 @@ class HelperShard:
 
     def task(self, task: helpers.Task, batch: int) -> list[Tensor]:
         """Runs a task of `batch` rows; the sums of its gradients."""
-        own = dict(zip(self.part.span, self.part.initial_state(batch), strict=True))
-        states = stage_states(self.part, [own.get(k, ()) for k in range(self.spec.model.n_layer)])
+        states = stage_states(self.part, self.part.initial_state(batch))
         with autocast(self.spec.precision, self.device):
             return self.helper.carry_out(task, states)
 
     def peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self.device)
-
-
-def _keeping(action: Any) -> Any:
-    return type(action)(**{f: getattr(action, f) for f in action.__dataclass_fields__ if f != "frees"})
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -176,8 +176,9 @@ def stages_of(model: Stack) -> list[Stage | None]:
 
 
 def stage_states(model: Stack, states: Sequence[State]) -> list[State]:
-    """A state for each stage, from one a layer."""
-    return [(), *states, ()]
+    """A state for each stage, from one for each layer that is here; none for the others."""
+    own = dict(zip(model.span, states, strict=True))
+    return [(), *(own.get(k, ()) for k in range(model.config.n_layer)), ()]
 
 
 def stage_costs(model: Stack) -> tuple[float, ...]:
