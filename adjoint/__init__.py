@@ -2,6 +2,7 @@
 grows with length."""
 
 import os
+from typing import Any
 
 # Threads that wait for work sleep instead of spinning, unless told otherwise or torch is loaded already: a
 # chunk is many short parallel regions, and on shared cores spinning costs several times the work itself.
@@ -29,4 +30,15 @@ __all__ = [
     "selective_scan",
     "ssd_scan",
     "unusable_backends",
+    "unwrap",
+    "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`wrap` and `unwrap`, which need transformers."""
+    if name in ("wrap", "unwrap"):
+        from adjoint.hf import wrap as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module 'adjoint' has no attribute {name!r}")

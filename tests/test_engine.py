@@ -25,6 +25,7 @@ from adjoint.cluster.transport import ReplicaTransport, local_transports
 from adjoint.engine import tile
 from adjoint.engine.autograd import draw_passing
 from adjoint.engine.grid import Grid, Scheme, make_grid
+from adjoint.engine.kept import Past
 from adjoint.engine.program import Owners, Plan, plan
 from adjoint.engine.run import Worker
 from adjoint.engine.simulate import held_at_most
@@ -442,6 +443,11 @@ def test_windows_that_are_picked_are_those_of_one_process(how: dict[str, int], t
 BATCH, WIDTH, HEADS = 2, SIZES["d_model"], 3
 
 
+def joined(past: Any, piece: Tensor) -> Tensor:
+    """A chunk's piece behind what the engine gives, or behind a whole tensor."""
+    return past.join(piece) if isinstance(past, Past) else torch.cat([past, piece], dim=2)
+
+
 class Attention(nn.Module):
     """Causal self-attention: a state that grows with each token."""
 
@@ -455,7 +461,7 @@ class Attention(nn.Module):
         """x (batch, tokens, width); state: keys and values so far, (batch, heads, past, width / heads) each.
         Returns y and the keys and values of x alone."""
         q, k, v = self.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        keys, values = (torch.cat(pair, dim=2) for pair in zip(state, (k, v), strict=True))
+        keys, values = (joined(*pair) for pair in zip(state, (k, v), strict=True))
         visible = torch.ones(x.shape[1], keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - x.shape[1])
         scores = (q @ keys.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
         attended = (scores.softmax(-1) @ values).transpose(1, 2).flatten(2)

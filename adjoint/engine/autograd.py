@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from adjoint.engine.grid import Key, Scheme, make_grid
 from adjoint.engine.program import Action, Owners, Run, plan
 from adjoint.engine.run import Worker
-from adjoint.engine.stages import stage_states, stages_of
+from adjoint.engine.stages import Stage, stage_states, stages_of
 from adjoint.engine.tile import Gradients
 from adjoint.layers import State
 from adjoint.stack import Result, Stack
@@ -34,17 +34,18 @@ def chunked_loss(
         input_ids, targets: (batch, seqlen) int64, the targets already shifted, `valid` of them not ignored.
         states: to start from, a tuple a layer.
     """
+    weight, initial = model.embedding.weight, stage_states(model, states)
     parameters: list[Tensor] = list(model.parameters())
-    flat = [s for state in states for s in state]
-    follows = torch.is_grad_enabled() and any(t.requires_grad for t in (*parameters, *flat))
-    steps = _Steps(model, input_ids, targets, max(int(valid), 1), states, scheme, parameters, follows)
-    loss, *final = _ChunkedLoss.apply(steps, *parameters, *flat)
+    stages: list[Any] = stages_of(model)
+    valid = max(int(valid), 1)
+    steps = Steps(stages, input_ids, targets, valid, initial, scheme, parameters, weight.shape[1], weight.dtype)
+    loss, *final = steps.loss()
     return Result(loss, _grouped(states, final), steps.windows if scheme.window == "auto" else None)
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, steps: _Steps, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, steps: Steps, *tensors: Tensor) -> Any:
         loss, final = steps.forward()
         ctx.steps = steps
         ctx.save_for_backward(
@@ -61,45 +62,60 @@ class _ChunkedLoss(torch.autograd.Function):
         return None, *(gradients.of(p) for p in ctx.steps.parameters), *d_initial
 
 
-class _Steps:
-    """One worker's program cut in two: what autograd calls forward, and what it calls backward."""
+class Steps:
+    """One worker's program cut in two: what autograd calls forward, and what it calls backward.
+
+    Args:
+        stages: all of a model's.
+        valid: number of targets that are not ignored; the loss's divisor.
+        initial: the states before the sequence, a tuple a stage; differentiable.
+        parameters: those of all stages, each once.
+        width, dtype: of the tensors between stages.
+    """
 
     def __init__(
         self,
-        model: Stack,
+        stages: Sequence[Stage],
         ids: Tensor,
         targets: Tensor,
-        valid: int,
-        states: list[State],
+        valid: float,
+        initial: Sequence[State],
         scheme: Scheme,
         parameters: list[Tensor],
-        follows: bool,
+        width: int,
+        dtype: torch.dtype,
     ) -> None:
-        self.scheme, self.valid, self.states, self.parameters = scheme, valid, states, parameters
-        self.follows = follows
-        self.windows: list[int] | None = None  # of each layer, once they are picked
-        stages = stages_of(model)
         assert all(stage is not None for stage in stages), "a part of a stack has no loss by itself"
-        self.stateful = [stage is not None and stage.stateful for stage in stages]
-        self.reach, self.seqlen = max(stage.reach for stage in stages if stage is not None), ids.shape[1]
+        self.scheme, self.valid, self.parameters = scheme, valid, parameters
+        self.initial = [s for state in initial for s in state]
+        self.follows = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (*parameters, *self.initial)
+        )
+        self.windows: list[int] | None = None  # of each layer, once they are picked
+        self.stateful = [stage.stateful for stage in stages]
+        self.reach, self.seqlen = max(stage.reach for stage in stages), ids.shape[1]
         self.owners = Owners((0,) * len(stages))
-        weight = model.embedding.weight
         passing = None
-        if scheme.cut and follows:
-            passing = draw_passing(len(states), len(scheme.cuts(self.seqlen)) - 1, scheme.cut).tolist()
+        if scheme.cut and self.follows:
+            chunks = len(scheme.cuts(self.seqlen)) - 1
+            passing = draw_passing(sum(self.stateful), chunks, scheme.cut).tolist()
         self.worker = Worker(
             stages,
             make_grid(scheme, self.seqlen, self.stateful, self.reach),
             ids,
             targets,
-            stage_states(model, [tuple(s.detach() for s in state) for state in states]),
-            weight.shape[1],
-            torch.float64 if weight.dtype == torch.float64 else torch.float32,
+            [tuple(s.detach() for s in state) for state in initial],
+            width,
+            torch.float64 if dtype == torch.float64 else torch.float32,
             host=scheme.keep == "offload" and ids.is_cuda,
             noting=scheme.window == "auto",
             passing=passing,
         )
         self.later: Sequence[Action] = ()
+
+    def loss(self) -> Sequence[Tensor]:
+        """The loss over `valid`, and the final states of all stages."""
+        return _ChunkedLoss.apply(self, *self.parameters, *self.initial)
 
     def forward(self) -> tuple[Tensor, list[Tensor]]:
         worker = self.worker

@@ -26,6 +26,7 @@ import bisect
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -62,6 +63,11 @@ class Scheme:
         keep: "edges", the states at the chunks' edges; "inputs", also each layer's inputs; "offload", those
             in host memory.
         tapes: chunks, of the last ones, that the forward leaves linearised, so that they are not recomputed.
+        documents: their first tokens, in rising order: chunks end there, the state begins anew, no cotangent
+            crosses. Of windowed tiles not yet.
+        span: tokens between the edges at which the adjoint state is dropped: a multiple of chunk_size, counted
+            from the document's start; None drops it nowhere.
+        least: tokens that a chunk after another of its document has at least, the last one too.
     """
 
     chunk_size: int
@@ -71,10 +77,19 @@ class Scheme:
     cut: float = 0.0
     keep: str = "edges"
     tapes: int = 1
+    documents: tuple[int, ...] = (0,)
+    span: int | None = None
+    least: int = 1
 
     def cuts(self, seqlen: int) -> tuple[int, ...]:
         """Chunk c is the tokens [cuts[c], cuts[c + 1])."""
-        return (*range(0, seqlen, self.chunk_size), seqlen)
+        found: list[int] = []
+        for start, stop in itertools.pairwise((*self.documents, seqlen)):
+            mine = list(range(start, stop, self.chunk_size))
+            if len(mine) > 1 and stop - mine[-1] < self.least:
+                mine.pop()
+            found += mine
+        return (*found, seqlen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +105,8 @@ class Grid:
         reach: tokens that a windowed stage reads to its left, besides its state.
         costs: of each stage, the time of its forward on a token, relative to others; only the order depends
             on it.
+        fresh: chunks, other than the first, before which there is no state.
+        dropped: chunks that read the state before them but say no cotangent of it.
     """
 
     cuts: tuple[int, ...]
@@ -99,6 +116,8 @@ class Grid:
     windows: tuple[int | None, ...] = ()
     reach: int = 0
     costs: tuple[float, ...] = ()
+    fresh: frozenset[int] = frozenset()
+    dropped: frozenset[int] = frozenset()
 
     @property
     def stages(self) -> int:
@@ -159,6 +178,18 @@ class Grid:
                 n = self.per_task(k)
                 yield from (Tile("W", k, c, min(n, self.chunks - c)) for c in range(0, self.chunks, n))
 
+    def reads_state(self, c: int) -> bool:
+        """Whether a chunk goes on from the state of the one before."""
+        return 0 < c < self.chunks and c not in self.fresh
+
+    def carries(self, c: int) -> bool:
+        """Whether a chunk hands the adjoint state on to the one before."""
+        return self.reads_state(c) and c not in self.dropped
+
+    def document(self, c: int) -> int:
+        """The first token of a chunk's document."""
+        return self.cuts[max((f for f in self.fresh if f <= c), default=0)]
+
     def first_of_segment(self, k: int) -> bool:
         return k == 0 or self.segments[k] != self.segments[k - 1]
 
@@ -168,9 +199,9 @@ class Grid:
         """What a tile waits for. Token ids and the states before the sequence are everybody's and not
         listed."""
         k, c = t.stage, t.chunk
-        state: list[Key] = [("S", k, c - 1)] if self.stateful[k] and c else []
+        state: list[Key] = [("S", k, c - 1)] if self.stateful[k] and self.reads_state(c) else []
         if t.kind == "B":
-            carried = [("dS", k, c)] if self.stateful[k] and c + 1 < self.chunks else []
+            carried = [("dS", k, c)] if self.stateful[k] and self.carries(c + 1) else []
             return [("tape", k, c), *self.cotangents(k, self.cuts[c], self.cuts[c + 1]), *carried]
         if t.kind == "W":
             left, start, _, halo_stop = self.span(t)
@@ -203,7 +234,7 @@ class Grid:
         if t.kind in "BW":
             down = k > 0 and (self.dy_from == "above" or k in (1, top))
             if t.kind == "B":
-                carried = [("dS", k, c - 1)] if self.stateful[k] and c else []
+                carried = [("dS", k, c - 1)] if self.stateful[k] and self.carries(c) else []
                 return ([("dy", k - 1, c)] if down else []) + carried
             left, start, stop, _ = self.span(t)
             own: list[Key] = [("dy", k - 1, j) for j in self.covering(start, stop)]
@@ -211,7 +242,8 @@ class Grid:
         out: list[Key] = []
         if t.kind in "FL":
             out += [("y", k, c)] if k < top else []
-            out += [("S", k, c)] if self.stateful[k] else []
+            last = c + 1 == self.chunks
+            out += [("S", k, c)] if self.stateful[k] and (last or self.reads_state(c + 1)) else []
         if t.kind in "LR":
             out += [("tape", k, c)]
         if t.kind == "R" and k < top and not self.first_of_segment(k + 1):
@@ -287,4 +319,10 @@ def make_grid(
         each = tuple(window if s else None for s in stateful)
     together = scheme.keep == "edges" and window is None
     segments = tuple(shards if shards is not None else [0] * n) if together else tuple(range(n))
-    return Grid(scheme.cuts(seqlen), tuple(stateful), segments, scheme.dy_from, each, reach, tuple(costs))
+    cuts, starts = scheme.cuts(seqlen), set(scheme.documents)
+    fresh = frozenset(c for c, cut in enumerate(cuts[:-1]) if c and cut in starts)
+    grid = Grid(cuts, tuple(stateful), segments, scheme.dy_from, each, reach, tuple(costs), fresh)
+    if scheme.span is None:
+        return grid
+    dropped = (c for c in range(grid.chunks) if (cuts[c] - grid.document(c)) % scheme.span == 0)
+    return dataclasses.replace(grid, dropped=frozenset(dropped))

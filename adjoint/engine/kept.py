@@ -4,6 +4,8 @@ host."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,13 +91,10 @@ class Slab:
         self.values.narrow(dim, 0, self.before).copy_(initial)
         self.cotangents: Tensor | None = None
 
-    def past(self, start: int) -> Tensor:
-        """What is there before token `start` of the sequence."""
-        return self.values.narrow(self.dim, 0, self.before + start).data
-
-    def append(self, piece: Tensor, start: int) -> None:
-        """Takes the piece of the chunk that begins at token `start`."""
-        self.values.narrow(self.dim, self.before + start, piece.shape[self.dim]).data.copy_(piece)
+    def between(self, start: int, stop: int) -> Tensor:
+        """A view of the tokens [start, stop) of the sequence; a negative start is before it."""
+        # .data: what is written later is no change to what was read before
+        return self.values.narrow(self.dim, self.before + start, stop - start).data
 
     def begin(self, d_final: Tensor | None) -> None:
         """Lets the cotangents begin at those of the final state."""
@@ -110,15 +109,57 @@ class Slab:
         piece = self.cotangents.narrow(self.dim, self.before + start, stop - start)
         return piece.to(self.values.dtype)
 
-    def gather(self, d_past: Tensor | None, start: int) -> None:
-        """Adds what the chunk that begins at token `start` says of all before it."""
+    def gather(self, d_past: Tensor, start: int) -> None:
+        """Adds what a chunk says of the tokens from `start` on."""
         assert self.cotangents is not None
-        if d_past is not None:
-            self.cotangents.narrow(self.dim, 0, self.before + start).add_(d_past)
+        self.cotangents.narrow(self.dim, self.before + start, d_past.shape[self.dim]).add_(d_past)
 
     def initial(self) -> Tensor:
         """The cotangent of what was there before the sequence."""
         return self.gathered(-self.before, 0)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a chunk sees of an append-only state.
+
+    Attributes:
+        start: the chunk's first token.
+        begin: the first token that it sees: of its document, or of what is there before the sequence.
+        follows: the first token of which it says a cotangent; `start` where none is carried.
+    """
+
+    slab: Slab
+    start: int
+    begin: int
+    follows: int
+
+    def __len__(self) -> int:
+        return self.start - self.begin
+
+    def join(self, piece: Tensor, reach: int | None = None) -> Tensor:
+        """The past, or its last `reach` tokens, with the chunk's own piece behind it: a view of the slab. In
+        the backward the past's cotangent goes to the slab's, and only the piece's is handed on: the piece
+        must be returned as the new state."""
+        begin = self.begin if reach is None else max(self.begin, self.start - reach)
+        return _Join.apply(piece, self, begin)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, past: Past, begin: int) -> Tensor:
+        ctx.past, ctx.begin = past, begin
+        slab, dim = past.slab, past.slab.dim
+        slab.between(past.start, past.start + piece.shape[dim]).copy_(piece)
+        return slab.between(begin, past.start + piece.shape[dim])
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:
+        past, begin, dim = ctx.past, ctx.begin, ctx.past.slab.dim
+        first = max(begin, past.follows)
+        if first < past.start:
+            past.slab.gather(d.narrow(dim, first - begin, past.start - first), first)
+        return d.narrow(dim, past.start - begin, d.shape[dim] - (past.start - begin)), None, None
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import Grid, Key, Tile
-from adjoint.engine.kept import Edges, Packing, Slab, recurrent, to_host
+from adjoint.engine.kept import Edges, Packing, Past, Slab, recurrent, to_host
 from adjoint.engine.program import BUFFERS, Action, Recv, Run, Send, Share
 from adjoint.engine.stages import Chunk, Stage
 from adjoint.engine.tile import Cotangents, Gradients
@@ -81,8 +82,10 @@ class Worker:
         self.stages, self.grid, self.initial, self.transport = stages, grid, list(initial), transport
         self.width, self.wide, self.host, self.passing = width, wide, host, passing
         self.traced = traced or (lambda action: contextlib.nullcontext())
-        cuts = list(zip(grid.cuts, grid.cuts[1:], strict=False))
-        self.chunks = [Chunk(ids[:, a:b], targets[:, a:b]) for a, b in cuts]
+        self.chunks = [
+            Chunk(ids[:, a:b], targets[:, a:b], a, grid.document(c))
+            for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
+        ]
         self.device, self.batch = ids.device, ids.shape[0]
         self.scale: Tensor | None = None
         self.total: Tensor | None = None
@@ -162,7 +165,7 @@ class Worker:
         for action in actions:
             if isinstance(action, Run) and action.tile.kind in "FL":
                 k, c = action.tile.stage, action.tile.chunk
-                rows[k] += c + 1 < self.grid.chunks and ("S", k, c) not in self.passed_on
+                rows[k] += self.grid.reads_state(c + 1) and ("S", k, c) not in self.passed_on
             elif isinstance(action, Recv) and action.key[0] == "S":
                 if action.key[1] in self.slabs:
                     raise ValueError(
@@ -204,17 +207,23 @@ class Worker:
 
     def state(self, k: int, c: int) -> State:
         """The state before a chunk."""
-        if not c and k not in self.slabs:
-            return self.initial[k]
         if not self.initial[k]:
             return ()
         here = recurrent(self.initial[k], self.grows[k])
-        if c and here:
+        if c in self.grid.fresh:
+            here = tuple(torch.zeros_like(s) for s in here)
+        elif c and here:
             here = self.packing[k].unpack(self.store["S", k, c - 1].to(self.device, non_blocking=True))
         if k not in self.slabs:
             return here
-        parts, past = iter(here), iter(slab.past(self.grid.cuts[c]) for slab in self.slabs[k])
+        parts, past = iter(here), iter(self._past(slab, c) for slab in self.slabs[k])
         return tuple(next(parts if dim is None else past) for dim in self.grows[k])
+
+    def _past(self, slab: Slab, c: int) -> Past:
+        chunk, dropped = self.chunks[c], self.grid.dropped
+        begin = chunk.document or -slab.before  # what was there before belongs to the first document
+        follows = max((self.chunks[d].start for d in dropped if d <= c), default=begin)
+        return Past(slab, chunk.start, begin, max(follows, begin))
 
     def forward(self, t: Tile) -> None:
         """F and L."""
@@ -239,10 +248,10 @@ class Worker:
             self._keep_state(k, c, state)
 
     def _keep_state(self, k: int, c: int, state: State) -> None:
-        for slab, piece in zip(self.slabs.get(k, ()), _growing(state, self.grows[k]), strict=True):
-            slab.append(piece, self.grid.cuts[c])
         here = recurrent(state, self.grows[k])
         if c + 1 < self.grid.chunks:
+            if not self.grid.reads_state(c + 1):
+                return
             room = self.packing[k].empty() if ("S", k, c) in self.passed_on else self.edges[k].row()
             self.store["S", k, c] = self.packing[k].pack(here, room)
             return
@@ -287,17 +296,15 @@ class Worker:
                 slab.begin(d)
         carried: Cotangents = recurrent(self.d_final[k], grows)
         if not last and carried:
-            d_edge = self.store["dS", k, c]
+            d_edge = self.store["dS", k, c] if self.grid.carries(c + 1) else (None,) * len(carried)
             carried = d_edge if isinstance(d_edge, tuple) else self.packing[k].unpack(d_edge)
         parts, own = iter(carried), iter(slab.gathered(start, stop) for slab in slabs)
         d_state = tuple(next(parts if dim is None else own) for dim in grows)
         dx, d_state = self.store.pop(("tape", k, c))(self._cotangent(k, start, stop), d_state)
         if ("dy", k - 1, c) in self.grid.writes(t):
             self.store["dy", k - 1, c] = dx
-        for slab, d in zip(slabs, _growing(d_state, grows), strict=True):
-            slab.gather(d, start)
         here = recurrent(d_state, grows)
-        if c and here:
+        if here and self.grid.carries(c):
             self.store["dS", k, c - 1] = self._passed(k, c, here)
         elif c == 0:
             parts, begun = iter(here), iter(slab.initial() for slab in slabs)

@@ -19,11 +19,18 @@ from adjoint.stack import Stack
 
 @dataclass(frozen=True)
 class Chunk:
-    """What every worker knows of a chunk: token ids, and targets already shifted, (batch, tokens) int64
-    each."""
+    """What every worker knows of a chunk.
+
+    Attributes:
+        ids, targets: (batch, tokens) int64 each, the targets already shifted.
+        start: its first token in the sequence.
+        document: the first token of the document it belongs to.
+    """
 
     ids: Tensor
     targets: Tensor
+    start: int = 0
+    document: int = 0
 
 
 class Stage(Protocol):
@@ -34,9 +41,9 @@ class Stage(Protocol):
 
         recurrent     of the same size at every chunk's edge; copied there
         append-only   `grows` gives the dimension along which each chunk adds its tokens, such as attention's
-                      keys and values: a stage reads all that is before its chunk and returns its own piece.
-                      Such a state is kept once, with a cotangent of the same size to which all later chunks
-                      add.
+                      keys and values: a stage is given a `Past`, joins its own piece to it and returns that
+                      piece. Such a state is kept once, with a cotangent of the same size to which all later
+                      chunks add.
 
     Attributes:
         stateful: whether it has a state.

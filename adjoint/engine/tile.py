@@ -58,13 +58,16 @@ def linearize(
 
     Args:
         call: is given other leaves with the parameters' memory (`aliases`), in their order.
+        x: its cotangent is asked for where it has one; token ids have none.
+        state: what is no tensor is handed on as it is, and has no cotangent.
 
     Returns:
         y, the new state, and the pullback: (dy, dstate) → (dx, dstate), None for a cotangent that is not
         there. It may be called once and frees what it kept.
     """
-    x = x.detach().requires_grad_()
-    state = tuple(s.detach().requires_grad_() for s in state)
+    x = x.detach().requires_grad_(x.is_floating_point())
+    state = tuple(s.detach().requires_grad_() if isinstance(s, Tensor) else s for s in state)
+    followed = [t for t in (x, *state) if isinstance(t, Tensor) and t.requires_grad]
     leaves = aliases(parameters)
     with torch.enable_grad():
         y, after = call(leaves, x, state)
@@ -77,10 +80,11 @@ def linearize(
         outputs.clear()
         if not given:
             return None, (None,) * len(state)
-        grads = vjp(given, [x, *state, *(leaf for _, leaf in trained)])
-        for (parameter, _), gradient in zip(trained, grads[1 + len(state) :], strict=True):
+        grads = vjp(given, [*followed, *(leaf for _, leaf in trained)])
+        for (parameter, _), gradient in zip(trained, grads[len(followed) :], strict=True):
             gradients.add(parameter, gradient)
-        return grads[0], grads[1 : 1 + len(state)]
+        of = dict(zip(map(id, followed), grads, strict=False))
+        return of.get(id(x)), tuple(of.get(id(s)) for s in state)
 
     return y.detach(), tuple(s.detach() for s in after), pullback
 

@@ -1,0 +1,1 @@
+"""Hugging Face models, their cache being the state: `adjoint.wrap`."""

@@ -1,0 +1,194 @@
+"""The cache of a transformers model as the engine's state: recurrent tensors in and out of a chunk as values,
+keys and values joined to slabs.
+
+transformers' own cache copies new states into old ones and concatenates keys; both are right for generation,
+and neither can be differentiated from chunk to chunk in flat memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache
+from transformers import cache_utils as theirs
+
+from adjoint.engine.kept import Past
+from adjoint.hf import scans
+from adjoint.layers import State
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where one tensor of the state lies in the cache.
+
+    Attributes:
+        layer: the model's. name: "conv", "recurrent", "keys" or "values". index: of a layer's several conv
+            or recurrent states.
+        shape: without the batch; keys and values of no token.
+    """
+
+    layer: int
+    name: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def grows(self) -> int | None:
+        """The dimension along which it grows, counted with the batch."""
+        return 2 if self.name in ("keys", "values") else None
+
+
+class _Recurrent(theirs.LinearAttentionLayer):
+    """Convolution tails and recurrent states; new ones take the place of the old."""
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        size = conv_kernel_size or self.conv_kernel_size[state_idx] or conv_states.shape[-1]
+        before = self.conv_states[state_idx]
+        if before is None:
+            whole = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+        else:
+            whole = torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
+        self.dtype, self.device = conv_states.dtype, conv_states.device
+        self.conv_kernel_size[state_idx] = size
+        self.set("conv", state_idx, whole[..., -size:])
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+        self.set("recurrent", state_idx, recurrent_states)
+        return recurrent_states
+
+    def set(self, name: str, index: int, value: Tensor) -> None:
+        getattr(self, f"{name}_states")[index] = value
+        getattr(self, f"is_{name}_states_initialized")[index] = True
+        self.has_previous_state[index] = True
+        if name == "conv":
+            self.conv_kernel_size[index] = value.shape[-1]
+
+    def found(self) -> dict[tuple[str, int], Tensor]:
+        """(name, index) → what is there."""
+        of = {"conv": self.conv_states, "recurrent": self.recurrent_states}
+        return {(name, i): s for name, states in of.items() for i, s in states.items() if s is not None}
+
+
+class _Growing:
+    """Keys and values, joined to what is before them; `before` is their pasts, or None at the very start."""
+
+    before: tuple[Past, Past] | None = None
+    pieces: tuple[Tensor, Tensor] | None = None
+    window: int | None = None  # tokens that a query sees, itself included
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.is_initialized, self.pieces = True, (key_states, value_states)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        if self.before is None:
+            return key_states, value_states
+        reach = None if self.window is None else self.window - 1
+        key, value = (
+            past.join(piece, reach) for past, piece in zip(self.before, self.pieces, strict=True)
+        )
+        return key, value
+
+    def get_seq_length(self) -> int:
+        seen = 0 if self.before is None else len(self.before[0])
+        return seen + (0 if self.pieces is None else self.pieces[0].shape[2])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        seen = 0 if self.before is None else len(self.before[0])
+        kept = seen if self.window is None else min(seen, self.window - 1)
+        return kept + query_length, seen - kept
+
+    def found(self) -> dict[tuple[str, int], Tensor]:
+        return {} if self.pieces is None else {("keys", 0): self.pieces[0], ("values", 0): self.pieces[1]}
+
+
+class _Full(_Growing, theirs.DynamicLayer):
+    pass
+
+
+class _Window(_Growing, theirs.DynamicSlidingWindowLayer):
+    def __init__(self, window: int) -> None:
+        super().__init__(sliding_window=window)
+        self.window = window
+
+
+class _Both(_Growing, _Recurrent, theirs.DynamicLayer):
+    """A layer with a recurrence and attention side by side."""
+
+    is_compileable = False
+
+    def __init__(self, number_of_states: int) -> None:
+        theirs.DynamicLayer.__init__(self)
+        _Recurrent.__init__(self, number_of_states)
+
+    def found(self) -> dict[tuple[str, int], Tensor]:
+        return {**_Recurrent.found(self), **_Growing.found(self)}
+
+
+class ChunkCache(DynamicCache):
+    """A cache that hands one chunk its state and takes the new one; `into` and `out_of` are all that the
+    stage uses of it.
+
+    Raises:
+        ValueError: the model's cache has a kind of layer that this does not know.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        if self.layer_class_to_replicate is not None:
+            raise ValueError(f"{type(config).__name__} does not say which layers its cache has")
+        self.layers = [_ours(layer) for layer in self.layers]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        state = super().get_recurrent_state(layer_idx, state_idx)
+        scans.handed.state = state  # Mamba-1's mixers do not give it to their scan
+        return state
+
+    def into(self, slots: Sequence[Slot], state: State, fresh: bool) -> None:
+        """Puts a state in; at a document's start the recurrent part is left away."""
+        pasts: dict[int, list[Past]] = {}
+        for slot, value in zip(slots, state, strict=True):
+            if slot.grows is not None:
+                pasts.setdefault(slot.layer, []).append(value)  # type: ignore[arg-type]
+            elif not fresh:
+                self.layers[slot.layer].set(slot.name, slot.index, value.to(slot.dtype))
+        for layer, (keys, values) in pasts.items():
+            self.layers[layer].before = keys, values
+            self.layers[layer].is_initialized = len(keys) > 0
+
+    def out_of(self, slots: Sequence[Slot]) -> State:
+        """The new state: of what grows, the chunk's own piece."""
+        found = [layer.found() if hasattr(layer, "found") else {} for layer in self.layers]
+        return tuple(found[slot.layer][slot.name, slot.index] for slot in slots)
+
+    def slots(self) -> list[Slot]:
+        """What the model put into an empty cache."""
+        out = []
+        for i, layer in enumerate(self.layers):
+            for (name, index), value in layer.found().items() if hasattr(layer, "found") else ():
+                shape = list(value.shape[1:])
+                if name in ("keys", "values"):
+                    shape[1] = 0
+                out.append(Slot(i, name, index, tuple(shape), value.dtype))
+        return out
+
+
+def _ours(layer: Any) -> Any:
+    kind = type(layer)
+    if kind is theirs.LinearAttentionAndFullAttentionLayer:
+        return _Both(layer.number_of_states)
+    if kind is theirs.LinearAttentionLayer:
+        return _Recurrent(layer.number_of_states)
+    if kind is theirs.DynamicSlidingWindowLayer:
+        return _Window(layer.sliding_window)
+    if kind is theirs.DynamicLayer:
+        return _Full()
+    if kind is theirs.DummyLayer:
+        return layer
+    raise ValueError(f"its cache has a {kind.__name__}, whose state is not known here")

@@ -1,0 +1,137 @@
+"""What cannot be exact is refused: known reasons by name, unknown ones by comparing gradients on first use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.stateless import _reparametrize_module
+
+from adjoint.engine.autograd import Steps
+from adjoint.hf.stage import Collect, class_of
+from adjoint.loss import IGNORE_INDEX
+
+TOKENS = 13  # compared on first use, in two chunks
+# Largest relative L2 distance of two gradients that are the same but for rounding. transformers computes
+# norms and scans of a float64 model in float32.
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
+COARSE = 0.1  # of bfloat16 and float16
+OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
+
+
+def refuse_what_is_known(model: Any, kwargs: dict[str, Any]) -> None:
+    """Raises:
+    ValueError: an option is on with which the loss is no sum over chunks, or positions depend on the length.
+    """
+    config = model.config.get_text_config()
+    router = kwargs.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if router is None else router:
+        _refuse(
+            model,
+            "output_router_logits adds a loss of the whole sequence's routing, which is no sum over chunks; "
+            "set config.output_router_logits to False",
+        )
+    for name, value in config.to_dict().items():
+        if "z_loss" in name and isinstance(value, (int, float)) and value:
+            _refuse(model, f"{name} is on, and that loss is no sum over chunks; set it to 0")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    for kind in (k.get("rope_type", k.get("type")) for k in kinds):
+        if kind in ("dynamic", "longrope"):
+            _refuse(
+                model, f"rope_type {kind!r} depends on the length seen so far, which a chunk does not know"
+            )
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.dim() != 2:
+        _refuse(model, "an attention_mask of two dimensions is understood, not of more")
+
+
+def refuse_padding(mask: Tensor | None, targets: Tensor | None) -> None:
+    """Right padding is what causal models do not see; any other kind would be read as text.
+
+    Raises:
+        ValueError: rows are padded at the left or inside, or padding is predicted.
+    """
+    if mask is None:
+        return
+    if bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise ValueError(
+            "rows are padded at the left, and recurrent states would take the padding in: pad at the right "
+            "(tokenizer.padding_side = 'right'), or pack documents with position_ids"
+        )
+    if targets is not None and bool(((targets != IGNORE_INDEX) & (mask == 0)).any()):
+        raise ValueError("labels count padded tokens: set them to -100 where attention_mask is 0")
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: Any) -> Iterator[None]:
+    """No dropout."""
+    training = [m for m in model.modules() if m.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def compare(model: Any, ids: Tensor, steps: Steps) -> None:
+    """The gradient of `steps`, which run over ids (1, tokens) in chunks, against the model's own.
+
+    Raises:
+        ValueError: they differ.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    aliases = {name: p.detach().requires_grad_() for name, p in named.items()}  # whose hooks are nobody's
+    top, hidden = steps.worker.stages[-1], None
+    with _reparametrize_module(model, aliases, tie_weights=True), torch.enable_grad():
+        if isinstance(top, Collect):
+            hidden = class_of(model).forward(model, input_ids=ids, use_cache=False)[0]
+            loss = (hidden * _weights(hidden)).sum()
+        else:
+            loss = class_of(model).forward(model, input_ids=ids, labels=ids, use_cache=False)["loss"]
+            loss = loss * (ids.shape[1] - 1)
+        wanted = torch.autograd.grad(loss, list(aliases.values()), allow_unused=True)
+    with torch.no_grad():
+        found, _ = steps.forward()
+        if isinstance(top, Collect):
+            assert hidden is not None and top.hidden is not None
+            top.cotangent = _weights(hidden)
+            found = (top.hidden * top.cotangent).sum()
+        gradients, _ = steps.backward(torch.ones_like(found), [None] * len(steps.initial))
+    worst, name, error, size = 0.0, "", 0.0, 0.0
+    for (own, p), want in zip(named.items(), wanted, strict=True):
+        got = gradients.of(p)
+        a = torch.zeros_like(p) if want is None else want
+        b = torch.zeros_like(p) if got is None else got
+        distance = float((a - b).double().norm())
+        error, size = error + distance**2, size + float(a.double().norm()) ** 2
+        if distance > worst:
+            worst, name = distance, own
+    relative = (error / size) ** 0.5 if size else float(error > 0)
+    dtype = steps.worker.stages[0].slots[0].dtype if steps.worker.stages[0].slots else ids.dtype
+    tolerance = TOLERANCES.get(next(model.parameters()).dtype, COARSE)
+    if dtype in (torch.bfloat16, torch.float16):  # by autocast
+        tolerance = COARSE
+    if not relative <= tolerance:
+        difference = abs(float(found - loss.detach()))
+        _refuse(
+            model,
+            f"the gradient of {ids.shape[1]} tokens in two chunks is not that of the whole (relative distance "
+            f"{relative:.1e}, most in {name}; the loss differs by {difference:.1e}): it keeps something else "
+            "than its cache between tokens, or its loss is more than the labels' cross-entropy",
+        )
+
+
+def _weights(hidden: Tensor) -> Tensor:
+    """A loss's cotangent, as good as any."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(hidden.shape, generator=generator, dtype=torch.float32).to(hidden)
+
+
+def _refuse(model: Any, why: str) -> None:
+    raise ValueError(f"{type(model).__name__} cannot be trained by chunks: {why}; {OTHERWISE}")

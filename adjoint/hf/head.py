@@ -1,0 +1,105 @@
+"""A causal LM's head and loss on one slice of the sequence at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from adjoint.loss import IGNORE_INDEX, SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA, linear_cross_entropy
+
+
+class _Output(MoeModelOutputWithPast):
+    cache_params = None
+
+
+class _Stub(nn.Module):
+    """Stands where the backbone stood and gives back hidden states: what is left is the model's own head."""
+
+    def __init__(self, real: nn.Module, hidden: Tensor) -> None:
+        super().__init__()
+        self.__dict__["real"], self.__dict__["hidden"] = real, hidden
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["real"], name)
+
+    def forward(self, *_: Any, **__: Any) -> _Output:
+        return _Output(last_hidden_state=self.__dict__["hidden"])
+
+
+@contextlib.contextmanager
+def _stubbed(model: Any, hidden: Tensor) -> Iterator[None]:
+    real = model.base_model
+    name = next(name for name, module in model.named_children() if module is real)
+    model._modules[name] = _Stub(real, hidden)
+    try:
+        yield
+    finally:
+        model._modules[name] = real
+
+
+def own_logits(model: Any, forward: Any, hidden: Tensor) -> Tensor:
+    """What the model makes of hidden states (batch, tokens, hidden_size): logits (batch, tokens, vocab).
+
+    Args:
+        forward: the class's own, not bound.
+    """
+    ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+    with _stubbed(model, hidden):
+        return forward(model, input_ids=ids, use_cache=False, return_dict=True).logits
+
+
+@torch.no_grad()
+def head_scale(model: Any, forward: Any) -> float | None:
+    """The number by which the model multiplies logits of a plain linear head, usually 1; None where its head
+    is something else, such as a softcap.
+
+    Seen by giving it hidden states of three sizes: at a natural size a softcap looks like nothing."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        return None
+    weight = head.weight
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, weight.shape[1], generator=generator).to(weight)
+    hidden = hidden / F.linear(hidden, weight).abs().mean()
+    hidden = torch.cat([hidden * 0.1, hidden * 10, hidden * 1000], dim=1)
+    found, plain = own_logits(model, forward, hidden).double(), F.linear(hidden, weight).double()
+    scale = ((found * plain).sum() / (plain * plain).sum()).item()
+    if not torch.allclose(found, scale * plain, rtol=1e-3, atol=1e-6 * abs(scale)):
+        return None
+    return 1.0 if abs(scale - 1) < 1e-6 else scale
+
+
+def summed_loss(model: Any, forward: Any, hidden: Tensor, targets: Tensor, scale: float | None) -> Tensor:
+    """The loss of hidden states (batch, tokens, hidden_size) against targets (batch, tokens) that are already
+    shifted, summed over those not ignored, in float32 at least.
+
+    Args:
+        scale: of `head_scale`.
+    """
+    if scale is not None:
+        weight = model.get_output_embeddings().weight
+        return linear_cross_entropy(hidden if scale == 1 else hidden * scale, weight, targets)
+    elements = SLICE_ELEMENTS_CUDA if hidden.is_cuda else SLICE_ELEMENTS
+    tokens = max(1, elements // (model.config.get_text_config().vocab_size * hidden.shape[0]))
+
+    def of(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = own_logits(model, forward, hidden)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+
+    total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    for h, t in zip(hidden.split(tokens, dim=1), targets.split(tokens, dim=1), strict=True):
+        total = total + (checkpoint(of, h, t, use_reentrant=False) if torch.is_grad_enabled() else of(h, t))
+    return total

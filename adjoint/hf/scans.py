@@ -1,0 +1,99 @@
+"""Our scans in the places of transformers' own, for the time of a chunk.
+
+transformers' Mamba-1 scan starts from zero whatever the cache holds, and both of its scans keep every step or
+every pair of steps of a block in memory. The mixers call them by names of their modules, and those names are
+rebound while a chunk runs."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adjoint.kernels.selective_scan import selective_scan
+from adjoint.kernels.ssd_scan import ssd_scan
+
+
+class _Handed(threading.local):
+    state: Tensor | None = None
+
+
+handed = _Handed()  # the recurrent state that the cache gave last
+
+
+def _mamba_selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Any:
+    """transformers' signature: everything (batch, d_inner or d_state, seqlen)."""
+    state, handed.state = handed.state, None
+    u, delta, B, C = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
+    gate = None if z is None else z.transpose(1, 2)
+    y, final = selective_scan(u, delta, A, B, C, D, gate, delta_bias, delta_softplus, initial_state=state)
+    y = y.transpose(1, 2).to(hidden_states.dtype)
+    return (y, final) if return_last_state else y
+
+
+def _mamba2_chunk_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **_: Any,
+) -> Any:
+    """transformers' signature: x (batch, seqlen, nheads, headdim)."""
+    if dt_limit[0] > 0 or dt_limit[1] != float("inf"):
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+        dt_bias, dt_softplus = None, False
+    y, final = ssd_scan(
+        hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state=initial_states
+    )
+    return (y, final) if return_final_states else y
+
+
+OURS = {"mamba_selective_scan": _mamba_selective_scan, "mamba2_chunk_scan": _mamba2_chunk_scan}
+
+
+def modules_with_scans(model: nn.Module) -> list[Any]:
+    """The Python modules of a model's classes that have scans of these names."""
+    modules = {cls.__module__ for m in model.modules() for cls in type(m).__mro__}
+    found = [sys.modules[name] for name in sorted(modules) if name in sys.modules]
+    return [module for module in found if any(hasattr(module, name) for name in OURS)]
+
+
+@contextlib.contextmanager
+def rebound(modules: list[Any]) -> Iterator[None]:
+    """Our scans under those names."""
+    kept = [(m, name, getattr(m, name)) for m in modules for name in OURS if hasattr(m, name)]
+    for module, name, _ in kept:
+        setattr(module, name, OURS[name])
+    try:
+        yield
+    finally:
+        for module, name, theirs in kept:
+            setattr(module, name, theirs)
+        handed.state = None

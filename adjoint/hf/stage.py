@@ -1,0 +1,212 @@
+"""A transformers model as stages of the engine: all of it up to the loss, or up to the hidden states."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+
+from adjoint.engine import tile
+from adjoint.engine.stages import Chunk
+from adjoint.engine.tile import Cotangents, Gradients, Pullback
+from adjoint.hf import attention, head, scans
+from adjoint.hf.cache import ChunkCache, Slot
+from adjoint.layers import State
+
+
+def class_of(model: Any) -> Any:
+    """The class that transformers gave a model, whatever it is wrapped in."""
+    return getattr(type(model), "_adjoint_original", type(model))
+
+
+class Inside:
+    """What holds while a chunk runs: our scans and attention, no gradient checkpointing, which would throw
+    the cache away."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = scans.modules_with_scans(model)
+        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+        self.configs = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == "sdpa"]
+        self.checkpointing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        for config in self.configs:
+            config._attn_implementation_internal = attention.NAME
+        for module in self.checkpointing:
+            module.gradient_checkpointing = False
+        try:
+            with scans.rebound(self.modules):
+                yield
+        finally:
+            for config in self.configs:
+                config._attn_implementation_internal = "sdpa"
+            for module in self.checkpointing:
+                module.gradient_checkpointing = True
+
+
+class Backbone:
+    """ids (batch, tokens) → hidden states (batch, tokens, hidden_size), the cache being the state.
+
+    Args:
+        model: parameters are asked for by its names: the backbone, or the causal LM around it.
+        slots: of the state, as `probe` finds them.
+    """
+
+    stateful, reach = True, 0
+
+    def __init__(self, model: Any, slots: Sequence[Slot]) -> None:
+        self.model, self.backbone, self.slots = model, model.base_model, list(slots)
+        self.grows = tuple(slot.grows for slot in self.slots)
+        self.inside = Inside(model)
+        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.key, self.positions = _keywords(self.backbone)
+        self.random = _Random(model)
+
+    def parameters(self) -> Iterable[Tensor]:
+        return self.named.values()
+
+    def initial_state(self, batch: int, device: torch.device) -> State:
+        return tuple(
+            torch.zeros(batch, *slot.shape, dtype=slot.dtype, device=device) for slot in self.slots
+        )
+
+    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+        with self.inside(), self.random.of(chunk.start):
+            return self.run(x, state, chunk)
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
+            named = dict(zip(self.named, leaves, strict=True))
+            with _reparametrize_module(self.model, named, tie_weights=True):
+                return self.run(x, state, chunk)
+
+        with self.inside(), self.random.of(chunk.start):
+            return tile.linearize(call, list(self.named.values()), x, state, gradients)
+
+    def run(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+        cache = ChunkCache(self.model.config)
+        cache.into(self.slots, state, fresh=chunk.start == chunk.document)
+        first = chunk.start - chunk.document
+        hidden = call_backbone(self.backbone, x, cache, self.key, self.positions, first)
+        return hidden, cache.out_of(self.slots)
+
+
+class CausalLM(Backbone):
+    """ids → the chunk's summed loss: the backbone and the head above it.
+
+    Args:
+        scale: of `head.head_scale`.
+    """
+
+    def __init__(self, model: Any, slots: Sequence[Slot], scale: float | None) -> None:
+        super().__init__(model, slots)
+        self.scale = scale
+
+    def run(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+        hidden, state = super().run(x, state, chunk)
+        forward = class_of(self.model).forward
+        return head.summed_loss(self.model, forward, hidden, chunk.targets, self.scale), state
+
+
+class Collect:
+    """Above a backbone: gathers the hidden states instead of making a loss of them.
+
+    Attributes:
+        hidden: (batch, seqlen, hidden_size) after the forward.
+        cotangent: of it, to be set before the backward.
+    """
+
+    stateful, grows, reach = False, (), 0
+
+    def __init__(self, seqlen: int) -> None:
+        self.seqlen = seqlen
+        self.hidden: Tensor | None = None
+        self.cotangent: Tensor | None = None
+
+    def parameters(self) -> Iterable[Tensor]:
+        return ()
+
+    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+        if self.hidden is None:
+            self.hidden = x.new_empty(x.shape[0], self.seqlen, x.shape[2])
+        self.hidden[:, chunk.start : chunk.start + x.shape[1]] = x
+        return x.new_zeros(()), ()
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        if self.cotangent is None:  # the forward's last chunk
+            self.forward(x, state, chunk)
+
+        def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
+            assert self.cotangent is not None
+            return self.cotangent[:, chunk.start : chunk.start + x.shape[1]], ()
+
+        return x.new_zeros(()), (), pullback
+
+
+@torch.no_grad()
+def probe(model: Any, input_ids: Tensor) -> list[Slot]:
+    """The tensors of a model's state, seen by running it on two tokens of one sequence."""
+    backbone, cache = model.base_model, ChunkCache(model.config)
+    key, positions = _keywords(backbone)
+    ids = input_ids[:1, :1].expand(1, 2)
+    with Inside(model)(), torch.random.fork_rng(devices=_devices(ids)):
+        call_backbone(backbone, ids, cache, key, positions, 0)
+    return cache.slots()
+
+
+def call_backbone(
+    backbone: Any, ids: Tensor, cache: ChunkCache, key: str, positions: bool, first: int
+) -> Tensor:
+    """Hidden states of a chunk whose first token is number `first` of its document."""
+    kwargs: dict[str, Any] = {key: cache}
+    if positions:
+        kwargs["position_ids"] = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
+    return backbone(input_ids=ids, use_cache=True, **kwargs)[0]
+
+
+def _keywords(backbone: Any) -> tuple[str, bool]:
+    """The cache's name in the forward, and whether it takes positions."""
+    names = inspect.signature(class_of(backbone).forward).parameters
+    return "cache_params" if "cache_params" in names else "past_key_values", "position_ids" in names
+
+
+class _Random:
+    """Dropout's draws: a chunk that is recomputed draws what it drew in the forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        rates = [getattr(m, "p", 0) for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+        configs = [m.config.to_dict() for m in model.modules() if hasattr(m, "config")][:1]
+        rates += [v for c in configs for n, v in c.items() if "dropout" in n and isinstance(v, (int, float))]
+        self.active = model.training and any(rates)
+        self.before: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    @contextlib.contextmanager
+    def of(self, start: int) -> Iterator[None]:
+        """Around the run of the chunk that begins at token `start`."""
+        if not self.active:
+            yield
+        elif start not in self.before:
+            cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+            self.before[start] = torch.get_rng_state(), cuda
+            yield
+        else:
+            cpu, cuda = self.before[start]
+            with torch.random.fork_rng(devices=range(len(cuda))):
+                torch.set_rng_state(cpu)
+                if cuda:
+                    torch.cuda.set_rng_state_all(cuda)
+                yield
+
+
+def _devices(tensor: Tensor) -> list[torch.device]:
+    return [tensor.device] if tensor.is_cuda else []
