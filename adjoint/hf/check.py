@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,9 +22,15 @@ COARSE = 0.1  # of bfloat16 and float16
 OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
 
 
+class Refused(ValueError):
+    """A model whose gradient by chunks is not, or is not known to be, its own."""
+
+
 def refuse_what_is_known(model: Any, kwargs: dict[str, Any]) -> None:
-    """Raises:
-    ValueError: an option is on with which the loss is no sum over chunks, or positions depend on the length.
+    """Refuses options with which the loss is no sum over chunks, or positions depend on the length.
+
+    Raises:
+        Refused: one is on.
     """
     config = model.config.get_text_config()
     router = kwargs.get("output_router_logits")
@@ -79,11 +85,23 @@ def in_eval_mode(model: Any) -> Iterator[None]:
             module.training = True
 
 
+@contextlib.contextmanager
+def as_refusal(model: Any) -> Iterator[None]:
+    """An error of the model's own code, run chunk by chunk, is a refusal too."""
+    try:
+        yield
+    except Refused:
+        raise
+    except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())[:200]
+        _refuse(model, f"it does not go on from the cache it is given ({said})", error)
+
+
 def compare(model: Any, ids: Tensor, steps: Steps) -> None:
     """The gradient of `steps`, which run over ids (1, tokens) in chunks, against the model's own.
 
     Raises:
-        ValueError: they differ.
+        Refused: they differ.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     aliases = {name: p.detach().requires_grad_() for name, p in named.items()}  # whose hooks are nobody's
@@ -133,5 +151,5 @@ def _weights(hidden: Tensor) -> Tensor:
     return torch.randn(hidden.shape, generator=generator, dtype=torch.float32).to(hidden)
 
 
-def _refuse(model: Any, why: str) -> None:
-    raise ValueError(f"{type(model).__name__} cannot be trained by chunks: {why}; {OTHERWISE}")
+def _refuse(model: Any, why: str, cause: Exception | None = None) -> NoReturn:
+    raise Refused(f"{type(model).__name__} cannot be trained by chunks: {why}; {OTHERWISE}") from cause

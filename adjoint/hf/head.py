@@ -16,7 +16,11 @@ from adjoint.loss import IGNORE_INDEX, SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA, line
 
 
 class _Output(MoeModelOutputWithPast):
-    cache_params = None
+    """Has whatever a causal LM hands on of its backbone's output: nothing."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 class _Stub(nn.Module):

@@ -170,12 +170,18 @@ def _plainly(model: Any) -> Iterator[None]:
 
 # --------------------------------------------------------------------------------------------------- calls
 
+
+def _record(model: Any) -> _Record:
+    """A model made anew by a wrapped one's class, such as by its `from_pretrained`, is not wrapped itself."""
+    return model.__dict__.get("_adjoint") or _Record(Backprop(), plain=True)
+
+
 ASKS_FOR_MORE = ("past_key_values", "cache_params", "output_attentions", "output_hidden_states")
 
 
 def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     """The causal LM's forward: with labels, its loss by the method."""
-    record, cls = self.__dict__["_adjoint"], class_of(self)
+    record, cls = _record(self), class_of(self)
     labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
     if record.plain or (labels is None and shifted is None):
         return cls.forward(self, **kwargs)
@@ -204,7 +210,7 @@ def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
 
 def _backbone_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     """The backbone's forward: in training, hidden states by the method."""
-    record, cls = self.__dict__["_adjoint"], class_of(self)
+    record, cls = _record(self), class_of(self)
     asked = any(kwargs.get(name) for name in (*ASKS_FOR_MORE, "use_cache"))
     by_chunks = self.training and torch.is_grad_enabled() and isinstance(record.method, (Exact, Truncated))
     if record.plain or asked or not by_chunks or kwargs.get("input_ids") is None:
@@ -298,7 +304,7 @@ def _precision(model: Any, device: str) -> tuple[Any, ...]:
 def _slots(model: Any, ids: Tensor) -> list[Slot]:
     record, key = model.__dict__["_adjoint"], _precision(model, ids.device.type)
     if key not in record.slots:
-        with _plainly(model):
+        with _plainly(model), check.as_refusal(model):
             record.slots[key] = probe(model, ids)
     return record.slots[key]
 
@@ -315,6 +321,6 @@ def _first_use(model: Any, ids: Tensor, slots: list[Slot], make_steps: Any) -> N
     if tokens.shape[1] < 4:  # nothing to cut; a longer batch will be compared
         return
     scheme = Scheme(-(-tokens.shape[1] // 2), least=2)
-    with _plainly(model), check.in_eval_mode(model):
+    with _plainly(model), check.in_eval_mode(model), check.as_refusal(model):
         check.compare(model, tokens, make_steps(model, tokens, shift_labels(tokens), 1, scheme, slots))
     record.checked.add(key)
