@@ -13,7 +13,7 @@ from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
 from adjoint.layers import StackConfig
-from adjoint.methods import Backprop, Exact, LayerLocal, Truncated
+from adjoint.methods import Backprop, Exact, LayerLocal, MiniSequence, Truncated, optimizer_in_backward
 from adjoint.stack import Stack, StackOutput
 
 __version__ = "0.1.0"
@@ -21,12 +21,14 @@ __all__ = [
     "Backprop",
     "Exact",
     "LayerLocal",
+    "MiniSequence",
     "Stack",
     "StackConfig",
     "StackOutput",
     "Truncated",
     "backends",
     "linear_scan",
+    "optimizer_in_backward",
     "selective_scan",
     "ssd_scan",
     "unusable_backends",

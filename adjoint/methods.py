@@ -1,20 +1,24 @@
 """Ways to run a backward pass, as interchangeable objects: pass one as `method=` to the model.
 
-| method     | equals backprop     | memory                          | time                       |
-| Backprop   | is backprop         | grows with seqlen               | forward + backward         |
-| Exact      | yes, to rounding    | flat, but for small chunk edges | one more forward           |
-| Truncated  | at window >= seqlen | n_layer × seqlen × d_model      | as Exact, chunks any order |
-| LayerLocal | for one layer only  | as the two above                | as Exact, tasks any order  |
+| method       | equals backprop     | memory                          | time                       |
+| Backprop     | is backprop         | grows with seqlen               | forward + backward         |
+| Exact        | yes, to rounding    | flat, but for small chunk edges | one more forward           |
+| Truncated    | at window >= seqlen | n_layer × seqlen × d_model      | as Exact, chunks any order |
+| LayerLocal   | for one layer only  | as the two above                | as Exact, tasks any order  |
+| MiniSequence | yes, to rounding    | n_layer × seqlen × d_model      | one more forward, MLPs two |
 
 A method is a `Scheme` for the engine: which arrows between tiles its backward keeps, and what of the forward.
+MiniSequence alone is none: it leaves the backward to autograd, in smaller pieces.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from adjoint.engine.autograd import chunked_loss
 from adjoint.engine.chunk_size import default_chunk_size
@@ -212,6 +216,54 @@ class LayerLocal(Chunked):
         return Scheme(min(self.chunk_size or default, seqlen), dy_from="head", window=window)
 
 
+@dataclasses.dataclass(frozen=True)
+class MiniSequence:
+    """The Mini-Sequence Transformer (Luo et al. 2024, arXiv 2407.15892, algorithms 1 to 4) for models that
+    `adjoint.wrap` takes: plain backpropagation whose large intermediate values exist for a piece of the
+    sequence at a time.
+
+    MLPs run piece by piece and head and loss slice by slice, so that the MLP's inner activations and the
+    logits of one piece exist at a time; every layer is recomputed in the backward, and its MLP's pieces once
+    more. Loss and gradients are those of the whole: the loss is summed over slices and divided by the number
+    of valid labels (algorithm 2's mean of slices' means is that only where no label is -100 and the slices
+    are equal). The sequence is never cut for attention or a recurrence, so that any model will do, also
+    without a cache, and any padding or mask. What still grows with the sequence is one hidden state a layer
+    and token.
+
+    Do not use it for short sequences, where pieces only cost time (section 6 of the paper); nor where the
+    hidden states of all layers do not fit: `Exact` keeps less. A mixture of experts runs piece by piece too,
+    unless its tokens depend on each other.
+
+    Args:
+        mlp_chunks: pieces of the sequence for MLPs; 1 leaves them whole.
+        head_chunks: slices of the batch's tokens for head and loss.
+            Neither needs to divide seqlen.
+
+    Raises:
+        ValueError: one of them is not a positive whole number.
+    """
+
+    name: ClassVar[str] = "mini-sequence"
+    mlp_chunks: int = 4
+    head_chunks: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("mlp_chunks", "head_chunks"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of pieces, 1 or more; got {value!r}")
+
+    def run(
+        self, model: Stack, input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
+    ) -> Result:
+        """Raises ValueError: a `Stack` has better."""
+        raise ValueError(
+            "MiniSequence is for models of transformers, by adjoint.wrap; a Stack's head runs in slices "
+            "anyway: use Exact() or Backprop(checkpoint=True)"
+        )
+
+
+# Of a `Stack`, by name.
 METHODS: dict[str, Any] = {method.name: method for method in (Backprop, Exact, Truncated, LayerLocal)}
 
 
@@ -237,3 +289,54 @@ def check_chunk_size(chunk_size: object) -> None:
             "chunk_size must be a whole number of tokens, 1 or more, or None to have one picked; "
             f"got {chunk_size!r}"
         )
+
+
+class OptimizerInBackward:
+    """What `optimizer_in_backward` gives back.
+
+    Attributes:
+        optimizers: one a trained parameter, by the parameter's name: for learning rates and `state_dict`.
+    """
+
+    def __init__(self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.optimizers = {name: make_optimizer([p]) for name, p in named.items()}
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(_step_of(self.optimizers[name])) for name, p in named.items()
+        ]
+
+    def remove(self) -> None:
+        """Backward passes leave their gradients in `.grad` again."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _step_of(optimizer: Optimizer) -> Callable[[Tensor], None]:
+    def step(_: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def optimizer_in_backward(
+    model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
+) -> OptimizerInBackward:
+    """Steps every parameter as soon as its gradient is complete, inside `loss.backward()`, and frees the
+    gradient: all gradients never exist at once (Luo et al. 2024, appendix D). By PyTorch's
+    `register_post_accumulate_grad_hook`; for a `Stack` and for a model of transformers, wrapped or not.
+
+        handle = adjoint.optimizer_in_backward(model, lambda p: torch.optim.AdamW(p, lr=1e-4))
+        model(input_ids=ids, labels=ids, ...).loss.backward()   # no optimizer.step(), no zero_grad()
+
+    Do not use it with gradient accumulation, clipping by a norm of all gradients, or a gradient scaler: each
+    needs all gradients before the first step. Methods that give all gradients at their end (`Exact` and its
+    kin) save no memory by it. `.grad` is None after the backward.
+
+    Args:
+        make_optimizer: called with a list of one parameter, for each that requires a gradient.
+
+    Returns:
+        Its `optimizers`, by parameter name, are where a learning rate is set; `remove()` ends it.
+    """
+    return OptimizerInBackward(model, make_optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,8 +26,8 @@ class Refused(ValueError):
     """A model whose gradient by chunks is not, or is not known to be, its own."""
 
 
-def refuse_what_is_known(model: Any, kwargs: dict[str, Any]) -> None:
-    """Refuses options with which the loss is no sum over chunks, or positions depend on the length.
+def refuse_other_losses(model: Any, kwargs: dict[str, Any]) -> None:
+    """Refuses options with which the loss is no sum over chunks.
 
     Raises:
         Refused: one is on.
@@ -43,6 +43,16 @@ def refuse_what_is_known(model: Any, kwargs: dict[str, Any]) -> None:
     for name, value in config.to_dict().items():
         if "z_loss" in name and isinstance(value, (int, float)) and value:
             _refuse(model, f"{name} is on, and that loss is no sum over chunks; set it to 0")
+
+
+def refuse_what_is_known(model: Any, kwargs: dict[str, Any]) -> None:
+    """Refuses options with which the loss is no sum over chunks, or positions depend on the length.
+
+    Raises:
+        Refused: one is on.
+    """
+    refuse_other_losses(model, kwargs)
+    config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
     for kind in (k.get("rope_type", k.get("type")) for k in kinds):
@@ -121,28 +131,53 @@ def compare(model: Any, ids: Tensor, steps: Steps) -> None:
             top.cotangent = _weights(hidden)
             found = (top.hidden * top.cotangent).sum()
         gradients, _ = steps.backward(torch.ones_like(found), [None] * len(steps.initial))
+    dtype = steps.worker.stages[0].slots[0].dtype if steps.worker.stages[0].slots else ids.dtype
+    same_gradients(
+        model,
+        dict(zip(named, wanted, strict=True)),
+        [gradients.of(p) for p in named.values()],
+        float(found - loss.detach()),
+        [next(model.parameters()).dtype, dtype],  # the second by autocast
+        f"the gradient of {ids.shape[1]} tokens in two chunks is not that of the whole",
+        "it keeps something else than its cache between tokens, or its loss is more than the labels' "
+        "cross-entropy",
+    )
+
+
+def same_gradients(
+    model: Any,
+    wanted: dict[str, Tensor | None],
+    got: Sequence[Tensor | None],
+    difference: float,
+    dtypes: Sequence[torch.dtype],
+    what: str,
+    why: str,
+) -> None:
+    """Two gradients by the parameters' names, the losses' difference, the precisions of the computation.
+
+    Raises:
+        Refused: the gradients differ, with `what` and `why`.
+    """
     worst, name, error, size = 0.0, "", 0.0, 0.0
-    for (own, p), want in zip(named.items(), wanted, strict=True):
-        got = gradients.of(p)
-        a = torch.zeros_like(p) if want is None else want
-        b = torch.zeros_like(p) if got is None else got
-        distance = float((a - b).double().norm())
-        error, size = error + distance**2, size + float(a.double().norm()) ** 2
+    zero = torch.zeros((), dtype=torch.float64)
+    for (own, a), b in zip(wanted.items(), got, strict=True):
+        length = 0.0 if a is None else float(a.double().norm())
+        distance = length if b is None else float((b - (zero.to(b) if a is None else a)).double().norm())
+        error, size = error + distance**2, size + length**2
         if distance > worst:
             worst, name = distance, own
     relative = (error / size) ** 0.5 if size else float(error > 0)
-    dtype = steps.worker.stages[0].slots[0].dtype if steps.worker.stages[0].slots else ids.dtype
-    tolerance = TOLERANCES.get(next(model.parameters()).dtype, COARSE)
-    if dtype in (torch.bfloat16, torch.float16):  # by autocast
-        tolerance = COARSE
-    if not relative <= tolerance:
-        difference = abs(float(found - loss.detach()))
+    if not relative <= tolerance(dtypes):
         _refuse(
             model,
-            f"the gradient of {ids.shape[1]} tokens in two chunks is not that of the whole (relative distance "
-            f"{relative:.1e}, most in {name}; the loss differs by {difference:.1e}): it keeps something else "
-            "than its cache between tokens, or its loss is more than the labels' cross-entropy",
+            f"{what} (relative distance {relative:.1e}, most in {name}; the loss differs by "
+            f"{abs(difference):.1e}): {why}",
         )
+
+
+def tolerance(dtypes: Sequence[torch.dtype]) -> float:
+    """For what was computed in several precisions; those of whole numbers say nothing."""
+    return max(TOLERANCES.get(dtype, COARSE) for dtype in dtypes if dtype.is_floating_point)
 
 
 def _weights(hidden: Tensor) -> Tensor:

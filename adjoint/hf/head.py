@@ -34,7 +34,9 @@ class _Stub(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["real"], name)
+            real = self.__dict__["real"]
+            found = getattr(real, name)
+            return self if found is real.get_decoder() else found  # OPT calls its backbone's decoder
 
     def forward(self, *_: Any, **__: Any) -> _Output:
         return _Output(last_hidden_state=self.__dict__["hidden"])
@@ -83,18 +85,30 @@ def head_scale(model: Any, forward: Any) -> float | None:
     return 1.0 if abs(scale - 1) < 1e-6 else scale
 
 
-def summed_loss(model: Any, forward: Any, hidden: Tensor, targets: Tensor, scale: float | None) -> Tensor:
+def summed_loss(
+    model: Any,
+    forward: Any,
+    hidden: Tensor,
+    targets: Tensor,
+    scale: float | None,
+    slices: int | None = None,
+) -> Tensor:
     """The loss of hidden states (batch, tokens, hidden_size) against targets (batch, tokens) that are already
     shifted, summed over those not ignored, in float32 at least.
 
     Args:
         scale: of `head_scale`.
+        slices: how many; by default as many as keep a slice's logits below `SLICE_ELEMENTS`.
     """
     if scale is not None:
         weight = model.get_output_embeddings().weight
-        return linear_cross_entropy(hidden if scale == 1 else hidden * scale, weight, targets)
+        hidden = hidden.to(weight.dtype)  # Mamba's residual stream, and so what comes of it, is float32
+        tokens = None if slices is None else max(1, -(-targets.numel() // slices))
+        return linear_cross_entropy(hidden if scale == 1 else hidden * scale, weight, targets, tokens)
     elements = SLICE_ELEMENTS_CUDA if hidden.is_cuda else SLICE_ELEMENTS
     tokens = max(1, elements // (model.config.get_text_config().vocab_size * hidden.shape[0]))
+    if slices is not None:
+        tokens = max(1, -(-targets.shape[1] // slices))
 
     def of(hidden: Tensor, targets: Tensor) -> Tensor:
         logits = own_logits(model, forward, hidden)

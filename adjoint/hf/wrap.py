@@ -22,12 +22,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutput
 
 from adjoint.engine.autograd import Steps
 from adjoint.engine.grid import Scheme
-from adjoint.hf import check, documents
+from adjoint.hf import check, documents, mini_sequence
 from adjoint.hf.cache import Slot
 from adjoint.hf.head import head_scale
 from adjoint.hf.stage import Backbone, CausalLM, Collect, class_of, probe
 from adjoint.loss import IGNORE_INDEX, shift_labels
-from adjoint.methods import Backprop, Exact, Truncated
+from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
 CPU_TOKENS = 1408  # of a chunk where nobody says; see `adjoint.engine.chunk_size`
 CUDA_TOKENS = 8192
@@ -41,6 +41,7 @@ class _Record:
         plain: whether calls go to transformers' own forward for the time being.
         slots, scales: of the state and of the head, by what they depend on.
         checked: configurations whose gradients have been compared.
+        mlps: of a MiniSequence: names in the backbone of what runs in pieces; None before the first use.
     """
 
     method: Any
@@ -48,6 +49,7 @@ class _Record:
     slots: dict[Any, list[Slot]] = dataclasses.field(default_factory=dict)
     scales: dict[Any, float | None] = dataclasses.field(default_factory=dict)
     checked: set[Any] = dataclasses.field(default_factory=set)
+    mlps: list[str] | None = None
 
 
 def wrap(model: Any, method: Any = None) -> Any:
@@ -104,10 +106,9 @@ def _check_method(method: Any) -> None:
             "a wrapped model takes Truncated(window) with a window in tokens: auto and unbiased need layers "
             "of a Stack"
         )
-    if not isinstance(method, (Backprop, Exact, Truncated)):
+    if not isinstance(method, (Backprop, Exact, Truncated, MiniSequence)):
         raise ValueError(
-            "a wrapped model takes Exact(), Truncated(window) or Backprop(): "
-            f"got {method!r}"
+            f"a wrapped model takes Exact(), Truncated(window), MiniSequence() or Backprop(): got {method!r}"
         )
 
 
@@ -185,7 +186,10 @@ def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
     if record.plain or (labels is None and shifted is None):
         return cls.forward(self, **kwargs)
+    targets: Tensor = shift_labels(labels) if shifted is None else shifted
     asked = [name for name in ASKS_FOR_MORE if kwargs.get(name)]
+    if isinstance(record.method, MiniSequence) and not asked:
+        return _by_mini_sequences(self, kwargs, targets)
     if asked or kwargs.get("input_ids") is None or isinstance(record.method, Backprop):
         if not isinstance(record.method, Backprop):
             what = asked[0] if asked else "inputs_embeds instead of input_ids"
@@ -194,13 +198,10 @@ def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
             return cls.forward(self, **kwargs)
     check.refuse_what_is_known(self, kwargs)
     ids = kwargs["input_ids"]
-    targets = shift_labels(labels) if shifted is None else shifted
     check.refuse_padding(kwargs.get("attention_mask"), targets)
     starts = documents.starts_of(kwargs, ids)
     ids, targets, starts = documents.as_one_row(ids, targets, starts)
-    valid = kwargs.get("num_items_in_batch")
-    if valid is None:
-        valid = (targets != IGNORE_INDEX).sum().clamp(min=1)
+    valid = _valid(kwargs, targets)
     slots = _slots(self, ids)
     _first_use(self, ids, slots, _lm_steps)
     steps = _lm_steps(self, ids, targets, valid, _scheme(record.method, ids, starts), slots)
@@ -208,11 +209,38 @@ def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     return CausalLMOutputWithPast(loss=loss) if kwargs.get("return_dict") is not False else (loss,)
 
 
+def _valid(kwargs: dict[str, Any], targets: Tensor) -> Any:
+    """What the summed loss is divided by."""
+    valid = kwargs.get("num_items_in_batch")
+    return (targets != IGNORE_INDEX).sum().clamp(min=1) if valid is None else valid
+
+
+def _by_mini_sequences(model: Any, kwargs: dict[str, Any], targets: Tensor) -> Any:
+    """The causal LM's loss by `MiniSequence`."""
+    record, device = _record(model), next(model.parameters()).device.type
+    check.refuse_other_losses(model, kwargs)
+    scale, mlps, key = _scale(model), _mlps(model), _unchecked(model, device)
+    with _plainly(model):
+        if key is not None:
+            dtypes = [dtype for dtype in _precision(model, device) if dtype is not None]
+            with check.in_eval_mode(model):
+                mini_sequence.compare(model, record.method, mlps, scale, dtypes)
+            record.checked.add(key)
+        total = mini_sequence.total_loss(model, record.method, mlps, scale, targets, kwargs)
+    valid = _valid(kwargs, targets)
+    loss = total / (valid.to(total.device) if isinstance(valid, Tensor) else valid)
+    return CausalLMOutputWithPast(loss=loss) if kwargs.get("return_dict") is not False else (loss,)
+
+
 def _backbone_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     """The backbone's forward: in training, hidden states by the method."""
     record, cls = _record(self), class_of(self)
     asked = any(kwargs.get(name) for name in (*ASKS_FOR_MORE, "use_cache"))
-    by_chunks = self.training and torch.is_grad_enabled() and isinstance(record.method, (Exact, Truncated))
+    in_training = self.training and torch.is_grad_enabled()
+    if isinstance(record.method, MiniSequence) and in_training and not (record.plain or asked):
+        with mini_sequence.splitting(self, _mlps(self), record.method.mlp_chunks):
+            return cls.forward(self, **{**kwargs, "use_cache": False})
+    by_chunks = in_training and isinstance(record.method, (Exact, Truncated))
     if record.plain or asked or not by_chunks or kwargs.get("input_ids") is None:
         return cls.forward(self, **kwargs)
     check.refuse_what_is_known(self, kwargs)
@@ -255,13 +283,16 @@ def _collected(steps: Steps) -> Any:
 def _lm_steps(
     model: Any, ids: Tensor, targets: Tensor, valid: Any, scheme: Scheme, slots: list[Slot]
 ) -> Steps:
+    return _steps([CausalLM(model, slots, _scale(model))], ids, targets, valid, scheme)
+
+
+def _scale(model: Any) -> float | None:
     record, output = model.__dict__["_adjoint"], model.get_output_embeddings()
     key = type(output), output.weight.dtype if isinstance(output, nn.Linear) else None
     if key not in record.scales:
         with _plainly(model):
             record.scales[key] = head_scale(model, class_of(model).forward)
-    stage = CausalLM(model, slots, record.scales[key])
-    return _steps([stage], ids, targets, valid, scheme)
+    return record.scales[key]
 
 
 def _backbone_steps(
@@ -309,13 +340,28 @@ def _slots(model: Any, ids: Tensor) -> list[Slot]:
     return record.slots[key]
 
 
+def _mlps(model: Any) -> list[str]:
+    record = model.__dict__["_adjoint"]
+    if record.mlps is None:
+        with _plainly(model):
+            record.mlps = mini_sequence.token_wise(model.base_model)
+    return record.mlps
+
+
+def _unchecked(model: Any, device: str) -> Any:
+    """The configuration, precision and trained parameters, if their gradients are still to be compared, else
+    None."""
+    record = model.__dict__["_adjoint"]
+    trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
+    key = _precision(model, device), hash(repr(model.config.to_dict())), hash(trained)
+    return None if key in record.checked or not torch.is_grad_enabled() or not trained else key
+
+
 def _first_use(model: Any, ids: Tensor, slots: list[Slot], make_steps: Any) -> None:
     """Compares the gradients of a few tokens, once for each configuration, precision and set of trained
     parameters."""
-    record = model.__dict__["_adjoint"]
-    trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
-    key = _precision(model, ids.device.type), hash(repr(model.config.to_dict())), hash(trained)
-    if key in record.checked or not torch.is_grad_enabled() or not trained:
+    key = _unchecked(model, ids.device.type)
+    if key is None:
         return
     tokens = ids[:1, : check.TOKENS]
     if tokens.shape[1] < 4:  # nothing to cut; a longer batch will be compared
@@ -323,4 +369,4 @@ def _first_use(model: Any, ids: Tensor, slots: list[Slot], make_steps: Any) -> N
     scheme = Scheme(-(-tokens.shape[1] // 2), least=2)
     with _plainly(model), check.in_eval_mode(model), check.as_refusal(model):
         check.compare(model, tokens, make_steps(model, tokens, shift_labels(tokens), 1, scheme, slots))
-    record.checked.add(key)
+    model.__dict__["_adjoint"].checked.add(key)

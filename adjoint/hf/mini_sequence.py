@@ -1,0 +1,209 @@
+"""The Mini-Sequence Transformer (Luo et al. 2024, arXiv 2407.15892) for models of transformers: MLPs piece by
+piece, head and loss slice by slice, layers recomputed in the backward. See `adjoint.MiniSequence`.
+
+All of it is autograd's own business, over the model's own code: for the time of a call the layers and their
+MLPs get other forwards. So hooks, sharding and adapters see what they would see without it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from adjoint.hf import check
+from adjoint.hf.head import summed_loss
+from adjoint.hf.stage import class_of
+from adjoint.loss import shift_labels
+from adjoint.methods import MiniSequence
+
+# Arguments of a causal LM that are not its backbone's; what asks for more outputs does not get here.
+HEADS_OWN = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
+
+
+def total_loss(
+    model: Any,
+    method: MiniSequence,
+    mlps: Sequence[str],
+    scale: float | None,
+    targets: Tensor,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """The loss summed over targets (batch, seqlen), which are already shifted, of a causal LM called with
+    `kwargs`.
+
+    Args:
+        mlps: as `token_wise` names them. scale: of `adjoint.hf.head.head_scale`.
+    """
+    takes = inspect.signature(class_of(model.base_model).forward).parameters
+    any_kind = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    given = {k: v for k, v in kwargs.items() if v is not None and k not in HEADS_OWN}
+    given = {k: v for k, v in given.items() if any_kind or k in takes}
+    with splitting(model.base_model, mlps, method.mlp_chunks):
+        hidden = model.base_model(**given, use_cache=False)[0]
+    forward, targets = class_of(model).forward, targets.to(hidden.device)
+    return summed_loss(model, forward, hidden, targets, scale, method.head_chunks)
+
+
+@contextlib.contextmanager
+def splitting(backbone: nn.Module, mlps: Sequence[str], chunks: int) -> Iterator[None]:
+    """Meanwhile the backbone's layers are recomputed in the backward, its `mlps` run in pieces.
+
+    The recomputation comes when this is over, so each layer's forward splits the MLPs inside it itself."""
+    inside = [(name, backbone.get_submodule(name)) for name in mlps]
+    layers = layers_of(backbone)
+    forwards = {
+        layer: _recomputed(layer, [m for own, m in inside if own.startswith(f"{name}.")], chunks)
+        for name, layer in layers.items()
+    }
+    with _replaced(forwards):
+        yield
+
+
+def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:
+    """By name, what transformers itself would recompute; of layers inside layers the outer ones."""
+    found: dict[str, nn.Module] = {}
+    for name, module in backbone.named_modules():
+        within = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, GradientCheckpointingLayer) and not within:
+            found[name] = module
+    return found
+
+
+def _recomputed(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[..., Any]:
+    forward = layer.forward
+    split = {mlp: _in_pieces(mlp.forward, chunks) for mlp in mlps} if chunks > 1 else {}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        own, layer.gradient_checkpointing = layer.gradient_checkpointing, False  # once is enough
+        try:
+            with _replaced(split):
+                return forward(*args, **kwargs)
+        finally:
+            layer.gradient_checkpointing = own
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return _checkpointed(functools.partial(run, **kwargs), *args)
+
+    return recomputed
+
+
+def _in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Tensor], Tensor]:
+    """(batch, tokens, hidden) → the same, `chunks` pieces of the tokens after one another."""
+
+    def piece(x: Tensor) -> Tensor:
+        return forward(x.contiguous())  # made here, so that a view is all that is kept
+
+    def run(x: Tensor) -> Tensor:
+        pieces = x.tensor_split(max(1, min(chunks, x.shape[1])), dim=1)
+        return torch.cat([_checkpointed(piece, x) for x in pieces], dim=1)
+
+    return run
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False) if torch.is_grad_enabled() else forward(*args)
+
+
+@contextlib.contextmanager
+def _replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Other forwards for modules, on the instances, which may have such ones already."""
+    before = [(module, module.__dict__.get("forward")) for module in forwards]
+    for module, forward in forwards.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own in before:
+            module.__dict__.pop("forward")
+            if own is not None:
+                module.__dict__["forward"] = own
+
+
+# ------------------------------------------------------------------------------------------------- first use
+
+
+@torch.no_grad()
+def token_wise(backbone: Any) -> list[str]:
+    """Names of what may run in pieces: children of the layers, themselves made of modules, that make of one
+    tensor (batch, tokens, hidden) one of the same shape in which no token depends on another. Seen by running
+    the backbone on a few tokens; a name says nothing."""
+    found: list[str] = []
+
+    def note(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if len(args) != 1 or kwargs or not all(isinstance(x, Tensor) for x in (args[0], output)):
+            return
+        if args[0].dim() == 3 and args[0].shape == output.shape and _tokens_are_apart(module, args[0]):
+            found.append(name)
+
+    hooks = []
+    for layer, module in layers_of(backbone).items():
+        for name, child in module.named_children():
+            if any(child.children()) and any(p.dim() > 1 for p in child.parameters()):
+                hook = functools.partial(note, f"{layer}.{name}")
+                hooks.append(child.register_forward_hook(hook, with_kwargs=True))
+    try:
+        with check.in_eval_mode(backbone):
+            backbone(input_ids=_some_ids(backbone), use_cache=False)
+    finally:
+        for registered in hooks:
+            registered.remove()
+    return found
+
+
+def _tokens_are_apart(module: Any, x: Tensor) -> bool:
+    """Whether pieces give the whole's output, and each output no gradient at all to another token."""
+    whole, pieces = module.forward(x), _in_pieces(module.forward, 3)(x)
+    if not float((whole - pieces).norm()) <= check.tolerance([x.dtype, whole.dtype]) * float(whole.norm()):
+        return False
+    middle = x.shape[1] // 2
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        (dx,) = torch.autograd.grad(module.forward(x)[:, middle].square().sum(), x)
+    dx[:, middle] = 0
+    return not bool(dx.any())
+
+
+def compare(
+    model: Any,
+    method: MiniSequence,
+    mlps: Sequence[str],
+    scale: float | None,
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """The gradient of a few tokens by mini-sequences against the model's own, computed in `dtypes`.
+
+    Raises:
+        check.Refused: they differ.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    aliases = {name: p.detach().requires_grad_() for name, p in named.items()}  # whose hooks are nobody's
+    ids = _some_ids(model)
+    with _reparametrize_module(model, aliases, tie_weights=True), torch.enable_grad():
+        own = class_of(model).forward(model, input_ids=ids, labels=ids, use_cache=False)["loss"]
+        wanted = torch.autograd.grad(own, list(aliases.values()), allow_unused=True)
+        found = total_loss(model, method, mlps, scale, shift_labels(ids), {"input_ids": ids})
+        found = found / (ids.shape[1] - 1)
+        got = torch.autograd.grad(found, list(aliases.values()), allow_unused=True)
+    check.same_gradients(
+        model,
+        dict(zip(named, wanted, strict=True)),
+        got,
+        float(found.detach() - own.detach()),
+        dtypes,
+        f"the gradient of {ids.shape[1]} tokens by mini-sequences is not the model's own",
+        "its loss is more than the labels' cross-entropy, or it computes something else each time",
+    )
+
+
+def _some_ids(model: Any) -> Tensor:
+    words = model.config.get_text_config().vocab_size
+    weight = model.get_input_embeddings().weight
+    return torch.arange(check.TOKENS, device=weight.device)[None] % words
