@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "adjoint.tools.plan.command:main",
         "memory and time of a run before it runs, and a picture of its pipeline",
     ),
+    "export": ("adjoint.tools.export:main", "a run's model as a folder that transformers or mamba-ssm loads"),
     "doctor": (
         "adjoint.tools.doctor.command:main",
         "what this machine has, which code runs what, and whether it works",

@@ -8,7 +8,8 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as checkpointed
 
+from adjoint.errors import UserError
 from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.norm import RMSNorm
-from adjoint.layers.pretrained import from_transformers
+from adjoint.layers.pretrained import from_pretrained, from_transformers
 from adjoint.loss import IGNORE_INDEX, count_valid, linear_cross_entropy, shift_labels
 
 
@@ -331,16 +333,53 @@ class Stack(nn.Module):
 
     @staticmethod
     def from_transformers(hf_model: nn.Module) -> Stack:
-        """A stack with a copy of the weights of a transformers MambaForCausalLM or Mamba2ForCausalLM.
+        """A stack with a copy of the weights of a transformers MambaForCausalLM or Mamba2ForCausalLM, on its
+        device and in its dtypes.
 
         Raises:
             ValueError: the model is neither, or uses an option this stack does not have.
         """
-        config, weights = from_transformers(hf_model)
-        table = weights["embedding.weight"]
-        stack = Stack(config, seed=0).to(device=table.device, dtype=table.dtype)
-        stack.load_state_dict(weights)
-        return stack
+        return _with_weights(*from_transformers(hf_model))
+
+    @staticmethod
+    def from_pretrained(directory: str | Path) -> Stack:
+        """A stack with the weights that lie in a folder, on the CPU, each in the dtype it is stored in.
+
+            model = adjoint.Stack.from_pretrained("runs/default")
+
+        Neither transformers nor mamba-ssm need be installed: files are read as they are, and nothing is
+        unpickled but tensors.
+
+        Args:
+            directory: a run (its newest good checkpoint) or one of its checkpoints; or what `save_pretrained`
+                of transformers' MambaForCausalLM and Mamba2ForCausalLM or mamba-ssm's MambaLMHeadModel has
+                written, in one file or in shards.
+
+        Raises:
+            ValueError: it is none of these, files are missing, damaged or of another model, or the model has
+                what a stack does not have; Falcon-Mamba, say, whose mixer has norms of dt, B and C.
+        """
+        config, weights = from_pretrained(Path(directory))
+        try:
+            return _with_weights(config, weights)
+        except ValueError as error:
+            raise UserError(f"{directory}: {error}") from None
+
+
+def _with_weights(config: StackConfig, weights: Mapping[str, Tensor]) -> Stack:
+    """A stack made of these tensors; none is copied."""
+    with torch.device("meta"):
+        stack = Stack(config, seed=0)
+    own = {name: tuple(tensor.shape) for name, tensor in stack.state_dict().items()}
+    given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name in [*own, *given]:
+        if own.get(name) != given.get(name):
+            shapes = [f"shape {shapes[name]}" if name in shapes else "none" for shapes in (own, given)]
+            raise ValueError(f"{name}: its configuration asks for {shapes[0]}, its weights have {shapes[1]}")
+    stack.load_state_dict(weights, assign=True)
+    if config.tie_embeddings:
+        stack.lm_head.weight = stack.embedding.weight
+    return stack
 
 
 def draw_seed() -> int:

@@ -12,11 +12,11 @@ from typing import Any
 
 from training_helpers import metrics
 
+from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster import shard as shard_module
 from adjoint.cluster.group import ShardActor
 from adjoint.cluster.shard import Shard
 from adjoint.engine.run import Worker
-from adjoint.train.checkpoint import list_checkpoints
 
 FLAGS: dict[str, Any] = {
     "cluster__shards": 2,

@@ -11,17 +11,15 @@ import torch
 from torch import nn
 
 import adjoint.train.checkpoint as checkpoint_module
-from adjoint.errors import UserError
-from adjoint.train.checkpoint import (
+from adjoint.checkpoint import (
     DamagedCheckpoint,
     Tensors,
     list_checkpoints,
-    load_checkpoint,
     newest_checkpoint,
-    save_checkpoint,
-    set_aside_after,
     verify_checkpoint,
 )
+from adjoint.errors import UserError
+from adjoint.train.checkpoint import load_checkpoint, save_checkpoint, set_aside_after
 
 
 class Tied(nn.Module):

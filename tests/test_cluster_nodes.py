@@ -15,7 +15,7 @@ import torch
 from cluster_faults import FLAGS, MOMENTS, files, told
 from training_helpers import tiny, train_tiny
 
-from adjoint.train.checkpoint import Tensors
+from adjoint.checkpoint import Tensors
 
 pytestmark = pytest.mark.slow  # half a minute each, most of it Ray's
 REPOSITORY = Path(__file__).parent.parent

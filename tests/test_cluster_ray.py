@@ -23,10 +23,11 @@ from model_helpers import SIZES, VARIANTS, assert_same, make_ids
 from training_helpers import metrics, tiny, train_tiny
 
 from adjoint import Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint.checkpoint import Tensors
 from adjoint.cluster import placement
 from adjoint.cluster.placement import Need, Wanted
 from adjoint.errors import UserError
-from adjoint.train.checkpoint import Tensors, begin_checkpoint, commit_checkpoint
+from adjoint.train.checkpoint import begin_checkpoint, commit_checkpoint
 from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import learning_rate, make_optimizer
 

@@ -20,11 +20,12 @@ from cluster_helpers import (
 from model_helpers import SIZES, VARIANTS, assert_same, make_ids
 
 from adjoint import Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint.checkpoint import verify_checkpoint
 from adjoint.cluster.shard import Shard
 from adjoint.cluster.spec import ShardSpec
 from adjoint.errors import UserError
 from adjoint.train import machine as runtime
-from adjoint.train.checkpoint import begin_checkpoint, commit_checkpoint, load_checkpoint, verify_checkpoint
+from adjoint.train.checkpoint import begin_checkpoint, commit_checkpoint, load_checkpoint
 from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import make_optimizer
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     "errors",
     "files",
+    "checkpoint",
     "loss",
     "kernels",
     "layers",

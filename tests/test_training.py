@@ -20,8 +20,8 @@ from torch import nn
 from training_helpers import metrics, tiny, train_tiny, weights
 
 from adjoint import Stack, StackConfig
+from adjoint.checkpoint import list_checkpoints
 from adjoint.cli import main
-from adjoint.train.checkpoint import list_checkpoints
 from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import learning_rate, parameter_groups
 from adjoint.train.rundir import RunFolder

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from model_helpers import assert_same
 
+from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cli import main
-from adjoint.train.checkpoint import Tensors, list_checkpoints
 
 SENTENCE = "the state of a chunk is all that next needs to know about every token"
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adjoint.checkpoint import Tensors
 from adjoint.cluster import helpers
 from adjoint.cluster.replicas import check_rows, rows_of, sum_gradients
 from adjoint.cluster.spec import ShardSpec, check_chunks, chunk_size_of, forward_plan, grid_of, step_plan
@@ -30,7 +31,7 @@ from adjoint.errors import UserError
 from adjoint.loss import count_valid, shift_labels
 from adjoint.methods import Backprop, LayerLocal, Truncated
 from adjoint.stack import Stack, draw_seed
-from adjoint.train.checkpoint import Tensors, load_optimizer, optimizer_tensors, write_file
+from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
 from adjoint.train.machine import autocast, peak_memory_bytes
 from adjoint.train.optimizer import make_optimizer
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from adjoint.checkpoint import newest_checkpoint, read_trainer
 from adjoint.cluster import placement
 from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
@@ -27,13 +28,7 @@ from adjoint.cluster.spec import check_chunks
 from adjoint.engine.autograd import draw_passing
 from adjoint.errors import UserError
 from adjoint.stack import Stack
-from adjoint.train.checkpoint import (
-    begin_checkpoint,
-    check_config,
-    commit_checkpoint,
-    newest_checkpoint,
-    read_trainer,
-)
+from adjoint.train.checkpoint import begin_checkpoint, check_config, commit_checkpoint
 from adjoint.train.config import Config, load_config
 from adjoint.train.machine import rng_state, set_rng_state
 from adjoint.train.optimizer import learning_rate

@@ -1,29 +1,15 @@
-"""Checkpoints that are whole or not there.
-
-    checkpoints/step-00000100/model.safetensors       weights, by parameter name
-                              optimizer.safetensors   optimizer state, "<parameter name>|<state key>"
-                              rng.pt                  random number generators
-                              trainer.json            step, data cursor, configuration
-                              MANIFEST.json           SHA-256 and size of each file above; written last
-
-A run over several shards writes model-00001-of-00004.safetensors and so on, a file a shard, and likewise for
-the optimizer; the names inside are the same, so that any number of shards, or one process, reads either.
+"""Checkpoints are written, and loaded into a model and its optimizer; `adjoint.checkpoint` has their format.
 
 A checkpoint is written to a hidden folder beside its place, every file is flushed to the disk, the manifest
 goes in last, and one rename makes it appear. Whoever is killed at any moment therefore leaves the old
-checkpoints untouched and at most a hidden folder, which the next save removes. State is stored by parameter
-name, never by position, so it can be read back by another grouping of the same parameters. Nothing is
-unpickled: `rng.pt` is read with ``weights_only=True``.
+checkpoints untouched and at most a hidden folder, which the next save removes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,18 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from adjoint.checkpoint import (
+    FORMAT,
+    MANIFEST,
+    Tensors,
+    list_checkpoints,
+    read_trainer,
+    sha256,
+    step_of,
+    verify_checkpoint,
+)
 from adjoint.errors import UserError
 from adjoint.files import flush
 
-FORMAT = 1
-MANIFEST = "MANIFEST.json"
-_NAME = re.compile(r"step-(\d{8,})")
-_SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 _WRITING, _REMOVING = ".writing-", ".removing-"  # folders that a kill may leave; the next save deletes them
-
-
-class DamagedCheckpoint(UserError):
-    """A checkpoint whose files are missing, cut short or changed."""
 
 
 def save_checkpoint(
@@ -128,50 +116,19 @@ def commit_checkpoint(
     return final
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def write_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Write tensors by name, flushed to the disk; return the file's entry for the manifest."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
-        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, str(path))
+        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, str(path), metadata)
     except SafetensorError as error:  # its way to say that the disk is full
         raise OSError(None, str(error), str(path)) from error
     path.chmod(path.parent.stat().st_mode & 0o666)  # as the umask says: safetensors makes its files private
     return _flushed(path)
-
-
-class Tensors:
-    """The tensors of a checkpoint's model or optimizer files, read one at a time by name.
-
-    Args:
-        path: the checkpoint. stem: "model" or "optimizer".
-    """
-
-    def __init__(self, path: Path, stem: str) -> None:
-        from safetensors import safe_open
-
-        self.path, self.where = path, dict[str, Any]()
-        for file in sorted(path.glob(f"{stem}*.safetensors")):
-            stored = safe_open(str(file), "pt")
-            self.where |= dict.fromkeys(stored.keys(), stored)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """A tensor by name; a tied table under either of its names.
-
-        Raises:
-            UserError: the checkpoint has none of that name.
-        """
-        tied = {"embedding.weight": "lm_head.weight", "lm_head.weight": "embedding.weight"}
-        found = name if name in self.where else tied.get(name, name)
-        if found not in self.where:
-            raise UserError(f"{self.path}: has no {name}; resume with its own config")
-        return self.where[found].get_tensor(found)
-
-    def of(self, parameter: str) -> dict[str, torch.Tensor]:
-        """A parameter's optimizer state."""
-        names = [name for name in self.where if name.rpartition("|")[0] == parameter]
-        return {name.rpartition("|")[2]: self[name] for name in names}
 
 
 def load_checkpoint(
@@ -208,11 +165,6 @@ def load_checkpoint(
     return trainer, rng
 
 
-def read_trainer(path: Path) -> dict[str, Any]:
-    """A checkpoint's step, data cursor, configuration, …"""
-    return json.loads((path / "trainer.json").read_text(encoding="utf-8"))
-
-
 def check_config(path: Path, config: dict[str, Any]) -> None:
     """Raises UserError, naming the first differing key, where the checkpoint is of another model."""
     saved, here = read_trainer(path).get("config", {}).get("model", {}), config["model"]
@@ -222,75 +174,6 @@ def check_config(path: Path, config: dict[str, Any]) -> None:
                 f"{path}: has model.{key} {saved.get(key)}, this run has {here.get(key)}; "
                 f"set --model.{key} {saved.get(key)} or start another run"
             )
-
-
-def list_checkpoints(directory: str | Path) -> list[Path]:
-    """The checkpoints of a folder by step, oldest first; unverified."""
-    directory = Path(directory)
-    if not directory.is_dir():
-        return []
-    found = [p for p in directory.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def newest_checkpoint(directory: str | Path) -> Path | None:
-    """The newest checkpoint whose checksums hold, or None. A damaged one is passed with a line on stderr."""
-    for path in reversed(list_checkpoints(directory)):
-        try:
-            verify_checkpoint(path)
-            return path
-        except DamagedCheckpoint as error:
-            print(f"warning: {error}; using the one before it", file=sys.stderr, flush=True)
-    return None
-
-
-def verify_checkpoint(path: str | Path) -> None:
-    """Check that every file of the manifest is there, has its size and its SHA-256.
-
-    Raises:
-        DamagedCheckpoint: naming the file that is not as it was written.
-        UserError: there is no checkpoint of that name.
-    """
-    path = Path(path)
-
-    def damaged(what: str) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"damaged checkpoint {path}: {what}")
-
-    if not path.is_dir():
-        raise UserError(f"{path}: no such checkpoint; name a folder like RUN/checkpoints/step-00000100")
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files, version = manifest["files"], manifest["format"]
-        entries = [(name, entry["sha256"], entry["bytes"]) for name, entry in files.items()]
-    except FileNotFoundError:
-        if (path / "checkpoints").is_dir():
-            raise UserError(
-                f"{path}: is a run, not a checkpoint; continue it with --run.dir {path} --resume auto"
-            ) from None
-        raise damaged(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise damaged(f"{MANIFEST} cannot be read") from None
-    if version != FORMAT:
-        raise UserError(
-            f"{path}: written in checkpoint format {version}, this version reads {FORMAT}; use another one"
-        )
-    shards = [match for match in map(_SHARD.fullmatch, files) if match]
-    all_shards = bool(shards) and len(shards) == int(shards[0][1])
-    if not ("model.safetensors" in files or all_shards) or "trainer.json" not in files:
-        raise damaged(f"{MANIFEST} is incomplete")
-    for name, sha256, size in entries:
-        file = path / name
-        if not file.is_file():
-            raise damaged(f"{name} is missing")
-        if file.stat().st_size != size:
-            raise damaged(f"{name} has {file.stat().st_size} bytes, not {size}")
-        if _sha256(file) != sha256:
-            raise damaged(f"the checksum of {name} does not match")
 
 
 def set_aside_after(directory: str | Path, step: int) -> list[Path]:
@@ -333,7 +216,7 @@ def load_optimizer(
 def _flushed(file: Path) -> dict[str, Any]:
     """Wait until a file is on the disk; its entry for the manifest."""
     flush(file)
-    return {"sha256": _sha256(file), "bytes": file.stat().st_size}
+    return {"sha256": sha256(file), "bytes": file.stat().st_size}
 
 
 def _load_weights(path: Path, model: nn.Module) -> None:
@@ -351,11 +234,6 @@ def _load_weights(path: Path, model: nn.Module) -> None:
         raise UserError(
             f"{path}: its weights do not fit this model ({reason}); resume with its own config"
         ) from None
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _remove(path: Path) -> None:

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import IO, Any
 
+from adjoint.checkpoint import checkpoint_at, newest_checkpoint, verify_checkpoint
 from adjoint.errors import UserError
 from adjoint.files import remove_unfinished, write_atomically
-from adjoint.train.checkpoint import newest_checkpoint, verify_checkpoint
 from adjoint.train.config import RunConfig
 
 RUNS = Path("runs")
@@ -42,6 +42,22 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
             f"run.dir {run.dir}: holds another run; continue it with --resume auto or name another --run.dir"
         )
     return RunFolder(Path(run.dir)), checkpoint
+
+
+def find_checkpoint(name: str, flag: str = "") -> Path:
+    """The checkpoint that a command line names: a run's newest good one, or one itself. `runs/` may be left
+    out.
+
+    Raises:
+        UserError: there is none.
+    """
+    called = f"{flag} {name}".strip()
+    path = next((p for p in (Path(name), RUNS / name) if p.exists()), None)
+    if path is None:
+        runs = sorted(p.name for p in RUNS.iterdir() if p.is_dir()) if RUNS.is_dir() else []
+        remedy = f"runs here: {', '.join(runs)}" if runs else "train one first: adjoint train"
+        raise UserError(f"{called}: no such run or checkpoint; {remedy}")
+    return checkpoint_at(path, called)
 
 
 def _numbered(name: str) -> tuple[Path, Path]:

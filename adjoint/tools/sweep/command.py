@@ -23,6 +23,7 @@ from adjoint.data.batches import open_data
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers import StackConfig
+from adjoint.layers.pretrained import checkpoint_config
 from adjoint.methods import (
     METHODS,
     TOLERANCE,
@@ -36,17 +37,11 @@ from adjoint.methods import (
 from adjoint.stack import Stack
 from adjoint.tools.sweep import compare, report
 from adjoint.tools.sweep.compare import Comparison, Window, window_order
-from adjoint.train.checkpoint import (
-    list_checkpoints,
-    load_checkpoint,
-    newest_checkpoint,
-    read_trainer,
-    verify_checkpoint,
-)
+from adjoint.train.checkpoint import load_checkpoint
 from adjoint.train.config import Config, load_config, plain
 from adjoint.train.flags import Flags, count, nearest, whole_number
 from adjoint.train.machine import PeakMemory, environment, pick_device, set_up
-from adjoint.train.rundir import RUNS
+from adjoint.train.rundir import find_checkpoint
 
 RESULTS = "sweep.json"
 # Keys of a training run that would be passed over here; in a configuration file they do no harm.
@@ -101,7 +96,7 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
     # "auto" is bfloat16 on GPUs, whose rounding would hide what is measured here
     precision = "float32" if training.precision == "auto" else training.precision
     set_up(training, device)
-    checkpoint = None if request.model is None else find_checkpoint(request.model)
+    checkpoint = None if request.model is None else find_checkpoint(request.model, "--model")
     shape, weights = (config.model, "fresh") if checkpoint is None else _trained(checkpoint)
     batches, text, fingerprint = _batches(request, config, shape)
     settings = {
@@ -172,13 +167,7 @@ def _batches(request: Namespace, config: Config, shape: StackConfig) -> tuple[li
 def _trained(checkpoint: Path) -> tuple[StackConfig, str]:
     """A checkpoint's model, and its weights' checksum, which is the same wherever they lie."""
     manifest = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))
-    try:
-        shape = StackConfig(**read_trainer(checkpoint)["config"]["model"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"--model {checkpoint}: its trainer.json describes no model that this version knows ({error!r})"
-        ) from None
-    return shape, manifest["files"]["model.safetensors"]["sha256"]
+    return checkpoint_config(checkpoint), manifest["files"]["model.safetensors"]["sha256"]
 
 
 def _kept(request: Namespace, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
@@ -367,7 +356,7 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
         if given.model is not None and word.startswith("--model."):
             raise UserError(f"{word}: the model is that of --model {given.model}; leave one of them out")
     if given.model is not None:
-        own = find_checkpoint(given.model).parent.parent / "config.yaml"
+        own = find_checkpoint(given.model, "--model").parent.parent / "config.yaml"
         given.config = given.config or [str(own)] * own.is_file()
     words = [word for file in given.config for word in ("--config", file)] + rest
     if given.seqlen is not None:
@@ -428,27 +417,3 @@ def _choice(flag: str, word: str, known: Any) -> str:
             f"{flag}: {word!r} is not one of {', '.join(known)}; did you mean {nearest(word, known)}?"
         )
     return word
-
-
-def find_checkpoint(name: str) -> Path:
-    """The checkpoint that ``--model`` names: a run's newest good one, or one itself. `runs/` may be left out.
-
-    Raises:
-        UserError: there is none.
-    """
-    path = next((p for p in (Path(name), RUNS / name) if p.exists()), None)
-    if path is None:
-        runs = sorted(p.name for p in RUNS.iterdir() if p.is_dir()) if RUNS.is_dir() else []
-        remedy = f"runs here: {', '.join(runs)}" if runs else "train one first: adjoint train"
-        raise UserError(f"--model {name}: no such run or checkpoint; {remedy}")
-    if not (path / "checkpoints").is_dir():
-        try:
-            verify_checkpoint(path)
-        except UserError as error:
-            raise UserError(f"--model {name}: not a run and not a good checkpoint ({error})") from None
-        return path.absolute()
-    newest = newest_checkpoint(path / "checkpoints")
-    if newest is None:
-        state = "no good checkpoint" if list_checkpoints(path / "checkpoints") else "no checkpoint yet"
-        raise UserError(f"--model {name}: the run has {state}; train on, or name another run")
-    return newest.absolute()

@@ -1,0 +1,96 @@
+"""`adjoint export`: a run's model as a folder that transformers, or mamba-ssm, loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adjoint.errors import UserError
+from adjoint.files import flush, unfinished_path
+from adjoint.layers.pretrained import (
+    FORMATS,
+    Weights,
+    checkpoint_config,
+    from_checkpoint,
+    to_mamba_ssm,
+    to_transformers,
+    why_not,
+)
+from adjoint.train.checkpoint import write_file
+from adjoint.train.flags import Flags
+from adjoint.train.rundir import find_checkpoint
+
+
+def main(argv: list[str]) -> int:
+    """`adjoint export`: exit code 0."""
+    parser = Flags(
+        prog="adjoint export",
+        usage="%(prog)s RUN --to DIR [--format mamba-ssm]",
+        description="Write a run's model as a folder that AutoModelForCausalLM.from_pretrained of "
+        "transformers, or MambaLMHeadModel.from_pretrained of mamba-ssm, loads. Weights keep the "
+        "checkpoint's dtype.",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder (its newest checkpoint) or a checkpoint")
+    parser.add_argument("--to", metavar="DIR", required=True, help="folder to write: a new or an empty one")
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s")
+    request = parser.parse_args(argv)
+    checkpoint = find_checkpoint(request.run)
+    told = export(checkpoint, Path(request.to), request.format)
+    print(f"{request.to}: {told}, from {os.path.relpath(checkpoint)}")
+    return 0
+
+
+def export(checkpoint: Path, folder: Path, layout: str) -> str:
+    """Write a verified checkpoint's model to a folder in one piece; return what was written, in words.
+
+    Raises:
+        UserError: the layout has no such model, or something is in the folder's place.
+        OSError: the disk refused; nothing is left.
+    """
+    config = checkpoint_config(checkpoint)
+    reason = why_not(config, layout)
+    if reason is not None:
+        others = [other for other in FORMATS if why_not(config, other) is None]
+        remedy = f"give --format {others[0]}" if others else "adjoint.Stack.from_pretrained reads the run"
+        raise UserError(f"--format {layout}: {reason}; {remedy}")
+    folder = folder.resolve()  # a link to an empty folder leads to where things are written
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"--to {folder}: is not empty; name a new folder, or remove that one first")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--to {folder}: is a file; name a folder")
+    config, weights = from_checkpoint(checkpoint)
+    convert = {"transformers": to_transformers, "mamba-ssm": to_mamba_ssm}[layout]
+    work = unfinished_path(folder)
+    work.mkdir(parents=True)
+    try:
+        told = _write(work, layout, *convert(config, weights))
+        flush(work)
+        os.replace(work, folder)  # of an empty folder too, and of nothing else
+        flush(folder.parent)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return told
+
+
+def _write(work: Path, layout: str, given: dict[str, Any], weights: Weights) -> str:
+    (work / "config.json").write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
+    flush(work / "config.json")
+    if layout == "transformers":
+        write_file(work / "model.safetensors", weights, {"format": "pt"})  # transformers asks for that word
+    else:
+        file = work / "pytorch_model.bin"
+        try:
+            torch.save(weights, file)
+        except RuntimeError as error:  # its way to say that the disk is full
+            raise OSError(None, " ".join(str(error).split())[:200], str(file)) from error
+        flush(file)
+    name = given["architectures"][0] if layout == "transformers" else "MambaLMHeadModel"
+    size = sum({tensor.data_ptr(): tensor.numel() for tensor in weights.values()}.values())
+    dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in weights.values()}))
+    return f"{name} of {layout}, {size:,} parameters, {dtypes}"

@@ -1,0 +1,303 @@
+"""Models in and out: folders of transformers, mamba-ssm and runs as a stack, and `adjoint export`.
+
+The layout of mamba-ssm's folders, written here by hand, is that of MambaLMHeadModel.save_pretrained (2.3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_helpers import make_ids, make_model, relative
+from safetensors.torch import load_file
+from test_transformers import CASES, MAMBA, MAMBA2, float64_throughout, hf_model
+from training_helpers import train_tiny
+
+from adjoint import Stack, StackConfig
+from adjoint.cli import main
+from adjoint.errors import UserError
+from adjoint.train.checkpoint import save_checkpoint
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IDS = make_ids(2, 19, vocab_size=61)
+
+
+def as_run(folder: Path, stack: Stack) -> Path:
+    """A run's folder with one checkpoint of this stack."""
+    trainer = {"config": {"model": dataclasses.asdict(stack.config)}}
+    save_checkpoint(folder / "checkpoints", 1, stack, None, trainer)
+    return folder
+
+
+def logits_of_transformers(model: Any, input_ids: torch.Tensor = IDS) -> torch.Tensor:
+    with torch.no_grad(), float64_throughout():
+        return model(input_ids).logits
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_transformers_in_and_out(kind: str, name: str, tmp_path: Path) -> None:
+    model = hf_model(kind, **(MAMBA if kind == "mamba" else MAMBA2)[name])
+    model.save_pretrained(tmp_path / "theirs")
+    stack = Stack.from_pretrained(tmp_path / "theirs")
+    expected = logits_of_transformers(model)
+    with torch.no_grad():
+        assert relative(stack(IDS).logits, expected) <= 1e-12
+    run = as_run(tmp_path / "run", stack)
+    assert main(["export", str(run), "--to", str(tmp_path / "ours")]) == 0
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(back) is type(model)
+    mine, theirs = back.state_dict(), model.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(mine[key].dtype == torch.float64 and torch.equal(mine[key], theirs[key]) for key in theirs)
+    assert relative(logits_of_transformers(back), expected) <= 1e-12
+    tied = back.lm_head.weight.data_ptr() == back.get_input_embeddings().weight.data_ptr()
+    assert tied == stack.config.tie_embeddings
+    assert Stack.from_pretrained(tmp_path / "ours").config == stack.config
+
+
+def test_shards_are_read_and_weights_are_the_stacks_own(tmp_path: Path) -> None:
+    model = hf_model("mamba2", **MAMBA2["two groups"]).float()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    expected, stack = Stack.from_transformers(model).state_dict(), Stack.from_pretrained(tmp_path)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in stack.state_dict().items())
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.zero_()
+    again = Stack.from_pretrained(tmp_path).state_dict()  # the files are as they were
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.items())
+    first = sorted(tmp_path.glob("model-*.safetensors"))[0]
+    first.write_bytes(first.read_bytes()[:100])
+    with pytest.raises(UserError, match=rf"{first.name}: cannot be read \(.*\); download it anew"):
+        Stack.from_pretrained(tmp_path)
+    first.unlink()
+    with pytest.raises(UserError, match=rf"{first.name}: no such file, but the index beside it lists it"):
+        Stack.from_pretrained(tmp_path)
+
+
+def mamba_ssm_folder(folder: Path, hf: Any, given: dict[str, Any], mlp: dict[str, torch.Tensor]) -> Path:
+    """What mamba-ssm's save_pretrained writes of the model that `hf` is, with MLPs besides."""
+    weights = {name.replace(".embeddings.", ".embedding."): t for name, t in hf.state_dict().items()}
+    shared = {"rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True, "attn_cfg": {}}
+    shared |= {"d_model": 24, "n_layer": 3, "attn_layer_idx": [], "pad_vocab_size_multiple": 8}
+    folder.mkdir()
+    torch.save(weights | mlp, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps(shared | given))
+    return folder
+
+
+def mamba_ssm_mamba2(folder: Path, mlp: dict[str, torch.Tensor], **more: Any) -> tuple[Any, Path]:
+    hf = hf_model("mamba2", **MAMBA2["two groups"], vocab_size=64, tie_word_embeddings=True)
+    ssm_cfg = {"layer": "Mamba2", "d_state": 8, "headdim": 12, "ngroups": 2, "chunk_size": 64}
+    ssm_cfg |= more.pop("ssm_cfg", {})
+    return hf, mamba_ssm_folder(folder, hf, {"vocab_size": 61, "ssm_cfg": ssm_cfg, **more}, mlp)
+
+
+def test_mamba_ssm_folders_are_read(tmp_path: Path) -> None:
+    """As transformers' models of the same weights; 61 token ids are padded to 64."""
+    hf, folder = mamba_ssm_mamba2(tmp_path / "mamba2", {})
+    stack = Stack.from_pretrained(folder)
+    assert stack.config.vocab_size == 64
+    assert stack.lm_head.weight is stack.embedding.weight
+    with torch.no_grad():
+        assert relative(stack(IDS).logits, logits_of_transformers(hf)) <= 1e-12
+    hf = hf_model("mamba", vocab_size=64, tie_word_embeddings=False)
+    given = {"vocab_size": 57, "ssm_cfg": {"d_state": 8}, "tie_embeddings": False}
+    stack = Stack.from_pretrained(mamba_ssm_folder(tmp_path / "mamba", hf, given, {}))
+    with torch.no_grad():
+        assert relative(stack(IDS).logits, logits_of_transformers(hf)) <= 1e-12
+
+
+def test_the_mlp_of_mamba_ssm_in_and_out(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    mlp = {}
+    for k in range(3):  # 100 channels are rounded up to 128
+        mlp[f"backbone.layers.{k}.norm2.weight"] = torch.randn(24, dtype=torch.float64)
+        mlp[f"backbone.layers.{k}.mlp.fc1.weight"] = torch.randn(256, 24, dtype=torch.float64)
+        mlp[f"backbone.layers.{k}.mlp.fc2.weight"] = torch.randn(24, 128, dtype=torch.float64)
+    folder = mamba_ssm_mamba2(tmp_path / "theirs", mlp, d_intermediate=100)[1]
+    stack = Stack.from_pretrained(folder)
+    x = torch.randn(5, 24, dtype=torch.float64)
+    value, gate = F.linear(x, mlp["backbone.layers.1.mlp.fc1.weight"]).chunk(2, dim=-1)
+    expected = F.linear(value * F.silu(gate), mlp["backbone.layers.1.mlp.fc2.weight"])
+    assert relative(stack.layers[1].mlp(x).detach(), expected) <= 1e-14
+    run, ours = as_run(tmp_path / "run", stack), tmp_path / "ours"
+    with pytest.raises(UserError, match="no MLP, this model has d_intermediate 128; give --format mamba-ssm"):
+        main_raising(["export", str(run), "--to", str(ours)])
+    assert main(["export", str(run), "--to", str(ours), "--format", "mamba-ssm"]) == 0
+    mine, theirs = (torch.load(path / "pytorch_model.bin", weights_only=True) for path in (ours, folder))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert Stack.from_pretrained(ours).config == stack.config
+
+
+def main_raising(argv: list[str]) -> None:
+    """`adjoint` with its errors raised, not printed."""
+    from adjoint.tools import export
+
+    export.main(argv[1:])
+
+
+def test_each_weight_keeps_its_dtype(tmp_path: Path) -> None:
+    """mamba-ssm keeps A and D in float32 when the rest is bfloat16."""
+    hf = hf_model("mamba", vocab_size=64).bfloat16()
+    for layer in hf.backbone.layers:
+        layer.mixer.A_log.data = layer.mixer.A_log.data.float()
+        layer.mixer.D.data = layer.mixer.D.data.float()
+    given = {"vocab_size": 64, "ssm_cfg": {"d_state": 8}}
+    stack = Stack.from_pretrained(mamba_ssm_folder(tmp_path / "mamba", hf, given, {}))
+    single = {name for name, p in stack.named_parameters() if p.dtype == torch.float32}
+    assert single == {f"layers.{k}.mixer.{name}" for k in range(3) for name in ("A_log", "D")}
+    assert stack(IDS, labels=IDS).loss.isfinite()
+
+
+def test_a_trained_run_in_and_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"model__mixer": "mamba2", "model__headdim": 8, "model__d_state": 8}
+    short = {"training__steps": 2, "training__save_every": 1, "training__precision": "float64"}
+    assert train_tiny(tmp_path, **sizes, **short) == 0
+    run, out = tmp_path / "run", tmp_path / "exports" / "model"
+    capsys.readouterr()
+    assert main(["export", str(run), "--to", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "Mamba2ForCausalLM of transformers" in said and "float64" in said and "step-00000002" in said
+    back = transformers.AutoModelForCausalLM.from_pretrained(out)
+    stack, input_ids = Stack.from_pretrained(run), make_ids(2, 19, vocab_size=256)
+    with torch.no_grad():
+        assert relative(stack(input_ids).logits, logits_of_transformers(back, input_ids)) <= 1e-12
+    older = Stack.from_pretrained(run / "checkpoints" / "step-00000001")
+    assert not torch.equal(older.norm_f.weight, stack.norm_f.weight)
+    assert back.generation_config.eos_token_id is None  # bytes: none of them ends a text
+
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert set(before) == {"config.json", "model.safetensors"}
+    assert main(["export", str(run), "--to", str(out)]) == 2
+    assert "is not empty; name a new folder" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
+
+
+def test_an_export_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = as_run(tmp_path / "run", make_model("mamba")), tmp_path / "exports" / "model"
+
+    def full(path: Path, *_: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("adjoint.tools.export.write_file", full)
+    assert main(["export", str(run), "--to", str(out)]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(out.parent.iterdir()) == []
+    monkeypatch.undo()
+    out.mkdir()  # an empty folder is filled
+    assert main(["export", str(run), "--to", str(out)]) == 0
+    names = set(load_file(out / "model.safetensors"))
+    assert "lm_head.weight" not in names and "backbone.embeddings.weight" in names
+
+
+NOT_MAMBA_SSM: list[tuple[dict[str, Any], str]] = [
+    ({"attn_layer_idx": [1, 2]}, r"attn_layer_idx names attention layers \(1, 2\)"),
+    ({"ssm_cfg": {"layer": "Mamba3"}}, "ssm_cfg.layer is 'Mamba3'"),
+    ({"ssm_cfg": {"dt_limit": [0.01, 0.1]}}, r"ssm_cfg.dt_limit is \[0.01, 0.1\]"),
+    ({"ssm_cfg": {"D_has_hdim": True}}, "ssm_cfg.D_has_hdim is True"),
+    ({"ssm_cfg": {"rotary": 1}}, "ssm_cfg.rotary is an option that a Stack does not know"),
+    ({"rms_norm": False}, "the model has LayerNorms"),
+    ({"d_intermediate": 128, "ssm_cfg": {"bias": True}}, "the MLPs have no biases"),
+    (
+        {"n_layer": 4},
+        r"layers.3.norm.weight: .* asks for shape \(24,\), its weights have none",
+    ),
+    (
+        {"vocab_size": 70},
+        r"embedding.weight: .* shape \(72, 24\), its weights have shape \(64, 24\)",
+    ),
+    ({"d_model": "wide"}, "d_model must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), NOT_MAMBA_SSM)
+def test_mamba_ssm_models_that_a_stack_cannot_be(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder = mamba_ssm_mamba2(tmp_path / "model", {}, **given)[1]
+    with pytest.raises(UserError, match=f"model: .*{said}"):
+        Stack.from_pretrained(folder)
+
+
+def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
+    small = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 1}
+    falcon = transformers.FalconMambaForCausalLM(transformers.FalconMambaConfig(**small))
+    falcon.save_pretrained(tmp_path / "falcon")
+    with pytest.raises(ValueError, match="normalises dt, B and C"):
+        Stack.from_transformers(falcon)
+    hf_model("mamba").save_pretrained(tmp_path / "bare")
+    (tmp_path / "bare" / "model.safetensors").unlink()
+    for name, text in {"llama": '{"model_type": "llama"}', "keyless": '{"model_type": "mamba"}'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("<html>")
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    refused = {
+        "falcon": r"normalises dt, B and C \(RMS norms\).*adjoint.wrap trains it",
+        "bare": "has neither model.safetensors nor pytorch_model.bin",
+        "llama": "not one of type 'llama'; adjoint.wrap trains",
+        "keyless": "its config.json has no vocab_size",
+        "broken": "is not JSON",
+        "begun": "the run has no checkpoint yet",
+        "empty": "neither a model .* nor a run",
+        "nowhere": "no such folder",
+    }
+    for name, said in refused.items():
+        with pytest.raises(UserError, match=f"{name}.*{said}") as raised:
+            Stack.from_pretrained(tmp_path / name)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "said"),
+    [
+        ({"mixer": ["mamba", "mamba2"]}, "transformers", "this model's are mamba, mamba2; adjoint.Stack"),
+        (
+            {"mixer": "diagonal"},
+            "mamba-ssm",
+            "this model's are diagonal; adjoint.Stack",
+        ),
+        ({"d_intermediate": 100}, "mamba-ssm", "d_intermediate is 100; adjoint.Stack.from_pretrained reads"),
+        ({"norm_eps": 1e-6}, "mamba-ssm", "norm_eps is 1e-06; give --format transformers"),
+        ({"d_intermediate": 128, "bias": True}, "mamba-ssm", r"no biases, this model's have \(bias true\)"),
+    ],
+)
+def test_models_that_a_format_cannot_hold(
+    sizes: dict[str, Any], layout: str, said: str, tmp_path: Path
+) -> None:
+    stack = Stack(StackConfig(**{"d_model": 12, "n_layer": 2, "headdim": 6, **sizes}))
+    run = as_run(tmp_path / "run", stack)
+    with pytest.raises(UserError, match=f"--format {layout}: .*{said}"):
+        main_raising(["export", str(run), "--to", str(tmp_path / "out"), "--format", layout])
+    assert not (tmp_path / "out").exists()
+    read = Stack.from_pretrained(run)
+    assert read.config == stack.config
+    assert all(torch.equal(p, read.state_dict()[name]) for name, p in stack.state_dict().items())
+
+
+def test_command_lines_of_export_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = as_run(tmp_path / "run", make_model("mamba"))
+    (tmp_path / "file").write_text("")
+    for argv, said in [
+        (["nowhere", "--to", str(tmp_path / "out")], "nowhere: no such run or checkpoint"),
+        ([str(tmp_path), "--to", str(tmp_path / "out")], "not a run and not a good checkpoint"),
+        ([str(run), "--to", str(tmp_path / "file")], "is a file; name a folder"),
+        ([str(run)], "--to"),
+        ([str(run), "--to", str(tmp_path / "out"), "--format", "gguf"], "invalid choice: 'gguf'"),
+    ]:
+        assert main(["export", *argv]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
