@@ -144,6 +144,13 @@ class Past:
         begin = self.begin if reach is None else max(self.begin, self.start - reach)
         return _Join.apply(piece, self, begin)
 
+    def gather(self, d: Tensor, start: int) -> None:
+        """Adds a cotangent of the past's tokens from `start` on, of those that carry any."""
+        dim, first = self.slab.dim, max(start, self.follows)
+        stop = min(start + d.shape[dim], self.start)
+        if first < stop:
+            self.slab.gather(d.narrow(dim, first - start, stop - first), first)
+
 
 class _Join(torch.autograd.Function):
     @staticmethod
@@ -156,9 +163,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         past, begin, dim = ctx.past, ctx.begin, ctx.past.slab.dim
-        first = max(begin, past.follows)
-        if first < past.start:
-            past.slab.gather(d.narrow(dim, first - begin, past.start - first), first)
+        past.gather(d, begin)
         return d.narrow(dim, past.start - begin, d.shape[dim] - (past.start - begin)), None, None
 
 

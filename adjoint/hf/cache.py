@@ -43,6 +43,14 @@ class Slot:
         return 2 if self.name in ("keys", "values") else None
 
 
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """What a tensor of keys or values is made of: attention that finds it there need not take it apart."""
+
+    past: Past
+    piece: Tensor
+
+
 class _Recurrent(theirs.LinearAttentionLayer):
     """Convolution tails and recurrent states; new ones take the place of the old."""
 
@@ -90,10 +98,11 @@ class _Growing:
         if self.before is None:
             return key_states, value_states
         reach = None if self.window is None else self.window - 1
-        key, value = (
-            past.join(piece, reach) for past, piece in zip(self.before, self.pieces, strict=True)
-        )
-        return key, value
+        found = []
+        for past, piece in zip(self.before, self.pieces, strict=True):
+            found.append(past.join(piece, reach))
+            found[-1].joined = Joined(past, piece)  # type: ignore[attr-defined]
+        return found[0], found[1]
 
     def get_seq_length(self) -> int:
         seen = 0 if self.before is None else len(self.before[0])
