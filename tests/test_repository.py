@@ -27,6 +27,7 @@ FLOORS = [
     "stack",
     "engine",
     "methods",
+    "hf",
     "__init__",
     "data",
     "train",

@@ -14,6 +14,7 @@ from adjoint.cluster.memory import Setup
 from adjoint.cluster.partition import GB, layer_costs
 from adjoint.cluster.spec import ShardSpec
 from adjoint.errors import UserError
+from adjoint.layers import StackConfig
 from adjoint.stack import Stack
 from adjoint.train.config import TrainingConfig
 
@@ -43,8 +44,6 @@ def make_specs(
         UserError: a GPU or slice is too small for its shard, or a node for all of its shards that compute on
             CPUs; the message says what would fit.
     """
-    with torch.device("meta"):
-        costs = layer_costs(Stack(model))
     precisions = {look["precision"] for look in found}
     precision = precisions.pop() if len(precisions) == 1 else "float32"
     workers = len(found) // replicas
@@ -56,6 +55,11 @@ def make_specs(
         None if None in each else min(each, key=lambda gpu: gpu.memory_bytes) for each in alike
     ]
     sizes = [gpu.memory_bytes for gpu in gpus if gpu is not None]
+    if isinstance(model, StackConfig):
+        with torch.device("meta"):
+            costs = layer_costs(Stack(model))
+    else:  # what a pretrained model's chunks take is not counted
+        costs, ids = list(model.costs), None
     rows, seqlen = (1, 1) if ids is None else (-(-ids[0] // replicas), ids[1])  # of the replica that has most
     setup = Setup(
         model, method, rows, seqlen, precision, "cuda" if sizes else "cpu", min(sizes, default=None),

@@ -23,6 +23,7 @@ from adjoint.cluster.shard import HelperShard, Shard, check_method
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import Mailbox, ObjectStoreTransport, Transport, join
 from adjoint.errors import UserError
+from adjoint.layers import StackConfig
 from adjoint.train.config import TrainingConfig
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has
@@ -94,9 +95,13 @@ class ShardActor:
             return
         first = spec.replica * spec.workers + len(spec.spans)
         mine = [actors[first + i] for i, shard in enumerate(spec.helpers) if shard == spec.shard]
-        self.shard = Shard(spec, transport, checkpoint is None, RayCrew(mine) if mine else None)
+        kind: Any = Shard
+        if not isinstance(spec.model, StackConfig):
+            from adjoint.cluster.pretrained import PretrainedShard as kind
+        shard = kind(spec, transport, checkpoint is None, RayCrew(mine) if mine else None)
         if checkpoint is not None:
-            self.shard.load(checkpoint)
+            shard.load(checkpoint)
+        self.shard = shard
 
     def task(self, task: Any, batch: int) -> list[Any]:
         """Runs a task of the shard that this helper shares the tasks of."""
@@ -149,7 +154,7 @@ class Group:
 
     Args:
         training: optimizer, seed, device, precision.
-        model: the whole stack's sizes; method: how the gradient is computed.
+        model: the whole stack's sizes, or a `Pretrained`; method: how the gradient is computed.
         shards: how many, or "auto": what the cluster has room for.
         need: what each asks of its node.
         helpers: how many more share layer-local's tasks, dealt out to the shards in turn.

@@ -35,8 +35,6 @@ from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_fi
 from adjoint.train.machine import autocast, peak_memory_bytes
 from adjoint.train.optimizer import make_optimizer
 
-TABLE = "embedding.weight"
-
 
 @dataclass(frozen=True)
 class Traced:
@@ -84,44 +82,77 @@ class Shard:
             None if transport is None else ReplicaTransport(transport, spec.replica * spec.workers)
         )
         self.device = torch.device(spec.device)
-        with torch.device("meta"):
-            whole = Stack(spec.model, seed=0)
-        self.costs = stage_costs(whole)
-        self.part = whole.split(spec.spans[spec.shard]).to_empty(device="cpu")
-        tied = spec.model.tie_embeddings and self.part.is_last
-        if tied and self.part.is_first:
-            self.part.lm_head.weight = self.part.embedding.weight  # to_empty made two of one
-        if drawn:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(spec.training.seed)
-                seed = draw_seed()
-            self.part.reset_parameters(seed)
-        dtype = torch.float64 if spec.precision == "float64" else torch.float32
-        self.part.to(self.device, dtype)
-        if tied:
-            self.part.lm_head.weight._no_weight_decay = True  # type: ignore[attr-defined] # it is an embedding
+        self.part = self._make_part(drawn)
+        if self.tied_head is not None:
+            self.tied_head._no_weight_decay = True  # type: ignore[attr-defined] # it is an embedding
         self.optimizer = make_optimizer(self.part, spec.training, [] if self.table is None else [self.table])
         self.known: set[tuple[int, int]] = set()  # (helper, stage)s whose weights the helper has
         self.windows: list[int] | None = None  # of the last batch, where the method picked them
         self.trace: list[Traced] = []  # of the last batch
+
+    # What is a stack's: a span of another model has these its own way (`adjoint.cluster.pretrained`).
+
+    embedding_name, head_name = "embedding.weight", "lm_head.weight"
+
+    def _make_part(self, drawn: bool) -> Any:
+        """The module with this shard's layers; notes what tiles cost."""
+        spec = self.spec
+        with torch.device("meta"):
+            whole = Stack(spec.model, seed=0)
+        self.costs = stage_costs(whole)
+        part = whole.split(spec.spans[spec.shard]).to_empty(device="cpu")
+        if spec.model.tie_embeddings and self.is_first and self.is_last:
+            part.lm_head.weight = part.embedding.weight  # to_empty made two of one
+        if drawn:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(spec.training.seed)
+                seed = draw_seed()
+            part.reset_parameters(seed)
+        return part.to(self.device, torch.float64 if spec.precision == "float64" else torch.float32)
+
+    def _stages(self, batch: int) -> tuple[list[Any], list[Any]]:
+        """The stages, None in the places of others', and their states before a sequence."""
+        return stages_of(self.part), stage_states(self.part, self.part.initial_state(batch))
+
+    def _scheme(self, batch: int, seqlen: int, chunk_size: int) -> Scheme:
+        """What the engine is asked for."""
+        return self.spec.method.scheme(seqlen, chunk_size)
+
+    # ------------------------------------------------------------------------------------- what it consists of
 
     @property
     def shards(self) -> int:
         return len(self.spec.spans)
 
     @property
+    def is_first(self) -> bool:
+        """Whether the embedding is here."""
+        return self.spec.shard == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the head is here."""
+        return self.spec.shard == self.shards - 1
+
+    @property
     def table(self) -> Tensor | None:
         """The copy of a tied table that another shard owns."""
-        copied = self.spec.model.tie_embeddings and self.part.is_first and not self.part.is_last
-        return self.part.embedding.weight if copied else None
+        copied = self.spec.model.tie_embeddings and self.is_first and not self.is_last
+        return self.part.get_parameter(self.embedding_name) if copied else None
+
+    @property
+    def tied_head(self) -> Tensor | None:
+        """A tied table that is the head here."""
+        here = self.spec.model.tie_embeddings and self.is_last
+        return self.part.get_parameter(self.head_name) if here else None
 
     def named_weights(self) -> dict[str, nn.Parameter]:
-        """This shard's parameters by their names in the stack: together the shards have each of them once."""
+        """This shard's parameters by their names in the model: together the shards have each of them once."""
         named = dict(self.part.named_parameters())
-        if self.spec.model.tie_embeddings and self.part.is_last and not self.part.is_first:
-            named[TABLE] = named.pop("lm_head.weight")
+        if self.tied_head is not None and not self.is_first:
+            named[self.embedding_name] = named.pop(self.head_name)
         if self.table is not None:
-            del named[TABLE]
+            del named[self.embedding_name]
         return named
 
     # ---------------------------------------------------------------------------------------------- a step
@@ -177,7 +208,7 @@ class Shard:
         """On a last shard its share of the mean loss of a batch, None elsewhere. A batch may have fewer rows
         than there are replicas, and be too short for every worker of a sequence to have a chunk."""
         if not len(rows_of(ids, self.spec.replica, self.spec.replicas)):
-            return 0.0 if self.part.is_last else None
+            return 0.0 if self.is_last else None
         with torch.no_grad():
             worker, _, valid = self._worker(ids, chunk_size)
             self._carry_out(worker, forward_plan(worker.grid, self.spec.owners))
@@ -191,16 +222,17 @@ class Shard:
         valid = max(int(count_valid(shift_labels(ids))), 1)
         ids = rows_of(ids, self.spec.replica, self.spec.replicas).to(self.device)
         batch, seqlen = ids.shape
-        scheme = self.spec.method.scheme(seqlen, chunk_size or self.chunk_size(batch, seqlen))
-        grid, stages = self._grid(scheme, seqlen), stages_of(self.part)
+        scheme = self._scheme(batch, seqlen, chunk_size or self.chunk_size(batch, seqlen))
+        grid = self._grid(scheme, seqlen)
         wide = torch.float64 if self.spec.precision == "float64" else torch.float32
         with autocast(self.spec.precision, self.device):
+            stages, states = self._stages(batch)
             worker = Worker(
                 stages,
                 grid,
                 ids,
                 shift_labels(ids),
-                stage_states(self.part, self.part.initial_state(batch)),
+                states,
                 self.spec.model.d_model,
                 wide,
                 self.transport,
@@ -260,16 +292,15 @@ class Shard:
         shards'."""
         if self.everyone is None:
             return
-        table: Tensor | None = None
-        if self.spec.model.tie_embeddings and self.shards > 1 and (self.part.is_first or self.part.is_last):
-            table = (self.part.embedding if self.part.is_first else self.part.lm_head).weight
+        table = (self.table if self.is_first else self.tied_head) if self.shards > 1 else None
+        if table is not None:
             sum_gradients([_gradient(table)], self.everyone, self.spec.table_peers)
         if len(self.spec.peers) > 1:
             mine = [_gradient(p) for p in self.part.parameters() if p is not table and p.requires_grad]
             sum_gradients(mine, self.everyone, self.spec.peers)
 
     def _loss(self, worker: Worker, divisor: int) -> float | None:
-        if not self.part.is_last:
+        if not self.is_last:
             return None
         return 0.0 if worker.total is None else (worker.total / divisor).item()
 
@@ -295,13 +326,11 @@ class Shard:
 
     def share_table(self) -> None:
         """Sends a tied table from the shard that owns it to the one with the embedding."""
-        if not self.spec.model.tie_embeddings or self.shards == 1:
-            return
         away = (self.shards - 1) * self.spec.sequence
-        if self.part.is_last:
-            self._send(self.spec.worker - away, self.part.lm_head.weight.detach())
-        elif self.part.is_first:
-            self._receive(self.spec.worker + away, self.part.embedding.weight.detach())
+        if self.tied_head is not None and away:
+            self._send(self.spec.worker - away, self.tied_head.detach())
+        elif self.table is not None:
+            self._receive(self.spec.worker + away, self.table.detach())
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
@@ -324,7 +353,7 @@ class Shard:
         """
         weights, state = Tensors(Path(path), "model"), Tensors(Path(path), "optimizer")
         named = self.named_weights()
-        copied = {} if self.table is None else {TABLE: self.table}
+        copied = {} if self.table is None else {self.embedding_name: self.table}
         for name, parameter in (named | copied).items():
             parameter.copy_(weights[name])
         load_optimizer(self.optimizer, {name: state.of(name) for name in named}, named)

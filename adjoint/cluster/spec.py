@@ -19,7 +19,7 @@ class ShardSpec:
     """What a worker has to know, plain values only.
 
     Args:
-        model: the whole stack.
+        model: the whole stack; or a `Pretrained`.
         training: optimizer and seed.
         method: how the gradient is computed.
         spans: every shard's layers, bottom up.
@@ -32,7 +32,7 @@ class ShardSpec:
         threads: CPU threads; None leaves PyTorch's choice.
     """
 
-    model: StackConfig
+    model: Any
     training: TrainingConfig
     method: Any
     spans: tuple[range, ...]
@@ -47,6 +47,8 @@ class ShardSpec:
     @property
     def owners(self) -> Owners:
         """Who has which tile, in a replica."""
+        if not isinstance(self.model, StackConfig):  # a pretrained model's stages are its shards
+            return Owners(tuple(range(len(self.spans))), self.sequence)
         return Owners.of(self.spans, self.sequence)
 
     @property
@@ -129,7 +131,7 @@ def check_chunks(method: Any, seqlen: int, chunk_size: int | None, sequence: int
 
 
 def grid_of(
-    model: StackConfig,
+    model: Any,
     scheme: Scheme,
     seqlen: int,
     owners: Owners,
@@ -141,6 +143,8 @@ def grid_of(
 
     Where helpers share tasks, each layer is recomputed from its own inputs, since a task has one layer.
     """
+    if not isinstance(model, StackConfig):
+        return make_grid(scheme, seqlen, [True] * len(owners.shards), 0, owners.shards, costs=costs)
     stateful = [False, *[True] * model.n_layer, False]
     segments = range(model.n_layer + 2) if helpers else owners.shards
     return make_grid(scheme, seqlen, stateful, model.d_conv - 1, tuple(segments), windows, costs)

@@ -155,11 +155,16 @@ class ShardedTrainer(Trainer):
         if not hasattr(self, "failures"):
             self.failures, self.preemptions, self.gauges = 0, 0, dict[str, Any]()
             self.announced = False
-            with torch.device("meta"):
-                whole = Stack(config.model)  # draws its seed, as in one process
-            self.beginning, self.origin = (self.data.train.state_dict(), rng_state()), checkpoint
-            self.num_parameters = whole.num_parameters()
-            self.names = [name for name, _ in whole.named_parameters()]
+            self.origin = checkpoint
+            self.described: Any = config.model
+            if config.model.from_pretrained is None:
+                with torch.device("meta"):
+                    whole = Stack(config.model)  # draws its seed, as in one process
+                self.num_parameters = whole.num_parameters()
+                self.names = [name for name, _ in whole.named_parameters()]
+            else:
+                self._examine(config.model.from_pretrained)
+            self.beginning = self.data.train.state_dict(), rng_state()
         if checkpoint is not None:
             check_config(checkpoint, config.to_dict())
         while True:
@@ -173,10 +178,22 @@ class ShardedTrainer(Trainer):
                     raise
                 raise UserError(f"{self.folder.path}: {error}; then --resume auto") from None
 
+    def _examine(self, directory: str) -> None:
+        """Finds out how a pretrained model is cut, and writes its weights where the shards begin from, unless
+        they go on from a checkpoint."""
+        from adjoint.hf.load import described
+
+        folder = self.folder.path / "pretrained" if self.origin is None else None
+        self.described = described(directory, self.method, folder)
+        self.num_parameters, self.names = self.described.num_parameters, list(self.described.names)
+        self.weights = folder
+
     def _make_group(self, checkpoint: Path | None) -> None:
         config, settings = self.config, self.config.cluster
+        if checkpoint is None and config.model.from_pretrained is not None:
+            checkpoint = self.weights
         self.group = Group(
-            config.model,
+            self.described,
             config.training,
             self.method,
             settings.shards,
@@ -246,6 +263,12 @@ class ShardedTrainer(Trainer):
     def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         rng = torch.load(checkpoint / "rng.pt", weights_only=True, map_location="cpu")
         return read_trainer(checkpoint), rng  # the shards have read the rest
+
+    def _sample(self) -> None:
+        if self.config.model.from_pretrained is None:
+            super()._sample()
+        elif self.settings.sample_tokens:
+            print("no sample: a pretrained model in shards gives none; adjoint export the run for that")
 
     def _continue(self, prompt: torch.Tensor) -> torch.Tensor:
         settings = self.settings

@@ -38,7 +38,9 @@ def chunked_loss(
     parameters: list[Tensor] = list(model.parameters())
     stages: list[Any] = stages_of(model)
     valid = max(int(valid), 1)
-    steps = Steps(stages, input_ids, targets, valid, initial, scheme, parameters, weight.shape[1], weight.dtype)
+    steps = Steps(
+        stages, input_ids, targets, valid, initial, scheme, parameters, weight.shape[1], weight.dtype
+    )
     loss, *final = steps.loss()
     return Result(loss, _grouped(states, final), steps.windows if scheme.window == "auto" else None)
 
@@ -88,9 +90,7 @@ class Steps:
         assert all(stage is not None for stage in stages), "a part of a stack has no loss by itself"
         self.scheme, self.valid, self.parameters = scheme, valid, parameters
         self.initial = [s for state in initial for s in state]
-        self.follows = torch.is_grad_enabled() and any(
-            t.requires_grad for t in (*parameters, *self.initial)
-        )
+        self.follows = torch.is_grad_enabled() and any(t.requires_grad for t in (*parameters, *self.initial))
         self.windows: list[int] | None = None  # of each layer, once they are picked
         self.stateful = [stage.stateful for stage in stages]
         self.reach, self.seqlen = max(stage.reach for stage in stages), ids.shape[1]

@@ -205,8 +205,8 @@ class Worker:
         """What stage k reads on a chunk."""
         return self.store[name, k - 1, c].to(self.device, non_blocking=True) if k else self.chunks[c].ids
 
-    def state(self, k: int, c: int) -> State:
-        """The state before a chunk."""
+    def state(self, k: int, c: int) -> Any:
+        """The state before a chunk: tensors, a `Past` of what grows."""
         if not self.initial[k]:
             return ()
         here = recurrent(self.initial[k], self.grows[k])

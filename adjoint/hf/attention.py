@@ -114,8 +114,10 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
     tokens = q.shape[2]
     if q.device.type != "cpu":
         bias, groups = causal_lower_right(tokens, k.shape[2]), q.shape[1] // k.shape[1]
-        return F.scaled_dot_product_attention(q, repeat_kv(k, groups), repeat_kv(v, groups), bias, scale=scale)
-    joined = [getattr(t, "joined", None) for t in (k, v)]
+        return F.scaled_dot_product_attention(
+            q, repeat_kv(k, groups), repeat_kv(v, groups), bias, scale=scale
+        )
+    joined: list[Any] = [getattr(t, "joined", None) for t in (k, v)]
     (k_past, k_own), (v_past, v_own) = (t.split([t.shape[2] - tokens, tokens], dim=2) for t in (k, v))
     if None in joined or k_own.shape[2] != tokens:
         return _PastAttention.apply(q, k_own, v_own, k_past, v_past, scale, None)

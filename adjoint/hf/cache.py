@@ -54,6 +54,9 @@ class Joined:
 class _Recurrent(theirs.LinearAttentionLayer):
     """Convolution tails and recurrent states; new ones take the place of the old."""
 
+    dtype: Any
+    device: Any
+
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
@@ -88,9 +91,12 @@ class _Recurrent(theirs.LinearAttentionLayer):
 class _Growing:
     """Keys and values, joined to what is before them; `before` is their pasts, or None at the very start."""
 
+    seen = 0  # tokens before the chunk, also where the layer is another worker's and nothing is kept of it
     before: tuple[Past, Past] | None = None
     pieces: tuple[Tensor, Tensor] | None = None
     window: int | None = None  # tokens that a query sees, itself included
+    dtype: Any
+    device: Any
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.is_initialized, self.pieces = True, (key_states, value_states)
@@ -105,13 +111,11 @@ class _Growing:
         return found[0], found[1]
 
     def get_seq_length(self) -> int:
-        seen = 0 if self.before is None else len(self.before[0])
-        return seen + (0 if self.pieces is None else self.pieces[0].shape[2])
+        return self.seen + (0 if self.pieces is None else self.pieces[0].shape[2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        seen = 0 if self.before is None else len(self.before[0])
-        kept = seen if self.window is None else min(seen, self.window - 1)
-        return kept + query_length, seen - kept
+        kept = self.seen if self.window is None else min(self.seen, self.window - 1)
+        return kept + query_length, self.seen - kept
 
     def found(self) -> dict[tuple[str, int], Tensor]:
         return {} if self.pieces is None else {("keys", 0): self.pieces[0], ("values", 0): self.pieces[1]}
@@ -130,7 +134,7 @@ class _Window(_Growing, theirs.DynamicSlidingWindowLayer):
 class _Both(_Growing, _Recurrent, theirs.DynamicLayer):
     """A layer with a recurrence and attention side by side."""
 
-    is_compileable = False
+    is_compileable = is_croppable = False
 
     def __init__(self, number_of_states: int) -> None:
         theirs.DynamicLayer.__init__(self)
@@ -152,24 +156,26 @@ class ChunkCache(DynamicCache):
         super().__init__(config=config)
         if self.layer_class_to_replicate is not None:
             raise ValueError(f"{type(config).__name__} does not say which layers its cache has")
-        self.layers = [_ours(layer) for layer in self.layers]
+        self.layers: list[Any] = [_ours(layer) for layer in self.layers]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         state = super().get_recurrent_state(layer_idx, state_idx)
         scans.handed.state = state  # Mamba-1's mixers do not give it to their scan
         return state
 
-    def into(self, slots: Sequence[Slot], state: State, fresh: bool) -> None:
-        """Puts a state in; at a document's start the recurrent part is left away."""
-        pasts: dict[int, list[Past]] = {}
+    def into(self, slots: Sequence[Slot], state: State, seen: int) -> None:
+        """Puts a state in, `seen` tokens after the document's start, where the recurrent part is left away."""
+        for layer in self.layers:
+            if isinstance(layer, _Growing):
+                layer.seen, layer.is_initialized = seen, seen > 0
+        pasts: dict[int, list[Any]] = {}
         for slot, value in zip(slots, state, strict=True):
             if slot.grows is not None:
-                pasts.setdefault(slot.layer, []).append(value)  # type: ignore[arg-type]
-            elif not fresh:
+                pasts.setdefault(slot.layer, []).append(value)
+            elif seen:
                 self.layers[slot.layer].set(slot.name, slot.index, value.to(slot.dtype))
         for layer, (keys, values) in pasts.items():
             self.layers[layer].before = keys, values
-            self.layers[layer].is_initialized = len(keys) > 0
 
     def out_of(self, slots: Sequence[Slot]) -> State:
         """The new state: of what grows, the chunk's own piece."""

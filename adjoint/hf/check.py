@@ -20,6 +20,7 @@ TOKENS = 13  # compared on first use, in two chunks
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 COARSE = 0.1  # of bfloat16 and float16
 OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
+ONE_PROCESS = "one process trains it: --cluster.shards 0"  # what cannot be cut into layers
 
 
 class Refused(ValueError):
@@ -35,14 +36,14 @@ def refuse_other_losses(model: Any, kwargs: dict[str, Any]) -> None:
     config = model.config.get_text_config()
     router = kwargs.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if router is None else router:
-        _refuse(
+        refuse(
             model,
             "output_router_logits adds a loss of the whole sequence's routing, which is no sum over chunks; "
             "set config.output_router_logits to False",
         )
     for name, value in config.to_dict().items():
         if "z_loss" in name and isinstance(value, (int, float)) and value:
-            _refuse(model, f"{name} is on, and that loss is no sum over chunks; set it to 0")
+            refuse(model, f"{name} is on, and that loss is no sum over chunks; set it to 0")
 
 
 def refuse_what_is_known(model: Any, kwargs: dict[str, Any]) -> None:
@@ -57,12 +58,12 @@ def refuse_what_is_known(model: Any, kwargs: dict[str, Any]) -> None:
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
     for kind in (k.get("rope_type", k.get("type")) for k in kinds):
         if kind in ("dynamic", "longrope"):
-            _refuse(
+            refuse(
                 model, f"rope_type {kind!r} depends on the length seen so far, which a chunk does not know"
             )
     mask = kwargs.get("attention_mask")
     if mask is not None and mask.dim() != 2:
-        _refuse(model, "an attention_mask of two dimensions is understood, not of more")
+        refuse(model, "an attention_mask of two dimensions is understood, not of more")
 
 
 def refuse_padding(mask: Tensor | None, targets: Tensor | None) -> None:
@@ -104,7 +105,7 @@ def as_refusal(model: Any) -> Iterator[None]:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         said = " ".join(str(error).split())[:200]
-        _refuse(model, f"it does not go on from the cache it is given ({said})", error)
+        refuse(model, f"it does not go on from the cache it is given ({said})", cause=error)
 
 
 def compare(model: Any, ids: Tensor, steps: Steps) -> None:
@@ -116,6 +117,7 @@ def compare(model: Any, ids: Tensor, steps: Steps) -> None:
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     aliases = {name: p.detach().requires_grad_() for name, p in named.items()}  # whose hooks are nobody's
     top, hidden = steps.worker.stages[-1], None
+    bottom: Any = steps.worker.stages[0]
     with _reparametrize_module(model, aliases, tie_weights=True), torch.enable_grad():
         if isinstance(top, Collect):
             hidden = class_of(model).forward(model, input_ids=ids, use_cache=False)[0]
@@ -131,7 +133,7 @@ def compare(model: Any, ids: Tensor, steps: Steps) -> None:
             top.cotangent = _weights(hidden)
             found = (top.hidden * top.cotangent).sum()
         gradients, _ = steps.backward(torch.ones_like(found), [None] * len(steps.initial))
-    dtype = steps.worker.stages[0].slots[0].dtype if steps.worker.stages[0].slots else ids.dtype
+    dtype = bottom.slots[0].dtype if bottom.slots else ids.dtype
     same_gradients(
         model,
         dict(zip(named, wanted, strict=True)),
@@ -168,7 +170,7 @@ def same_gradients(
             worst, name = distance, own
     relative = (error / size) ** 0.5 if size else float(error > 0)
     if not relative <= tolerance(dtypes):
-        _refuse(
+        refuse(
             model,
             f"{what} (relative distance {relative:.1e}, most in {name}; the loss differs by "
             f"{abs(difference):.1e}): {why}",
@@ -186,5 +188,6 @@ def _weights(hidden: Tensor) -> Tensor:
     return torch.randn(hidden.shape, generator=generator, dtype=torch.float32).to(hidden)
 
 
-def _refuse(model: Any, why: str, cause: Exception | None = None) -> NoReturn:
-    raise Refused(f"{type(model).__name__} cannot be trained by chunks: {why}; {OTHERWISE}") from cause
+def refuse(model: Any, why: str, otherwise: str = OTHERWISE, cause: Exception | None = None) -> NoReturn:
+    """Raises `Refused` with the reason and with what would work."""
+    raise Refused(f"{type(model).__name__} cannot be trained by chunks: {why}; {otherwise}") from cause

@@ -69,9 +69,7 @@ def _mamba2_chunk_scan(
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
         dt_bias, dt_softplus = None, False
-    y, final = ssd_scan(
-        hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state=initial_states
-    )
+    y, final = ssd_scan(hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state=initial_states)
     return (y, final) if return_final_states else y
 
 

@@ -30,9 +30,10 @@ class Inside:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = scans.modules_with_scans(model)
-        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+        modules: list[Any] = list(model.modules())
+        configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}
         self.configs = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == "sdpa"]
-        self.checkpointing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+        self.checkpointing = [m for m in modules if getattr(m, "gradient_checkpointing", False)]
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -56,12 +57,15 @@ class Backbone:
     Args:
         model: parameters are asked for by its names: the backbone, or the causal LM around it.
         slots: of the state, as `probe` finds them.
+        multiplier: None where the embedding is here; else x is hidden states (batch, tokens, hidden_size),
+            which this backbone multiplies by so much before its first layer, as it does embeddings.
     """
 
     stateful, reach = True, 0
 
-    def __init__(self, model: Any, slots: Sequence[Slot]) -> None:
+    def __init__(self, model: Any, slots: Sequence[Slot], multiplier: float | None = None) -> None:
         self.model, self.backbone, self.slots = model, model.base_model, list(slots)
+        self.multiplier = multiplier
         self.grows = tuple(slot.grows for slot in self.slots)
         self.inside = Inside(model)
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -72,9 +76,7 @@ class Backbone:
         return self.named.values()
 
     def initial_state(self, batch: int, device: torch.device) -> State:
-        return tuple(
-            torch.zeros(batch, *slot.shape, dtype=slot.dtype, device=device) for slot in self.slots
-        )
+        return tuple(torch.zeros(batch, *slot.shape, dtype=slot.dtype, device=device) for slot in self.slots)
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         with self.inside(), self.random.of(chunk.start):
@@ -92,10 +94,11 @@ class Backbone:
             return tile.linearize(call, list(self.named.values()), x, state, gradients)
 
     def run(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
-        cache = ChunkCache(self.model.config)
-        cache.into(self.slots, state, fresh=chunk.start == chunk.document)
-        first = chunk.start - chunk.document
-        hidden = call_backbone(self.backbone, x, cache, self.key, self.positions, first)
+        cache, seen = ChunkCache(self.model.config), chunk.start - chunk.document
+        cache.into(self.slots, state, seen)
+        if self.multiplier is not None:
+            x = x.to(next(self.model.parameters()).dtype) / self.multiplier
+        hidden = call_backbone(self.backbone, x, cache, self.key, self.positions, seen)
         return hidden, cache.out_of(self.slots)
 
 
@@ -106,8 +109,10 @@ class CausalLM(Backbone):
         scale: of `head.head_scale`.
     """
 
-    def __init__(self, model: Any, slots: Sequence[Slot], scale: float | None) -> None:
-        super().__init__(model, slots)
+    def __init__(
+        self, model: Any, slots: Sequence[Slot], scale: float | None, multiplier: float | None = None
+    ) -> None:
+        super().__init__(model, slots, multiplier)
         self.scale = scale
 
     def run(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
@@ -165,13 +170,14 @@ def probe(model: Any, input_ids: Tensor) -> list[Slot]:
 
 
 def call_backbone(
-    backbone: Any, ids: Tensor, cache: ChunkCache, key: str, positions: bool, first: int
+    backbone: Any, x: Tensor, cache: ChunkCache, key: str, positions: bool, first: int
 ) -> Tensor:
-    """Hidden states of a chunk whose first token is number `first` of its document."""
-    kwargs: dict[str, Any] = {key: cache}
+    """Hidden states of a chunk, given by its ids (batch, tokens) or its embeddings (batch, tokens,
+    hidden_size), whose first token is number `first` of its document."""
+    kwargs: dict[str, Any] = {key: cache, "inputs_embeds" if x.is_floating_point() else "input_ids": x}
     if positions:
-        kwargs["position_ids"] = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
-    return backbone(input_ids=ids, use_cache=True, **kwargs)[0]
+        kwargs["position_ids"] = torch.arange(first, first + x.shape[1], device=x.device)[None]
+    return backbone(use_cache=True, **kwargs)[0]
 
 
 def _keywords(backbone: Any) -> tuple[str, bool]:
@@ -185,7 +191,8 @@ class _Random:
 
     def __init__(self, model: nn.Module) -> None:
         rates = [getattr(m, "p", 0) for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-        configs = [m.config.to_dict() for m in model.modules() if hasattr(m, "config")][:1]
+        modules: list[Any] = list(model.modules())
+        configs = [m.config.to_dict() for m in modules if hasattr(m, "config")][:1]
         rates += [v for c in configs for n, v in c.items() if "dropout" in n and isinstance(v, (int, float))]
         self.active = model.training and any(rates)
         self.before: dict[int, tuple[Tensor, list[Tensor]]] = {}

@@ -139,8 +139,8 @@ def _swapped(cls: Any, run: Any) -> type:
         return run(self, {**dict(zip(names, args, strict=False)), **kwargs})
 
     def reduce(self: Any, protocol: Any) -> Any:
-        _, _, *state = object.__reduce_ex__(self, max(2, protocol))
-        return (_rebuilt, (cls, run), *state)
+        reduced: Any = object.__reduce_ex__(self, max(2, protocol))
+        return (_rebuilt, (cls, run), *reduced[2:])
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
     kept = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
@@ -151,7 +151,7 @@ def _swapped(cls: Any, run: Any) -> type:
 
 def _rebuilt(cls: Any, run: Any) -> Any:
     """An empty instance, for pickle and deepcopy to fill."""
-    swapped = _swapped(cls, run)
+    swapped: Any = _swapped(cls, run)
     return swapped.__new__(swapped)
 
 
@@ -186,7 +186,7 @@ def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
     if record.plain or (labels is None and shifted is None):
         return cls.forward(self, **kwargs)
-    targets: Tensor = shift_labels(labels) if shifted is None else shifted
+    targets: Any = shift_labels(labels) if labels is not None and shifted is None else shifted
     asked = [name for name in ASKS_FOR_MORE if kwargs.get(name)]
     if isinstance(record.method, MiniSequence) and not asked:
         return _by_mini_sequences(self, kwargs, targets)
@@ -199,8 +199,7 @@ def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     check.refuse_what_is_known(self, kwargs)
     ids = kwargs["input_ids"]
     check.refuse_padding(kwargs.get("attention_mask"), targets)
-    starts = documents.starts_of(kwargs, ids)
-    ids, targets, starts = documents.as_one_row(ids, targets, starts)
+    ids, targets, starts = documents.as_one_row(ids, targets, documents.starts_of(kwargs, ids))
     valid = _valid(kwargs, targets)
     slots = _slots(self, ids)
     _first_use(self, ids, slots, _lm_steps)
@@ -246,8 +245,8 @@ def _backbone_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     check.refuse_what_is_known(self, kwargs)
     ids = kwargs["input_ids"]
     check.refuse_padding(kwargs.get("attention_mask"), None)
-    rows, starts = ids.shape, documents.starts_of(kwargs, ids)
-    ids, _, starts = documents.as_one_row(ids, ids, starts)
+    rows = ids.shape
+    ids, _, starts = documents.as_one_row(ids, ids, documents.starts_of(kwargs, ids))
     slots = _slots(self, ids)
     _first_use(self, ids, slots, _backbone_steps)
     steps = _backbone_steps(self, ids, ids, 1, _scheme(record.method, ids, starts), slots)
@@ -310,18 +309,38 @@ def _steps(stages: list[Any], ids: Tensor, targets: Tensor, valid: Any, scheme: 
     return Steps(stages, ids, targets, valid, initial, scheme, parameters, width, dtype)
 
 
-def _scheme(method: Exact | Truncated, ids: Tensor, starts: tuple[int, ...]) -> Scheme:
-    """A method's scheme, for whole models: chunks are cut at documents' starts, and a continuation has two
-    tokens at least, as transformers takes one for decoding."""
+def _scheme(method: Any, ids: Tensor, starts: tuple[int, ...]) -> Scheme:
     batch, seqlen = ids.shape
-    size = method.chunk_size or max(64, (CUDA_TOKENS if ids.is_cuda else CPU_TOKENS) // batch)
-    size, span = max(2, min(size, seqlen)), None
+    return scheme_of(method, batch, seqlen, ids.device.type, starts)
+
+
+def scheme_of(
+    method: Any,
+    batch: int,
+    seqlen: int,
+    device: str,
+    starts: tuple[int, ...] = (0,),
+    chunk_size: int | None = None,
+) -> Scheme:
+    """A method's scheme, for whole models: chunks are cut at documents' starts, and a continuation has two
+    tokens at least, as transformers takes one for decoding.
+
+    Args:
+        device: "cpu" or "cuda". starts: first tokens of the documents.
+        chunk_size: tokens a chunk where the method does not say.
+    """
+    size = getattr(method, "chunk_size", None) or chunk_size or chunk_size_for(batch, device)
+    size = max(2, min(size, seqlen))
     if isinstance(method, Truncated):
         assert isinstance(method.window, int)
         size = max(2, min(size, method.window))
-        span = method.window // size * size
-        return Scheme(size, documents=starts, span=span, least=2)
-    return dataclasses.replace(method.scheme(seqlen, size), chunk_size=size, documents=starts, least=2)
+        return Scheme(size, documents=starts, span=method.window // size * size, least=2)
+    return dataclasses.replace(method.scheme(seqlen, size), documents=starts, least=2)
+
+
+def chunk_size_for(batch: int, device: str) -> int:
+    """Tokens a chunk where nobody says; see `adjoint.engine.chunk_size` for why these."""
+    return max(64, (CUDA_TOKENS if device == "cuda" else CPU_TOKENS) // batch)
 
 
 # ----------------------------------------------------------------------------------------------- first use

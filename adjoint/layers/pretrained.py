@@ -113,7 +113,10 @@ def checkpoint_config(checkpoint: Path) -> StackConfig:
         UserError: its trainer.json describes none that this version knows.
     """
     try:
-        return StackConfig(**read_trainer(checkpoint)["config"]["model"])
+        given = dict(read_trainer(checkpoint)["config"]["model"])
+        if given.pop("from_pretrained", None) is not None:
+            raise ValueError("it is of a Hugging Face model")
+        return StackConfig(**given)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{checkpoint}: its trainer.json describes no model that this version knows ({error!r})"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from adjoint.checkpoint import read_trainer
 from adjoint.errors import UserError
 from adjoint.files import flush, unfinished_path
 from adjoint.layers.pretrained import (
@@ -52,9 +53,12 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
         UserError: the layout has no such model, or something is in the folder's place.
         OSError: the disk refused; nothing is left.
     """
-    config = checkpoint_config(checkpoint)
-    reason = why_not(config, layout)
-    if reason is not None:
+    source = read_trainer(checkpoint).get("config", {}).get("model", {}).get("from_pretrained")
+    if source is not None and layout != "transformers":
+        raise UserError(f"--format {layout}: the run is of transformers' model in {source}; leave it out")
+    config = checkpoint_config(checkpoint) if source is None else None
+    reason = None if config is None else why_not(config, layout)
+    if config is not None and reason is not None:
         others = [other for other in FORMATS if why_not(config, other) is None]
         remedy = f"give --format {others[0]}" if others else "adjoint.Stack.from_pretrained reads the run"
         raise UserError(f"--format {layout}: {reason}; {remedy}")
@@ -63,12 +67,14 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
         raise UserError(f"--to {folder}: is not empty; name a new folder, or remove that one first")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--to {folder}: is a file; name a folder")
-    config, weights = from_checkpoint(checkpoint)
-    convert = {"transformers": to_transformers, "mamba-ssm": to_mamba_ssm}[layout]
     work = unfinished_path(folder)
     work.mkdir(parents=True)
     try:
-        told = _write(work, layout, *convert(config, weights))
+        if source is None:
+            convert = {"transformers": to_transformers, "mamba-ssm": to_mamba_ssm}[layout]
+            told = _write(work, layout, *convert(*from_checkpoint(checkpoint)))
+        else:
+            told = _write_pretrained(work, source, checkpoint)
         flush(work)
         os.replace(work, folder)  # of an empty folder too, and of nothing else
         flush(folder.parent)
@@ -76,6 +82,21 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
         shutil.rmtree(work, ignore_errors=True)
         raise
     return told
+
+
+def _write_pretrained(work: Path, source: str, checkpoint: Path) -> str:
+    """A run of a Hugging Face model: its own `save_pretrained`, with the run's weights."""
+    from adjoint.hf.load import load
+    from adjoint.hf.wrap import unwrap
+    from adjoint.methods import Backprop
+    from adjoint.train.checkpoint import load_checkpoint
+
+    model = unwrap(load(source, Backprop()))
+    load_checkpoint(checkpoint, model, verify=False)
+    model.save_pretrained(work)
+    for file in work.iterdir():
+        flush(file)
+    return f"{type(model).__name__} of transformers, {model.num_parameters():,} parameters"
 
 
 def _write(work: Path, layout: str, given: dict[str, Any], weights: Weights) -> str:

@@ -221,16 +221,28 @@ class ClusterConfig:
             check_finite(f"cluster.{key}", getattr(self, key))
 
 
-def default_model() -> StackConfig:
+@dataclass(frozen=True)
+class ModelConfig(StackConfig):
+    """The model that is trained.
+
+    Args:
+        from_pretrained: folder of a Hugging Face causal LM, to go on from its weights; its own sizes count,
+            and the method must be exact, truncated or backprop.
+    """
+
+    from_pretrained: str | None = None
+
+
+def default_model() -> ModelConfig:
     """The model of ``configs/default.yaml``: small enough to learn something on two cores in minutes."""
-    return StackConfig(vocab_size=256, d_model=128, n_layer=2, mixer="mamba")
+    return ModelConfig(vocab_size=256, d_model=128, n_layer=2, mixer="mamba")
 
 
 @dataclass(frozen=True)
 class Config:
     """Everything a run needs. ``Config()`` is the main job, the same as ``configs/default.yaml``."""
 
-    model: StackConfig = field(default_factory=default_model)
+    model: ModelConfig = field(default_factory=default_model)
     method: MethodConfig = field(default_factory=MethodConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -333,11 +345,12 @@ def _method_keys() -> dict[str, Key]:
 
 
 def _documented(cls: type, defaults: object) -> dict[str, Key]:
-    """The fields of a dataclass, with the text that its docstring has below "Args:"."""
-    arguments = (inspect.getdoc(cls) or "").partition("Args:\n")[2]
+    """The fields of a dataclass, with the text that its docstring, or a parent's, has below "Args:"."""
     texts: dict[str, str] = {}
-    for names, text in re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {5}.*)*)", arguments, re.MULTILINE):
-        texts |= dict.fromkeys(names.split(", "), " ".join(text.split()))  # several keys may share one text
+    for parent in reversed(cls.__mro__):
+        arguments = inspect.cleandoc(parent.__doc__ or "").partition("Args:\n")[2]
+        for names, text in re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {5}.*)*)", arguments, re.MULTILINE):
+            texts |= dict.fromkeys(names.split(", "), " ".join(text.split()))  # several keys may share a text
     hints, names = typing.get_type_hints(cls), [field.name for field in dataclasses.fields(cls)]
     return {name: Key(hints[name], getattr(defaults, name, None), texts.get(name, "")) for name in names}
 
@@ -396,6 +409,19 @@ def _file_values(path: str | None) -> Iterator[tuple[str, Any]]:
             )
 
 
+def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
+    """The sizes of a Hugging Face model; what is given besides must agree with them."""
+    from adjoint.hf.load import sizes
+
+    own: dict[str, Any] = sizes(given["from_pretrained"])
+    for key, value in given.items():
+        if value != own.get(key, getattr(default, key) if key != "from_pretrained" else value):
+            raise UserError(
+                f"model.{key}: {value} was given, and comes with model.from_pretrained; leave it out"
+            )
+    return dataclasses.replace(default, from_pretrained=given["from_pretrained"], **own)
+
+
 def _unknown(name: str, where: str) -> UserError:
     guess = _ELSEWHERE.get(name.rpartition(".")[2]) or nearest(name, known_keys())
     return UserError(f"{where}: unknown key {name}; did you mean {guess}? (--help lists all keys)")
@@ -412,6 +438,8 @@ def _build(values: dict[str, Any]) -> Config:
             if section == "method":
                 arguments = {key: value for key, value in given.items() if value is not None}
                 sections[section] = MethodConfig(arguments.pop("name", default.name), arguments)
+            elif section == "model" and given.get("from_pretrained"):
+                sections[section] = _pretrained(default, given)
             else:
                 sections[section] = dataclasses.replace(default, **given)
         except ValueError as error:

@@ -123,7 +123,13 @@ class Trainer:
     def _build(self, checkpoint: Path | None) -> None:
         """Make model and optimizer; a checkpoint is loaded into them by `_load`."""
         dtype = torch.float64 if self.precision == "float64" else None
-        self.model = Stack(self.config.model).to(self.device, dtype)
+        self.model: Any
+        if self.config.model.from_pretrained is None:
+            self.model = Stack(self.config.model).to(self.device, dtype)
+        else:
+            from adjoint.hf.load import load
+
+            self.model = load(self.config.model.from_pretrained, self.method).to(self.device, dtype)
         self.optimizer = make_optimizer(self.model, self.settings)
         self.num_parameters = self.model.num_parameters()
 
@@ -136,9 +142,10 @@ class Trainer:
         for _ in range(settings.grad_accumulation):
             ids = next(self.data.train).to(self.device)
             with autocast(self.precision, self.device):
-                output = self.model(ids, labels=ids, method=self.method)
-            if output.windows is not None:  # the widest of the batches
-                windows = list(map(max, windows or output.windows, output.windows))
+                output = self._run(ids)
+            picked = getattr(output, "windows", None)
+            if picked is not None:  # the widest of the batches
+                windows = list(map(max, windows or picked, picked))
             # Every batch holds as many predictions, so the mean of the means is the mean over tokens.
             part = output.loss / settings.grad_accumulation
             loss += part.item()
@@ -147,6 +154,13 @@ class Trainer:
             part.backward()
             tokens += ids.numel()
         return loss, tokens, windows
+
+    def _run(self, ids: torch.Tensor) -> Any:
+        """The model's output on a batch, by the method."""
+        if isinstance(self.model, Stack):
+            return self.model(ids, labels=ids, method=self.method)
+        self.model.train(torch.is_grad_enabled())  # it may have dropout
+        return self.model(input_ids=ids, labels=ids)
 
     def _update(self, step: int) -> float:
         """Clip the gradients and step; the gradient's norm before that."""
@@ -164,7 +178,7 @@ class Trainer:
         """The mean loss of a batch, without gradients."""
         ids = ids.to(self.device)
         with autocast(self.precision, self.device):
-            return self.model(ids, labels=ids, method=self.method).loss.item()
+            return self._run(ids).loss.item()
 
     def _write(self, directory: Path, trainer: dict[str, Any], keep: int) -> None:
         """Write a checkpoint."""
@@ -178,8 +192,12 @@ class Trainer:
     def _continue(self, prompt: torch.Tensor) -> torch.Tensor:
         """The prompt (1, seqlen) with sampled tokens after it."""
         settings = self.settings
-        generator = torch.Generator(self.device).manual_seed(settings.seed)
         prompt, temperature = prompt.to(self.device), settings.sample_temperature
+        if not isinstance(self.model, Stack):
+            from adjoint.hf.load import continued
+
+            return continued(self.model, prompt, settings.sample_tokens, temperature, settings.seed)
+        generator = torch.Generator(self.device).manual_seed(settings.seed)
         return self.model.generate(prompt, settings.sample_tokens, temperature, generator=generator)
 
     def _peak_memory_bytes(self) -> int:

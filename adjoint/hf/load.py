@@ -1,0 +1,102 @@
+"""Hugging Face folders for `adjoint train`: sizes, models, and what layer shards begin from."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.errors import UserError
+from adjoint.files import flush
+from adjoint.hf.split import Pretrained, examine
+from adjoint.hf.wrap import unwrap, wrap
+
+KEY = "model.from_pretrained"
+
+
+def sizes(directory: str) -> dict[str, int]:
+    """vocab_size, d_model and n_layer of the model in a folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    from transformers import AutoConfig
+
+    if not (Path(directory) / "config.json").is_file():
+        raise UserError(
+            f"{KEY}: {directory} has no config.json; name a folder that save_pretrained wrote, or that "
+            "huggingface_hub.snapshot_download brought"
+        )
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{KEY}: {directory}: {_line(error)}") from None
+    names = {"vocab_size": "vocab_size", "d_model": "hidden_size", "n_layer": "num_hidden_layers"}
+    return {ours: getattr(config, theirs) for ours, theirs in names.items()}
+
+
+def load(directory: str, method: Any) -> Any:
+    """The model of a folder, in float32, wrapped.
+
+    Raises:
+        UserError: it is no causal LM that transformers knows, or cannot be wrapped.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        return wrap(model, method)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{KEY}: {directory}: {_line(error)}") from None
+
+
+def described(directory: str, method: Any, folder: Path | None) -> Pretrained:
+    """What layer shards have to know of the model of a folder.
+
+    Args:
+        folder: to write its weights to, by the names of its parameters; None writes none. A folder's own files
+            may have others, which only transformers' loading knows.
+
+    Raises:
+        UserError: there is no such model, or it cannot be cut.
+    """
+    from safetensors.torch import save_file
+
+    model = unwrap(load(directory, method))
+    ids = torch.arange(13)[None] % model.config.get_text_config().vocab_size
+    try:
+        found = examine(model, ids)
+    except ValueError as error:
+        raise UserError(f"{KEY}: {directory}: {_line(error)}") from None
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        named = dict(model.named_parameters())
+        save_file(
+            {name: named[name].detach().contiguous() for name in found.names}, folder / "model.safetensors"
+        )
+        flush(folder / "model.safetensors")
+    return found
+
+
+@torch.no_grad()
+def continued(model: Any, prompt: Tensor, max_new_tokens: int, temperature: float, seed: int) -> Tensor:
+    """The prompt (1, seqlen) with sampled tokens after it; the random numbers go on as if none were drawn."""
+    model.eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+        )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

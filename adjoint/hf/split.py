@@ -1,0 +1,270 @@
+"""A causal LM cut into spans of its layers, each a stage: what layer shards of a transformers model are.
+
+Nothing is taken out of the model's own code: the backbone runs as it is, with pass-through modules in the
+places of layers that others have, so that whatever it prepares for its layers is prepared in every span."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjoint.engine.autograd import Steps
+from adjoint.engine.grid import Scheme
+from adjoint.hf import check
+from adjoint.hf.cache import Slot
+from adjoint.hf.head import head_scale
+from adjoint.hf.stage import Backbone, CausalLM, Inside, class_of, probe
+from adjoint.layers import State
+from adjoint.loss import shift_labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """What a worker has to know of a transformers model to make a span of it, plain values only.
+
+    Attributes:
+        kind: the causal LM's class. config: its configuration.
+        layers: name of the backbone's list of layers. last: names of its modules that run after them, such as
+            the final norm.
+        outputs: of each layer, the length of the tuple it gives, None where it gives a tensor.
+        multiplier: by which the backbone multiplies embeddings it is given.
+        slots: of the state. autocast: the same under bfloat16 autocast. scale: of `head.head_scale`.
+        costs: multiply-adds a token of each layer, the head's in the last.
+        names: of all parameters, in the model's order; a tied table under the embedding's.
+        embedding, head: the names of the tables at both ends.
+    """
+
+    kind: Any
+    config: Any
+    layers: str
+    last: tuple[str, ...]
+    outputs: tuple[int | None, ...]
+    multiplier: float
+    slots: tuple[Slot, ...]
+    autocast: tuple[Slot, ...]
+    scale: float | None
+    costs: tuple[float, ...]
+    names: tuple[str, ...]
+    embedding: str
+    head: str
+    num_parameters: int
+
+    @property
+    def n_layer(self) -> int:
+        return len(self.outputs)
+
+    @property
+    def d_model(self) -> int:
+        return self.config.get_text_config().hidden_size
+
+    @property
+    def tie_embeddings(self) -> bool:
+        return self.head not in self.names
+
+    def in_precision(self, precision: str) -> Pretrained:
+        """With the slots of "float32", "bfloat16" (autocast) or "float64"."""
+        slots = self.autocast if precision == "bfloat16" else self.slots
+        if precision == "float64":
+            slots = tuple(dataclasses.replace(slot, dtype=torch.float64) for slot in slots)
+        return dataclasses.replace(self, slots=slots)
+
+    def states(self, span: range, batch: int, device: torch.device) -> State:
+        """The state of a span's layers before a sequence."""
+        slots = [slot for slot in self.slots if slot.layer in span]
+        return tuple(torch.zeros(batch, *s.shape, dtype=s.dtype, device=device) for s in slots)
+
+    def part(self, model: Any, span: range) -> Any:
+        """The model with the layers `span` alone, the embedding with the first and head and final norm with
+        the last; it shares its modules with `model`."""
+        part, backbone = copy.copy(model), copy.copy(model.base_model)
+        name = next(name for name, module in model.named_children() if module is model.base_model)
+        part._modules, backbone._modules = dict(model._modules), dict(backbone._modules)
+        part._modules[name] = backbone
+        layers = getattr(backbone, self.layers)
+        backbone._modules[self.layers] = nn.ModuleList(
+            layer if k in span else _PassThrough(layer, self.outputs[k]) for k, layer in enumerate(layers)
+        )
+        for module in self.last if span.stop < self.n_layer else ():
+            backbone._modules[module] = nn.Identity()
+        for table, here in ((self.embedding, span.start == 0), (self.head, span.stop == self.n_layer)):
+            if not here:
+                _leave_out(part, table)
+        return part
+
+    def stage(self, part: Any, span: range) -> Backbone:
+        """The stage of a part."""
+        slots = [slot for slot in self.slots if slot.layer in span]
+        multiplier = None if span.start == 0 else self.multiplier
+        if span.stop == self.n_layer:
+            return CausalLM(part, slots, self.scale, multiplier)
+        return Backbone(part, slots, multiplier)
+
+    def empty(self) -> Any:
+        """The model without its weights: parameters that take no memory, buffers as they are made."""
+        with _without_memory():
+            return self.kind(copy.deepcopy(self.config))
+
+
+def examine(model: Any, input_ids: Tensor) -> Pretrained:
+    """Finds out how a model is cut, and that its parts together have the whole model's gradient.
+
+    Args:
+        model: a causal LM of transformers, all of it here.
+        input_ids: (1, tokens), some 13 of them.
+
+    Raises:
+        Refused: it cannot be cut, with the reason.
+    """
+    backbone, config = model.base_model, model.config.get_text_config()
+    lists = [n for n, m in backbone.named_children() if isinstance(m, nn.ModuleList)]
+    lists = [n for n in lists if len(getattr(backbone, n)) == config.num_hidden_layers]
+    if len(lists) != 1:
+        check.refuse(model, "its backbone has no single list of layers to be cut", check.ONE_PROCESS)
+    layers = list(getattr(backbone, lists[0]))
+    seen: dict[nn.Parameter, int] = {}
+    for k, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            if seen.setdefault(parameter, k) != k:
+                check.refuse(model, f"layers {seen[parameter]} and {k} share weights", check.ONE_PROCESS)
+    with check.as_refusal(model), check.in_eval_mode(model):
+        slots = probe(model, input_ids)
+        with torch.autocast(input_ids.device.type, dtype=torch.bfloat16):
+            narrow = probe(model, input_ids)
+        order, outputs = _traced(model, backbone, layers, input_ids[:, :2])
+    named = {module: name for name, module in backbone.named_children()}
+    after = tuple(named[m] for m in order[order.index(layers[-1]) + 1 :] if m in named)
+    embedding, head = (
+        next(n for n, m in model.named_modules() if m is module) + ".weight"
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
+    costs = [float(sum(p.numel() for p in layer.parameters() if p.dim() > 1)) for layer in layers]
+    costs[-1] += float(model.get_output_embeddings().weight.numel())
+    found = Pretrained(
+        class_of(model),
+        model.config,
+        lists[0],
+        after,
+        tuple(outputs),
+        1.0,
+        tuple(slots),
+        tuple(narrow),
+        head_scale(model, class_of(model).forward),
+        tuple(costs),
+        tuple(name for name, _ in model.named_parameters()),
+        embedding,
+        head,
+        sum(p.numel() for p in model.parameters()),
+    )
+    with check.as_refusal(model), check.in_eval_mode(model):
+        found = dataclasses.replace(found, multiplier=_multiplier(model, found, input_ids.device))
+        _compare(model, found, input_ids)
+    return found
+
+
+def _traced(
+    model: Any, backbone: Any, layers: Sequence[nn.Module], ids: Tensor
+) -> tuple[list[nn.Module], list[int | None]]:
+    """The backbone's children and layers in the order in which they run, and the lengths of the tuples that
+    layers give."""
+    order: list[nn.Module] = []
+    outputs: dict[nn.Module, int | None] = {}
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        order.append(module)
+        outputs[module] = len(output) if isinstance(output, tuple) else None
+
+    hooks = [m.register_forward_hook(note) for m in (*backbone.children(), *layers)]
+    try:
+        with torch.no_grad(), Inside(model)():
+            class_of(backbone).forward(backbone, input_ids=ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return order, [outputs[layer] for layer in layers]
+
+
+@torch.no_grad()
+def _multiplier(model: Any, found: Pretrained, device: torch.device) -> float:
+    """By how much the backbone multiplies embeddings before its first layer, seen with all layers, and what
+    runs after them, passed through."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 3, found.d_model, generator=generator).to(next(model.parameters()))
+    stage = found.stage(found.part(model, range(1, 1)), range(1, 1))
+    with stage.inside():
+        y = stage.backbone(inputs_embeds=x, use_cache=False)[0]
+    factor = float((x * y).sum() / (x * x).sum())
+    if not torch.allclose(y, factor * x, rtol=1e-3, atol=1e-5):
+        check.refuse(
+            model, "it adds to the embeddings before its first layer, in every span anew", check.ONE_PROCESS
+        )
+    return 1.0 if abs(factor - 1) < 1e-6 else factor
+
+
+def _compare(model: Any, found: Pretrained, ids: Tensor) -> None:
+    """The gradient of up to three spans, run over ids in two chunks, against the whole model's."""
+    n, pieces = found.n_layer, min(3, found.n_layer)
+    cuts = [n * i // pieces for i in range(pieces + 1)]
+    spans = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    stages = [found.stage(found.part(model, span), span) for span in spans]
+    initial = [stage.initial_state(1, ids.device) for stage in stages]
+    parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
+    scheme, dtype = Scheme(-(-ids.shape[1] // 2), least=2), next(model.parameters()).dtype
+    with torch.enable_grad():
+        steps = Steps(stages, ids, shift_labels(ids), 1, initial, scheme, parameters, found.d_model, dtype)
+    try:
+        check.compare(model, ids, steps)
+    except check.Refused:
+        why = "its layers hand on more than hidden states, and spans of them have not the whole's gradient"
+        check.refuse(model, why, check.ONE_PROCESS)
+
+
+class _PassThrough(nn.Module):
+    """Where another's layer would be: gives back what it is given, in the form in which the layer would."""
+
+    def __init__(self, layer: nn.Module, output: int | None) -> None:
+        super().__init__()
+        plain = {
+            name: v for name, v in vars(layer).items() if not name.startswith("_") and name != "training"
+        }
+        self.__dict__.update({name: v for name, v in plain.items() if not isinstance(v, (Tensor, nn.Module))})
+        self.__dict__["output"] = output
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        output = self.__dict__["output"]
+        return hidden_states if output is None else (hidden_states, *(None,) * (output - 1))
+
+
+def _leave_out(part: Any, weight: str) -> None:
+    """Puts a pass-through module in the place of the one that has this weight, leaving `part`'s modules to
+    others as they are."""
+    *path, name, _ = weight.split(".")
+    module = part
+    for step in path:
+        inner = copy.copy(module._modules[step])
+        inner._modules = dict(inner._modules)
+        module._modules[step] = inner
+        module = inner
+    module._modules[name] = nn.Identity()
+
+
+@contextlib.contextmanager
+def _without_memory() -> Iterator[None]:
+    """Modules that are made here have parameters on the meta device."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
