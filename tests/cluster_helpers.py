@@ -54,7 +54,7 @@ class ThreadCrew:
 
 
 def make_shards(
-    config: StackConfig,
+    config: Any,
     shards: int,
     method: Any,
     training: TrainingConfig,
@@ -72,12 +72,15 @@ def make_shards(
         ShardSpec(config, training, method, spans, rank, helpers, **rest)  # type: ignore[arg-type]
         for rank in range(len(transports))
     ]
-    made = []
+    made: list[Shard] = []
+    kind: Any = Shard
+    if not isinstance(config, StackConfig):
+        from adjoint.cluster.pretrained import PretrainedShard as kind
     for spec, transport in zip(specs, transports, strict=True):
         if not spec.helps:
             mine = [s for s in specs if s.helps and (s.replica, s.shard) == (spec.replica, spec.shard)]
             crew = ThreadCrew([HelperShard(s) for s in mine]) if mine else None
-            made.append(Shard(spec, transport, drawn, crew))
+            made.append(kind(spec, transport, drawn, crew))
     return made
 
 
@@ -161,7 +164,8 @@ def train_shards(
     shards: list[Shard], training: TrainingConfig, batches: list[torch.Tensor], **keywords: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same over shards."""
-    names = [name for name, _ in Stack(shards[0].spec.model).named_parameters()]
+    model = shards[0].spec.model
+    names = [n for n, _ in Stack(model).named_parameters()] if isinstance(model, StackConfig) else model.names
     losses, first = [], {}
     for step, ids in enumerate(batches, 1):
         parts = ids.chunk(training.grad_accumulation)

@@ -83,15 +83,26 @@ def modules_with_scans(model: nn.Module) -> list[Any]:
     return [module for module in found if any(hasattr(module, name) for name in OURS)]
 
 
+_lock = threading.Lock()
+_inside: dict[Any, int] = {}  # of each module, how many threads run a chunk with our scans
+_theirs: dict[Any, dict[str, Any]] = {}
+
+
 @contextlib.contextmanager
 def rebound(modules: list[Any]) -> Iterator[None]:
-    """Our scans under those names."""
-    kept = [(m, name, getattr(m, name)) for m in modules for name in OURS if hasattr(m, name)]
-    for module, name, _ in kept:
-        setattr(module, name, OURS[name])
+    """Our scans under those names, until the last thread is through."""
+    with _lock:
+        for module in modules:
+            if not _inside.get(module):
+                _theirs[module] = {name: getattr(module, name) for name in OURS if hasattr(module, name)}
+                vars(module).update({name: OURS[name] for name in _theirs[module]})
+            _inside[module] = _inside.get(module, 0) + 1
     try:
         yield
     finally:
-        for module, name, theirs in kept:
-            setattr(module, name, theirs)
+        with _lock:
+            for module in modules:
+                _inside[module] -= 1
+                if not _inside[module]:
+                    vars(module).update(_theirs.pop(module))
         handed.state = None

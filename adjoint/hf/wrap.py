@@ -232,14 +232,15 @@ def _by_mini_sequences(model: Any, kwargs: dict[str, Any], targets: Tensor) -> A
 
 
 def _backbone_forward(self: Any, kwargs: dict[str, Any]) -> Any:
-    """The backbone's forward: in training, hidden states by the method."""
+    """The backbone's forward: in training, and where documents are packed, hidden states by the method."""
     record, cls = _record(self), class_of(self)
     asked = any(kwargs.get(name) for name in (*ASKS_FOR_MORE, "use_cache"))
     in_training = self.training and torch.is_grad_enabled()
     if isinstance(record.method, MiniSequence) and in_training and not (record.plain or asked):
         with mini_sequence.splitting(self, _mlps(self), record.method.mlp_chunks):
             return cls.forward(self, **{**kwargs, "use_cache": False})
-    by_chunks = in_training and isinstance(record.method, (Exact, Truncated))
+    packed = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
+    by_chunks = (in_training or packed) and isinstance(record.method, (Exact, Truncated))
     if record.plain or asked or not by_chunks or kwargs.get("input_ids") is None:
         return cls.forward(self, **kwargs)
     check.refuse_what_is_known(self, kwargs)

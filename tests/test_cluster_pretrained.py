@@ -1,0 +1,149 @@
+"""Hugging Face models in layer shards: the same losses, gradients and training as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cluster_faults
+import pytest
+import torch
+from cluster_faults import FLAGS, MOMENTS, files, told
+from cluster_helpers import TRAINING, make_shards, together, train_shards
+from hf_models import float64_throughout, make
+from model_helpers import assert_same
+from training_helpers import train_tiny
+
+import adjoint
+from adjoint.cluster import group as group_module
+from adjoint.hf.split import examine
+from adjoint.train.config import TrainingConfig
+from adjoint.train.optimizer import learning_rate, make_optimizer
+
+HYBRID = {"num_hidden_layers": 4, "attn_layer_indices": [1]}
+CASES = [
+    ("BambaForCausalLM", HYBRID),
+    ("Mamba2ForCausalLM", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    ("GraniteMoeHybridForCausalLM", {}),  # scales embeddings and logits
+]
+
+
+def in_one_process(
+    model: Any, method: Any, training: TrainingConfig, batches: list[torch.Tensor]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, and the first batch's gradients, of a wrapped model's training."""
+    adjoint.wrap(model, method)
+    optimizer, losses, first = make_optimizer(model, training), [], dict[str, torch.Tensor]()
+    for step, ids in enumerate(batches, 1):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        first = first or {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, training)
+        optimizer.step()
+    return losses, first
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name, options", CASES)
+def test_shards_are_one_process(
+    name: str, options: dict[str, Any], replicas: int, one_thread: None
+) -> None:
+    method = adjoint.Exact(7)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(3, 61, (2, 24), generator=generator) for _ in range(3)]  # 7 does not divide 24
+    with float64_throughout():
+        model = make(name, **options)
+        found = examine(model, batches[0][:1, :13])
+        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+        shards = make_shards(found, 3, method, TRAINING, replicas=replicas)
+        for shard in shards:
+            with torch.no_grad():
+                for n, p in shard.named_weights().items():
+                    p.copy_(weights[n])
+        together(shards, lambda shard: shard.share_table())
+        losses, gradients = in_one_process(model, method, TRAINING, batches)
+        got_losses, got = train_shards(shards, TRAINING, batches)
+    assert got_losses == pytest.approx(losses, rel=1e-12)
+    assert got.keys() == gradients.keys()
+    assert_same(got, gradients, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("GPT2LMHeadModel", "adds to the embeddings"),
+        ("Zamba2ForCausalLM", "hand on more than hidden states"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} .*{why}.*--cluster.shards 0"):
+        examine(make(name, torch.float32), torch.arange(13)[None] % 61)
+
+
+# ------------------------------------------------------------------------------------------------- over Ray
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("pretrained")
+    make("BambaForCausalLM", torch.float32, vocab_size=256, **HYBRID).save_pretrained(folder)
+    return str(folder)
+
+
+def options(pretrained: str) -> dict[str, Any]:
+    return {**FLAGS, "model__from_pretrained": pretrained, "model__d_model": 24, "model__n_layer": 4}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_on_loopback: None, pretrained: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert train_tiny(folder, **options(pretrained)) == 0
+    return folder / "run"
+
+
+def test_a_run_over_shards_is_one_in_one_process(
+    undisturbed: Path, pretrained: str, tmp_path: Path
+) -> None:
+    assert train_tiny(tmp_path, **{**options(pretrained), "cluster__shards": 0}) == 0
+    rows, others = told(tmp_path / "run"), told(undisturbed)
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in others], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "point, call",
+    [MOMENTS[1], *(pytest.param(*m, marks=pytest.mark.slow) for m in (MOMENTS[0], *MOMENTS[2:]))],
+)
+def test_a_shard_killed_at_any_moment_changes_nothing(
+    undisturbed: Path,
+    pretrained: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    point: str,
+    call: int,
+) -> None:
+    monkeypatch.setattr(group_module, "ShardActor", cluster_faults.FaultyActor)
+    cluster_faults.ask_for(point, rank=1, call=call, how="kill")
+    assert train_tiny(tmp_path, **options(pretrained)) == 0
+    assert told(tmp_path / "run") == told(undisturbed)
+    assert files(tmp_path / "run") == files(undisturbed)
+    assert "shard 1: died" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ({"method__name": "layer-local", "method__chunk_size": 20}, "takes Exact"),
+        ({"model__d_model": 32}, "model.d_model: 32 was given, and comes with model.from_pretrained"),
+        ({"model__from_pretrained": "nowhere"}, "nowhere has no config.json"),
+    ],
+)
+def test_bad_input_is_one_line(
+    flags: dict[str, Any], said: str, pretrained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_tiny(tmp_path, **{**options(pretrained), "cluster__shards": 0, **flags}) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
