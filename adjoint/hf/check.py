@@ -117,7 +117,6 @@ def compare(model: Any, ids: Tensor, steps: Steps) -> None:
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     aliases = {name: p.detach().requires_grad_() for name, p in named.items()}  # whose hooks are nobody's
     top, hidden = steps.worker.stages[-1], None
-    bottom: Any = steps.worker.stages[0]
     with _reparametrize_module(model, aliases, tie_weights=True), torch.enable_grad():
         if isinstance(top, Collect):
             hidden = class_of(model).forward(model, input_ids=ids, use_cache=False)[0]
@@ -133,13 +132,15 @@ def compare(model: Any, ids: Tensor, steps: Steps) -> None:
             top.cotangent = _weights(hidden)
             found = (top.hidden * top.cotangent).sum()
         gradients, _ = steps.backward(torch.ones_like(found), [None] * len(steps.initial))
-    dtype = bottom.slots[0].dtype if bottom.slots else ids.dtype
+    dtypes, device = [next(model.parameters()).dtype], ids.device.type
+    if torch.is_autocast_enabled(device):
+        dtypes.append(torch.get_autocast_dtype(device))
     same_gradients(
         model,
         dict(zip(named, wanted, strict=True)),
         [gradients.of(p) for p in named.values()],
         float(found - loss.detach()),
-        [next(model.parameters()).dtype, dtype],  # the second by autocast
+        dtypes,
         f"the gradient of {ids.shape[1]} tokens in two chunks is not that of the whole",
         "it keeps something else than its cache between tokens, or its loss is more than the labels' "
         "cross-entropy",
@@ -178,8 +179,8 @@ def same_gradients(
 
 
 def tolerance(dtypes: Sequence[torch.dtype]) -> float:
-    """For what was computed in several precisions; those of whole numbers say nothing."""
-    return max(TOLERANCES.get(dtype, COARSE) for dtype in dtypes if dtype.is_floating_point)
+    """For what was computed in several precisions."""
+    return max(TOLERANCES.get(dtype, COARSE) for dtype in dtypes)
 
 
 def _weights(hidden: Tensor) -> Tensor:
