@@ -121,6 +121,24 @@ def examine(model: Any, input_ids: Tensor) -> Pretrained:
     Raises:
         Refused: it cannot be cut, with the reason.
     """
+    found = describe(model, input_ids)
+    found = dataclasses.replace(found, scale=head_scale(model, class_of(model).forward))
+    with check.as_refusal(model), check.in_eval_mode(model):
+        found = dataclasses.replace(found, multiplier=_multiplier(model, found, input_ids.device))
+        _compare(model, found, input_ids)
+    return found
+
+
+def describe(model: Any, input_ids: Tensor) -> Pretrained:
+    """How a model is cut, as far as shapes alone say it: its tensors may be fake. The multiplier and the head's
+    scale are left at 1.
+
+    Args:
+        model, input_ids: as `examine`'s.
+
+    Raises:
+        Refused: it cannot be cut, with the reason.
+    """
     backbone, config = model.base_model, model.config.get_text_config()
     lists = [n for n, m in backbone.named_children() if isinstance(m, nn.ModuleList)]
     lists = [n for n in lists if len(getattr(backbone, n)) == config.num_hidden_layers]
@@ -145,7 +163,7 @@ def examine(model: Any, input_ids: Tensor) -> Pretrained:
     )
     costs = [float(sum(p.numel() for p in layer.parameters() if p.dim() > 1)) for layer in layers]
     costs[-1] += float(model.get_output_embeddings().weight.numel())
-    found = Pretrained(
+    return Pretrained(
         class_of(model),
         model.config,
         lists[0],
@@ -154,17 +172,13 @@ def examine(model: Any, input_ids: Tensor) -> Pretrained:
         1.0,
         tuple(slots),
         tuple(narrow),
-        head_scale(model, class_of(model).forward),
+        1.0,
         tuple(costs),
         tuple(name for name, _ in model.named_parameters()),
         embedding,
         head,
         sum(p.numel() for p in model.parameters()),
     )
-    with check.as_refusal(model), check.in_eval_mode(model):
-        found = dataclasses.replace(found, multiplier=_multiplier(model, found, input_ids.device))
-        _compare(model, found, input_ids)
-    return found
 
 
 def _traced(

@@ -79,7 +79,7 @@ def wrap(model: Any, method: Any = None) -> Any:
             the gradient by chunks is not the model's own, with the reason where it is known.
     """
     method = Exact() if method is None else method
-    _check_method(method)
+    check_method(method)
     lm = _causal_lm(model)
     for module, forward in ((lm, _lm_forward), (lm.base_model, _backbone_forward)):
         module.__dict__["_adjoint"] = _Record(method)
@@ -100,7 +100,8 @@ def unwrap(model: Any) -> Any:
     return model
 
 
-def _check_method(method: Any) -> None:
+def check_method(method: Any) -> None:
+    """Raises a ValueError where a method is not for transformers models."""
     if isinstance(method, Truncated) and (method.window == "auto" or method.unbiased):
         raise ValueError(
             "a wrapped model takes Truncated(window) with a window in tokens: auto and unbiased need layers "
