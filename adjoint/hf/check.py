@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -19,6 +20,9 @@ TOKENS = 13  # compared on first use, in two chunks
 # norms and scans of a float64 model in float32.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 COARSE = 0.1  # of bfloat16 and float16
+# A parameter whose share of the gradient is larger than this must be within the tolerance by itself: a scan
+# that forgets its state may be off by 1e-3 in all and by half in A_log. Rounding reaches 3e-6 of it in float32.
+SHARE = 1e-2
 OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
 ONE_PROCESS = "one process trains it: --cluster.shards 0"  # what cannot be cut into layers
 
@@ -159,21 +163,23 @@ def same_gradients(
     """Two gradients by the parameters' names, the losses' difference, the precisions of the computation.
 
     Raises:
-        Refused: the gradients differ, with `what` and `why`.
+        Refused: the gradients differ, as a whole or, but for bfloat16 and float16, in one parameter, with
+            `what` and `why`.
     """
-    worst, name, error, size = 0.0, "", 0.0, 0.0
-    zero = torch.zeros((), dtype=torch.float64)
-    for (own, a), b in zip(wanted.items(), got, strict=True):
-        length = 0.0 if a is None else float(a.double().norm())
-        distance = length if b is None else float((b - (zero.to(b) if a is None else a)).double().norm())
-        error, size = error + distance**2, size + length**2
-        if distance > worst:
-            worst, name = distance, own
-    relative = (error / size) ** 0.5 if size else float(error > 0)
-    if not relative <= tolerance(dtypes):
+    zero, limit = torch.zeros((), dtype=torch.float64), tolerance(dtypes)
+    lengths, distances = [], []
+    for a, b in zip(wanted.values(), got, strict=True):
+        lengths.append(0.0 if a is None else float(a.double().norm()))
+        apart = lengths[-1] if b is None else float((b - (zero.to(b) if a is None else a)).double().norm())
+        distances.append(apart)
+    size, error = math.hypot(*lengths), math.hypot(*distances)
+    relative = error / size if size else float(error > 0)
+    each = [d / max(n, SHARE * size) if size else d for d, n in zip(distances, lengths, strict=True)]
+    alone, name = max(zip(each, wanted, strict=True))
+    if not relative <= limit or not (alone <= limit or limit == COARSE):
         refuse(
             model,
-            f"{what} (relative distance {relative:.1e}, most in {name}; the loss differs by "
+            f"{what} (relative distance {relative:.1e}, most in {name}: {alone:.1e}; the loss differs by "
             f"{abs(difference):.1e}): {why}",
         )
 
