@@ -37,6 +37,7 @@ PARTS = {
     "optimizer": "AdamW's two moments",
     "ids": "token ids and labels",
     "states": "recurrent states at the chunks' edges",
+    "past": "keys and values of the whole sequence, with their cotangents",
     "kept": "inputs and cotangents kept for the whole sequence",
     "chunk": "the work on one chunk",
     "head": "what the head's loss takes on top of a chunk",
@@ -128,6 +129,77 @@ class Setup:
         # vocab_size and n_layer have no part in a layer: fewer things to count
         return dataclasses.replace(self.model, mixer=self.model.mixers[k], n_layer=1, vocab_size=1)
 
+    @property
+    def kinds(self) -> Sequence[Hashable]:
+        """Of each layer what it is; layers of a kind take the same."""
+        return self.model.mixers
+
+    def state(self, k: int) -> int:
+        """Bytes of layer k's state at a chunk's edge."""
+        return self.layer(k, self.scheme.chunk_size).state
+
+    def past(self, layers: Sequence[int]) -> int:
+        """Bytes of what layers keep of every token, and of its cotangents."""
+        return 0
+
+    def largest(self, layers: Sequence[int], first: bool, last: bool) -> int:
+        """Bytes of the largest weight of some layers."""
+        return max(self.layer(k, self.scheme.chunk_size).largest for k in layers)
+
+    def weights(self, layers: Sequence[int], first: bool, last: bool, sums: int) -> dict[str, int]:
+        """Args: sums: of gradients, where a step adds up those of several batches."""
+        table, tied = self.model.vocab_size * self.model.d_model, self.model.tie_embeddings
+        owned = sum(self.layer(k, 64).parameters for k in layers)
+        copied = table if first and tied and not last else 0  # the head's shard owns it
+        owned += table * (first and not copied) + (self.model.d_model + table * (not (tied and first))) * last
+        return {
+            "weights": self.element * (owned + copied),
+            "gradients": self.element * (owned + copied) * (1 if self.grad_accumulation == 1 else sums),
+            "optimizer": 2 * self.element * owned,
+        }
+
+    def work(self, layers: Sequence[int], first: bool, last: bool, alone: bool) -> tuple[int, int, int]:
+        """What is kept of the whole sequence; the peak of a chunk's work; the same while the head works.
+
+        Args:
+            alone: whether one process has the whole stack, under autograd.
+        """
+        scheme, (window, tokens), turns = self.scheme, self.window, self.sequence
+        chunk = self.y(scheme.chunk_size)
+        counted = [self.layer(k, scheme.chunk_size) for k in layers]
+        head = self.head(scheme.chunk_size).pulled if last else 0
+        forward = chunk + max(c.forward for c in counted)
+        mine = chunk * -(-self.chunks // turns)  # an input of all chunks that are this worker's
+        whole = alone and isinstance(self.method, Backprop)  # by autograd, the head right after the forward
+        inputs = (len(layers) + (last and not whole)) * mine
+        shared = chunk * self.chunks if self.helpers else 0  # dL/dy_K for all tasks, which come last
+        if window is not None:
+            ahead, task = (-(-n // scheme.chunk_size) for n in (window, tokens))
+            if alone:
+                # inputs stay, since autograd may go through the graph again
+                deep = 1 if scheme.dy_from == "head" else len(layers)
+                cotangents = min(self.chunks + task, (task + ahead) * deep + ahead + 1)
+            else:
+                # inputs go as cotangents come, some already while the forward goes on
+                cotangents = task + (0 if last else ahead + 1)
+            if turns > 1:  # also inputs of other workers' chunks, which tasks read
+                inputs = int(inputs * min(turns, (task + ahead + 1) * math.gcd(task, turns) / task))
+            if scheme.window == "auto" and not last:  # what was sent up is not let go either
+                inputs += mine
+            work = max(forward, cotangents * chunk + max(self.task(k) for k in set(layers)))
+            return inputs + shared, work, head
+        if scheme.dy_from == "head":
+            shared = shared or chunk
+        if scheme.keep != "edges" or self.helpers:
+            # one layer at a time: forward once more, then back, with a cotangent beside it
+            return inputs + shared, max(chunk + max(c.pulled for c in counted), forward), chunk + head
+        # all layers of a chunk are linearised, then pulled back from the top
+        below, peak = (chunk if first else 0), forward
+        for c in counted:
+            peak = max(peak, below + c.linearized, below + chunk + c.pulled)
+            below += c.saved
+        return shared + (0 if first else mine), peak, below + head
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -175,59 +247,3 @@ def memory(
     fixed, share = RESERVED[setup.device]
     parts["reserved"] = int(fixed + share * sum(parts.values())) if setup.reserve else 0
     return Memory({name: parts[name] for name in PARTS}, host)
-
-
-def _weights(setup: Setup, layers: Sequence[int], first: bool, last: bool, sums: int) -> dict[str, int]:
-    """Args: sums: of gradients, where a step adds up those of several batches."""
-    table, tied = setup.model.vocab_size * setup.model.d_model, setup.model.tie_embeddings
-    owned = sum(setup.layer(k, 64).parameters for k in layers)
-    copied = table if first and tied and not last else 0  # the head's shard owns it
-    owned += table * (first and not copied) + (setup.model.d_model + table * (not (tied and first))) * last
-    return {
-        "weights": setup.element * (owned + copied),
-        "gradients": setup.element * (owned + copied) * (1 if setup.grad_accumulation == 1 else sums),
-        "optimizer": 2 * setup.element * owned,
-    }
-
-
-def _work(setup: Setup, layers: Sequence[int], first: bool, last: bool, alone: bool) -> tuple[int, int, int]:
-    """What is kept of the whole sequence; the peak of a chunk's work; the same while the head works.
-
-    Args:
-        alone: whether one process has the whole stack, under autograd.
-    """
-    scheme, (window, tokens), turns = setup.scheme, setup.window, setup.sequence
-    chunk = setup.y(scheme.chunk_size)
-    counted = [setup.layer(k, scheme.chunk_size) for k in layers]
-    head = setup.head(scheme.chunk_size).pulled if last else 0
-    forward = chunk + max(c.forward for c in counted)
-    mine = chunk * -(-setup.chunks // turns)  # an input of all chunks that are this worker's
-    whole = alone and isinstance(setup.method, Backprop)  # by autograd, the head right after the forward
-    inputs = (len(layers) + (last and not whole)) * mine
-    shared = chunk * setup.chunks if setup.helpers else 0  # dL/dy_K for all tasks, which come last
-    if window is not None:
-        ahead, task = (-(-n // scheme.chunk_size) for n in (window, tokens))
-        if alone:
-            # inputs stay, since autograd may go through the graph again
-            deep = 1 if scheme.dy_from == "head" else len(layers)
-            cotangents = min(setup.chunks + task, (task + ahead) * deep + ahead + 1)
-        else:
-            # inputs go as cotangents come, some already while the forward goes on
-            cotangents = task + (0 if last else ahead + 1)
-        if turns > 1:  # also inputs of other workers' chunks, which tasks read
-            inputs = int(inputs * min(turns, (task + ahead + 1) * math.gcd(task, turns) / task))
-        if scheme.window == "auto" and not last:  # what was sent up is not let go either
-            inputs += mine
-        work = max(forward, cotangents * chunk + max(setup.task(k) for k in set(layers)))
-        return inputs + shared, work, head
-    if scheme.dy_from == "head":
-        shared = shared or chunk
-    if scheme.keep != "edges" or setup.helpers:
-        # one layer at a time: forward once more, then back, with a cotangent beside it
-        return inputs + shared, max(chunk + max(c.pulled for c in counted), forward), chunk + head
-    # all layers of a chunk are linearised, then pulled back from the top
-    below, peak = (chunk if first else 0), forward
-    for c in counted:
-        peak = max(peak, below + c.linearized, below + chunk + c.pulled)
-        below += c.saved
-    return shared + (0 if first else mine), peak, below + head

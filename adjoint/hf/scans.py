@@ -1,8 +1,9 @@
 """Our scans in the places of transformers' own, for the time of a chunk.
 
-transformers' Mamba-1 scan starts from zero whatever the cache holds, and both of its scans keep every step or
-every pair of steps of a block in memory. The mixers call them by names of their modules, and those names are
-rebound while a chunk runs."""
+transformers' Mamba-1 scan starts from zero whatever the cache holds; its Mamba scans keep every step, or every
+pair of steps of a block, in memory, and its gated delta rule takes chunks out of a long tensor one by one,
+each of which gets a gradient of full length. The mixers call them by names of their modules, and those names
+are rebound while a chunk runs."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
 
@@ -65,6 +68,8 @@ def _mamba2_chunk_scan(
     **_: Any,
 ) -> Any:
     """transformers' signature: x (batch, seqlen, nheads, headdim)."""
+    if hidden_states.device.type == "cpu":  # where theirs gives float32 at least; its kernels keep bfloat16
+        hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
     if dt_limit[0] > 0 or dt_limit[1] != float("inf"):
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -73,7 +78,37 @@ def _mamba2_chunk_scan(
     return (y, final) if return_final_states else y
 
 
-OURS = {"mamba_selective_scan": _mamba_selective_scan, "mamba2_chunk_scan": _mamba2_chunk_scan}
+def _chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> Any:
+    """transformers' signature: query and key (batch, seqlen, k_heads, d_k), value (batch, seqlen, v_heads,
+    d_v)."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    q, k = query.to(wide), key.to(wide)
+    if use_qk_l2norm_in_kernel:
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    q, groups = q * q.shape[-1] ** -0.5, value.shape[2] // q.shape[2]
+    if groups > 1:
+        q, k = (t.repeat_interleave(groups, dim=2) for t in (q, k))
+    with torch.autocast(query.device.type, enabled=False):
+        out, final = gated_delta_rule(q, k, value, g, beta, initial_state)
+    return out.to(query.dtype), final if output_final_state else None
+
+
+OURS = {
+    "mamba_selective_scan": _mamba_selective_scan,
+    "mamba2_chunk_scan": _mamba2_chunk_scan,
+    "torch_chunk_gated_delta_rule": _chunk_gated_delta_rule,
+}
 
 
 def modules_with_scans(model: nn.Module) -> list[Any]:

@@ -69,7 +69,7 @@ def wrap(model: Any, method: Any = None) -> Any:
         model: a `PreTrainedModel` with a language-model head, or a PEFT model around one; wrapped in place.
         method: `Exact` (the default), `Truncated`, `MiniSequence` or `Backprop`. Truncated drops the
             cotangents of states, keys and values at edges `window` tokens apart, rounded down to whole
-            chunks; between them gradients are whole.
+            chunks; between them, and where the window is as long as the sequence, gradients are whole.
 
     Returns:
         The model.
@@ -336,7 +336,8 @@ def scheme_of(
     if isinstance(method, Truncated):
         assert isinstance(method.window, int)
         size = max(2, min(size, method.window))
-        return Scheme(size, documents=starts, span=method.window // size * size, least=2)
+        span = None if method.window >= seqlen else method.window // size * size
+        return Scheme(size, documents=starts, span=span, least=2)
     return dataclasses.replace(method.scheme(seqlen, size), documents=starts, least=2)
 
 
