@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from model_helpers import make_ids, relative
 
 from adjoint import Backprop, Exact, Stack
+from tests.hf_models import float64_throughout
+from tests.model_helpers import make_ids, relative
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,19 +33,6 @@ MAMBA2: dict[str, dict[str, Any]] = {
     },
 }
 CASES = [*(("mamba", name) for name in MAMBA), *(("mamba2", name) for name in MAMBA2)]
-
-
-@contextlib.contextmanager
-def float64_throughout() -> Iterator[None]:
-    """transformers casts norms, scan and loss to float32, even in float64: here float32 *is* float64."""
-    single, to_single = torch.float32, torch.Tensor.float
-    torch.float32 = torch.float = torch.float64
-    torch.Tensor.float = torch.Tensor.double
-    try:
-        yield
-    finally:
-        torch.float32 = torch.float = single
-        torch.Tensor.float = to_single
 
 
 def hf_model(kind: str, seed: int = 0, **options: Any) -> Any:

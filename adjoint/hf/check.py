@@ -20,8 +20,9 @@ TOKENS = 13  # compared on first use, in two chunks
 # norms and scans of a float64 model in float32.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 COARSE = 0.1  # of bfloat16 and float16
-# A parameter whose share of the gradient is larger than this must be within the tolerance by itself: a scan
-# that forgets its state may be off by 1e-3 in all and by half in A_log. Rounding reaches 3e-6 of it in float32.
+# Each parameter must be within the tolerance by itself, relative to its own gradient or, if that is smaller,
+# to this share of the whole: a scan that forgets its state may be off by 1e-3 in all, by half in A_log.
+# Rounding in float32 reaches 3e-6.
 SHARE = 1e-2
 OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
 ONE_PROCESS = "one process trains it: --cluster.shards 0"  # what cannot be cut into layers
