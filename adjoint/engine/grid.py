@@ -65,8 +65,8 @@ class Scheme:
         tapes: chunks, of the last ones, that the forward leaves linearised, so that they are not recomputed.
         documents: their first tokens, in rising order: chunks end there, the state begins anew, no cotangent
             crosses. Of windowed tiles not yet.
-        span: tokens between the edges at which the adjoint state is dropped: a multiple of chunk_size, counted
-            from the document's start; None drops it nowhere.
+        span: tokens between the edges at which the adjoint state is dropped: a multiple of chunk_size,
+            counted from the document's start; None drops it nowhere.
         least: tokens that a chunk after another of its document has at least, the last one too.
     """
 

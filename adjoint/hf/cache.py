@@ -164,7 +164,7 @@ class ChunkCache(DynamicCache):
         return state
 
     def into(self, slots: Sequence[Slot], state: State, seen: int) -> None:
-        """Puts a state in, `seen` tokens after the document's start, where the recurrent part is left away."""
+        """Puts a state in, `seen` tokens after its document's start; there only what grows has one."""
         for layer in self.layers:
             if isinstance(layer, _Growing):
                 layer.seen, layer.is_initialized = seen, seen > 0

@@ -1,4 +1,4 @@
-"""What cannot be exact is refused: known reasons by name, unknown ones by comparing gradients on first use."""
+"""What cannot be exact is refused: known reasons by name, others by comparing gradients on first use."""
 
 from __future__ import annotations
 

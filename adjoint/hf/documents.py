@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def starts_of(kwargs: dict[str, Any], ids: Tensor) -> list[tuple[int, ...]]:
         begins[:, 1:] = index[:, 1:] != index[:, :-1]
     elif lengths is not None:
         edges = lengths.flatten().tolist()
-        rising = all(a <= b for a, b in zip(edges, edges[1:], strict=False))
+        rising = all(a <= b for a, b in itertools.pairwise(edges))
         if len(edges) < 2 or edges[0] != 0 or not rising or edges[-1] != ids.numel():
             raise ValueError(
                 f"cu_seq_lens_q must rise from 0 to the {ids.numel()} tokens of the batch, got {edges[:8]}"

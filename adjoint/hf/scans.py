@@ -1,9 +1,9 @@
 """Our scans in the places of transformers' own, for the time of a chunk.
 
-transformers' Mamba-1 scan starts from zero whatever the cache holds; its Mamba scans keep every step, or every
-pair of steps of a block, in memory, and its gated delta rule takes chunks out of a long tensor one by one,
-each of which gets a gradient of full length. The mixers call them by names of their modules, and those names
-are rebound while a chunk runs."""
+transformers' Mamba-1 scan starts from zero whatever the cache holds; its Mamba scans keep every step, or
+every pair of steps of a block, in memory, and its gated delta rule takes chunks out of a long tensor one by
+one, each of which gets a gradient of full length. The mixers call them by names of their modules, and those
+names are rebound while a chunk runs."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -130,8 +131,8 @@ def examine(model: Any, input_ids: Tensor) -> Pretrained:
 
 
 def describe(model: Any, input_ids: Tensor) -> Pretrained:
-    """How a model is cut, as far as shapes alone say it: its tensors may be fake. The multiplier and the head's
-    scale are left at 1.
+    """How a model is cut, as far as shapes alone say it: its tensors may be fake. The multiplier and the
+    head's scale are left at 1.
 
     Args:
         model, input_ids: as `examine`'s.
@@ -224,7 +225,7 @@ def _compare(model: Any, found: Pretrained, ids: Tensor) -> None:
     """The gradient of up to three spans, run over ids in two chunks, against the whole model's."""
     n, pieces = found.n_layer, min(3, found.n_layer)
     cuts = [n * i // pieces for i in range(pieces + 1)]
-    spans = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    spans = [range(a, b) for a, b in itertools.pairwise(cuts)]
     stages = [found.stage(found.part(model, span), span) for span in spans]
     initial = [stage.initial_state(1, ids.device) for stage in stages]
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))

@@ -1,9 +1,9 @@
 """`adjoint.wrap`: the loss of a Hugging Face causal LM by a method of ours, the model staying what it is.
 
-The classes of the causal LM and of its backbone are swapped for subclasses of the same name. A method bound to
-the instance would not do: a deep copy would go on calling the original's weights, and torch.save would lose
-it. Two places, because there are two ways in: labels given to the causal LM (the head's loss is then part of
-each chunk), and trainers that call the backbone and make a loss of the hidden states themselves."""
+The classes of the causal LM and of its backbone are swapped for subclasses of the same name. A method bound
+to the instance would not do: a deep copy would go on calling the original's weights, and torch.save would
+lose it. Two places, because there are two ways in: labels given to the causal LM (the head's loss is then
+part of each chunk), and trainers that call the backbone and make a loss of the hidden states themselves."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def wrap(model: Any, method: Any = None) -> Any:
         model = adjoint.wrap(AutoModelForCausalLM.from_pretrained(...), adjoint.Exact())
         model(input_ids=ids, labels=ids).loss.backward()
 
-    The cache is the state: the sequence is run chunk by chunk, recurrent states are kept at the chunks' edges,
-    keys and values once with their cotangents, and the backward recomputes a chunk at a time. On first use a
-    few tokens are run both ways and the gradients compared; a model for which they differ is refused.
+    The cache is the state: the sequence is run chunk by chunk, recurrent states are kept at the chunks'
+    edges, keys and values once with their cotangents, and the backward recomputes a chunk at a time. On first
+    use a few tokens are run both ways and the gradients compared; a model for which they differ is refused.
     `out.logits` is None where labels are given. Do not wrap a model whose sequences fit in memory anyway and
     where time is all that counts.
 
