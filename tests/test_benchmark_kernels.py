@@ -186,6 +186,7 @@ def test_wrong_options_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) 
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_operation_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--op", "rms_norm", "--peers", "torch", "--size", "small", "--repeats", "1"]
     assert command.main([*arguments, "--settle", "0.01", "--out", str(tmp_path)]) == 0

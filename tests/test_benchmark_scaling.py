@@ -31,7 +31,7 @@ def test_figure_6_rests_on_the_papers_counts() -> None:
 
 def test_56_slices_speed_up_no_more_than_their_share() -> None:
     a = command.Assumptions(layers=56)
-    for row in command.slices56(a, 20_000, 64):
+    for row in command.slices56(a, 10_000, 64):
         assert 0 < row["speedup"] < row["most"]
         assert row["most"] == pytest.approx(row["shards"] * (1 + row["helpers"]) * row["worker_speed"])
 
