@@ -59,6 +59,7 @@ def train(rank: int, store: str, steps: int, seqlen: int) -> None:
         optimizer.zero_grad()
         if rank == 0:
             print(f"step {step:3d}  loss {loss.item():.3f}", flush=True)
+    del model  # before the group: freed after it, torch's DDP now and then does not end
     dist.destroy_process_group()
 
 

@@ -364,6 +364,7 @@ def ddp_process(rank: int, folder: str) -> None:
         model(**mine, num_items_in_batch=valid).loss.backward()
     # twice the gradient of each half, of which DDP has taken the mean: their sum
     torch.save({"gradients": current_gradients(lm), "fired": fired}, f"{folder}/{rank}.pt")
+    del model  # first: freed after the group, DDP may wait for ever for a thread that waits for Python's lock
     dist.destroy_process_group()
 
 
@@ -371,7 +372,7 @@ def test_ddp_on_two_processes(tmp_path: Path) -> None:
     other = mp.get_context("spawn").Process(target=ddp_process, args=(1, str(tmp_path)))
     other.start()
     ddp_process(0, str(tmp_path))
-    other.join()
+    other.join(100)
     assert other.exitcode == 0
     with float64_throughout():
         _, expected = step_gradients(tiny("bamba").double(), **batch_with_ignored_labels())
