@@ -53,9 +53,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, int]] = {
         "Qwen3_5ForCausalLM",
         {"head_dim": HEAD_DIM, "layer_types": _DELTA, **_DELTA_HEADS},
         1,
-        65536,
+        32768,
     ),
-    "Bamba-like": ("BambaForCausalLM", {"attn_layer_indices": [3], **_SSD}, 1, 65536),
+    "Bamba-like": ("BambaForCausalLM", {"attn_layer_indices": [3], **_SSD}, 1, 32768),
     "Llama": ("LlamaForCausalLM", {"max_position_embeddings": 1 << 20}, 4, 32768),
 }
 
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rows:
         draw(rows, environment, folder / "wrapped.png")
         print(f"wrote {folder}/wrapped.json, .csv and .png")
-        if complete and options.out is None and tuple(options.lengths) == LENGTHS:
+        if complete and options.out is None and options.models == list(MODELS):
             document = common.ROOT / "docs" / "models.md"
             common.to_docs(folder / "wrapped.png", document, "wrapped", markdown(rows))
     if not complete:
