@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 TRAIN  :=
 TESTS  :=
-CODE   := adjoint benchmarks tests $(wildcard train.py)
+CODE   := adjoint benchmarks examples tests $(wildcard train.py)
 
 .PHONY: help train test lint format setup setup-dev clean distclean
 .DEFAULT_GOAL := help
