@@ -15,6 +15,7 @@ from triton_helpers import (
     generator,
     poisoned,  # noqa: F401
     resets,
+    slow,
     sparse,
     strided,
 )
@@ -62,11 +63,11 @@ def check_linear(seqlen, window=None, halo=0, scalar=False, state=True):
     [
         (1, None, 0),
         (19, None, 0),
-        (19, 1, 2),
+        slow(19, 1, 2),
         (19, 5, 7),
-        (19, 19, 0),
+        slow(19, 19, 0),
         (19, 20, 3),
-        (5, 40, 0),
+        slow(5, 40, 0),
         (19, None, 4),
     ],
 )
@@ -140,7 +141,7 @@ def conv_inputs(seqlen, d_conv, batch=2, channels=5):
         (5, 3, False, False, True),
         (33, 4, True, True, False),
         (41, 4, True, False, True),
-        pytest.param(150, 2, False, True, True, marks=pytest.mark.slow),
+        slow(150, 2, False, True, True),
         (5, 1, True, False, False),
     ],
 )

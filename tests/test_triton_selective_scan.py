@@ -15,6 +15,7 @@ from triton_helpers import (
     generator,
     poisoned,  # noqa: F401
     resets,
+    slow,
     sparse,
     strided,
     to,
@@ -98,7 +99,8 @@ def test_float64():
 
 
 @pytest.mark.parametrize(
-    ("window", "halo"), [(1, 0), (1, 2), (4, 5), (10, 0), (11, 3), (12, 0), (40, 0), (None, 4)]
+    ("window", "halo"),
+    [slow(1, 0), (1, 2), (4, 5), slow(10, 0), slow(11, 3), (12, 0), slow(40, 0), (None, 4)],
 )
 def test_windows_and_halos(window, halo):
     """Among them a window that divides nothing, the whole sequence, one token more, and longer than all."""
@@ -155,7 +157,7 @@ def autograd(tensors, dy, dfinal, dtype):
     return y, h, *torch.autograd.grad(loss, list(leaves.values()))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)], ids=str)
 def test_16_bit_inputs_are_no_worse_than_autograd(dtype):
     """Taken as they are, the state in float32, gradients given back in each tensor's own dtype."""
     tensors, dy, dfinal = inputs_of(12, 8, 4)

@@ -14,6 +14,7 @@ from triton_helpers import (
     generator,
     poisoned,  # noqa: F401
     resets,
+    slow,
     sparse,
     strided,
 )
@@ -86,13 +87,13 @@ def check(
 
 @pytest.mark.parametrize(
     ("seqlen", "nheads", "headdim", "ngroups", "d_state"),
-    [(1, 2, 8, 1, 5), (5, 4, 8, 2, 5), (33, 4, 5, 2, 40), (67, 2, 16, 1, 16)],
+    [(1, 2, 8, 1, 5), slow(5, 4, 8, 2, 5), (33, 4, 5, 2, 40), slow(67, 2, 16, 1, 16)],
 )
 def test_odd_lengths_and_sizes(seqlen, nheads, headdim, ngroups, d_state):
     check(seqlen, nheads, headdim, ngroups, d_state)
 
 
-@pytest.mark.parametrize(("seqlen", "reset"), [(31, True), (70, False), (70, True)])
+@pytest.mark.parametrize(("seqlen", "reset"), [slow(31, True), slow(70, False), (70, True)])
 def test_several_tiles_a_chunk(seqlen, reset, short_chunks):
     check(seqlen, 2, 5, 2, 20, batch=1, reset=reset)
 
@@ -123,7 +124,9 @@ def test_strong_decay_keeps_its_precision():
     assert_close(got, expected, 1e-5, ("y", "final_state", *NAMES))
 
 
-@pytest.mark.parametrize(("window", "halo"), [(1, 2), (7, 5), (18, 0), (19, 0), (40, 3), (None, 4)])
+@pytest.mark.parametrize(
+    ("window", "halo"), [slow(1, 2), (7, 5), slow(18, 0), (19, 0), slow(40, 3), (None, 4)]
+)
 def test_windows_and_halos(window, halo):
     check(17, 2, 2, 2, 3, batch=1, window=window, halo=halo)
 
@@ -163,7 +166,7 @@ def autograd(tensors, dy, dfinal, dtype):
     return y, h, *torch.autograd.grad(loss, list(leaves.values()))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)], ids=str)
 def test_16_bit_inputs_are_no_worse_than_autograd(dtype, short_chunks):
     """Taken as they are, the state in float32, gradients given back in each tensor's own dtype."""
     tensors, dy, dfinal = inputs_of(40, 2, 8, 1, 16, 1)

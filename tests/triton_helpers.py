@@ -125,3 +125,8 @@ def assert_no_worse(
     """CCE's rule: the error against float64 is at most that of autograd in the same 16-bit dtype."""
     for name, x, y, z in zip(names, got, exact, rounded, strict=True):
         assert error(x, y) <= error(z, y), (name, error(x, y), error(z, y))
+
+
+def slow(*values: Any) -> Any:
+    """A parameter's values that are left to `-m slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
