@@ -17,6 +17,7 @@ import torch
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cli import main
 from adjoint.cluster import count
+from adjoint.cluster.fit import make_setup
 from adjoint.cluster.memory import Setup, memory
 from adjoint.cluster.shard import Shard
 from adjoint.cluster.spec import ShardSpec, grid_of, step_plan
@@ -470,3 +471,171 @@ def test_unequal_devices_take_unequal_shares(capsys: pytest.CaptureFixture[str])
     found = json.loads(capsys.readouterr().out)
     assert [d["layers"] for d in found["devices"]] == [[0, 2], [3, 3]]
     assert [d["memory_bytes"] for d in found["devices"]] == [3 * 10**9, 10**9]
+
+
+# ---------------------------------------------------------------------------- a transformers model's memory
+
+WIDTHS = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SSD = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "hybrid": ("BambaConfig", {**WIDTHS, **SSD, "attn_layer_indices": [1]}),
+    "attention": ("LlamaConfig", WIDTHS),
+    "tied": ("LlamaConfig", {**WIDTHS, "tie_word_embeddings": True}),
+    "experts": ("MixtralConfig", {**WIDTHS, "num_local_experts": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders with a config.json and nothing else."""
+    transformers = pytest.importorskip("transformers")
+    found = {}
+    for kind, (name, options) in KINDS.items():
+        found[kind] = str(tmp_path_factory.mktemp(kind))
+        getattr(transformers, name)(**options).save_pretrained(found[kind])
+    return found
+
+
+def outlined(folder: str) -> Any:
+    from adjoint.cluster.pretrained_memory import outlined
+
+    return outlined(folder)
+
+
+@pytest.mark.parametrize("method", [Exact(128), Truncated(256, 128), Backprop()], ids=str)
+@pytest.mark.parametrize("kind", ["hybrid", "attention"])
+def test_memory_of_a_pretrained_model_is_what_its_stage_takes(
+    kind: str, method: Any, folders: dict[str, str]
+) -> None:
+    """The whole model, a whole sequence of it, is run on fake tensors, and every storage counted."""
+    from adjoint.engine.autograd import Steps
+    from adjoint.hf.stage import CausalLM
+
+    found, seqlen = outlined(folders[kind]), 500
+    setup = make_setup(found, method, 1, seqlen)
+    with count.counting("float32", "cpu") as live:
+        model = found.kind(found.config).train()
+        ids = torch.zeros(1, seqlen, dtype=torch.long)
+        if isinstance(method, Backprop):
+            model(input_ids=ids, labels=ids).loss.backward()
+        else:
+            stage = CausalLM(model, found.slots, found.scale)
+            initial, weights = [stage.initial_state(1, ids.device)], list(model.parameters())
+            args = (shift_labels(ids), seqlen - 1, initial, setup.scheme, weights, 32, torch.float32)
+            Steps([stage], ids, *args).loss()[0].backward()
+    assert tensors(setup, range(4)) == pytest.approx(live.peak, rel=0.1)
+
+
+def test_a_pretrained_model_s_keys_are_counted_and_states_flat_in_chunks(folders: dict[str, str]) -> None:
+    found = outlined(folders["hybrid"])
+
+    def of(seqlen: int, **more: Any) -> dict[str, int]:
+        return memory(make_setup(found, Exact(128), 1, seqlen, **more), range(4)).parts
+
+    short, long = of(16384), of(65536)
+    kv = 2 * 2 * 8  # keys and values of two heads of 8 channels, in one layer
+    assert long["past"] == 65536 * kv * (4 + 4)  # and cotangents
+    # under autocast values are bfloat16 and rotated keys are not
+    assert of(65536, precision="bfloat16")["past"] == 65536 * kv // 2 * (4 + 4 + 2 + 4)
+    assert {name for name in long if long[name] != short[name]} == {"ids", "states", "past", "reserved"}
+    convolved = 4 * 16 + 2 * 8
+    assert long["states"] == 3 * 4 * (convolved * 4 + 4 * 16 * 8) * (65536 // 128 + 2)
+
+
+def test_a_pretrained_model_s_weights_are_shared_out(folders: dict[str, str]) -> None:
+    for kind in ("hybrid", "tied"):
+        found = outlined(folders[kind])
+        setup, number = make_setup(found, Exact(128), 1, 1024), found.num_parameters
+        whole = memory(setup, range(4)).parts
+        assert (whole["weights"], whole["gradients"], whole["optimizer"]) == (
+            4 * number,
+            4 * number,
+            8 * number,
+        )
+        halves = [memory(setup, range(2), 2, last=False), memory(setup, range(2, 4), 2, first=False)]
+        assert sum(half.parts["optimizer"] for half in halves) == 8 * number
+        copy = 4 * 64 * 32 if kind == "tied" else 0  # of the table, with the first shard
+        assert sum(half.parts["weights"] for half in halves) == 4 * number + copy
+        assert halves[1].parts["kept"] == 4 * 1024 * 32 and halves[0].parts["kept"] == 0
+
+
+def test_attention_s_time_grows_with_the_square(folders: dict[str, str]) -> None:
+    found = outlined(folders["attention"])
+
+    def costs(seqlen: int) -> plan_time.Estimate:
+        setup = make_setup(found, Exact(1024), 1, seqlen)
+        return plan_time.estimate(setup, [range(4)], plan_time.counted(setup, 1e12, ""), 1e9)
+
+    linear = 2 * sum(found.costs)
+    for seqlen in (4096, 65536):
+        pairs = 4 * 4 * (8 + 8) * 2 * seqlen / 2  # layers, heads, channels; a token sees half on average
+        recomputed = 4 - 1024 / seqlen  # forward, forward again but for a chunk, and backward
+        assert costs(seqlen).seconds == pytest.approx(seqlen * (linear + pairs) * recomputed / 1e12, rel=0.2)
+
+
+def test_a_plan_of_a_folder(folders: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "--training.device", "cpu", "--seqlen", "8K", "--method.chunk_size", "256"]
+    assert main([*given, "--model.from_pretrained", folders["hybrid"], "--devices", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["class"] == "BambaForCausalLM" and found["model"]["n_layer"] == 4
+    assert len(found["devices"]) == 2 and found["step"]["chunks"] == 32 and found["step"]["idle_share"] > 0
+    for device in found["devices"]:
+        assert sum(device["parts_bytes"].values()) == device["total_bytes"]
+    assert sum(d["parts_bytes"]["past"] for d in found["devices"]) == 8192 * 32 * 8
+    assert main([*given, "--model.from_pretrained", folders["experts"], "--device-memory", "1GB"]) == 0
+    out = capsys.readouterr().out
+    assert "MixtralForCausalLM, 4 layers" in out and "past" in out and "memory  fits:" in out
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["plan", "--method.name", "layer-local"], "method.name: a wrapped model takes Exact()"),
+        (["plan", "--method.name", "truncated", "--method.window", "auto"], "a window in tokens"),
+        (["plan", "--measure"], "--measure: times layers of a Stack"),
+        (
+            ["plan", "--cluster.shards", "1", "--cluster.sequence", "2"],
+            "keys and values stay with one worker",
+        ),
+        (["plan", "--cluster.shards", "2", "--cluster.helpers", "1"], "has no tasks to share"),
+        (["plan", "--device-memory", "1MB"], "what fits:"),
+        (["plan", "--model.d_model", "64"], "comes with model.from_pretrained"),
+        (["sweep", "--out", "nowhere"], "a sweep compares methods on a Stack"),
+    ],
+)
+def test_what_a_pretrained_model_does_not_take_is_one_line(
+    given: list[str], message: str, folders: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *rest = given
+    flags = ["--model.from_pretrained", folders["hybrid"], "--training.device", "cpu", "--seqlen", "1K"]
+    assert main([command, *flags, *rest]) == 2
+    captured = capsys.readouterr()
+    said = [line for line in captured.err.splitlines() if not line.startswith("[transformers]")]
+    assert captured.out == "" and len(said) == 1 and said[0].startswith("error: ") and message in said[0]
+
+
+def test_a_class_that_fake_tensors_cannot_run_is_named(
+    folders: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaModel
+
+    forward = LlamaModel.forward
+
+    def looking(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = forward(self, *args, **kwargs)
+        assert hidden[0].sum().item() < 1e9
+        return hidden
+
+    monkeypatch.setattr(LlamaModel, "forward", looking)
+    assert main(["plan", "--model.from_pretrained", folders["attention"]]) == 2
+    assert "LlamaForCausalLM: its memory cannot be counted" in capsys.readouterr().err

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from adjoint.cluster.count import Uncountable
 from adjoint.cluster.devices import Device, shares
-from adjoint.cluster.fit import Fit, needs
+from adjoint.cluster.fit import Fit, make_setup, needs
 from adjoint.cluster.memory import Setup
-from adjoint.cluster.partition import GB, layer_costs
+from adjoint.cluster.partition import GB, layer_costs, partition
 from adjoint.cluster.spec import ShardSpec
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
@@ -55,24 +56,27 @@ def make_specs(
         None if None in each else min(each, key=lambda gpu: gpu.memory_bytes) for each in alike
     ]
     sizes = [gpu.memory_bytes for gpu in gpus if gpu is not None]
-    if isinstance(model, StackConfig):
-        with torch.device("meta"):
-            costs = layer_costs(Stack(model))
-    else:  # what a pretrained model's chunks take is not counted
-        costs, ids = list(model.costs), None
     rows, seqlen = (1, 1) if ids is None else (-(-ids[0] // replicas), ids[1])  # of the replica that has most
-    setup = Setup(
-        model, method, rows, seqlen, precision, "cuda" if sizes else "cpu", min(sizes, default=None),
-        training.grad_accumulation, sequence=sequence, helpers=len(helpers),
+    given = (
+        method, rows, seqlen, precision, "cuda" if sizes else "cpu", min(sizes, default=None),
+        training.grad_accumulation,
     )  # fmt: skip
-    fit = Fit(setup, costs, shards, shares(gpus), sizes if ids is not None and len(sizes) == shards else None)
-    bare = fit.of(reserve=False)  # where only the margin for libraries is missing, the shards get their way
+    limits = sizes if ids is not None and len(sizes) == shards else None
     try:
-        spans = tuple(fit.spans() or bare.spans() or fit.assign())
-    except UserError as error:
-        raise UserError(f"cluster.shards: {error}") from None
-    if ids is not None and fit.limits is None:
-        _check_nodes(bare.setup, spans, owners)
+        setup = make_setup(model, *given, sequence=sequence, helpers=len(helpers))
+        fit = Fit(setup, _costs(model), shards, shares(gpus), limits)
+        # where only the margin for libraries is missing, the shards get their way
+        bare = fit.of(reserve=False)
+        try:
+            spans = tuple(fit.spans() or bare.spans() or fit.assign())
+        except Uncountable:
+            raise
+        except UserError as error:
+            raise UserError(f"cluster.shards: {error}") from None
+        if ids is not None and limits is None:
+            _check_nodes(bare.setup, spans, owners)
+    except Uncountable:  # then nobody knows
+        spans = tuple(partition(_costs(model), shards, shares(gpus)))
     nodes = [look["node"] for look in found]
     specs = [
         ShardSpec(
@@ -91,6 +95,13 @@ def make_specs(
         for rank, look in enumerate(found)
     ]
     return found[0]["device"], spans, specs
+
+
+def _costs(model: Any) -> list[float]:
+    if not isinstance(model, StackConfig):
+        return list(model.costs)
+    with torch.device("meta"):
+        return layer_costs(Stack(model))
 
 
 def _check_nodes(setup: Setup, spans: Sequence[range], owners: Sequence[dict[str, Any]]) -> None:

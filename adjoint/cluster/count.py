@@ -21,10 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adjoint.engine.stages import Chunk, Stage, stages_of
 from adjoint.engine.tile import Gradients
+from adjoint.errors import UserError
 from adjoint.kernels import dispatch
 from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
 from adjoint.train.machine import autocast
+
+
+class Uncountable(UserError):
+    """A model whose code cannot run on fake tensors."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Counted:
         saved: what stays after a forward pass that a backward pass follows, its outputs included.
         linearized: the peak of that forward pass.
         pulled: the peak from before that forward pass to the end of the backward pass.
+        held: what the new state, perhaps views of something larger, holds on to after a forward pass without
+            gradients; pinned: what the old state's cotangents hold on to after a backward pass.
     """
 
     parameters: int
@@ -48,6 +55,8 @@ class Counted:
     saved: int
     linearized: int
     pulled: int
+    held: int = 0
+    pinned: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,12 +134,15 @@ class LiveBytes(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def counting(precision: str, device: str) -> Iterator[LiveBytes]:
+def counting(precision: str, device: str, fake: Any = None) -> Iterator[LiveBytes]:
     """Fake tensors, in the precision and with the kernels of a "cpu" or "cuda" device that need not be here.
 
     A GPU's tensors are played by the CPU's: their shapes and dtypes are the same. What differs, the states
     that its kernels save and what they read without widening it, is asked of Triton's backend; where Triton
     is not installed the reference's numbers stand for it, which are higher.
+
+    Args:
+        fake: the FakeTensorMode of tensors made before; by default a new one.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -140,7 +152,7 @@ def counting(precision: str, device: str) -> Iterator[LiveBytes]:
             stack.enter_context(mock.patch.object(dispatch, "sequence_dtype", lambda *given: given[2].dtype))
             triton = dispatch._module("triton")
             stack.enter_context(mock.patch.object(dispatch, "choose", return_value=triton))
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(fake or FakeTensorMode())
         live = stack.enter_context(LiveBytes())
         stack.enter_context(torch.autocast("cpu", enabled=False, cache_enabled=False))
         stack.enter_context(autocast(precision, torch.device("cpu")))

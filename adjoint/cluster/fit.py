@@ -12,8 +12,22 @@ import numpy as np
 from adjoint.cluster.memory import PARTS, Memory, Setup, memory
 from adjoint.cluster.partition import GB, partition
 from adjoint.errors import UserError
+from adjoint.layers import StackConfig
 
 LONGEST = 1 << 33  # tokens; no sequence is longer
+
+
+def make_setup(model: Any, *arguments: Any, **keywords: Any) -> Setup:
+    """The setup of a StackConfig or a `Pretrained`; the rest as `Setup`'s.
+
+    Raises:
+        UserError: see `PretrainedSetup`.
+    """
+    if isinstance(model, StackConfig):
+        return Setup(model, *arguments, **keywords)
+    from adjoint.cluster.pretrained_memory import PretrainedSetup, Spans
+
+    return PretrainedSetup(Spans(model), *arguments, **keywords)
 
 
 def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
@@ -75,7 +89,9 @@ class Fit:
 
     def longest(self) -> int:
         """The most tokens a sequence may have, to within a thirty-second; 0 where not even 64 fit."""
-        low = int(_turn(lambda n: not self.of(seqlen=int(n)).spans(), 0, 64, LONGEST, 1 / 32)[0])
+        known = self.setup.seqlen if self.spans() else 0  # shorter ones need not be counted
+        bounds = (known, 2 * known) if known else (0, 64)
+        low = int(_turn(lambda n: not self.of(seqlen=int(n)).spans(), *bounds, LONGEST, 1 / 32)[0])
         return low // 1024 * 1024 if low >= 32768 else low
 
     def leanest_chunk(self) -> tuple[int, int] | None:
@@ -148,7 +164,7 @@ class Fit:
         def total(*layers: int, first: bool = False, last: bool = False) -> int:
             return memory(self.setup, layers, self.shards, first, last).total
 
-        kinds = self.setup.model.mixers
+        kinds = self.setup.kinds
         base = {kind: total(kinds.index(kind)) for kind in kinds}
         added = {kind: float(total(k := kinds.index(kind), k) - base[kind]) for kind in base}
         sizes = [added[kind] for kind in kinds]

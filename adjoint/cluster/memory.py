@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,6 +26,7 @@ from adjoint.engine.stages import stage_costs
 from adjoint.layers import StackConfig
 from adjoint.methods import Backprop
 from adjoint.stack import Stack
+from adjoint.train.config import plain
 
 # Beside what tensors hold: bytes that libraries take, and what the allocator leaves unused, as a share. Those
 # of a CPU were measured, above a process that has imported everything (some 400 MB); those of a GPU, what its
@@ -47,11 +48,28 @@ PARTS = {
 
 
 @dataclass(frozen=True)
+class Flops:
+    """Operations a token of a forward pass.
+
+    Attributes:
+        layers: of each layer. head: of the head.
+        pairs: of each layer, besides those, a token that it looks back at; () of none.
+        windows: of each layer, how many tokens it looks back at most, None for all.
+    """
+
+    layers: tuple[float, ...]
+    head: float
+    pairs: tuple[float, ...] = ()
+    windows: tuple[int | None, ...] = ()
+
+
+@dataclass(frozen=True)
 class Setup:
     """What memory depends on.
 
     Args:
-        model: the whole stack. method: how the gradient is computed.
+        model: the whole stack; a transformers model has a setup of its own (`make_setup`).
+        method: how the gradient is computed.
         batch, seqlen: of the token ids.
         precision: float32, bfloat16 (autocast) or float64. device: cpu or cuda.
         device_memory: bytes of the smallest device, by which a GPU's default chunk is chosen.
@@ -61,7 +79,7 @@ class Setup:
         helpers: workers that share layer-local's tasks.
     """
 
-    model: StackConfig
+    model: Any
     method: Any
     batch: int
     seqlen: int
@@ -72,6 +90,8 @@ class Setup:
     reserve: bool = True
     sequence: int = 1
     helpers: int = 0
+
+    stages_are_spans: ClassVar[bool] = False  # else embedding, a layer each, head
 
     @property
     def element(self) -> int:
@@ -84,12 +104,6 @@ class Setup:
         default = chunk_size_for(self.model, self.batch, self.device, element, self.device_memory)
         size = chunk_size_of(self.method, self.seqlen, default, self.sequence)
         return self.method.scheme(self.seqlen, size)
-
-    @functools.cached_property
-    def stage_costs(self) -> tuple[float, ...]:
-        """`engine.stages.stage_costs` of the model."""
-        with torch.device("meta"):
-            return stage_costs(Stack(self.model, 0))
 
     @property
     def chunks(self) -> int:
@@ -129,6 +143,25 @@ class Setup:
         # vocab_size and n_layer have no part in a layer: fewer things to count
         return dataclasses.replace(self.model, mixer=self.model.mixers[k], n_layer=1, vocab_size=1)
 
+    def stage_costs(self, spans: Sequence[range]) -> tuple[float, ...]:
+        """Of each stage the time of its forward on a token, relative to others."""
+        with torch.device("meta"):
+            return stage_costs(Stack(self.model, 0))
+
+    def stage_states(self, spans: Sequence[range]) -> list[int]:
+        """Of each stage the bytes of its state at a chunk's edge."""
+        return [0, *map(self.state, range(self.model.n_layer)), 0]
+
+    def flops(self) -> Flops:
+        """Operations of a forward pass: two a weight of a matrix, eight an element of the recurrent state."""
+        ones = [self.layer(k, 64) for k in range(self.model.n_layer)]
+        layers = [2 * one.parameters + 8 * one.state / self.batch / 4 for one in ones]
+        return Flops(tuple(layers), 2.0 * self.model.vocab_size * self.model.d_model)
+
+    def described(self) -> dict[str, Any]:
+        """The model in plain types."""
+        return plain(dataclasses.asdict(self.model))
+
     @property
     def kinds(self) -> Sequence[Hashable]:
         """Of each layer what it is; layers of a kind take the same."""
@@ -138,7 +171,7 @@ class Setup:
         """Bytes of layer k's state at a chunk's edge."""
         return self.layer(k, self.scheme.chunk_size).state
 
-    def past(self, layers: Sequence[int]) -> int:
+    def past(self, layers: Sequence[int], alone: bool) -> int:
         """Bytes of what layers keep of every token, and of its cotangents."""
         return 0
 
@@ -224,21 +257,20 @@ def memory(
         first, last: whether the embedding, and norm and head, are here too.
     """
     size, alone = setup.scheme.chunk_size, shards == setup.sequence == 1 and not setup.helpers
-    parts = _weights(
-        setup, layers, first, last, sums=1 if alone and isinstance(setup.method, Backprop) else 2
-    )
+    sums = 1 if alone and isinstance(setup.method, Backprop) else 2
+    parts = setup.weights(layers, first, last, sums)
     parts["ids"] = 2 * 8 * setup.batch * setup.seqlen
-    state, mine = sum(setup.layer(k, size).state for k in layers), -(-setup.chunks // setup.sequence)
+    state, mine = sum(map(setup.state, layers)), -(-setup.chunks // setup.sequence)
     # at every edge, besides those before and after the sequence and the adjoint ones
     states = state * (mine + 2)
-    kept, work, head = _work(setup, layers, first, last, alone)
+    kept, work, head = setup.work(layers, first, last, alone)
     host = 0
     if setup.scheme.keep == "offload" and setup.device == "cuda":
         host, kept, states = kept + states, 0, 3 * state
         work += setup.y(size)
-    parts |= {"states": states, "kept": kept}
-    largest = max(setup.layer(k, size).largest for k in layers)
-    parts["chunk"] = max(work, 2 * largest)  # AdamW's step of one tensor at a time
+    parts |= {"states": states, "past": setup.past(layers, alone), "kept": kept}
+    # or AdamW's step of one tensor at a time
+    parts["chunk"] = max(work, 2 * setup.largest(layers, first, last))
     parts["head"] = max(0, head - parts["chunk"]) if last else 0
     # receives that are posted ahead, and what was sent up, down or to the next in turn and has not left yet
     turns, windowed = setup.sequence > 1, setup.window[0] is not None

@@ -47,9 +47,7 @@ class ShardSpec:
     @property
     def owners(self) -> Owners:
         """Who has which tile, in a replica."""
-        if not isinstance(self.model, StackConfig):  # a pretrained model's stages are its shards
-            return Owners(tuple(range(len(self.spans))), self.sequence)
-        return Owners.of(self.spans, self.sequence)
+        return owners_of(self.model, self.spans, self.sequence)
 
     @property
     def workers(self) -> int:
@@ -106,6 +104,13 @@ class ShardSpec:
     def everyone(self) -> list[int]:
         """The ranks of all workers but the helpers."""
         return self.groups[-1]
+
+
+def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
+    """Who has which stages."""
+    if not isinstance(model, StackConfig):  # a pretrained model's stages are its shards
+        return Owners(tuple(range(len(spans))), sequence)
+    return Owners.of(spans, sequence)
 
 
 def chunk_size_of(method: Any, seqlen: int, default: int, sequence: int = 1) -> int:

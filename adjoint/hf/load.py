@@ -17,8 +17,8 @@ from adjoint.hf.wrap import unwrap, wrap
 KEY = "model.from_pretrained"
 
 
-def sizes(directory: str) -> dict[str, int]:
-    """vocab_size, d_model and n_layer of the model in a folder.
+def configuration(directory: str) -> Any:
+    """What the config.json of a folder says.
 
     Raises:
         UserError: there is none.
@@ -31,9 +31,18 @@ def sizes(directory: str) -> dict[str, int]:
             "huggingface_hub.snapshot_download brought"
         )
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{KEY}: {directory}: {_line(error)}") from None
+
+
+def sizes(directory: str) -> dict[str, int]:
+    """vocab_size, d_model and n_layer of the model in a folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    config = configuration(directory).get_text_config()
     names = {"vocab_size": "vocab_size", "d_model": "hidden_size", "n_layer": "num_hidden_layers"}
     return {ours: getattr(config, theirs) for ours, theirs in names.items()}
 
@@ -57,8 +66,8 @@ def described(directory: str, method: Any, folder: Path | None) -> Pretrained:
     """What layer shards have to know of the model of a folder.
 
     Args:
-        folder: to write its weights to, by the names of its parameters; None writes none. A folder's own files
-            may have others, which only transformers' loading knows.
+        folder: to write its weights to, by the names of its parameters; None writes none. A folder's own
+            files may have others, which only transformers' loading knows.
 
     Raises:
         UserError: there is no such model, or it cannot be cut.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from adjoint.cluster.fit import Fit
+from adjoint.cluster.fit import Fit, make_setup
 from adjoint.cluster.gpus import GPUS
 from adjoint.cluster.memory import Setup
 from adjoint.cluster.partition import layer_costs
@@ -40,19 +40,27 @@ def main(argv: list[str]) -> int:
     """
     given, config = read_arguments(argv)
     setup, replicas = setup_of(given, config), config.cluster.replicas
-    with torch.device("meta"):
-        model = Stack(config.model)
+    parameters, weights = sizes_of(setup, config)
     limits = given.limits
     speeds = None if limits is None else [limit / max(limits) for limit in limits]
-    fit = Fit(setup, layer_costs(model), given.devices, speeds, limits)
+    fit = Fit(setup, weights, given.devices, speeds, limits)
     spans = fit.assign()
     costs, drawn = _costs(given, setup, config), given.timeline is not None
     estimate = plan_time.estimate(setup, spans, costs, given.bandwidth, speeds, replicas, drawn)
-    found = as_dict(fit, spans, estimate, costs.source, model.num_parameters(), replicas)
+    found = as_dict(fit, spans, estimate, costs.source, parameters, replicas)
     print(json.dumps(found, indent=1) if given.json else text(found))
     if drawn:
         _draw(given, setup, spans, estimate)
     return 0
+
+
+def sizes_of(setup: Setup, config: Config) -> tuple[int, list[float]]:
+    """The number of parameters, and each layer's cost by which layers are shared out."""
+    if setup.stages_are_spans:
+        return setup.model.found.num_parameters, list(setup.model.found.costs)
+    with torch.device("meta"):
+        model = Stack(config.model)
+    return model.num_parameters(), layer_costs(model)
 
 
 def _draw(given: Any, setup: Setup, spans: Sequence[range], estimate: plan_time.Estimate) -> None:
@@ -88,7 +96,8 @@ def _rate(given: Any, setup: Setup) -> tuple[float, str]:
     if given.device_tflops is not None:
         return 1e12 * given.device_tflops, f"{given.device_tflops:g} TFLOP/s a device, as given"
     if setup.device == "cpu" and given.device is None:
-        return 1e12 * CPU_TFLOPS, f"{CPU_TFLOPS:g} TFLOP/s a process, assumed: --measure times this machine"
+        knows = "--device-tflops says better" if setup.stages_are_spans else "--measure times this machine"
+        return 1e12 * CPU_TFLOPS, f"{CPU_TFLOPS:g} TFLOP/s a process, assumed: {knows}"
     named = given.device or UNNAMED
     gpu = GPUS[named.lower()]
     peak = {"float32": gpu.float32, "float64": gpu.float32 / 2}.get(setup.precision, gpu.bfloat16)
@@ -113,8 +122,15 @@ def setup_of(given: Any, config: Config) -> Setup:
     if precision == "auto":
         here = pick_precision("auto", torch.device("cpu"))
         precision = "bfloat16" if given.kind == "cuda" else here
-    setup = Setup(
-        config.model,
+    model: Any = config.model
+    if config.model.from_pretrained is not None:
+        from adjoint.cluster.pretrained_memory import outlined
+
+        if given.measure:
+            raise UserError("--measure: times layers of a Stack; leave it out with model.from_pretrained")
+        model = outlined(config.model.from_pretrained)
+    setup = make_setup(
+        model,
         method,
         -(-config.data.batch // cluster.replicas),  # rows of the replica that has most
         config.data.seqlen,

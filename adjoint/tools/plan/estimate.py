@@ -7,6 +7,8 @@ takes next to another, if a device keeps the rate assumed.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import statistics
 import time
 from collections import Counter
@@ -18,9 +20,9 @@ import torch
 from adjoint.cluster.count import example
 from adjoint.cluster.fit import needs
 from adjoint.cluster.memory import Setup
-from adjoint.cluster.spec import forward_plan, grid_of, step_plan
+from adjoint.cluster.spec import forward_plan, grid_of, owners_of, step_plan
 from adjoint.engine.grid import Grid, Key, Tile
-from adjoint.engine.program import Owners, Plan, Send
+from adjoint.engine.program import Plan, Send
 from adjoint.engine.simulate import Span, Timeline, simulate
 from adjoint.engine.tile import Gradients
 from adjoint.train.machine import autocast
@@ -38,6 +40,8 @@ class Costs:
         head: of norm, head and loss without gradients; with them, forward and backward, it is
             `head_backward`.
         source: what they rest on, a phrase.
+        pairs, windows: as `Flops`'; the backward takes twice as much a pair of tokens.
+        spans: where a stage is a span of layers, embedding and head among them.
     """
 
     forward: tuple[float, ...]
@@ -45,10 +49,16 @@ class Costs:
     head: float
     head_backward: float
     source: str
+    pairs: tuple[float, ...] = ()
+    windows: tuple[int | None, ...] = ()
+    spans: tuple[range, ...] | None = None
 
     def of(self, grid: Grid, t: Tile) -> float:
         """Seconds of a tile."""
-        k, tokens = t.stage - 1, grid.tokens(t.chunk, t.count)
+        tokens = grid.tokens(t.chunk, t.count)
+        if self.spans is not None:
+            return self._of_span(self.spans[t.stage], t.kind, *grid.cuts[t.chunk : t.chunk + 2])
+        k = t.stage - 1
         if k < 0:
             return 0.0  # the embedding: rows are looked up, or added up
         if k == len(self.forward):  # what the loss's gradient is made of is made with the loss
@@ -57,6 +67,20 @@ class Costs:
             left, _, _, halo_stop = grid.span(t)
             return (halo_stop - left) * (self.forward[k] + self.backward[k])
         return tokens * (self.backward[k] if t.kind == "B" else self.forward[k])
+
+    def _of_span(self, layers: range, kind: str, start: int, stop: int) -> float:
+        seconds, factor = 0.0, 2 if kind == "B" else 1
+        for k in layers:
+            seconds += (stop - start) * (self.backward[k] if kind == "B" else self.forward[k])
+            if self.pairs and self.pairs[k]:
+                window = self.windows[k] or stop
+                edge = min(max(window, start), stop)  # until there a token sees all before it
+                pairs = (edge**2 - start**2) / 2 + (stop - edge) * window
+                seconds += factor * self.pairs[k] * pairs
+        if layers.stop == len(self.forward):
+            head = {"F": self.head, "B": 0.0}.get(kind, self.head_backward)
+            seconds += (stop - start) * head
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -78,15 +102,14 @@ class Estimate:
 
 
 def counted(setup: Setup, flops: float, source: str) -> Costs:
-    """Costs from operations: two a weight of a matrix and token, eight an element of the recurrent state;
-    backward twice as many. `flops` a second is what a device of speed 1 keeps up."""
-    forward = []
-    for k in range(setup.model.n_layer):
-        one = setup.layer(k, 64)
-        state = one.state / setup.batch / 4
-        forward.append(setup.batch * (2 * one.parameters + 8 * state) / flops)
-    head = setup.batch * 2 * setup.model.vocab_size * setup.model.d_model / flops
-    return Costs(tuple(forward), tuple(2 * f for f in forward), head, 3 * head, source)
+    """Costs from operations, `Setup.flops`; backward twice as many. `flops` a second is what a device of
+    speed 1 keeps up."""
+    found = setup.flops()
+    rate = flops / setup.batch
+    forward, head = tuple(n / rate for n in found.layers), found.head / rate
+    pairs = tuple(n / rate for n in found.pairs)
+    twice = tuple(2 * f for f in forward)
+    return Costs(forward, twice, head, 3 * head, source, pairs, found.windows)
 
 
 def measured(setup: Setup, tokens: int, threads: int | None, device: torch.device) -> Costs:
@@ -157,18 +180,21 @@ def estimate(
     """
     speed = [s for s in speeds or [1.0] * len(spans) for _ in range(setup.sequence)]
     speed += [min(speed)] * setup.helpers
-    size, stages = setup.scheme.chunk_size, setup.model.n_layer + 2
+    if setup.stages_are_spans:
+        costs = dataclasses.replace(costs, spans=tuple(spans))
+    size, stages = setup.scheme.chunk_size, len(setup.stage_states(spans))
     lengths, most = [setup.seqlen], MOST_TILES // (3 * stages)
     if setup.chunks > most and most * size > 8 * (setup.window[0] or 0) and not drawn:
-        lengths = [most // 2 * size, most * size]
+        # attention takes a time that grows with the length's square
+        lengths = [most // part * size for part in ((4, 2, 1) if any(costs.pairs) else (2, 1))]
     found = [_batch(setup, n, spans, costs, bytes_per_second, speed, drawn) for n in lengths]
 
     def at(value: Callable[[tuple[Timeline, Counter]], float]) -> float:
-        """What grows with the sequence by as much a chunk, at its full length."""
-        first, last = value(found[0]), value(found[-1])
-        if len(found) == 1:
-            return last
-        return last + (last - first) / (lengths[1] - lengths[0]) * (setup.seqlen - lengths[1])
+        """What grows with the sequence as a polynomial does, at its full length (Lagrange's form)."""
+        return sum(
+            value(f) * math.prod((setup.seqlen - m) / (n - m) for m in lengths if m != n)
+            for n, f in zip(lengths, found, strict=True)
+        )
 
     steps, copies = setup.grad_accumulation, replicas * setup.sequence
     weights = [need.parts["weights"] for need in needs(setup, spans)]
@@ -195,16 +221,16 @@ def _batch(
     drawn: bool,
 ) -> tuple[Timeline, Counter[tuple[int, int]]]:
     """One batch, as a `Shard` goes about it, and the bytes over each link."""
-    owners = Owners.of(spans, setup.sequence)
+    owners = owners_of(setup.model, spans, setup.sequence)
     crew = tuple(i % len(spans) for i in range(setup.helpers))
     scheme, model = setup.scheme, setup.model
     windows = None if scheme.window != "auto" else [setup.window[0] or seqlen] * model.n_layer
-    grid = grid_of(model, scheme, seqlen, owners, crew, setup.stage_costs, windows)
-    states = [setup.layer(k, scheme.chunk_size).state for k in range(model.n_layer)]
+    grid = grid_of(model, scheme, seqlen, owners, crew, setup.stage_costs(spans), windows)
+    states = setup.stage_states(spans)
 
     def size(key: Key) -> int:
         if key[0] in ("S", "dS"):
-            return states[key[1] - 1]
+            return states[key[1]]
         return setup.y(grid.reach if key[0] == "spill" else grid.tokens(key[2]))
 
     def run(made: Plan) -> Timeline:

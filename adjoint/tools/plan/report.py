@@ -31,7 +31,7 @@ def as_dict(
     size, least = leaner if leaner and leaner[1] < 0.9 * fullest else (None, None)
     tokens = setup.batch * setup.seqlen * setup.grad_accumulation * replicas
     return {
-        "model": {"parameters": parameters, **plain(dataclasses.asdict(setup.model))},
+        "model": {"parameters": parameters, **setup.described()},
         "method": {"name": setup.method.name, **plain(dataclasses.asdict(setup.method))},
         "batch": setup.batch,
         "replicas": replicas,
@@ -82,7 +82,8 @@ def labels_of(spans: Sequence[range], sequence: int, helpers: int) -> list[str]:
 def text(found: dict[str, Any]) -> str:
     """The plan in lines for a terminal."""
     model, method, step = found["model"], found["method"], found["step"]
-    kinds = model["mixer"] if isinstance(model["mixer"], str) else "+".join(dict.fromkeys(model["mixer"]))
+    mixers = model.get("class", model.get("mixer"))
+    kinds = mixers if isinstance(mixers, str) else "+".join(dict.fromkeys(mixers))
     arguments = {
         k: v for k, v in method.items() if k not in ("name", "chunk_size") and v not in (None, False)
     }

@@ -362,6 +362,11 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     if given.seqlen is not None:
         words += ["--data.seqlen", str(count("--seqlen", given.seqlen, 2))]
     config = load_config(words, "adjoint sweep")
+    if config.model.from_pretrained is not None:
+        raise UserError(
+            "model.from_pretrained: a sweep compares methods on a Stack; leave it out, or give a run's "
+            "folder as --model"
+        )
     given.windows = _windows_within(given.windows, config.data.seqlen)
     return given, config
 
