@@ -49,9 +49,7 @@ def in_one_process(
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name, options", CASES)
-def test_shards_are_one_process(
-    name: str, options: dict[str, Any], replicas: int, one_thread: None
-) -> None:
+def test_shards_are_one_process(name: str, options: dict[str, Any], replicas: int, one_thread: None) -> None:
     method = adjoint.Exact(7)
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(3, 61, (2, 24), generator=generator) for _ in range(3)]  # 7 does not divide 24
@@ -105,9 +103,7 @@ def undisturbed(ray_on_loopback: None, pretrained: str, tmp_path_factory: pytest
     return folder / "run"
 
 
-def test_a_run_over_shards_is_one_in_one_process(
-    undisturbed: Path, pretrained: str, tmp_path: Path
-) -> None:
+def test_a_run_over_shards_is_one_in_one_process(undisturbed: Path, pretrained: str, tmp_path: Path) -> None:
     assert train_tiny(tmp_path, **{**options(pretrained), "cluster__shards": 0}) == 0
     rows, others = told(tmp_path / "run"), told(undisturbed)
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in others], rel=1e-5)
