@@ -105,16 +105,15 @@ def undisturbed(ray_on_loopback: None, pretrained: str, tmp_path_factory: pytest
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_run_over_shards_is_one_in_one_process(undisturbed: Path, pretrained: str, tmp_path: Path) -> None:
     assert train_tiny(tmp_path, **{**options(pretrained), "cluster__shards": 0}) == 0
     rows, others = told(tmp_path / "run"), told(undisturbed)
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in others], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "point, call",
-    [MOMENTS[1], *(pytest.param(*m, marks=pytest.mark.slow) for m in (MOMENTS[0], *MOMENTS[2:]))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("point, call", MOMENTS)
 def test_a_shard_killed_at_any_moment_changes_nothing(
     undisturbed: Path,
     pretrained: str,

@@ -26,6 +26,7 @@ def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_two_replicas_of_two_shards_train_as_one_process(
     ray_on_loopback: None, in_one_process: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -206,7 +206,7 @@ def norm_autograd(x, weight, residual, gate, dy, ds, group_size, dtype):
     ("group_size", "residual", "gated"),
     [(None, True, False), (8, True, True), (None, False, True), (5, False, False)],
 )
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), slow(torch.float64, 1e-12)])
 def test_rms_norm(group_size, residual, gated, dtype, tolerance):
     (x, r, z, dy, ds), weight = norm_inputs(25 if group_size == 5 else 24)
     r, z, ds = r if residual else None, z if gated else None, ds if residual else None
