@@ -215,7 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wrote {folder}/wrapped.json, .csv and .png")
         if complete and options.out is None and options.models == list(MODELS):
             document = common.ROOT / "docs" / "models.md"
-            common.to_docs(folder / "wrapped.png", document, "wrapped", markdown(rows))
+            shown = f"![Memory and time of wrapped models](wrapped.png)\n\n{markdown(rows)}"
+            common.to_docs(folder / "wrapped.png", document, "wrapped", shown)
     if not complete:
         return 130
     failed = any("error" in result for result in journal.done.values())
