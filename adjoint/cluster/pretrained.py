@@ -32,6 +32,9 @@ class PretrainedShard(Shard):
                 if buffer is not None:
                     wide = dtype if buffer.is_floating_point() else buffer.dtype
                     module._buffers[name] = buffer.to(self.device, wide)
+        for name, buffer in part.named_buffers():  # those of the model that was examined, to the bit
+            if name in found.buffers:
+                buffer.copy_(found.buffers[name])
         if found.tie_embeddings and self.is_first and self.is_last:
             part.get_output_embeddings().weight = part.get_input_embeddings().weight
         return part.train()

@@ -39,6 +39,7 @@ class Pretrained:
         costs: multiply-adds a token of each layer, the head's in the last.
         names: of all parameters, in the model's order; a tied table under the embedding's.
         embedding, head: the names of the tables at both ends.
+        buffers: of the model that was examined, such as rotary frequencies.
     """
 
     kind: Any
@@ -55,6 +56,7 @@ class Pretrained:
     embedding: str
     head: str
     num_parameters: int
+    buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def n_layer(self) -> int:
@@ -127,7 +129,8 @@ def examine(model: Any, input_ids: Tensor) -> Pretrained:
     with check.as_refusal(model), check.in_eval_mode(model):
         found = dataclasses.replace(found, multiplier=_multiplier(model, found, input_ids.device))
         _compare(model, found, input_ids)
-    return found
+    buffers = {name: b.detach().cpu().clone() for name, b in model.named_buffers()}
+    return dataclasses.replace(found, buffers=buffers)
 
 
 def describe(model: Any, input_ids: Tensor) -> Pretrained:
