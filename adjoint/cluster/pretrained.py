@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adjoint.cluster.shard import Shard
+from adjoint.cluster.spec import two_each
 from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
 from adjoint.hf.wrap import chunk_size_for, scheme_of
@@ -49,9 +50,7 @@ class PretrainedShard(Shard):
         return scheme_of(self.spec.method, batch, seqlen, self.device.type, chunk_size=chunk_size)
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        size = chunk_size_for(batch, self.device.type)
-        if self.spec.sequence > 1:
-            size = min(size, -(-seqlen // (2 * self.spec.sequence)))
+        size = two_each(chunk_size_for(batch, self.device.type), seqlen, self.spec.sequence)
         return scheme_of(self.spec.method, batch, seqlen, self.device.type, chunk_size=size).chunk_size
 
     def generate(

@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from adjoint.cluster import count
 from adjoint.cluster.count import Counted, Uncountable
 from adjoint.cluster.memory import Flops, Setup
+from adjoint.cluster.spec import two_each
 from adjoint.engine.grid import Scheme
 from adjoint.engine.kept import Past, Slab
 from adjoint.engine.stages import Chunk
@@ -317,9 +318,7 @@ class PretrainedSetup(Setup):
 
     @functools.cached_property
     def scheme(self) -> Scheme:
-        size = chunk_size_for(self.batch, self.device)
-        if self.sequence > 1:
-            size = min(size, -(-self.seqlen // (2 * self.sequence)))
+        size = two_each(chunk_size_for(self.batch, self.device), self.seqlen, self.sequence)
         return scheme_of(self.method, self.batch, self.seqlen, self.device, chunk_size=size)
 
     @functools.cached_property

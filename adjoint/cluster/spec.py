@@ -115,9 +115,12 @@ def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
 
 def chunk_size_of(method: Any, seqlen: int, default: int, sequence: int = 1) -> int:
     """Tokens of a chunk; where the method does not say, so few that every worker of a sequence has two."""
-    if sequence > 1:
-        default = min(default, -(-seqlen // (2 * sequence)))
-    return method.scheme(seqlen, default).chunk_size
+    return method.scheme(seqlen, two_each(default, seqlen, sequence)).chunk_size
+
+
+def two_each(chunk_size: int, seqlen: int, sequence: int) -> int:
+    """Tokens of a chunk, fewer where else some worker of a sequence would not have two of them."""
+    return min(chunk_size, -(-seqlen // (2 * sequence))) if sequence > 1 else chunk_size
 
 
 def check_chunks(method: Any, seqlen: int, chunk_size: int | None, sequence: int) -> None:

@@ -188,7 +188,19 @@ class Grid:
 
     def document(self, c: int) -> int:
         """The first token of a chunk's document."""
-        return self.cuts[max((f for f in self.fresh if f <= c), default=0)]
+        return self.cuts[_last(self._fresh, c)]
+
+    def follows(self, c: int) -> int:
+        """The first token whose state's cotangents reach chunk c; of its document where none are dropped."""
+        return self.cuts[max(_last(self._fresh, c), _last(self._dropped, c))]
+
+    @functools.cached_property
+    def _fresh(self) -> list[int]:
+        return sorted(self.fresh)
+
+    @functools.cached_property
+    def _dropped(self) -> list[int]:
+        return sorted(self.dropped)
 
     def first_of_segment(self, k: int) -> bool:
         return k == 0 or self.segments[k] != self.segments[k - 1]
@@ -291,6 +303,12 @@ class Grid:
             return column[segment, t.chunk], 1, -segment, chunk, *ahead
 
         return sorted([*self.forward_tiles(), *self.backward_tiles()], key=place)
+
+
+def _last(rising: list[int], c: int) -> int:
+    """The last number that is not above c, 0 where there is none. There may be thousands of documents."""
+    i = bisect.bisect_right(rising, c)
+    return rising[i - 1] if i else 0
 
 
 def make_grid(

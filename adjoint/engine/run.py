@@ -220,10 +220,9 @@ class Worker:
         return tuple(next(parts if dim is None else past) for dim in self.grows[k])
 
     def _past(self, slab: Slab, c: int) -> Past:
-        chunk, dropped = self.chunks[c], self.grid.dropped
+        chunk = self.chunks[c]
         begin = chunk.document or -slab.before  # what was there before belongs to the first document
-        follows = max((self.chunks[d].start for d in dropped if d <= c), default=begin)
-        return Past(slab, chunk.start, begin, max(follows, begin))
+        return Past(slab, chunk.start, begin, begin if not self.grid.dropped else self.grid.follows(c))
 
     def forward(self, t: Tile) -> None:
         """F and L."""

@@ -43,6 +43,11 @@ class Slot:
         return 2 if self.name in ("keys", "values") else None
 
 
+def zeros(slots: Sequence[Slot], batch: int, device: torch.device) -> State:
+    """The state before a sequence."""
+    return tuple(torch.zeros(batch, *s.shape, dtype=s.dtype, device=device) for s in slots)
+
+
 @dataclasses.dataclass(frozen=True)
 class Joined:
     """What a tensor of keys or values is made of: attention that finds it there need not take it apart."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from adjoint.engine.autograd import Steps
 from adjoint.engine.grid import Scheme
 from adjoint.hf import check
-from adjoint.hf.cache import Slot
+from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.head import head_scale
 from adjoint.hf.stage import Backbone, CausalLM, Inside, class_of, probe
 from adjoint.layers import State
@@ -79,8 +79,7 @@ class Pretrained:
 
     def states(self, span: range, batch: int, device: torch.device) -> State:
         """The state of a span's layers before a sequence."""
-        slots = [slot for slot in self.slots if slot.layer in span]
-        return tuple(torch.zeros(batch, *s.shape, dtype=s.dtype, device=device) for s in slots)
+        return zeros([slot for slot in self.slots if slot.layer in span], batch, device)
 
     def part(self, model: Any, span: range) -> Any:
         """The model with the layers `span` alone, the embedding with the first and head and final norm with

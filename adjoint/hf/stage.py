@@ -15,7 +15,7 @@ from adjoint.engine import tile
 from adjoint.engine.stages import Chunk
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.hf import attention, head, scans
-from adjoint.hf.cache import ChunkCache, Slot
+from adjoint.hf.cache import ChunkCache, Slot, zeros
 from adjoint.layers import State
 
 
@@ -76,7 +76,7 @@ class Backbone:
         return self.named.values()
 
     def initial_state(self, batch: int, device: torch.device) -> State:
-        return tuple(torch.zeros(batch, *slot.shape, dtype=slot.dtype, device=device) for slot in self.slots)
+        return zeros(self.slots, batch, device)
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         with self.inside(), self.random.of(chunk.start):
