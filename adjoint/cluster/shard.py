@@ -231,10 +231,11 @@ class Shard:
         batch, whose mean the loss is."""
         targets = shift_labels(ids, seq_idx)
         valid = max(int(count_valid(targets)), 1)
-        ids, targets, seq_idx = (
-            None if t is None else rows_of(t, self.spec.replica, self.spec.replicas).to(self.device)
-            for t in (ids, targets, seq_idx)
-        )
+
+        def mine(rows: Tensor) -> Tensor:
+            return rows_of(rows, self.spec.replica, self.spec.replicas).to(self.device)
+
+        ids, targets, seq_idx = mine(ids), mine(targets), None if seq_idx is None else mine(seq_idx)
         batch, seqlen = ids.shape
         scheme = self._scheme(batch, seqlen, chunk_size or self.chunk_size(batch, seqlen))
         grid = self._grid(scheme, seqlen)

@@ -160,7 +160,7 @@ class Steps:
             with torch.random.fork_rng(devices), budget.LiveBytes() as live:
                 scheme = Scheme(size, keep=self.scheme.keep, least=self.scheme.least)
                 one = Steps(
-                    worker.stages, ids[:, :size], targets[:, :size], valid, worker.initial, scheme,
+                    [stage for stage in worker.stages if stage is not None], ids[:, :size], targets[:, :size], valid, worker.initial, scheme,
                     self.parameters, width, dtype,
                 )  # fmt: skip
                 with torch.no_grad():

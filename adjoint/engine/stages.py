@@ -148,8 +148,8 @@ class Layer:
             return {}
         dtype = torch.get_autocast_dtype(device.type)
         for prefix, module in self.block.named_modules():
-            name, weight = f"{prefix}.weight".lstrip("."), getattr(module, "weight", None)
-            if isinstance(module, nn.Linear) and weight.dtype == torch.float32:
+            if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32:
+                name, weight = f"{prefix}.weight".lstrip("."), module.weight
                 version, cast = self.casts.get(name, (-1, None))
                 if version != weight._version or cast is None or cast.dtype != dtype:
                     self.casts[name] = weight._version, weight.detach().to(dtype)

@@ -98,8 +98,8 @@ def load(run: str, device: torch.device, precision: str) -> Loaded:
     if (Path(run) / "config.json").is_file():
         from adjoint.hf.load import load as load_pretrained
 
-        model = load_pretrained(run, Exact()).to(device, dtype).eval()
-        return Loaded(model, DataConfig(tokenizer=run), Path("eval"))
+        found = load_pretrained(run, Exact()).to(device, dtype).eval()
+        return Loaded(found, DataConfig(tokenizer=run), Path("eval"))
     checkpoint = find_checkpoint(run)
     config = read_trainer(checkpoint)["config"]
     data = DataConfig(**{k: v for k, v in config["data"].items() if k in DataConfig.__dataclass_fields__})
