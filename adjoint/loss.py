@@ -90,10 +90,13 @@ def linear_cross_entropy(
         )
 
 
-def shift_labels(labels: Tensor) -> Tensor:
+def shift_labels(labels: Tensor, seq_idx: Tensor | None = None) -> Tensor:
     """Targets aligned with the tokens that predict them: position t holds label t + 1, the last position is
-    ignored."""
-    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1)
+    ignored, and so is the last one of every document where seq_idx (batch, seqlen) tells them apart."""
+    targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1)
+    if seq_idx is not None:
+        targets[:, :-1].masked_fill_(seq_idx[:, 1:] != seq_idx[:, :-1], IGNORE_INDEX)
+    return targets
 
 
 def count_valid(targets: Tensor) -> int | Tensor:

@@ -24,9 +24,11 @@ from adjoint.engine.autograd import chunked_loss
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.grid import Scheme
 from adjoint.layers import State
+from adjoint.memory import size_bytes
 from adjoint.stack import Result, Stack
 
 KEEP = ("edges", "inputs", "offload")
+RECOMPUTE = ("none", "selective", "full")
 TOLERANCE = 1e-3
 
 
@@ -44,13 +46,18 @@ class Chunked:
         raise NotImplementedError
 
     def run(
-        self, model: Stack, input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
+        self,
+        model: Stack,
+        input_ids: Tensor,
+        targets: Tensor,
+        valid: int | Tensor,
+        states: list[State],
+        seq_idx: Tensor | None = None,
     ) -> Result:
         """Mean loss and the final states; see `adjoint.stack.Method`."""
-        default = self.chunk_size or default_chunk_size(model, input_ids)
-        return chunked_loss(
-            model, input_ids, targets, valid, states, self.scheme(input_ids.shape[1], default)
-        )
+        default = self.chunk_size or default_chunk_size(model, input_ids, getattr(self, "recompute", "none"))
+        scheme = self.scheme(input_ids.shape[1], default)
+        return chunked_loss(model, input_ids, targets, valid, states, scheme, seq_idx)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +81,16 @@ class Backprop:
         )
 
     def run(
-        self, model: Stack, input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
+        self,
+        model: Stack,
+        input_ids: Tensor,
+        targets: Tensor,
+        valid: int | Tensor,
+        states: list[State],
+        seq_idx: Tensor | None = None,
     ) -> Result:
         """Mean loss and the final states; see `adjoint.stack.Method`."""
-        return model.run_whole(input_ids, targets, valid, states, self.checkpoint)
+        return model.run_whole(input_ids, targets, valid, states, seq_idx, self.checkpoint)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,25 +107,44 @@ class Exact(Chunked):
             device.
         keep: "edges" keeps only the states at chunk edges and recomputes all layers of a chunk at a time;
             "inputs" also keeps every layer's input (n_layer × seqlen × d_model), so that one layer of a chunk
-            is worked on at a time; "offload" is "inputs" with edges and inputs in host memory (on a CPU the
-            same as "inputs").
+            is worked on at a time; "offload" is "inputs" with offload=True.
+        offload: whether what is kept lies in host memory; on a CPU it does anyway.
+        recompute: of what a layer leaves for its backward on a chunk, how much is computed again in it, to
+            hold less: "none"; "selective", all but the results of scans and of the large products, in_proj's
+            above all; "full", all but the layer's input (Korthikanti et al. 2022, "Reducing activation
+            recomputation in large transformer models").
+        memory: what forward and backward may take beside what is there before them, in bytes or as "30GB"
+            or "512MiB"; "auto" is most of what is left. As many chunks as fit stay linearised and are not
+            recomputed: with room for all of them this is as fast as `Backprop`. None keeps one. The
+            first step measures a chunk, at the cost of one.
 
     Raises:
-        ValueError: chunk_size is not a positive whole number, or keep is none of the three.
+        ValueError: chunk_size is not a positive whole number, keep is none of the three, or memory is no size
+            or comes with a keep other than "edges".
     """
 
     name: ClassVar[str] = "exact"
     chunk_size: int | None = None
     keep: str = "edges"
+    offload: bool = False
+    recompute: str = "none"
+    memory: int | str | None = None
 
     def __post_init__(self) -> None:
         check_chunk_size(self.chunk_size)
         if self.keep not in KEEP:
             raise ValueError(f"keep must be one of {', '.join(KEEP)}; got {self.keep!r}")
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}; got {self.recompute!r}")
+        if self.memory is not None and memory_bytes(self.memory) and self.keep != "edges":
+            raise ValueError(f'memory goes with keep="edges": what it has room for is more than {self.keep}')
 
     def scheme(self, seqlen: int, default: int) -> Scheme:
         """The adjoint state is carried, cotangents come from above."""
-        return Scheme(min(self.chunk_size or default, seqlen), keep=self.keep)
+        memory = None if self.memory is None else memory_bytes(self.memory)
+        offload = self.offload or self.keep == "offload"
+        size = min(self.chunk_size or default, seqlen)
+        return Scheme(size, keep=self.keep, recompute=self.recompute, offload=offload, memory=memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +286,13 @@ class MiniSequence:
                 raise ValueError(f"{name} must be a whole number of pieces, 1 or more; got {value!r}")
 
     def run(
-        self, model: Stack, input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
+        self,
+        model: Stack,
+        input_ids: Tensor,
+        targets: Tensor,
+        valid: int | Tensor,
+        states: list[State],
+        seq_idx: Tensor | None = None,
     ) -> Result:
         """Raises ValueError: a `Stack` has better."""
         raise ValueError(
@@ -289,6 +327,19 @@ def check_chunk_size(chunk_size: object) -> None:
             "chunk_size must be a whole number of tokens, 1 or more, or None to have one picked; "
             f"got {chunk_size!r}"
         )
+
+
+def memory_bytes(memory: object) -> float | Literal["auto"]:
+    if memory == "auto":
+        return "auto"
+    if isinstance(memory, (int, float)) and not isinstance(memory, bool) and memory > 0:
+        return float(memory)
+    try:
+        return size_bytes(str(memory))
+    except ValueError:
+        raise ValueError(
+            f'memory must be a size such as "30GB" or "512MiB", or "auto"; got {memory!r}'
+        ) from None
 
 
 class OptimizerInBackward:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as checkpointed
 
+from adjoint.documents import document_numbers
 from adjoint.errors import UserError
 from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.norm import RMSNorm
@@ -56,13 +57,21 @@ class Method(Protocol):
     """How a loss and its gradients are computed: `adjoint.Exact()` and the like."""
 
     def run(
-        self, model: Stack, input_ids: Tensor, targets: Tensor, valid: int | Tensor, states: list[State]
+        self,
+        model: Stack,
+        input_ids: Tensor,
+        targets: Tensor,
+        valid: int | Tensor,
+        states: list[State],
+        seq_idx: Tensor | None = None,
     ) -> Result:
         """Mean loss and final states, differentiable in the parameters and in `states`.
 
         Args:
             targets: labels already shifted, `valid` of them not ignored.
             states: to start from, a tuple a layer.
+            seq_idx: (batch, seqlen), the documents of a sequence numbered from 0 in rising order; None of
+                one.
         """
         ...
 
@@ -190,6 +199,8 @@ class Stack(nn.Module):
         state: list[State] | None = None,
         return_logits: bool = False,
         return_state: bool = False,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> StackOutput:
         """Loss of a batch of sequences, by any method; or, without labels, its logits.
 
@@ -202,11 +213,18 @@ class Stack(nn.Module):
             return_logits: also return logits (batch, seqlen, vocab_size), differentiable with plain autograd
                 only.
             return_state: also return the final recurrent states, differentiable.
+            seq_idx: (batch, seqlen) integers, of packed documents: where they change another document begins.
+                Nothing is carried over its beginning, and its first token is nobody's label; `state` belongs
+                to the first document.
+            cu_seqlens: (documents + 1,) integers, the same in flash-attention's form: tokens of the batch,
+                row after row, up to each document and in all.
 
         Raises:
-            ValueError: an id or label is out of range, or a shape does not fit.
+            ValueError: an id or label is out of range, or a shape does not fit; cu_seqlens does not rise
+                from 0 to the number of tokens.
         """
         self._check(input_ids, labels)
+        seq_idx = document_numbers(input_ids, seq_idx, cu_seqlens)
         if method is not None and not hasattr(method, "run"):
             raise ValueError(f"method must be an object such as adjoint.Exact(), got {method!r}")
         if state is not None and len(state) != self.config.n_layer:
@@ -214,17 +232,17 @@ class Stack(nn.Module):
         states = self.initial_state(input_ids.shape[0]) if state is None else state
         output = StackOutput()
         if labels is None:
-            y, states = self._hidden(input_ids, states)
+            y, states = self._hidden(input_ids, states, seq_idx)
             output.logits = self.logits(y)
         else:
-            targets = shift_labels(labels)
+            targets = shift_labels(labels, seq_idx)
             run = self.run_whole if method is None else functools.partial(method.run, self)
-            result = run(input_ids, targets, count_valid(targets), states)
+            result = run(input_ids, targets, count_valid(targets), states, seq_idx)
             output.loss, output.windows = result.loss, result.windows
             if return_logits:
                 whole = getattr(method, "name", "backprop") == "backprop"
                 with torch.set_grad_enabled(torch.is_grad_enabled() and whole):
-                    output.logits = self.logits(self._hidden(input_ids, states)[0])
+                    output.logits = self.logits(self._hidden(input_ids, states, seq_idx)[0])
             states = result.states
         if return_state:
             output.state = states
@@ -236,27 +254,32 @@ class Stack(nn.Module):
         targets: Tensor,
         valid: int | Tensor,
         states: list[State],
+        seq_idx: Tensor | None = None,
         checkpoint: bool = False,
     ) -> Result:
         """Mean loss and final states by plain autograd over the whole sequence.
 
         Args:
-            targets: labels already shifted, `valid` of them not ignored.
+            targets, seq_idx: as `Method`'s.
             checkpoint: recompute each layer in the backward instead of keeping its activations.
         """
-        y, final = self._hidden(input_ids, states, checkpoint)
+        y, final = self._hidden(input_ids, states, seq_idx, checkpoint)
         divisor = valid.clamp(min=1) if isinstance(valid, Tensor) else max(valid, 1)
         return Result(self.head_loss(y, targets) / divisor, final)
 
     def _hidden(
-        self, input_ids: Tensor, states: list[State], checkpoint: bool = False
+        self,
+        input_ids: Tensor,
+        states: list[State],
+        seq_idx: Tensor | None = None,
+        checkpoint: bool = False,
     ) -> tuple[Tensor, list[State]]:
         y, final = self.embed(input_ids), []
         for layer, state in zip(self.layers, states, strict=True):
             if checkpoint and torch.is_grad_enabled():
-                y, state = checkpointed(layer, y, state, use_reentrant=False)
+                y, state = checkpointed(layer, y, state, seq_idx, use_reentrant=False)
             else:
-                y, state = layer(y, state)
+                y, state = layer(y, state, seq_idx)
             final.append(state)
         return y, final
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from adjoint.train import machine
+from adjoint import memory
 from benchmarks import common
 from benchmarks.common import Point
 
@@ -44,11 +44,11 @@ def measure(point: Point) -> Point:
     loss, before = torch.zeros(()), 0
     for length in (64, point["tokens"]):  # the first loads libraries, and probes what is probed on first use
         model.zero_grad()
-        machine.reset_peak_rss()
-        before, _ = machine.rss_bytes()
+        memory.reset_peak_rss()
+        before, _ = memory.rss_bytes()
         loss = model(input_ids=ids[:, :length], labels=ids[:, :length], use_cache=False).loss
         loss.backward()
-    return {**point, "bytes": machine.rss_bytes()[1] - before, "loss": loss.item()}
+    return {**point, "bytes": memory.rss_bytes()[1] - before, "loss": loss.item()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from adjoint.train import machine
+from adjoint import memory
 from benchmarks import common, timing
 from benchmarks.common import Point, Row
 
@@ -95,10 +95,10 @@ def measure(point: Point) -> dict[str, Any]:
         model(input_ids=ids, labels=ids).loss.backward()
 
     run(ids[:, :64])
-    machine.reset_peak_rss()
-    baseline, _ = machine.rss_bytes()
+    memory.reset_peak_rss()
+    baseline, _ = memory.rss_bytes()
     seconds = timing.repeated(run, "cpu", point["repeat_s"], least=1, most=5)
-    return {"memory_bytes": machine.rss_bytes()[1] - baseline, "seconds": seconds}
+    return {"memory_bytes": memory.rss_bytes()[1] - baseline, "seconds": seconds}
 
 
 def grid(options: Any) -> list[Point]:
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--max-memory", type=size, help="as 18GB (default 75%% of the machine's)")
     add("--repeat-s", type=float, default=4.0, help="seconds for which a process repeats its pass (4)")
     options = parser.parse_args(arguments)
-    options.max_memory = options.max_memory or int(0.75 * machine.total_memory_bytes())
+    options.max_memory = options.max_memory or int(0.75 * memory.total_memory_bytes())
     environment, folder = common.environment(), options.out or common.RESULTS
     journal = common.open_journal(folder, "wrapped", Path(__file__), environment, fresh=options.fresh)
     complete = common.completed(lambda: run(options, journal))

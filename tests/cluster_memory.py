@@ -22,8 +22,8 @@ from adjoint import Exact, Stack, StackConfig
 from adjoint.cluster import group as group_module
 from adjoint.cluster.group import Group, ShardActor
 from adjoint.kernels.cpu import build as cpu_build
+from adjoint.memory import peak_memory_bytes
 from adjoint.train.config import TrainingConfig
-from adjoint.train.machine import peak_memory_bytes
 from adjoint.train.optimizer import make_optimizer
 
 METHOD = Exact(512)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from adjoint.train import machine as meter
+from adjoint import memory as meter
 from benchmarks import common, window_time
 from benchmarks.memory import command as memory
 from benchmarks.memory import report as memory_report
@@ -64,7 +64,7 @@ def test_wrong_options_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) 
 
 def test_peak_follows_an_allocation_and_is_reset() -> None:
     code = (
-        "from adjoint.train import machine as meter\n"
+        "from adjoint import memory as meter\n"
         "meter.reset_peak_rss(); now, _ = meter.rss_bytes()\n"
         "block = bytearray(200 << 20); block[::4096] = b'x' * len(block[::4096]); del block\n"
         "peak = meter.rss_bytes()[1] - now\n"

@@ -15,11 +15,12 @@ from training_helpers import train_tiny, write_text
 
 from adjoint import Backprop, Exact, LayerLocal, Truncated
 from adjoint.cli import main
+from adjoint.memory import PeakMemory, memory_left
 from adjoint.tools.sweep import compare
 from adjoint.tools.sweep import report as sweep_report
 from adjoint.tools.sweep.compare import Comparison
 from adjoint.tools.sweep.report import smallest_window
-from adjoint.train.machine import PeakMemory, environment, memory_left
+from adjoint.train.machine import environment
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,13 @@ from model_helpers import (
     make_model,
     relative,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from adjoint import Backprop, Exact
+from adjoint import Backprop, Exact, StackConfig
+from adjoint.cluster import count
+from adjoint.engine import budget
+from adjoint.engine.stages import Layer
+from adjoint.methods import RECOMPUTE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -420,3 +426,87 @@ print(sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stdout
+
+
+def tapes_of(
+    monkeypatch: pytest.MonkeyPatch, model: Any, ids: torch.Tensor, memory: Any, chunk: int = 64
+) -> int:
+    """How many chunks a step left linearised; its gradients are checked."""
+    taken: list[int] = []
+    within = budget.tapes_within
+    monkeypatch.setattr(budget, "tapes_within", lambda *a: taken.append(within(*a)) or taken[-1])
+    _, expected = gradients(model, ids, ids, Backprop())
+    _, got = gradients(model, ids, ids, Exact(chunk, memory=memory))
+    assert_same(got, expected)
+    return taken[0]
+
+
+def test_a_memory_budget_is_filled_with_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None fits: one, as without a budget; room for all: all; a chunk more for each tape's bytes more."""
+    model, ids = make_model("mixed, untied"), make_ids(2, 1000)
+    assert tapes_of(monkeypatch, model, ids, "1kB") == 1
+    assert tapes_of(monkeypatch, model, ids, "8GB") == 16
+    assert tapes_of(monkeypatch, model, ids, "auto") == 16
+    measured = next(iter(budget.of_model(list(model.parameters())).values()))
+    fixed, share = budget.RESERVED_CPU
+    edges = sum(s.numel() for state in model.initial_state(2) for s in state) * 8 * 16
+    for tapes in (1, 5, 11):
+        room = fixed + (1 + share) * (1.15 * edges + measured.beside + (tapes + 0.5) * measured.tape)
+        assert abs(tapes_of(monkeypatch, model, ids, int(room)) - tapes) <= 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"memory": "much"}, {"memory": 0}, {"memory": True}, {"memory": "1GB", "keep": "inputs"}]
+)
+def test_a_budget_that_is_none_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="memory"):
+        Exact(**options)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_a_tile_computes_again_changes_no_bit(variant: str) -> None:
+    model, ids = make_model(variant, torch.float32), make_ids(2, 257)
+    _, expected = gradients(model, ids, ids, Exact(64))
+    for recompute in ("selective", "full"):
+        _, got = gradients(model, ids, ids, Exact(64, recompute=recompute))
+        assert all(torch.equal(got[name], expected[name]) for name in expected), recompute
+
+
+def test_a_tile_that_computes_more_again_keeps_less() -> None:
+    """Of mamba at real proportions, beside its input: all; its output, in_proj's and the scan's results; its
+    output."""
+    config = StackConfig(d_model=256, n_layer=1, mixer="mamba")
+    kept = {how: count.stage(config, 1, 1024, "float32", "cpu", recompute=how).saved for how in RECOMPUTE}
+    states = 1024 // 64 * config.d_inner * 16 * 4
+    stream, inner = 1024 * 256 * 4, 1024 * 512 * 4
+    assert kept["none"] > 1.5 * kept["selective"]
+    # beside them x_proj's narrow results
+    assert 0 <= kept["selective"] - (stream + 3 * inner + states) <= 0.2 * inner
+    assert 0 <= kept["full"] - stream <= 0.1 * stream
+
+
+def test_under_autocast_weights_are_cast_once_a_step() -> None:
+    """No tile but the first casts a weight; the gradients are those of casts in every tile, to the bit."""
+
+    class Casts(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made: list[tuple[int, ...]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
+                self.made.append(tuple(out.shape))
+            return out
+
+    model, ids = make_model("mamba", torch.float32, d_model=40), make_ids(1, 60)
+    widths = {tuple(p.shape) for layer in model.layers for p in layer.parameters() if p.dim() == 2}
+    with torch.autocast("cpu", torch.bfloat16), Casts() as seen:
+        _, got = gradients(model, ids, ids, Exact(10))
+        made = [shape for shape in seen.made if shape in widths]
+    linear = [m for m in model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    assert len(made) == len(linear)
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+        patch.setattr(Layer, "_cast", lambda self, device: {})
+        _, expected = gradients(model, ids, ids, Exact(10))
+    assert all(torch.equal(got[name], expected[name]) for name in expected)

@@ -119,7 +119,13 @@ def simple_counts(model: StackConfig, state: int, kept: int) -> Any:
     needs."""
 
     def stage(
-        config: StackConfig, batch: int, tokens: int, precision: str, device: str, head: bool = False
+        config: StackConfig,
+        batch: int,
+        tokens: int,
+        precision: str,
+        device: str,
+        head: bool = False,
+        recompute: str = "none",
     ) -> count.Counted:
         y = batch * tokens * model.d_model * 4
         return count.Counted(0, 0, 0 if head else state, y, kept * y, kept * y, kept * y)
@@ -239,7 +245,7 @@ def test_memory_is_what_a_process_takes(method: str) -> None:
     code = f"""
 import sys, torch
 from adjoint import *
-from adjoint.train import machine as meter
+from adjoint import memory as meter
 from adjoint.cluster import memory as plan
 from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import make_optimizer

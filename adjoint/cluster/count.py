@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from adjoint.engine.budget import LiveBytes
 from adjoint.engine.stages import Chunk, Stage, stages_of
 from adjoint.engine.tile import Gradients
 from adjoint.errors import UserError
@@ -44,6 +43,7 @@ class Counted:
         saved: what stays after a forward pass that a backward pass follows, its outputs included.
         linearized: the peak of that forward pass.
         pulled: the peak from before that forward pass to the end of the backward pass.
+        casts: of the weights that autocast has in another dtype, for a whole step.
         held: what the new state, perhaps views of something larger, holds on to after a forward pass without
             gradients; pinned: what the old state's cotangents hold on to after a backward pass.
     """
@@ -57,6 +57,7 @@ class Counted:
     pulled: int
     held: int = 0
     pinned: int = 0
+    casts: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,13 @@ class Example:
 
 
 def example(
-    config: StackConfig, batch: int, tokens: int, precision: str, device: str = "cpu", head: bool = False
+    config: StackConfig,
+    batch: int,
+    tokens: int,
+    precision: str,
+    device: str = "cpu",
+    head: bool = False,
+    recompute: str = "none",
 ) -> Example:
     """The first layer of a stack on a chunk, or its norm, head and loss."""
     wide = torch.float64 if precision == "float64" else torch.float32
@@ -95,42 +102,9 @@ def example(
             dy = torch.ones(()) if head else torch.randn_like(x)
     finally:
         torch.set_default_dtype(before)
-    stage = stages_of(part)[-1 if head else 1]
+    stage = stages_of(part, recompute)[-1 if head else 1]
     assert stage is not None
     return Example(stage, x, () if head else part.initial_state(batch)[0], Chunk(ids, ids), dy)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operators made and that are still alive: `live` now, `peak` at most since
-    `begin`. (torch.distributed._tools has one for modules; it is private and wants hooks on them.)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.known: dict[int, int] = {}
-
-    def begin(self) -> int:
-        """Lets the peak begin at what is alive now, and gives it."""
-        self.peak = self.live
-        return self.live
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(made):
-            if isinstance(tensor, Tensor):
-                self._note(tensor.untyped_storage())
-        self.peak = max(self.peak, self.live)
-        return made
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.known:
-            self.known[key] = storage.nbytes()
-            self.live += storage.nbytes()
-            weakref.finalize(storage, self._gone, key)
-
-    def _gone(self, key: int) -> None:
-        self.live -= self.known.pop(key, 0)
 
 
 @contextlib.contextmanager
@@ -167,11 +141,18 @@ def element_size(precision: str) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def stage(
-    config: StackConfig, batch: int, tokens: int, precision: str, device: str, head: bool = False
+    config: StackConfig,
+    batch: int,
+    tokens: int,
+    precision: str,
+    device: str,
+    head: bool = False,
+    recompute: str = "none",
 ) -> Counted:
     """A layer of a stack of one kind of layers, or its head, on a chunk; `device` as `counting`'s."""
     with counting(precision, device) as live:
-        one, gradients = example(config, batch, tokens, precision, head=head), Gradients()
+        one = example(config, batch, tokens, precision, head=head, recompute=recompute)
+        gradients = Gradients()
         one.pull(gradients)  # the sums of gradients are there from now on
         before = live.begin()
         one.forward()
@@ -184,7 +165,10 @@ def stage(
         sizes = [w.nbytes for w in one.stage.parameters()]
         state = sum(s.nbytes for s in one.state)
         parameters = sum(sizes) // element_size(precision)
-        return Counted(parameters, max(sizes), state, forward, saved, linearized, live.peak - before)
+        casts = sum(cast.nbytes for _, cast in getattr(one.stage, "casts", {}).values())
+        return Counted(
+            parameters, max(sizes), state, forward, saved, linearized, live.peak - before, casts=casts
+        )
 
 
 @functools.lru_cache(maxsize=4096)

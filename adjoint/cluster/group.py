@@ -51,7 +51,8 @@ class ShardActor:
 
         from adjoint.cluster import devices
         from adjoint.kernels.cpu import build as cpu_build
-        from adjoint.train.machine import pick_device, pick_precision, total_memory_bytes
+        from adjoint.memory import total_memory_bytes
+        from adjoint.train.machine import pick_device, pick_precision
 
         device = pick_device(training.device)
         if device.type == "cpu":

@@ -114,11 +114,15 @@ def carry_out(worker: Worker, tiles: Sequence[Tile]) -> list[Tensor]:
     return [made.sums.get(p, torch.zeros_like(p, dtype=worker.wide)) for p in stage.parameters()]
 
 
+SEQ_IDX: Key = ("seq_idx",)
+
+
 def inputs_of(worker: Worker, tiles: Sequence[Tile]) -> dict[Key, Tensor]:
     """What a unit reads of others' work."""
     written = {key for t in tiles for key in worker.grid.writes(t)}
     reads = {key for t in tiles for key in worker.grid.reads(t)} - written
-    return {key: worker.store[key].cpu() for key in reads}
+    found = {key: worker.store[key].cpu() for key in reads}
+    return found if worker.seq_idx is None else {**found, SEQ_IDX: worker.seq_idx.cpu()}
 
 
 def weights_of(stage: Stage | None) -> list[Tensor]:
@@ -149,7 +153,8 @@ class Helper:
                     parameter.copy_(weight)
         batch = initial[tiles[0].stage][0].shape[0]
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device).expand(batch, grid.cuts[-1])
-        worker = Worker(self.stages, grid, ids, ids, initial, self.width, self.wide)
+        seq_idx = inputs.pop(SEQ_IDX, None)
+        worker = Worker(self.stages, grid, ids, ids, initial, self.width, self.wide, seq_idx=seq_idx)
         worker.store |= {key: tensor.to(self.device) for key, tensor in inputs.items()}
         with worker.precision():
             return [gradient.cpu() for gradient in carry_out(worker, tiles)]

@@ -19,6 +19,7 @@ import torch
 from adjoint.cluster import count
 from adjoint.cluster.count import Counted
 from adjoint.cluster.spec import chunk_size_of
+from adjoint.engine.budget import RESERVED_CPU
 from adjoint.engine.chunk_size import chunk_size_for
 from adjoint.engine.grid import Grid, Scheme
 from adjoint.engine.program import BUFFERS
@@ -29,11 +30,12 @@ from adjoint.stack import Stack
 from adjoint.train.config import plain
 
 # Beside what tensors hold: bytes that libraries take, and what the allocator leaves unused, as a share. Those
-# of a CPU were measured, above a process that has imported everything (some 400 MB); those of a GPU, what its
+# of a CPU are counted above a process that has imported everything (some 400 MB); those of a GPU, what its
 # context and cuBLAS's workspaces commonly take and a margin for fragments, are assumptions.
-RESERVED = {"cpu": (32e6, 0.2), "cuda": (0.75e9, 0.05)}
+RESERVED = {"cpu": RESERVED_CPU, "cuda": (0.75e9, 0.05)}
 PARTS = {
     "weights": "parameters",
+    "casts": "the weights of linear maps in autocast's dtype",
     "gradients": "their sums over chunks",
     "optimizer": "AdamW's two moments",
     "ids": "token ids and labels",
@@ -101,7 +103,10 @@ class Setup:
     def scheme(self) -> Scheme:
         """What the engine is asked for."""
         element = 2 if self.precision == "bfloat16" and self.device == "cuda" else self.element
-        default = chunk_size_for(self.model, self.batch, self.device, element, self.device_memory)
+        recompute = getattr(self.method, "recompute", "none")
+        default = chunk_size_for(
+            self.model, self.batch, self.device, element, self.device_memory, recompute
+        )
         size = chunk_size_of(self.method, self.seqlen, default, self.sequence)
         return self.method.scheme(self.seqlen, size)
 
@@ -124,7 +129,10 @@ class Setup:
 
     def layer(self, k: int, tokens: int) -> Counted:
         """What layer k takes on a chunk."""
-        return count.stage(self.kind(k), self.batch, tokens, self.precision, self.device)
+        recompute = self.scheme.recompute
+        return count.stage(
+            self.kind(k), self.batch, tokens, self.precision, self.device, recompute=recompute
+        )
 
     def task(self, k: int) -> int:
         """The peak of a windowed vjp of layer k."""
@@ -185,8 +193,10 @@ class Setup:
         owned = sum(self.layer(k, 64).parameters for k in layers)
         copied = table if first and tied and not last else 0  # the head's shard owns it
         owned += table * (first and not copied) + (self.model.d_model + table * (not (tied and first))) * last
+        casts = sum(self.layer(k, 64).casts for k in layers)
         return {
             "weights": self.element * (owned + copied),
+            "casts": casts,
             "gradients": self.element * (owned + copied) * (1 if self.grad_accumulation == 1 else sums),
             "optimizer": 2 * self.element * owned,
         }
@@ -265,7 +275,7 @@ def memory(
     states = state * (mine + 2)
     kept, work, head = setup.work(layers, first, last, alone)
     host = 0
-    if setup.scheme.keep == "offload" and setup.device == "cuda":
+    if setup.scheme.offload and setup.device == "cuda":
         host, kept, states = kept + states, 0, 3 * state
         work += setup.y(size)
     parts |= {"states": states, "past": setup.past(layers, alone), "kept": kept}

@@ -361,6 +361,7 @@ class PretrainedSetup(Setup):
         copied = model.table if first and tied and not last else 0  # the head's shard owns it
         return {
             "weights": self.element * taken,
+            "casts": 0,  # autocast makes them anew in every tile
             "gradients": self.element * taken * (1 if self.grad_accumulation == 1 else sums),
             "optimizer": 2 * self.element * (taken - copied),
         }

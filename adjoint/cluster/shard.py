@@ -32,7 +32,8 @@ from adjoint.loss import count_valid, shift_labels
 from adjoint.methods import Backprop, LayerLocal, Truncated
 from adjoint.stack import Stack, draw_seed
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
-from adjoint.train.machine import autocast, peak_memory_bytes
+from adjoint.memory import peak_memory_bytes
+from adjoint.train.machine import autocast
 from adjoint.train.optimizer import make_optimizer
 
 
@@ -112,7 +113,8 @@ class Shard:
 
     def _stages(self, batch: int) -> tuple[list[Any], list[Any]]:
         """The stages, None in the places of others', and their states before a sequence."""
-        return stages_of(self.part), stage_states(self.part, self.part.initial_state(batch))
+        recompute = getattr(self.spec.method, "recompute", "none")
+        return stages_of(self.part, recompute), stage_states(self.part, self.part.initial_state(batch))
 
     def _scheme(self, batch: int, seqlen: int, chunk_size: int) -> Scheme:
         """What the engine is asked for."""
@@ -168,6 +170,7 @@ class Shard:
         batches: int = 1,
         final: bool = True,
         passing: Tensor | None = None,
+        seq_idx: Tensor | None = None,
     ) -> float | None:
         """Forward and backward over this worker's part of one batch; adds to the gradients.
 
@@ -179,6 +182,7 @@ class Shard:
                 all that have these layers.
             passing: (n_layer, chunks), for a method that cuts at random: what the adjoint state is multiplied
                 by as it leaves a chunk, the same on every worker.
+            seq_idx: (batch, seqlen) of packed documents, numbered from 0 in rising order.
 
         Returns:
             On a last shard its share of the mean loss, divided by `batches`: the shares add up to the loss.
@@ -188,7 +192,7 @@ class Shard:
             UserError: fewer rows than replicas, or fewer chunks than workers of a sequence.
         """
         check_rows(len(ids), self.spec.replicas)
-        worker, scheme, valid = self._worker(ids, chunk_size, passing)
+        worker, scheme, valid = self._worker(ids, chunk_size, passing, seq_idx)
         check_chunks(self.spec.method, ids.shape[1], scheme.chunk_size, self.spec.sequence)
         worker.scale = torch.ones((), dtype=worker.wide, device=self.device) / batches / valid
         if scheme.window == "auto":
@@ -204,23 +208,34 @@ class Shard:
             self._sum_gradients()
         return self._loss(worker, valid * batches)
 
-    def evaluate(self, ids: Tensor, chunk_size: int | None = None) -> float | None:
+    def evaluate(
+        self, ids: Tensor, chunk_size: int | None = None, seq_idx: Tensor | None = None
+    ) -> float | None:
         """On a last shard its share of the mean loss of a batch, None elsewhere. A batch may have fewer rows
         than there are replicas, and be too short for every worker of a sequence to have a chunk."""
         if not len(rows_of(ids, self.spec.replica, self.spec.replicas)):
             return 0.0 if self.is_last else None
         with torch.no_grad():
-            worker, _, valid = self._worker(ids, chunk_size)
+            worker, _, valid = self._worker(ids, chunk_size, seq_idx=seq_idx)
             self._carry_out(worker, forward_plan(worker.grid, self.spec.owners))
         return self._loss(worker, valid)
 
     def _worker(
-        self, ids: Tensor, chunk_size: int | None, passing: Tensor | None = None
+        self,
+        ids: Tensor,
+        chunk_size: int | None,
+        passing: Tensor | None = None,
+        seq_idx: Tensor | None = None,
     ) -> tuple[Worker, Scheme, int]:
         """This worker's part of a batch, how it is gone about, and the number of valid labels of the whole
         batch, whose mean the loss is."""
-        valid = max(int(count_valid(shift_labels(ids))), 1)
-        ids = rows_of(ids, self.spec.replica, self.spec.replicas).to(self.device)
+        targets = shift_labels(ids, seq_idx)
+        valid = max(int(count_valid(targets)), 1)
+
+        def mine(rows: Tensor) -> Tensor:
+            return rows_of(rows, self.spec.replica, self.spec.replicas).to(self.device)
+
+        ids, targets, seq_idx = mine(ids), mine(targets), None if seq_idx is None else mine(seq_idx)
         batch, seqlen = ids.shape
         scheme = self._scheme(batch, seqlen, chunk_size or self.chunk_size(batch, seqlen))
         grid = self._grid(scheme, seqlen)
@@ -231,15 +246,16 @@ class Shard:
                 stages,
                 grid,
                 ids,
-                shift_labels(ids),
+                targets,
                 states,
                 self.spec.model.d_model,
                 wide,
                 self.transport,
                 self._traced,
-                host=scheme.keep == "offload" and self.device.type == "cuda",
+                host=scheme.offload and self.device.type == "cuda",
                 noting=scheme.window == "auto" and torch.is_grad_enabled(),
                 passing=None if passing is None else passing.tolist(),
+                seq_idx=seq_idx,
             )
         if self.crew is not None:
             crew, known = self.crew, self.known
@@ -416,7 +432,7 @@ class Shard:
         enough that every worker of a sequence has two."""
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
         with autocast(self.spec.precision, self.device):  # what layers keep of a chunk depends on it
-            default = default_chunk_size(self.part, ids)
+            default = default_chunk_size(self.part, ids, getattr(self.spec.method, "recompute", "none"))
         return chunk_size_of(self.spec.method, seqlen, default, self.spec.sequence)
 
     def picked_windows(self) -> list[int] | None:

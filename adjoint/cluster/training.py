@@ -56,6 +56,13 @@ def train(config: Config) -> Outcome:
     check_method(method, settings.helpers, settings.sequence)
     check_rows(config.data.batch, settings.replicas)
     check_chunks(method, config.data.seqlen, None, settings.sequence)
+    if config.training.carry_state != "none":
+        raise UserError("training.carry_state: states are carried in one process; set cluster.shards to 0")
+    if config.data.documents == "packed" and config.model.from_pretrained is not None:
+        raise UserError(
+            "data.documents: packed documents of a pretrained model are for one process; set cluster.shards to 0, "
+            'or data.documents to "stream"'
+        )
     need = placement.Need(settings.cpus, int(_wants_gpus(config)))
     shards = 1 if settings.shards == "auto" else settings.shards
     wanted = settings.replicas * (shards * settings.sequence + settings.helpers)
@@ -227,7 +234,7 @@ class ShardedTrainer(Trainer):
             if scheme.cut:
                 chunks = len(scheme.cuts(ids.shape[1])) - 1
                 passing = draw_passing(self.config.model.n_layer, chunks, scheme.cut).numpy()
-            rest = (batches, i + 1 == batches, passing)
+            rest = (batches, i + 1 == batches, passing, self._seq_idx(ids))
             found = self._all("accumulate", ids.numpy(), self.chunk_size, *rest)
             loss += sum(share for share in found if share is not None)
             if not math.isfinite(loss):
@@ -238,6 +245,10 @@ class ShardedTrainer(Trainer):
             tokens += ids.numel()
         return loss, tokens, windows
 
+    def _seq_idx(self, ids: torch.Tensor) -> Any:
+        found = self.data.seq_idx(ids)
+        return None if found is None else found.numpy()
+
     def _update(self, step: int) -> float:
         norms = {name: norm for found in self._all("norms", first=True) for name, norm in found.items()}
         total = total_norm([norms[name] for name in self.names if name in norms], self.precision)
@@ -247,7 +258,8 @@ class ShardedTrainer(Trainer):
         return total
 
     def _loss_of(self, ids: torch.Tensor) -> float:
-        found = self._all("evaluate", ids.numpy(), min(self.chunk_size, ids.shape[1]))
+        chunk_size = min(self.chunk_size, ids.shape[1])
+        found = self._all("evaluate", ids.numpy(), chunk_size, self._seq_idx(ids))
         return sum(share for share in found if share is not None)
 
     def _write(self, directory: Path, trainer: dict[str, Any], keep: int) -> None:

@@ -22,6 +22,7 @@ import torch
 from adjoint.data.cache import open_tokens
 from adjoint.data.sources import find_sources
 from adjoint.data.tokenizer import Tokenizer, load_tokenizer
+from adjoint.documents import document_ends, from_separator
 from adjoint.errors import UserError, check_whole
 
 
@@ -37,6 +38,8 @@ class DataConfig:
         tokenizer: "byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a local Hugging
             Face tokenizer folder.
         text_field: The field (.jsonl) or column (.parquet) that holds a document's text.
+        documents: "stream", one text of all documents, read on across their ends; or "packed": nothing is
+            carried over a document's beginning, and its first token is predicted from nothing.
         separator: What closes each document in the stream. Unset: byte 0, or the tokenizer's end-of-text
             token. A token of the tokenizer (any text for "byte"); "" for none.
         eval_fraction: Share of the text held out for evaluation, above 0 and at most 0.5: whole files where
@@ -54,6 +57,7 @@ class DataConfig:
     batch: int = 1
     tokenizer: str = "byte"
     text_field: str = "text"
+    documents: str = "stream"
     separator: str | None = None
     eval_fraction: float = 0.05
     eval_tokens: int = 65536
@@ -66,6 +70,10 @@ class DataConfig:
             value = getattr(self, key)
             if not isinstance(value, str) or not value:
                 raise UserError(f"data.{key}: must be a text that is not empty, got {value!r}")
+        if self.documents not in ("stream", "packed"):
+            raise UserError(f'data.documents: must be "stream" or "packed", got {self.documents!r}')
+        if self.documents == "packed" and self.separator == "":
+            raise UserError('data.documents: packed documents need a data.separator that closes each, not ""')
         for key in ("separator", "cache_dir"):
             value = getattr(self, key)
             if not isinstance(value, str | None):
@@ -85,15 +93,30 @@ class Batches:
     Epoch e cuts the stream into windows of `seqlen` tokens from an offset of its own (so window edges move
     from epoch to epoch) and shuffles them; both depend on (seed, e) alone. A batch is the next `batch`
     windows and may span two epochs, so no window is dropped and a corpus may hold fewer windows than a batch.
+    With `consecutive` every row reads on in a part of the stream of its own; an epoch ends where those do.
 
     Attributes:
         epoch: Number of the epoch of the next window, from 0.
         position: Windows of that epoch already handed out.
     """
 
-    def __init__(self, tokens: np.ndarray, seqlen: int, batch: int, seed: int, fingerprint: str) -> None:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        seqlen: int,
+        batch: int,
+        seed: int,
+        fingerprint: str,
+        consecutive: bool = False,
+    ) -> None:
         """tokens: (n,) unsigned integers, n > seqlen, named by their fingerprint; seed: at least 0."""
         check_whole("the seed", seed, 0)
+        if consecutive and len(tokens) < batch * seqlen:
+            raise UserError(
+                f"{len(tokens)} tokens are too few for {batch} rows that read on, of data.seqlen {seqlen}: "
+                "lower data.batch or data.seqlen"
+            )
+        self.consecutive = consecutive
         if len(tokens) < seqlen + 1:
             raise UserError(f"{len(tokens)} tokens are too few for data.seqlen {seqlen}")
         self.tokens, self.seqlen, self.batch, self.seed = tokens, seqlen, batch, seed
@@ -126,10 +149,20 @@ class Batches:
             bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch]))
             spare = len(self.tokens) - self.seqlen
             offset = int(bits.random_raw()) % (min(self.seqlen - 1, spare) + 1)
+            if self.consecutive:
+                offset = min(offset, len(self.tokens) - self.batch * self.seqlen)
             windows = (len(self.tokens) - offset) // self.seqlen
             order = np.argsort(bits.random_raw(windows), kind="stable")
+            if self.consecutive:
+                each = windows // self.batch
+                order = np.arange(each * self.batch).reshape(self.batch, each).T.ravel()
             self._starts, self._starts_epoch = offset + self.seqlen * order.astype(np.int64), epoch
         return self._starts
+
+    @property
+    def begins(self) -> bool:
+        """Whether the next batch's rows do not go on from those of the last one."""
+        return not self.consecutive or self.position in (0, len(self._window_starts(self.epoch)))
 
     def state_dict(self) -> dict[str, int | str]:
         """The cursor: plain ints and strings."""
@@ -171,7 +204,8 @@ class EvalBatches:
 
     Each item is (up to batch, up to seqlen) int64: the last batch may hold fewer windows, and a held-out
     split (or `eval_tokens`) shorter than seqlen is one shorter window. Weigh each batch's loss by its number
-    of predictions, ids[:, 1:].numel(). Empty (no item) where there are fewer than two tokens.
+    of predictions: ids[:, 1:].numel(), less where documents are packed. Empty (no item) where there are fewer
+    than two tokens.
     """
 
     def __init__(self, tokens: np.ndarray, seqlen: int, batch: int, eval_tokens: int) -> None:
@@ -211,6 +245,7 @@ class Data:
             frequencies only would lose; training must get below it.
         description: One line for the log: what the text is.
         fingerprint: Digest of the tokens, as in the cursor.
+        packed: Whether documents are kept apart.
     """
 
     train: Batches
@@ -223,15 +258,29 @@ class Data:
     unigram_entropy: float
     description: str
     fingerprint: str
+    packed: bool = False
+
+    def seq_idx(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """Of a batch (batch, seqlen), the number of each token's document; None where they are one stream."""
+        return from_separator(ids, self.tokenizer.separator_ids) if self.packed else None
+
+    def ended(self, ids: torch.Tensor) -> torch.Tensor:
+        """(batch,) bool: of a batch, which rows' last token ends a document that is kept apart."""
+        if not self.packed:
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        return document_ends(ids, self.tokenizer.separator_ids)[:, -1]
 
 
-def open_data(config: DataConfig, seed: int = 0, vocab_size: int | None = None) -> Data:
+def open_data(
+    config: DataConfig, seed: int = 0, vocab_size: int | None = None, consecutive: bool = False
+) -> Data:
     """Find, tokenise (once: the result is cached and memory-mapped) and cut the text that `config` names.
 
     Args:
         config: What text and how it is cut.
         seed: Order of the training windows; at least 0.
         vocab_size: The model's vocabulary, to check the tokens against; None takes the tokenizer's.
+        consecutive: Whether each row of a training batch reads on where the batch before ended.
 
     Raises:
         UserError: Paths, files, tokenizer or sizes do not fit; the message says which and what to do.
@@ -252,7 +301,7 @@ def open_data(config: DataConfig, seed: int = 0, vocab_size: int | None = None) 
             f"but data.seqlen {seqlen} needs at least {seqlen + 1}: {lower}give more text"
         )
     return Data(
-        train=Batches(cache.train, seqlen, config.batch, seed, cache.fingerprint),
+        train=Batches(cache.train, seqlen, config.batch, seed, cache.fingerprint, consecutive),
         eval=EvalBatches(cache.eval, seqlen, config.batch, config.eval_tokens),
         tokenizer=tokenizer,
         vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
@@ -262,4 +311,5 @@ def open_data(config: DataConfig, seed: int = 0, vocab_size: int | None = None) 
         unigram_entropy=cache.unigram_entropy,
         description=sources.description,
         fingerprint=cache.fingerprint,
+        packed=config.documents == "packed",
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from adjoint.engine import budget
 from adjoint.engine.grid import Key, Scheme, make_grid
 from adjoint.engine.program import Action, Owners, Run, plan
 from adjoint.engine.run import Worker
@@ -27,22 +28,45 @@ def chunked_loss(
     valid: int | Tensor,
     states: list[State],
     scheme: Scheme,
+    seq_idx: Tensor | None = None,
 ) -> Result:
     """Mean loss and final states, differentiable in the parameters and `states` as the scheme has it.
 
     Args:
         input_ids, targets: (batch, seqlen) int64, the targets already shifted, `valid` of them not ignored.
         states: to start from, a tuple a layer.
+        seq_idx: (batch, seqlen), the documents of a sequence numbered from 0 in rising order; None of one.
     """
-    weight, initial = model.embedding.weight, stage_states(model, states)
-    parameters: list[Tensor] = list(model.parameters())
-    stages: list[Any] = stages_of(model)
-    valid = max(int(valid), 1)
-    steps = Steps(
-        stages, input_ids, targets, valid, initial, scheme, parameters, weight.shape[1], weight.dtype
-    )
+    steps = steps_of(model, input_ids, targets, max(int(valid), 1), states, scheme, seq_idx)
     loss, *final = steps.loss()
     return Result(loss, _grouped(states, final), steps.windows if scheme.window == "auto" else None)
+
+
+def steps_of(
+    model: Stack,
+    input_ids: Tensor,
+    targets: Tensor,
+    valid: int,
+    states: list[State],
+    scheme: Scheme,
+    seq_idx: Tensor | None = None,
+) -> Steps:
+    """A stack's program for a batch; arguments as `chunked_loss`'s."""
+    weight, initial = model.embedding.weight, stage_states(model, states)
+    parameters: list[Tensor] = list(model.parameters())
+    stages: list[Any] = stages_of(model, scheme.recompute)
+    return Steps(
+        stages,
+        input_ids,
+        targets,
+        valid,
+        initial,
+        scheme,
+        parameters,
+        weight.shape[1],
+        weight.dtype,
+        seq_idx,
+    )
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -86,6 +110,7 @@ class Steps:
         parameters: list[Tensor],
         width: int,
         dtype: torch.dtype,
+        seq_idx: Tensor | None = None,
     ) -> None:
         assert all(stage is not None for stage in stages), "a part of a stack has no loss by itself"
         self.scheme, self.valid, self.parameters = scheme, valid, parameters
@@ -107,11 +132,44 @@ class Steps:
             [tuple(s.detach() for s in state) for state in initial],
             width,
             torch.float64 if dtype == torch.float64 else torch.float32,
-            host=scheme.keep == "offload" and ids.is_cuda,
+            host=scheme.offload and ids.is_cuda,
             noting=scheme.window == "auto",
             passing=passing,
+            seq_idx=seq_idx,
         )
+        self.tapes = 0 if scheme.window == "auto" else scheme.tapes
+        if scheme.memory is not None and self.follows:
+            sizes = [self.worker.grid.tokens(c) for c in range(self.worker.grid.chunks)]
+            self.tapes = budget.tapes_within(
+                scheme.memory,
+                self._measured(valid, ids, targets, width, dtype),
+                self.worker.kept_bytes(),
+                ids.device,
+                sizes,
+            )
         self.later: Sequence[Action] = ()
+
+    def _measured(
+        self, valid: float, ids: Tensor, targets: Tensor, width: int, dtype: torch.dtype
+    ) -> budget.Measured:
+        """What the first chunk takes, run forward and back by itself; once a model and kind of batch."""
+        size, worker = self.worker.grid.tokens(0), self.worker
+        known, kind = budget.of_model(self.parameters), (len(ids), size, ids.device, dtype, worker.autocast)
+        if kind not in known:
+            devices = [ids.device] if ids.is_cuda else []
+            with torch.random.fork_rng(devices), budget.LiveBytes() as live:
+                scheme = Scheme(size, keep=self.scheme.keep, least=self.scheme.least)
+                one = Steps(
+                    [stage for stage in worker.stages if stage is not None], ids[:, :size], targets[:, :size], valid, worker.initial, scheme,
+                    self.parameters, width, dtype,
+                )  # fmt: skip
+                with torch.no_grad():
+                    before = live.begin()
+                    loss, final = one.forward()
+                    tape = live.live - before
+                    one.backward(torch.ones_like(loss), [None] * len(final))
+                    known[kind] = budget.Measured(tape, live.peak - before - tape)
+        return known[kind]
 
     def loss(self) -> Sequence[Tensor]:
         """The loss over `valid`, and the final states of all stages."""
@@ -119,8 +177,7 @@ class Steps:
 
     def forward(self) -> tuple[Tensor, list[Tensor]]:
         worker = self.worker
-        tapes = 0 if self.scheme.window == "auto" else self.scheme.tapes
-        made = plan(worker.grid, self.owners, backward=self.follows, tapes=tapes).programs[0]
+        made = plan(worker.grid, self.owners, backward=self.follows, tapes=self.tapes).programs[0]
         first = next((i for i, a in enumerate(made) if not _is_forward(a)), len(made))
         self.later = made[first:]
         # The graph may be gone through again, when tapes are used up: what they came from stays.
@@ -137,6 +194,12 @@ class Steps:
         # other objects than the worker keeps: a function that held its own outputs would hold itself
         final = [s.detach() for state in worker.final for s in state]
         return worker.total / self.valid, final
+
+    def chunk_losses(self) -> list[Tensor]:
+        """The forward alone; the summed loss of each chunk."""
+        with torch.no_grad():
+            self.forward()
+        return [loss for _, loss in sorted(self.worker.losses.items())]
 
     def _backward_program(self) -> Sequence[Action]:
         return plan(self.worker.grid, self.owners, forward=False, tapes=0).programs[0]

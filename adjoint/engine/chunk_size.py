@@ -11,7 +11,7 @@ from adjoint.stack import Stack
 UNKNOWN_MEMORY = 40e9  # bytes of a GPU that is not here and of which nobody says how much it has
 
 
-def default_chunk_size(model: Stack, input_ids: Tensor) -> int:
+def default_chunk_size(model: Stack, input_ids: Tensor, recompute: str = "none") -> int:
     """`chunk_size_for` on the device of input_ids (batch, seqlen), under the caller's autocast."""
     element = next(model.parameters()).element_size()
     memory = None
@@ -19,11 +19,16 @@ def default_chunk_size(model: Stack, input_ids: Tensor) -> int:
         memory = torch.cuda.get_device_properties(input_ids.device).total_memory
         if torch.is_autocast_enabled("cuda"):
             element = min(element, torch.get_autocast_dtype("cuda").itemsize)
-    return chunk_size_for(model.config, input_ids.shape[0], input_ids.device.type, element, memory)
+    return chunk_size_for(model.config, input_ids.shape[0], input_ids.device.type, element, memory, recompute)
 
 
 def chunk_size_for(
-    config: StackConfig, batch: int, device: str, element: int, memory: float | None = None
+    config: StackConfig,
+    batch: int,
+    device: str,
+    element: int,
+    memory: float | None = None,
+    recompute: str = "none",
 ) -> int:
     """Tokens a chunk: enough work to keep the device busy, few enough that a chunk's activations stay small.
 
@@ -35,33 +40,43 @@ def chunk_size_for(
 
     Args:
         batch: sequences. device: "cpu" or "cuda", which need not be here.
-        element: bytes of an activation. memory: bytes of the GPU.
+        element: bytes of an activation. memory: bytes of the GPU. recompute: as `kept_bytes`'.
     """
     if device != "cuda":
         return max(64, 1408 // batch)
-    tokens = int((memory or UNKNOWN_MEMORY) / 8 / (kept_bytes(config, element) * batch))
+    tokens = int((memory or UNKNOWN_MEMORY) / 8 / (kept_bytes(config, element, recompute) * batch))
     return min(16384, max(256, tokens // 256 * 256))
 
 
-def kept_bytes(config: StackConfig, element: int) -> int:
+def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> int:
     """Bytes a token that a backward through all layers keeps, activations being of `element` bytes.
 
     The residual stream (float32 at least) and its norm; of Mamba-1 and Mamba-2 five tensors as wide as
     d_inner (in_proj's two halves, the convolution's output, the step sizes or the gated output, the scan's),
     B and C, and the scan's sparse states; of the generic mixers B, C and a dense A; of an MLP in_proj's
     output, the activation and the product. Within a fifth of what autograd was seen to keep.
+
+    Args:
+        recompute: "selective" keeps of the residual stream, in_proj's outputs and the scan's alone, "full" of
+            the residual stream (see `Exact`).
     """
     total = 0
     wide = max(element, 4)
     for kind in config.mixers:
         n = config.state_size(kind)
-        total += config.d_model * (wide + element)
+        total += config.d_model * (wide + element * (recompute == "none"))
+        if recompute == "full":
+            continue
         if kind in ("mamba", "mamba2"):
             groups = config.ngroups if kind == "mamba2" else 1
             every = 64 if kind == "mamba" else 512 // element  # tokens between saved states
-            total += (5 * config.d_inner + 4 * groups * n) * element + config.d_inner * n * wide // every
+            rows = 5 * config.d_inner + 4 * groups * n if recompute == "none" else 3 * config.d_inner
+            total += rows * element + config.d_inner * n * wide // every
         else:
             total += (2 * n * config.d_model + (3 * n * n if kind == "dense" else 0)) * element
         if config.d_intermediate:
-            total += config.d_model * (wide + element) + 4 * config.d_intermediate * element
+            rows = config.d_model * element + 4 * config.d_intermediate * element
+            total += config.d_model * wide + (
+                rows if recompute == "none" else 2 * config.d_intermediate * element
+            )
     return total

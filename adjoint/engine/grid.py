@@ -63,10 +63,15 @@ class Scheme:
         keep: "edges", the states at the chunks' edges; "inputs", also each layer's inputs; "offload", those
             in host memory.
         tapes: chunks, of the last ones, that the forward leaves linearised, so that they are not recomputed.
+        recompute: how much of a tile's tape is computed again when it is pulled back.
+        offload: whether the states at the edges lie in host memory, where there is a device beside it.
+        memory: bytes, or "auto", within which the forward leaves as many chunks linearised as it can; of one
+            process, whose segment is all stages.
         documents: their first tokens, in rising order: chunks end there, the state begins anew, no cotangent
             crosses. Of windowed tiles not yet.
         span: tokens between the edges at which the adjoint state is dropped: a multiple of chunk_size,
             counted from the document's start; None drops it nowhere.
+        cut_at: tokens at which chunks end too, of whatever length.
         least: tokens that a chunk after another of its document has at least, the last one too.
     """
 
@@ -77,8 +82,12 @@ class Scheme:
     cut: float = 0.0
     keep: str = "edges"
     tapes: int = 1
+    recompute: str = "none"
+    offload: bool = False
+    memory: float | Literal["auto"] | None = None
     documents: tuple[int, ...] = (0,)
     span: int | None = None
+    cut_at: tuple[int, ...] = ()
     least: int = 1
 
     def cuts(self, seqlen: int) -> tuple[int, ...]:
@@ -86,6 +95,8 @@ class Scheme:
         found: list[int] = []
         for start, stop in itertools.pairwise((*self.documents, seqlen)):
             mine = list(range(start, stop, self.chunk_size))
+            if self.cut_at:
+                mine = sorted({*mine, *(cut for cut in self.cut_at if start < cut < stop)})
             if len(mine) > 1 and stop - mine[-1] < self.least:
                 mine.pop()
             found += mine

@@ -51,14 +51,15 @@ class Worker:
         width, wide: of the tensors between stages, (batch, tokens, width) each.
         transport: to the other workers; None where there are none.
         traced: is entered around each action, and around each tile of a shared unit, with what it is.
-        host: whether edges and inputs lie in host memory.
+        host: whether edges, and inputs that are kept, lie in host memory.
         noting: whether decays are noted, by which windows are picked.
+        seq_idx: (batch, seqlen), the documents of a sequence numbered from 0 in rising order; None of one.
         passing: of each stateful stage and each chunk, what the recurrence's adjoint state is multiplied by
             as it leaves the chunk; None for 1.
 
     Attributes:
         scale: the loss's cotangent over the number of valid labels; set it before the backward.
-        total: the summed loss of the chunks that this worker has the head of.
+        total, losses: the summed loss of the chunks that this worker has the head of, and of each of them.
         final, d_final, d_initial: states after the sequence and the cotangents of both ends, one tuple a
             stage.
         gradients: their sums so far.
@@ -78,17 +79,27 @@ class Worker:
         host: bool = False,
         noting: bool = False,
         passing: Sequence[Sequence[float]] | None = None,
+        seq_idx: Tensor | None = None,
     ) -> None:
         self.stages, self.grid, self.initial, self.transport = stages, grid, list(initial), transport
         self.width, self.wide, self.host, self.passing = width, wide, host, passing
         self.traced = traced or (lambda action: contextlib.nullcontext())
+        self.seq_idx = seq_idx
         self.chunks = [
-            Chunk(ids[:, a:b], targets[:, a:b], a, grid.document(c))
+            Chunk(
+                ids[:, a:b],
+                targets[:, a:b],
+                a,
+                grid.document(c),
+                None if seq_idx is None else seq_idx[:, a:b],
+                self._fresh(a),
+            )
             for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
         ]
         self.device, self.batch = ids.device, ids.shape[0]
         self.scale: Tensor | None = None
         self.total: Tensor | None = None
+        self.losses: dict[int, Tensor] = {}
         self.final: list[State] = list(initial)
         self.d_final: list[Cotangents] = [(None,) * len(s) for s in initial]
         self.d_initial: list[Cotangents] = list(self.d_final)
@@ -114,6 +125,13 @@ class Worker:
             if stage is not None and any(dim is not None for dim in grows[k]):
                 pairs = zip(initial[k], grows[k], strict=True)
                 self.slabs[k] = [Slab(s, dim, grid.cuts[-1]) for s, dim in pairs if dim is not None]
+
+    def kept_bytes(self) -> int:
+        """Bytes on the device that are kept of the whole sequence beside tapes: states at the edges, and what
+        grows with its cotangents."""
+        at_edges = sum(p.size for p in self.packing) * self.grid.chunks * self.wide.itemsize * (not self.host)
+        slabs = [slab.values for mine in self.slabs.values() for slab in mine]
+        return at_edges + sum(v.nbytes + v.numel() * max(4, v.itemsize) for v in slabs)
 
     def run(self, actions: Sequence[Action]) -> None:
         """Carries actions out, receives posted ahead of them.
@@ -224,6 +242,12 @@ class Worker:
         begin = chunk.document or -slab.before  # what was there before belongs to the first document
         return Past(slab, chunk.start, begin, begin if not self.grid.dropped else self.grid.follows(c))
 
+    def _fresh(self, start: int) -> Tensor | None:
+        """Of which rows the token `start` begins a document."""
+        if self.seq_idx is None or not start:
+            return None
+        return self.seq_idx[:, start] != self.seq_idx[:, start - 1]
+
     def forward(self, t: Tile) -> None:
         """F and L."""
         k, c, stage = t.stage, t.chunk, self.stages[t.stage]
@@ -234,13 +258,14 @@ class Worker:
         else:
             with torch.no_grad():
                 if self.decays is not None and stage.stateful:
-                    y, state = stage.forward_noting_decay(x, state, self.decays[k])  # type: ignore[attr-defined]
+                    y, state = stage.forward_noting_decay(x, state, chunk, self.decays[k])  # type: ignore[attr-defined]
                 else:
                     y, state = stage.forward(x, state, chunk)
-        if self.host and k:
+        if self.host and k and self.grid.first_of_segment(k):
             self.store["y", k - 1, c] = to_host(x)
         if k == self.grid.stages - 1:
             self.total = y if self.total is None else self.total + y
+            self.losses[c] = y
         else:
             self.store["y", k, c] = y
         if stage.stateful:
@@ -333,7 +358,10 @@ class Worker:
         at_end = halo_stop == grid.cuts[-1]
         d_final = self.d_final[k] if at_end else (None,) * len(self.d_final[k])
         state = self.state(k, t.chunk)
-        dx, d_state = stage.windowed_vjp(span, x, state, dy, d_final, window, self.gradients)  # type: ignore[attr-defined]
+        seq_idx = None if self.seq_idx is None else self.seq_idx[:, left:halo_stop]
+        dx, d_state = stage.windowed_vjp(  # type: ignore[attr-defined]
+            span, x, state, dy, d_final, window, self.gradients, seq_idx, self._fresh(start)
+        )
         for key in grid.writes(t):
             a, b = grid.cuts[key[2]], grid.cuts[key[2] + 1]
             piece = dx[:, max(a, left) - left : min(b, stop) - left]

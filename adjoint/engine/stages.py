@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,17 @@ class Chunk:
     Attributes:
         ids, targets: (batch, tokens) int64 each, the targets already shifted.
         start: its first token in the sequence.
-        document: the first token of the document it belongs to.
+        document: the first token of the document it belongs to, where chunks are cut at documents.
+        seq_idx: (batch, tokens) int64, the documents of a sequence numbered in rising order; else None.
+        fresh: (batch,) bool, of which rows the first token begins a document; None of the first chunk.
     """
 
     ids: Tensor
     targets: Tensor
     start: int = 0
     document: int = 0
+    seq_idx: Tensor | None = None
+    fresh: Tensor | None = None
 
 
 class Stage(Protocol):
@@ -103,22 +107,59 @@ class Embedding:
 
 class Layer:
     """y_{k-1} → y_k, both (batch, tokens, d_model); or any module (x, state) → (y, state) with a recurrent
-    state."""
+    state.
+
+    Args:
+        leaves: tensors of the state.
+        recompute: how much of a tile's tape is computed again when it is pulled back: "none", "selective" or
+            "full" (see `Exact`).
+    """
 
     stateful = True
 
-    def __init__(self, block: nn.Module, reach: int = 0, leaves: int = 1) -> None:
+    def __init__(self, block: nn.Module, reach: int = 0, leaves: int = 1, recompute: str = "none") -> None:
         self.block, self.reach, self.grows = block, reach, (None,) * leaves
+        self.recompute = recompute
+        self.casts: dict[str, tuple[int, Tensor]] = {}  # of weights, each with the version it was made from
 
     def parameters(self) -> Iterable[Tensor]:
         return self.block.parameters()
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
-        return self.block(x, state)
+        return self._run(x, state, chunk)
 
-    def forward_noting_decay(self, x: Tensor, state: State, decays: Decays) -> tuple[Tensor, State]:
+    def _run(self, x: Tensor, state: State, chunk: Chunk, weights: dict[str, Tensor] | None = None) -> Any:
+        given = x, tile.begun(state, chunk.fresh), *(() if chunk.seq_idx is None else (chunk.seq_idx,))
+        weights = self._cast(x.device) if weights is None else weights
+        if not weights:
+            return self.block(*given)
+
+        def run(*given: Any) -> Any:
+            return functional_call(self.block, weights, given)
+
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return run(*given)
+        return tile.recomputed(run, given, self.recompute)
+
+    def _cast(self, device: torch.device) -> dict[str, Tensor]:
+        """Under autocast, by name, the weights of linear maps in its dtype: cast once a step, and not, as
+        autocast would, in every tile."""
+        if not torch.is_autocast_enabled(device.type):
+            return {}
+        dtype = torch.get_autocast_dtype(device.type)
+        for prefix, module in self.block.named_modules():
+            if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32:
+                name, weight = f"{prefix}.weight".lstrip("."), module.weight
+                version, cast = self.casts.get(name, (-1, None))
+                if version != weight._version or cast is None or cast.dtype != dtype:
+                    self.casts[name] = weight._version, weight.detach().to(dtype)
+        return {name: cast for name, (_, cast) in self.casts.items()}
+
+    def forward_noting_decay(
+        self, x: Tensor, state: State, chunk: Chunk, decays: Decays
+    ) -> tuple[Tensor, State]:
         assert isinstance(self.block, Block)
-        return tile.forward_noting_decay(self.block, x, state, decays)
+        return tile.forward_noting_decay(self.block, x, tile.begun(state, chunk.fresh), decays, chunk.seq_idx)
 
     def linearize(
         self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
@@ -126,9 +167,11 @@ class Layer:
         named = {name: p for name, p in self.block.named_parameters() if p.requires_grad}
 
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
-            return functional_call(self.block, dict(zip(named, leaves, strict=True)), (x, state))
+            return self._run(x, state, chunk, dict(zip(named, leaves, strict=True)))
 
-        return tile.linearize(call, list(named.values()), x, state, gradients)
+        casts = self._cast(x.device)
+        used = [casts.get(name, p) for name, p in named.items()]
+        return tile.linearize(call, list(named.values()), x, state, gradients, used)
 
     def windowed_vjp(
         self,
@@ -139,10 +182,12 @@ class Layer:
         d_final: Cotangents,
         window: int,
         gradients: Gradients,
+        seq_idx: Tensor | None = None,
+        fresh: Tensor | None = None,
     ) -> tuple[Tensor, Cotangents]:
         """See `tile.windowed_vjp`."""
         assert isinstance(self.block, Block)
-        return tile.windowed_vjp(self.block, span, x, state, dy, d_final, window, gradients)
+        return tile.windowed_vjp(self.block, span, x, state, dy, d_final, window, gradients, seq_idx, fresh)
 
 
 class Head:
@@ -168,13 +213,13 @@ class Head:
         return tile.linearize(call, self.model.head_parameters(), x, (), gradients)
 
 
-def stages_of(model: Stack) -> list[Stage | None]:
+def stages_of(model: Stack, recompute: str = "none") -> list[Stage | None]:
     """Embedding, layers, head; None in the places of those that the part of a stack does not have."""
     reach = model.config.d_conv - 1
     stages: list[Stage | None] = [None] * (model.config.n_layer + 2)
     for k in model.span:
         kind = model.config.mixers[k]
-        stages[1 + k] = Layer(model.layers[k], reach, 2 if kind in ("mamba", "mamba2") else 1)
+        stages[1 + k] = Layer(model.layers[k], reach, 2 if kind in ("mamba", "mamba2") else 1, recompute)
     if model.is_first:
         stages[0] = Embedding(model.embedding)
     if model.is_last:

@@ -3,15 +3,21 @@ gradients."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.engine.decay import Decays
 from adjoint.layers import Block, State
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+MANY_TERMS = 256  # of a product's sums: with fewer, what it makes is cheaper to make again than to keep
 
 Cotangents = tuple[Tensor | None, ...]
 Pullback = Callable[[Tensor | None, Cotangents], tuple[Tensor | None, Cotangents]]
@@ -53,12 +59,14 @@ def linearize(
     x: Tensor,
     state: State,
     gradients: Gradients,
+    used: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, State, Pullback]:
     """Outputs of `call(parameters, x, state)` and its vjp, which adds the parameters' share to `gradients`.
 
     Args:
         call: is given other leaves with the parameters' memory (`aliases`), in their order.
         x: its cotangent is asked for where it has one; token ids have none.
+        used: the parameters' values, where those are others: casts.
         state: what is no tensor is handed on as it is, and has no cotangent.
 
     Returns:
@@ -68,7 +76,9 @@ def linearize(
     x = x.detach().requires_grad_(x.is_floating_point())
     state = tuple(s.detach().requires_grad_() if isinstance(s, Tensor) else s for s in state)
     followed = [t for t in (x, *state) if isinstance(t, Tensor) and t.requires_grad]
-    leaves = aliases(parameters)
+    leaves = aliases(parameters if used is None else used)
+    for leaf, parameter in zip(leaves, parameters, strict=True):
+        leaf.requires_grad_(parameter.requires_grad)
     with torch.enable_grad():
         y, after = call(leaves, x, state)
     outputs: list[Tensor] = [y, *after]
@@ -87,6 +97,37 @@ def linearize(
         return of.get(id(x)), tuple(of.get(id(s)) for s in state)
 
     return y.detach(), tuple(s.detach() for s in after), pullback
+
+
+def recomputed(call: Callable[..., Any], given: tuple, how: str) -> Any:
+    """call(*given), of whose tape the backward computes parts again (torch.utils.checkpoint).
+
+    Args:
+        how: "full", all of it; "selective", all but what is costly to make for its size (Korthikanti et al.
+            2022, section 5): the results of scans and of matrix products, but for those of few terms,
+            dt_proj's, and those that go into the residual stream, as wide as given[0], which nobody reads.
+    """
+    if how == "full":
+        return checkpointed(call, *given, use_reentrant=False, preserve_rng_state=False)
+    width = given[0].shape[-1]
+
+    def policy(_: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+        if op in PRODUCTS:
+            left, right = args[-2:]
+            keeps = left.shape[-1] >= MANY_TERMS and right.shape[-1] != width
+        else:
+            keeps = op.namespace == "adjoint" and "scan" in op._opname
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return checkpointed(call, *given, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def begun(state: State, fresh: Tensor | None) -> State:
+    """A state, zero in the rows that begin a document: nothing is carried over, forward or back."""
+    if fresh is None:
+        return state
+    return tuple(s.masked_fill(fresh.view(-1, *[1] * (s.dim() - 1)), 0) for s in state)
 
 
 def aliases(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -121,14 +162,16 @@ def vjp(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> tup
 # ----------------------------------------------------------------------------------------- blocks, windowed
 
 
-def forward_noting_decay(block: Block, y: Tensor, state: State, decays: Decays) -> tuple[Tensor, State]:
+def forward_noting_decay(
+    block: Block, y: Tensor, state: State, decays: Decays, seq_idx: Tensor | None = None
+) -> tuple[Tensor, State]:
     """A block's forward, with its recurrence's decays noted on the way."""
-    mixer, *tail = block.mixer, *state[:-1]
-    inputs, new_tail = mixer.scan_inputs(block.norm(y), *tail)
+    mixer, tail = block.mixer, state[0] if len(state) > 1 else None
+    inputs, new_tail = mixer.scan_inputs(block.norm(y), tail, seq_idx)
     decays.add(mixer.log_decay(inputs))
-    scanned, h = mixer.scan(inputs, state[-1])
+    scanned, h = mixer.scan(inputs, state[-1], seq_idx=seq_idx)
     y = block.feed_forward(mixer.scan_outputs(scanned, inputs), residual=y)
-    return y, ((new_tail, h) if tail else (h,))
+    return y, ((h,) if tail is None else (new_tail, h))
 
 
 def windowed_vjp(
@@ -140,6 +183,8 @@ def windowed_vjp(
     d_final: Cotangents,
     window: int,
     gradients: Gradients,
+    seq_idx: Tensor | None = None,
+    fresh: Tensor | None = None,
 ) -> tuple[Tensor, Cotangents]:
     """The vjp of one block on the tokens that a task owns, its recurrence cut to a window.
 
@@ -155,6 +200,8 @@ def windowed_vjp(
         dy: (batch, halo_stop - start, d_model), cotangents of the block's outputs.
         d_final: cotangents of the final state, for a task that reaches the sequence's end; else None each.
         gradients: the parameters' gradients are added here.
+        seq_idx: (batch, halo_stop - left), documents numbered in rising order. fresh: (batch,), whether
+            the token `start` begins one after the first.
 
     Returns:
         Its share of the inputs' cotangents on [left, stop), (batch, stop - left, d_model), and those of
@@ -167,7 +214,7 @@ def windowed_vjp(
     parameters, leaves = list(named.values()), aliases(named.values())
     with torch.enable_grad():
         x_left, x_own = own.split([start - left, stop - start], dim=1)
-        call = (x_left, x_own, x_halo, state, window)
+        call = (x_left, x_own, x_halo, begun(state[-1:], fresh), state[:-1], window, seq_idx, fresh)
         y, scan_halo, ahead, after = functional_call(
             _Windowed(block), dict(zip(named, leaves, strict=True)), call
         )
@@ -196,20 +243,39 @@ class _Windowed(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x_left: Tensor, x_own: Tensor, x_halo: Tensor, state: State, window: int) -> Any:
-        block, mixer, halo = self.block, self.block.mixer, x_halo.shape[1]
-        conv_state = state[0] if len(state) > 1 else None
-        if conv_state is not None and x_left.shape[1]:
+    def forward(
+        self,
+        x_left: Tensor,
+        x_own: Tensor,
+        x_halo: Tensor,
+        h: State,
+        conv: State,
+        window: int,
+        seq_idx: Tensor | None,
+        fresh: Tensor | None,
+    ) -> Any:
+        block, mixer, left, halo = self.block, self.block.mixer, x_left.shape[1], x_halo.shape[1]
+        own = joined_idx = ahead_idx = None
+        if seq_idx is not None:
+            _, own, ahead_idx = seq_idx.split([left, x_own.shape[1], halo], dim=1)
+            joined_idx = seq_idx[:, left:]
+        conv_state = conv[0] if conv else None
+        if conv_state is not None and left:
             tail = mixer.conv_tail(block.norm(x_left))
             missing = conv_state.shape[2] - tail.shape[2]  # the oldest, from before the sequence
             conv_state = torch.cat([conv_state[:, :, :missing], tail.to(conv_state.dtype)], dim=2)
-        scanned, tail = mixer.scan_inputs(block.norm(x_own), conv_state)
+            if seq_idx is not None and own is not None:
+                numbers = torch.nn.functional.pad(seq_idx[:, :left], (missing, 0), value=0)
+                conv_state = conv_state * (numbers == own[:, :1]).unsqueeze(1)
+        scanned, tail = mixer.scan_inputs(block.norm(x_own), conv_state, own)
         joined, ahead = scanned, None
         if halo:
             with torch.no_grad():
-                ahead, _ = mixer.scan_inputs(block.norm(x_halo), tail)
+                begins = None if own is None or ahead_idx is None else own[:, -1] != ahead_idx[:, 0]
+                before = None if tail is None else begun((tail,), begins)[0]
+                ahead, _ = mixer.scan_inputs(block.norm(x_halo), before, ahead_idx)
             joined = type(scanned)(*(torch.cat(pair, dim=1) for pair in zip(scanned, ahead, strict=True)))
-        y_scan, h = mixer.scan(joined, state[-1], window, halo)
+        y_scan, h_final = mixer.scan(joined, h[0], window, halo, joined_idx)
         scan_own, scan_halo = y_scan.split([x_own.shape[1], halo], dim=1)
         y = block.feed_forward(mixer.scan_outputs(scan_own, scanned), residual=x_own)
-        return y, scan_halo, ahead, (h,) if len(state) == 1 else (None if halo else tail, h)
+        return y, scan_halo, ahead, (None if halo else tail, h_final) if conv else (h_final,)

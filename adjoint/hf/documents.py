@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from adjoint.documents import from_cu_seqlens
 
 
 def starts_of(kwargs: dict[str, Any], ids: Tensor) -> list[tuple[int, ...]]:
@@ -36,16 +37,9 @@ def starts_of(kwargs: dict[str, Any], ids: Tensor) -> list[tuple[int, ...]]:
         begins = torch.ones_like(index, dtype=torch.bool)
         begins[:, 1:] = index[:, 1:] != index[:, :-1]
     elif lengths is not None:
-        edges = lengths.flatten().tolist()
-        rising = all(a <= b for a, b in itertools.pairwise(edges))
-        if len(edges) < 2 or edges[0] != 0 or not rising or edges[-1] != ids.numel():
-            raise ValueError(
-                f"cu_seq_lens_q must rise from 0 to the {ids.numel()} tokens of the batch, got {edges[:8]}"
-            )
-        begins = torch.zeros(ids.numel(), dtype=torch.bool)
-        begins[sorted({edge for edge in edges[:-1] if edge < ids.numel()})] = True
-        begins = begins.view(batch, seqlen)
-        begins[:, 0] = True
+        numbers = from_cu_seqlens("cu_seq_lens_q", lengths, ids)
+        begins = torch.ones_like(numbers, dtype=torch.bool)
+        begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     else:
         return [(0,)] * batch
     return [tuple(row.nonzero().flatten().tolist()) for row in begins.cpu()]

@@ -209,6 +209,12 @@ def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     return CausalLMOutputWithPast(loss=loss) if kwargs.get("return_dict") is not False else (loss,)
 
 
+@torch.no_grad()
+def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
+    """The summed loss of each chunk of ids (batch, seqlen), of a wrapped model in its present mode."""
+    return _lm_steps(model, ids, shift_labels(ids), 1, scheme, _slots(model, ids)).chunk_losses()
+
+
 def _valid(kwargs: dict[str, Any], targets: Tensor) -> Any:
     """What the summed loss is divided by."""
     valid = kwargs.get("num_items_in_batch")

@@ -1,6 +1,7 @@
 """Causal depthwise convolution with state, the short memory in front of a Mamba scan."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.kernels import checks, dispatch, operators
@@ -50,7 +51,8 @@ def causal_conv1d(
         seq_idx, backend: as in `selective_scan`.
 
     Returns:
-        y like x, and the final state (batch, channels, d_conv - 1), the last inputs, in x's dtype.
+        y like x, and the final state (batch, channels, d_conv - 1), the last inputs, in x's dtype;
+        zero where they are not of the last token's document.
 
     Raises:
         ValueError: a shape does not fit, or d_conv is not from 1 to 16.
@@ -68,7 +70,14 @@ def causal_conv1d(
     wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("causal_conv1d", backend, x)
     bias, initial = (None if t is None else t.to(wide) for t in (bias, initial_state))
     y = _causal_conv1d(x.to(narrow), weight.to(wide), bias, initial, reset, silu, backend)
-    return y.to(x.dtype), _tail(x, width - 1, initial_state)
+    tail = _tail(x, width - 1, initial_state)
+    return y.to(x.dtype), tail if reset is None else tail * _of_last_document(reset, width - 1).to(tail.dtype)
+
+
+def _of_last_document(reset: Tensor, length: int) -> Tensor:
+    """(batch, 1, length): whether each of the last `length` inputs is of the last token's document."""
+    following = F.pad(reset, (length, 1))[:, reset.shape[1] + 1 :]
+    return (following.flip(1).cumsum(1).flip(1) == 0).unsqueeze(1)
 
 
 def _tail(x: Tensor, length: int, initial_state: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ State = tuple[Tensor, ...]
 
 class Block(nn.Module):
     """y + mixer(norm(y)), then y + mlp(norm2(y)) if there is an MLP. Takes and returns the mixer's recurrent
-    state."""
+    state; where seq_idx (batch, seqlen) changes, a document begins and nothing is carried over."""
 
     mixer: Any  # MambaMixer, Mamba2Mixer or SelectiveMixer
 
@@ -30,8 +30,8 @@ class Block(nn.Module):
             self.norm2 = RMSNorm(config.d_model, config.norm_eps)
             self.mlp = GatedMLP(config.d_model, config.d_intermediate, config.bias)
 
-    def forward(self, y: Tensor, state: State) -> tuple[Tensor, State]:
-        mixed, state = self.mixer(self.norm(y), state)
+    def forward(self, y: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
+        mixed, state = self.mixer(self.norm(y), state, seq_idx)
         return self.feed_forward(mixed, residual=y), state
 
     def feed_forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -59,13 +59,15 @@ class MambaMixer(nn.Module):
         conv = torch.zeros(batch, d_inner, self.config.d_conv - 1, dtype=dtype, device=device)
         return conv, torch.zeros(batch, d_inner, d_state, dtype=dtype, device=device)
 
-    def scan_inputs(self, x: Tensor, conv_state: Tensor) -> tuple[MambaScanInputs, Tensor]:
+    def scan_inputs(
+        self, x: Tensor, conv_state: Tensor, seq_idx: Tensor | None = None
+    ) -> tuple[MambaScanInputs, Tensor]:
         """Everything before the scan: x (batch, seqlen, d_model) → the scan's inputs and the new conv
         tail."""
         d_inner, d_state = self.A_log.shape
         u, z = self.in_proj(x).split(d_inner, dim=-1)
         u, conv_state = causal_conv1d(
-            u, self.conv1d.weight.squeeze(1), self.conv1d.bias, conv_state, silu=True
+            u, self.conv1d.weight.squeeze(1), self.conv1d.bias, conv_state, True, seq_idx
         )
         delta, B, C = self.x_proj(u).split([self.config.step_rank, d_state, d_state], dim=-1)
         return MambaScanInputs(u, F.linear(delta, self.dt_proj.weight), B, C, z), conv_state
@@ -75,14 +77,31 @@ class MambaMixer(nn.Module):
         return -torch.exp(self.A_log if self.A_log.dtype == torch.float64 else self.A_log.float())
 
     def scan(
-        self, inputs: MambaScanInputs, h: Tensor, window: int | None = None, halo: int = 0
+        self,
+        inputs: MambaScanInputs,
+        h: Tensor,
+        window: int | None = None,
+        halo: int = 0,
+        seq_idx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The recurrence: gated outputs (batch, seqlen, d_inner) and the final h."""
         u, delta, B, C, z = inputs
         A = self.rates()
         bias = self.dt_proj.bias
         return selective_scan(
-            u, delta, A, B, C, self.D, z, bias, True, initial_state=h, window=window, halo=halo
+            u,
+            delta,
+            A,
+            B,
+            C,
+            self.D,
+            z,
+            bias,
+            True,
+            initial_state=h,
+            window=window,
+            halo=halo,
+            seq_idx=seq_idx,
         )
 
     def log_decay(self, inputs: MambaScanInputs) -> Tensor:
@@ -99,7 +118,9 @@ class MambaMixer(nn.Module):
         """The conv tail left by the d_conv - 1 tokens x (batch, d_conv - 1, d_model)."""
         return self.in_proj(x)[..., : self.config.d_inner].transpose(1, 2)
 
-    def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        inputs, conv_state = self.scan_inputs(x, state[0])
-        y, h = self.scan(inputs, state[1])
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, ...], seq_idx: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        inputs, conv_state = self.scan_inputs(x, state[0], seq_idx)
+        y, h = self.scan(inputs, state[1], seq_idx=seq_idx)
         return self.scan_outputs(y, inputs), (conv_state, h)

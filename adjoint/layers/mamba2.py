@@ -59,13 +59,15 @@ class Mamba2Mixer(nn.Module):
         conv = torch.zeros(batch, self.d_conv_channels, c.d_conv - 1, dtype=dtype, device=device)
         return conv, torch.zeros(batch, c.nheads, c.headdim, self.d_state, dtype=dtype, device=device)
 
-    def scan_inputs(self, x: Tensor, conv_state: Tensor) -> tuple[SSDScanInputs, Tensor]:
+    def scan_inputs(
+        self, x: Tensor, conv_state: Tensor, seq_idx: Tensor | None = None
+    ) -> tuple[SSDScanInputs, Tensor]:
         """Everything before the scan: x (batch, seqlen, d_model) → the scan's inputs and the new conv
         tail."""
         c = self.config
         z, xBC, dt = self.in_proj(x).split([c.d_inner, self.d_conv_channels, c.nheads], dim=-1)
         xBC, conv_state = causal_conv1d(
-            xBC, self.conv1d.weight.squeeze(1), self.conv1d.bias, conv_state, silu=True
+            xBC, self.conv1d.weight.squeeze(1), self.conv1d.bias, conv_state, True, seq_idx
         )
         x, B, C = xBC.split([c.d_inner, c.ngroups * self.d_state, c.ngroups * self.d_state], dim=-1)
         B, C = (v.unflatten(-1, (c.ngroups, self.d_state)) for v in (B, C))
@@ -76,13 +78,30 @@ class Mamba2Mixer(nn.Module):
         return -torch.exp(self.A_log if self.A_log.dtype == torch.float64 else self.A_log.float())
 
     def scan(
-        self, inputs: SSDScanInputs, h: Tensor, window: int | None = None, halo: int = 0
+        self,
+        inputs: SSDScanInputs,
+        h: Tensor,
+        window: int | None = None,
+        halo: int = 0,
+        seq_idx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The recurrence: outputs (batch, seqlen, nheads, headdim) and the final h."""
         x, dt, B, C, _ = inputs
         A = self.rates()
         return ssd_scan(
-            x, dt, A, B, C, self.D, None, self.dt_bias, True, initial_state=h, window=window, halo=halo
+            x,
+            dt,
+            A,
+            B,
+            C,
+            self.D,
+            None,
+            self.dt_bias,
+            True,
+            initial_state=h,
+            window=window,
+            halo=halo,
+            seq_idx=seq_idx,
         )
 
     def log_decay(self, inputs: SSDScanInputs) -> Tensor:
@@ -99,7 +118,9 @@ class Mamba2Mixer(nn.Module):
         d_inner = self.config.d_inner
         return self.in_proj(x)[..., d_inner : d_inner + self.d_conv_channels].transpose(1, 2)
 
-    def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        inputs, conv_state = self.scan_inputs(x, state[0])
-        y, h = self.scan(inputs, state[1])
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, ...], seq_idx: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        inputs, conv_state = self.scan_inputs(x, state[0], seq_idx)
+        y, h = self.scan(inputs, state[1], seq_idx=seq_idx)
         return self.scan_outputs(y, inputs), (conv_state, h)

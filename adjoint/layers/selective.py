@@ -74,17 +74,24 @@ class SelectiveMixer(nn.Module):
         """C_t (…, d_model, d_state)."""
         return self.C_proj(x).unflatten(-1, (self.config.d_model, self.d_state))
 
-    def scan_inputs(self, x: Tensor, conv_state: None = None) -> tuple[SelectiveScanInputs, None]:
+    def scan_inputs(
+        self, x: Tensor, conv_state: None = None, seq_idx: Tensor | None = None
+    ) -> tuple[SelectiveScanInputs, None]:
         """Everything before the scan: x (batch, seqlen, d_model) → the scan's inputs. There is no
         convolution."""
         b = (self.input_matrix(x) @ x.unsqueeze(-1)).squeeze(-1)
         return SelectiveScanInputs(self.transition(x), b, self.output_matrix(x)), None
 
     def scan(
-        self, inputs: SelectiveScanInputs, h: Tensor, window: int | None = None, halo: int = 0
+        self,
+        inputs: SelectiveScanInputs,
+        h: Tensor,
+        window: int | None = None,
+        halo: int = 0,
+        seq_idx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The recurrence: all states (batch, seqlen, d_state) and the last one."""
-        states = linear_scan(inputs.a, inputs.b, initial_state=h, window=window, halo=halo)
+        states = linear_scan(inputs.a, inputs.b, initial_state=h, window=window, halo=halo, seq_idx=seq_idx)
         return states, states[:, -1].clone()  # a copy: whoever keeps the last state must not keep all of them
 
     def log_decay(self, inputs: SelectiveScanInputs) -> Tensor:
@@ -98,7 +105,9 @@ class SelectiveMixer(nn.Module):
         """Everything after the scan: C_t h_t, (batch, seqlen, d_model)."""
         return (inputs.C @ y.unsqueeze(-1)).squeeze(-1)
 
-    def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, ...], seq_idx: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         inputs, _ = self.scan_inputs(x)
-        y, h = self.scan(inputs, state[0])
+        y, h = self.scan(inputs, state[0], seq_idx=seq_idx)
         return self.scan_outputs(y, inputs), (h,)

@@ -92,6 +92,11 @@ class TrainingConfig:
         eps: AdamW's epsilon.
         grad_clip: largest L2 norm of the gradient; 0 switches clipping off.
         grad_accumulation: batches whose gradients are added up for one optimizer step.
+        carry_state: where a batch's recurrent states start: "none", at zero; "previous", where the batch
+            before ended, whose text each row reads on; "other", where another sequence ended; "noise", at
+            random numbers with the mean and deviation of final states. No gradient flows into them. With any
+            of the three a model learns to read on far beyond data.seqlen (Buitrago & Gu 2025, "Understanding
+            and improving length generalization in recurrent models").
         precision: "auto" is bfloat16 autocast on CUDA devices that have it natively, float32 elsewhere.
         device: "auto" is CUDA where there is one, else the CPU; or cpu, cuda, cuda:1, …
         deterministic: only deterministic algorithms; null is true on the CPU and false elsewhere.
@@ -116,6 +121,7 @@ class TrainingConfig:
     eps: float = 1e-8
     grad_clip: float = 1.0
     grad_accumulation: int = 1
+    carry_state: Literal["none", "previous", "other", "noise"] = "none"
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     device: str = "auto"
     deterministic: bool | None = None

@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any, Literal, Never
 
 from adjoint.errors import UserError
+from adjoint.memory import size_bytes
 
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _UNIONS = (typing.Union, types.UnionType)
@@ -66,11 +67,10 @@ def size(flag: str, text: str) -> float:
     Raises:
         UserError: it is neither.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT])(i?)B?\s*", text, re.IGNORECASE)
-    if not match or float(match[1]) == 0:
-        raise UserError(f"{flag}: expected a size such as 40GB or 512MiB; got {text!r}")
-    power = "KMGT".index(match[2].upper()) + 1
-    return float(match[1]) * (1024.0 if match[3] else 1000.0) ** power
+    try:
+        return size_bytes(text)
+    except ValueError as error:
+        raise UserError(f"{flag}: {error}") from None
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

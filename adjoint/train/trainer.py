@@ -14,15 +14,18 @@ from typing import Any
 import torch
 
 from adjoint.data.batches import Data, open_data
+from adjoint.engine.tile import begun
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
+from adjoint.layers import State
+from adjoint.loss import IGNORE_INDEX, shift_labels
+from adjoint.memory import peak_memory_bytes
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import load_checkpoint, save_checkpoint, set_aside_after
 from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.machine import (
     StopRequest,
     autocast,
-    peak_memory_bytes,
     pick_device,
     pick_precision,
     rng_state,
@@ -77,7 +80,9 @@ class Trainer:
         self.device = pick_device(settings.device)
         self.precision = pick_precision(settings.precision, self.device)
         set_up(settings, self.device)
-        self.data: Data = open_data(config.data, seed=settings.seed, vocab_size=config.model.vocab_size)
+        on = settings.carry_state == "previous"
+        self.data: Data = open_data(config.data, settings.seed, config.model.vocab_size, consecutive=on)
+        self.carried: list[State] | None = None  # the states that the last batch ended in
         self.method = config.method.build()
         self.step = self.saved_step = 0
         self.tokens = 0
@@ -123,6 +128,8 @@ class Trainer:
     def _build(self, checkpoint: Path | None) -> None:
         """Make model and optimizer; a checkpoint is loaded into them by `_load`."""
         dtype = torch.float64 if self.precision == "float64" else None
+        if self.settings.carry_state != "none" and self.config.model.from_pretrained is not None:
+            raise UserError("training.carry_state: a pretrained model's states are not carried; leave it out")
         self.model: Any
         if self.config.model.from_pretrained is None:
             self.model = Stack(self.config.model).to(self.device, dtype)
@@ -140,13 +147,15 @@ class Trainer:
         loss, tokens = 0.0, 0
         windows: list[int] | None = None
         for _ in range(settings.grad_accumulation):
+            state = self._start()
             ids = next(self.data.train).to(self.device)
             with autocast(self.precision, self.device):
-                output = self._run(ids)
+                output = self._run(ids, state)
+            self._carry(output, ids)
             picked = getattr(output, "windows", None)
             if picked is not None:  # the widest of the batches
                 windows = list(map(max, windows or picked, picked))
-            # Every batch holds as many predictions, so the mean of the means is the mean over tokens.
+            # Every batch weighs the same; they hold as many predictions, but for packed documents.
             part = output.loss / settings.grad_accumulation
             loss += part.item()
             if not math.isfinite(loss):
@@ -155,12 +164,35 @@ class Trainer:
             tokens += ids.numel()
         return loss, tokens, windows
 
-    def _run(self, ids: torch.Tensor) -> Any:
+    def _start(self) -> list[State] | None:
+        """The states that the next batch starts from; None for zeros."""
+        how = self.settings.carry_state
+        if self.carried is None or (how == "previous" and self.data.train.begins):
+            return None
+        if how == "other":  # of another row too
+            return [tuple(s.roll(1, 0) for s in state) for state in self.carried]
+        if how == "noise":
+            return [tuple(_like(s) for s in state) for state in self.carried]
+        return self.carried
+
+    def _carry(self, output: Any, ids: torch.Tensor) -> None:
+        if self.settings.carry_state == "none":
+            return
+        ended = self.data.ended(ids)
+        self.carried = [begun(tuple(s.detach() for s in state), ended) for state in output.state]
+
+    def _run(self, ids: torch.Tensor, state: list[State] | None = None) -> Any:
         """The model's output on a batch, by the method."""
+        seq_idx = self.data.seq_idx(ids)
         if isinstance(self.model, Stack):
-            return self.model(ids, labels=ids, method=self.method)
+            carries = self.settings.carry_state != "none"
+            return self.model(
+                ids, labels=ids, method=self.method, state=state, return_state=carries, seq_idx=seq_idx
+            )
         self.model.train(torch.is_grad_enabled())  # it may have dropout
-        return self.model(input_ids=ids, labels=ids)
+        if seq_idx is None:
+            return self.model(input_ids=ids, labels=ids)
+        return self.model(input_ids=ids, shift_labels=shift_labels(ids, seq_idx), seq_idx=seq_idx)
 
     def _update(self, step: int) -> float:
         """Clip the gradients and step; the gradient's norm before that."""
@@ -182,7 +214,8 @@ class Trainer:
 
     def _write(self, directory: Path, trainer: dict[str, Any], keep: int) -> None:
         """Write a checkpoint."""
-        save_checkpoint(directory, self.step, self.model, self.optimizer, trainer, rng_state(), keep)
+        rng = rng_state() | ({} if self.carried is None else {"carried": self.carried})
+        save_checkpoint(directory, self.step, self.model, self.optimizer, trainer, rng, keep)
 
     def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a checkpoint that is known to be whole; its (trainer, rng) dictionaries."""
@@ -233,10 +266,10 @@ class Trainer:
         """Mean loss over the held-out text, nats a token."""
         total, count = 0.0, 0
         for ids in self.data.eval:
-            predictions = ids[:, 1:].numel()
+            predictions = int((shift_labels(ids, self.data.seq_idx(ids)) != IGNORE_INDEX).sum())
             total += self._loss_of(ids) * predictions
             count += predictions
-        return total / count
+        return total / max(count, 1)
 
     def _save(self) -> None:
         trainer = {
@@ -256,6 +289,9 @@ class Trainer:
         if checkpoint.absolute().parent == (self.folder.path / "checkpoints").absolute():
             self.saved_step = self.step
         set_rng_state(rng)
+        carried = rng.get("carried")
+        if carried is not None and self.settings.carry_state != "none":
+            self.carried = [tuple(s.to(self.device) for s in state) for state in carried]
         for moved in set_aside_after(self.folder.path / "checkpoints", self.step):
             print(f"set aside: {moved}, of steps that are done again")
         print(f"resuming after step {self.step} from {checkpoint}")
@@ -312,6 +348,11 @@ class Trainer:
             print("note: bfloat16 on a CPU saves memory, seldom time")
         if self.step >= settings.steps:
             print(f"note: all {settings.steps} steps are done; raise training.steps to go on")
+
+
+def _like(state: torch.Tensor) -> torch.Tensor:
+    """Random numbers with a state's mean and deviation."""
+    return torch.randn_like(state) * state.std(correction=0) + state.mean()
 
 
 class _Progress:

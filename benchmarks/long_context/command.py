@@ -31,6 +31,7 @@ from pathlib import Path
 
 import torch
 
+from adjoint import memory
 from adjoint.layers import StackConfig
 from adjoint.train import machine
 from benchmarks import common
@@ -228,7 +229,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         min(length, options.lengths[-1]) for length in (check_length, CHUNKS_LENGTH)
     )
     # A GPU refuses what it cannot hold; a CPU's system would kill other programs first.
-    options.max_memory = None if cuda else int(0.75 * machine.total_memory_bytes())
+    options.max_memory = None if cuda else int(0.75 * memory.total_memory_bytes())
     name = torch.cuda.get_device_name(options.device) if cuda else None
     options.data_sheet = data_sheet(name, precision)
     options.left_out = {}  # {"left_out": why} by point, of this call

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import adjoint
+from adjoint import memory
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.kernels import dispatch
 from adjoint.tools.sweep.compare import Gradients, compare, gradient
-from adjoint.train import machine
 from adjoint.train.config import TrainingConfig
 from adjoint.train.machine import autocast
 from adjoint.train.optimizer import make_optimizer
@@ -65,7 +65,7 @@ def training_step(point: Point) -> dict[str, Any]:
     if device.type == "cpu":  # load every library before what they take is taken note of
         tiny = build(point | {"model": point["model"] | {"d_model": 16, "n_layer": 1, "mixer": "mamba"}})
         _step(tiny, make_optimizer(tiny, settings), tokens(point, 8), adjoint.Backprop(), point)
-    base = machine.rss_bytes()[0]
+    base = memory.rss_bytes()[0]
     model = build(point)
     optimizer = make_optimizer(model, settings)
     ids = tokens(point, length)
@@ -82,15 +82,15 @@ def training_step(point: Point) -> dict[str, Any]:
     for group in optimizer.param_groups:
         group["lr"] = settings.lr
     gc.collect()
-    machine.reset_peak_rss()
+    memory.reset_peak_rss()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
     else:
-        held = machine.rss_bytes()[0] - base
+        held = memory.rss_bytes()[0] - base
     steps = [_step(model, optimizer, ids, method, point) for _ in range(point["steps"])]
-    peak_rss = machine.rss_bytes()[1]
+    peak_rss = memory.rss_bytes()[1]
     result = {
         "seconds": [s["seconds"] for s in steps],
         "loss": steps[0]["loss"],

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from adjoint.train import machine
+from adjoint import memory
 from benchmarks import common
 from benchmarks.common import Point, Row
 from benchmarks.memory import report
@@ -120,7 +120,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.repeats = options.repeats if options.repeats is not None else (1 if options.quick else 3)
     if options.repeats < 1 or min(options.lengths) < 128:
         parser.error("--repeats must be at least 1 and every one of --lengths at least 128")
-    total = machine.total_memory_bytes()
+    total = memory.total_memory_bytes()
     allocator = options.allocator or ("default" if options.quick else "both")
     if common.is_gpu(parser, options.device):
         total = torch.cuda.get_device_properties(options.device).total_memory

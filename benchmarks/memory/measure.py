@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from adjoint.train import machine
+from adjoint import memory
 from benchmarks import timing
 from benchmarks.common import Point
 
@@ -99,8 +99,8 @@ def measure(point: Point) -> dict[str, Any]:
     method, device = METHODS[point["method"]], point["device"]
     build, loss_of = (theirs if method.peer else ours)(method)
     cuda = device.startswith("cuda")
-    machine.reset_peak_rss()
-    baseline, _ = machine.rss_bytes()
+    memory.reset_peak_rss()
+    baseline, _ = memory.rss_bytes()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
@@ -117,5 +117,5 @@ def measure(point: Point) -> dict[str, Any]:
 
     forward_backward(ids[:, :128])
     seconds = timing.repeated(forward_backward, device, point["repeat_s"], least=1, most=20)
-    peak = torch.cuda.max_memory_allocated() if cuda else machine.rss_bytes()[1] - baseline
+    peak = torch.cuda.max_memory_allocated() if cuda else memory.rss_bytes()[1] - baseline
     return {"memory_bytes": peak, "baseline_bytes": baseline, "seconds": seconds, "loss": value}

@@ -15,9 +15,9 @@ import torch
 
 from adjoint.engine.stages import stage_costs
 from adjoint.layers import StackConfig
+from adjoint.memory import PeakMemory
 from adjoint.stack import Stack
 from adjoint.train.config import TrainingConfig
-from adjoint.train.machine import PeakMemory
 from benchmarks.scaling.measured import method_of
 
 WARM_UP = 2

@@ -24,6 +24,7 @@ from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers import StackConfig
 from adjoint.layers.pretrained import checkpoint_config
+from adjoint.memory import PeakMemory
 from adjoint.methods import (
     METHODS,
     TOLERANCE,
@@ -40,7 +41,7 @@ from adjoint.tools.sweep.compare import Comparison, Window, window_order
 from adjoint.train.checkpoint import load_checkpoint
 from adjoint.train.config import Config, load_config, plain
 from adjoint.train.flags import Flags, count, nearest, whole_number
-from adjoint.train.machine import PeakMemory, environment, pick_device, set_up
+from adjoint.train.machine import environment, pick_device, set_up
 from adjoint.train.rundir import find_checkpoint
 
 RESULTS = "sweep.json"

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from adjoint.errors import UserError
+from adjoint.memory import PeakMemory, memory_left
 from adjoint.methods import METHODS, Backprop, check_window
 from adjoint.stack import Stack
-from adjoint.train.machine import PeakMemory, autocast, memory_left
+from adjoint.train.machine import autocast
 
 _PROBE = 256  # tokens of the passes that warm up and that measure what a token keeps
 # The backward's workspaces come on top of what the forward keeps, and the estimate is from few tokens.

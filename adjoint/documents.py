@@ -1,0 +1,67 @@
+"""Packed documents: which document each token belongs to, from the forms in which it is said."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def document_numbers(
+    ids: Tensor, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor | None:
+    """(batch, seqlen) int64: the documents of each row numbered from 0 in rising order; None of neither form.
+
+    Args:
+        ids: (batch, seqlen).
+        seq_idx: (batch, seqlen) integers: where they change another document begins (mamba-ssm's form).
+        cu_seqlens: (documents + 1,), tokens of the batch, row after row, up to each document and in all
+            (flash-attention's form). A row's first token always begins one.
+
+    Raises:
+        ValueError: both are given, seq_idx has another shape or is no integer, or cu_seqlens does not rise
+            from 0 to the number of tokens.
+    """
+    if cu_seqlens is not None:
+        if seq_idx is not None:
+            raise ValueError("give seq_idx or cu_seqlens, not both: they say the same")
+        return from_cu_seqlens("cu_seqlens", cu_seqlens, ids)
+    if seq_idx is None:
+        return None
+    if seq_idx.shape != ids.shape or seq_idx.is_floating_point():
+        raise ValueError(
+            f"seq_idx must be integers of input_ids' shape {tuple(ids.shape)}; got {seq_idx.dtype} of shape "
+            f"{tuple(seq_idx.shape)}"
+        )
+    begins = torch.zeros_like(seq_idx, dtype=torch.int64)
+    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return begins.cumsum(1)
+
+
+def from_cu_seqlens(name: str, cu_seqlens: Tensor, ids: Tensor) -> Tensor:
+    """`document_numbers` of one form, called `name` where it is refused."""
+    cuts = torch.as_tensor(cu_seqlens).flatten().tolist()
+    rising = all(a <= b for a, b in itertools.pairwise(cuts))
+    if len(cuts) < 2 or cuts[0] != 0 or not rising or cuts[-1] != ids.numel():
+        raise ValueError(f"{name} must rise from 0 to the {ids.numel()} tokens of the batch; got {cuts[:8]}")
+    begins = torch.zeros(ids.numel(), dtype=torch.int64, device=ids.device)
+    begins[[cut for cut in cuts if cut < ids.numel()]] = 1
+    begins = begins.view(ids.shape)
+    begins[:, 0] = 0
+    return begins.cumsum(1)
+
+
+def from_separator(ids: Tensor, separator: Sequence[int]) -> Tensor:
+    """`document_numbers` of ids (batch, seqlen) whose documents end with the tokens `separator`."""
+    begins = torch.nn.functional.pad(document_ends(ids, separator), (1, 0))[:, :-1]
+    return begins.long().cumsum(1)
+
+
+def document_ends(ids: Tensor, separator: Sequence[int]) -> Tensor:
+    """(batch, seqlen) bool: whether a token is the last one of a document."""
+    ends = torch.ones_like(ids, dtype=torch.bool)
+    for i, token in enumerate(reversed(separator)):
+        ends &= torch.nn.functional.pad(ids, (i, 0), value=-1)[:, : ids.shape[1]] == token
+    return ends
