@@ -68,8 +68,8 @@ class Stage:
 
 
 STAGES = {
-    "a": Stage("rates, and kernels against float64", 240),
-    "b": Stage("times of the kernels", 240),
+    "a": Stage("rates, and kernels against float64", 300),
+    "b": Stage("times of the kernels", 210),
     "c": Stage("a tile of mamba-1.27b", 90),
     "d": Stage("Exact beside Backprop", 240),
     "e": Stage("a step at 1,048,576 tokens under 40 GB", 420),
@@ -163,7 +163,7 @@ def groups(stage: str, s: Sizes) -> Iterator[list[Point]]:
                 for tokens in s.tokens if contender in CONTENDERS[op] else ():
                     size = s.sizes[op] | {"seqlen" if "seqlen" in s.sizes[op] else "tokens": tokens}
                     yield [{"kind": "times", **shared, "op": op, "contender": contender, "tokens": tokens,
-                            "dtype": s.dtypes[0], "size": size, "limit_s": 60}]  # fmt: skip
+                            "dtype": s.dtypes[0], "size": size, "limit_s": 90}]  # fmt: skip
     elif stage == "c":
         tile: Point = {**model, "kind": "tile", "step_tokens": s.lengths[0], "limit_s": 60}
         for chunk_size in s.chunk_sizes:

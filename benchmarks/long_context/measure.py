@@ -187,7 +187,10 @@ def chunk_check(point: Point) -> dict[str, Any]:
     """Exact's gradient at a long length with two chunk sizes that share no edge: their relative distance."""
     model, ids = build(point), tokens(point, point["length"])
     size = min(chunk_size_of(point, model, ids), point["length"])
-    sizes = [size, max(1, size * 5 // 7)]
+    other = max(1, size * 5 // 7)
+    while math.gcd(size, other) > 1:  # else every multiple of both would be an edge of both
+        other -= 1
+    sizes = [size, other]
     methods = [adjoint.Exact(size, point["keep"]) for size in sizes]
     first, second = (gradient(model, ids, method, point["precision"])[0] for method in methods)
     return {"distance": distance(second, first), "chunk_sizes": sizes}
