@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -32,6 +33,77 @@ def repeated(
         synchronize(device)
         times.append(time.perf_counter() - began)
     return times
+
+
+Mark = Callable[[], None]
+
+
+def phases(
+    run: Callable[[Mark], object], device: str, repeat_s: float, least: int = 3, most: int = 100
+) -> list[list[float]]:
+    """Seconds of the phases of each of several runs; `run(mark)` calls `mark()` between two phases.
+
+    On a GPU by CUDA events, behind matrix products that keep it busy while the host queues the run: what is
+    measured is the device's own time, from cold caches, without the gaps in which it waits for launches. On
+    a CPU by the clock. Two runs before are not counted; how many there are is as in `repeated`.
+    """
+    cuda = device.startswith("cuda")
+    run(lambda: None)  # compiles
+    synchronize(device)
+    began = time.perf_counter()
+    run(lambda: None)
+    queueing = time.perf_counter() - began
+    synchronize(device)
+    busy = _Busy(device) if cuda else None
+    times: list[list[float]] = []
+
+    def once() -> None:
+        if busy is None:
+            times.append(_by_clock(run))
+        else:
+            busy.keep(1.5 * queueing)
+            times.append(_by_events(run, device))
+
+    repeated(once, device, repeat_s, least, most)
+    return times
+
+
+def _by_clock(run: Callable[[Mark], object]) -> list[float]:
+    marks = [time.perf_counter()]
+    run(lambda: marks.append(time.perf_counter()))
+    marks.append(time.perf_counter())
+    return [after - before for before, after in itertools.pairwise(marks)]
+
+
+def _by_events(run: Callable[[Mark], object], device: str) -> list[float]:
+    events: list[torch.cuda.Event] = []
+
+    def mark() -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        events.append(event)
+
+    mark()
+    run(mark)
+    mark()
+    synchronize(device)
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
+
+
+class _Busy:
+    """Keeps a GPU busy for a while, by matrix products that also push everything else out of its caches."""
+
+    def __init__(self, device: str) -> None:
+        self.x = torch.zeros(8192, 8192, device=device, dtype=torch.bfloat16)
+        self.out = torch.empty_like(self.x)
+        self.seconds = fastest(self._product, device, 0.02)
+
+    def keep(self, seconds: float) -> None:
+        for _ in range(1 + int(seconds / self.seconds)):
+            self._product()
+
+    def _product(self) -> None:
+        torch.mm(self.x, self.x, out=self.out)
 
 
 def fastest(run: Callable[[], object], device: str, repeat_s: float = 0.3) -> float:

@@ -159,10 +159,9 @@ class Steps:
             devices = [ids.device] if ids.is_cuda else []
             with torch.random.fork_rng(devices), budget.LiveBytes() as live:
                 scheme = Scheme(size, keep=self.scheme.keep, least=self.scheme.least)
-                one = Steps(
-                    [stage for stage in worker.stages if stage is not None], ids[:, :size], targets[:, :size], valid, worker.initial, scheme,
-                    self.parameters, width, dtype,
-                )  # fmt: skip
+                stages = [stage for stage in worker.stages if stage is not None]
+                inputs = ids[:, :size], targets[:, :size], valid, worker.initial
+                one = Steps(stages, *inputs, scheme, self.parameters, width, dtype)
                 with torch.no_grad():
                     before = live.begin()
                     loss, final = one.forward()

@@ -42,12 +42,19 @@ def measure(point: Point) -> dict[str, Any]:
     }
     try:
         return kinds[point["kind"]](point)
-    except torch.OutOfMemoryError as error:
-        return {"out_of_memory": " ".join(str(error).split(". ")[:2])}
-    except RuntimeError as error:  # of allocators that have no exception of their own
-        if not any(words in str(error) for words in OUT_OF_MEMORY):
+    except RuntimeError as error:
+        reason = out_of_memory(error)
+        if reason is None:
             raise
-        return {"out_of_memory": str(error).splitlines()[0]}
+        return {"out_of_memory": reason}
+
+
+def out_of_memory(error: Exception) -> str | None:
+    """One line, if that is what the error says; some allocators have no exception of their own for it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return " ".join(str(error).split(". ")[:2])
+    told = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+    return str(error).splitlines()[0] if told else None
 
 
 def matmul_rate(point: Point) -> dict[str, Any]:
@@ -55,11 +62,14 @@ def matmul_rate(point: Point) -> dict[str, Any]:
     return {"matmul_flops": matmul_flops(point["device"], DTYPES[point["precision"]])}
 
 
-def training_step(point: Point) -> dict[str, Any]:
+def training_step(
+    point: Point, begin: Callable[[adjoint.Stack], object] = lambda model: None
+) -> dict[str, Any]:
     """Whole steps of AdamW at `length` tokens: seconds by phase, peak memory in bytes, loss, gradient norm.
 
     memory_bytes: on a GPU what tensors held at most, weights and optimizer included; on a CPU the peak of the
-    resident set above what the libraries took. held_bytes: the same before the step.
+    resident set above what the libraries took. held_bytes: the same before the step. `begin` is called with
+    the model before the steps that count.
     """
     device, length, settings = torch.device(point["device"]), point["length"], TrainingConfig()
     if device.type == "cpu":  # load every library before what they take is taken note of
@@ -89,6 +99,7 @@ def training_step(point: Point) -> dict[str, Any]:
         held = torch.cuda.memory_allocated(device)
     else:
         held = memory.rss_bytes()[0] - base
+    begin(model)
     steps = [_step(model, optimizer, ids, method, point) for _ in range(point["steps"])]
     peak_rss = memory.rss_bytes()[1]
     result = {
@@ -176,7 +187,10 @@ def chunk_check(point: Point) -> dict[str, Any]:
     """Exact's gradient at a long length with two chunk sizes that share no edge: their relative distance."""
     model, ids = build(point), tokens(point, point["length"])
     size = min(chunk_size_of(point, model, ids), point["length"])
-    sizes = [size, max(1, size * 5 // 7)]
+    other = max(1, size * 5 // 7)
+    while math.gcd(size, other) > 1:  # else every multiple of both would be an edge of both
+        other -= 1
+    sizes = [size, other]
     methods = [adjoint.Exact(size, point["keep"]) for size in sizes]
     first, second = (gradient(model, ids, method, point["precision"])[0] for method in methods)
     return {"distance": distance(second, first), "chunk_sizes": sizes}

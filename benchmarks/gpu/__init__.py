@@ -1,0 +1,1 @@
+"""What a GPU's first half hour has to say (see `command`)."""

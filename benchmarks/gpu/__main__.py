@@ -1,0 +1,5 @@
+"""One command for a GPU's first half hour: `python -m benchmarks.gpu` (see `command`, and docs/gpu.md)."""
+
+from benchmarks.gpu.command import main
+
+raise SystemExit(main())

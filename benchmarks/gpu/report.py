@@ -1,0 +1,234 @@
+"""The Markdown tables of a GPU's first half hour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks import common
+from benchmarks.common import Point, Row
+from benchmarks.kernels.operations import OPS
+from benchmarks.kernels.roof import seconds
+from benchmarks.long_context.report import CHECK_COLUMNS, check_cells
+
+SAID = ("left out", "error", "wrong", "out of memory", "stopped", "under way")  # below a table
+
+
+def name(point: Point) -> str:
+    """A point in a few words."""
+    kind = point["kind"]
+    if kind in ("roof", "tests"):
+        return {"roof": f"roof, {point.get('dtype')}", "tests": "pytest -m gpu"}[kind]
+    if kind == "backend":
+        return f"backend of {point['operation']}, {point['dtype']}"
+    if kind == "values":
+        return f"{point['case']}, {point['dtype']}"
+    if kind == "times":
+        return f"{point['op']} by {point['contender']}, {point['tokens']:,} tokens"
+    if kind == "tile":
+        return f"a layer on {point['chunk_size']:,} tokens"
+    layers, tokens = point["model"]["n_layer"], point["length"]
+    what = {"compare": "Exact beside Backprop", "exact": "Exact", "gradient": "gradients against float64",
+            "step": "a step of Exact", "chunks": "Exact with other chunks"}[kind]  # fmt: skip
+    return f"{what}, {tokens:,} tokens, {layers} layers, {point['precision']}"
+
+
+def markdown(found: Mapping[str, Sequence[Row]], titles: Mapping[str, str], payload: Row) -> str:
+    """What ran on what, and a table a stage; `titles` are the stages'."""
+    environment = payload["environment"]
+    versions = environment["versions"]
+    where = "dry run on the CPU" if payload["dry_run"] else environment["gpu"]
+    driver = (payload["driver"] or {}).get("driver_version", "unknown")
+    ran = (
+        f"{where}, driver {driver}, CUDA {payload['cuda']}, torch {versions.get('torch')}, triton "
+        f"{versions.get('triton', 'none')}, Python {environment['python']}, {environment['date'][:10]}, "
+        f"{environment['commit']}{'' if payload['complete'] else '; stopped before the end'}.\n"
+    )
+    parts = ["# A GPU's first half hour\n", ran]
+    tables = {"a": _checks, "b": _times, "c": _tiles, "d": _gradients, "e": _steps, "f": _tests}
+    for stage, rows in found.items():
+        if not rows:
+            continue
+        parts.append(f"## {stage}: {titles[stage]}\n")
+        done = [row for row in rows if row["status"] in ("measured", "wrong")]
+        parts += [tables[stage](done, found)] if done else []
+        notes = {
+            f"- {row['name']}: {row['status']}; {why(row['status'], row['result'])}\n": None
+            for row in rows
+            if row["status"] in SAID
+        }
+        for row in rows:
+            if row["status"] == "missing":  # once a library, not once a size
+                what = row["point"].get("contender", row["name"])
+                notes[f"- {what}: missing; {row['result']['missing']}\n"] = None
+        parts.append("".join(notes))
+    return "\n".join(part for part in parts if part)
+
+
+def why(state: str, result: Point) -> str:
+    """What there is to say of a point that is not just measured."""
+    if state == "wrong":
+        keys = ("worst", "worst_error", "limit", "distance", "finite", "without_gradient", "summary")
+        return ", ".join(f"{key} {_number(result[key])}" for key in keys if key in result)
+    if state == "under way":
+        return ", ".join(f"{key} {_number(value)}" for key, value in result.items())
+    said = str(result[state.replace(" ", "_")])
+    more = {
+        key: result[key] for key in ("chunks_forward", "chunks_backward", "memory_bytes") if key in result
+    }
+    return ", ".join([said, *(f"{key} {_number(value)}" for key, value in more.items())])
+
+
+def _of(rows: Sequence[Row], kind: str) -> list[Row]:
+    return [row for row in rows if row["point"]["kind"] == kind]
+
+
+def _checks(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
+    parts = []
+    for row in _of(rows, "roof"):
+        rate = row["result"]
+        parts.append(
+            f"Copy {rate['bytes'] / 1e9:,.0f} GB/s (read and written), matrix product "
+            f"{rate['matmul_flops'] / 1e12:,.1f} TFLOP/s in {row['point']['dtype']}, float32 outside the "
+            f"tensor cores {rate['flops'] / 1e12:,.1f} TFLOP/s, {rate['exps'] / 1e9:,.0f} G exponentials/s.\n"
+        )
+    backends = [
+        [
+            row["point"]["operation"],
+            row["point"]["dtype"],
+            row["result"]["backend"],
+            f"{row['result']['trial_s']:.1f}",
+        ]
+        for row in _of(rows, "backend")
+    ]
+    if backends:
+        parts.append(
+            common.markdown_table(("operation", "dtype", "run by", "trial, s"), backends, left=(0, 1, 2))
+        )
+    cases = [
+        [row["point"]["case"], row["point"]["dtype"], r["worst"], _number(r["worst_error"]),
+         _number(r["limit"]), "yes" if r["passed"] else "**no**", f"{r['first_s']:.1f}"]
+        for row in _of(rows, "values") for r in [row["result"]]
+    ]  # fmt: skip
+    if cases:
+        heads = ("kernel", "dtype", "worst", "error", "may be", "passed", "first call, s")
+        parts.append(common.markdown_table(heads, cases, left=(0, 1, 2, 5)))
+    return "\n".join(parts)
+
+
+def _times(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
+    rates: Any = next((row["result"] for row in _of(found["a"], "roof") if row["status"] == "measured"), None)
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["point"]["op"], row["point"]["tokens"])):
+        point, r = row["point"], row["result"]
+        least = roofs(point, rates) if rates else (None, None)
+        lines.append([
+            point["op"], f"{point['tokens']:,}", point["contender"], _number(r["forward_ms"]),
+            _number(r["backward_ms"]), _number(r["both_ms"]), _share(least[0], r["forward_ms"]),
+            _share(least[1], r["both_ms"]), _size(r["peak_bytes"]),
+        ])  # fmt: skip
+    heads = ("operation", "tokens", "by", "forward, ms", "backward, ms", "both, ms", "forward of the roof",
+             "both of the roof", "peak memory")  # fmt: skip
+    return common.markdown_table(heads, lines, left=(0, 2))
+
+
+def roofs(point: Point, rates: Mapping[str, float]) -> tuple[float, float]:
+    """Milliseconds that an operation takes at least at these rates: forward, and forward and backward."""
+    forward, backward = OPS[point["op"]].work(point["size"])
+    itemsize = getattr(torch, point["dtype"]).itemsize
+    both = forward + backward
+    device = point["device"]
+    return 1e3 * seconds(forward, rates, itemsize, device)[0], 1e3 * seconds(both, rates, itemsize, device)[0]
+
+
+def _tiles(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
+    lines = []
+    for row in rows:
+        r, cells = row["result"], [f"{row['point']['chunk_size']:,}"]
+        for name in ("forward", "backward"):
+            cells += [_number(r[name][key]) for key in ("device_ms", "wall_ms", "host_ms", "launches")]
+        lines.append([*cells, _number(r["device_us_per_token"]), _number(r["step_s"])])
+    each = ("device, ms", "wall, ms", "host, ms", "launches")
+    heads = ("chunk", *(f"{name}: {head}" for name in ("forward", "backward") for head in each),
+             "device, µs a token", "whole step, s")  # fmt: skip
+    return common.markdown_table(heads, lines)
+
+
+def _gradients(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
+    parts = []
+    compared = [
+        [f"{row['point']['length']:,}", str(row["point"]["model"]["n_layer"]), row["point"]["precision"],
+         f"{r['chunk_size']:,}", _number(r["distance"]), _number(r["limit"]), _number(r["exact_seconds"]),
+         _number(r["backprop_seconds"]), _number(r["time_ratio"]), _size(r["exact_peak_bytes"]),
+         _size(r["backprop_peak_bytes"])]
+        for row in _of(rows, "compare") for r in [row["result"]]
+    ]  # fmt: skip
+    if compared:
+        heads = ("tokens", "layers", "precision", "chunk", "distance", "may be", "Exact, s", "Backprop, s",
+                 "ratio", "Exact's memory", "Backprop's")  # fmt: skip
+        parts.append(common.markdown_table(heads, compared, left=(2,)))
+    for row in _of(rows, "exact"):
+        r = row["result"]
+        parts.append(
+            f"{row['name']}: {_number(r['seconds'])} s, {r['tokens_per_second']:,.0f} tokens/s, chunk "
+            f"{r['chunk_size']:,}, {_size(r['memory_bytes'])} at most, finite: {r['finite']}.\n"
+        )
+    checks = [check_cells(check) for row in _of(rows, "gradient") for check in row["result"]["checks"]]
+    if checks:
+        parts.append(common.markdown_table(CHECK_COLUMNS, checks, left=(0, 8)))
+    return "\n".join(parts)
+
+
+def _steps(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
+    lines = [
+        [f"{row['point']['length']:,}", f"{row['point']['chunk_size']:,}", _number(r["forward_s"]),
+         _number(r["backward_s"]), _number(r["optimizer_s"]), f"{r['tokens_per_second']:,.0f}",
+         _size(r["memory_bytes"]), _size(r["reserved_bytes"]), _size(r["cap_bytes"]), _number(r["loss"]),
+         _number(r["grad_norm"]), str(r["finite"])]
+        for row in _of(rows, "step") for r in [row["result"]]
+    ]  # fmt: skip
+    heads = ("tokens", "chunk", "forward, s", "backward, s", "optimizer, s", "tokens/s", "peak memory",
+             "reserved", "cap", "loss", "gradient norm", "finite")  # fmt: skip
+    parts = [common.markdown_table(heads, lines)] if lines else []
+    for row in _of(rows, "chunks"):
+        r = row["result"]
+        sizes = " and ".join(f"{size:,}" for size in r["chunk_sizes"])
+        parts.append(
+            f"{row['name']}, {sizes}: distance {_number(r['distance'])}, may be {_number(r['limit'])}.\n"
+        )
+    return "\n".join(parts)
+
+
+def _tests(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
+    parts = []
+    for row in rows:
+        parts.append(f"{row['result']['summary']} (exit code {row['result']['exit_code']})\n")
+        bad = {name: what for name, what in row["result"]["outcomes"].items() if what in ("FAILED", "ERROR")}
+        parts += [f"- {name}: {what}\n" for name, what in bad.items()]
+    return "".join(parts)
+
+
+def _share(least: float | None, taken: float) -> str:
+    return "–" if least is None else f"{100 * least / taken:.0f}%"
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return (
+        f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    )
+
+
+def _size(value: int | None) -> str:
+    return (
+        "–"
+        if value is None
+        else f"{value / 2**30:,.2f} GiB"
+        if value >= 2**29
+        else f"{value / 2**20:,.1f} MiB"
+    )

@@ -1,0 +1,56 @@
+"""What only a GPU can show: `pytest -m gpu`. `python -m benchmarks.gpu` is its long version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_helpers import assert_same, gradients, make_ids, make_model
+
+import adjoint
+from adjoint.kernels import dispatch
+from benchmarks.gpu.kernels import WIDENED, required
+
+pytestmark = pytest.mark.gpu
+METHODS = {
+    "backprop": adjoint.Backprop(),
+    "backprop, checkpointed": adjoint.Backprop(checkpoint=True),
+    "exact": adjoint.Exact(13),
+    "exact, inputs": adjoint.Exact(13, keep="inputs"),
+    "exact, offload": adjoint.Exact(13, keep="offload"),
+    "truncated": adjoint.Truncated(window=20, chunk_size=13),
+    "layer-local": adjoint.LayerLocal(window=20, chunk_size=13),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("operation", dispatch.operations())
+def test_no_operation_falls_back(operation: str, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and operation in WIDENED:
+        pytest.skip("its inputs are widened before")
+    assert required(operation, "cuda:0", dtype) in (
+        "triton",
+        "reference",
+    )  # dense recurrences take the latter
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("variant", ["mamba", "mamba2", "diagonal"])
+def test_gradients_are_those_of_the_cpu_in_float64(variant: str, name: str) -> None:
+    model, ids, method = make_model(variant), make_ids(2, 61), METHODS[name]
+    loss, expected = gradients(model, ids, ids, method)
+    found_loss, found = gradients(model.cuda(), ids.cuda(), ids.cuda(), method)
+    torch.testing.assert_close(found_loss.cpu(), loss, rtol=1e-12, atol=0)
+    assert_same({k: g.cpu() for k, g in found.items()}, expected)
+
+
+def test_a_sequence_goes_on_from_its_state() -> None:
+    model, ids = make_model("mamba").cuda(), make_ids(1, 64).cuda()
+    whole = model(ids, return_state=True)
+    first = model(ids[:, :40], return_state=True)
+    second: Any = model(ids[:, 40:], state=first.state, return_state=True)
+    torch.testing.assert_close(second.logits, whole.logits[:, 40:], rtol=1e-9, atol=1e-12)
+    for a, b in zip(second.state, whole.state, strict=True):
+        for found, expected in zip(a, b, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
