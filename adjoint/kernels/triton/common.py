@@ -39,6 +39,17 @@ def sigmoid(x):
 
 
 @triton.jit
+def a_lane_each(x, one):
+    """``x``, dense indices of a tile's last dimension, so that each lane of the warp gets one of them.
+
+    Of neighbours that it knows to be aligned Triton gives a thread several, to load them at once, which
+    spreads the tile's other dimension over lanes: sums along it then take shuffles. ``one`` is 1 and not
+    specialised: x is still known to be dense, its alignment no longer. (Times ``one`` it would not be dense,
+    and Triton 3.6 would lay the tile out by its other dimension.)"""
+    return x + (one - 1)
+
+
+@triton.jit
 def step_size(delta, bias, SOFTPLUS: tl.constexpr):
     """The discretisation step d = softplus(delta + bias)."""
     x = delta + bias
