@@ -140,31 +140,33 @@ def test_every_launch_is_on_its_tensors_device(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("operation", "calls"),
+    ("operation", "windowed", "resets", "calls"),
     [
-        ("selective_scan", ["selective scan, bf16, d_state 16", "selective scan, bf16, d_state 16, window"]),
-        ("ssd_scan", ["SSD scan, bf16, resets"]),
-        ("linear_scan", ["linear scan, fp32", "linear scan, fp32, scalar, window"]),
-        ("causal_conv1d", ["convolution, bf16"]),
-        ("rms_norm", ["RMSNorm, bf16, gate", "RMSNorm, bf16, residual in fp32"]),
+        ("selective_scan", False, False, ["selective scan, bf16, d_state 16"]),
+        ("selective_scan", True, False, ["selective scan, bf16, d_state 16, window"]),
+        ("selective_scan", False, True, ["selective scan, bf16, d_state 16, resets"]),
+        ("ssd_scan", False, False, ["SSD scan, bf16, headdim 64, d_state 128, chunk 256"]),
+        ("ssd_scan", False, True, ["SSD scan, bf16, resets"]),
+        ("linear_scan", False, False, ["linear scan, fp32"]),
+        ("linear_scan", True, False, ["linear scan, fp32, scalar, window"]),
+        ("linear_scan", False, True, ["linear scan, fp32, resets"]),
+        ("causal_conv1d", False, False, ["convolution, bf16"]),
+        ("causal_conv1d", False, True, ["convolution, bf16, resets"]),
     ],
 )
-def test_the_trial_launches_what_long_sequences_launch(operation, calls):
-    """Also the passes over splits of the sequence, and on tensors of the same dtypes."""
+def test_what_was_tried_is_what_runs(operation, windowed, resets, calls):
+    """Models of usual sizes launch what the trial has compiled: nothing else, so nothing untried, and nothing
+    is compiled twice. (A norm's kernels are compiled for its width.)"""
 
     def kernels(launches):
         return {
-            (
-                kernel.__name__,
-                tuple(x.dtype for x in arguments if torch.is_tensor(x) and x.is_floating_point()),
-            )
-            for kernel, arguments, _ in launches
+            (launch[0].__name__, *(repr(sorted(v.items())) for v in aot.specialise(launch).values()))
+            for launch in launches
         }
 
-    dtype = torch.float32 if operation == "linear_scan" else torch.bfloat16
+    dtype, window = aot.FP32 if operation == "linear_scan" else aot.BF16, trial.WINDOW if windowed else None
     with aot.record_launches() as tried, aot.on_a_big_device():
-        for window in trial.WINDOWS if operation.endswith("scan") else (None,):
-            trial._PROBLEMS[operation](triton_backend, window, torch.device("meta"), dtype)
+        trial._PROBLEMS[operation](triton_backend, window, resets, torch.device("meta"), dtype)
     with aot.record_launches() as launched, aot.on_a_big_device():
         for name in calls:
             aot.MAIN[name]()

@@ -84,8 +84,9 @@ def record_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any
         JITFunction.run = original
 
 
-def compile_launch(launch: tuple[Any, tuple[Any, ...], dict[str, Any]], capability: int) -> Compiled:
-    """Compile one recorded launch for ``sm_<capability>`` and assemble it with ptxas."""
+def specialise(launch: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> dict[str, dict[Any, Any]]:
+    """What Triton compiles a kernel anew for: the arguments' types, values that become constants, multiples
+    of 16, and the launch's options."""
     kernel, args, kwargs = launch
     options = {k: v for k, v in kwargs.items() if k in OPTIONS and v is not None}
     values = dict(zip(kernel.arg_names, args, strict=False))
@@ -111,11 +112,15 @@ def compile_launch(launch: tuple[Any, tuple[Any, ...], dict[str, Any]], capabili
             signature[param.name] = "fp32"
         else:
             raise TypeError(f"{kernel.__name__}: argument {param.name} is {value!r}")
-    built = triton.compile(
-        ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs),
-        target=GPUTarget("cuda", capability, 32),
-        options=options,
-    )
+    return {"signature": signature, "constexprs": constants, "attrs": attrs, "options": options}
+
+
+def compile_launch(launch: tuple[Any, tuple[Any, ...], dict[str, Any]], capability: int) -> Compiled:
+    """Compile one recorded launch for ``sm_<capability>`` and assemble it with ptxas."""
+    kernel, of = launch[0], specialise(launch)
+    options = of.pop("options")
+    target = GPUTarget("cuda", capability, 32)
+    built = triton.compile(ASTSource(fn=kernel, **of), target=target, options=options)
     ptx = built.asm["ptx"]
     registers, spills = assemble(ptx)
     shuffles, barriers = len(re.findall(r"\bshfl\.", ptx)), len(re.findall(r"\b(?:bar|barrier)\.", ptx))

@@ -18,6 +18,9 @@ import triton.language as tl
 
 MAX_GRID_YZ = 65535  # CUDA's limit on the second and third grid dimension
 LOG2E = tl.constexpr(1.4426950408889634)
+# Arguments for whose values (1, multiples of 16) no kernel is compiled anew: lengths change from call to call
+# and align nothing. ``one`` must be a number that the compiler does not know (`a_lane_each`).
+LENGTHS = ["seqlen", "n_splits", "split_len", "window", "halo", "rows", "rows_each", "one"]
 
 
 @triton.jit
@@ -71,7 +74,7 @@ def softplus_slope(step):
     return tl.where(step < 0.0625, series, 1.0 - tl.exp(-step))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _pass_states_kernel(
     local,
     decay,

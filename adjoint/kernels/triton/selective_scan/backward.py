@@ -19,10 +19,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import LOG2E, a_lane_each, log1p_exp, sigmoid, softplus_slope, step_size
+from adjoint.kernels.triton.common import (
+    LENGTHS,
+    LOG2E,
+    a_lane_each,
+    log1p_exp,
+    sigmoid,
+    softplus_slope,
+    step_size,
+)
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit(do_not_specialize=LENGTHS)
 def adjoint_local_kernel(
     dy,
     delta,
@@ -105,7 +113,7 @@ def adjoint_local_kernel(
     tl.store(decay + edge + state, tl.exp2(A2 * total[None, :]) * kept[None, :], mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def step_kernel(
     delta,
     bias,
@@ -185,7 +193,7 @@ def _load(pointer, ok, EVEN: tl.constexpr):
         return tl.load(pointer, mask=ok, other=0.0)
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit(do_not_specialize=LENGTHS)
 def backward_kernel(
     dy,
     u,

@@ -17,10 +17,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import LOG2E, a_lane_each, sigmoid, step_size
+from adjoint.kernels.triton.common import LENGTHS, LOG2E, a_lane_each, sigmoid, step_size
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     u,
     delta,

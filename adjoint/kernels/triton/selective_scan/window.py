@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import LOG2E, a_lane_each, sigmoid, softplus_slope
+from adjoint.kernels.triton.common import LENGTHS, LOG2E, a_lane_each, sigmoid, softplus_slope
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _include(
     return used, used + product * term, product
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit(do_not_specialize=LENGTHS)
 def marks_kernel(
     dy,
     step,
@@ -162,7 +162,7 @@ def marks_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit(do_not_specialize=LENGTHS)
 def backward_kernel(
     dy,
     u,
