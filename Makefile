@@ -10,17 +10,21 @@ TRAIN  :=
 TESTS  :=
 CODE   := adjoint benchmarks examples tests $(wildcard train.py)
 
-.PHONY: help train test lint format setup setup-dev clean distclean
+.PHONY: help train test test-triton-3.6 lint format setup setup-dev clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 
 train: setup  ## train the default model on real text: minutes on two cores
 	$(BIN)/python train.py $(TRAIN)
 
 test: setup-dev  ## run the tests (without those marked slow or gpu)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
+
+test-triton-3.6: $(VENV)/triton-3.6/ready  ## the scan's compiled layout under the oldest Triton; TESTS="-m slow" for all kernels
+	TRITON_CACHE_DIR=$(VENV)/triton-3.6/cache PYTHONPATH=$(VENV)/triton-3.6 $(BIN)/python -m pytest -n 2 \
+		$(or $(TESTS),-k keeps_its_layout) tests/test_triton_compile.py
 
 lint: setup-dev  ## style, formatting and types
 	$(BIN)/ruff check $(CODE)
@@ -43,6 +47,11 @@ $(VENV)/ready: pyproject.toml constraints.txt scripts/setup.sh
 $(VENV)/ready-dev: pyproject.toml constraints.txt scripts/setup.sh
 	@scripts/setup.sh $(VENV) "dev"
 	@touch $(VENV)/ready $@
+
+# In a folder that is put before the environment's own: pinned versions stay as they are.
+$(VENV)/triton-3.6/ready: $(VENV)/ready-dev
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/triton-3.6 triton==3.6.0
+	@touch $@
 
 clean:  ## remove caches and builds (runs/ and .venv stay)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

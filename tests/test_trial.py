@@ -68,14 +68,85 @@ def test_one_wrong_result_is_seen(operation, function, result):
         assert not trial.passes(backend(**{right.__name__: wrong}), operation, CPU, torch.float32)
 
 
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.endswith("scan")])
+def test_each_kind_of_kernel_fails_alone(operation):
+    """Windowed kernels, and those for several documents, are others than the plain ones."""
+    right = getattr(reference, f"{operation}_backward")
+
+    def wrong(*arguments):
+        results = list(right(*arguments))
+        window, reset = arguments[-2], arguments[4 if len(arguments) == 7 else -4]
+        if window is not None or reset is not None:
+            results[1] = results[1] + float("nan")
+        return tuple(results)
+
+    impl = backend(**{right.__name__: wrong})
+    assert trial.passes(impl, operation, CPU, torch.float32)
+    for said, flags in {"windowed": (True, False), "with resets": (False, True)}.items():
+        message = rf"{operation} \({said}\) runs in plain PyTorch.*its \w+ is off by inf"
+        with pytest.warns(UserWarning, match=message):
+            assert not trial.passes(impl, operation, CPU, torch.float32, *flags)
+
+
+@pytest.fixture
+def accelerated(monkeypatch):
+    """A device on which Triton is usable, whose windowed kernels fail their trial (tensors on ``meta``)."""
+    monkeypatch.setattr(dispatch, "why_not", lambda *_: None)
+    monkeypatch.setattr(
+        trial, "passes", lambda impl, operation, device, dtype, windowed, resets: not windowed
+    )
+    dispatch._warn_of_size.cache_clear()
+
+
+@pytest.mark.usefixtures("accelerated")
+def test_a_call_takes_the_reference_for_its_own_kind_alone():
+    pytest.importorskip("triton")
+    x = torch.empty(1, 5, 4, device="meta")
+    assert dispatch.fitting("selective_scan", None, x, d_state=16) == "triton"
+    assert dispatch.fitting("selective_scan", None, x, reset=x, d_state=16) == "triton"
+    assert dispatch.fitting("selective_scan", None, x, window=3, d_state=16) == "reference"
+    assert dispatch.fitting("selective_scan", None, x, halo=3, d_state=16) == "reference"
+    assert dispatch.fitting("selective_scan", "triton", x, window=3, d_state=16) == "triton", "asked for"
+    assert dispatch.fitting("selective_scan", None, torch.empty(1), window=3) is None, "the CPU has its own"
+
+
+@pytest.mark.usefixtures("accelerated")
+@pytest.mark.parametrize(
+    ("operation", "size"),
+    [("selective_scan", "d_state"), ("ssd_scan", "headdim"), ("causal_conv1d", "d_conv")],
+)
+def test_sizes_beyond_triton_take_the_reference_with_one_line(operation, size):
+    pytest.importorskip("triton")
+    most = dispatch._module("triton").LIMITS[operation][size]
+    x = torch.empty(1, 5, 4, device="meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch.fitting(operation, None, x, **{size: most}) == "triton"
+    with pytest.warns(
+        UserWarning, match=f"{operation} runs in plain PyTorch.*{size}={most + 1}.*{size}={most} or less"
+    ):
+        assert dispatch.fitting(operation, None, x, **{size: most + 1}) == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch.fitting(operation, None, x, **{size: most + 1}) == "reference"
+
+
+def test_a_compiler_does_not_trace_the_choice():
+    def choose(x):
+        return x + 1 if dispatch.fitting("selective_scan", None, x, d_state=16) == "reference" else x
+
+    compiled = torch.compile(choose, fullgraph=True, backend="eager", dynamic=True)
+    assert compiled(torch.empty(3, device="meta")).shape == (3,)
+
+
 def test_a_backend_that_fails_is_passed_over_with_one_warning():
     def broken(*arguments):
         raise RuntimeError("no kernel image\nis available")
 
     impl = backend(rms_norm_forward=broken)
-    with pytest.warns(
-        UserWarning, match="rms_norm runs in plain PyTorch on cpu.*no kernel image is available"
-    ):
+    said = "rms_norm runs in plain PyTorch on cpu.*no kernel image is available.*install another version"
+    with pytest.warns(UserWarning, match=said):
         assert not trial.passes(impl, "rms_norm", CPU, torch.float32)
 
 
@@ -89,7 +160,7 @@ import torch, warnings
 from adjoint.kernels import trial
 from adjoint.kernels.triton import backend as triton_backend
 warnings.simplefilter("error")
-trial.SEQLEN, trial.WINDOWS = 67, (None,)
+trial.SEQLEN = 67
 assert trial.passes(triton_backend, {operation!r}, torch.device("cpu"), torch.float32)
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -19,48 +19,72 @@ from triton.runtime.jit import JITFunction
 from adjoint.kernels import trial
 from adjoint.kernels.triton import backend as triton_backend
 
+# What crosses lanes because the algorithm asks for it; other shuffles, and shared memory, come of layouts.
+TOKENS, ROWS = 4, 2  # that a thread of the selective scan's backward holds at once
+OVER_STATES = 2 * 3 * TOKENS * ROWS  # 4 lanes of states: du, ddelta, dz of every token and row
+OVER_CHANNELS = 3 * 4 * 2 * TOKENS  # 8 lanes of channels: a thread's 4 states of dB and dC, every token
+SHUFFLES = {
+    "selective scan": {"backward_kernel": OVER_STATES + OVER_CHANNELS},
+    # one row, two tokens
+    "selective scan, window": {"backward_kernel": 2 * 3 * 2 + 3 * 4 * 2 * 2},
+    "linear scan": {},
+    "linear scan, window": {"_backward_kernel": 5 * 8},  # a decay's gradient, over 32 channels, of 8 tokens
+    "convolution": {"_backward_kernel": 8},
+    "RMSNorm": {"_forward_kernel": 8, "_backward_kernel": 8},
+}
+
+
+def check(name, capability, only=frozenset()):
+    """Nothing spills, and where the layout is ours (not the matrix products') it is the one meant."""
+    built = aot.compile_call(aot.MAIN[name], capability, only)
+    assert {k.name: k.spills for k in built if k.spills} == {}
+    kind = name.partition(",")[0] + (", window" if "window" in name else "")
+    if kind in SHUFFLES and "d_state 64" not in name and "d_state 128" not in name:
+        shuffles = SHUFFLES[kind]
+        assert {k.name: k.shuffles for k in built} == {k.name: shuffles.get(k.name, 0) for k in built}
+        if kind != "RMSNorm":
+            silent = [k for k in built if k.name not in shuffles and k.name != "step_kernel"]
+            assert {k.name: k.barriers for k in silent if k.barriers or k.shared} == {}
+    return built
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", aot.MAIN)
-def test_main_kernels_do_not_spill(name, capability):
-    built = aot.compile_call(aot.MAIN[name], capability)
+def test_main_kernels_keep_to_registers(name, capability):
+    built = check(name, capability)
     assert {k.name for k in built} == aot.main_kernels(name)
-    assert {k.name: k.spills for k in built if k.spills} == {}
 
 
-@pytest.mark.parametrize(
-    "call", [aot.call_conv, aot.call_norm, aot.call_linear], ids=lambda c: c.__name__[5:]
-)
-def test_light_kernels_do_not_spill(call):
-    assert [k.name for k in aot.compile_call(call, 90) if k.spills] == []
+@pytest.mark.parametrize("name", ["convolution, bf16", "RMSNorm, bf16, gate", "linear scan, fp32"])
+def test_light_kernels_keep_to_registers(name):
+    check(name, 90)
 
 
-@pytest.mark.parametrize(
-    ("call", "names"),
-    [
-        (aot.call_selective, {"backward_kernel"}),
-        (aot.call_ssd, {"input_grad_kernel", "pair_grad_kernel", "group_grad_kernel"}),
-    ],
-    ids=["selective", "ssd"],
-)
+# Triton's versions lay the selective scan's tiles out each in its own way, with the same values and several
+# times slower where it is the wrong one: `make test-triton-3.6` runs the tests of this name with the oldest.
 @pytest.mark.parametrize("capability", [80, 90])
-def test_backward_scans_do_not_spill(call, names, capability):
-    """The heaviest kernels, in bfloat16; the rest of the shapes and kernels are in the slow test."""
-    built = aot.compile_call(call, capability, frozenset(names))
+def test_the_selective_scan_keeps_its_layout(capability):
+    """As a model runs it: bfloat16, no resets, even sizes."""
+    names = frozenset({"forward_kernel", "adjoint_local_kernel", "backward_kernel"})
+    built = check("selective scan, bf16, d_state 16", capability, names)
     assert {k.name for k in built} == names
-    assert {k.name: k.spills for k in built if k.spills} == {}
-
-
-def test_forward_scans_do_not_spill():
-    built = aot.compile_call(aot.call_selective, 90, frozenset({"forward_kernel"}))
-    assert len(built) == 2, "one pass for the splits' own states, one for the outputs"
-    assert [k.spills for k in built] == [0, 0]
+    passes = [k for k in built if k.name == "forward_kernel"]
+    assert len(passes) == 2, "one pass for the splits' own states, one for the outputs"
     # sixteen one-warp programs share a multiprocessor's 64K registers
-    assert all(k.registers <= 128 for k in built)
-    # a thread holds its channel's whole state: no sum over d_state crosses lanes, nothing goes through
-    # shared memory
-    assert all("shfl" not in k.ptx and k.shared == 0 for k in built)
+    assert all(k.registers <= 128 for k in passes)
+
+
+def test_the_windowed_selective_scan_keeps_its_layout():
+    check("selective scan, bf16, d_state 16, window", 90, frozenset({"marks_kernel", "backward_kernel"}))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_ssd_backward_does_not_spill(capability):
+    """The heaviest kernels, in bfloat16; the rest of the shapes and kernels are in the slow test."""
+    names = {"input_grad_kernel", "pair_grad_kernel", "group_grad_kernel"}
+    built = check("SSD scan, bf16, headdim 64, d_state 128, chunk 256", capability, frozenset(names))
+    assert {k.name for k in built} == names
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
@@ -85,10 +109,10 @@ def test_a_single_token_and_channel_compile():
         for reset in (False, True):
             aot.call_selective(seqlen=1, d_inner=1, d_state=1, reset=reset)
             aot.call_ssd(seqlen=1, nheads=1, headdim=1, d_state=1, reset=reset)
-        aot.call_linear(seqlen=1, size=1)
+            aot.call_linear(seqlen=1, size=1, reset=reset)
+            aot.call_conv(seqlen=1, channels=1, reset=reset)
         aot.call_linear(seqlen=1, size=1, window=1)
         aot.call_selective(seqlen=1, d_inner=1, d_state=1, window=1)
-        aot.call_conv(seqlen=1, channels=1)
         aot.call_norm(rows=1, width=1)
 
     assert {k.name for k in aot.compile_call(call, 90)} == set().union(
@@ -116,31 +140,33 @@ def test_every_launch_is_on_its_tensors_device(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("operation", "calls"),
+    ("operation", "windowed", "resets", "calls"),
     [
-        ("selective_scan", ["selective scan, bf16, d_state 16", "selective scan, bf16, d_state 16, window"]),
-        ("ssd_scan", ["SSD scan, bf16, resets"]),
-        ("linear_scan", ["linear scan, fp32", "linear scan, fp32, scalar, window"]),
-        ("causal_conv1d", ["convolution, bf16"]),
-        ("rms_norm", ["RMSNorm, bf16, gate", "RMSNorm, bf16, residual in fp32"]),
+        ("selective_scan", False, False, ["selective scan, bf16, d_state 16"]),
+        ("selective_scan", True, False, ["selective scan, bf16, d_state 16, window"]),
+        ("selective_scan", False, True, ["selective scan, bf16, d_state 16, resets"]),
+        ("ssd_scan", False, False, ["SSD scan, bf16, headdim 64, d_state 128, chunk 256"]),
+        ("ssd_scan", False, True, ["SSD scan, bf16, resets"]),
+        ("linear_scan", False, False, ["linear scan, fp32"]),
+        ("linear_scan", True, False, ["linear scan, fp32, scalar, window"]),
+        ("linear_scan", False, True, ["linear scan, fp32, resets"]),
+        ("causal_conv1d", False, False, ["convolution, bf16"]),
+        ("causal_conv1d", False, True, ["convolution, bf16, resets"]),
     ],
 )
-def test_the_trial_launches_what_long_sequences_launch(operation, calls):
-    """Also the passes over splits of the sequence, and on tensors of the same dtypes."""
+def test_what_was_tried_is_what_runs(operation, windowed, resets, calls):
+    """Models of usual sizes launch what the trial has compiled: nothing else, so nothing untried, and nothing
+    is compiled twice. (A norm's kernels are compiled for its width.)"""
 
     def kernels(launches):
         return {
-            (
-                kernel.__name__,
-                tuple(x.dtype for x in arguments if torch.is_tensor(x) and x.is_floating_point()),
-            )
-            for kernel, arguments, _ in launches
+            (launch[0].__name__, *(repr(sorted(v.items())) for v in aot.specialise(launch).values()))
+            for launch in launches
         }
 
-    dtype = torch.float32 if operation == "linear_scan" else torch.bfloat16
+    dtype, window = aot.FP32 if operation == "linear_scan" else aot.BF16, trial.WINDOW if windowed else None
     with aot.record_launches() as tried, aot.on_a_big_device():
-        for window in trial.WINDOWS if operation.endswith("scan") else (None,):
-            trial._PROBLEMS[operation](triton_backend, window, torch.device("meta"), dtype)
+        trial._PROBLEMS[operation](triton_backend, window, resets, torch.device("meta"), dtype)
     with aot.record_launches() as launched, aot.on_a_big_device():
         for name in calls:
             aot.MAIN[name]()

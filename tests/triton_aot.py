@@ -7,7 +7,8 @@ registers and spills.
     python -m tests.triton_aot [--out benchmarks/results/triton-resources.md] [NAME …]
 
 writes the table of every call in ``MAIN`` (or of those whose name contains a NAME): kernel, target,
-registers, spills, shared memory. Takes some minutes.
+registers, spills, shared memory, shuffles, barriers. Takes some minutes. Another version of Triton on
+PYTHONPATH is the one that compiles.
 """
 
 from __future__ import annotations
@@ -54,15 +55,17 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A kernel as assembled: registers a thread, bytes spilled (stores + loads), shared memory a program."""
+    """A kernel as assembled: registers a thread, bytes spilled (stores + loads), shared memory a program, and
+    of its instructions the shuffles between lanes and the barriers: what layouts cost."""
 
     name: str
     registers: int
     spills: int
     shared: int
+    shuffles: int
+    barriers: int
     num_warps: int
     ptx: str
-    ttgir: str
 
 
 @contextlib.contextmanager
@@ -81,8 +84,9 @@ def record_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any
         JITFunction.run = original
 
 
-def compile_launch(launch: tuple[Any, tuple[Any, ...], dict[str, Any]], capability: int) -> Compiled:
-    """Compile one recorded launch for ``sm_<capability>`` and assemble it with ptxas."""
+def specialise(launch: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> dict[str, dict[Any, Any]]:
+    """What Triton compiles a kernel anew for: the arguments' types, values that become constants, multiples
+    of 16, and the launch's options."""
     kernel, args, kwargs = launch
     options = {k: v for k, v in kwargs.items() if k in OPTIONS and v is not None}
     values = dict(zip(kernel.arg_names, args, strict=False))
@@ -108,22 +112,20 @@ def compile_launch(launch: tuple[Any, tuple[Any, ...], dict[str, Any]], capabili
             signature[param.name] = "fp32"
         else:
             raise TypeError(f"{kernel.__name__}: argument {param.name} is {value!r}")
-    built = triton.compile(
-        ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs),
-        target=GPUTarget("cuda", capability, 32),
-        options=options,
-    )
-    registers, spills = assemble(built.asm["ptx"])
-    num_warps = built.metadata.num_warps
-    return Compiled(
-        kernel.__name__,
-        registers,
-        spills,
-        built.metadata.shared,
-        num_warps,
-        built.asm["ptx"],
-        built.asm["ttgir"],
-    )
+    return {"signature": signature, "constexprs": constants, "attrs": attrs, "options": options}
+
+
+def compile_launch(launch: tuple[Any, tuple[Any, ...], dict[str, Any]], capability: int) -> Compiled:
+    """Compile one recorded launch for ``sm_<capability>`` and assemble it with ptxas."""
+    kernel, of = launch[0], specialise(launch)
+    options = of.pop("options")
+    target = GPUTarget("cuda", capability, 32)
+    built = triton.compile(ASTSource(fn=kernel, **of), target=target, options=options)
+    ptx = built.asm["ptx"]
+    registers, spills = assemble(ptx)
+    shuffles, barriers = len(re.findall(r"\bshfl\.", ptx)), len(re.findall(r"\b(?:bar|barrier)\.", ptx))
+    resources = registers, spills, built.metadata.shared, shuffles, barriers, built.metadata.num_warps
+    return Compiled(kernel.__name__, *resources, ptx)
 
 
 def assemble(ptx: str, cubin: Path | None = None) -> tuple[int, int]:
@@ -198,19 +200,19 @@ def call_ssd(
         ssd.CHUNK = original
 
 
-def call_linear(dtype=FP32, window=None, scalar=False, seqlen=65536, size=4096):
+def call_linear(dtype=FP32, window=None, scalar=False, seqlen=65536, size=4096, reset=False):
     b = empty(1, seqlen, size, dtype=dtype)
     a = empty(1, seqlen, 1, dtype=dtype) if scalar else b
     h0 = empty(1, size, dtype=dtype)
-    begins = empty(1, seqlen, dtype=torch.bool)
+    begins = empty(1, seqlen, dtype=torch.bool) if reset else None
     h = linear.linear_scan_forward(a, b, h0, begins)
     linear.linear_scan_backward(h, a, h, h0, begins, window)
 
 
-def call_conv(dtype=BF16, seqlen=65536, channels=4096, d_conv=4):
+def call_conv(dtype=BF16, seqlen=65536, channels=4096, d_conv=4, reset=False):
     x, weight = empty(1, seqlen, channels, dtype=dtype), empty(channels, d_conv, dtype=FP32)
     bias, state = empty(channels, dtype=FP32), empty(1, channels, d_conv - 1, dtype=FP32)
-    begins = empty(1, seqlen, dtype=torch.bool)
+    begins = empty(1, seqlen, dtype=torch.bool) if reset else None
     y = conv.causal_conv1d_forward(x, weight, bias, state, True, begins)
     conv.causal_conv1d_backward(y, x, weight, bias, state, True, begins)
 
@@ -239,7 +241,9 @@ def _calls() -> dict[str, Callable[[], Any]]:
         calls[f"SSD scan, {name}, resets"] = partial(call_ssd, dtype, reset=True)
         calls[f"linear scan, {name}"] = partial(call_linear, dtype)
         calls[f"linear scan, {name}, scalar, window"] = partial(call_linear, dtype, 100, scalar=True)
+        calls[f"linear scan, {name}, resets"] = partial(call_linear, dtype, reset=True)
         calls[f"convolution, {name}"] = partial(call_conv, dtype)
+        calls[f"convolution, {name}, resets"] = partial(call_conv, dtype, reset=True)
         calls[f"RMSNorm, {name}"] = partial(call_norm, dtype, gated=False, stream=None)
         calls[f"RMSNorm, {name}, gate"] = partial(call_norm, dtype, stream=None)
         calls[f"RMSNorm, {name}, residual"] = partial(call_norm, dtype, gated=False, stream=dtype)
@@ -283,22 +287,24 @@ INTRODUCTION = f"""\
 Compiled ahead of time, no GPU involved, as launched for one sequence of 65,536 tokens on a device of
 {MULTIPROCESSORS} multiprocessors: a selective scan with d_inner 4,096, an SSD scan with 64 heads, a linear
 scan and a convolution with 4,096 channels, a norm over 2,048. Registers are a thread's, spilled bytes a
-thread's stores and loads, shared bytes a program's. Made by `python -m tests.triton_aot --out FILE`.
+thread's stores and loads, shared bytes a program's; shuffles and barriers are instructions in the code. Made
+by `python -m tests.triton_aot --out FILE`.
 """
 
 
 def table(names: Sequence[str] = (), capabilities: Sequence[int] = (80, 90)) -> Iterator[str]:
     """Rows of a Markdown table of the resources of every call in MAIN whose name contains one of
     ``names``."""
-    yield "| call | kernel | target | warps | registers | spilled bytes | shared bytes |"
-    yield "| --- | --- | --- | ---: | ---: | ---: | ---: |"
+    columns = "warps", "registers", "spilled bytes", "shared bytes", "shuffles", "barriers"
+    yield f"| call | kernel | target | {' | '.join(columns)} |"
+    yield f"| --- | --- | --- |{' ---: |' * len(columns)}"
     for name, call in MAIN.items():
         if names and not any(part in name for part in names):
             continue
         for capability in capabilities:
             for k in compile_call(call, capability):
                 start = f"| {name} | {k.name} | sm_{capability} | {k.num_warps} "
-                yield f"{start}| {k.registers} | {k.spills} | {k.shared} |"
+                yield f"{start}| {k.registers} | {k.spills} | {k.shared} | {k.shuffles} | {k.barriers} |"
 
 
 def versions() -> str:

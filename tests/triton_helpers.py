@@ -8,6 +8,7 @@ are tiny: interpreted kernels are slow.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,18 @@ from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SKIPPED = "run by test_triton_interpret in a process of its own"
+
+if INTERPRETED and importlib.util.find_spec("triton") is not None:
+    from triton.runtime import interpreter
+
+    patch_lang_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor_and_index(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 makes ints of arrays of one element, which NumPy 2.4 refuses."""
+        patch_lang_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor_and_index
 
 
 @pytest.fixture(autouse=True)

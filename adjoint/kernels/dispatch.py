@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import warnings
 from types import ModuleType
 
 import torch
@@ -69,26 +70,69 @@ def implementation(operation: str, backend: str | None, device: torch.device, dt
 @functools.cache  # asked for in every forward and backward
 def choose(operation: str, backend: str | None, device: torch.device, dtype: torch.dtype) -> ModuleType:
     """The module with the operation's forward/backward pair; `backend=None` picks the fastest that works: the
-    compiled one on a CPU, Triton on a GPU where its kernels pass their trial.
+    compiled one on a CPU, Triton on a GPU where its plain kernels pass their trial.
 
     Raises ValueError, with the reason, if the backend asked for cannot be used on such tensors.
     """
-    if backend is None:
-        backend = "reference"
-        if device.type == "cpu":
-            reason = why_not("cpu", device, dtype)
-            if reason is None:
-                backend = "cpu"
-            elif cpu_build.load()[0] is None:
-                cpu_build.warn_once(reason)
-        elif why_not("triton", device, dtype) is None and trial.passes(
-            _module("triton"), operation, device, dtype
-        ):
-            backend = "triton"
+    if backend is None and device.type != "cpu":
+        backend = _fitting(operation, device, dtype, False, False, ())
+    elif backend is None:
+        backend, reason = "reference", why_not("cpu", device, dtype)
+        if reason is None:
+            backend = "cpu"
+        elif cpu_build.load()[0] is None:
+            cpu_build.warn_once(reason)
     reason = why_not(backend, device, dtype)
     if reason is not None:
         raise ValueError(f"backend {backend!r} is not usable here: {reason}. Usable: {', '.join(backends())}")
     return _module(backend)
+
+
+def fitting(
+    operation: str,
+    backend: str | None,
+    tensor: Tensor,
+    window: int | None = None,
+    halo: int = 0,
+    reset: Tensor | None = None,
+    **sizes: int,
+) -> str | None:
+    """The backend to name for this very call: on a CPU, or if one was asked for, `backend` itself. Else
+    "triton" where its kernels take such sizes (`d_state=16`) and pass their trial of this kind, with a
+    window, with resets, or plain; and "reference", with one warning that says why, where not."""
+    if backend is not None or tensor.device.type == "cpu":
+        return backend
+    numbers = tuple((name, int(size)) for name, size in sizes.items())
+    windowed = window is not None or halo > 0
+    return _fitting(operation, tensor.device, tensor.dtype, windowed, reset is not None, numbers)
+
+
+def _fitting(
+    operation: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    windowed: bool,
+    resets: bool,
+    sizes: tuple[tuple[str, int], ...],
+) -> str:
+    if why_not("triton", device, dtype) is not None:
+        return "reference"
+    impl = _module("triton")
+    for name, size in sizes:
+        most = impl.LIMITS.get(operation, {}).get(name, size)
+        if size > most:
+            _warn_of_size(operation, name, size, most)
+            return "reference"
+    return "triton" if trial.passes(impl, operation, device, dtype, windowed, resets) else "reference"
+
+
+@functools.cache
+def _warn_of_size(operation: str, name: str, size: int, most: int) -> None:
+    warnings.warn(
+        f"{operation} runs in plain PyTorch, many times slower: {name}={size} is above {most}, the most its "
+        f"Triton kernels take; use {name}={most} or less",
+        stacklevel=2,
+    )
 
 
 def _module(backend: str) -> ModuleType:
@@ -120,3 +164,4 @@ def _is_tritons(operation: str, backend: str | None, device: torch.device, dtype
 # A compiler is to ask, not to trace the imports and the trial behind the answer. The mark is what
 # torch.compiler.assume_constant_result leaves, which would import the whole compiler.
 _is_tritons._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_fitting._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -74,7 +74,10 @@ def linear_scan(
     checks.shape("initial_state", initial_state, batch, d_state)
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
+    operation = "dense_scan" if a.dim() == 4 else "linear_scan"
     dtype = dispatch.compute_dtype(b)
     initial_state = None if initial_state is None else initial_state.to(dtype)
-    h = _linear_scan(a.to(dtype), b.to(dtype), initial_state, reset, window, halo, backend)
+    a, b_ = a.to(dtype), b.to(dtype)
+    backend = dispatch.fitting(operation, backend, b_, window, halo, reset)
+    h = _linear_scan(a, b_, initial_state, reset, window, halo, backend)
     return h.to(b.dtype)

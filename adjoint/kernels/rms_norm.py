@@ -117,12 +117,14 @@ def rms_norm(
     group_size = d if group_size is None else group_size
     if group_size < 1 or d % group_size:
         raise ValueError(f"group_size must divide the {d} channels, got {group_size}")
+    given, stream = x.dtype, residual
+    if residual is not None and residual.dtype == torch.float64:  # the sum is one in float64
+        x = x.double()
+    backend = dispatch.fitting("rms_norm", backend, x, group_size=group_size)
     wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("rms_norm", backend, x)
-    stream = residual
-    if residual is not None and (narrow == wide or residual.dtype == torch.float64):
-        # only kernels for half precision read two dtypes; and a sum with float64 is one in float64
+    if residual is not None and narrow == wide:  # only kernels for half precision read two dtypes
         wide = narrow = torch.promote_types(wide, dispatch.compute_dtype(residual))
         stream = residual.to(wide)
     gate = None if gate is None else gate.to(narrow)
     y, s, _ = _rms_norm(x.to(narrow), weight.to(wide), gate, stream, eps, group_size, narrow, backend)
-    return y.to(x.dtype) if residual is None else (y.to(x.dtype), s.to(residual.dtype))
+    return y.to(given) if residual is None else (y.to(given), s.to(residual.dtype))

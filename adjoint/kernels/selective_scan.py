@@ -115,6 +115,7 @@ def selective_scan(
     checks.shape("initial_state", initial_state, batch, d_inner, d_state)
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
+    backend = dispatch.fitting("selective_scan", backend, u, window, halo, reset, d_state=d_state)
     wide, narrow = dispatch.compute_dtype(u), dispatch.sequence_dtype("selective_scan", backend, u)
     u_, delta_, B_, C_, z_ = [None if x is None else x.to(narrow) for x in (u, delta, B, C, z)]
     A_, D_, bias, initial = [None if x is None else x.to(wide) for x in (A, D, delta_bias, initial_state)]

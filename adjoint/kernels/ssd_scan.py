@@ -90,6 +90,8 @@ def ssd_scan(
     checks.shape("initial_state", initial_state, batch, nheads, headdim, B.shape[-1])
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
+    sizes = {"headdim": headdim, "d_state": B.shape[-1]}
+    backend = dispatch.fitting("ssd_scan", backend, x, window, halo, reset, **sizes)
     wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("ssd_scan", backend, x)
     x_, dt_, B_, C_ = [t.to(narrow) for t in (x, dt, B, C)]
     A_, D_, bias, initial = [None if t is None else t.to(wide) for t in (A, D, dt_bias, initial_state)]

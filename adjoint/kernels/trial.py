@@ -2,12 +2,13 @@
 
 A Triton kernel is compiled anew by every version of Triton for every kind of GPU. That it was right elsewhere
 says little, and a wrong gradient makes no noise: so it is compared here, on the device that will run it, with
-the reference in float64. It takes as long as compiling the kernels does, once a process and operation.
+the reference in float64. It takes as long as compiling the kernels does, once a process and operation, and
+as it compiles the kernels that models of usual sizes launch, that is not lost.
 """
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,28 +19,42 @@ from adjoint.kernels import reference
 
 # Rounding, of half precision that of the inputs too, is below; a wrong term is far above.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-# No multiple of any tile; long enough that a GPU's kernels split the sequence, as they do where it matters.
-SEQLEN = 1100
-WINDOWS = (None, 37)
+# Sizes are multiples of 16, as models' are: Triton compiles its kernels anew for them, and what is tried is
+# what then runs. But they are no multiples of tiles and windows, and the sequence is long enough to be split.
+SEQLEN, WINDOW = 1120, 48
 SLOW = 3  # decays such that tens of tokens are remembered: a window, a carried state must make a difference
 
 
-def disagreement(impl: ModuleType, operation: str, device: torch.device, dtype: torch.dtype) -> float:
-    """Largest relative error (L2) of an operation's outputs and gradients, the reference's in float64 being
-    right."""
-    worst = 0.0
-    for window in WINDOWS if operation.endswith("scan") else (None,):
-        got = _PROBLEMS[operation](impl, window, device, dtype)
-        want = _PROBLEMS[operation](reference, window, torch.device("cpu"), torch.float64)
-        for a, b in zip(got, want, strict=True):
-            error = float((a.cpu().double() - b).norm() / b.norm())
-            worst = max(worst, float("inf") if error != error else error)
-    return worst
+def errors(
+    impl: ModuleType,
+    operation: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    windowed: bool = False,
+    resets: bool = False,
+) -> dict[str, float]:
+    """The relative error (L2) of each of an operation's outputs and gradients, the reference's in float64
+    being right; infinite where there are NaNs."""
+    window = WINDOW if windowed else None
+    got = _PROBLEMS[operation](impl, window, resets, device, dtype)
+    want = _PROBLEMS[operation](reference, window, resets, torch.device("cpu"), torch.float64)
+    found = {name: float((got[name].cpu().double() - b).norm() / b.norm()) for name, b in want.items()}
+    return {name: float("inf") if error != error else error for name, error in found.items()}
 
 
 @functools.cache
-def passes(impl: ModuleType, operation: str, device: torch.device, dtype: torch.dtype) -> bool:
+def passes(
+    impl: ModuleType,
+    operation: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    windowed: bool = False,
+    resets: bool = False,
+) -> bool:
     """Whether the backend's operation works and is right on this device; warns, once, where it is not.
+
+    Kernels for windows and for sequences of several documents (`resets`) are others than the plain ones: each
+    kind is tried when it is first asked for, and fails alone.
 
     Raises RuntimeError inside the capture of a CUDA graph, which cannot wait for results, and what the device
     raises when it has no memory left: neither says anything about the backend.
@@ -57,19 +72,25 @@ def passes(impl: ModuleType, operation: str, device: torch.device, dtype: torch.
     try:
         # the question may come from a compiler's tracing, where tensors hold no numbers
         with unset_fake_temporarily(), torch.no_grad(), torch._C._DisableAutocast():
-            error = disagreement(impl, operation, device, dtype)
-        problem = f"its results are off by {error:.1e}" if error > TOLERANCE[dtype] else None
+            found = errors(impl, operation, device, dtype, windowed, resets)
+        worst = max(found, key=lambda name: found[name])
+        problem = (
+            f"its {worst} is off by {found[worst]:.1e}, where rounding stays below {TOLERANCE[dtype]:.0e}"
+        )
+        if found[worst] <= TOLERANCE[dtype]:
+            return True
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
         problem = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-    if problem is not None:
-        warnings.warn(
-            f"{operation} runs in plain PyTorch on {device}, many times slower: {impl.__name__} failed its "
-            f"trial there ({problem})",
-            stacklevel=2,
-        )
-    return problem is None
+    kind = ", ".join(k for k, asked in (("windowed", windowed), ("with resets", resets)) if asked)
+    warnings.warn(
+        f"{operation}{kind and f' ({kind})'} runs in plain PyTorch on {device}, many times slower: "
+        f"{impl.__name__} failed its trial there in {str(dtype).removeprefix('torch.')} ({problem}); "
+        "install another version of Triton, and report this one with what `adjoint doctor` prints",
+        stacklevel=2,
+    )
+    return False
 
 
 class _Draw:
@@ -87,80 +108,97 @@ class _Draw:
     def wide(self, *shape: int) -> Tensor:
         return self.normal(*shape, dtype=torch.promote_types(self.dtype, torch.float32))
 
-    def resets(self) -> Tensor:
-        return (torch.arange(SEQLEN, device="cpu") == 61).expand(2, SEQLEN).contiguous().to(self.device)
+    def resets(self, batch: int, asked: bool) -> Tensor | None:
+        if not asked:
+            return None
+        return (torch.arange(SEQLEN, device="cpu") == 61).expand(batch, SEQLEN).contiguous().to(self.device)
 
 
-def _selective_scan(impl: Any, window: int | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    d, d_inner, n = _Draw(device, dtype), 24, 16
+def _named(names: str, results: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(names.split(), results, strict=True))
+
+
+def _selective_scan(impl: Any, window: int | None, resets: bool, *where: Any) -> dict[str, Tensor]:
+    d, d_inner, n = _Draw(*where), 48, 16
     u, delta, z, dy = (d.normal(2, SEQLEN, d_inner) for _ in range(4))
     B, C = d.normal(2, SEQLEN, n), d.normal(2, SEQLEN, n)
     A, initial, dfinal = -d.wide(d_inner, n).exp(), d.wide(2, d_inner, n), d.wide(2, d_inner, n)
-    inputs = u, delta, A, B, C, d.wide(d_inner), z, d.wide(d_inner) - SLOW, True, initial, d.resets()
+    vectors = d.wide(d_inner), z, d.wide(d_inner) - SLOW
+    inputs = u, delta, A, B, C, *vectors, True, initial, d.resets(2, resets)
     y, state, saved = impl.selective_scan_forward(*inputs, True)
-    return [y, state, *impl.selective_scan_backward(dy, dfinal, *inputs, saved, window, 0)]
+    gradients = impl.selective_scan_backward(dy, dfinal, *inputs, saved, window, 0)
+    names = "y final_state du ddelta dA dB dC dD dz ddelta_bias dinitial_state"
+    return _named(names, (y, state, *gradients))
 
 
-def _ssd_scan(impl: Any, window: int | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    d, heads, width, groups, n = _Draw(device, dtype), 4, 16, 2, 16
-    x, dy = d.normal(2, SEQLEN, heads, width), d.normal(2, SEQLEN, heads, width)
-    B, C = d.normal(2, SEQLEN, groups, n), d.normal(2, SEQLEN, groups, n)
-    initial, dfinal = d.wide(2, heads, width, n), d.wide(2, heads, width, n)
-    steps = d.normal(2, SEQLEN, heads), -d.wide(heads).exp()
-    inputs = x, *steps, B, C, d.wide(heads), d.wide(heads) - SLOW, True, initial, d.resets()
+def _ssd_scan(impl: Any, window: int | None, resets: bool, *where: Any) -> dict[str, Tensor]:
+    d, heads, width, n = _Draw(*where), 16, 64, 128  # mamba-ssm's defaults, one group
+    x, dy = d.normal(1, SEQLEN, heads, width), d.normal(1, SEQLEN, heads, width)
+    B, C = d.normal(1, SEQLEN, 1, n), d.normal(1, SEQLEN, 1, n)
+    initial, dfinal = d.wide(1, heads, width, n), d.wide(1, heads, width, n)
+    steps = d.normal(1, SEQLEN, heads), -d.wide(heads).exp()
+    vectors = d.wide(heads), d.wide(heads) - SLOW
+    inputs = x, *steps, B, C, *vectors, True, initial, d.resets(1, resets)
     y, state, saved = impl.ssd_scan_forward(*inputs, True)
-    return [y, state, *impl.ssd_scan_backward(dy, dfinal, *inputs, saved, window, 0)]
+    gradients = impl.ssd_scan_backward(dy, dfinal, *inputs, saved, window, 0)
+    return _named("y final_state dx ddt dA dB dC dD ddt_bias dinitial_state", (y, state, *gradients))
 
 
-def _linear_scan(impl: Any, window: int | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    results = []
-    for width in (1, 24):
-        d = _Draw(device, dtype)
-        a, b = (d.normal(2, SEQLEN, width) + SLOW).sigmoid(), d.normal(2, SEQLEN, 24)
-        dh, initial, reset = d.normal(2, SEQLEN, 24), d.normal(2, 24), d.resets()
+def _linear_scan(impl: Any, window: int | None, resets: bool, *where: Any) -> dict[str, Tensor]:
+    results = {}
+    for kind, width in (("scalar", 1), ("diagonal", 48)):
+        d = _Draw(*where)
+        a, b = (d.normal(2, SEQLEN, width) + SLOW).sigmoid(), d.normal(2, SEQLEN, 48)
+        dh, initial, reset = d.normal(2, SEQLEN, 48), d.normal(2, 48), d.resets(2, resets)
         h = impl.linear_scan_forward(a, b, initial, reset)
-        results += [h, *impl.linear_scan_backward(dh, a, h, initial, reset, window, 0)]
+        gradients = impl.linear_scan_backward(dh, a, h, initial, reset, window, 0)
+        names = " ".join(f"{kind}_{name}" for name in ("h", "da", "db", "dinitial_state"))
+        results.update(_named(names, (h, *gradients)))
     return results
 
 
-def _dense_scan(impl: Any, window: int | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    d = _Draw(device, dtype)
+def _dense_scan(impl: Any, window: int | None, resets: bool, *where: Any) -> dict[str, Tensor]:
+    d = _Draw(*where)
     A, b, dh = d.normal(2, SEQLEN, 4, 4) / 4, d.normal(2, SEQLEN, 4), d.normal(2, SEQLEN, 4)
-    initial, reset = d.normal(2, 4), d.resets()
+    initial, reset = d.normal(2, 4), d.resets(2, resets)
     h = impl.dense_scan_forward(A, b, initial, reset)
-    return [h, *impl.dense_scan_backward(dh, A, h, initial, reset, window, 0)]
+    gradients = impl.dense_scan_backward(dh, A, h, initial, reset, window, 0)
+    return _named("h dA db dinitial_state", (h, *gradients))
 
 
-def _gated_delta_rule(impl: Any, window: None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    d, heads, d_k, d_v = _Draw(device, torch.promote_types(dtype, torch.float32)), 3, 16, 24
-    q, v, do = d.normal(2, SEQLEN, heads, d_k), *(d.normal(2, SEQLEN, heads, d_v) for _ in range(2))
-    k = torch.nn.functional.normalize(d.normal(2, SEQLEN, heads, d_k), dim=-1)
-    g, beta = -(d.normal(2, SEQLEN, heads) - SLOW).exp(), d.normal(2, SEQLEN, heads).sigmoid()
-    inputs = q, k, v, g, beta, d.normal(2, heads, d_k, d_v), d.resets()
+def _gated_delta_rule(impl: Any, window: None, resets: bool, *where: Any) -> dict[str, Tensor]:
+    d, heads, d_k, d_v = _Draw(*where), 3, 16, 24
+    q, v, do = d.wide(2, SEQLEN, heads, d_k), *(d.wide(2, SEQLEN, heads, d_v) for _ in range(2))
+    k = torch.nn.functional.normalize(d.wide(2, SEQLEN, heads, d_k), dim=-1)
+    g, beta = -(d.wide(2, SEQLEN, heads) - SLOW).exp(), d.wide(2, SEQLEN, heads).sigmoid()
+    inputs = q, k, v, g, beta, d.wide(2, heads, d_k, d_v), d.resets(2, resets)
     o, state, saved = impl.gated_delta_rule_forward(*inputs, True)
-    dfinal = d.normal(2, heads, d_k, d_v)
-    return [o, state, *impl.gated_delta_rule_backward(do, dfinal, *inputs, saved)]
+    gradients = impl.gated_delta_rule_backward(do, d.wide(2, heads, d_k, d_v), *inputs, saved)
+    return _named("o final_state dq dk dv dg dbeta dinitial_state", (o, state, *gradients))
 
 
-def _causal_conv1d(impl: Any, window: None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    d, channels = _Draw(device, dtype), 24
+def _causal_conv1d(impl: Any, window: None, resets: bool, *where: Any) -> dict[str, Tensor]:
+    d, channels = _Draw(*where), 48
     x, dy = d.normal(2, SEQLEN, channels), d.normal(2, SEQLEN, channels)
-    inputs = x, d.wide(channels, 4), d.wide(channels), d.wide(2, channels, 3), True, d.resets()
-    return [impl.causal_conv1d_forward(*inputs), *impl.causal_conv1d_backward(dy, *inputs)]
+    inputs = x, d.wide(channels, 4), d.wide(channels), d.wide(2, channels, 3), True, d.resets(2, resets)
+    results = impl.causal_conv1d_forward(*inputs), *impl.causal_conv1d_backward(dy, *inputs)
+    return _named("y dx dweight dbias dinitial_state", results)
 
 
-def _rms_norm(impl: Any, window: None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    d = _Draw(device, dtype)
+def _rms_norm(impl: Any, window: None, resets: bool, *where: Any) -> dict[str, Tensor]:
+    d = _Draw(*where)
     x, gate, dy, weight = *(d.normal(2, SEQLEN, 48) for _ in range(3)), d.wide(48)
     y, _, rstd = impl.rms_norm_forward(x, weight, gate, None, 1e-5, 24)
-    results = [y, *impl.rms_norm_backward(dy, None, x, weight, gate, rstd, 24)[:3]]
+    gradients = impl.rms_norm_backward(dy, None, x, weight, gate, rstd, 24)[:3]
+    gated = _named("gated_y gated_dx gated_dweight gated_dgate", (y, *gradients))
     residual, ds = d.wide(2, SEQLEN, 48), d.wide(2, SEQLEN, 48)
     y, s, rstd = impl.rms_norm_forward(x, weight, None, residual, 1e-5, 48)
     dresidual, dweight, _, dx = impl.rms_norm_backward(dy, ds, s, weight, None, rstd, 48)
-    return [*results, y, s, dweight, dresidual, dresidual if dx is None else dx]
+    dx = dresidual if dx is None else dx
+    return gated | _named("y sum dweight dresidual dx", (y, s, dweight, dresidual, dx))
 
 
-_PROBLEMS: dict[str, Callable[..., list[Tensor]]] = {
+_PROBLEMS: dict[str, Callable[..., dict[str, Tensor]]] = {
     "selective_scan": _selective_scan,
     "ssd_scan": _ssd_scan,
     "linear_scan": _linear_scan,

@@ -2,7 +2,7 @@
 
 Proven under Triton's interpreter and compiled for sm_80 and sm_90, but not yet run on a GPU: there each
 operation stands a trial (`trial`) before it is picked. Dense recurrences and the delta rule take the
-reference.
+reference. ``LIMITS``: the largest sizes that an operation's kernels take.
 """
 
 from adjoint.kernels.reference import (
@@ -11,13 +11,24 @@ from adjoint.kernels.reference import (
     gated_delta_rule_backward,
     gated_delta_rule_forward,
 )
+from adjoint.kernels.triton import conv1d, rms_norm
 from adjoint.kernels.triton.conv1d import causal_conv1d_backward, causal_conv1d_forward
 from adjoint.kernels.triton.linear_scan import linear_scan_backward, linear_scan_forward
 from adjoint.kernels.triton.rms_norm import rms_norm_backward, rms_norm_forward
+from adjoint.kernels.triton.selective_scan import launch as selective_scan
 from adjoint.kernels.triton.selective_scan.launch import selective_scan_backward, selective_scan_forward
+from adjoint.kernels.triton.ssd_scan import launch as ssd_scan
 from adjoint.kernels.triton.ssd_scan.launch import ssd_scan_backward, ssd_scan_forward
 
+LIMITS = {
+    "selective_scan": {"d_state": selective_scan.MAX_D_STATE},
+    "ssd_scan": {"headdim": ssd_scan.MAX_HEADDIM, "d_state": ssd_scan.MAX_D_STATE},
+    "causal_conv1d": {"d_conv": conv1d.MAX_D_CONV},
+    "rms_norm": {"group_size": rms_norm.MAX_GROUP},
+}
+
 __all__ = [
+    "LIMITS",
     "causal_conv1d_backward",
     "causal_conv1d_forward",
     "dense_scan_backward",

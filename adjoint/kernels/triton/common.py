@@ -18,6 +18,9 @@ import triton.language as tl
 
 MAX_GRID_YZ = 65535  # CUDA's limit on the second and third grid dimension
 LOG2E = tl.constexpr(1.4426950408889634)
+# Arguments for whose values (1, multiples of 16) no kernel is compiled anew: lengths change from call to call
+# and align nothing. ``one`` must be a number that the compiler does not know (`a_lane_each`).
+LENGTHS = ["seqlen", "n_splits", "split_len", "window", "halo", "rows", "rows_each", "one"]
 
 
 @triton.jit
@@ -36,6 +39,17 @@ def log1p_exp(x):
 def sigmoid(x):
     """1 / (1 + exp(-x)); an overflowing exponential gives the right 0."""
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def a_lane_each(x, one):
+    """``x``, dense indices of a tile's last dimension, so that each lane of the warp gets one of them.
+
+    Of neighbours that it knows to be aligned Triton gives a thread several, to load them at once, which
+    spreads the tile's other dimension over lanes: sums along it then take shuffles. ``one`` is 1 and not
+    specialised: x is still known to be dense, its alignment no longer. (Times ``one`` it would not be dense,
+    and Triton 3.6 would lay the tile out by its other dimension.)"""
+    return x + (one - 1)
 
 
 @triton.jit
@@ -60,7 +74,7 @@ def softplus_slope(step):
     return tl.where(step < 0.0625, series, 1.0 - tl.exp(-step))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _pass_states_kernel(
     local,
     decay,

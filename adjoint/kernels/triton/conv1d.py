@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from adjoint.kernels.triton import common
-from adjoint.kernels.triton.common import sigmoid
+from adjoint.kernels.triton.common import LENGTHS, sigmoid
 
 TOKENS, CHANNELS = 128, 64  # a program: one warp walks these tokens, two channels a thread
 UNROLL = 4  # tokens loaded at once
@@ -66,7 +66,7 @@ def _taps(xs, begins, w, W: tl.constexpr, HAS_RESET: tl.constexpr):
     return total, seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _forward_kernel(
     x,
     weight,
@@ -123,7 +123,7 @@ def _forward_kernel(
             tl.store(y + (batch * seqlen + t) * channels + d, out, mask=d_ok & (t < seqlen))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _backward_kernel(
     dy,
     x,

@@ -30,7 +30,7 @@ SHORTEST_SPLIT = 256
 PER_SM = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=common.LENGTHS)
 def _forward_kernel(
     a,
     b,
@@ -95,7 +95,7 @@ def _forward_kernel(
         tl.store(decay + edge, product, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=common.LENGTHS)
 def _prefix_kernel(
     dh,
     a,
@@ -146,7 +146,7 @@ def _prefix_kernel(
         total += product * tl.load(dh + j * dh_t + d, mask=ok & inside, other=0.0).to(ACC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=common.LENGTHS)
 def _backward_kernel(
     dh,
     a,

@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 
 from adjoint.kernels.triton import common
-from adjoint.kernels.triton.common import sigmoid
+from adjoint.kernels.triton.common import LENGTHS, sigmoid
 
 MAX_GROUP = 16384  # channels a program holds in registers
 PROGRAMS_PER_SM = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _forward_kernel(
     x,
     residual,
@@ -63,7 +63,7 @@ def _forward_kernel(
     tl.store(y + row * width + d, v * r * w, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _backward_kernel(
     dy,
     ds,

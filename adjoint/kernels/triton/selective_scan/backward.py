@@ -19,10 +19,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import LOG2E, log1p_exp, sigmoid, softplus_slope, step_size
+from adjoint.kernels.triton.common import (
+    LENGTHS,
+    LOG2E,
+    a_lane_each,
+    log1p_exp,
+    sigmoid,
+    softplus_slope,
+    step_size,
+)
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit(do_not_specialize=LENGTHS)
 def adjoint_local_kernel(
     dy,
     delta,
@@ -62,7 +70,7 @@ def adjoint_local_kernel(
     n = tl.arange(0, N)
     d_ok, n_ok = d < d_inner, n < d_state
     ok = n_ok[:, None] & d_ok[None, :]
-    state = n[:, None] * d_inner + d[None, :] * one
+    state = n[:, None] * d_inner + a_lane_each(d, one)[None, :]
     A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
     first = split.to(tl.int64) * split_len
     stop = tl.minimum(first + split_len, seqlen)
@@ -105,7 +113,7 @@ def adjoint_local_kernel(
     tl.store(decay + edge + state, tl.exp2(A2 * total[None, :]) * kept[None, :], mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def step_kernel(
     delta,
     bias,
@@ -185,7 +193,7 @@ def _load(pointer, ok, EVEN: tl.constexpr):
         return tl.load(pointer, mask=ok, other=0.0)
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit(do_not_specialize=LENGTHS)
 def backward_kernel(
     dy,
     u,
@@ -270,9 +278,9 @@ def backward_kernel(
     # This program's fine marks, (EVERY // STEPS, ROWS, d_state, LANES): each thread reads back what it wrote.
     tile: tl.constexpr = N * LANES
     scratch += ((batch * n_splits + split) * n_blocks + block) * (EVERY // STEPS) * ROWS * tile
-    scratch += n[:, None] * LANES + tl.arange(0, LANES)[None, :] * one
+    scratch += n[:, None] * LANES + a_lane_each(tl.arange(0, LANES), one)[None, :]
 
-    state = n[:, None] * d_inner + d[None, :] * one
+    state = n[:, None] * d_inner + a_lane_each(d, one)[None, :]
     d_ok = ()
     A2 = ()
     c = ()

@@ -17,10 +17,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import LOG2E, sigmoid, step_size
+from adjoint.kernels.triton.common import LENGTHS, LOG2E, a_lane_each, sigmoid, step_size
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     u,
     delta,
@@ -73,7 +73,7 @@ def forward_kernel(
     n = tl.arange(0, N)
     d_ok, n_ok = d < d_inner, n < d_state
     ok = n_ok[:, None] & d_ok[None, :]
-    state = n[:, None] * d_inner + d[None, :] * one
+    state = n[:, None] * d_inner + a_lane_each(d, one)[None, :]
     A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
 
     # int64 from here on: batch * stride and t * stride pass 2^31 at the lengths this is for

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import LOG2E, sigmoid, softplus_slope
+from adjoint.kernels.triton.common import LENGTHS, LOG2E, a_lane_each, sigmoid, softplus_slope
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _include(
     return used, used + product * term, product
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit(do_not_specialize=LENGTHS)
 def marks_kernel(
     dy,
     step,
@@ -112,7 +112,7 @@ def marks_kernel(
     n = tl.arange(0, N)
     d_ok, n_ok = d < d_inner, n < d_state
     ok = n_ok[:, None] & d_ok[None, :]
-    state = n[:, None] * d_inner + d[None, :] * one
+    state = n[:, None] * d_inner + a_lane_each(d, one)[None, :]
     A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
     per_batch = tl.cast(d_inner, tl.int64) * d_state
     last = tl.zeros((N, LANES), ACC)
@@ -162,7 +162,7 @@ def marks_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit(do_not_specialize=LENGTHS)
 def backward_kernel(
     dy,
     u,
@@ -223,7 +223,7 @@ def backward_kernel(
     n = tl.arange(0, N)
     d_ok, n_ok = d < d_inner, n < d_state
     ok = n_ok[:, None] & d_ok[None, :]
-    state = n[:, None] * d_inner + d[None, :] * one
+    state = n[:, None] * d_inner + a_lane_each(d, one)[None, :]
     A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
     per_batch = tl.cast(d_inner, tl.int64) * d_state
     last = tl.zeros((N, LANES), ACC)
@@ -250,7 +250,7 @@ def backward_kernel(
     marks = (seqlen + EVERY - 1) // EVERY
     tile: tl.constexpr = N * LANES
     scratch += ((batch * n_splits + split) * n_blocks + block) * (EVERY // STEPS) * 3 * tile
-    scratch += n[:, None] * LANES + tl.arange(0, LANES)[None, :] * one
+    scratch += n[:, None] * LANES + a_lane_each(tl.arange(0, LANES), one)[None, :]
 
     first = split.to(tl.int64) * split_len - 1
     stop = tl.minimum(first + split_len, seqlen)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import softplus_slope
+from adjoint.kernels.triton.common import LENGTHS, softplus_slope
 from adjoint.kernels.triton.ssd_scan.forward import (
     chunk_resets,
     pair_decay,
@@ -26,7 +26,7 @@ from adjoint.kernels.triton.ssd_scan.forward import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def read_kernel(
     dy,
     C,
@@ -92,7 +92,7 @@ def read_kernel(
         tl.store(through + (batch * chunks + chunk) * nheads + head, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def input_grad_kernel(
     dy,
     x,
@@ -195,7 +195,7 @@ def input_grad_kernel(
     tl.store(dx + ((batch * seqlen + t[:, None]) * nheads + head) * headdim + p[None, :], dx_, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def step_grad_kernel(
     A,
     step,
@@ -271,7 +271,7 @@ def step_grad_kernel(
     tl.store(dbias + share, tl.sum(grad, axis=0), mask=h_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def pair_grad_kernel(
     dy,
     x,
@@ -360,7 +360,7 @@ def pair_grad_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def group_grad_kernel(
     x,
     other,

@@ -23,10 +23,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import log1p_exp
+from adjoint.kernels.triton.common import LENGTHS, log1p_exp
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def step_kernel(
     dt,
     A,
@@ -119,7 +119,7 @@ def pair_decay(row, col, same, between, count_i, count_j, i, j):
     return tl.exp(tl.where(pair, exponent, float("-inf")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def chunk_state_kernel(
     x,
     B,
@@ -185,7 +185,7 @@ def chunk_state_kernel(
     tl.store(decay + (batch * chunks + chunk) * nheads + head, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def gram_kernel(
     B,
     C,
@@ -225,7 +225,7 @@ def gram_kernel(
         tl.store(gram + square + (row * Q + i)[:, None] * CHUNK + (col * Q + i)[None, :], out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def output_kernel(
     x,
     C,
