@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from adjoint.engine.grid import Key, Scheme, make_grid
 from adjoint.engine.program import Action, Owners, Run, plan
 from adjoint.engine.run import Worker
-from adjoint.engine.stages import Stage, stage_states, stages_of
+from adjoint.engine.stages import Stage, check_windows, stage_states, stages_of
 from adjoint.engine.tile import Gradients
 from adjoint.layers import State
 from adjoint.stack import Result, Stack
@@ -34,6 +34,7 @@ def chunked_loss(
         input_ids, targets: (batch, seqlen) int64, the targets already shifted, `valid` of them not ignored.
         states: to start from, a tuple a layer.
     """
+    check_windows(model.config, scheme)
     weight, initial = model.embedding.weight, stage_states(model, states)
     parameters: list[Tensor] = list(model.parameters())
     stages: list[Any] = stages_of(model)

@@ -48,20 +48,40 @@ def kept_bytes(config: StackConfig, element: int) -> int:
 
     The residual stream (float32 at least) and its norm; of Mamba-1 and Mamba-2 five tensors as wide as
     d_inner (in_proj's two halves, the convolution's output, the step sizes or the gated output, the scan's),
-    B and C, and the scan's sparse states; of the generic mixers B, C and a dense A; of an MLP in_proj's
-    output, the activation and the product. Within a fifth of what autograd was seen to keep.
+    B and C, and the scan's sparse states; of the generic mixers B, C and a dense A; of attention queries,
+    keys and values, repeated for each head, and its output; of gated_deltanet and mamba3 what the code makes
+    of keys and queries besides; of an MLP in_proj's output, the activation and
+    the product. Within a fifth of what autograd was seen to keep.
     """
-    total = 0
-    wide = max(element, 4)
+    total, wide = 0, max(element, 4)
     for kind in config.mixers:
-        n = config.state_size(kind)
-        total += config.d_model * (wide + element)
-        if kind in ("mamba", "mamba2"):
-            groups = config.ngroups if kind == "mamba2" else 1
-            every = 64 if kind == "mamba" else 512 // element  # tokens between saved states
-            total += (5 * config.d_inner + 4 * groups * n) * element + config.d_inner * n * wide // every
-        else:
-            total += (2 * n * config.d_model + (3 * n * n if kind == "dense" else 0)) * element
+        total += config.d_model * (wide + element) + _kept_by_mixer(config, kind, element)
         if config.d_intermediate:
             total += config.d_model * (wide + element) + 4 * config.d_intermediate * element
     return total
+
+
+def _kept_by_mixer(config: StackConfig, kind: str, element: int) -> int:
+    """Bytes a token that a mixer's backward keeps."""
+    wide = max(element, 4)
+    if kind == "attention":
+        heads, _, dim = config.attention_heads
+        bands = 2 if config.sliding_window else 1  # keys and values lie there twice, and queries in bands
+        return 5 * bands * heads * dim * element + (dim + heads) * wide
+    n, nheads, d_inner = config.state_size(kind), config.nheads, config.d_inner
+    if kind == "gated_deltanet":
+        channels, together = (
+            2 * config.key_heads * n + d_inner,
+            64,
+        )  # tokens whose updates are solved for together
+        solved = 8 * n + 5 * together + 2 * n * config.headdim // together
+        return (2 * channels + 9 * d_inner) * element + nheads * solved * wide
+    if kind == "mamba3":
+        turned = nheads * (6 * config.rope_angles + 3 * n + 10) + 2 * d_inner
+        narrow = (4 + config.is_outproj_norm) * d_inner + 2 * n * (config.ngroups + nheads)
+        return turned * wide + narrow * element + d_inner * n * wide * element // 512
+    if kind in ("mamba", "mamba2"):
+        groups = config.ngroups if kind == "mamba2" else 1
+        every = 64 if kind == "mamba" else 512 // element  # tokens between saved states
+        return (5 * d_inner + 4 * groups * n) * element + d_inner * n * wide // every
+    return (2 * n * config.d_model + (3 * n * n if kind == "dense" else 0)) * element

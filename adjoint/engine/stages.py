@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,9 @@ from torch.func import functional_call
 
 from adjoint.engine import tile
 from adjoint.engine.decay import Decays
+from adjoint.engine.grid import Scheme
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
-from adjoint.layers import Block, State
+from adjoint.layers import WINDOWED, Block, StackConfig, State
 from adjoint.stack import Stack
 
 
@@ -102,13 +103,13 @@ class Embedding:
 
 
 class Layer:
-    """y_{k-1} → y_k, both (batch, tokens, d_model); or any module (x, state) → (y, state) with a recurrent
-    state."""
+    """y_{k-1} → y_k, both (batch, tokens, d_model); or any module (x, state) → (y, state), of whose state's
+    tensors `grows` says how they grow: as `Stage.grows`."""
 
     stateful = True
 
-    def __init__(self, block: nn.Module, reach: int = 0, leaves: int = 1) -> None:
-        self.block, self.reach, self.grows = block, reach, (None,) * leaves
+    def __init__(self, block: nn.Module, reach: int = 0, grows: tuple[int | None, ...] = (None,)) -> None:
+        self.block, self.reach, self.grows = block, reach, grows
 
     def parameters(self) -> Iterable[Tensor]:
         return self.block.parameters()
@@ -173,13 +174,23 @@ def stages_of(model: Stack) -> list[Stage | None]:
     reach = model.config.d_conv - 1
     stages: list[Stage | None] = [None] * (model.config.n_layer + 2)
     for k in model.span:
-        kind = model.config.mixers[k]
-        stages[1 + k] = Layer(model.layers[k], reach, 2 if kind in ("mamba", "mamba2") else 1)
+        block: Any = model.layers[k]
+        stages[1 + k] = Layer(block, reach, block.mixer.grows)
     if model.is_first:
         stages[0] = Embedding(model.embedding)
     if model.is_last:
         stages[-1] = Head(model)
     return stages
+
+
+def check_windows(config: StackConfig, scheme: Scheme) -> None:
+    """Raises a ValueError where a scheme would cut a mixer that has no window."""
+    others = [kind for kind in dict.fromkeys(config.mixers) if kind not in WINDOWED]
+    if others and (scheme.window is not None or scheme.cut):
+        raise ValueError(
+            f"a window cuts the recurrences of {', '.join(WINDOWED)} layers, and this stack has "
+            f"{', '.join(others)}: use Exact(), or LayerLocal() without a window"
+        )
 
 
 def stage_states(model: Stack, states: Sequence[State]) -> list[State]:
