@@ -164,10 +164,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
     """Attention of queries to keys and values up to their own place, as `past_attention`'s.
 
     Args:
-        window: keys that a query sees, its own included; None for all."""
+        window: keys that a query sees, its own included; None for all.
+    """
     tokens, seen, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if window is not None and window < seen:
-        return _banded(q, *(_repeated(t.to(q.dtype), groups) for t in (k, v)), window)
+        k, v = (_repeated(t.to(q.dtype), groups) for t in (k, v))
+        return _banded(q, k, v, window)
     if 1 < tokens < seen:
         return past_attention(q, k, v)
     k, v = (_repeated(t.to(q.dtype), groups) for t in (k, v))

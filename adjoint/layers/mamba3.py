@@ -88,8 +88,8 @@ class Mamba3Mixer(nn.Module):
         h = h.to(wide) + v_before[..., None] * k_before.to(wide)[:, :, None]
         # Both shares at once: h as if the next token had been read already, which the output then takes back.
         written = ((trap * dt + due) / decay)[..., None] * v.to(wide)
-        narrow = [t.to(z.dtype) for t in (written, k, q)]
-        y, h = ssd_scan(narrow[0], decay, -torch.ones_like(decay[0, 0]), *narrow[1:], initial_state=h)
+        A = -torch.ones_like(decay[0, 0])
+        y, h = ssd_scan(written.to(z.dtype), decay, A, k.to(z.dtype), q.to(z.dtype), initial_state=h)
         y = y + (self.D.to(wide) - due * (k * q).sum(-1))[..., None] * v.to(wide)
         y = y.flatten(-2).to(z.dtype)
         y = (y if self.norm is None else self.norm(y)) * F.silu(z)
