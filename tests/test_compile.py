@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from adjoint import Backprop, Exact, Stack
 from adjoint.kernels import dispatch
 from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
@@ -68,9 +69,20 @@ TENSORS: dict[str, Callable[[int], tuple[Tensor, ...]]] = {
         (0.2 * decays(BATCH, seqlen, 5, 5)).detach().requires_grad_(),
         *(leaf(BATCH, seqlen, 5), leaf(BATCH, 5)),
     ),
+    "gated_delta_rule": lambda seqlen: (
+        *(leaf(BATCH, seqlen, 2, D_STATE) for _ in range(2)),
+        *(leaf(BATCH, seqlen, 2, 3), (-decays(BATCH, seqlen, 2)).detach().requires_grad_()),
+        *(decays(BATCH, seqlen, 2), leaf(BATCH, 2, D_STATE, 3)),
+    ),
     "causal_conv1d": lambda seqlen: (leaf(BATCH, seqlen, 5), leaf(5, 4), leaf(5), leaf(BATCH, 5, 3)),
 }
-REQUIRED = {"selective_scan": 4, "ssd_scan": 4, "scalar": 1, "diagonal": 1, "dense": 1, "causal_conv1d": 1}
+REQUIRED = {
+    **{"selective_scan": 4, "ssd_scan": 4, "gated_delta_rule": 4},
+    **{"scalar": 1, "diagonal": 1, "dense": 1, "causal_conv1d": 1},
+}
+
+
+UNWINDOWED = ("gated_delta_rule", "causal_conv1d")
 
 
 def run(name: str, tensors: Sequence[Tensor], **options: Any) -> tuple[Tensor, ...]:
@@ -80,18 +92,20 @@ def run(name: str, tensors: Sequence[Tensor], **options: Any) -> tuple[Tensor, .
     if name == "ssd_scan":
         *first, bias, state = tensors
         return ssd_scan(*first, dt_bias=bias, dt_softplus=True, initial_state=state, **options)
+    if name == "gated_delta_rule":
+        return gated_delta_rule(*tensors, **options)
     if name == "causal_conv1d":
         return causal_conv1d(*tensors, silu=True, **options)
     return (linear_scan(*tensors, **options),)
 
 
 def operator(name: str) -> Any:
-    return getattr(
-        torch.ops.adjoint, name if name in ("selective_scan", "ssd_scan", "causal_conv1d") else "linear_scan"
-    )
+    return getattr(torch.ops.adjoint, "linear_scan" if name in ("scalar", "diagonal", "dense") else name)
 
 
 def operator_options(name: str, backend: str, window: int | None) -> tuple[Any, ...]:
+    if name == "gated_delta_rule":  # it has no window
+        return (backend,)
     if name == "causal_conv1d":
         return True, backend
     options = (window, 0, backend)
@@ -130,7 +144,7 @@ def test_backward_operators_make_what_their_fakes_say(
         forward = operator(name)
         if name == "causal_conv1d":
             saved, cotangents = (*tensors, None), (torch.ones_like(full[0]),)
-        elif name in ("selective_scan", "ssd_scan"):
+        elif name in ("selective_scan", "ssd_scan", "gated_delta_rule"):
             y, state, checkpoints = forward(*tensors, None, *options, True)
             saved, cotangents = (*tensors, None, checkpoints), (torch.ones_like(y), torch.ones_like(state))
         else:
@@ -160,7 +174,7 @@ def test_triton_operators_make_what_their_fakes_say() -> None:
     "name, options",
     [
         *((name, {}) for name in TENSORS),
-        *((name, {"window": 4, "halo": 2}) for name in TENSORS if name != "causal_conv1d"),
+        *((name, {"window": 4, "halo": 2}) for name in TENSORS if name not in UNWINDOWED),
     ],
 )
 def test_compiled_equals_eager(name: str, options: dict[str, int]) -> None:

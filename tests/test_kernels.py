@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from adjoint.kernels import dispatch, reference
 from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.cpu import build as cpu_build
+from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
@@ -393,12 +394,49 @@ def test_conv1d_never_reaches_into_another_document(backend):
     assert_same(gradients((got,), inputs), gradients((expected,), inputs))
 
 
+def delta_inputs(batch, seqlen, nheads, d_k, d_v):
+    inputs = [
+        randn(batch, seqlen, nheads, d_k),
+        F.normalize(randn(batch, seqlen, nheads, d_k, seed=1), dim=-1),
+    ]
+    inputs += [randn(batch, seqlen, nheads, d_v, seed=2), -F.softplus(randn(batch, seqlen, nheads) - 2)]
+    inputs += [randn(batch, seqlen, nheads, seed=1).sigmoid(), randn(batch, nheads, d_k, d_v)]
+    return [x.requires_grad_() for x in inputs]
+
+
+def delta_loop(q, k, v, g, beta, state, seq_idx):
+    """The rule as its paper writes it, token by token (eq. 10)."""
+    outputs = []
+    for t in range(q.shape[1]):
+        state = state * (g[:, t].exp() * same_document(seq_idx, t)[:, None])[..., None, None]
+        missing = v[:, t] - (state.mT @ k[:, t].unsqueeze(-1)).squeeze(-1)
+        state = state + k[:, t].unsqueeze(-1) * (beta[:, t].unsqueeze(-1) * missing).unsqueeze(-2)
+        outputs.append((state.mT @ q[:, t].unsqueeze(-1)).squeeze(-1))
+    return torch.stack(outputs, dim=1), state
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "shape", [(2, 131, 3, 12, 20), (1, 200, 2, 33, 7), (2, 1, 1, 16, 16), (1, 64, 2, 64, 64)]
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_gated_delta_rule_equals_loop(backend, shape, packed):
+    inputs = delta_inputs(*shape)
+    seq_idx = documents(*shape[:2]) * packed
+    expected = delta_loop(*inputs, seq_idx)
+    got = gated_delta_rule(*inputs, seq_idx=seq_idx, backend=backend)
+    assert_same(got, expected)
+    assert_same(gradients(got, inputs), gradients(expected, inputs))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradcheck_states_included(backend):
     inputs = selective_inputs(2, 5, 3, 2)
     assert torch.autograd.gradcheck(lambda *x: run_selective(x, backend=backend), inputs, fast_mode=True)
     inputs = ssd_inputs(1, 5, 2, 3, 1, 2)
     assert torch.autograd.gradcheck(lambda *x: run_ssd(x, backend=backend), inputs, fast_mode=True)
+    inputs = delta_inputs(1, 5, 2, 3, 2)
+    assert torch.autograd.gradcheck(lambda *x: gated_delta_rule(*x, backend=backend), inputs, fast_mode=True)
     a, b, h = [x.requires_grad_() for x in (0.5 * randn(1, 5, 3, 3), randn(1, 5, 3), randn(1, 3))]
     assert torch.autograd.gradcheck(lambda *x: linear_scan(*x, backend=backend), (a, b, h), fast_mode=True)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 STRETCH = 16  # tokens stepped one by one, all stretches in parallel
 SEGMENT = 256  # tokens whose states exist at the same time
+DELTA_CHUNK = 64  # tokens whose delta-rule updates are solved for together
 
 
 def recurrence(a: Tensor, b: Tensor, initial: Tensor | None = None) -> Tensor:
@@ -465,3 +466,97 @@ def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size):
         dgate = dv * s * sig * (1 + gate * (1 - sig))
         dv = dv * gate * sig
     return dv if ds is None else dv + ds, dweight, dgate, None
+
+
+# --------------------------------------------------------------------------------------------- gated delta rule
+
+
+def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
+    c = _DeltaChunks(q, k, v, g, beta, reset)
+    values, reads = c.solved(torch.cat([c.v * c.beta, c.k * c.beta * c.since], dim=-1)).split(
+        [v.shape[-1], k.shape[-1]], dim=-1
+    )
+    state = k.new_zeros(*c.k.shape[:2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
+    states, written = [], []
+    for u, w, keys, decay in zip(*(t.unbind(2) for t in (values, reads, c.k_last, c.whole)), strict=True):
+        states.append(state)
+        written.append(u - w @ state)
+        state = state * decay + keys.mT @ written[-1]
+    before = torch.stack(states, dim=2)
+    out = (c.q * c.since) @ before + c.within @ torch.stack(written, dim=2)
+    return c.tokens(out), state, before if save else None
+
+
+def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, states):
+    c = _DeltaChunks(q, k, v, g, beta, reset)
+    do = c.chunks(do)
+    residual = c.v - (c.k @ states) * c.since  # what each token would write, were it its chunk's first
+    written = c.solved(residual * c.beta)
+    reads = c.solved(c.k * c.beta * c.since)
+    d_own, d_read = c.within.mT @ do, (c.q * c.since).mT @ do
+    d = torch.zeros_like(states[:, :, 0]) if dfinal_state is None else dfinal_state
+    d_states, d_written = [], []  # cotangents of the states after each chunk, and of what is written in it
+    for own, read, keys, w, decay in reversed(
+        list(zip(*(t.unbind(2) for t in (d_own, d_read, c.k_last, reads, c.whole)), strict=True))
+    ):
+        d_states.append(d)
+        d_written.append(own + keys @ d)
+        d = d * decay + read - w.mT @ d_written[-1]
+    d_after = torch.stack(d_states[::-1], dim=2)
+    dr = c.solved(torch.stack(d_written[::-1], dim=2), transposed=True)
+    d_pairs, d_system = (do @ written.mT).tril(), -(dr @ written.mT).tril(-1)
+    dv = dr * c.beta
+    dq_state, dk_state = (do @ states.mT) * c.since, -(dv @ states.mT) * c.since
+    dk_last = (written @ d_after.mT) * c.until
+    d_system_keys = d_system * c.pairs  # of beta k k'
+    dqk, dkk = d_pairs * c.pairs, d_system_keys * c.beta
+    dq = dq_state + dqk @ c.k
+    dk = dk_state + dk_last + dqk.mT @ c.q + dkk @ c.k + dkk.mT @ c.k
+    dbeta = (dr * residual).sum(-1) + (d_system_keys * (c.k @ c.k.mT)).sum(-1)
+    # of the running sums of g: e^{c_i} wherever a chunk's state is read, e^{c_i - c_j} in pairs, e^{c_n - c_j}
+    both = d_pairs * c.within + d_system * c.system
+    ends = (dk_last * c.k).sum(-1)
+    dc = (dq_state * c.q + dk_state * c.k).sum(-1) + both.sum(-1) - both.sum(-2) - ends
+    dc[..., -1] += ends.sum(-1) + (c.whole * states * d_after).sum((-1, -2))
+    dg = c.tokens(dc.flip(-1).cumsum(-1).flip(-1))
+    return c.tokens(dq), c.tokens(dk), c.tokens(dv), _mask(dg, reset), c.tokens(dbeta), d
+
+
+class _DeltaChunks:
+    """Tensors of the gated delta rule in chunks, (batch, nheads, chunks, DELTA_CHUNK, …), and the decays inside
+    them; what is padded decays nothing and writes nothing."""
+
+    def __init__(self, q, k, v, g, beta, reset):
+        self.seqlen = q.shape[1]
+        self.q, self.k, self.v, beta = map(self.chunks, (q, k, v, beta))
+        self.beta = beta[..., None]
+        sums = self.chunks(_mask(g, reset)).cumsum(-1)
+        below = torch.ones(DELTA_CHUNK, DELTA_CHUNK, dtype=torch.bool, device=q.device).tril()
+        same = below
+        first = last = torch.ones((), dtype=torch.bool, device=q.device)
+        if reset is not None:  # documents of a chunk, numbered; the first goes on from the chunk before
+            number = self.chunks(reset[..., None].int()).cumsum(-1)[..., None]
+            same = below & (number == number.mT)
+            first, last = number == 0, number == number[..., -1:, :]
+        differences = (sums[..., :, None] - sums[..., None, :]).masked_fill(~same, -torch.inf)
+        self.pairs = differences.exp()
+        self.since = sums.exp()[..., None] * first
+        self.until = (sums[..., -1:] - sums).exp()[..., None] * last
+        self.whole = self.since[..., -1:, :]
+        self.k_last = self.k * self.until
+        self.within = (self.q @ self.k.mT) * self.pairs
+        self.system = ((self.k * self.beta) @ self.k.mT) * self.pairs
+
+    def chunks(self, x):
+        """(batch, seqlen, nheads, …) in chunks."""
+        x = F.pad(x.transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, -self.seqlen % DELTA_CHUNK))
+        return x.unflatten(2, (-1, DELTA_CHUNK))
+
+    def tokens(self, x):
+        """The way back."""
+        return x.flatten(2, 3)[:, :, : self.seqlen].transpose(1, 2)
+
+    def solved(self, right, transposed=False):
+        """x of (1 + the strictly lower part of `system`) x = right, or of its transpose."""
+        system = self.system.mT if transposed else self.system
+        return torch.linalg.solve_triangular(system, right, upper=transposed, unitriangular=True)

@@ -131,6 +131,17 @@ def _dense_scan(impl: Any, window: int | None, device: torch.device, dtype: torc
     return [h, *impl.dense_scan_backward(dh, A, h, initial, reset, window, 0)]
 
 
+def _gated_delta_rule(impl: Any, window: None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    d, heads, d_k, d_v = _Draw(device, torch.promote_types(dtype, torch.float32)), 3, 16, 24
+    q, v, do = d.normal(2, SEQLEN, heads, d_k), *(d.normal(2, SEQLEN, heads, d_v) for _ in range(2))
+    k = torch.nn.functional.normalize(d.normal(2, SEQLEN, heads, d_k), dim=-1)
+    g, beta = -(d.normal(2, SEQLEN, heads) - SLOW).exp(), d.normal(2, SEQLEN, heads).sigmoid()
+    inputs = q, k, v, g, beta, d.normal(2, heads, d_k, d_v), d.resets()
+    o, state, saved = impl.gated_delta_rule_forward(*inputs, True)
+    dfinal = d.normal(2, heads, d_k, d_v)
+    return [o, state, *impl.gated_delta_rule_backward(do, dfinal, *inputs, saved)]
+
+
 def _causal_conv1d(impl: Any, window: None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     d, channels = _Draw(device, dtype), 24
     x, dy = d.normal(2, SEQLEN, channels), d.normal(2, SEQLEN, channels)
@@ -154,6 +165,7 @@ _PROBLEMS: dict[str, Callable[..., list[Tensor]]] = {
     "ssd_scan": _ssd_scan,
     "linear_scan": _linear_scan,
     "dense_scan": _dense_scan,
+    "gated_delta_rule": _gated_delta_rule,
     "causal_conv1d": _causal_conv1d,
     "rms_norm": _rms_norm,
 }

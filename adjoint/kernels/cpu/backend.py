@@ -63,6 +63,16 @@ class _NormArgs(ctypes.Structure):  # mirrors NormArgs in norm.cpp
     ]
 
 
+class _DeltaArgs(ctypes.Structure):  # mirrors DeltaArgs in delta.cpp
+    _fields_ = [
+        *((name, _I64) for name in ("batch", "seqlen", "nheads", "d_k", "d_v", "threads")),
+        *((name, _Rows) for name in ("q", "k", "v", "d_o")),
+        *((name, _PTR) for name in ("g", "beta", "initial_state", "reset")),
+        *((name, _PTR) for name in ("o", "final_state", "checkpoints", "dfinal_state")),
+        *((name, _PTR) for name in ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state")),
+    ]
+
+
 def _call(name: str, dtype: torch.dtype, args: ctypes.Structure, *flags: int) -> None:
     library, reason = cpu_build.load()
     if library is None:
@@ -385,6 +395,37 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
     f.pointers(dx=dx, dweight=dweight, dbias=dbias, dinitial_state=dinitial)
     _call("conv1d", x.dtype, f.struct, 1)
     return dx, dweight.sum(0), None if dbias is None else dbias.sum(0), dinitial
+
+
+def _delta_fields(q, k, v, g, beta, initial_state, reset) -> _Fields:
+    batch, seqlen, nheads, d_k = k.shape
+    f = _Fields(_DeltaArgs())
+    threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * v.shape[-1])
+    f.numbers(batch=batch, seqlen=seqlen, nheads=nheads, d_k=d_k, d_v=v.shape[-1], threads=threads)
+    f.rows(q=q, k=k, v=v)
+    f.pointers(g=g, beta=beta, initial_state=initial_state, reset=reset)
+    return f
+
+
+def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
+    batch, seqlen, nheads, d_k = k.shape
+    f = _delta_fields(q, k, v, g, beta, initial_state, reset)
+    o, final_state = v.new_empty(v.shape), v.new_empty(batch, nheads, d_k, v.shape[-1])
+    slots = -(-seqlen // reference.DELTA_CHUNK)
+    checkpoints = v.new_empty(batch, nheads, slots, d_k, v.shape[-1]) if save else None
+    f.pointers(o=o, final_state=final_state, checkpoints=checkpoints)
+    _call("delta", k.dtype, f.struct, 0)
+    return o, final_state, checkpoints
+
+
+def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, checkpoints):
+    f = _delta_fields(q, k, v, g, beta, initial_state, reset)
+    f.rows(d_o=do)
+    f.pointers(checkpoints=checkpoints, dfinal_state=dfinal_state)
+    made = [x.new_empty(x.shape) for x in (q, k, v, g, beta, checkpoints[:, :, 0])]
+    f.pointers(**dict(zip(("dq", "dk", "dv", "dg", "dbeta", "dinitial_state"), made, strict=True)))
+    _call("delta", k.dtype, f.struct, 1)
+    return tuple(made)
 
 
 def _norm_fields(x: Tensor, weight: Tensor, gate: Tensor | None, rstd: Tensor, group_size: int) -> _Fields:

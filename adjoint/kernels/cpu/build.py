@@ -19,7 +19,7 @@ from pathlib import Path
 
 from adjoint.files import cache_folder
 
-SOURCES = ("scan.cpp", "conv.cpp", "linear.cpp", "dense.cpp", "norm.cpp")
+SOURCES = ("scan.cpp", "conv.cpp", "delta.cpp", "linear.cpp", "dense.cpp", "norm.cpp")
 HEADERS = ("lanes.h", "linear.h")
 # No -ffast-math: a library linked with it switches the whole process to flush-to-zero.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-Wno-psabi")
