@@ -49,9 +49,9 @@ def kept_bytes(config: StackConfig, element: int) -> int:
     The residual stream (float32 at least) and its norm; of Mamba-1 and Mamba-2 five tensors as wide as
     d_inner (in_proj's two halves, the convolution's output, the step sizes or the gated output, the scan's),
     B and C, and the scan's sparse states; of the generic mixers B, C and a dense A; of attention queries,
-    keys and values, repeated for each head, and its output; of gated_deltanet and mamba3 what the code makes
-    of keys and queries besides; of an MLP in_proj's output, the activation and
-    the product. Within a fifth of what autograd was seen to keep.
+    keys and values, repeated for each head, and its output; of gated_deltanet and mamba3 what is made of keys
+    and queries besides; of an MLP in_proj's output, the activation and the product. Within a fifth of what
+    autograd was seen to keep.
     """
     total, wide = 0, max(element, 4)
     for kind in config.mixers:
@@ -70,12 +70,9 @@ def _kept_by_mixer(config: StackConfig, kind: str, element: int) -> int:
         return 5 * bands * heads * dim * element + (dim + heads) * wide
     n, nheads, d_inner = config.state_size(kind), config.nheads, config.d_inner
     if kind == "gated_deltanet":
-        channels, together = (
-            2 * config.key_heads * n + d_inner,
-            64,
-        )  # tokens whose updates are solved for together
-        solved = 8 * n + 5 * together + 2 * n * config.headdim // together
-        return (2 * channels + 9 * d_inner) * element + nheads * solved * wide
+        channels = 2 * config.key_heads * n + d_inner
+        states = n * config.headdim // 64  # one in 64 tokens
+        return (2 * channels + 5 * d_inner) * element + nheads * (2 * n + states) * wide
     if kind == "mamba3":
         turned = nheads * (6 * config.rope_angles + 3 * n + 10) + 2 * d_inner
         narrow = (4 + config.is_outproj_norm) * d_inner + 2 * n * (config.ngroups + nheads)
