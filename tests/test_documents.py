@@ -34,6 +34,14 @@ MIXED = {"mixer": ["mamba", "mamba2", "diagonal", "dense"], "n_layer": 4, "ngrou
 PACKED = [[1, 1, 12, 7, 7, 3, 1, 4], [9, 20, 5, 2]]
 
 
+UNWINDOWED = {  # mixers without windows
+    "attention": {"mixer": "attention", "num_attention_heads": 2, "num_key_value_heads": 1},
+    "sliding": {"mixer": "attention", "num_attention_heads": 2, "sliding_window": 5},
+    "gated_deltanet": {"mixer": "gated_deltanet"},
+    "mamba3": {"mixer": "mamba3"},
+}
+
+
 def numbers(lengths: list[list[int]]) -> torch.Tensor:
     rows = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
     return torch.stack(rows)
@@ -71,6 +79,16 @@ def test_packed_equals_one_by_one(variant: str, method: str) -> None:
     assert_equal(model, ids, PACKED, METHODS[method])
 
 
+@pytest.mark.parametrize("variant", UNWINDOWED)
+@pytest.mark.parametrize(
+    "method", [name for name in METHODS if name not in ("truncated", "layer-local, windowed")]
+)
+def test_packed_equals_one_by_one_without_windows(variant: str, method: str) -> None:
+    model = make_model("mamba", **UNWINDOWED[variant])
+    ids = make_ids(2, sum(PACKED[0]), seed=3)
+    assert_equal(model, ids, PACKED, METHODS[method])
+
+
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=8),
@@ -94,7 +112,8 @@ def test_packed_equals_one_by_one_whatever_the_lengths(
 @pytest.mark.parametrize("method", ["exact", "truncated", "layer-local, windowed"])
 def test_the_initial_state_belongs_to_the_first_document(method: str) -> None:
     """Its gradient is that of the first document alone; the final state is that of the last one."""
-    model = make_model("mixed, untied", **MIXED)
+    more = {} if method != "exact" else {"mixer": [*MIXED["mixer"], "mamba3", "gated_deltanet"], "n_layer": 6}
+    model = make_model("mixed, untied", **MIXED | more)
     ids, lengths = make_ids(1, 20, seed=1), [6, 14]
     state = [
         tuple(torch.randn_like(s, requires_grad=True) for s in layer) for layer in model.initial_state(1)

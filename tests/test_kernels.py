@@ -65,8 +65,9 @@ def selective_loop(u, delta, A, B, C, D, z, bias, h, seq_idx):
     for t in range(u.shape[1]):
         d = F.softplus(delta[:, t] + bias)
         a = torch.exp(d.unsqueeze(-1) * A) * same_document(seq_idx, t)[:, None, None]
-        h = a * h + (d * u[:, t]).unsqueeze(-1) * B[:, t].unsqueeze(1)
-        outputs.append(((h * C[:, t].unsqueeze(1)).sum(-1) + D * u[:, t]) * F.silu(z[:, t]))
+        B_t, C_t = (x[:, t] if x.dim() == 4 else x[:, t].unsqueeze(1) for x in (B, C))  # 4: one a channel
+        h = a * h + (d * u[:, t]).unsqueeze(-1) * B_t
+        outputs.append(((h * C_t).sum(-1) + D * u[:, t]) * F.silu(z[:, t]))
     return torch.stack(outputs, dim=1), h
 
 
@@ -83,6 +84,22 @@ def test_selective_scan_equals_loop(backend, shape):
     got = run_selective(inputs, seq_idx=seq_idx, backend=backend)
     assert_same(got, expected)
     assert_same(gradients(got, inputs), gradients(expected, inputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("ngroups", [1, 2, 6])
+def test_selective_scan_with_groups_equals_loop(backend, ngroups):
+    inputs, seq_idx = selective_inputs(2, 67, 12, 5), documents(2, 67)
+    inputs[3], inputs[4] = (randn(2, 67, ngroups, 5, seed=seed).requires_grad_() for seed in (5, 6))
+    a_channel = [x.repeat_interleave(12 // ngroups, dim=2) for x in inputs[3:5]]
+    expected = selective_loop(*inputs[:3], *a_channel, *inputs[5:], seq_idx)
+    got = run_selective(inputs, seq_idx=seq_idx, backend=backend)
+    assert_same(got, expected)
+    assert_same(gradients(got, inputs), gradients(expected, inputs))
+    with pytest.raises(ValueError, match="B's ngroups must divide d_inner = 12, got 5"):
+        selective_scan(*inputs[:3], *(randn(2, 67, 5, 5) for _ in range(2)))
+    with pytest.raises(ValueError, match=rf"C must have shape \(2, 67, {ngroups}, 5\), got \(2, 67, 5\)"):
+        selective_scan(*inputs[:4], randn(2, 67, 5))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

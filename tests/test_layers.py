@@ -205,7 +205,7 @@ def test_defaults_by_mixer() -> None:
         ({"d_intermediate": -1}, "d_intermediate must be 0"),
         ({"norm_eps": 0.0}, "norm_eps must be positive"),
         ({"dt_min": 0.2}, "0 < dt_min <= dt_max, got 0.2 and 0.1"),
-        ({"mixer": "mamba3"}, "mixer must be one of mamba, mamba2, diagonal, scalar, dense.*got 'mamba3'"),
+        ({"mixer": "mamba4"}, "mixer must be one of mamba, mamba2, diagonal, scalar, dense.*got 'mamba4'"),
         ({"mixer": ["mamba"] * 3}, "mixer lists 3 layers but n_layer is 4"),
         ({"mixer": "mamba2", "headdim": 100}, "headdim 100 must divide d_inner = expand . d_model = 512"),
         ({"mixer": "mamba2", "ngroups": 3}, "ngroups 3 must divide the number of heads, 8"),

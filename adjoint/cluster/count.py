@@ -8,23 +8,28 @@ is noted while it lives. What is made and freed inside an operator is not seen.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.engine.budget import LiveBytes
+from adjoint.engine.kept import Past, Slab, recurrent
 from adjoint.engine.stages import Chunk, Stage, stages_of
-from adjoint.engine.tile import Gradients
+from adjoint.engine.tile import Cotangents, Gradients
 from adjoint.errors import UserError
-from adjoint.kernels import dispatch
+from adjoint.kernels import attention, dispatch
 from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
 from adjoint.train.machine import autocast
+
+LONG = 1 << 13  # tokens of a past, more than one of attention's blocks
 
 
 class Uncountable(UserError):
@@ -69,6 +74,7 @@ class Example:
     state: State
     chunk: Chunk
     dy: Tensor
+    d_state: Cotangents  # of the state after the chunk
 
     def forward(self) -> None:
         """F."""
@@ -78,7 +84,7 @@ class Example:
     def pull(self, gradients: Gradients) -> None:
         """L or R, and B."""
         _, _, pullback = self.stage.linearize(self.x, self.state, self.chunk, gradients)
-        pullback(self.dy, self.state)
+        pullback(self.dy, self.d_state)
 
 
 def example(
@@ -89,10 +95,11 @@ def example(
     device: str = "cpu",
     head: bool = False,
     recompute: str = "none",
+    start: int = 0,
 ) -> Example:
-    """The first layer of a stack on a chunk, or its norm, head and loss."""
+    """The first layer of a stack on the chunk that begins at token `start`, or its norm, head and loss."""
     wide = torch.float64 if precision == "float64" else torch.float32
-    before = torch.get_default_dtype()
+    dtype = torch.get_default_dtype()
     torch.set_default_dtype(wide)  # fake tensors cannot change their dtype later
     try:
         with torch.device(device):
@@ -100,11 +107,46 @@ def example(
             x = torch.randn(batch, tokens, config.d_model)  # of zeros a GPU makes short work
             ids = torch.zeros(batch, tokens, dtype=torch.int64)
             dy = torch.ones(()) if head else torch.randn_like(x)
+            before: State = () if head else part.initial_state(batch)[0]
+            stage = stages_of(part, recompute)[-1 if head else 1]
+            assert stage is not None
+            state, d_state = states_at(before, stage.grows, start, tokens)
     finally:
-        torch.set_default_dtype(before)
-    stage = stages_of(part, recompute)[-1 if head else 1]
-    assert stage is not None
-    return Example(stage, x, () if head else part.initial_state(batch)[0], Chunk(ids, ids), dy)
+        torch.set_default_dtype(dtype)
+    return Example(stage, x, state, Chunk(ids, ids, start), dy, d_state)
+
+
+def states_at(
+    before: State, grows: Sequence[int | None], start: int, tokens: int
+) -> tuple[State, tuple[Tensor, ...]]:
+    """The state before a chunk that begins at token `start`, as the engine hands it out, and a cotangent of
+    the one after it.
+
+    Args:
+        before: the state before the sequence. grows: as `Stage`'s.
+    """
+    state: list[Any] = []
+    cotangents = []
+    for s, dim in zip(before, grows, strict=True):
+        if dim is None:
+            state.append(s)
+            cotangents.append(s)
+            continue
+        slab = Slab(s, dim, start + tokens)
+        slab.begin(None)
+        state.append(Past(slab, start, 0, 0))
+        cotangents.append(slab.gathered(start, start + tokens))
+    return tuple(state), tuple(cotangents)
+
+
+def after_past(count: Callable[[int], Counted], start: int) -> Counted:
+    """What a chunk takes that begins at token `start` and attends to all before it, counted at few lengths: a
+    peak is the largest of several sums that grow in proportion to the past, so between two lengths no more
+    than on the line through them, and after a while on a line."""
+    low = min(1 << (start.bit_length() - 1), LONG)
+    share = (start - low) / low
+    ends = zip(dataclasses.astuple(count(low)), dataclasses.astuple(count(2 * low)), strict=True)
+    return Counted(*(int(a + share * (b - a)) for a, b in ends))
 
 
 @contextlib.contextmanager
@@ -126,12 +168,20 @@ def counting(precision: str, device: str, fake: Any = None) -> Iterator[LiveByte
             stack.enter_context(mock.patch.object(dispatch, "sequence_dtype", lambda *given: given[2].dtype))
             triton = dispatch._module("triton")
             stack.enter_context(mock.patch.object(dispatch, "choose", return_value=triton))
+        if device == "cuda":
+            stack.enter_context(mock.patch.object(attention, "past_attention", _fused_attention))
         stack.enter_context(fake or FakeTensorMode())
         live = stack.enter_context(LiveBytes())
         stack.enter_context(torch.autocast("cpu", enabled=False, cache_enabled=False))
         stack.enter_context(autocast(precision, torch.device("cpu")))
         torch.set_autocast_cache_enabled(False)  # as the engine has it
         yield live
+
+
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Attention to the past as a GPU computes it: one fused kernel, here the CPU's."""
+    k, v = (t.to(q.dtype).repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
 def element_size(precision: str) -> int:
@@ -148,10 +198,11 @@ def stage(
     device: str,
     head: bool = False,
     recompute: str = "none",
+    start: int = 0,
 ) -> Counted:
     """A layer of a stack of one kind of layers, or its head, on a chunk; `device` as `counting`'s."""
     with counting(precision, device) as live:
-        one = example(config, batch, tokens, precision, head=head, recompute=recompute)
+        one = example(config, batch, tokens, precision, head=head, recompute=recompute, start=start)
         gradients = Gradients()
         one.pull(gradients)  # the sums of gradients are there from now on
         before = live.begin()
@@ -161,9 +212,9 @@ def stage(
         made, after, pullback = one.stage.linearize(one.x, one.state, one.chunk, gradients)
         linearized, saved = live.peak - before, live.live - before
         del made, after  # the graph keeps them
-        pullback(one.dy, one.state)
+        pullback(one.dy, one.d_state)
         sizes = [w.nbytes for w in one.stage.parameters()]
-        state = sum(s.nbytes for s in one.state)
+        state = sum(s.nbytes for s in recurrent(one.state, one.stage.grows))
         parameters = sum(sizes) // element_size(precision)
         casts = sum(cast.nbytes for _, cast in getattr(one.stage, "casts", {}).values())
         return Counted(

@@ -195,7 +195,7 @@ class Group:
         from adjoint.cluster.assign import make_specs  # shards do not need what plans
 
         need = need or placement.Need()
-        check_method(method, helpers, sequence)
+        check_method(method, helpers, sequence, model)
         if shards == "auto":
             room = placement.how_many(need, placement.nodes()) // (replicas * sequence)
             shards = max(1, min(room - helpers, model.n_layer))

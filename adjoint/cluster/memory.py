@@ -23,7 +23,7 @@ from adjoint.engine.budget import RESERVED_CPU
 from adjoint.engine.chunk_size import chunk_size_for
 from adjoint.engine.grid import Grid, Scheme
 from adjoint.engine.program import BUFFERS
-from adjoint.engine.stages import stage_costs
+from adjoint.engine.stages import check_windows, stage_costs
 from adjoint.layers import StackConfig
 from adjoint.methods import Backprop
 from adjoint.stack import Stack
@@ -108,7 +108,9 @@ class Setup:
             self.model, self.batch, self.device, element, self.device_memory, recompute
         )
         size = chunk_size_of(self.method, self.seqlen, default, self.sequence)
-        return self.method.scheme(self.seqlen, size)
+        scheme = self.method.scheme(self.seqlen, size)
+        check_windows(self.model, scheme)
+        return scheme
 
     @property
     def chunks(self) -> int:
@@ -128,11 +130,11 @@ class Setup:
         return self.batch * tokens * self.model.d_model * self.element
 
     def layer(self, k: int, tokens: int) -> Counted:
-        """What layer k takes on a chunk."""
-        recompute = self.scheme.recompute
-        return count.stage(
-            self.kind(k), self.batch, tokens, self.precision, self.device, recompute=recompute
-        )
+        """What layer k takes on a chunk; the last one, where that has the longest past."""
+        given = self.kind(k), self.batch, tokens, self.precision, self.device
+        start = max(0, self.seqlen - tokens) if self.model.mixers[k] == "attention" else 0
+        counted = functools.partial(count.stage, *given, recompute=self.scheme.recompute)
+        return count.after_past(lambda start: counted(start=start), start) if start else counted()
 
     def task(self, k: int) -> int:
         """The peak of a windowed vjp of layer k."""
@@ -164,7 +166,13 @@ class Setup:
         """Operations of a forward pass: two a weight of a matrix, eight an element of the recurrent state."""
         ones = [self.layer(k, 64) for k in range(self.model.n_layer)]
         layers = [2 * one.parameters + 8 * one.state / self.batch / 4 for one in ones]
-        return Flops(tuple(layers), 2.0 * self.model.vocab_size * self.model.d_model)
+        head = 2.0 * self.model.vocab_size * self.model.d_model
+        kinds, (heads, _, dim) = self.model.mixers, self.model.attention_heads
+        if "attention" not in kinds:
+            return Flops(tuple(layers), head)
+        # of each query head, two a channel of keys and of values
+        pairs = tuple(4.0 * heads * dim if kind == "attention" else 0.0 for kind in kinds)
+        return Flops(tuple(layers), head, pairs, (self.model.sliding_window,) * len(kinds))
 
     def described(self) -> dict[str, Any]:
         """The model in plain types."""
@@ -180,8 +188,15 @@ class Setup:
         return self.layer(k, self.scheme.chunk_size).state
 
     def past(self, layers: Sequence[int], alone: bool) -> int:
-        """Bytes of what layers keep of every token, and of its cotangents."""
-        return 0
+        """Bytes of what layers keep of every token, and of its cotangents.
+
+        Args:
+            alone: whether one process has the whole stack, under autograd.
+        """
+        _, kv_heads, dim = self.model.attention_heads
+        growing = sum(self.model.mixers[k] == "attention" for k in layers)
+        both = 1 if alone and isinstance(self.method, Backprop) else 2  # autograd's cotangents are its own
+        return self.batch * self.seqlen * growing * both * 2 * kv_heads * dim * self.element
 
     def largest(self, layers: Sequence[int], first: bool, last: bool) -> int:
         """Bytes of the largest weight of some layers."""

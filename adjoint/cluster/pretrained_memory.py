@@ -17,20 +17,16 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import repeat_kv
 
 from adjoint.cluster import count
 from adjoint.cluster.count import Counted, Uncountable
 from adjoint.cluster.memory import Flops, Setup
 from adjoint.cluster.spec import two_each
 from adjoint.engine.grid import Scheme
-from adjoint.engine.kept import Past, Slab
 from adjoint.engine.stages import Chunk
 from adjoint.engine.tile import Gradients
 from adjoint.errors import UserError
-from adjoint.hf import attention
 from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.head import head_scale
 from adjoint.hf.load import KEY, configuration
@@ -40,7 +36,6 @@ from adjoint.hf.wrap import check_method, chunk_size_for, scheme_of
 from adjoint.layers import State
 from adjoint.methods import Backprop
 
-LONG = 1 << 13  # tokens of a past, more than one of attention's blocks
 EMBEDDING, HEAD = -2, -1  # pieces beside the layers, which have their numbers
 
 
@@ -190,12 +185,7 @@ class Spans:
 
         if start in (0, tokens):
             return at(start)
-        # A peak is the largest of several sums that grow in proportion to the past: between two lengths no
-        # more than on the line through them, and after a while on a line. So there are few lengths to count.
-        low = min(1 << (start.bit_length() - 1), LONG)
-        share = (start - low) / low
-        ends = zip(dataclasses.astuple(at(low)), dataclasses.astuple(at(2 * low)), strict=True)
-        return Counted(*(int(a + share * (b - a)) for a, b in ends))
+        return count.after_past(at, start)
 
     def _count(
         self, piece: int, batch: int, tokens: int, start: int, precision: str, device: str, plain: bool
@@ -203,13 +193,17 @@ class Spans:
         mode, model = self._model(precision)
         found = self.found.in_precision(precision)
         wide = torch.float64 if precision == "float64" else torch.float32
-        with _fake(precision), count.counting(precision, device, mode) as live, _on(device):
+        with _fake(precision), count.counting(precision, device, mode) as live:
             stage, slots = self._stage(found, model, piece, plain)
             ids = torch.zeros(batch, tokens, dtype=torch.int64)
             x = ids if piece == EMBEDDING else torch.zeros(batch, tokens, self.d_model, dtype=wide)
             dy = torch.ones(()) if piece == HEAD else torch.zeros(batch, tokens, self.d_model, dtype=wide)
             chunk, gradients = Chunk(ids, ids, start), Gradients()
-            state, d_state = _states(slots, batch, start, tokens, wide)
+            initial = tuple(
+                torch.zeros(batch, *slot.shape, dtype=wide if slot.grows is None else slot.dtype)
+                for slot in slots
+            )
+            state, d_state = count.states_at(initial, stage.grows, start, tokens)
             for weight in stage.parameters():  # the sums of gradients are there
                 gradients.add(weight, torch.zeros_like(weight))
             before = live.begin()
@@ -256,42 +250,6 @@ class _Plain(Backbone):
         if self.head:
             return self.model(**given, labels=chunk.targets).loss, ()
         return self.backbone(**given)[0], ()
-
-
-def _states(
-    slots: Sequence[Slot], batch: int, start: int, tokens: int, wide: torch.dtype
-) -> tuple[State, tuple[Tensor, ...]]:
-    """The state before a chunk, as the engine hands it out, and the cotangent of the one after it."""
-    state: list[Any] = []
-    cotangents = []
-    for slot in slots:
-        if slot.grows is None:
-            state.append(torch.zeros(batch, *slot.shape, dtype=wide))
-            cotangents.append(torch.zeros(batch, *slot.shape, dtype=wide))
-            continue
-        slab = Slab(torch.zeros(batch, *slot.shape, dtype=slot.dtype), slot.grows, start + tokens)
-        slab.begin(None)
-        state.append(Past(slab, start, 0, 0))
-        cotangents.append(slab.gathered(start, start + tokens))
-    return tuple(state), tuple(cotangents)
-
-
-@contextlib.contextmanager
-def _on(device: str) -> Iterator[None]:
-    """Attention to the past as a device computes it."""
-    if device == "cpu":
-        yield
-        return
-
-    def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        k, v = (repeat_kv(t.to(q.dtype), groups) for t in (k, v))
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale
-        )  # a flash kernel of the CPU's
-
-    with mock.patch.object(attention, "past_attention", past_attention):
-        yield
 
 
 @dataclass(frozen=True)

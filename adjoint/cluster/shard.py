@@ -77,7 +77,7 @@ class Shard:
         drawn: bool = True,
         crew: helpers.Crew | None = None,
     ) -> None:
-        check_method(spec.method, len(spec.helpers), spec.sequence)
+        check_method(spec.method, len(spec.helpers), spec.sequence, spec.model)
         self.spec, self.everyone, self.crew = spec, transport, crew
         self.transport = (
             None if transport is None else ReplicaTransport(transport, spec.replica * spec.workers)
@@ -484,8 +484,13 @@ def total_norm(norms: list[float], precision: str) -> float:
     return torch.nn.utils.get_total_norm(torch.tensor(norms, dtype=dtype).unbind()).item()
 
 
-def check_method(method: Any, helper_count: int, sequence: int) -> None:
+def check_method(method: Any, helper_count: int, sequence: int, model: Any) -> None:
     """Raises a UserError where a method cannot be distributed as asked."""
+    if "attention" in getattr(model, "mixers", ()) and (helper_count or sequence > 1):
+        raise UserError(
+            f"cluster.{'helpers' if helper_count else 'sequence'}: keys and values stay with one worker, and "
+            "this model's attention has some; give --cluster.shards instead"
+        )
     if helper_count and not isinstance(method, LayerLocal):
         raise UserError(
             f"cluster.helpers: method {method.name} has no tasks to share; use layer-local, or "

@@ -53,7 +53,7 @@ def train(config: Config) -> Outcome:
     if settings.shards == 0:
         return train_in_one_process(config)
     method = config.method.build()
-    check_method(method, settings.helpers, settings.sequence)
+    check_method(method, settings.helpers, settings.sequence, config.model)
     check_rows(config.data.batch, settings.replicas)
     check_chunks(method, config.data.seqlen, None, settings.sequence)
     if config.training.carry_state != "none":

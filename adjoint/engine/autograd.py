@@ -15,7 +15,7 @@ from adjoint.engine import budget
 from adjoint.engine.grid import Key, Scheme, make_grid
 from adjoint.engine.program import Action, Owners, Run, plan
 from adjoint.engine.run import Worker
-from adjoint.engine.stages import Stage, stage_states, stages_of
+from adjoint.engine.stages import Stage, check_windows, stage_states, stages_of
 from adjoint.engine.tile import Gradients
 from adjoint.layers import State
 from adjoint.stack import Result, Stack
@@ -37,6 +37,7 @@ def chunked_loss(
         states: to start from, a tuple a layer.
         seq_idx: (batch, seqlen), the documents of a sequence numbered from 0 in rising order; None of one.
     """
+    check_windows(model.config, scheme)
     steps = steps_of(model, input_ids, targets, max(int(valid), 1), states, scheme, seq_idx)
     loss, *final = steps.loss()
     return Result(loss, _grouped(states, final), steps.windows if scheme.window == "auto" else None)

@@ -53,30 +53,48 @@ def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> in
 
     The residual stream (float32 at least) and its norm; of Mamba-1 and Mamba-2 five tensors as wide as
     d_inner (in_proj's two halves, the convolution's output, the step sizes or the gated output, the scan's),
-    B and C, and the scan's sparse states; of the generic mixers B, C and a dense A; of an MLP in_proj's
-    output, the activation and the product. Within a fifth of what autograd was seen to keep.
+    B and C, and the scan's sparse states; of the generic mixers B, C and a dense A; of attention queries,
+    keys and values, repeated for each head, and its output; of gated_deltanet and mamba3 what is made of keys
+    and queries besides; of an MLP in_proj's output, the activation and the product. Within a fifth of what
+    autograd was seen to keep.
 
     Args:
-        recompute: "selective" keeps of the residual stream, in_proj's outputs and the scan's alone, "full" of
-            the residual stream (see `Exact`).
+        recompute: "selective" keeps of the residual stream, of in_proj's and of the scan's results alone,
+            "full" of the residual stream (see `Exact`).
     """
-    total = 0
-    wide = max(element, 4)
+    total, wide = 0, max(element, 4)
     for kind in config.mixers:
-        n = config.state_size(kind)
         total += config.d_model * (wide + element * (recompute == "none"))
         if recompute == "full":
             continue
-        if kind in ("mamba", "mamba2"):
-            groups = config.ngroups if kind == "mamba2" else 1
-            every = 64 if kind == "mamba" else 512 // element  # tokens between saved states
-            rows = 5 * config.d_inner + 4 * groups * n if recompute == "none" else 3 * config.d_inner
-            total += rows * element + config.d_inner * n * wide // every
-        else:
-            total += (2 * n * config.d_model + (3 * n * n if kind == "dense" else 0)) * element
+        total += _kept_by_mixer(config, kind, element, recompute == "selective")
         if config.d_intermediate:
             rows = config.d_model * element + 4 * config.d_intermediate * element
             total += config.d_model * wide + (
                 rows if recompute == "none" else 2 * config.d_intermediate * element
             )
     return total
+
+
+def _kept_by_mixer(config: StackConfig, kind: str, element: int, selective: bool) -> int:
+    """Bytes a token that a mixer's backward keeps; with `selective` recomputation, of Mamba's."""
+    wide = max(element, 4)
+    if kind == "attention":
+        heads, _, dim = config.attention_heads
+        bands = 2 if config.sliding_window else 1  # keys and values lie there twice, and queries in bands
+        return 5 * bands * heads * dim * element + (dim + heads) * wide
+    n, nheads, d_inner = config.state_size(kind), config.nheads, config.d_inner
+    if kind == "gated_deltanet":
+        channels = 2 * config.key_heads * n + d_inner
+        states = n * config.headdim // 64  # one in 64 tokens
+        return (2 * channels + 5 * d_inner) * element + nheads * (2 * n + states) * wide
+    if kind == "mamba3":
+        turned = nheads * (6 * config.rope_angles + 3 * n + 10) + 2 * d_inner
+        narrow = (4 + config.is_outproj_norm) * d_inner + 2 * n * (config.ngroups + nheads)
+        return turned * wide + narrow * element + d_inner * n * wide * element // 512
+    if kind in ("mamba", "mamba2"):
+        groups = config.ngroups if kind == "mamba2" else 1
+        every = 64 if kind == "mamba" else 512 // element  # tokens between saved states
+        rows = 3 * d_inner if selective else 5 * d_inner + 4 * groups * n
+        return rows * element + d_inner * n * wide // every
+    return (2 * n * config.d_model + (3 * n * n if kind == "dense" else 0)) * element

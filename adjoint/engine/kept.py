@@ -127,12 +127,15 @@ class Past:
         start: the chunk's first token.
         begin: the first token that it sees: of its document, or of what is there before the sequence.
         follows: the first token of which it says a cotangent; `start` where none is carried.
+        visible: of each row, how many tokens before the chunk are of its first token's document; None where
+            documents are not told apart.
     """
 
     slab: Slab
     start: int
     begin: int
     follows: int
+    visible: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return self.start - self.begin

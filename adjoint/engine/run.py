@@ -240,7 +240,17 @@ class Worker:
     def _past(self, slab: Slab, c: int) -> Past:
         chunk = self.chunks[c]
         begin = chunk.document or -slab.before  # what was there before belongs to the first document
-        return Past(slab, chunk.start, begin, begin if not self.grid.dropped else self.grid.follows(c))
+        follows = begin if not self.grid.dropped else self.grid.follows(c)
+        return Past(slab, chunk.start, begin, follows, self._visible(chunk.start, slab.before))
+
+    def _visible(self, start: int, before: int) -> list[int] | None:
+        """Of each row, how many of the tokens before `start` are of its document; `before` there are before the
+        sequence."""
+        if self.seq_idx is None:
+            return None
+        number = self.seq_idx[:, start : start + 1]
+        own = (self.seq_idx[:, :start] == number).sum(1) + before * (number[:, 0] == self.seq_idx[:, 0])
+        return own.tolist()
 
     def _fresh(self, start: int) -> Tensor | None:
         """Of which rows the token `start` begins a document."""

@@ -12,8 +12,9 @@ from torch.func import functional_call
 
 from adjoint.engine import tile
 from adjoint.engine.decay import Decays
+from adjoint.engine.grid import Scheme
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
-from adjoint.layers import Block, State
+from adjoint.layers import WINDOWED, Block, StackConfig, State
 from adjoint.stack import Stack
 
 
@@ -106,20 +107,24 @@ class Embedding:
 
 
 class Layer:
-    """y_{k-1} → y_k, both (batch, tokens, d_model); or any module (x, state) → (y, state) with a recurrent
-    state.
+    """y_{k-1} → y_k, both (batch, tokens, d_model); or any module (x, state) → (y, state), of whose state's
+    tensors `grows` says how they grow: as `Stage.grows`.
 
     Args:
-        leaves: tensors of the state.
         recompute: how much of a tile's tape is computed again when it is pulled back: "none", "selective" or
             "full" (see `Exact`).
     """
 
     stateful = True
 
-    def __init__(self, block: nn.Module, reach: int = 0, leaves: int = 1, recompute: str = "none") -> None:
-        self.block, self.reach, self.grows = block, reach, (None,) * leaves
-        self.recompute = recompute
+    def __init__(
+        self,
+        block: nn.Module,
+        reach: int = 0,
+        grows: tuple[int | None, ...] = (None,),
+        recompute: str = "none",
+    ) -> None:
+        self.block, self.reach, self.grows, self.recompute = block, reach, grows, recompute
         self.casts: dict[str, tuple[int, Tensor]] = {}  # of weights, each with the version it was made from
 
     def parameters(self) -> Iterable[Tensor]:
@@ -218,13 +223,23 @@ def stages_of(model: Stack, recompute: str = "none") -> list[Stage | None]:
     reach = model.config.d_conv - 1
     stages: list[Stage | None] = [None] * (model.config.n_layer + 2)
     for k in model.span:
-        kind = model.config.mixers[k]
-        stages[1 + k] = Layer(model.layers[k], reach, 2 if kind in ("mamba", "mamba2") else 1, recompute)
+        block: Any = model.layers[k]
+        stages[1 + k] = Layer(block, reach, block.mixer.grows, recompute)
     if model.is_first:
         stages[0] = Embedding(model.embedding)
     if model.is_last:
         stages[-1] = Head(model)
     return stages
+
+
+def check_windows(config: StackConfig, scheme: Scheme) -> None:
+    """Raises a ValueError where a scheme would cut a mixer that has no window."""
+    others = [kind for kind in dict.fromkeys(config.mixers) if kind not in WINDOWED]
+    if others and (scheme.window is not None or scheme.cut):
+        raise ValueError(
+            f"a window cuts the recurrences of {', '.join(WINDOWED)} layers, and this stack has "
+            f"{', '.join(others)}: use Exact(), or LayerLocal() without a window"
+        )
 
 
 def stage_states(model: Stack, states: Sequence[State]) -> list[State]:

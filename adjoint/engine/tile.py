@@ -124,10 +124,13 @@ def recomputed(call: Callable[..., Any], given: tuple, how: str) -> Any:
 
 
 def begun(state: State, fresh: Tensor | None) -> State:
-    """A state, zero in the rows that begin a document: nothing is carried over, forward or back."""
+    """A state, zero in the rows that begin a document: nothing is carried over, forward or back. What is
+    append-only says by itself what of it is seen."""
     if fresh is None:
         return state
-    return tuple(s.masked_fill(fresh.view(-1, *[1] * (s.dim() - 1)), 0) for s in state)
+    return tuple(
+        s.masked_fill(fresh.view(-1, *[1] * (s.dim() - 1)), 0) if isinstance(s, Tensor) else s for s in state
+    )
 
 
 def aliases(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from transformers import cache_utils as theirs
 
 from adjoint.engine.kept import Past
 from adjoint.hf import scans
+from adjoint.kernels.attention import join
 from adjoint.layers import State
 
 
@@ -46,14 +47,6 @@ class Slot:
 def zeros(slots: Sequence[Slot], batch: int, device: torch.device) -> State:
     """The state before a sequence."""
     return tuple(torch.zeros(batch, *s.shape, dtype=s.dtype, device=device) for s in slots)
-
-
-@dataclasses.dataclass(frozen=True)
-class Joined:
-    """What a tensor of keys or values is made of: attention that finds it there need not take it apart."""
-
-    past: Past
-    piece: Tensor
 
 
 class _Recurrent(theirs.LinearAttentionLayer):
@@ -109,11 +102,8 @@ class _Growing:
         if self.before is None:
             return key_states, value_states
         reach = None if self.window is None else self.window - 1
-        found = []
-        for past, piece in zip(self.before, self.pieces, strict=True):
-            found.append(past.join(piece, reach))
-            found[-1].joined = Joined(past, piece)  # type: ignore[attr-defined]
-        return found[0], found[1]
+        (past_keys, past_values), (keys, values) = self.before, self.pieces
+        return join(past_keys, keys, reach), join(past_values, values, reach)
 
     def get_seq_length(self) -> int:
         return self.seen + (0 if self.pieces is None else self.pieces[0].shape[2])

@@ -83,7 +83,8 @@ def selective_scan(
     Args:
         u, delta, z: (batch, seqlen, d_inner), floating point.
         A: (d_inner, d_state), usually negative. D, delta_bias: (d_inner,).
-        B, C: (batch, seqlen, d_state).
+        B, C: (batch, seqlen, d_state); or (batch, seqlen, ngroups, d_state), of as many groups of consecutive
+            channels, equally large.
         initial_state: (batch, d_inner, d_state), zero if None.
         window: tokens; the backward keeps, of each output's dependence on the past, the last `window` tokens.
             None keeps all: exact.
@@ -108,12 +109,18 @@ def selective_scan(
     checks.shape("A", A, d_inner, d_state)
     for name, x in (("delta", delta), ("z", z)):
         checks.shape(name, x, batch, seqlen, d_inner)
+    groups = tuple(B.shape[2:3]) if B.dim() == 4 else ()
+    if groups and (groups[0] < 1 or d_inner % groups[0]):
+        raise ValueError(f"B's ngroups must divide d_inner = {d_inner}, got {groups[0]}")
     for name, x in (("B", B), ("C", C)):
-        checks.shape(name, x, batch, seqlen, d_state)
+        checks.shape(name, x, batch, seqlen, *groups, d_state)
     for name, x in (("D", D), ("delta_bias", delta_bias)):
         checks.shape(name, x, d_inner)
     checks.shape("initial_state", initial_state, batch, d_inner, d_state)
     checks.window_and_halo(window, halo, seqlen)
+    if groups:
+        rest = window, seq_idx, backend, halo
+        return _in_groups(u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, *rest)
     reset = checks.reset_of(seq_idx, batch, seqlen)
     backend = dispatch.fitting("selective_scan", backend, u, window, halo, reset, d_state=d_state)
     wide, narrow = dispatch.compute_dtype(u), dispatch.sequence_dtype("selective_scan", backend, u)
@@ -123,3 +130,16 @@ def selective_scan(
         u_, delta_, A_, B_, C_, D_, z_, bias, initial, reset, delta_softplus, window, halo, backend
     )
     return y.to(u.dtype), final_state
+
+
+def _in_groups(u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, *rest):
+    """One scan a group: channels know nothing of each other."""
+    ngroups = B.shape[2]
+    channels = (u, 2), (delta, 2), (A, 0), (D, 0), (z, 2), (delta_bias, 0), (initial_state, 1)
+    pieces = [[None] * ngroups if t is None else t.chunk(ngroups, dim) for t, dim in channels]
+    found = [
+        selective_scan(u, delta, A, B, C, D, z, bias, delta_softplus, h, *rest)
+        for u, delta, A, D, z, bias, h, B, C in zip(*pieces, B.unbind(2), C.unbind(2), strict=True)
+    ]
+    y, final_state = zip(*found, strict=True)
+    return torch.cat(y, dim=2), torch.cat(final_state, dim=1)

@@ -4,9 +4,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from adjoint.layers.attention import AttentionMixer
 from adjoint.layers.config import StackConfig
+from adjoint.layers.gated_deltanet import GatedDeltaNetMixer
 from adjoint.layers.mamba import MambaMixer
 from adjoint.layers.mamba2 import Mamba2Mixer
+from adjoint.layers.mamba3 import Mamba3Mixer
 from adjoint.layers.mlp import GatedMLP
 from adjoint.layers.norm import RMSNorm
 from adjoint.layers.selective import SelectiveMixer
@@ -15,10 +18,10 @@ State = tuple[Tensor, ...]
 
 
 class Block(nn.Module):
-    """y + mixer(norm(y)), then y + mlp(norm2(y)) if there is an MLP. Takes and returns the mixer's recurrent
-    state; where seq_idx (batch, seqlen) changes, a document begins and nothing is carried over."""
+    """y + mixer(norm(y)), then y + mlp(norm2(y)) if there is an MLP. Takes and returns the mixer's state;
+    where seq_idx (batch, seqlen) changes, a document begins and nothing is carried over."""
 
-    mixer: Any  # MambaMixer, Mamba2Mixer or SelectiveMixer
+    mixer: Any  # one of `make_mixer`'s
 
     def __init__(self, config: StackConfig, layer: int) -> None:
         super().__init__()
@@ -52,4 +55,10 @@ def make_mixer(config: StackConfig, layer: int) -> nn.Module:
         return MambaMixer(config)
     if kind == "mamba2":
         return Mamba2Mixer(config)
+    if kind == "attention":
+        return AttentionMixer(config)
+    if kind == "gated_deltanet":
+        return GatedDeltaNetMixer(config)
+    if kind == "mamba3":
+        return Mamba3Mixer(config)
     return SelectiveMixer(config, structure=kind)

@@ -26,6 +26,8 @@ class MambaScanInputs(NamedTuple):
 class MambaMixer(nn.Module):
     """in_proj → conv1d + SiLU → x_proj, dt_proj → selective scan, gated → out_proj. State: (conv tail, h)."""
 
+    grows = (None, None)
+
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
         self.config = config

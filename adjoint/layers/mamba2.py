@@ -27,6 +27,8 @@ class SSDScanInputs(NamedTuple):
 class Mamba2Mixer(nn.Module):
     """in_proj → conv1d + SiLU over (x, B, C) → SSD scan → gated RMSNorm → out_proj. State: (conv tail, h)."""
 
+    grows = (None, None)
+
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
         self.config = config

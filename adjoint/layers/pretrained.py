@@ -263,9 +263,9 @@ def _mamba_ssm_config(given: dict[str, Any]) -> StackConfig:
     layer = ssm_cfg.pop("layer", "Mamba1")
     if given.get("attn_layer_idx"):
         layers = ", ".join(map(str, given["attn_layer_idx"]))
-        raise ValueError(f"attn_layer_idx names attention layers ({layers}), which a Stack does not have")
+        raise ValueError(f"attn_layer_idx names attention layers ({layers}), which are not read into a Stack")
     if layer not in ("Mamba1", "Mamba2"):
-        raise ValueError(f"ssm_cfg.layer is {layer!r}, a Stack has Mamba1 and Mamba2")
+        raise ValueError(f"ssm_cfg.layer is {layer!r}; Mamba1 and Mamba2 are read into a Stack")
     if not given.get("rms_norm", True):
         raise ValueError("rms_norm is false: the model has LayerNorms, a Stack has RMS norms")
     for name, value in ssm_cfg.items():

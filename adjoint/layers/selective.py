@@ -30,6 +30,8 @@ class SelectiveScanInputs(NamedTuple):
 class SelectiveMixer(nn.Module):
     """A, B, C networks → linear scan → C h. State: (h,), (batch, d_state)."""
 
+    grows = (None,)
+
     def __init__(self, config: StackConfig, structure: str) -> None:
         super().__init__()
         self.config = config

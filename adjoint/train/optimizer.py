@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from adjoint.train.config import TrainingConfig
 
-# Kept away from decay by name whatever their rank: A_log and dt_bias set time scales, D is a skip connection.
-_UNDECAYED = {"A_log", "D", "dt_bias"}
+# Kept away from decay by name whatever their rank: A_log and dt_bias set time scales, D is a skip connection,
+# Mamba-3's B_bias and C_bias are biases of three dimensions.
+_UNDECAYED = {"A_log", "D", "dt_bias", "B_bias", "C_bias"}
 
 
 def parameter_groups(
@@ -20,8 +21,8 @@ def parameter_groups(
     """The two groups of AdamW: what decays (the matrices of projections and convolutions) and what does not.
 
     Not decayed: biases, norms and everything else with fewer than two dimensions; ``A_log``, ``D``,
-    ``dt_bias``; parameters marked ``_no_weight_decay``; embeddings, and so a head tied to one: the rows of
-    rare tokens see hardly any gradient, and decay alone would wear them away.
+    ``dt_bias``, ``B_bias``, ``C_bias``; parameters marked ``_no_weight_decay``; embeddings, and so a head
+    tied to one: the rows of rare tokens see hardly any gradient, and decay alone would wear them away.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     decayed: list[nn.Parameter] = []

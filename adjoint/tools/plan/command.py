@@ -117,7 +117,7 @@ def setup_of(given: Any, config: Config) -> Setup:
             f"--devices {given.devices}: the model has {config.model.n_layer} layers and a device needs "
             f"one; take at most {config.model.n_layer}"
         )
-    check_method(method, cluster.helpers, cluster.sequence)
+    check_method(method, cluster.helpers, cluster.sequence, config.model)
     precision: str = config.training.precision
     if precision == "auto":
         here = pick_precision("auto", torch.device("cpu"))

@@ -66,17 +66,19 @@ class Costs:
         if t.kind == "W":
             left, _, _, halo_stop = grid.span(t)
             return (halo_stop - left) * (self.forward[k] + self.backward[k])
-        return tokens * (self.backward[k] if t.kind == "B" else self.forward[k])
+        return self._of_layer(k, t.kind, *grid.cuts[t.chunk : t.chunk + 2])
+
+    def _of_layer(self, k: int, kind: str, start: int, stop: int) -> float:
+        seconds = (stop - start) * (self.backward[k] if kind == "B" else self.forward[k])
+        if not self.pairs or not self.pairs[k]:
+            return seconds
+        window = self.windows[k] or stop
+        edge = min(max(window, start), stop)  # until there a token sees all before it
+        pairs = (edge**2 - start**2) / 2 + (stop - edge) * window
+        return seconds + (2 if kind == "B" else 1) * self.pairs[k] * pairs
 
     def _of_span(self, layers: range, kind: str, start: int, stop: int) -> float:
-        seconds, factor = 0.0, 2 if kind == "B" else 1
-        for k in layers:
-            seconds += (stop - start) * (self.backward[k] if kind == "B" else self.forward[k])
-            if self.pairs and self.pairs[k]:
-                window = self.windows[k] or stop
-                edge = min(max(window, start), stop)  # until there a token sees all before it
-                pairs = (edge**2 - start**2) / 2 + (stop - edge) * window
-                seconds += factor * self.pairs[k] * pairs
+        seconds = sum(self._of_layer(k, kind, start, stop) for k in layers)
         if layers.stop == len(self.forward):
             head = {"F": self.head, "B": 0.0}.get(kind, self.head_backward)
             seconds += (stop - start) * head
