@@ -244,7 +244,7 @@ class Worker:
         return Past(slab, chunk.start, begin, follows, self._visible(chunk.start, slab.before))
 
     def _visible(self, start: int, before: int) -> list[int] | None:
-        """Of each row, how many tokens before `start` are of its document; `before` come before the sequence."""
+        """Of each row, how many tokens before `start` are of its document; `before` precede the sequence."""
         if self.seq_idx is None:
             return None
         number = self.seq_idx[:, start : start + 1]
