@@ -211,7 +211,7 @@ def test_gated_deltanet_equals_its_recurrence() -> None:
 
 
 def mamba3_step(mixer: Any, u: torch.Tensor, state: tuple) -> tuple[torch.Tensor, tuple]:
-    """One token (batch, d_model) by the recurrence as Lahoti et al. 2026 have it, and mamba-ssm's reference:
+    """One token (batch, d_model) by the recurrence, as the step reference of mamba-ssm's tests has it:
     the trapezoidal rule written out."""
     c, nheads, n = mixer.config, mixer.config.nheads, mixer.d_state
     angle, h, k_last, v_last = state

@@ -1,4 +1,4 @@
-"""The Gated DeltaNet mixer (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks", section 3.4), as in
+"""The Gated DeltaNet mixer (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks"), as in
 flash-linear-attention and Qwen3-Next; parameters named after Mamba-2's."""
 
 import torch
