@@ -237,7 +237,8 @@ class Stack(nn.Module):
         else:
             targets = shift_labels(labels, seq_idx)
             run = self.run_whole if method is None else functools.partial(method.run, self)
-            result = run(input_ids, targets, count_valid(targets), states, seq_idx)
+            documents = () if seq_idx is None else (seq_idx,)
+            result = run(input_ids, targets, count_valid(targets), states, *documents)
             output.loss, output.windows = result.loss, result.windows
             if return_logits:
                 whole = getattr(method, "name", "backprop") == "backprop"

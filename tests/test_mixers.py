@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cluster_helpers import TRAINING, disturbed_shards, disturbed_stack, train_shards, train_stack
+from cluster_helpers import TRAINING, disturbed_shards, disturbed_stack, together, train_shards, train_stack
 from model_helpers import SIZES, assert_same, current_gradients, gradients, make_ids, relative
 from test_chunk_size import kept_by_autograd
 from training_helpers import train_tiny
@@ -429,3 +429,33 @@ def test_reset_parameters_draws_what_the_constructor_drew() -> None:
         model.reset_parameters(seed=5)
         expected = Stack(model.config, seed=5)
         assert all(map(torch.equal, model.parameters(), expected.parameters())), variant
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_layer_of_ones_own_trains_exactly(
+    shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example of docs/own_layer.md as it stands there, among others and over shards."""
+    page = (Path(__file__).parent.parent / "docs" / "own_layer.md").read_text()
+    (tmp_path / "my_layers.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    config = StackConfig(**{**SIZES, "n_layer": 4, "mixer": ["my_layers:MinGRU", "mamba2"] * 2})
+    stack, ids = disturbed_stack(config), make_ids(3, 23)
+    loss, expected = gradients(stack, ids, ids, Backprop())
+    _, got = gradients(stack, ids, ids, Exact(7))
+    assert_same(got, expected)
+    made = disturbed_shards(config, shards, Exact(7), TRAINING)
+    losses = together(made, lambda shard: shard.accumulate(ids))
+    assert abs(sum(share or 0 for share in losses) - float(loss)) <= 1e-12 * float(loss)
+    for shard in made:
+        for name, parameter in shard.named_weights().items():
+            assert relative(parameter.grad, expected[name]) <= 1e-10, name
+
+
+@pytest.mark.parametrize(
+    "mixer, message", [("nowhere:Layer", "nowhere"), ("torch:Nothing", "Nothing"), ("lstm", "one of")]
+)
+def test_a_layer_that_is_none_is_refused(mixer: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        Stack(StackConfig(**{**SIZES, "mixer": mixer}))
+    assert "\n" not in str(refused.value)

@@ -20,7 +20,7 @@ from torch import nn
 from training_helpers import metrics, tiny, train_tiny, weights
 
 from adjoint import Stack, StackConfig
-from adjoint.checkpoint import list_checkpoints
+from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cli import main
 from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import learning_rate, parameter_groups
@@ -359,3 +359,17 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path: Path) -> 
     assert b"peak" in bar
     assert "tokens/s" not in output
     assert output.count(str(tmp_path / "run")) >= 2  # at the start and at the end
+
+
+def test_muon_has_the_matrices_and_resumes_bitwise(tmp_path: Path) -> None:
+    flags = {"training__optimizer": "muon", "training__lr": 1e-2}
+    assert train_tiny(tmp_path, **flags) == 0
+    first = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    assert train_tiny(tmp_path, **flags, run__dir=tmp_path / "again", run__resume=first) == 0
+    assert weights(tmp_path / "again", 8) == weights(tmp_path / "run", 8)
+    rows = metrics(tmp_path / "run")
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
+    kept = set(Tensors(first, "optimizer").where)
+    assert "layers.0.mixer.in_proj.weight|momentum_buffer" in kept
+    assert {"embedding.weight|exp_avg", "layers.0.mixer.A_log|exp_avg"} <= kept
+    assert "layers.0.mixer.in_proj.weight|exp_avg" not in kept

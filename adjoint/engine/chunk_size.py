@@ -83,6 +83,8 @@ def _kept_by_mixer(config: StackConfig, kind: str, element: int, selective: bool
         heads, _, dim = config.attention_heads
         bands = 2 if config.sliding_window else 1  # keys and values lie there twice, and queries in bands
         return 5 * bands * heads * dim * element + (dim + heads) * wide
+    if ":" in kind:  # a layer of one's own: a guess
+        return 8 * config.d_model * element
     n, nheads, d_inner = config.state_size(kind), config.nheads, config.d_inner
     if kind == "gated_deltanet":
         channels = 2 * config.key_heads * n + d_inner

@@ -1,7 +1,9 @@
 """A residual layer: norm and mixer, then norm and MLP if there is one."""
 
+import importlib
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from adjoint.layers.attention import AttentionMixer
@@ -34,7 +36,8 @@ class Block(nn.Module):
             self.mlp = GatedMLP(config.d_model, config.d_intermediate, config.bias)
 
     def forward(self, y: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
-        mixed, state = self.mixer(self.norm(y), state, seq_idx)
+        documents = () if seq_idx is None else (seq_idx,)
+        mixed, state = self.mixer(self.norm(y), state, *documents)
         return self.feed_forward(mixed, residual=y), state
 
     def feed_forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -61,4 +64,27 @@ def make_mixer(config: StackConfig, layer: int) -> nn.Module:
         return GatedDeltaNetMixer(config)
     if kind == "mamba3":
         return Mamba3Mixer(config)
+    if ":" in kind:
+        return _own_mixer(config, kind)
     return SelectiveMixer(config, structure=kind)
+
+
+def _own_mixer(config: StackConfig, kind: str) -> nn.Module:
+    """The mixer "module:Class": `Class(config)`.
+
+    Raises:
+        ValueError: there is no such class, or it is no mixer.
+    """
+    module, _, name = kind.partition(":")
+    try:
+        mixer = getattr(importlib.import_module(module), name)(config)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"mixer {kind!r}: {error}; name a class as module:Class, the module importable"
+        ) from None
+    missing = [what for what in ("initial_state", "reset_parameters") if not hasattr(mixer, what)]
+    if missing or not isinstance(mixer, nn.Module):
+        raise ValueError(f"mixer {kind!r} must be a torch module with {' and '.join(missing) or 'a forward'}")
+    if not hasattr(mixer, "grows"):
+        mixer.grows = (None,) * len(mixer.initial_state(1, torch.float32, torch.device("cpu")))
+    return mixer

@@ -18,8 +18,8 @@ class StackConfig:
         vocab_size: number of token ids.
         d_model: width of the residual stream.
         n_layer: number of layers.
-        mixer: mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet or attention; or a list of
-            n_layer of them.
+        mixer: mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet or attention; "module:Class", a
+            layer of your own (docs/own_layer.md); or a list of n_layer of them.
         d_state: state size a channel (mamba), a head's channel (mamba2, mamba3), channels of a key
             (gated_deltanet) or state size a layer (the generic three); by default 16, for mamba2 and mamba3
             128, for gated_deltanet 64.
@@ -98,8 +98,10 @@ class StackConfig:
                 f"dt_min and dt_max must satisfy 0 < dt_min <= dt_max, got {self.dt_min} and {self.dt_max}"
             )
         for kind in self.mixers:
-            if kind not in MIXERS:
-                raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, or a list of them; got {kind!r}")
+            if kind not in MIXERS and ":" not in str(kind):
+                raise ValueError(
+                    f"mixer must be one of {', '.join(MIXERS)}, module:Class, or a list of them; got {kind!r}"
+                )
         if len(self.mixers) != self.n_layer:
             raise ValueError(
                 f"mixer lists {len(self.mixers)} layers but n_layer is {self.n_layer}: give one a layer"

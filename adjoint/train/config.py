@@ -84,6 +84,7 @@ class TrainingConfig:
     Args:
         steps: optimizer steps of the whole run.
         seed: seed of the initial weights, of the order of the data and of the samples.
+        optimizer: "adamw", or "muon" for the projections' matrices with AdamW for the rest.
         lr: highest learning rate, reached after the warm-up.
         min_lr: learning rate at the last step, where the cosine ends; null is a tenth of lr.
         warmup_steps: steps of the linear warm-up, capped at half of the run.
@@ -113,6 +114,7 @@ class TrainingConfig:
 
     steps: int = 200
     seed: int = 0
+    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 6e-3
     min_lr: float | None = None
     warmup_steps: int = 10

@@ -1,9 +1,10 @@
-"""AdamW with decay groups, and the learning rate schedule."""
+"""AdamW with decay groups, or Muon beside it, and the learning rate schedule."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ _UNDECAYED = {"A_log", "D", "dt_bias", "B_bias", "C_bias"}
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[Tensor] = ()
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """The two groups of AdamW: what decays (the matrices of projections and convolutions) and what does not.
 
     Not decayed: biases, norms and everything else with fewer than two dimensions; ``A_log``, ``D``,
@@ -37,19 +38,81 @@ def parameter_groups(
             or id(parameter) in embeddings
         )
         (undecayed if spared else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    return [
+        {"params": decayed, "weight_decay": weight_decay, "decays": True},
+        {"params": undecayed, "weight_decay": 0.0, "decays": False},
+    ]
 
 
 def make_optimizer(
     model: nn.Module, config: TrainingConfig, without: Sequence[Tensor] = ()
-) -> torch.optim.AdamW:
+) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter, 2019) over the groups above, ``without`` some parameters of the model; one
-    fused kernel on CUDA.
+    fused kernel on CUDA. With ``muon`` the matrices among what decays are Muon's (Jordan et al., 2024), its
+    steps scaled to AdamW's so that one learning rate does for both (Liu et al., 2025).
     """
     fused = next(model.parameters()).is_cuda
     groups = parameter_groups(model, config.weight_decay, without)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    matrices: list[Any] = []
+    if config.optimizer == "muon":
+        for group in groups:
+            if group["decays"]:
+                matrices = [p for p in group["params"] if p.ndim == 2]
+                group["params"] = [p for p in group["params"] if p.ndim != 2]
+    groups = [{k: v for k, v in group.items() if k != "decays"} for group in groups if group["params"]]
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    if not matrices:
+        return adamw
+    muon = torch.optim.Muon(
+        matrices, config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    return Several([muon, adamw])
+
+
+class Several(torch.optim.Optimizer):
+    """Optimizers of different parameters as one."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = list(parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of all parts, to be read and written."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+        """By parameter, to be read."""
+        return {p: s for part in self.parts for p, s in part.state.items()}
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters are numbered part after part."""
+        state, groups, first = {}, [], 0
+        for part in self.parts:
+            own = part.state_dict()
+            state |= {first + i: s for i, s in own["state"].items()}
+            groups += [{**g, "params": [first + i for i in g["params"]]} for g in own["param_groups"]]
+            first += sum(len(g["params"]) for g in own["param_groups"])
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The reverse."""
+        groups, first = list(state_dict["param_groups"]), 0
+        for part in self.parts:
+            mine, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
+            count = sum(len(g["params"]) for g in mine)
+            state = {i - first: s for i, s in state_dict["state"].items() if first <= i < first + count}
+            own = [{**g, "params": [i - first for i in g["params"]]} for g in mine]
+            part.load_state_dict({"state": state, "param_groups": own})
+            first += count
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
