@@ -85,6 +85,11 @@ def test_eval_gives_the_loss_by_position(tmp_path: Path, capsys: pytest.CaptureF
     assert sum(r["predictions"] for r in rows if r["length"] == 1024) == 1023
 
 
+def test_states_that_grow_are_not_carried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_tiny(tmp_path, training__carry_state="other", model__mixer="attention") == 2
+    assert "training.carry_state" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -23,7 +23,7 @@ from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.methods import Exact
 from adjoint.stack import Stack
 from adjoint.train.flags import Flags, count
-from adjoint.train.machine import autocast, pick_device, pick_precision
+from adjoint.train.machine import autocast, environment, pick_device, pick_precision
 from adjoint.train.rundir import find_checkpoint
 
 LENGTHS = "4K,64K"
@@ -51,13 +51,13 @@ def main(argv: list[str]) -> int:
     """`adjoint eval`: exit code 0."""
     parser = Flags(
         prog="adjoint eval",
-        usage="%(prog)s RUN [--lengths 4K,64K,1M] [--path TEXT] [--out DIR]",
+        usage="%(prog)s RUN [RUN ...] [--lengths 4K,64K,1M] [--path TEXT] [--out DIR]",
         description="Print and draw the loss by position on held-out text, for windows of several lengths. "
         "States are carried from chunk to chunk: memory does not grow with the length (of attention, by its "
         "keys and values alone).",
     )
     add = parser.add_argument
-    add("run", metavar="RUN", help="a run's folder, a checkpoint, or a folder of transformers")
+    add("runs", metavar="RUN", nargs="+", help="a run's folder, a checkpoint, or a folder of transformers")
     add("--lengths", default=LENGTHS, help="tokens of the windows, as 4K,64K,1M (default %(default)s)")
     add("--path", help="the text; default: the run's own, of which the held-out part is read")
     add(
@@ -67,23 +67,28 @@ def main(argv: list[str]) -> int:
     )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default %(default)s)")
     add("--precision", default="auto", help="float32, bfloat16 or float64; auto: what the device does best")
-    add("--out", metavar="DIR", help="where eval.json and eval.png go; default: RUN/eval")
+    add("--out", metavar="DIR", help="where eval.json and eval.png go; default: eval in the first RUN")
     request = parser.parse_args(argv)
     lengths = sorted({count("--lengths", text, 2) for text in request.lengths.split(",")})
     budget = count("--tokens", request.tokens, 1)
     device = pick_device(request.device)
     precision = pick_precision(request.precision, device)
-    loaded = load(request.run, device, precision)
-    text = _held_out(loaded.data, request.path, max(lengths))
-    rows = []
-    for length in lengths:
-        with autocast(precision, device):
-            rows += evaluate(loaded.model, text, length, budget, device)
+    rows, folder = [], Path(request.out) if request.out else None
+    for run in request.runs:
+        loaded = load(run, device, precision)
+        folder = folder or loaded.folder
+        text = _held_out(loaded.data, request.path, max(lengths))
+        for length in lengths:
+            with autocast(precision, device):
+                found = evaluate(loaded.model, text, length, budget, device)
+            rows += [{"run": run, **row} for row in found]
     print(table(rows))
-    folder = Path(request.out) if request.out else loaded.folder
+    assert folder is not None
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "eval.json", json.dumps({"run": request.run, "rows": rows}, indent=1) + "\n")
-    draw(rows, folder / "eval.png", f"{Path(request.run).name}: loss by position, held-out text")
+    write_atomically(
+        folder / "eval.json", json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n"
+    )
+    draw(rows, folder / "eval.png")
     print(f"wrote {folder}/eval.json and eval.png")
     return 0
 
@@ -183,17 +188,15 @@ def _losses(model: Any, ids: Tensor, edges: tuple[int, ...]) -> list[tuple[int, 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line a bin of positions, a column a length of window; the last line is the mean."""
-    lengths = sorted({row["length"] for row in rows})
-    at = {(row["length"], row["start"]): row for row in rows}
-    lines = [["positions", *(f"{n:,} tokens" for n in lengths)]]
+    """A line a bin of positions, a column a run and length of window; the last line is the mean."""
+    curves = _curves(rows)
+    lines = [["positions", *curves]]
     for start in sorted({row["start"] for row in rows}):
         stop = max(row["stop"] for row in rows if row["start"] == start)
-        losses = [at.get((n, start)) for n in lengths]
-        lines.append([f"{start:,}–{stop:,}", *("" if r is None else f"{r['loss']:.4f}" for r in losses)])
+        found = [next((row for row in mine if row["start"] == start), None) for mine in curves.values()]
+        lines.append([f"{start:,}–{stop:,}", *("" if r is None else f"{r['loss']:.4f}" for r in found)])
     means = []
-    for n in lengths:
-        mine = [row for row in rows if row["length"] == n]
+    for mine in curves.values():
         total = sum(row["predictions"] for row in mine)
         means.append(f"{sum(row['loss'] * row['predictions'] for row in mine) / total:.4f}")
     lines.append(["all", *means])
@@ -201,17 +204,26 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
 
 
-def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Loss against position, a line a length."""
+def _curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows by what they are of: the length, and the run where there are several."""
+    several, curves = len({row["run"] for row in rows}) > 1, dict[str, list[dict[str, Any]]]()
+    for row in rows:
+        name = f"{Path(row['run']).name}, " * several + f"{row['length']:,} tokens"
+        curves.setdefault(name, []).append(row)
+    return curves
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Loss against position, a line a run and length."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    for length in sorted({row["length"] for row in rows}):
-        mine = [row for row in rows if row["length"] == length]
+    for name, mine in _curves(rows).items():
         middles = [math.sqrt(max(row["start"], FIRST / 2) * row["stop"]) for row in mine]
-        axes.plot(middles, [row["loss"] for row in mine], "o-", markersize=4, label=f"{length:,} tokens")
-    axes.set(xscale="log", xlabel="position in the window", ylabel="loss (nats a token)", title=title)
+        axes.plot(middles, [row["loss"] for row in mine], "o-", markersize=4, label=name)
+    axes.set(xscale="log", xlabel="position in the window", ylabel="loss (nats a token)")
+    axes.set_title("loss by position, held-out text")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     save_figure(figure, path)

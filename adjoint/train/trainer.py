@@ -133,6 +133,11 @@ class Trainer:
         self.model: Any
         if self.config.model.from_pretrained is None:
             self.model = Stack(self.config.model).to(self.device, dtype)
+            grows = any(dim is not None for block in self.model.blocks() for dim in block.mixer.grows)
+            if self.settings.carry_state != "none" and grows:
+                raise UserError(
+                    "training.carry_state: keys and values would grow with every batch; leave it out, or attention"
+                )
         else:
             from adjoint.hf.load import load
 
