@@ -136,7 +136,7 @@ class Trainer:
             grows = any(dim is not None for block in self.model.blocks() for dim in block.mixer.grows)
             if self.settings.carry_state != "none" and grows:
                 raise UserError(
-                    "training.carry_state: keys and values would grow with every batch; leave it out, or attention"
+                    "training.carry_state: attention's keys and values would grow for ever; leave it out"
                 )
         else:
             from adjoint.hf.load import load
