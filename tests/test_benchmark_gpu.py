@@ -160,6 +160,7 @@ def without_packages(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return json.loads((tmp_path / NAME).read_text())
 
 
+@pytest.mark.slow
 def test_torch_triton_and_numpy_are_enough_for_a_stage(tmp_path: Path) -> None:
     written = without_packages(tmp_path, "--stages", "c", "f")
     assert [row["status"] for row in rows(written, "c")] == ["measured"] * 2

@@ -41,6 +41,7 @@ def recovers(
     return lines[0]
 
 
+@pytest.mark.slow
 def test_a_shard_killed_in_backward_is_made_anew(
     undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

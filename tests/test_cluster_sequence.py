@@ -69,7 +69,10 @@ WAYS = [  # shards, workers of each, replicas, whether the table is tied
 ]
 
 
-@pytest.mark.parametrize("shards, sequence, replicas, tied", WAYS)
+@pytest.mark.parametrize(
+    "shards, sequence, replicas, tied",
+    [way if way == (2, 2, 1, False) else pytest.param(*way, marks=pytest.mark.slow) for way in WAYS],
+)
 def test_training_is_that_of_one_process(shards: int, sequence: int, replicas: int, tied: bool) -> None:
     config = dataclasses.replace(MIXED, tie_embeddings=tied)
     training = dataclasses.replace(TRAINING, grad_accumulation=2)

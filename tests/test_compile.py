@@ -155,6 +155,7 @@ def test_backward_operators_make_what_their_fakes_say(
         torch.library.opcheck(backward, (*cotangents, *saved, *options), test_utils=LIGHT_CHECKS)
 
 
+@pytest.mark.slow
 def test_triton_operators_make_what_their_fakes_say() -> None:
     """Under Triton's interpreter, which has to be chosen before Triton is imported: a process of its own."""
     pytest.importorskip("triton")

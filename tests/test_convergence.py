@@ -212,6 +212,7 @@ def worked(point: dict[str, Any]) -> Iterator[int | dict[str, Any]]:
     yield {"square": point["n"] ** 2}
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_costs_its_point_only() -> None:
     points = [{"n": n} for n in (2, "dies", "raises", 5)]
     workers = Workers(worked, 1, 1)
@@ -232,6 +233,7 @@ def test_a_worker_that_dies_costs_its_point_only() -> None:
 # -------------------------------------------------------------------------------------------- the whole thing
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--methods", "backprop", "truncated-4", "truncated-auto", "--tasks", "recall-fast",
                  "--seeds", "1", "--steps", "3", "--seqlen", "32", "--jobs", "1",

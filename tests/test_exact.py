@@ -330,6 +330,7 @@ def test_bfloat16_error_is_no_larger_than_backprop_s(mixer: str, pure: bool) -> 
         assert_no_worse(errors[keep], errors["backprop"])
 
 
+@pytest.mark.slow
 def test_bfloat16_gradients_do_not_lose_small_terms_over_many_chunks() -> None:
     """200 chunks of 2 tokens: summed in bfloat16 their gradients would be twice as far off."""
     errors: list[list[float]] = [[], []]
@@ -343,6 +344,7 @@ def test_bfloat16_gradients_do_not_lose_small_terms_over_many_chunks() -> None:
     assert_no_worse(errors[1], errors[0])
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_give_backprop_s_losses() -> None:
     losses = []
     for method in (Backprop(), Exact(chunk_size=24)):

@@ -77,6 +77,7 @@ def test_no_memory_left_is_not_held_against_the_backend() -> None:
             trial.passes(impl, "rms_norm", torch.device("cpu"), torch.float32)
 
 
+@pytest.mark.slow
 def test_half_precision_is_one_graph_under_triton() -> None:
     """Which dtype the kernels take is asked while the graph is made: imports and trials are not traced."""
     pytest.importorskip("triton")

@@ -258,6 +258,7 @@ def test_chunks_are_compared_to_rounding() -> None:
 # ---------------------------------------------------------------------------------------------------- whole
 
 
+@pytest.mark.slow
 def test_a_run_split_over_two_calls(config: str, tmp_path: Path, children: list[Any], capsys: Any) -> None:
     out = tmp_path / "out"
     arguments = [*RUN, "--config", config, "--out", str(out), "--methods", "exact", "backprop"]
@@ -352,6 +353,7 @@ def test_torch_and_numpy_are_enough(config: str) -> None:
     assert str(MODEL) in done.stdout
 
 
+@pytest.mark.slow
 def test_a_point_in_a_process_of_its_own() -> None:
     found = common.run_child("benchmarks.long_context.measure", point(length=40, method="backprop"))
     assert found["memory_bytes"] > 0, found

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # The house from the ground up: a file imports only from entries before its own, and within its own folder.
 FLOORS = [
     "errors",
+    "memory",
+    "documents",
     "files",
     "checkpoint",
     "loss",

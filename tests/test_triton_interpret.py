@@ -17,7 +17,9 @@ FILES = ("selective_scan", "ssd_scan", "light")
 
 @pytest.mark.skipif(INTERPRETED, reason="this process interprets kernels already")
 @pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [f if f == "selective_scan" else pytest.param(f, marks=pytest.mark.slow) for f in FILES]
+)
 def test_under_the_interpreter(name: str, marks: str) -> None:
     file = Path(__file__).with_name(f"test_triton_{name}.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marks, str(file)]
