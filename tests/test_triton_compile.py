@@ -173,6 +173,19 @@ def test_what_was_tried_is_what_runs(operation, windowed, resets, calls):
     assert kernels(launched) <= kernels(tried)
 
 
+@pytest.mark.parametrize("programs", [1, 3, 128, 256, 1100, 5000])
+@pytest.mark.parametrize("seqlen", [1, 100, 1792, 65536, 65537, 1_000_000])
+def test_splits_fill_the_device_once(seqlen, programs):
+    """No second wave of programs, which would begin when the first is done; and no idle device where the
+    sequence is long enough for more splits."""
+    wanted, unit, shortest = 2112, 64, 128
+    length = aot.common.split_length(seqlen, programs, wanted, unit, shortest)
+    splits = -(-seqlen // length)
+    assert length % unit == 0 and (splits == 1 or splits * programs <= wanted)
+    most = min(wanted // programs, seqlen // shortest)
+    assert splits >= most * 2 // 3, "rounding up to units leaves out a few"
+
+
 def test_spills_are_seen():
     """The report is read right: a kernel held to 32 registers a thread has to spill, and does so in the
     report."""

@@ -2,8 +2,8 @@
 
 The backward goes through the forward's stretches of ``EVERY`` tokens from last to first: it redoes a
 stretch's states once to place finer marks every ``STEPS`` tokens (a scratch buffer that stays in cache), and
-again group by group of ``STEPS`` with the decayed states p_t = a_t h_{t-1} held in registers, where the
-reverse walk of the adjoint state mu needs them.
+again group by group of ``STEPS`` with the decays a_t and the states h_{t-1} held in registers, where the reverse
+walk of the adjoint state mu needs them: an exponential costs more than the registers.
 
 The (rows, d_state, 8) tile gives a warp 8 lanes of channels × 4 of states, the balance between its two kinds
 of sums: over states (du, ddelta, dz) and over channels (dB, dC). Above d_state 32 several warps share a
@@ -12,7 +12,7 @@ program's states, so that a thread never holds more than 8 of a token and nothin
 
 # Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
 # ruff: noqa: RUF005
-# mypy: allow-untyped-defs, no-check-untyped-defs, disable-error-code="assignment"
+# mypy: allow-untyped-defs, no-check-untyped-defs, disable-error-code="assignment, var-annotated"
 
 from __future__ import annotations
 
@@ -164,24 +164,24 @@ def _advance(
     ROWS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """One token on every row: (p_t, h_t) = (a_t h_{t-1}, p_t + d_t u_t B_t)."""
+    """One token on every row: (a_t, h_t = a_t h_{t-1} + d_t u_t B_t)."""
     # Past the end, read the last token again and take d = 0: loads need no mask for that.
     at = tl.minimum(t, end - 1)
     live = tl.where(t < end, 1.0, 0.0).to(ACC)
     if HAS_RESET:
         keep = tl.where((tl.load(reset + at) != 0) & (t < end), 0.0, 1.0).to(ACC)
     B_ = _load(B + at * B_t + n, n_ok, EVEN).to(ACC)
-    ps = ()
+    decays = ()
     hs = ()
     for r in tl.static_range(ROWS):
         step_ = _load(step + at * d_inner + d + r * LANES, d_ok[r], EVEN) * live
         x = step_ * _load(u + at * u_t + d + r * LANES, d_ok[r], EVEN).to(ACC)
-        p = tl.exp2(A2[r] * step_[None, :]) * h[r]
+        a = tl.exp2(A2[r] * step_[None, :])
         if HAS_RESET:
-            p = p * keep
-        ps = ps + (p,)
-        hs = hs + (p + x[None, :] * B_[:, None],)
-    return ps, hs
+            a = a * keep
+        decays = decays + (a,)
+        hs = hs + (a * h[r] + x[None, :] * B_[:, None],)
+    return decays, hs
 
 
 @triton.jit
@@ -347,10 +347,12 @@ def backward_kernel(
             h = ()
             for r in tl.static_range(ROWS):
                 h = h + (tl.load(scratch + (group * ROWS + r) * tile),)
-            decayed = ()
+            decays = ()
+            states = ()
             for i in tl.static_range(STEPS):
                 t = begin + group * STEPS + i
-                p, h = _advance(
+                states = states + (h,)
+                a, h = _advance(
                     h,
                     t,
                     end,
@@ -372,7 +374,7 @@ def backward_kernel(
                     ROWS,
                     ACC,
                 )
-                decayed = decayed + (p,)
+                decays = decays + (a,)
             for i in tl.static_range(STEPS):
                 t = begin + group * STEPS + (STEPS - 1 - i)
                 inside = t < end
@@ -380,8 +382,6 @@ def backward_kernel(
                 live = tl.where(inside, 1.0, 0.0).to(ACC)
                 B_ = _load(B + at * B_t + n, n_ok, EVEN).to(ACC)
                 C_ = _load(C + at * C_t + n, n_ok, EVEN).to(ACC)
-                if HAS_RESET:
-                    keep = tl.where((tl.load(reset + at) != 0) & inside, 0.0, 1.0).to(ACC)
                 mu_x = tl.zeros((N, LANES), ACC)
                 h_g = tl.zeros((N, LANES), ACC)
                 new_c = ()
@@ -390,7 +390,8 @@ def backward_kernel(
                 new_bias = ()
                 for r in tl.static_range(ROWS):
                     m = d_ok[r] & inside
-                    p = decayed[STEPS - 1 - i][r]
+                    a = decays[STEPS - 1 - i][r]
+                    p = a * states[STEPS - 1 - i][r]
                     step_ = _load(step + at * d_inner + d + r * LANES, d_ok[r], EVEN) * live
                     u_ = _load(u + at * u_t + d + r * LANES, d_ok[r], EVEN).to(ACC)
                     g = _load(dy + at * dy_t + d + r * LANES, d_ok[r], EVEN).to(ACC) * live
@@ -416,10 +417,7 @@ def backward_kernel(
                     new_A = new_A + (sum_A[r] + v * step_[None, :],)
                     new_D = new_D + (sum_D[r] + g * u_,)
                     new_bias = new_bias + (sum_bias[r] + tl.where(inside, dstep, 0.0),)
-                    c_ = tl.exp2(A2[r] * step_[None, :]) * mu
-                    if HAS_RESET:
-                        c_ = c_ * keep
-                    new_c = new_c + (c_,)
+                    new_c = new_c + (a * mu,)
                 c = new_c
                 sum_A = new_A
                 sum_D = new_D

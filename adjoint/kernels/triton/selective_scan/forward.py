@@ -110,8 +110,8 @@ def forward_kernel(
             mark = checkpoints + (batch * n_checkpoints + begin // EVERY) * per_batch
             tl.store(mark + state, h, mask=ok)
         for group in range(0, (tl.minimum(begin + EVERY, stop) - begin + UNROLL - 1) // UNROLL):
-            # All loads of a few tokens first: the stores below would keep later loads from being issued
-            # early.
+            # A store keeps later loads from being issued early: a few tokens' outputs are stored at the end, as
+            # far as registers reach.
             us = ()
             deltas = ()
             for i in tl.static_range(UNROLL):
@@ -119,6 +119,7 @@ def forward_kernel(
                 at = tl.minimum(t, stop - 1)  # past the end: read the last token again, and take d = 0 below
                 us = us + (tl.load(u + at * u_t + d, mask=d_ok, other=0.0),)
                 deltas = deltas + (tl.load(delta + at * delta_t + d, mask=d_ok, other=0.0),)
+            outs = ()
             for i in tl.static_range(UNROLL):
                 t = begin + group * UNROLL + i
                 inside = t < stop
@@ -140,7 +141,14 @@ def forward_kernel(
                     if HAS_Z:
                         z_ = tl.load(z + at * z_t + d, mask=d_ok, other=0.0).to(ACC)
                         out = out * z_ * sigmoid(z_)
-                    tl.store(y + at * d_inner + d, out, mask=d_ok & inside)
+                    if N <= 16:
+                        outs = outs + (out,)
+                    else:
+                        tl.store(y + at * d_inner + d, out, mask=d_ok & inside)
+            if N <= 16 and not LOCAL:
+                for i in tl.static_range(UNROLL):
+                    t = begin + group * UNROLL + i
+                    tl.store(y + tl.minimum(t, stop - 1) * d_inner + d, outs[i], mask=d_ok & (t < stop))
 
     if LOCAL:
         edge = (batch * n_splits + split) * per_batch

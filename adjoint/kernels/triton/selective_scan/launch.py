@@ -6,10 +6,11 @@ depends on values, so a call can be captured in a CUDA graph. All sums over chan
 partial buffers added up in a fixed order: the same call gives the same bits.
 
 Proven under the interpreter and by compilation (no kernel spills for sm_80 and sm_90 up to d_state 128); not
-measured on a GPU. Reasoned, not tuned: 64 tokens between checkpoints, tokens held in registers, programs a
-multiprocessor, the shortest split, the backward's scratch staying in cache, and, above d_state 32, several
-warps a program, whose sums over states then go through shared memory once a token. With a window splits are
-whole windows, so that one of half the sequence leaves two splits, and a halo without a window none.
+measured on a GPU. Reasoned, not tuned: 64 tokens between checkpoints, tokens held in registers, registers a
+thread, as many splits as run at once and not one more, the shortest split, the backward's scratch staying in
+cache, and, above d_state 32, several warps a program, whose sums over states then go through shared memory
+once a token. With a window splits are whole windows, so that one of half the sequence leaves two splits, and
+a halo without a window none.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ from adjoint.kernels.triton.selective_scan import window as windowed_kernels
 
 CHECKPOINT = 64  # tokens between the states that the forward keeps
 UNROLL = 4  # tokens the forward walks at once
-SHORTEST_SPLIT = 512  # tokens; a shorter split is not worth its extra pass
+SHORTEST_SPLIT = 128  # tokens; a shorter split is not worth its share of the pass over splits
 MAX_D_STATE = 256  # above, a warp's registers cannot hold the state
-FORWARD_PER_SM, BACKWARD_PER_SM = 16, 8  # warps a multiprocessor's registers hold
-# Registers a thread may take in the kernels that ptxas, left to itself, holds to fewer and makes spill.
-LOCAL_REGISTERS, MOST_REGISTERS = 96, 255
+# Registers a thread may take: ptxas, left to itself, takes a few more or makes kernels spill that need not.
+FORWARD_REGISTERS, MOST_REGISTERS = 128, 255
 
 
 def forward_tile(d_state: int) -> tuple[int, int, int]:
@@ -59,6 +59,12 @@ def backward_tile(d_state: int, window: bool) -> tuple[int, int, int, int, int]:
 def _registers(budget: int, dtype: torch.dtype) -> int | None:
     """The register limit of a launch; float64, slow on any account, has none."""
     return None if dtype == torch.float64 else budget
+
+
+def _wanted(x: torch.Tensor, registers: int, warps: int) -> int:
+    """Programs of so many registers a thread that run on the tensor's device at once."""
+    resident = 65536 // (32 * (registers + 7 & ~7))  # warps; a multiprocessor has 65,536 registers
+    return common.wanted_programs(x, max(resident // warps, 1))
 
 
 def check(d_state: int) -> None:
@@ -102,7 +108,9 @@ def selective_scan_forward(
     check(d_state)
     acc = common.state_dtype(u.dtype)
     n, lanes, warps = forward_tile(d_state)
-    u, delta, B, C = (common.last_contiguous(x) for x in (u, delta, B, C))
+    u, delta = common.last_contiguous(u), common.last_contiguous(delta)
+    # Widened once, not by every program again, while registers hold a token's.
+    B, C = (common.last_contiguous(x.to(acc) if n <= 16 else x) for x in (B, C))
     z = None if z is None else common.last_contiguous(z)
     D, delta_bias = common.dense(D), common.dense(delta_bias)
     A = A.t().contiguous()  # kernels keep every state as (d_state, d_inner), channels dense
@@ -115,13 +123,13 @@ def selective_scan_forward(
         checkpoints = torch.empty((batch, n_checkpoints, d_state, d_inner), dtype=acc, device=u.device)
     final = torch.empty((batch, d_state, d_inner), dtype=acc, device=u.device)
     blocks = triton.cdiv(d_inner, lanes)
-    wanted = common.wanted_programs(u, FORWARD_PER_SM)
+    registers = FORWARD_REGISTERS if n <= 16 else MOST_REGISTERS
+    wanted = _wanted(u, registers, warps)
     split_len = common.split_length(seqlen, batch * blocks, wanted, CHECKPOINT, SHORTEST_SPLIT)
     splits = triton.cdiv(seqlen, split_len)
 
     def launch(h: torch.Tensor | None, h_out: torch.Tensor, decay: torch.Tensor | None) -> None:
         local = decay is not None
-        limited = n > 128 or (local and n <= 16)
         forward_kernels.forward_kernel[(blocks, splits, batch)](
             *(u, delta, A, B, C, D, z, delta_bias, reset_u8),
             *(h, y, checkpoints, h_out, decay),
@@ -143,7 +151,7 @@ def selective_scan_forward(
             ACC=common.tl_dtype(acc),
             num_warps=warps,
             num_stages=1,
-            maxnreg=_registers(LOCAL_REGISTERS if n <= 16 else MOST_REGISTERS, acc) if limited else None,
+            maxnreg=_registers(registers, acc) if n <= 16 or n > 128 else None,
         )
 
     with common.on_device(u):
@@ -184,7 +192,8 @@ def selective_scan_backward(
     d_state = A.shape[1]
     check(d_state)
     acc = common.state_dtype(u.dtype)
-    dy, u, delta, B, C = (common.last_contiguous(x) for x in (dy, u, delta, B, C))
+    dy, u, delta = (common.last_contiguous(x) for x in (dy, u, delta))
+    wide_B, wide_C = (common.last_contiguous(x.to(acc)) for x in (B, C))  # once, not by every program again
     z = None if z is None else common.last_contiguous(z)
     D, delta_bias = common.dense(D), common.dense(delta_bias)
     A = A.t().contiguous()  # kernels keep every state as (d_state, d_inner), channels dense
@@ -196,10 +205,11 @@ def selective_scan_backward(
 
     n, rows, lanes, warps, steps = backward_tile(d_state, window is not None)
     blocks = triton.cdiv(d_inner, rows * lanes)
-    wanted = common.wanted_programs(u, BACKWARD_PER_SM)
+    wanted = _wanted(u, MOST_REGISTERS, warps)
     unit = CHECKPOINT if window is None else window  # windowed splits are whole blocks, counted from token -1
-    split_len = common.split_length(seqlen, batch * blocks, wanted, unit, SHORTEST_SPLIT)
-    splits = triton.cdiv(seqlen + (window is not None), split_len)
+    length = seqlen + (window is not None)
+    split_len = common.split_length(length, batch * blocks, wanted, unit, SHORTEST_SPLIT)
+    splits = triton.cdiv(length, split_len)
 
     def empty(*shape: int, dtype: torch.dtype = acc) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=u.device)
@@ -239,7 +249,7 @@ def selective_scan_backward(
         if window is not None:
             dinitial = empty(batch, d_state, d_inner)
             _windowed(
-                *(dy, u, step, A, B, C, D, z, reset_u8, checkpoints, c_in, scratch),
+                *(dy, u, step, A, wide_B, wide_C, D, z, reset_u8, checkpoints, c_in, scratch),
                 *(du, ddelta, dz, dB_parts, dC_parts, dA_parts, dD_parts, dbias_parts, dinitial),
                 *(split_len, splits, window, halo, flags),
             )
@@ -248,9 +258,9 @@ def selective_scan_backward(
             decay = torch.empty_like(local)
             n_local, lanes_local, warps_local = local_tile(d_state)
             backward_kernels.adjoint_local_kernel[(triton.cdiv(d_inner, lanes_local), splits, batch)](
-                *(dy, delta, A, C, z, delta_bias, reset_u8, local, decay),
+                *(dy, delta, A, wide_C, z, delta_bias, reset_u8, local, decay),
                 *(seqlen, d_inner, d_state, split_len, 1),
-                *(*dy.stride()[:2], *delta.stride()[:2], *C.stride()[:2], *z_strides),
+                *(*dy.stride()[:2], *delta.stride()[:2], *wide_C.stride()[:2], *z_strides),
                 UNROLL=UNROLL,
                 N=n_local,
                 LANES=lanes_local,
@@ -262,10 +272,10 @@ def selective_scan_backward(
             dinitial = empty(batch, d_state, d_inner)
         if window is None:
             backward_kernels.backward_kernel[(blocks, splits, batch)](
-                *(dy, u, step, A, B, C, D, z, reset_u8, checkpoints, c_in, scratch),
+                *(dy, u, step, A, wide_B, wide_C, D, z, reset_u8, checkpoints, c_in, scratch),
                 *(du, ddelta, dz, dB_parts, dC_parts, dA_parts, dD_parts, dbias_parts, dinitial),
                 *(seqlen, d_inner, d_state, split_len, 1),
-                *(*dy.stride()[:2], *u.stride()[:2], *B.stride()[:2], *C.stride()[:2], *z_strides),
+                *(*dy.stride()[:2], *u.stride()[:2], *wide_B.stride()[:2], *wide_C.stride()[:2], *z_strides),
                 HAS_D=D is not None,
                 HAS_CIN=c_in is not None,
                 WRITE_COUT=splits == 1,
