@@ -77,7 +77,7 @@ def _own_mixer(config: StackConfig, kind: str) -> nn.Module:
     """
     module, _, name = kind.partition(":")
     try:
-        mixer = getattr(importlib.import_module(module), name)(config)
+        mixer: Any = getattr(importlib.import_module(module), name)(config)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"mixer {kind!r}: {error}; name a class as module:Class, the module importable"

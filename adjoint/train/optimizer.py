@@ -95,7 +95,7 @@ class Several(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters are numbered part after part."""
-        state, groups, first = {}, [], 0
+        state, groups, first = dict[int, Any](), list[dict[str, Any]](), 0
         for part in self.parts:
             own = part.state_dict()
             state |= {first + i: s for i, s in own["state"].items()}
