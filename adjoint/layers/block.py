@@ -83,7 +83,8 @@ def _own_mixer(config: StackConfig, kind: str) -> nn.Module:
             f"mixer {kind!r}: {error}; name a class as module:Class, the module importable"
         ) from None
     missing = [what for what in ("initial_state", "reset_parameters") if not hasattr(mixer, what)]
-    if missing or not isinstance(mixer, nn.Module):
+    is_module = isinstance(mixer, nn.Module)
+    if missing or not is_module:
         raise ValueError(f"mixer {kind!r} must be a torch module with {' and '.join(missing) or 'a forward'}")
     if not hasattr(mixer, "grows"):
         mixer.grows = (None,) * len(mixer.initial_state(1, torch.float32, torch.device("cpu")))
