@@ -645,3 +645,16 @@ def test_a_class_that_fake_tensors_cannot_run_is_named(
     monkeypatch.setattr(LlamaModel, "forward", looking)
     assert main(["plan", "--model.from_pretrained", folders["attention"]]) == 2
     assert "LlamaForCausalLM: its memory cannot be counted" in capsys.readouterr().err
+
+
+def test_a_memory_budget_is_filled_and_no_more() -> None:
+    config = StackConfig(d_model=64, n_layer=2)
+
+    def total(given: int | None) -> int:
+        setup = Setup(config, Exact(64, memory=given), 1, 2048, reserve=False)
+        parts = memory(setup, range(2)).parts
+        return sum(parts[name] for name in ("gradients", "states", "kept", "chunk", "head"))
+
+    least, most = total(None), total(1 << 40)
+    assert total(least // 2) == least < most
+    assert total((least + most) // 2) == pytest.approx((least + most) // 2, rel=1e-3)

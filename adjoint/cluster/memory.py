@@ -297,6 +297,10 @@ def memory(
     # or AdamW's step of one tensor at a time
     parts["chunk"] = max(work, 2 * setup.largest(layers, first, last))
     parts["head"] = max(0, head - parts["chunk"]) if last else 0
+    if isinstance(setup.scheme.memory, float) and alone:  # the budget is filled with tapes
+        tapes = sum(setup.layer(k, size).saved for k in layers) * (setup.chunks - 1)
+        taken = sum(parts[name] for name in ("gradients", "states", "past", "kept", "chunk", "head"))
+        parts["chunk"] += int(max(0, min(setup.scheme.memory - taken, tapes)))
     # receives that are posted ahead, and what was sent up, down or to the next in turn and has not left yet
     turns, windowed = setup.sequence > 1, setup.window[0] is not None
     ends = (shards > 1) * (1 + (not last) + (not first)) + 2 * (turns and windowed)

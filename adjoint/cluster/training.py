@@ -56,6 +56,11 @@ def train(config: Config) -> Outcome:
     check_method(method, settings.helpers, settings.sequence, config.model)
     check_rows(config.data.batch, settings.replicas)
     check_chunks(method, config.data.seqlen, None, settings.sequence)
+    if getattr(method, "memory", None) is not None:
+        raise UserError(
+            "method.memory: a budget is for one process, shards keep one chunk each; leave it out, or set "
+            "cluster.shards to 0"
+        )
     if config.training.carry_state != "none":
         raise UserError("training.carry_state: states are carried in one process; set cluster.shards to 0")
     if config.data.documents == "packed" and config.model.from_pretrained is not None:
