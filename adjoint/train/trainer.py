@@ -130,6 +130,12 @@ class Trainer:
         dtype = torch.float64 if self.precision == "float64" else None
         if self.settings.carry_state != "none" and self.config.model.from_pretrained is not None:
             raise UserError("training.carry_state: a pretrained model's states are not carried; leave it out")
+        plainly = self.method.name not in ("exact", "truncated")
+        if self.data.packed and self.config.model.from_pretrained is not None and plainly:
+            raise UserError(
+                "data.documents: transformers' layers read on across documents by themselves; use "
+                "--method.name exact"
+            )
         self.model: Any
         if self.config.model.from_pretrained is None:
             self.model = Stack(self.config.model).to(self.device, dtype)
