@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -18,9 +19,18 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under several processes one has all tests that need Ray: one Ray is enough."""
+    """Under several processes one has all tests that need Ray: one Ray is enough. Of a test marked sampled(n)
+    every n-th case runs by default, the others are slow."""
+    cases: collections.Counter[str] = collections.Counter()
     for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            name = item.nodeid.partition("[")[0]
+            if cases[name] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+            cases[name] += 1
         if "ray_on_loopback" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ray"))
 

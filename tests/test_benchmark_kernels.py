@@ -42,6 +42,7 @@ def point(op: str, name: str, file: Path | None) -> dict[str, Any]:
     return {"op": op, "contender": name, "size": size, "file": file and str(file), **shared}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("op", "name"),
     [pytest.param(*row, marks=pytest.mark.slow if row[1] in SLOW else ()) for row in CPU],

@@ -40,6 +40,7 @@ def kept_by_autograd(config: adjoint.StackConfig, tokens: int, dtype: torch.dtyp
     return sum(memory.nbytes() for memory in held.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -83,6 +83,7 @@ def test_training_is_that_of_one_process(shards: int, sequence: int, replicas: i
 METHODS = [Exact(5, keep="inputs"), Truncated(4, 5), Truncated(12, 5), LayerLocal(None, 5), LayerLocal(9, 5)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_every_method_may_be_dealt_out(method: Any, shards: int) -> None:
@@ -102,6 +103,7 @@ def test_any_length_over_any_number_of_workers(seqlen: int, chunk_size: int, wor
     assert_same(found, expected, 1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", ALL_MIXERS)
 def test_lower_precisions_are_as_near_as_in_one_process(variant: str, precision: str) -> None:

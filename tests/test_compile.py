@@ -116,6 +116,7 @@ def all_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[
     return torch.autograd.grad(sum((y * y).sum() for y in outputs), inputs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", TENSORS)
 def test_operators_are_registered_as_they_behave(name: str, backend: str) -> None:
@@ -130,6 +131,7 @@ def test_operators_are_registered_as_they_behave(name: str, backend: str) -> Non
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seqlen, window", [(7, None), (300, 1), (300, 9)])
 @pytest.mark.parametrize("name", TENSORS)
@@ -171,6 +173,7 @@ def test_triton_operators_make_what_their_fakes_say() -> None:
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name, options",
     [

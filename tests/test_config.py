@@ -204,7 +204,8 @@ def test_another_methods_arguments_in_a_file_can_be_unset(tmp_path: Path) -> Non
     file = tmp_path / "exact.yaml"
     file.write_text(Config().to_yaml())
     assert "--method.keep null" in refused("--config", str(file), "--method.name", "backprop")
-    argv = ["--config", str(file), "--method.name", "backprop", "--method.keep", "null"]
+    unset = [w for key in ("keep", "offload", "recompute") for w in (f"--method.{key}", "null")]
+    argv = ["--config", str(file), "--method.name", "backprop", *unset]
     assert load_config(argv).method.build() == METHODS["backprop"]()
 
 

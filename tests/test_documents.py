@@ -74,6 +74,7 @@ def assert_equal(model: Any, ids: torch.Tensor, lengths: list[list[int]], method
     assert max(worst.values()) <= 1e-12, worst
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "variant", [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
 )
@@ -84,6 +85,7 @@ def test_packed_equals_one_by_one(variant: str, method: str) -> None:
     assert_equal(model, ids, PACKED, METHODS[method])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", UNWINDOWED)
 @pytest.mark.parametrize(
     "method", [name for name in METHODS if name not in ("truncated", "layer-local, windowed")]
@@ -148,6 +150,7 @@ def test_auto_windows_keep_documents_apart() -> None:
     assert max(relative(g, expected[name]) for name, g in current_gradients(model).items()) <= 1e-12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["exact", "truncated", "layer-local"])
 @pytest.mark.parametrize(
     "layout", [{"shards": 1}, {"shards": 3}, {"shards": 1, "sequence": 2}, {"shards": 2, "replicas": 2}]

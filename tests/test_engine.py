@@ -281,6 +281,7 @@ def test_any_distribution_gives_the_methods_gradients(method: Any) -> None:
     compare(MIXED, (2, 18), method, WAYS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", ALL_MIXERS)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_every_mixer_gives_the_methods_gradients(method: Any, variant: str) -> None:
@@ -307,6 +308,7 @@ def test_odd_lengths(edge: str) -> None:
     compare(BOTH, (batch, seqlen), Exact(chunk_size), ways)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [*ALL_MIXERS, MIXED])
 @pytest.mark.parametrize("shape", [(2, 23, 5), (1, 37, 8), (2, 10, 1)], ids=str)

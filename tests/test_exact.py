@@ -45,6 +45,7 @@ def labels_with_gaps(input_ids: torch.Tensor) -> torch.Tensor:
     return labels
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seqlen", CHUNKS)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -60,6 +61,7 @@ def test_gradients_equal_backprop(variant: str, batch: int, seqlen: int) -> None
         assert_same(got, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_chunks_of_one_token(variant: str, keep: str) -> None:
@@ -239,6 +241,7 @@ def test_clipping_and_autograd_grad() -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize("frozen", ["embedding.", "layers.0.", "layers.1.", "lm_head.", "norm_f.", "layers."])
 @pytest.mark.parametrize("variant", ["mamba", "mamba, MLP, untied"])

@@ -153,6 +153,7 @@ def brute_window(g, a, window):
     return mu
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 16, 21, 22, 23, 24, 100])
 @pytest.mark.parametrize("special", [None, 1.0, 1 - 1e-12, 1e-300])
 def test_accumulated_adjoint_equals_brute_force(window, special):
@@ -167,6 +168,7 @@ def test_accumulated_adjoint_equals_brute_force(window, special):
         assert relative(mu, expected) <= 1e-10
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("halo", [0, 7])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windowed_selective_scan_is_the_same_in_every_backend(window, halo):

@@ -95,6 +95,7 @@ def assert_exact(model: Any, method: Any, **kwargs: Any) -> None:
     assert_same(got, wanted, 1e-10)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("seqlen", "padded"), [(29, 0), (37, 9)])
 def test_loss_and_gradients_are_the_models_own(name: str, seqlen: int, padded: int) -> None:

@@ -76,6 +76,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed, before", [(0, None), (1, 3), (2, 3)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_exact_equals_backprop_states_included(variant: str, seed: int, before: int | None) -> None:
@@ -350,6 +351,7 @@ def test_keys_and_values_stay_with_one_worker() -> None:
     check_method(Exact(), 0, 2, StackConfig(**{**SIZES, **VARIANTS["mamba3"]}))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

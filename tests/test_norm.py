@@ -28,6 +28,7 @@ def inputs(shape, gated, dtype=torch.float64):
     return [None if t is None else t.requires_grad_() for t in (x, weight, gate if gated else None)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("residual", [False, True])

@@ -51,6 +51,7 @@ def tensors(setup: Setup, *arguments: Any, **keywords: Any) -> int:
 # ------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mixer", ["mamba", "mamba2", "dense"])
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_memory_is_what_the_method_takes(mixer: str, method: Any) -> None:
@@ -91,6 +92,7 @@ class Zeros:
         return tensor
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sequence", [1, 3])
 @pytest.mark.parametrize(
     "method", [*METHODS, Truncated(1024, 512, unbiased=True), Truncated("auto", 512)], ids=str
@@ -133,6 +135,7 @@ def simple_counts(model: StackConfig, state: int, kept: int) -> Any:
     return stage
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "method",
     [

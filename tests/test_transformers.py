@@ -73,6 +73,7 @@ def assert_equal_to_transformers(
     assert errors[worst] <= 1e-9, f"{worst}: {errors[worst]:.1e}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seqlen", [2, 3, 17, 37])
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_loss_logits_and_gradients(kind: str, name: str, seqlen: int) -> None:

@@ -120,6 +120,7 @@ def test_a_single_token_and_channel_compile():
     ) - {"adjoint_local_kernel"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", aot.MAIN)
 def test_every_launch_is_on_its_tensors_device(name, monkeypatch):
     """The current device may be another one."""
@@ -139,6 +140,7 @@ def test_every_launch_is_on_its_tensors_device(name, monkeypatch):
     assert outside == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("operation", "windowed", "resets", "calls"),
     [

@@ -87,6 +87,7 @@ def table() -> dict[str, list[str]]:
 # --------------------------------------------------------------------------------- the untouched model's own
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in MODELS]
 )
