@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from adjoint.kernels.checks import reset_of
+
 
 def document_numbers(
     ids: Tensor, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -35,8 +37,8 @@ def document_numbers(
             f"seq_idx must be integers of input_ids' shape {tuple(ids.shape)}; got {seq_idx.dtype} of shape "
             f"{tuple(seq_idx.shape)}"
         )
-    begins = torch.zeros_like(seq_idx, dtype=torch.int64)
-    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    begins = reset_of(seq_idx, *ids.shape)
+    assert begins is not None
     return begins.cumsum(1)
 
 

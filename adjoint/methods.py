@@ -136,7 +136,8 @@ class Exact(Chunked):
             raise ValueError(f"keep must be one of {', '.join(KEEP)}; got {self.keep!r}")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}; got {self.recompute!r}")
-        if self.memory is not None and memory_bytes(self.memory) and self.keep != "edges":
+        memory = None if self.memory is None else memory_bytes(self.memory)
+        if memory is not None and self.keep != "edges":
             raise ValueError(f'memory goes with keep="edges": what it has room for is more than {self.keep}')
 
     def scheme(self, seqlen: int, default: int) -> Scheme:

@@ -127,7 +127,7 @@ def simple_counts(model: StackConfig, state: int, kept: int) -> Any:
         precision: str,
         device: str,
         head: bool = False,
-        recompute: str = "none",
+        **_: Any,
     ) -> count.Counted:
         y = batch * tokens * model.d_model * 4
         return count.Counted(0, 0, 0 if head else state, y, kept * y, kept * y, kept * y)

@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     "errors",
     "memory",
-    "documents",
     "files",
     "checkpoint",
     "loss",
     "kernels",
+    "documents",
     "layers",
     "stack",
     "engine",

@@ -155,7 +155,8 @@ class Steps:
     ) -> budget.Measured:
         """What the first chunk takes, run forward and back by itself; once a model and kind of batch."""
         size, worker = self.worker.grid.tokens(0), self.worker
-        known, kind = budget.of_model(self.parameters), (len(ids), size, ids.device, dtype, worker.autocast)
+        known = budget.of_model(self.parameters)
+        kind = len(ids), size, ids.device, dtype, worker.autocast, self.scheme.recompute
         if kind not in known:
             devices = [ids.device] if ids.is_cuda else []
             with torch.random.fork_rng(devices), budget.LiveBytes() as live:

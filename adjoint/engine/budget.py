@@ -20,9 +20,7 @@ from adjoint.memory import memory_left
 # What a process takes beside what tensors hold, where resident memory is what counts: bytes of libraries, and
 # what the allocator leaves unused, as a share. Measured.
 RESERVED_CPU = (32e6, 0.2)
-AUTO = (
-    0.8  # of the memory that is left, what "auto" takes: other work, and the optimizer's moments, need some
-)
+AUTO = 0.8  # of the memory that is left, what "auto" takes: the optimizer's moments need some, too
 
 
 @dataclasses.dataclass(frozen=True)

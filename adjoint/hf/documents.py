@@ -33,16 +33,18 @@ def starts_of(kwargs: dict[str, Any], ids: Tensor) -> list[tuple[int, ...]]:
         if not torch.equal((count - since).expand(batch, -1), _rows("position_ids", positions, ids)):
             raise ValueError("position_ids must count up from 0 in each document: 0, 1, 2, 0, 1 and so on")
     elif index is not None:
-        index = _rows("seq_idx", index, ids)
-        begins = torch.ones_like(index, dtype=torch.bool)
-        begins[:, 1:] = index[:, 1:] != index[:, :-1]
+        begins = _changes(_rows("seq_idx", index, ids))
     elif lengths is not None:
-        numbers = from_cu_seqlens("cu_seq_lens_q", lengths, ids)
-        begins = torch.ones_like(numbers, dtype=torch.bool)
-        begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+        begins = _changes(from_cu_seqlens("cu_seq_lens_q", lengths, ids))
     else:
         return [(0,)] * batch
     return [tuple(row.nonzero().flatten().tolist()) for row in begins.cpu()]
+
+
+def _changes(numbers: Tensor) -> Tensor:
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return begins
 
 
 def _rows(name: str, given: Tensor, ids: Tensor) -> Tensor:

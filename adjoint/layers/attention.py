@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from adjoint.kernels import checks
 from adjoint.kernels.attention import causal_attention, join
 from adjoint.layers.config import StackConfig
+from adjoint.layers.init import reset
 
 
 class AttentionMixer(nn.Module):
@@ -30,10 +31,7 @@ class AttentionMixer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        for module in (self.in_proj, self.out_proj):
-            module.reset_parameters()
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+        reset(self.in_proj, self.out_proj)
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         """Keys and values of no token: (batch, num_key_value_heads, 0, head_dim) each."""

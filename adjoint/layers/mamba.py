@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.layers.config import StackConfig
-from adjoint.layers.init import inverse_softplus_steps
+from adjoint.layers.init import inverse_softplus_steps, reset
 
 
 class MambaScanInputs(NamedTuple):
@@ -43,11 +43,7 @@ class MambaMixer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        for module in (self.in_proj, self.conv1d, self.x_proj, self.out_proj):
-            module.reset_parameters()
-        for module in (self.in_proj, self.out_proj):
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+        reset(self.in_proj, self.conv1d, self.x_proj, self.out_proj)
         bound = self.config.step_rank**-0.5
         nn.init.uniform_(self.dt_proj.weight, -bound, bound)
         self.dt_proj.bias.copy_(inverse_softplus_steps(self.config, self.dt_proj.bias))

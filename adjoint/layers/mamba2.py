@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.ssd_scan import ssd_scan
 from adjoint.layers.config import StackConfig
-from adjoint.layers.init import inverse_softplus_steps
+from adjoint.layers.init import inverse_softplus_steps, reset
 from adjoint.layers.norm import RMSNorm
 
 
@@ -46,11 +46,7 @@ class Mamba2Mixer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        for module in (self.in_proj, self.conv1d, self.norm, self.out_proj):
-            module.reset_parameters()
-        for module in (self.in_proj, self.out_proj):
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+        reset(self.in_proj, self.conv1d, self.norm, self.out_proj)
         self.dt_bias.copy_(inverse_softplus_steps(self.config, self.dt_bias))
         self.A_log.copy_(torch.empty_like(self.A_log).uniform_(1, 16).log())
         nn.init.ones_(self.D)

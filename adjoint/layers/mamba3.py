@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from adjoint.kernels import checks
 from adjoint.kernels.ssd_scan import ssd_scan
 from adjoint.layers.config import StackConfig
-from adjoint.layers.init import inverse_softplus_steps
+from adjoint.layers.init import inverse_softplus_steps, reset
 from adjoint.layers.norm import RMSNorm
 
 TINY = 1e-12  # at least so much is -A d, by which inputs are divided: exp(-TINY) is 1 but for rounding
@@ -47,12 +47,7 @@ class Mamba3Mixer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        for module in (self.in_proj, self.B_norm, self.C_norm, self.norm, self.out_proj):
-            if module is not None:
-                module.reset_parameters()
-        for linear in (self.in_proj, self.out_proj):
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+        reset(self.in_proj, self.B_norm, self.C_norm, self.norm, self.out_proj)
         self.dt_bias.copy_(inverse_softplus_steps(self.config, self.dt_bias))
         for parameter in (self.B_bias, self.C_bias, self.D):
             nn.init.ones_(parameter)
@@ -78,8 +73,9 @@ class Mamba3Mixer(nn.Module):
         trap = torch.sigmoid(trap.to(wide))
         turns = math.pi * torch.tanh(turns.to(wide))[:, :, None] * dt[..., None]
         angles = angle.to(wide)[:, None] + turns.cumsum(1)
-        if seq_idx is not None:
-            angles = angles - _before_documents(angles - turns, seq_idx)
+        reset_at = checks.reset_of(seq_idx, *x.shape[:2])
+        if reset_at is not None:
+            angles = angles - _before_documents(angles - turns, reset_at)
         k, q = (
             _turned(self._heads(t, norm, bias.to(wide)), angles)
             for t, norm, bias in ((B, self.B_norm, self.B_bias), (C, self.C_norm, self.C_bias))
@@ -89,9 +85,8 @@ class Mamba3Mixer(nn.Module):
         # the last token that share is the next chunk's, and of the token before the first it is still due.
         shares = (1 - trap) * dt
         due = F.pad(shares[:, 1:], (0, 0, 0, 1))
-        if seq_idx is not None:  # nor is anything due to another document
-            ends = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (0, 1))
-            due = due.masked_fill(ends[..., None], 0)
+        if reset_at is not None:  # nor is anything due to another document
+            due = due.masked_fill(F.pad(reset_at[:, 1:], (0, 1))[..., None], 0)
         v_before = shares[:, 0, :, None] * v_before.to(wide)
         h = h.to(wide) + v_before[..., None] * k_before.to(wide)[:, :, None]
         # Both shares at once: h as if the next token had been read already, which the output then takes back.
@@ -112,11 +107,10 @@ class Mamba3Mixer(nn.Module):
         return t.repeat_interleave(self.config.nheads // self.config.ngroups, dim=2) + bias.squeeze(1)
 
 
-def _before_documents(angles: Tensor, seq_idx: Tensor) -> Tensor:
+def _before_documents(angles: Tensor, begins: Tensor) -> Tensor:
     """Of each token the angles (batch, seqlen, nheads, angles) at its document's first one; 0 for a row's
-    first document, which goes on from the state."""
-    places = torch.arange(seq_idx.shape[1], device=seq_idx.device)
-    begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
+    first document, which goes on from the state. begins: (batch, seqlen), where others begin."""
+    places = torch.arange(begins.shape[1], device=begins.device)
     first = torch.where(begins, places, 0).cummax(1).values
     found = angles.gather(1, first[..., None, None].expand(-1, -1, *angles.shape[2:]))
     return found.masked_fill((first == 0)[..., None, None], 0)
