@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from adjoint.kernels.add_product import add_product
+
 IGNORE_INDEX = -100
 # Logits alive at a time: 16 MiB in float32 on a CPU; a GPU needs more to be kept busy, 256 MiB.
 SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA = 1 << 22, 1 << 26
@@ -39,7 +41,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 d_logits.scatter_add_(1, labels, d_logits.new_full((len(y), 1), -1))
                 narrow = d_logits.mul_(valid.unsqueeze(1)).to(h.dtype)
                 d_hidden[start : start + slice_tokens] = narrow @ weight
-                d_weight += narrow.T @ h
+                if h.dtype == wide:
+                    d_weight += narrow.T @ h
+                else:
+                    add_product(d_weight, narrow.T, h)
         if d_weight is not None:
             ctx.save_for_backward(d_hidden, d_weight)
             ctx.dtype = weight.dtype

@@ -21,9 +21,10 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # none yet, or o
         "python3-venv); found none as ${PYTHON:-python3, python3.12 or python3.11}. Name one with: make PYTHON=/path/to/python"
     say "making $venv with $("$python" --version)"
     "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip install -q --upgrade pip || true  # the one Python comes with takes twice as long
 fi
 
-pip=("$venv/bin/python" -m pip --disable-pip-version-check install)
+pip=("$venv/bin/python" -m pip --disable-pip-version-check install --no-compile)  # modules are, as they are imported
 [[ -t 1 ]] || pip+=(-q)  # a progress bar for people, a few lines for logs
 torch=$(sed -nE 's/^torch==([0-9.]+).*/\1/p' constraints.txt)
 

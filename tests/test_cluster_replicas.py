@@ -66,6 +66,7 @@ def test_exact(shards: int, replicas: int, tied: bool, one_thread: None) -> None
     check(config, shards, replicas, Exact(7), TRAINING, batches)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", [Truncated(5, 8), LayerLocal(5, 8), LayerLocal(None, 8)], ids=str)
 @pytest.mark.parametrize("shards, replicas", [(1, 2), (2, 3), (3, 2)])
 def test_windowed_methods(shards: int, replicas: int, method: Any, one_thread: None) -> None:
@@ -73,6 +74,7 @@ def test_windowed_methods(shards: int, replicas: int, method: Any, one_thread: N
     check(config, shards, replicas, method, TRAINING, [make_ids(3, 29, seed=step) for step in range(2)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("helpers", [(0, 1), (1, 0, 1)])
 def test_every_replica_has_helpers_of_its_own(

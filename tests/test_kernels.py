@@ -259,6 +259,7 @@ def test_windowed_ssd_scan_is_the_selective_scan_with_shared_decays(window):
         assert_same(gradients(got, inputs), expected_gradients)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("structure", ["scalar", "diagonal", "dense"])
 def test_linear_scan_equals_loop_and_brute_force_windows(backend, structure):

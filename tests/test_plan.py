@@ -521,6 +521,7 @@ def outlined(folder: str) -> Any:
     return outlined(folder)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", [Exact(128), Truncated(256, 128), Backprop()], ids=str)
 @pytest.mark.parametrize("kind", ["hybrid", "attention"])
 def test_memory_of_a_pretrained_model_is_what_its_stage_takes(

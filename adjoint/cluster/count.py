@@ -21,7 +21,7 @@ from torch import Tensor
 
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.kept import Past, Slab, recurrent
-from adjoint.engine.stages import Chunk, Stage, stages_of
+from adjoint.engine.stages import Chunk, Layer, Stage, stages_of
 from adjoint.engine.tile import Cotangents, Gradients
 from adjoint.errors import UserError
 from adjoint.kernels import attention, dispatch
@@ -216,7 +216,7 @@ def stage(
         sizes = [w.nbytes for w in one.stage.parameters()]
         state = sum(s.nbytes for s in recurrent(one.state, one.stage.grows))
         parameters = sum(sizes) // element_size(precision)
-        casts = sum(cast.nbytes for _, cast in getattr(one.stage, "casts", {}).values())
+        casts = one.stage.casts.nbytes if isinstance(one.stage, Layer) else 0
         return Counted(
             parameters, max(sizes), state, forward, saved, linearized, live.peak - before, casts=casts
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from adjoint.engine import tile
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import Scheme
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
+from adjoint.engine.weights import Casts, SummedProducts
 from adjoint.layers import WINDOWED, Block, StackConfig, State
 from adjoint.stack import Stack
 
@@ -125,40 +127,31 @@ class Layer:
         recompute: str = "none",
     ) -> None:
         self.block, self.reach, self.grows, self.recompute = block, reach, grows, recompute
-        self.casts: dict[str, tuple[int, Tensor]] = {}  # of weights, each with the version it was made from
+        self.casts = Casts()
 
     def parameters(self) -> Iterable[Tensor]:
         return self.block.parameters()
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
-        return self._run(x, state, chunk)
+        return self._run(x, state, chunk, self.casts.of(self.block, x.device), contextlib.nullcontext())
 
-    def _run(self, x: Tensor, state: State, chunk: Chunk, weights: dict[str, Tensor] | None = None) -> Any:
+    def _run(
+        self,
+        x: Tensor,
+        state: State,
+        chunk: Chunk,
+        weights: dict[str, Tensor],
+        around: contextlib.AbstractContextManager[Any],
+    ) -> Any:
         given = x, tile.begun(state, chunk.fresh), *(() if chunk.seq_idx is None else (chunk.seq_idx,))
-        weights = self._cast(x.device) if weights is None else weights
-        if not weights:
-            return self.block(*given)
 
         def run(*given: Any) -> Any:
-            return functional_call(self.block, weights, given)
+            with around:
+                return functional_call(self.block, weights, given) if weights else self.block(*given)
 
         if self.recompute == "none" or not torch.is_grad_enabled():
             return run(*given)
         return tile.recomputed(run, given, self.recompute)
-
-    def _cast(self, device: torch.device) -> dict[str, Tensor]:
-        """Under autocast, by name, the weights of linear maps in its dtype: cast once a step, and not, as
-        autocast would, in every tile."""
-        if not torch.is_autocast_enabled(device.type):
-            return {}
-        dtype = torch.get_autocast_dtype(device.type)
-        for prefix, module in self.block.named_modules():
-            if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32:
-                name, weight = f"{prefix}.weight".lstrip("."), module.weight
-                version, cast = self.casts.get(name, (-1, None))
-                if version != weight._version or cast is None or cast.dtype != dtype:
-                    self.casts[name] = weight._version, weight.detach().to(dtype)
-        return {name: cast for name, (_, cast) in self.casts.items()}
 
     def forward_noting_decay(
         self, x: Tensor, state: State, chunk: Chunk, decays: Decays
@@ -171,10 +164,14 @@ class Layer:
     ) -> tuple[Tensor, State, Pullback]:
         named = {name: p for name, p in self.block.named_parameters() if p.requires_grad}
 
-        def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
-            return self._run(x, state, chunk, dict(zip(named, leaves, strict=True)))
+        casts = self.casts.of(self.block, x.device)
 
-        casts = self._cast(x.device)
+        def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
+            weights = dict(zip(named, leaves, strict=True))
+            summed = {weights[name]: named[name] for name in casts if name in named}
+            around = SummedProducts(summed, gradients) if summed else contextlib.nullcontext()
+            return self._run(x, state, chunk, {**casts, **weights}, around)
+
         used = [casts.get(name, p) for name, p in named.items()]
         return tile.linearize(call, list(named.values()), x, state, gradients, used)
 

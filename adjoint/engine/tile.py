@@ -14,9 +14,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.engine.decay import Decays
+from adjoint.kernels.add_product import add_product
 from adjoint.layers import Block, State
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+SCANS = ("selective_scan", "ssd_scan", "linear_scan", "gated_delta_rule")
 MANY_TERMS = 256  # of a product's sums: with fewer, what it makes is cheaper to make again than to keep
 
 Cotangents = tuple[Tensor | None, ...]
@@ -46,6 +48,12 @@ class Gradients:
             wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             self.sums[parameter] = torch.zeros_like(parameter, dtype=wide)
         self.sums[parameter].index_add_(0, rows, gradient.to(self.sums[parameter].dtype))
+
+    def add_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
+        """Adds a @ b, of half-precision factors, to a float32 parameter's gradient."""
+        if parameter not in self.sums:
+            self.sums[parameter] = torch.zeros_like(parameter)
+        add_product(self.sums[parameter], a, b)
 
     def of(self, parameter: Tensor) -> Tensor | None:
         """The sum, in the parameter's dtype."""
@@ -116,7 +124,7 @@ def recomputed(call: Callable[..., Any], given: tuple, how: str) -> Any:
             left, right = args[-2:]
             keeps = left.shape[-1] >= MANY_TERMS and right.shape[-1] != width
         else:
-            keeps = op.namespace == "adjoint" and "scan" in op._opname
+            keeps = op.namespace == "adjoint" and op._opname in SCANS
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)

@@ -133,7 +133,7 @@ class _Both(_Growing, _Recurrent, theirs.DynamicLayer):
 
     def __init__(self, number_of_states: int) -> None:
         theirs.DynamicLayer.__init__(self)
-        _Recurrent.__init__(self, number_of_states)
+        theirs.LinearAttentionLayer.__init__(self, number_of_states)
 
     def found(self) -> dict[tuple[str, int], Tensor]:
         return {**_Recurrent.found(self), **_Growing.found(self)}

@@ -1,0 +1,86 @@
+"""Weights of linear maps under autocast: cast once a step, and their gradients summed by the products that
+make them.
+
+What autocast does by itself costs more memory traffic than the products do: it casts every weight in every
+tile, and each gradient is written in the narrow dtype, widened and then added."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from adjoint.engine.tile import Gradients
+
+
+class Casts:
+    """A module's weights of linear maps in autocast's dtype, each made again when its weight has changed."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, tuple[int, Tensor]] = {}  # by name, each with the version it was made from
+
+    def of(self, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+        """By name; empty without autocast."""
+        if not torch.is_autocast_enabled(device.type):
+            return {}
+        dtype = torch.get_autocast_dtype(device.type)
+        for prefix, part in module.named_modules():
+            if isinstance(part, nn.Linear) and part.weight.dtype == torch.float32:
+                name, weight = f"{prefix}.weight".lstrip("."), part.weight
+                version, cast = self.made.get(name, (-1, None))
+                if version != weight._version or cast is None or cast.dtype != dtype:
+                    self.made[name] = weight._version, weight.detach().to(dtype)
+        return {name: cast for name, (_, cast) in self.made.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cast.nbytes for _, cast in self.made.values())
+
+
+class SummedProducts(TorchFunctionMode):
+    """While it is entered, linear maps by given casts put their weights' gradients into the sums, and hand
+    none on.
+
+    Args:
+        parameters: of each cast, the parameter that it was made from.
+    """
+
+    def __init__(self, parameters: Mapping[Tensor, Tensor], gradients: Gradients) -> None:
+        super().__init__()
+        self.parameters, self.gradients = parameters, gradients
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs and args[1] in self.parameters and torch.is_grad_enabled():
+            x, cast, bias = (*args, None)[:3]
+            add = functools.partial(self.gradients.add_product, self.parameters[cast])
+            return _Linear.apply(x, cast, bias, add)
+        return func(*args, **(kwargs or {}))
+
+
+class _Linear(torch.autograd.Function):
+    """x (…, d_in), weight (d_out, d_in), bias (d_out) or None → (…, d_out); `add(a, b)` adds a @ b to the
+    sum of the weight's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cast: Tensor, bias: Tensor | None, add: Any) -> Tensor:
+        ctx.add, ctx.dtypes = add, (x.dtype, None if bias is None else bias.dtype)
+        x = x.to(cast.dtype)
+        ctx.save_for_backward(x, cast)
+        return F.linear(x, cast, None if bias is None else bias.to(cast.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (x, cast), (dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
+        rows = dy.flatten(0, -2)
+        if ctx.needs_input_grad[1]:
+            ctx.add(rows.t(), x.flatten(0, -2))
+        dx = (dy @ cast).to(dtype) if ctx.needs_input_grad[0] else None
+        d_bias = rows.sum(0, dtype=bias_dtype) if ctx.needs_input_grad[2] else None
+        return dx, None, d_bias, None

@@ -1,0 +1,160 @@
+"""What a chunk of a layer costs beside its arithmetic: `python -m benchmarks.layer_work`.
+
+Counted, not timed, on fake tensors of the real sizes (d_model 2048, a chunk of 4,096 tokens, bfloat16
+autocast), so that it runs anywhere in seconds: the operators that a chunk calls, views left out, which on a
+GPU are launches of a kernel or a few; the memory traffic of the layer's weights and of their gradients, in
+bytes a parameter; the bytes a token that stay for the backward, beside the formula by which chunk sizes are
+picked (`adjoint.engine.chunk_size.kept_bytes`).
+
+"autocast alone" is the layer as plain PyTorch runs it, chunk by chunk: autocast casts its weights each time,
+and each chunk's gradients are added to a float32 sum. The others are what `Exact` does, by `recompute`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adjoint.cluster import count
+from adjoint.engine.chunk_size import kept_bytes
+from adjoint.engine.stages import Layer
+from adjoint.engine.tile import Gradients
+from adjoint.layers import StackConfig
+from adjoint.methods import RECOMPUTE
+from benchmarks import common
+from benchmarks.common import Row
+
+MIXERS = ("mamba", "mamba2", "mamba3", "gated_deltanet", "attention")
+ALONE = "autocast alone"
+D_MODEL, TOKENS = 2048, 4160  # no width of a weight, by which weights are told from activations
+
+
+class Work(TorchDispatchMode):
+    """Counts operators that write memory, and the bytes of matrices of the given shapes that they read and
+    write."""
+
+    def __init__(self, shapes: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.shapes = shapes | {shape[::-1] for shape in shapes}
+        self.operators = self.weight_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given, outputs = self._tensors((args, kwargs)), self._tensors(made)
+        places = {t.untyped_storage()._cdata for t in given}
+        written = [t for t in outputs if t.untyped_storage()._cdata not in places]
+        changed = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if (written or changed) and "empty" not in func._opname:
+            self.operators += 1
+            self.weight_bytes += sum(t.nbytes for t in (*given, *written, *changed) if self._is_weight(t))
+        return made
+
+    def _is_weight(self, t: Tensor) -> bool:
+        return tuple(t.shape) in self.shapes
+
+    @staticmethod
+    def _tensors(tree: Any) -> list[Tensor]:
+        return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def measure(mixer: str, how: str) -> Row:
+    """One row: a layer of one mixer, a chunk in the middle of a step."""
+    config = StackConfig(vocab_size=256, d_model=D_MODEL, n_layer=1, mixer=mixer)
+    recompute = "none" if how == ALONE else how
+    with count.counting("bfloat16", "cuda"):
+        one = count.example(config, 1, TOKENS, "bfloat16", recompute=recompute, start=TOKENS)
+        assert isinstance(one.stage, Layer)
+        matrices = [m.weight for m in one.stage.block.modules() if isinstance(m, torch.nn.Linear)]
+        shapes, sums = {tuple(w.shape) for w in matrices}, Gradients()
+        forward, backward = _alone(one, sums) if how == ALONE else (one.forward, lambda: one.pull(sums))
+        forward()  # the first time weights are cast and the sums made
+        backward()
+        with Work(shapes) as in_forward:
+            forward()
+        with Work(shapes) as in_backward:
+            backward()
+    traffic = in_forward.weight_bytes + in_backward.weight_bytes
+    row = {
+        "mixer": mixer,
+        "recompute": how,
+        "forward_operators": in_forward.operators,
+        "backward_operators": in_backward.operators,
+        "weight_bytes": round(traffic / sum(w.numel() for w in matrices), 1),
+    }
+    if how == ALONE:
+        return row
+    counted = count.stage(config, 1, TOKENS, "bfloat16", "cuda", recompute=how).saved
+    return {**row, "kept_bytes": counted // TOKENS, "formula_bytes": kept_bytes(config, 2, how)}
+
+
+def _alone(one: count.Example, sums: Gradients) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward, and forward with backward, as plain PyTorch has them."""
+    assert isinstance(one.stage, Layer)
+    block, parameters = one.stage.block, list(one.stage.parameters())
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return block(one.x, one.state)
+
+    def backward() -> None:
+        x = one.x.detach().requires_grad_()
+        state = tuple(s.detach().requires_grad_() if isinstance(s, Tensor) else s for s in one.state)
+        y, after = block(x, state)
+        inputs = [x, *(s for s in state if isinstance(s, Tensor)), *parameters]
+        outputs, cotangents = (y, *after), (one.dy, *one.d_state)
+        gradients = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients[-len(parameters) :], strict=True):
+            sums.add(parameter, gradient)
+
+    return forward, backward
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A line a mixer and way."""
+    heads = [
+        f"a layer on a chunk of {TOKENS:,} tokens, d_model {D_MODEL:,}",
+        "operators, forward",
+        "recomputing and backward",
+        "weights' traffic, bytes a parameter",
+        "kept for the backward, bytes a token",
+        "by the formula",
+    ]
+    lines = [
+        [
+            f"{row['mixer']}, {row['recompute']}",
+            *(str(row[name]) for name in ("forward_operators", "backward_operators", "weight_bytes")),
+            *(f"{row[name]:,}" if name in row else "–" for name in ("kept_bytes", "formula_bytes")),
+        ]
+        for row in rows
+    ]
+    return common.markdown_table(heads, lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Counts, prints, and writes the table into docs/method.md."""
+    parser = common.parser("layer_work", __doc__, fresh=None)
+    common.add_choice(parser, "--mixers", MIXERS)
+    options = parser.parse_args(arguments)
+    rows = [measure(mixer, how) for mixer in options.mixers for how in (ALONE, *RECOMPUTE)]
+    table = markdown(rows)
+    print(table)
+    folder = options.out or common.RESULTS
+    payload = {"benchmark": "layer_work", "environment": common.environment()}
+    common.write_results(folder, "layer_work", payload, rows)
+    if options.out is None and options.mixers == list(MIXERS):
+        document = common.ROOT / "docs" / "method.md"
+        document.write_text(common.with_table(document.read_text(), "layer work", table))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
