@@ -64,10 +64,10 @@ class Mamba3Mixer(nn.Module):
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         """Zeros: angle (batch, nheads, angles), h (batch, nheads, headdim, d_state), and of the last token k,
-        turned, (batch, rank, nheads, d_state) and v, before mimo_x, (batch, nheads, headdim); rank is 1 but
+        turned, (batch, nheads, rank, d_state) and v, before mimo_x, (batch, nheads, headdim); rank is 1 but
         for `is_mimo`."""
         nheads, headdim, n = self.config.nheads, self.config.headdim, self.d_state
-        shapes = (nheads, self.angles), (nheads, headdim, n), (self.rank, nheads, n), (nheads, headdim)
+        shapes = (nheads, self.angles), (nheads, headdim, n), (nheads, self.rank, n), (nheads, headdim)
         return tuple(torch.zeros(batch, *shape, dtype=dtype, device=device) for shape in shapes)
 
     def forward(
@@ -88,9 +88,10 @@ class Mamba3Mixer(nn.Module):
         if reset_at is not None:
             angles = angles - _before_documents(angles - turns, reset_at)
         k, q = (
-            _turned(self._heads(t, norm, bias.to(wide)), angles[:, :, None], halves=c.is_mimo)
+            self._heads(t, norm, bias.to(wide))
             for t, norm, bias in ((B, self.B_norm, self.B_bias), (C, self.C_norm, self.C_bias))
         )
+        turned = [_turned(t, angles[..., None, :], halves=c.is_mimo) for t in (k, q)]
         v, z = (t.unflatten(-1, (c.nheads, c.headdim)) for t in (v, z))
         v_last = v[:, -1].clone()
         v, v_before = (_spread(t.to(wide), self.mimo_x) for t in (v, v_before))
@@ -100,35 +101,32 @@ class Mamba3Mixer(nn.Module):
         due = F.pad(shares[:, 1:], (0, 0, 0, 1))
         if reset_at is not None:  # nor is anything due to another document
             due = due.masked_fill(F.pad(reset_at[:, 1:], (0, 1))[..., None], 0)
-        v_before = shares[:, 0, None, :, None] * v_before
-        h = h.to(wide) + (v_before[..., None] * k_before.to(wide)[:, :, :, None]).sum(1)
+        v_before = shares[:, 0, :, None, None] * v_before
+        h = h.to(wide) + (v_before[..., None] * k_before.to(wide)[..., None, :]).sum(2)
         # Both shares at once: h as if the next token had been read already, which the output then takes back.
-        y, h = _scan(own + due, decay, v, k, q, h, seq_idx, z.dtype)
-        y = y + _within(own, due, self.D.to(wide), v, k, q)
-        y, z = y.flatten(-2).to(z.dtype), _spread(z, self.mimo_z).flatten(-2)
-        y = (y if self.norm is None else self.norm(y)) * F.silu(z)
-        y = _joined(y.unflatten(-1, (c.nheads, -1)), self.mimo_o).flatten(-2)
+        y, h = _scan(own + due, decay, v, *turned, h, seq_idx, z.dtype)
+        y = y + _within(own, due, self.D.to(wide), v, k, q).transpose(2, 3)
+        y = y.to(z.dtype)
+        if self.norm is not None:
+            y = self.norm(y.flatten(-2)).unflatten(-1, (c.nheads, -1))
+        y = y * F.silu(_spread(z, self.mimo_z)).transpose(2, 3)
+        y = y.squeeze(2) if self.mimo_o is None else (y * self.mimo_o.to(y.dtype).transpose(0, 1)).sum(2)
         # copies: whoever keeps the last token's must not keep all of them
-        return self.out_proj(y), (angles[:, -1] % math.tau, h, k[:, -1].clone(), v_last)
+        state = angles[:, -1] % math.tau, h, turned[0][:, -1].clone(), v_last
+        return self.out_proj(y.flatten(-2)), state
 
     def _heads(self, t: Tensor, norm: RMSNorm, bias: Tensor) -> Tensor:
-        """(batch, seqlen, rank, nheads, d_state): each group's normalised vectors with each of its heads'
+        """(batch, seqlen, nheads, rank, d_state): each group's normalised vectors with each of its heads'
         biases."""
         c = self.config
-        t = norm(t.unflatten(-1, (self.rank, c.ngroups, self.d_state)))
-        return t.repeat_interleave(c.nheads // c.ngroups, dim=3) + bias.transpose(0, 1)
+        t = norm(t.unflatten(-1, (self.rank, c.ngroups, self.d_state))).transpose(2, 3)[:, :, :, None]
+        return (bias.unflatten(0, (c.ngroups, -1)) + t).flatten(2, 3)  # bias first: its layout is the sum's
 
 
 def _spread(t: Tensor, weight: Tensor | None) -> Tensor:
-    """t (…, nheads, headdim) → (…, rank, nheads, headdim), times weight (nheads, rank, headdim) if there is
+    """t (…, nheads, headdim) → (…, nheads, rank, headdim), times weight (nheads, rank, headdim) if there is
     one, or else of rank 1."""
-    t = t.unsqueeze(-3)
-    return t if weight is None else t * weight.to(t.dtype).transpose(0, 1)
-
-
-def _joined(t: Tensor, weight: Tensor | None) -> Tensor:
-    """The other way: (…, rank, nheads, headdim) → (…, nheads, headdim), a weighted sum."""
-    return t.squeeze(-3) if weight is None else (t * weight.to(t.dtype).transpose(0, 1)).sum(-3)
+    return t.unsqueeze(-2) if weight is None else t.unsqueeze(-2) * weight.to(t.dtype)
 
 
 def _scan(
@@ -150,13 +148,13 @@ def _scan(
     large, or a power of e might overflow.
 
     Args:
-        share, decay: (batch, seqlen, nheads), of v ⊗ k, and -A d. v, k, q: (batch, seqlen, rank, nheads, …).
+        share, decay: (batch, seqlen, nheads), of v ⊗ k, and -A d. v, k, q: (batch, seqlen, nheads, rank, …).
         h: (batch, nheads, headdim, d_state).
 
     Returns:
         (batch, seqlen, rank, nheads, headdim), and the final h.
     """
-    rank = v.shape[2]
+    rank = v.shape[3]
     share, steps, early = share[:, :, None], decay[:, :, None], None
     if rank > 1:
         epsilon = steps.detach().clamp(max=1) / rank
@@ -165,8 +163,8 @@ def _scan(
         early = (left * epsilon).exp()
         share = share * early
         seq_idx = None if seq_idx is None else seq_idx.repeat_interleave(rank, dim=1)
-    written = (share / steps)[..., None] * v
-    x, B, C = (t.flatten(1, 2).to(dtype) for t in (written, k, q))
+    written = (share / steps)[..., None] * v.transpose(2, 3)
+    x, B, C = (t.to(dtype).flatten(1, 2) for t in (written, k.transpose(2, 3), q.transpose(2, 3)))
     A = -torch.ones_like(decay[0, 0])
     y, h = ssd_scan(x, steps.flatten(1, 2), A, B, C, initial_state=h, seq_idx=seq_idx)
     y = y.unflatten(1, (-1, rank))
@@ -174,14 +172,14 @@ def _scan(
 
 
 def _within(own: Tensor, due: Tensor, D: Tensor, v: Tensor, k: Tensor, q: Tensor) -> Tensor:
-    """What an output has of its own token's inputs, beyond what `_scan` gave it: D v; of the inputs up to its
-    own not what is due with the next token; of those after it what is the token's own."""
-    if v.shape[2] == 1:
-        return (D - due[:, :, None] * (k * q).sum(-1))[..., None] * v
-    later = torch.ones(2 * v.shape[2:3], dtype=torch.bool, device=v.device).triu(1)
-    weights = torch.where(later, own[..., None, None], -due[..., None, None])
-    weights = weights * (q.transpose(2, 3) @ k.permute(0, 1, 3, 4, 2))  # (batch, seqlen, nheads, rank, rank)
-    return (weights @ v.transpose(2, 3)).transpose(2, 3) + D[:, None] * v
+    """What an output has of its own token's inputs, beyond what `_scan` gave it, as v: D v; of the inputs up to
+    its own not what is due with the next token; of those after it what is the token's own. k and q need not be
+    turned, as both would be by the same angles."""
+    if v.shape[3] == 1:
+        return (D[:, None] - due[..., None] * (k * q).sum(-1))[..., None] * v
+    later = torch.ones(2 * v.shape[3:4], dtype=torch.bool, device=v.device).triu(1)
+    weights = torch.where(later, own[..., None, None], -due[..., None, None]) * (q @ k.mT)
+    return weights @ v + D[:, None, None] * v
 
 
 def _before_documents(angles: Tensor, begins: Tensor) -> Tensor:
