@@ -39,6 +39,8 @@ UNWINDOWED = {  # mixers without windows
     "sliding": {"mixer": "attention", "num_attention_heads": 2, "sliding_window": 5},
     "gated_deltanet": {"mixer": "gated_deltanet"},
     "mamba3": {"mixer": "mamba3"},
+    "mamba3, mimo": {"mixer": "mamba3", "is_mimo": True, "mimo_rank": 3},
+    "attention, conv": {"mixer": "attention", "num_attention_heads": 2, "attention_d_conv": 4},
 }
 
 

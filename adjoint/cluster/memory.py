@@ -104,9 +104,7 @@ class Setup:
         """What the engine is asked for."""
         element = 2 if self.precision == "bfloat16" and self.device == "cuda" else self.element
         recompute = getattr(self.method, "recompute", "none")
-        default = chunk_size_for(
-            self.model, self.batch, self.device, element, self.device_memory, recompute
-        )
+        default = chunk_size_for(self.model, self.batch, self.device, element, self.device_memory, recompute)
         size = chunk_size_of(self.method, self.seqlen, default, self.sequence)
         scheme = self.method.scheme(self.seqlen, size)
         check_windows(self.model, scheme)

@@ -1,5 +1,5 @@
-"""Grouped-query attention (Ainslie et al. 2023) with rotary embedding (Su et al. 2021), as in Llama; projections
-and convolution are named as in mamba-ssm's attention. Its state is append-only: keys and values so far."""
+"""Grouped-query attention (Ainslie et al. 2023) with rotary embedding (Su et al. 2021), as in Llama; the
+parameters are named as in mamba-ssm's attention. Its state is append-only: keys and values so far."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from adjoint.layers.init import reset
 
 
 class AttentionMixer(nn.Module):
-    """in_proj (→ conv1d) → rotated q, k and v → causal attention → out_proj. State: (conv tail, if there is a
-    convolution,) keys and values, (batch, num_key_value_heads, tokens so far, head_dim) each, the keys rotated."""
+    """in_proj → (conv1d →) rotated q, k and v → causal attention → out_proj. State: (conv tail,) keys and
+    values, (batch, num_key_value_heads, tokens so far, head_dim) each, the keys rotated."""
 
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
@@ -36,11 +36,10 @@ class AttentionMixer(nn.Module):
         reset(self.in_proj, self.conv1d, self.out_proj)
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        """Zeros, the conv tail (batch, channels, d_conv - 1), if there is a convolution; keys and values of no
-        token: (batch, num_key_value_heads, 0, head_dim) each."""
-        shapes = [(batch, self.kv_heads, 0, self.head_dim)] * 2
-        if self.conv1d is not None:
-            shapes.insert(0, (batch, self.in_proj.out_features, self.config.attention_d_conv - 1))
+        """Zeros, the conv tail (batch, channels, attention_d_conv - 1) where there is a convolution; keys and
+        values of no token, (batch, num_key_value_heads, 0, head_dim) each."""
+        tail = (batch, self.in_proj.out_features, self.config.attention_d_conv - 1)
+        shapes = (() if self.conv1d is None else (tail,)) + ((batch, self.kv_heads, 0, self.head_dim),) * 2
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
 
     def forward(

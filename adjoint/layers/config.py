@@ -43,8 +43,8 @@ class StackConfig:
         rotary_emb_dim: channels of a head that the rotary embedding turns, the first ones, an even number; by
             default all, 0 for none.
         attention_bias: whether attention's in_proj and out_proj have biases; by default as `bias` says.
-        attention_d_conv: taps of a causal convolution, with a bias, over attention's queries, keys and values;
-            0 for none.
+        attention_d_conv: taps of a causal convolution, with a bias, over attention's queries, keys and
+            values; 0 for none.
         sliding_window: tokens that a query sees, its own included; None for all.
         linear_num_key_heads: heads of queries and keys, shared by groups of values', for gated_deltanet; must
             divide the number of heads, d_inner / headdim, by default as many.
@@ -94,7 +94,16 @@ class StackConfig:
     mimo_rank: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "n_layer", "d_conv", "expand", "headdim", "ngroups", "mimo_rank"):
+        for name in (
+            "vocab_size",
+            "d_model",
+            "n_layer",
+            "d_conv",
+            "expand",
+            "headdim",
+            "ngroups",
+            "mimo_rank",
+        ):
             _whole(name, getattr(self, name))
         attention = ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
         for name in ("d_state", "dt_rank", *attention, "linear_num_key_heads"):
@@ -148,9 +157,8 @@ class StackConfig:
                     f"{self.state_size('mamba3')}"
                 )
             if self.is_mimo and self.state_size("mamba3") % 2:
-                raise ValueError(
-                    f"d_state must be even with is_mimo, which turns its halves; got {self.state_size('mamba3')}"
-                )
+                size = self.state_size("mamba3")
+                raise ValueError(f"d_state must be even with is_mimo, which turns its halves; got {size}")
             if not self.A_floor > 0:
                 raise ValueError(f"A_floor must be positive, got {self.A_floor}")
         if "attention" in kinds:

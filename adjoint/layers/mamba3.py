@@ -3,8 +3,8 @@
     h_t = α_t h_{t-1} + (1 - λ_t) d_t α_t v_{t-1} ⊗ k_{t-1} + λ_t d_t v_t ⊗ k_t        y_t = h_t q_t + D v_t
 
 with α_t = exp(A_t d_t): the trapezoidal rule where the Mamba-2 recurrence is Euler's. Keys and queries are
-turned by angles that add up over time, a complex-valued state in real numbers. With several inputs and outputs
-(`is_mimo`) a token has `mimo_rank` of v, k, q and y, which share h: v ⊗ k is summed over them."""
+turned by angles that add up over time, a complex-valued state in real numbers. With several inputs and
+outputs (`is_mimo`) a token has `mimo_rank` of v, k, q and y, which share h: v ⊗ k is summed over them."""
 
 import math
 
@@ -29,6 +29,9 @@ class Mamba3Mixer(nn.Module):
     out is summed up by mimo_o, all three (nheads, mimo_rank, headdim)."""
 
     grows = (None, None, None, None)
+    mimo_x: Tensor | None
+    mimo_z: Tensor | None
+    mimo_o: Tensor | None
 
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
@@ -58,9 +61,9 @@ class Mamba3Mixer(nn.Module):
         self.dt_bias.copy_(inverse_softplus_steps(self.config, self.dt_bias))
         for parameter in (self.B_bias, self.C_bias, self.D):
             nn.init.ones_(parameter)
-        if self.config.is_mimo:
-            for weight, share in ((self.mimo_x, self.rank), (self.mimo_z, 1), (self.mimo_o, self.rank)):
-                nn.init.constant_(weight, 1 / share)
+        for weight, value in ((self.mimo_x, 1 / self.rank), (self.mimo_z, 1.0), (self.mimo_o, 1 / self.rank)):
+            if weight is not None:
+                nn.init.constant_(weight, value)
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         """Zeros: angle (batch, nheads, angles), h (batch, nheads, headdim, d_state), and of the last token k,
@@ -91,7 +94,7 @@ class Mamba3Mixer(nn.Module):
             self._heads(t, norm, bias.to(wide))
             for t, norm, bias in ((B, self.B_norm, self.B_bias), (C, self.C_norm, self.C_bias))
         )
-        turned = [_turned(t, angles[..., None, :], halves=c.is_mimo) for t in (k, q)]
+        k_turned, q_turned = (_turned(t, angles[..., None, :], halves=c.is_mimo) for t in (k, q))
         v, z = (t.unflatten(-1, (c.nheads, c.headdim)) for t in (v, z))
         v_last = v[:, -1].clone()
         v, v_before = (_spread(t.to(wide), self.mimo_x) for t in (v, v_before))
@@ -104,7 +107,7 @@ class Mamba3Mixer(nn.Module):
         v_before = shares[:, 0, :, None, None] * v_before
         h = h.to(wide) + (v_before[..., None] * k_before.to(wide)[..., None, :]).sum(2)
         # Both shares at once: h as if the next token had been read already, which the output then takes back.
-        y, h = _scan(own + due, decay, v, *turned, h, seq_idx, z.dtype)
+        y, h = _scan(own + due, decay, v, k_turned, q_turned, h, seq_idx, z.dtype)
         y = y + _within(own, due, self.D.to(wide), v, k, q).transpose(2, 3)
         y = y.to(z.dtype)
         if self.norm is not None:
@@ -112,7 +115,7 @@ class Mamba3Mixer(nn.Module):
         y = y * F.silu(_spread(z, self.mimo_z)).transpose(2, 3)
         y = y.squeeze(2) if self.mimo_o is None else (y * self.mimo_o.to(y.dtype).transpose(0, 1)).sum(2)
         # copies: whoever keeps the last token's must not keep all of them
-        state = angles[:, -1] % math.tau, h, turned[0][:, -1].clone(), v_last
+        state = angles[:, -1] % math.tau, h, k_turned[:, -1].clone(), v_last
         return self.out_proj(y.flatten(-2)), state
 
     def _heads(self, t: Tensor, norm: RMSNorm, bias: Tensor) -> Tensor:
@@ -142,10 +145,10 @@ def _scan(
     """y_r = h_r q_r, where h_r has decayed and has been given v ⊗ k of a token's inputs up to r; and the last
     h. By the SSD scan, run in `dtype` over tokens taken apart into their inputs.
 
-    A token's decay falls on the first of its inputs but for ε on each of the others, as the scan reads what is
-    written divided by the decay. So input r is read, and written, too early by (rank - 1 - r) ε; that is made
-    up for, and nothing depends on ε. It is an even share where the decay is small, and small where that is
-    large, or a power of e might overflow.
+    A token's decay falls on the first of its inputs but for ε on each of the others: none can have 0, as what
+    the scan is given is divided by its decay. So input r is written, and output r read, too early by
+    (rank - 1 - r) ε, which is made up for: nothing depends on ε. It is an even share of a small decay, and
+    small where that is large, or powers of e would overflow.
 
     Args:
         share, decay: (batch, seqlen, nheads), of v ⊗ k, and -A d. v, k, q: (batch, seqlen, nheads, rank, …).
@@ -172,9 +175,9 @@ def _scan(
 
 
 def _within(own: Tensor, due: Tensor, D: Tensor, v: Tensor, k: Tensor, q: Tensor) -> Tensor:
-    """What an output has of its own token's inputs, beyond what `_scan` gave it, as v: D v; of the inputs up to
-    its own not what is due with the next token; of those after it what is the token's own. k and q need not be
-    turned, as both would be by the same angles."""
+    """What an output has of its own token's inputs beyond what `_scan` gave it, as v: D v; of the inputs up
+    to its own not what is due with the next token; of those after it what is the token's own. k and q need
+    not be turned: both would be by the same angles."""
     if v.shape[3] == 1:
         return (D[:, None] - due[..., None] * (k * q).sum(-1))[..., None] * v
     later = torch.ones(2 * v.shape[3:4], dtype=torch.bool, device=v.device).triu(1)
@@ -197,8 +200,8 @@ def _heavy_tail(x: Tensor) -> Tensor:
 
 
 def _turned(t: Tensor, angles: Tensor, halves: bool) -> Tensor:
-    """t (…, d_state) with its first pairs of channels turned by angles (…, angles): pairs of neighbours, or of
-    channel i and i + d_state / 2."""
+    """t (…, d_state) with its first pairs of channels turned by angles (…, angles): pairs of neighbours, or
+    of channels i and i + d_state / 2."""
     cos, sin = angles.cos(), angles.sin()
     n = angles.shape[-1]
     if halves:

@@ -37,9 +37,9 @@ _HF_DEFAULTS: dict[str, Any] = {
     "time_step_floor": 1e-4,
     "time_step_limit": _INFINITE,
 }
-# Of each of mamba-ssm's recurrent layers, our mixer, and the keys of ssm_cfg that a stack has too, by the same
-# names; then what others must be, since a stack has nothing else; and those that say how weights begin or how
-# fast things go, not what is computed.
+# Of each of mamba-ssm's recurrent layers, our mixer, and the keys of ssm_cfg that a stack has too, by the
+# same names; then what others must be, since a stack has nothing else; and those that say how weights begin
+# or how fast things go, not what is computed.
 _SSM_LAYERS = {"Mamba1": "mamba", "Mamba2": "mamba2", "Mamba3": "mamba3"}
 _SSM_COMMON = ["d_state", "expand", "dt_min", "dt_max", "dt_init_floor"]
 _SSM_SHARED = {
@@ -162,7 +162,9 @@ def why_not(config: StackConfig, layout: str) -> str | None:
     kinds, width = dict.fromkeys(config.mixers), config.d_intermediate
     if layout == "transformers":
         if set(kinds) not in ({"mamba"}, {"mamba2"}):
-            return f"a {layout} model's mixers are all mamba or all mamba2, this model's are {', '.join(kinds)}"
+            return (
+                f"a {layout} model's mixers are all mamba or all mamba2, this model's are {', '.join(kinds)}"
+            )
         what = f"transformers' Mamba models have no MLP, this model has d_intermediate {width}"
         return what if width else None
     recurrent = set(kinds) - {"attention"}
