@@ -87,7 +87,7 @@ def test_packed_equals_one_by_one(variant: str, method: str) -> None:
     assert_equal(model, ids, PACKED, METHODS[method])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)  # each variant once
 @pytest.mark.parametrize("variant", UNWINDOWED)
 @pytest.mark.parametrize(
     "method", [name for name in METHODS if name not in ("truncated", "layer-local, windowed")]

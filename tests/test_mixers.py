@@ -379,7 +379,7 @@ def test_keys_and_values_stay_with_one_worker() -> None:
     check_method(Exact(), 0, 2, StackConfig(**{**SIZES, **VARIANTS["mamba3"]}))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [
