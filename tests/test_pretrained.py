@@ -1,6 +1,7 @@
 """Models in and out: folders of transformers, mamba-ssm and runs as a stack, and `adjoint export`.
 
-The layout of mamba-ssm's folders, written here by hand, is that of MambaLMHeadModel.save_pretrained (2.3; for Mamba-3, later than 2.3.2).
+The layout of mamba-ssm's folders, written here by hand, is that of MambaLMHeadModel.save_pretrained (2.3; for
+Mamba-3, later than 2.3.2).
 """
 
 from __future__ import annotations
