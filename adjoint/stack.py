@@ -383,11 +383,27 @@ class Stack(nn.Module):
             ValueError: it is none of these, files are missing, damaged or of another model, or the model has
                 what a stack does not have; Falcon-Mamba, say, whose mixer has norms of dt, B and C.
         """
-        config, weights = from_pretrained(Path(directory))
-        try:
-            return _with_weights(config, weights)
-        except ValueError as error:
-            raise UserError(f"{directory}: {error}") from None
+        return _read(directory)
+
+    @staticmethod
+    def from_mamba_ssm(directory: str | Path) -> Stack:
+        """`from_pretrained` of a folder of mamba-ssm's MambaLMHeadModel and of no other: Mamba, Mamba-2 or
+        Mamba-3 layers (this as after version 2.3.2, decay rates with a heavy tail), causal attention among
+        them (`attn_layer_idx`), MLPs.
+
+        Raises:
+            ValueError: as `from_pretrained`'s, with the key of config.json that a stack has nothing for; or
+                it is a folder of transformers, or a run.
+        """
+        return _read(directory, "mamba-ssm")
+
+
+def _read(directory: str | Path, layout: str | None = None) -> Stack:
+    config, weights = from_pretrained(Path(directory), layout)
+    try:
+        return _with_weights(config, weights)
+    except ValueError as error:
+        raise UserError(f"{directory}: {error}") from None
 
 
 def _with_weights(config: StackConfig, weights: Mapping[str, Tensor]) -> Stack:

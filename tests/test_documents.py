@@ -39,6 +39,8 @@ UNWINDOWED = {  # mixers without windows
     "sliding": {"mixer": "attention", "num_attention_heads": 2, "sliding_window": 5},
     "gated_deltanet": {"mixer": "gated_deltanet"},
     "mamba3": {"mixer": "mamba3"},
+    "mamba3, mimo": {"mixer": "mamba3", "is_mimo": True, "mimo_rank": 3},
+    "attention, conv": {"mixer": "attention", "num_attention_heads": 2, "attention_d_conv": 4},
 }
 
 
@@ -85,7 +87,7 @@ def test_packed_equals_one_by_one(variant: str, method: str) -> None:
     assert_equal(model, ids, PACKED, METHODS[method])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)  # each variant once
 @pytest.mark.parametrize("variant", UNWINDOWED)
 @pytest.mark.parametrize(
     "method", [name for name in METHODS if name not in ("truncated", "layer-local, windowed")]

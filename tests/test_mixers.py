@@ -30,14 +30,25 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
 VARIANTS: dict[str, dict[str, Any]] = {
     "attention": {"mixer": "attention", **HEADS},
     "attention, window": {"mixer": "attention", **HEADS, "sliding_window": 5, "bias": True},
+    "attention, conv": {
+        "mixer": "attention",
+        **HEADS,
+        "attention_d_conv": 4,
+        "rotary_emb_dim": 4,
+        "attention_bias": True,
+    },
     "gated_deltanet": {"mixer": "gated_deltanet", "linear_num_key_heads": 2},
     "mamba3": {"mixer": "mamba3", "ngroups": 2},
+    "mamba3, mimo": {"mixer": "mamba3", "is_mimo": True, "mimo_rank": 3, "ngroups": 2},
     "mamba3, norm": {"mixer": "mamba3", "is_outproj_norm": True, "rope_fraction": 1.0, "bias": True},
     "hybrid": {
         "mixer": ["mamba", "attention", "gated_deltanet", "mamba3", "diagonal"],
         "n_layer": 5,
         "d_intermediate": 10,
         "tie_embeddings": False,
+        "is_mimo": True,
+        "mimo_rank": 2,
+        "attention_d_conv": 3,
         **HEADS,
     },
 }
@@ -103,16 +114,16 @@ def test_the_gradient_is_the_derivative_of_the_loss(variant: str) -> None:
     _, found = gradients(model, ids, ids, Exact(chunk_size=7))
     directions = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     losses = []
-    for step in (1e-6, -2e-6):
+    for step in (1e-7, -2e-7):
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.add_(directions[name], alpha=step)
             losses.append(model(ids, labels=ids).loss)
-    slope = (losses[0] - losses[1]) / 2e-6
-    assert relative(sum((found[name] * directions[name]).sum() for name in found), slope) <= 1e-6
+    slope = (losses[0] - losses[1]) / 2e-7
+    assert relative(sum((found[name] * directions[name]).sum() for name in found), slope) <= 1e-7
 
 
-@pytest.mark.parametrize("variant", ["mamba3", "mamba3, norm", "gated_deltanet"])
+@pytest.mark.parametrize("variant", ["mamba3", "mamba3, norm", "mamba3, mimo", "gated_deltanet"])
 def test_gradcheck_of_one_mixer(variant: str) -> None:
     mixer = make(variant, d_model=4, headdim=4, d_state=4, n_layer=1).layers[0].mixer
     state = [torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu"))]
@@ -212,9 +223,9 @@ def test_gated_deltanet_equals_its_recurrence() -> None:
 
 
 def mamba3_step(mixer: Any, u: torch.Tensor, state: tuple) -> tuple[torch.Tensor, tuple]:
-    """One token (batch, d_model) by the recurrence, as the step reference of mamba-ssm's tests has it:
-    the trapezoidal rule written out."""
-    c, nheads, n = mixer.config, mixer.config.nheads, mixer.d_state
+    """One token (batch, d_model) by the recurrence, as the step references of mamba-ssm's tests have it: the
+    trapezoidal rule written out, for each of the token's inputs."""
+    c, nheads, n, rank = mixer.config, mixer.config.nheads, mixer.d_state, mixer.rank
     angle, h, k_last, v_last = state
     z, x, B, C, dt, a, trap, turn = mixer.in_proj(u).split(mixer.sizes, dim=-1)
 
@@ -222,33 +233,49 @@ def mamba3_step(mixer: Any, u: torch.Tensor, state: tuple) -> tuple[torch.Tensor
         return weight * t / (t.square().mean(-1, keepdim=True) + 1e-5).sqrt()
 
     def heads(t: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        groups = norm(t.reshape(-1, c.ngroups, n), weight)
-        return torch.stack([groups[:, i * c.ngroups // nheads] + bias[i, 0] for i in range(nheads)], dim=1)
+        groups = norm(t.reshape(-1, rank, c.ngroups, n), weight)
+        return torch.stack([groups[:, :, i * c.ngroups // nheads] + bias[i] for i in range(nheads)], dim=1)
 
-    def rotated(t: torch.Tensor) -> torch.Tensor:
+    def rotated(t: torch.Tensor) -> torch.Tensor:  # pairs are neighbours, or with is_mimo of the two halves
         turns = torch.polar(torch.ones_like(angle), angle)
         turns = torch.cat([turns, turns.new_ones(*angle.shape[:2], n // 2 - angle.shape[2])], dim=2)
-        return torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2))) * turns).flatten(-2)
+        pairs = t.unflatten(-1, (2, -1)).mT if c.is_mimo else t.unflatten(-1, (-1, 2))
+        pairs = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns[:, :, None])
+        return (pairs.mT if c.is_mimo else pairs).flatten(-2)
+
+    def spread(t: torch.Tensor, weight: torch.Tensor | None) -> list[torch.Tensor]:
+        return [t] if weight is None else [t * weight[:, r] for r in range(rank)]
 
     dt, lam = F.softplus(dt + mixer.dt_bias), trap.sigmoid()
     A = -torch.where(a >= 0, 1 + a, 1 / (1 - a)).clamp(min=c.A_floor)
     angle = angle + math.pi * turn.tanh()[:, None] * dt[..., None]
     k, q = (rotated(heads(t, m.weight, bias)) for t, m, bias in (
         (B, mixer.B_norm, mixer.B_bias), (C, mixer.C_norm, mixer.C_bias)))  # fmt: skip
-    v, alpha = x.unflatten(-1, (nheads, -1)), torch.exp(A * dt)
+    v, z, alpha = x.unflatten(-1, (nheads, -1)), z.unflatten(-1, (nheads, -1)), torch.exp(A * dt)
+    values, before, gates = spread(v, mixer.mimo_x), spread(v_last, mixer.mimo_x), spread(z, mixer.mimo_z)
     h = alpha[..., None, None] * h
-    h = h + ((1 - lam) * dt * alpha)[..., None, None] * v_last[..., None] * k_last[:, :, None]
-    h = h + (lam * dt)[..., None, None] * v[..., None] * k[:, :, None]
-    y = (h * q[:, :, None]).sum(-1) + mixer.D[:, None] * v
-    if mixer.norm is not None:
-        y = norm(y, mixer.norm.weight.unflatten(0, (nheads, -1)))
-    return mixer.out_proj(y.flatten(1) * F.silu(z)), (angle, h, k, v)
+    for r in range(rank):
+        h = h + ((1 - lam) * dt * alpha)[..., None, None] * before[r][..., None] * k_last[:, :, r, None]
+        h = h + (lam * dt)[..., None, None] * values[r][..., None] * k[:, :, r, None]
+    total = torch.zeros_like(v)
+    for r in range(rank):
+        y = (h * q[:, :, r, None]).sum(-1) + mixer.D[:, None] * values[r]
+        if mixer.norm is not None:
+            y = norm(y, mixer.norm.weight.unflatten(0, (nheads, -1)))
+        total += y * F.silu(gates[r]) * (1 if mixer.mimo_o is None else mixer.mimo_o[:, r])
+    return mixer.out_proj(total.flatten(1)), (angle, h, k, v)
 
 
-@pytest.mark.parametrize("variant", ["mamba3", "mamba3, norm"])
+MIMO = {"is_mimo": True, "mimo_rank": 3}
+
+
+@pytest.mark.parametrize(
+    ("variant", "more"), [("mamba3", {}), ("mamba3, norm", {}), ("mamba3, mimo", {}), ("mamba3, norm", MIMO)]
+)
 @torch.no_grad()
-def test_mamba3_equals_its_recurrence(variant: str) -> None:
-    mixer, x = make(variant, d_state=10).layers[0].mixer, 3 * torch.randn(2, 70, 12, dtype=torch.float64)
+def test_mamba3_equals_its_recurrence(variant: str, more: dict[str, Any]) -> None:
+    mixer = make(variant, d_state=10, **more).layers[0].mixer
+    x = 3 * torch.randn(2, 70, 12, dtype=torch.float64)
     start = tuple(torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu")))
     state, outputs = start, []
     for t in range(70):
@@ -261,10 +288,11 @@ def test_mamba3_equals_its_recurrence(variant: str) -> None:
         assert all(relative(a, b) <= 1e-12 for a, b in zip(rest, state[1:], strict=True))
 
 
-def test_mamba3_of_steps_that_vanish_stays_finite() -> None:
-    mixer, x = make("mamba3").layers[0].mixer, torch.randn(2, 9, 12, dtype=torch.float64)
+@pytest.mark.parametrize("variant", ["mamba3", "mamba3, mimo"])
+def test_mamba3_of_steps_that_vanish_or_wipe_out_stays_finite(variant: str) -> None:
+    mixer, x = make(variant).layers[0].mixer, torch.randn(2, 9, 12, dtype=torch.float64)
     with torch.no_grad():
-        mixer.dt_bias[0], mixer.dt_bias[1] = -800.0, -40.0
+        mixer.dt_bias[:3] = torch.tensor([-800.0, -40.0, 300.0])
     mixer = mixer.float()
     empty = mixer.initial_state(2, torch.float32, torch.device("cpu"))
     y, _ = mixer(x.float(), empty)
@@ -351,7 +379,7 @@ def test_keys_and_values_stay_with_one_worker() -> None:
     check_method(Exact(), 0, 2, StackConfig(**{**SIZES, **VARIANTS["mamba3"]}))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -362,6 +390,8 @@ def test_keys_and_values_stay_with_one_worker() -> None:
         {"mixer": "gated_deltanet", "d_state": 16, "linear_num_key_heads": 1},
         {"mixer": "mamba3", "d_state": 16},
         {"mixer": "mamba3", "d_state": 32, "is_outproj_norm": True},
+        {"mixer": "mamba3", "d_state": 32, "is_mimo": True},
+        {"mixer": "attention", "attention_d_conv": 4},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
@@ -404,12 +434,17 @@ DIVIDE = "must divide the number of heads"
         ({"mixer": "attention", "num_attention_heads": 0}, "num_attention_heads must be a whole number"),
         ({"mixer": "attention", "sliding_window": 0}, "sliding_window must be a whole number, 1 .* 0"),
         ({"mixer": "attention", "rope_theta": 0.5}, "rope_theta must be a number above 1"),
+        ({"mixer": "attention", "head_dim": 4, "rotary_emb_dim": 6},
+         "rotary_emb_dim must be even, and at most head_dim 4; got 6"),
+        ({"mixer": "attention", "attention_d_conv": 17}, "attention_d_conv must be at most 16, got 17"),
         ({"mixer": "gated_deltanet", "headdim": 100}, "headdim 100 must divide d_inner"),
         ({"mixer": "gated_deltanet", "linear_num_key_heads": 3},
          f"linear_num_key_heads 3 {DIVIDE}, d_inner / headdim = 8"),
         ({"mixer": "mamba3", "ngroups": 3}, f"ngroups 3 {DIVIDE}, 8"),
         ({"mixer": "mamba3", "rope_fraction": 0.7}, "rope_fraction must be 0.5 or 1, got 0.7"),
         ({"mixer": "mamba3", "d_state": 3}, "d_state must be at least 4, .* got 3"),
+        ({"mixer": "mamba3", "d_state": 5, "is_mimo": True}, "d_state must be even with is_mimo, .* got 5"),
+        ({"mixer": "mamba3", "mimo_rank": 0}, "mimo_rank must be a whole number, 1 or more; got 0"),
         ({"mixer": "mamba3", "A_floor": 0.0}, "A_floor must be positive, got 0.0"),
     ],
 )  # fmt: skip

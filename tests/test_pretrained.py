@@ -1,6 +1,7 @@
 """Models in and out: folders of transformers, mamba-ssm and runs as a stack, and `adjoint export`.
 
-The layout of mamba-ssm's folders, written here by hand, is that of MambaLMHeadModel.save_pretrained (2.3).
+The layout of mamba-ssm's folders, written here by hand, is that of MambaLMHeadModel.save_pretrained (2.3; for
+Mamba-3, later than 2.3.2).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_helpers import make_ids, make_model, relative
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from test_mixers import mamba3_step
 from test_transformers import CASES, MAMBA, MAMBA2, float64_throughout, hf_model
 from training_helpers import train_tiny
 
@@ -138,6 +140,112 @@ def test_the_mlp_of_mamba_ssm_in_and_out(tmp_path: Path) -> None:
     assert Stack.from_pretrained(ours).config == stack.config
 
 
+def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    return {name: 0.3 * torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def mamba_ssm_hybrid(mimo: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The config.json and the weights, by mamba-ssm's names and shapes, of a Mamba-3 layer and an attention
+    layer, a convolution and half a rotary embedding in it, with MLPs. 12 heads of 4 channels."""
+    rank = 2 if mimo else 1
+    own = {
+        "in_proj.weight": (2 * 48 + 2 * rank * 2 * 8 + 3 * 12 + 2, 24),
+        "dt_bias": (12,),
+        **{f"{name}_bias": (12, rank, 8) for name in "BC"},
+        **{f"{name}_norm.weight": (8,) for name in "BC"},
+        **({f"mimo_{name}": (12, rank, 4) for name in "xzo"} if mimo else {}),
+        "D": (12,),
+        "norm.weight": (48,),
+        "out_proj.weight": (24, 48),
+    }
+    attention = {"in_proj.weight": (64, 24), "in_proj.bias": (64,), "conv1d.weight": (64, 1, 4)}
+    attention |= {"conv1d.bias": (64,), "out_proj.weight": (24, 32), "out_proj.bias": (24,)}
+    shapes = {"embedding.weight": (64, 24), "norm_f.weight": (24,)}
+    for k, mixer in enumerate((own, attention)):
+        block = {f"mixer.{name}": shape for name, shape in mixer.items()}
+        block |= {"norm.weight": (24,), "norm2.weight": (24,)}
+        block |= {"mlp.fc1.weight": (256, 24), "mlp.fc2.weight": (24, 128)}
+        shapes |= {f"layers.{k}.{name}": shape for name, shape in block.items()}
+    given: dict[str, Any] = {"d_model": 24, "n_layer": 2, "vocab_size": 61, "d_intermediate": 100}
+    given["ssm_cfg"] = {"layer": "Mamba3", "d_state": 8, "headdim": 4, "ngroups": 2, "is_outproj_norm": True}
+    given["ssm_cfg"] |= {"is_mimo": True, "mimo_rank": 2} if mimo else {}
+    given["attn_layer_idx"] = [1]
+    given["attn_cfg"] = {"causal": True, "num_heads": 4, "num_heads_kv": 2, "head_dim": 8}
+    given["attn_cfg"] |= {"d_conv": 4, "rotary_emb_dim": 4, "rotary_emb_base": 500.0}
+    weights = random_weights({f"backbone.{name}": shape for name, shape in shapes.items()})
+    return given, weights | {"lm_head.weight": weights["backbone.embedding.weight"]}
+
+
+def mamba_ssm_attention(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """What modules/mha.py computes without flash-attn."""
+    qkv = F.linear(x, w["in_proj.weight"], w["in_proj.bias"]).transpose(1, 2)
+    qkv = F.conv1d(F.pad(qkv, (3, 0)), w["conv1d.weight"], w["conv1d.bias"], groups=64)
+    q, k, v = (t.unflatten(1, (-1, 8)).transpose(2, 3) for t in qkv.split([32, 16, 16], dim=1))
+    angles = torch.arange(x.shape[1]).double()[:, None] * 500.0 ** (-torch.arange(2).double() / 2)
+
+    def turned(t: torch.Tensor) -> torch.Tensor:
+        a, b, rest = t.split([2, 2, 4], dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1)
+
+    k, v = (t.repeat_interleave(2, dim=1) for t in (turned(k), v))
+    y = F.scaled_dot_product_attention(turned(q), k, v, is_causal=True)
+    return F.linear(y.transpose(1, 2).flatten(2), w["out_proj.weight"], w["out_proj.bias"])
+
+
+@pytest.mark.parametrize("mimo", [False, True])
+@torch.no_grad()
+def test_mamba3_and_attention_of_mamba_ssm_in_and_out(mimo: bool, tmp_path: Path) -> None:
+    given, weights = mamba_ssm_hybrid(mimo)
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    theirs.mkdir()
+    save_file({name: t.clone() for name, t in weights.items()}, theirs / "model.safetensors")
+    (theirs / "config.json").write_text(json.dumps(given))
+    stack = Stack.from_mamba_ssm(theirs)
+    assert stack.config.mixers == ("mamba3", "attention")
+
+    def norm(y: torch.Tensor, name: str) -> torch.Tensor:
+        return weights[f"backbone.{name}.weight"] * y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+    def mlp(y: torch.Tensor, k: int) -> torch.Tensor:
+        value, gate = F.linear(y, weights[f"backbone.layers.{k}.mlp.fc1.weight"]).chunk(2, dim=-1)
+        return F.linear(value * F.silu(gate), weights[f"backbone.layers.{k}.mlp.fc2.weight"])
+
+    y = weights["backbone.embedding.weight"][IDS]
+    mixer: Any = stack.layers[0].mixer
+    state, outputs = mixer.initial_state(2, torch.float64, torch.device("cpu")), []
+    for x in norm(y, "layers.0.norm").unbind(1):
+        out, state = mamba3_step(mixer, x, state)
+        outputs.append(out)
+    y = y + torch.stack(outputs, dim=1)
+    y = y + mlp(norm(y, "layers.0.norm2"), 0)
+    start = "backbone.layers.1.mixer."
+    attention = {name.removeprefix(start): t for name, t in weights.items() if name.startswith(start)}
+    y = y + mamba_ssm_attention(attention, norm(y, "layers.1.norm"))
+    y = y + mlp(norm(y, "layers.1.norm2"), 1)
+    assert relative(stack(IDS).logits, F.linear(norm(y, "norm_f"), weights["lm_head.weight"])) <= 1e-12
+
+    run = as_run(tmp_path / "run", stack)
+    assert main(["export", str(run), "--to", str(ours), "--format", "mamba-ssm"]) == 0
+    back = torch.load(ours / "pytorch_model.bin", weights_only=True)
+    assert back.keys() == weights.keys() and all(torch.equal(back[name], weights[name]) for name in weights)
+    written = json.loads((ours / "config.json").read_text())
+    for key in ("ssm_cfg", "attn_cfg"):
+        assert {name: written[key][name] for name in given[key]} == given[key]
+    assert Stack.from_mamba_ssm(ours)(IDS).logits.equal(stack(IDS).logits)
+
+
+def test_from_mamba_ssm_reads_nothing_else(tmp_path: Path) -> None:
+    hf_model("mamba").save_pretrained(tmp_path / "hf")
+    run = as_run(tmp_path / "run", make_model("mamba"))
+    for folder, what in ((tmp_path / "hf", "a model of transformers, of type 'mamba'"), (run, "a run")):
+        with pytest.raises(
+            UserError, match=f"is {what}, not a model of mamba-ssm; use Stack.from_pretrained"
+        ):
+            Stack.from_mamba_ssm(folder)
+
+
 def main_raising(argv: list[str]) -> None:
     """`adjoint` with its errors raised, not printed."""
     from adjoint.tools import export
@@ -203,9 +311,23 @@ def test_an_export_that_fails_leaves_nothing(
     assert "lm_head.weight" not in names and "backbone.embeddings.weight" in names
 
 
+def attention(**attn_cfg: Any) -> dict[str, Any]:
+    return {"attn_layer_idx": [1], "attn_cfg": {"num_heads": 4, **attn_cfg}}
+
+
 NOT_MAMBA_SSM: list[tuple[dict[str, Any], str]] = [
-    ({"attn_layer_idx": [1, 2]}, r"attn_layer_idx names attention layers \(1, 2\)"),
-    ({"ssm_cfg": {"layer": "Mamba3"}}, "ssm_cfg.layer is 'Mamba3'"),
+    (attention(), "attn_cfg.causal is False, a Stack has True alone"),
+    (attention(causal=True, mlp_dim=64), "attn_cfg.mlp_dim is 64"),
+    (attention(causal=True, softmax_scale=0.5), "attn_cfg.softmax_scale is 0.5"),
+    (attention(causal=True, rotary_emb_interleaved=True), "attn_cfg.rotary_emb_interleaved is True"),
+    (attention(causal=True, out_proj_bias=False), "attn_cfg.qkv_proj_bias and out_proj_bias differ"),
+    (
+        attention(causal=True, rotary_emb_dim=10),
+        "rotary_emb_dim must be even, and at most head_dim 6; got 10",
+    ),
+    (attention(causal=True, window=10), "attn_cfg.window is an option that a Stack does not know"),
+    ({"attn_layer_idx": [1], "attn_cfg": {"causal": True}}, "its config.json has no num_heads"),
+    ({"ssm_cfg": {"layer": "Mamba4"}}, "ssm_cfg.layer is 'Mamba4'"),
     ({"ssm_cfg": {"dt_limit": [0.01, 0.1]}}, r"ssm_cfg.dt_limit is \[0.01, 0.1\]"),
     ({"ssm_cfg": {"D_has_hdim": True}}, "ssm_cfg.D_has_hdim is True"),
     ({"ssm_cfg": {"rotary": 1}}, "ssm_cfg.rotary is an option that a Stack does not know"),
@@ -270,6 +392,13 @@ def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
             "mamba-ssm",
             "this model's are diagonal; adjoint.Stack",
         ),
+        (
+            {"mixer": ["mamba", "mamba2"]},
+            "mamba-ssm",
+            "one of them, besides attention, .* are mamba, mamba2;",
+        ),
+        ({"mixer": "mamba3", "bias": True}, "mamba-ssm", r"Mamba-3 has no biases, .* has \(bias true\)"),
+        ({"mixer": ["mamba", "attention"], "sliding_window": 5}, "mamba-ssm", "has no window, .* is 5;"),
         ({"d_intermediate": 100}, "mamba-ssm", "d_intermediate is 100; adjoint.Stack.from_pretrained reads"),
         ({"norm_eps": 1e-6}, "mamba-ssm", "norm_eps is 1e-06; give --format transformers"),
         ({"d_intermediate": 128, "bias": True}, "mamba-ssm", r"no biases, this model's have \(bias true\)"),

@@ -104,9 +104,7 @@ class Setup:
         """What the engine is asked for."""
         element = 2 if self.precision == "bfloat16" and self.device == "cuda" else self.element
         recompute = getattr(self.method, "recompute", "none")
-        default = chunk_size_for(
-            self.model, self.batch, self.device, element, self.device_memory, recompute
-        )
+        default = chunk_size_for(self.model, self.batch, self.device, element, self.device_memory, recompute)
         size = chunk_size_of(self.method, self.seqlen, default, self.sequence)
         scheme = self.method.scheme(self.seqlen, size)
         check_windows(self.model, scheme)
@@ -163,11 +161,16 @@ class Setup:
         return [0, *map(self.state, range(self.model.n_layer)), 0]
 
     def flops(self) -> Flops:
-        """Operations of a forward pass: two a weight of a matrix, eight an element of the recurrent state."""
-        ones = [self.layer(k, 64) for k in range(self.model.n_layer)]
-        layers = [2 * one.parameters + 8 * one.state / self.batch / 4 for one in ones]
-        head = 2.0 * self.model.vocab_size * self.model.d_model
+        """Operations of a forward pass: two a weight of a matrix, eight an element of the recurrent state,
+        and as many for each of a token's inputs and outputs that share it."""
         kinds, (heads, _, dim) = self.model.mixers, self.model.attention_heads
+        ones = [self.layer(k, 64) for k in range(self.model.n_layer)]
+        ranks = [self.model.mamba3_rank if kind == "mamba3" else 1 for kind in kinds]
+        layers = [
+            2 * one.parameters + 8 * rank * one.state / self.batch / 4
+            for one, rank in zip(ones, ranks, strict=True)
+        ]
+        head = 2.0 * self.model.vocab_size * self.model.d_model
         if "attention" not in kinds:
             return Flops(tuple(layers), head)
         # of each query head, two a channel of keys and of values

@@ -54,9 +54,10 @@ def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> in
     The residual stream (float32 at least) and its norm; of Mamba-1 and Mamba-2 five tensors as wide as
     d_inner (in_proj's two halves, the convolution's output, the step sizes or the gated output, the scan's),
     B and C, and the scan's sparse states; of the generic mixers B, C and a dense A; of attention queries,
-    keys and values, repeated for each head, and its output; of gated_deltanet and mamba3 what is made of keys
-    and queries besides; of an MLP in_proj's output, the activation and the product. Within a fifth of what
-    autograd was seen to keep.
+    keys and values, repeated for each head, its output, and in_proj's if there is a convolution; of
+    gated_deltanet and mamba3 what is made of keys and queries besides, with is_mimo for each of a token's
+    inputs; of an MLP in_proj's output, the activation and the product. Within a fifth of what autograd was
+    seen to keep.
 
     Args:
         recompute: "selective" keeps of the residual stream, of in_proj's and of the scan's results alone,
@@ -80,9 +81,10 @@ def _kept_by_mixer(config: StackConfig, kind: str, element: int, selective: bool
     """Bytes a token that a mixer's backward keeps; with `selective` recomputation, of Mamba's."""
     wide = max(element, 4)
     if kind == "attention":
-        heads, _, dim = config.attention_heads
+        heads, kv_heads, dim = config.attention_heads
         bands = 2 if config.sliding_window else 1  # keys and values lie there twice, and queries in bands
-        return 5 * bands * heads * dim * element + (dim + heads) * wide
+        convolved = (heads + 2 * kv_heads) * dim if config.attention_d_conv else 0
+        return (5 * bands * heads * dim + convolved) * element + (config.rotary_dim + heads) * wide
     if ":" in kind:  # a layer of one's own: a guess
         return 8 * config.d_model * element
     n, nheads, d_inner = config.state_size(kind), config.nheads, config.d_inner
@@ -91,9 +93,11 @@ def _kept_by_mixer(config: StackConfig, kind: str, element: int, selective: bool
         states = n * config.headdim // 64  # one in 64 tokens
         return (2 * channels + 5 * d_inner) * element + nheads * (2 * n + states) * wide
     if kind == "mamba3":
-        turned = nheads * (6 * config.rope_angles + 3 * n + 10) + 2 * d_inner
-        narrow = (4 + config.is_outproj_norm) * d_inner + 2 * n * (config.ngroups + nheads)
-        return turned * wide + narrow * element + d_inner * n * wide * element // 512
+        rank, mimo = config.mamba3_rank, config.is_mimo
+        turned = nheads * (6 * config.rope_angles + 10) + 2 * rank * (nheads * n + d_inner)
+        narrow = rank * (4 + config.is_outproj_norm + mimo) * d_inner + 2 * mimo * d_inner
+        narrow += 2 * rank * n * (config.ngroups + nheads)
+        return turned * wide + narrow * element + rank * d_inner * n * wide * element // 512
     if kind in ("mamba", "mamba2"):
         groups = config.ngroups if kind == "mamba2" else 1
         every = 64 if kind == "mamba" else 512 // element  # tokens between saved states

@@ -1,5 +1,5 @@
 """Grouped-query attention (Ainslie et al. 2023) with rotary embedding (Su et al. 2021), as in Llama; the
-projections are named as in mamba-ssm's attention. Its state is append-only: keys and values so far."""
+parameters are named as in mamba-ssm's attention. Its state is append-only: keys and values so far."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,33 +10,37 @@ from torch import Tensor, nn
 
 from adjoint.kernels import checks
 from adjoint.kernels.attention import causal_attention, join
+from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.layers.config import StackConfig
 from adjoint.layers.init import reset
 
 
 class AttentionMixer(nn.Module):
-    """in_proj → rotated q, k and v → causal attention → out_proj. State: (keys, values), (batch,
-    num_key_value_heads, tokens so far, head_dim) each, the keys rotated."""
-
-    grows = (2, 2)
+    """in_proj → (conv1d →) rotated q, k and v → causal attention → out_proj. State: (conv tail,) keys and
+    values, (batch, num_key_value_heads, tokens so far, head_dim) each, the keys rotated."""
 
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
         self.config = config
         self.heads, self.kv_heads, self.head_dim = config.attention_heads
-        channels = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.in_proj = nn.Linear(config.d_model, channels, bias=config.bias)
-        self.out_proj = nn.Linear(self.heads * self.head_dim, config.d_model, bias=config.bias)
+        channels, taps = (self.heads + 2 * self.kv_heads) * self.head_dim, config.attention_d_conv
+        self.in_proj = nn.Linear(config.d_model, channels, bias=config.attention_has_bias)
+        self.conv1d = nn.Conv1d(channels, channels, taps, groups=channels) if taps else None
+        width = self.heads * self.head_dim
+        self.out_proj = nn.Linear(width, config.d_model, bias=config.attention_has_bias)
+        self.grows = (2, 2) if self.conv1d is None else (None, 2, 2)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        reset(self.in_proj, self.out_proj)
+        reset(self.in_proj, self.conv1d, self.out_proj)
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        """Keys and values of no token: (batch, num_key_value_heads, 0, head_dim) each."""
-        shape = batch, self.kv_heads, 0, self.head_dim
-        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+        """Zeros, the conv tail (batch, channels, attention_d_conv - 1) where there is a convolution; keys and
+        values of no token, (batch, num_key_value_heads, 0, head_dim) each."""
+        tail = (batch, self.in_proj.out_features, self.config.attention_d_conv - 1)
+        shapes = (() if self.conv1d is None else (tail,)) + ((batch, self.kv_heads, 0, self.head_dim),) * 2
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
 
     def forward(
         self, x: Tensor, state: tuple[Any, ...], seq_idx: Tensor | None = None
@@ -48,13 +52,17 @@ class AttentionMixer(nn.Module):
             state: tensors, which come back with the new tokens behind them; or a `kernels.attention.Past`
                 each, which the new tokens join, and these alone come back.
         """
+        *tail, _, _ = state
+        state, qkv = state[-2:], self.in_proj(x)
+        if self.conv1d is not None:
+            qkv, *tail = causal_conv1d(
+                qkv, self.conv1d.weight.squeeze(1), self.conv1d.bias, tail[0], seq_idx=seq_idx
+            )
         sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
-        q, k, v = (
-            t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in self.in_proj(x).split(sizes, dim=-1)
-        )
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in qkv.split(sizes, dim=-1))
         before, window = state[0], self.config.sliding_window
         seen = before.shape[2] if isinstance(before, Tensor) else len(before)
-        turns = rotary(seen, x.shape[1], self.head_dim, self.config.rope_theta, q)
+        turns = rotary(seen, x.shape[1], self.config.rotary_dim, self.config.rope_theta, q)
         q, k = rotate(q, *turns), rotate(k, *turns)
         if isinstance(before, Tensor):
             for t in state:
@@ -68,7 +76,7 @@ class AttentionMixer(nn.Module):
             y = causal_attention(q, keys, values, window)
         else:
             y = _by_documents(q, keys, values, window, seq_idx, getattr(before, "visible", None))
-        return self.out_proj(y.transpose(1, 2).flatten(2)), after
+        return self.out_proj(y.transpose(1, 2).flatten(2)), (*tail, *after)
 
 
 def _by_documents(
@@ -105,7 +113,10 @@ def rotary(first: int, tokens: int, dim: int, theta: float, like: Tensor) -> tup
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (batch, heads, tokens, dim), channel i turned together with channel i + dim / 2, as in Hugging Face's
-    models."""
-    a, b = x.to(cos.dtype).chunk(2, dim=3)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=3).to(x.dtype)
+    """x (batch, heads, tokens, dim), of whose first 2 n channels, n angles a token being given, channel i is
+    turned together with channel i + n, as in Hugging Face's models."""
+    n = cos.shape[-1]
+    if not n:
+        return x
+    a, b, rest = x.to(cos.dtype).tensor_split([n, 2 * n], dim=3)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=3).to(x.dtype)

@@ -38,14 +38,22 @@ class StackConfig:
         num_attention_heads: heads of queries, for attention; by default d_model / 64, at least 1.
         num_key_value_heads: heads of keys and values, shared by groups of queries' (grouped-query attention);
             must divide num_attention_heads, by default as many.
-        head_dim: channels of a head of attention, an even number; by default d_model / num_attention_heads.
+        head_dim: channels of a head of attention; by default d_model / num_attention_heads.
         rope_theta: base of the rotary embedding's frequencies.
+        rotary_emb_dim: channels of a head that the rotary embedding turns, the first ones, an even number; by
+            default all, 0 for none.
+        attention_bias: whether attention's in_proj and out_proj have biases; by default as `bias` says.
+        attention_d_conv: taps of a causal convolution, with a bias, over attention's queries, keys and
+            values; 0 for none.
         sliding_window: tokens that a query sees, its own included; None for all.
         linear_num_key_heads: heads of queries and keys, shared by groups of values', for gated_deltanet; must
             divide the number of heads, d_inner / headdim, by default as many.
         rope_fraction: share of d_state that is turned, for mamba3: 0.5 or 1.
         A_floor: the least decay rate, for mamba3.
         is_outproj_norm: whether a norm of each head stands before the gate, for mamba3.
+        is_mimo: whether a token has several inputs and outputs that share the state, for mamba3; d_state must
+            be even then.
+        mimo_rank: how many, with is_mimo.
 
     Raises:
         ValueError: a size is not positive, or sizes do not divide as they must.
@@ -74,21 +82,39 @@ class StackConfig:
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rope_theta: float = 10000.0
+    rotary_emb_dim: int | None = None
+    attention_bias: bool | None = None
+    attention_d_conv: int = 0
     sliding_window: int | None = None
     linear_num_key_heads: int | None = None
     rope_fraction: float = 0.5
     A_floor: float = 1e-4
     is_outproj_norm: bool = False
+    is_mimo: bool = False
+    mimo_rank: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "n_layer", "d_conv", "expand", "headdim", "ngroups"):
-            _positive(name, getattr(self, name))
+        for name in (
+            "vocab_size",
+            "d_model",
+            "n_layer",
+            "d_conv",
+            "expand",
+            "headdim",
+            "ngroups",
+            "mimo_rank",
+        ):
+            _whole(name, getattr(self, name))
         attention = ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
         for name in ("d_state", "dt_rank", *attention, "linear_num_key_heads"):
             if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
-        if self.d_conv > 16:
-            raise ValueError(f"d_conv must be at most 16, got {self.d_conv}")
+                _whole(name, getattr(self, name))
+        _whole("attention_d_conv", self.attention_d_conv, least=0)
+        if self.rotary_emb_dim is not None:
+            _whole("rotary_emb_dim", self.rotary_emb_dim, least=0)
+        for name in ("d_conv", "attention_d_conv"):
+            if getattr(self, name) > 16:
+                raise ValueError(f"{name} must be at most 16, got {getattr(self, name)}")
         if self.d_intermediate < 0:
             raise ValueError(f"d_intermediate must be 0 (no MLP) or more, got {self.d_intermediate}")
         if self.norm_eps <= 0:
@@ -130,6 +156,9 @@ class StackConfig:
                     f"d_state must be at least {least}, so that there is a pair to turn; got "
                     f"{self.state_size('mamba3')}"
                 )
+            if self.is_mimo and self.state_size("mamba3") % 2:
+                size = self.state_size("mamba3")
+                raise ValueError(f"d_state must be even with is_mimo, which turns its halves; got {size}")
             if not self.A_floor > 0:
                 raise ValueError(f"A_floor must be positive, got {self.A_floor}")
         if "attention" in kinds:
@@ -138,8 +167,12 @@ class StackConfig:
                 raise ValueError(
                     f"num_key_value_heads {kv_heads} must divide num_attention_heads, which is {heads}"
                 )
-            if dim % 2:
+            if self.rotary_emb_dim is None and dim % 2:
                 raise ValueError(f"head_dim must be even, as rotary embedding turns pairs; got {dim}")
+            if self.rotary_dim % 2 or self.rotary_dim > dim:
+                raise ValueError(
+                    f"rotary_emb_dim must be even, and at most head_dim {dim}; got {self.rotary_emb_dim}"
+                )
             if not self.rope_theta > 1:
                 raise ValueError(f"rope_theta must be a number above 1, such as 10000; got {self.rope_theta}")
 
@@ -164,6 +197,15 @@ class StackConfig:
         return heads, self.num_key_value_heads or heads, dim
 
     @property
+    def rotary_dim(self) -> int:
+        """Channels of attention's heads that the rotary embedding turns."""
+        return self.attention_heads[2] if self.rotary_emb_dim is None else self.rotary_emb_dim
+
+    @property
+    def attention_has_bias(self) -> bool:
+        return self.bias if self.attention_bias is None else self.attention_bias
+
+    @property
     def key_heads(self) -> int:
         """gated_deltanet's heads of queries and keys."""
         return self.linear_num_key_heads or self.nheads
@@ -172,6 +214,11 @@ class StackConfig:
     def rope_angles(self) -> int:
         """Pairs of channels that mamba3 turns."""
         return int(self.state_size("mamba3") * self.rope_fraction) // 2
+
+    @property
+    def mamba3_rank(self) -> int:
+        """mamba3's inputs and outputs of a token."""
+        return self.mimo_rank if self.is_mimo else 1
 
     def state_size(self, kind: str) -> int:
         """d_state of a mixer of that kind."""
@@ -182,6 +229,6 @@ class StackConfig:
         return math.ceil(self.d_model / 16) if self.dt_rank is None else self.dt_rank
 
 
-def _positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}")
+def _whole(name: str, value: object, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number, {least} or more; got {value!r}")

@@ -1,9 +1,10 @@
-"""The Mamba-3 mixer, single-input form, parameters named and initialised as in mamba-ssm (modules/mamba3.py).
+"""The Mamba-3 mixer, parameters named and initialised as in mamba-ssm (modules/mamba3.py).
 
     h_t = α_t h_{t-1} + (1 - λ_t) d_t α_t v_{t-1} ⊗ k_{t-1} + λ_t d_t v_t ⊗ k_t        y_t = h_t q_t + D v_t
 
 with α_t = exp(A_t d_t): the trapezoidal rule where the Mamba-2 recurrence is Euler's. Keys and queries are
-turned by angles that add up over time, a complex-valued state in real numbers."""
+turned by angles that add up over time, a complex-valued state in real numbers. With several inputs and
+outputs (`is_mimo`) a token has `mimo_rank` of v, k, q and y, which share h: v ⊗ k is summed over them."""
 
 import math
 
@@ -22,24 +23,33 @@ TINY = 1e-12  # at least so much is -A d, by which inputs are divided: exp(-TINY
 
 class Mamba3Mixer(nn.Module):
     """in_proj → B and C normalised, with biases, turned → SSD scan → (norm,) gate → out_proj. State: (angle,
-    h, last k, last v)."""
+    h, last k, last v).
+
+    With `is_mimo` x and the gate are spread over the inputs and outputs by mimo_x and mimo_z, and what comes
+    out is summed up by mimo_o, all three (nheads, mimo_rank, headdim)."""
 
     grows = (None, None, None, None)
+    mimo_x: Tensor | None
+    mimo_z: Tensor | None
+    mimo_o: Tensor | None
 
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
         self.config = c = config
         self.d_state = n = c.state_size("mamba3")
-        self.angles = c.rope_angles
-        d_inner, nheads = c.d_inner, c.nheads
+        self.angles, self.rank = c.rope_angles, c.mamba3_rank
+        d_inner, nheads, keys = c.d_inner, c.nheads, self.rank * c.ngroups * n
         # z, x, B, C, dt, A, trap, angle
-        self.sizes = [d_inner, d_inner, c.ngroups * n, c.ngroups * n, nheads, nheads, nheads, self.angles]
+        self.sizes = [d_inner, d_inner, keys, keys, nheads, nheads, nheads, self.angles]
         self.in_proj = nn.Linear(c.d_model, sum(self.sizes), bias=c.bias)
         self.dt_bias = nn.Parameter(torch.empty(nheads))
-        self.B_bias = nn.Parameter(torch.empty(nheads, 1, n))
-        self.C_bias = nn.Parameter(torch.empty(nheads, 1, n))
+        self.B_bias = nn.Parameter(torch.empty(nheads, self.rank, n))
+        self.C_bias = nn.Parameter(torch.empty(nheads, self.rank, n))
         self.B_norm = RMSNorm(n, c.norm_eps)
         self.C_norm = RMSNorm(n, c.norm_eps)
+        for name in ("mimo_x", "mimo_z", "mimo_o"):
+            weight = nn.Parameter(torch.empty(nheads, self.rank, c.headdim)) if c.is_mimo else None
+            self.register_parameter(name, weight)
         self.D = nn.Parameter(torch.empty(nheads))
         self.norm = RMSNorm(d_inner, c.norm_eps, group_size=c.headdim) if c.is_outproj_norm else None
         self.out_proj = nn.Linear(d_inner, c.d_model, bias=c.bias)
@@ -51,12 +61,16 @@ class Mamba3Mixer(nn.Module):
         self.dt_bias.copy_(inverse_softplus_steps(self.config, self.dt_bias))
         for parameter in (self.B_bias, self.C_bias, self.D):
             nn.init.ones_(parameter)
+        for weight, value in ((self.mimo_x, 1 / self.rank), (self.mimo_z, 1.0), (self.mimo_o, 1 / self.rank)):
+            if weight is not None:
+                nn.init.constant_(weight, value)
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         """Zeros: angle (batch, nheads, angles), h (batch, nheads, headdim, d_state), and of the last token k,
-        turned, (batch, nheads, d_state) and v (batch, nheads, headdim)."""
+        turned, (batch, nheads, rank, d_state) and v, before mimo_x, (batch, nheads, headdim); rank is 1 but
+        for `is_mimo`."""
         nheads, headdim, n = self.config.nheads, self.config.headdim, self.d_state
-        shapes = (nheads, self.angles), (nheads, headdim, n), (nheads, n), (nheads, headdim)
+        shapes = (nheads, self.angles), (nheads, headdim, n), (nheads, self.rank, n), (nheads, headdim)
         return tuple(torch.zeros(batch, *shape, dtype=dtype, device=device) for shape in shapes)
 
     def forward(
@@ -77,34 +91,98 @@ class Mamba3Mixer(nn.Module):
         if reset_at is not None:
             angles = angles - _before_documents(angles - turns, reset_at)
         k, q = (
-            _turned(self._heads(t, norm, bias.to(wide)), angles)
+            self._heads(t, norm, bias.to(wide))
             for t, norm, bias in ((B, self.B_norm, self.B_bias), (C, self.C_norm, self.C_bias))
         )
-        v = v.unflatten(-1, (c.nheads, c.headdim))
+        k_turned, q_turned = (_turned(t, angles[..., None, :], halves=c.is_mimo) for t in (k, q))
+        v, z = (t.unflatten(-1, (c.nheads, c.headdim)) for t in (v, z))
+        v_last = v[:, -1].clone()
+        v, v_before = (_spread(t.to(wide), self.mimo_x) for t in (v, v_before))
         # A token's k and v enter h when it is read and once more with the next token, whose share this is; of
         # the last token that share is the next chunk's, and of the token before the first it is still due.
-        shares = (1 - trap) * dt
+        shares, own = (1 - trap) * dt, trap * dt
         due = F.pad(shares[:, 1:], (0, 0, 0, 1))
         if reset_at is not None:  # nor is anything due to another document
             due = due.masked_fill(F.pad(reset_at[:, 1:], (0, 1))[..., None], 0)
-        v_before = shares[:, 0, :, None] * v_before.to(wide)
-        h = h.to(wide) + v_before[..., None] * k_before.to(wide)[:, :, None]
+        v_before = shares[:, 0, :, None, None] * v_before
+        h = h.to(wide) + (v_before[..., None] * k_before.to(wide)[..., None, :]).sum(2)
         # Both shares at once: h as if the next token had been read already, which the output then takes back.
-        written = ((trap * dt + due) / decay)[..., None] * v.to(wide)
-        A = -torch.ones_like(decay[0, 0])
-        y, h = ssd_scan(
-            written.to(z.dtype), decay, A, k.to(z.dtype), q.to(z.dtype), initial_state=h, seq_idx=seq_idx
-        )
-        y = y + (self.D.to(wide) - due * (k * q).sum(-1))[..., None] * v.to(wide)
-        y = y.flatten(-2).to(z.dtype)
-        y = (y if self.norm is None else self.norm(y)) * F.silu(z)
+        y, h = _scan(own + due, decay, v, k_turned, q_turned, h, seq_idx, z.dtype)
+        y = y + _within(own, due, self.D.to(wide), v, k, q).transpose(2, 3)
+        y = y.to(z.dtype)
+        if self.norm is not None:
+            y = self.norm(y.flatten(-2)).unflatten(-1, (c.nheads, -1))
+        y = y * F.silu(_spread(z, self.mimo_z)).transpose(2, 3)
+        y = y.squeeze(2) if self.mimo_o is None else (y * self.mimo_o.to(y.dtype).transpose(0, 1)).sum(2)
         # copies: whoever keeps the last token's must not keep all of them
-        return self.out_proj(y), (angles[:, -1] % math.tau, h, k[:, -1].clone(), v[:, -1].clone())
+        state = angles[:, -1] % math.tau, h, k_turned[:, -1].clone(), v_last
+        return self.out_proj(y.flatten(-2)), state
 
     def _heads(self, t: Tensor, norm: RMSNorm, bias: Tensor) -> Tensor:
-        """(batch, seqlen, nheads, d_state): each group's normalised vector with each of its heads' bias."""
-        t = norm(t.unflatten(-1, (self.config.ngroups, self.d_state)))
-        return t.repeat_interleave(self.config.nheads // self.config.ngroups, dim=2) + bias.squeeze(1)
+        """(batch, seqlen, nheads, rank, d_state): each group's normalised vectors with each of its heads'
+        biases."""
+        c = self.config
+        t = norm(t.unflatten(-1, (self.rank, c.ngroups, self.d_state))).transpose(2, 3)[:, :, :, None]
+        return (bias.unflatten(0, (c.ngroups, -1)) + t).flatten(2, 3)  # bias first: its layout is the sum's
+
+
+def _spread(t: Tensor, weight: Tensor | None) -> Tensor:
+    """t (…, nheads, headdim) → (…, nheads, rank, headdim), times weight (nheads, rank, headdim) if there is
+    one, or else of rank 1."""
+    return t.unsqueeze(-2) if weight is None else t.unsqueeze(-2) * weight.to(t.dtype)
+
+
+def _scan(
+    share: Tensor,
+    decay: Tensor,
+    v: Tensor,
+    k: Tensor,
+    q: Tensor,
+    h: Tensor,
+    seq_idx: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """y_r = h_r q_r, where h_r has decayed and has been given v ⊗ k of a token's inputs up to r; and the last
+    h. By the SSD scan, run in `dtype` over tokens taken apart into their inputs.
+
+    A token's decay falls on the first of its inputs but for ε on each of the others: none can have 0, as what
+    the scan is given is divided by its decay. So input r is written, and output r read, too early by
+    (rank - 1 - r) ε, which is made up for: nothing depends on ε. It is an even share of a small decay, and
+    small where that is large, or powers of e would overflow.
+
+    Args:
+        share, decay: (batch, seqlen, nheads), of v ⊗ k, and -A d. v, k, q: (batch, seqlen, nheads, rank, …).
+        h: (batch, nheads, headdim, d_state).
+
+    Returns:
+        (batch, seqlen, rank, nheads, headdim), and the final h.
+    """
+    rank = v.shape[3]
+    share, steps, early = share[:, :, None], decay[:, :, None], None
+    if rank > 1:
+        epsilon = steps.detach().clamp(max=1) / rank
+        steps = torch.cat([steps - (rank - 1) * epsilon, epsilon.expand(-1, -1, rank - 1, -1)], dim=2)
+        left = torch.arange(rank - 1, -1, -1, device=v.device)[:, None]
+        early = (left * epsilon).exp()
+        share = share * early
+        seq_idx = None if seq_idx is None else seq_idx.repeat_interleave(rank, dim=1)
+    written = (share / steps)[..., None] * v.transpose(2, 3)
+    x, B, C = (t.to(dtype).flatten(1, 2) for t in (written, k.transpose(2, 3), q.transpose(2, 3)))
+    A = -torch.ones_like(decay[0, 0])
+    y, h = ssd_scan(x, steps.flatten(1, 2), A, B, C, initial_state=h, seq_idx=seq_idx)
+    y = y.unflatten(1, (-1, rank))
+    return (y if early is None else y / early[..., None]), h
+
+
+def _within(own: Tensor, due: Tensor, D: Tensor, v: Tensor, k: Tensor, q: Tensor) -> Tensor:
+    """What an output has of its own token's inputs beyond what `_scan` gave it, as v: D v; of the inputs up
+    to its own not what is due with the next token; of those after it what is the token's own. k and q need
+    not be turned: both would be by the same angles."""
+    if v.shape[3] == 1:
+        return (D[:, None] - due[..., None] * (k * q).sum(-1))[..., None] * v
+    later = torch.ones(2 * v.shape[3:4], dtype=torch.bool, device=v.device).triu(1)
+    weights = torch.where(later, own[..., None, None], -due[..., None, None]) * (q @ k.mT)
+    return weights @ v + D[:, None, None] * v
 
 
 def _before_documents(angles: Tensor, begins: Tensor) -> Tensor:
@@ -121,10 +199,14 @@ def _heavy_tail(x: Tensor) -> Tensor:
     return x.clamp_min(0) + 1 / (1 - x.clamp_max(0))
 
 
-def _turned(t: Tensor, angles: Tensor) -> Tensor:
-    """t (…, d_state) with its first pairs of neighbouring channels turned by angles (…, angles)."""
+def _turned(t: Tensor, angles: Tensor, halves: bool) -> Tensor:
+    """t (…, d_state) with its first pairs of channels turned by angles (…, angles): pairs of neighbours, or
+    of channels i and i + d_state / 2."""
     cos, sin = angles.cos(), angles.sin()
-    n = 2 * angles.shape[-1]
-    a, b = t[..., :n].unflatten(-1, (-1, 2)).unbind(-1)
+    n = angles.shape[-1]
+    if halves:
+        (a, a_rest), (b, b_rest) = (half.tensor_split([n], dim=-1) for half in t.chunk(2, dim=-1))
+        return torch.cat([a * cos - b * sin, a_rest, a * sin + b * cos, b_rest], dim=-1)
+    a, b = t[..., : 2 * n].unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
-    return torch.cat([turned, t[..., n:]], dim=-1)
+    return torch.cat([turned, t[..., 2 * n :]], dim=-1)

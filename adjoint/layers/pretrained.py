@@ -37,10 +37,17 @@ _HF_DEFAULTS: dict[str, Any] = {
     "time_step_floor": 1e-4,
     "time_step_limit": _INFINITE,
 }
-# Keys of mamba-ssm's ssm_cfg: those that a stack has too, by the same names; what others must be, since a
-# stack has nothing else; and those that say how weights begin or how fast things go, not what is computed.
-_SSM_SHARED = ["d_state", "d_conv", "expand", "bias", "conv_bias", "dt_min", "dt_max", "dt_init_floor"]
-_SSM_SHARED += ["dt_rank", "headdim", "ngroups"]
+# Of each of mamba-ssm's recurrent layers, our mixer, and the keys of ssm_cfg that a stack has too, by the
+# same names; then what others must be, since a stack has nothing else; and those that say how weights begin
+# or how fast things go, not what is computed.
+_SSM_LAYERS = {"Mamba1": "mamba", "Mamba2": "mamba2", "Mamba3": "mamba3"}
+_SSM_COMMON = ["d_state", "expand", "dt_min", "dt_max", "dt_init_floor"]
+_SSM_SHARED = {
+    "mamba": [*_SSM_COMMON, "d_conv", "bias", "conv_bias", "dt_rank"],
+    "mamba2": [*_SSM_COMMON, "d_conv", "bias", "conv_bias", "headdim", "ngroups"],
+    "mamba3": [*_SSM_COMMON, "headdim", "ngroups", "rope_fraction", "A_floor", "is_outproj_norm"],
+}
+_SSM_SHARED["mamba3"] += ["is_mimo", "mimo_rank"]
 _SSM_FIXED: dict[str, Any] = {
     "d_ssm": None,
     "D_has_hdim": False,
@@ -49,15 +56,33 @@ _SSM_FIXED: dict[str, Any] = {
     "dt_limit": list(_INFINITE),
 }
 _SSM_FREE = ["conv_init", "A_init_range", "dt_init", "dt_scale", "chunk_size", "use_fast_path"]
-_SSM_FREE += ["use_mem_eff_path", "sequence_parallel"]
+_SSM_FREE += ["use_mem_eff_path", "sequence_parallel", "fuse_pregate_headwise_norm", "dropout"]
+# Keys of mamba-ssm's attn_cfg, what it takes for those that are left out, and the names that a stack has for
+# them; None where it has but one value, below.
+_ATTN: dict[str, tuple[Any, str | None]] = {
+    "num_heads": (None, "num_attention_heads"),
+    "num_heads_kv": (None, "num_key_value_heads"),
+    "head_dim": (None, "head_dim"),
+    "qkv_proj_bias": (True, "attention_bias"),
+    "out_proj_bias": (True, "attention_bias"),
+    "d_conv": (0, "attention_d_conv"),
+    "rotary_emb_dim": (0, "rotary_emb_dim"),
+    "rotary_emb_base": (10000.0, "rope_theta"),
+    "causal": (False, None),
+    "mlp_dim": (0, None),
+    "softmax_scale": (None, None),
+    "rotary_emb_interleaved": (False, None),
+}
+_ATTN_FIXED = {"causal": True, "mlp_dim": 0, "softmax_scale": None, "rotary_emb_interleaved": False}
 
 
-def from_pretrained(folder: Path) -> tuple[StackConfig, Weights]:
+def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfig, Weights]:
     """The configuration and the weights, on the CPU in the dtypes they are stored in, of a model in a folder.
 
     Args:
         folder: of transformers' MambaForCausalLM or Mamba2ForCausalLM; of mamba-ssm's MambaLMHeadModel; of a
             run, whose newest good checkpoint is read; or a checkpoint of one.
+        layout: the one of `FORMATS` that it must be of.
 
     Raises:
         UserError: it is none of these, a file is missing or damaged, or the model has what a stack has not.
@@ -67,12 +92,16 @@ def from_pretrained(folder: Path) -> tuple[StackConfig, Weights]:
             f"{folder}: no such folder; download a model's with huggingface_hub.snapshot_download"
         )
     if (folder / "checkpoints").is_dir() or (folder / MANIFEST).is_file():
+        _of_layout(folder, "a run", None, layout)
         return from_checkpoint(checkpoint_at(folder, str(folder)))
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{folder}: neither a model (it has no config.json) nor a run; name the folder of one"
         )
     given = _read_json(folder / "config.json")
+    kind = given.get("model_type")
+    if kind is not None:
+        _of_layout(folder, f"a model of transformers, of type {kind!r}", "transformers", layout)
     try:
         config = _transformers_config(given) if "model_type" in given else _mamba_ssm_config(given)
     except KeyError as error:
@@ -80,6 +109,11 @@ def from_pretrained(folder: Path) -> tuple[StackConfig, Weights]:
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: {error}") from None
     return config, _renamed(_read_weights(folder), config)
+
+
+def _of_layout(folder: Path, what: str, found: str | None, layout: str | None) -> None:
+    if layout not in (None, found):
+        raise UserError(f"{folder}: is {what}, not a model of {layout}; use Stack.from_pretrained")
 
 
 def from_transformers(hf_model: nn.Module) -> tuple[StackConfig, Weights]:
@@ -125,19 +159,30 @@ def checkpoint_config(checkpoint: Path) -> StackConfig:
 
 def why_not(config: StackConfig, layout: str) -> str | None:
     """Why a model of this configuration cannot be had in a layout of `FORMATS`; None if it can."""
-    if set(config.mixers) not in ({"mamba"}, {"mamba2"}):
-        kinds = ", ".join(dict.fromkeys(config.mixers))
-        return f"a {layout} model's mixers are all mamba or all mamba2, this model's are {kinds}"
-    width = config.d_intermediate
+    kinds, width = dict.fromkeys(config.mixers), config.d_intermediate
     if layout == "transformers":
+        if set(kinds) not in ({"mamba"}, {"mamba2"}):
+            return (
+                f"a {layout} model's mixers are all mamba or all mamba2, this model's are {', '.join(kinds)}"
+            )
         what = f"transformers' Mamba models have no MLP, this model has d_intermediate {width}"
         return what if width else None
+    recurrent = set(kinds) - {"attention"}
+    if len(recurrent) != 1 or not recurrent <= set(_SSM_SHARED):
+        return (
+            "a mamba-ssm model's mixers are mamba, mamba2 or mamba3, one of them, besides attention, this "
+            f"model's are {', '.join(kinds)}"
+        )
     if config.norm_eps != 1e-5:
         return f"mamba-ssm's norms have epsilon 1e-05, this model's norm_eps is {config.norm_eps}"
     if width % 128:
         return f"mamba-ssm's MLPs are multiples of 128 wide, this model's d_intermediate is {width}"
     if width and config.bias:
         return "mamba-ssm's MLPs have no biases, this model's have (bias true)"
+    if config.bias and "mamba3" in kinds:
+        return "mamba-ssm's Mamba-3 has no biases, this model's has (bias true)"
+    if config.sliding_window and "attention" in kinds:
+        return f"mamba-ssm's attention has no window, this model's sliding_window is {config.sliding_window}"
     return None
 
 
@@ -178,21 +223,21 @@ def to_transformers(config: StackConfig, weights: Weights) -> tuple[dict[str, An
 
 def to_mamba_ssm(config: StackConfig, weights: Weights) -> tuple[dict[str, Any], Weights]:
     """The same of mamba-ssm's MambaLMHeadModel, version 2 or later."""
-    kind = config.mixers[0]
-    ssm_cfg: dict[str, Any] = {"layer": "Mamba1" if kind == "mamba" else "Mamba2"}
-    other = ("headdim", "ngroups") if kind == "mamba" else ("dt_rank",)  # which that layer does not take
-    ssm_cfg |= {name: getattr(config, name) for name in _SSM_SHARED if name not in other}
-    ssm_cfg["d_state"] = config.state_size(kind)
+    (kind,) = set(config.mixers) - {"attention"}
+    (layer,) = (name for name, ours in _SSM_LAYERS.items() if ours == kind)
+    ssm_cfg: dict[str, Any] = {name: getattr(config, name) for name in _SSM_SHARED[kind]}
+    ssm_cfg |= {"layer": layer, "d_state": config.state_size(kind)}
     if kind == "mamba":
         ssm_cfg["dt_rank"] = config.step_rank
+    at = [k for k, mixer in enumerate(config.mixers) if mixer == "attention"]
     given = {
         "d_model": config.d_model,
         "d_intermediate": config.d_intermediate,
         "n_layer": config.n_layer,
         "vocab_size": config.vocab_size,
         "ssm_cfg": ssm_cfg,
-        "attn_layer_idx": [],
-        "attn_cfg": {},
+        "attn_layer_idx": at,
+        "attn_cfg": _attn_cfg(config) if at else {},
         "rms_norm": True,
         "residual_in_fp32": True,
         "fused_add_norm": True,
@@ -206,6 +251,14 @@ def to_mamba_ssm(config: StackConfig, weights: Weights) -> tuple[dict[str, Any],
         name = name.replace(".mlp.in_proj.", ".mlp.fc1.").replace(".mlp.out_proj.", ".mlp.fc2.")
         renamed[name if name == _HEAD else f"backbone.{name}"] = tensor
     return given, renamed
+
+
+def _attn_cfg(config: StackConfig) -> dict[str, Any]:
+    heads, kv_heads, dim = config.attention_heads
+    own = {name: getattr(config, name) for _, name in _ATTN.values() if name is not None}
+    own |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim}
+    own |= {"rotary_emb_dim": config.rotary_dim, "attention_bias": config.attention_has_bias}
+    return {key: _ATTN_FIXED[key] if name is None else own[name] for key, (_, name) in _ATTN.items()}
 
 
 # ------------------------------------------------------------------------------------------- configurations
@@ -261,33 +314,53 @@ def _transformers_config(given: dict[str, Any]) -> StackConfig:
 def _mamba_ssm_config(given: dict[str, Any]) -> StackConfig:
     ssm_cfg = dict(given.get("ssm_cfg") or {})
     layer = ssm_cfg.pop("layer", "Mamba1")
-    if given.get("attn_layer_idx"):
-        layers = ", ".join(map(str, given["attn_layer_idx"]))
-        raise ValueError(f"attn_layer_idx names attention layers ({layers}), which are not read into a Stack")
-    if layer not in ("Mamba1", "Mamba2"):
-        raise ValueError(f"ssm_cfg.layer is {layer!r}; Mamba1 and Mamba2 are read into a Stack")
+    if layer not in _SSM_LAYERS:
+        raise ValueError(f"ssm_cfg.layer is {layer!r}; {', '.join(_SSM_LAYERS)} are read into a Stack")
+    kind = _SSM_LAYERS[layer]
     if not given.get("rms_norm", True):
         raise ValueError("rms_norm is false: the model has LayerNorms, a Stack has RMS norms")
     for name, value in ssm_cfg.items():
         if name in _SSM_FIXED and value != _SSM_FIXED[name]:
             raise ValueError(f"ssm_cfg.{name} is {value!r}, a Stack has {_SSM_FIXED[name]!r} alone")
-        if name not in (*_SSM_FIXED, *_SSM_SHARED, *_SSM_FREE):
-            raise ValueError(f"ssm_cfg.{name} is an option that a Stack does not know")
-    sizes = {"expand": 2, "dt_rank": "auto", **{n: v for n, v in ssm_cfg.items() if n in _SSM_SHARED}}
+        if name not in (*_SSM_FIXED, *_SSM_SHARED[kind], *_SSM_FREE):
+            raise ValueError(f"ssm_cfg.{name} is an option that a Stack does not know of {layer}")
+    sizes = {"expand": 2, "dt_rank": "auto", **{n: v for n, v in ssm_cfg.items() if n in _SSM_SHARED[kind]}}
     sizes |= {"expand": _whole(sizes["expand"]), "dt_rank": _rank(sizes["dt_rank"])}
     width = given.get("d_intermediate", 0)
     if width and sizes.get("bias"):
         raise ValueError("ssm_cfg.bias is true and the MLPs have no biases, a Stack has both or neither")
+    at = set(given.get("attn_layer_idx") or ())
+    mixers = ["attention" if k in at else kind for k in range(given["n_layer"])] if at else kind
     multiple = given.get("pad_vocab_size_multiple", 8)
     return StackConfig(
-        mixer="mamba" if layer == "Mamba1" else "mamba2",
+        mixer=mixers,
         vocab_size=_rounded_up(given["vocab_size"], multiple),
         d_model=given["d_model"],
         n_layer=given["n_layer"],
         d_intermediate=_rounded_up(width, 128),
         tie_embeddings=given.get("tie_embeddings", True),
         **sizes,
+        **(_attention_sizes(given) if at else {}),
     )
+
+
+def _attention_sizes(given: dict[str, Any]) -> dict[str, Any]:
+    attn_cfg = dict(given.get("attn_cfg") or {})
+    for name in attn_cfg:
+        if name not in _ATTN:
+            raise ValueError(f"attn_cfg.{name} is an option that a Stack does not know")
+    heads = attn_cfg["num_heads"]
+    attn_cfg = {name: attn_cfg.get(name, default) for name, (default, _) in _ATTN.items()}
+    if attn_cfg["head_dim"] is None:
+        attn_cfg["head_dim"] = given["d_model"] // heads
+    if attn_cfg["softmax_scale"] == attn_cfg["head_dim"] ** -0.5:
+        attn_cfg["softmax_scale"] = None
+    for name, value in _ATTN_FIXED.items():
+        if attn_cfg[name] != value:
+            raise ValueError(f"attn_cfg.{name} is {attn_cfg[name]!r}, a Stack has {value!r} alone")
+    if attn_cfg["qkv_proj_bias"] != attn_cfg["out_proj_bias"]:
+        raise ValueError("attn_cfg.qkv_proj_bias and out_proj_bias differ, a Stack has both or neither")
+    return {ours: attn_cfg[name] for name, (_, ours) in _ATTN.items() if ours is not None}
 
 
 def _rounded_up(number: int, multiple: int) -> int:
