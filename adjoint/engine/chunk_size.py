@@ -66,6 +66,9 @@ def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> in
     total, wide = 0, max(element, 4)
     for kind in config.mixers:
         total += config.d_model * (wide + element * (recompute == "none"))
+        if kind == "attention":  # keys and values, on their way to where those of all tokens lie
+            _, kv_heads, dim = config.attention_heads
+            total += 2 * kv_heads * dim * wide
         if recompute == "full":
             continue
         total += _kept_by_mixer(config, kind, element, recompute == "selective")
@@ -78,12 +81,14 @@ def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> in
 
 
 def _kept_by_mixer(config: StackConfig, kind: str, element: int, selective: bool) -> int:
-    """Bytes a token that a mixer's backward keeps; with `selective` recomputation, of Mamba's."""
+    """Bytes a token that a mixer's backward keeps, beside the residual stream."""
     wide = max(element, 4)
     if kind == "attention":
         heads, kv_heads, dim = config.attention_heads
         bands = 2 if config.sliding_window else 1  # keys and values lie there twice, and queries in bands
         convolved = (heads + 2 * kv_heads) * dim if config.attention_d_conv else 0
+        if selective:  # products as wide as the residual stream are made again
+            return (2 * kv_heads * dim * (kv_heads < heads) + convolved) * element
         return (5 * bands * heads * dim + convolved) * element + (config.rotary_dim + heads) * wide
     if ":" in kind:  # a layer of one's own: a guess
         return 8 * config.d_model * element
@@ -91,13 +96,18 @@ def _kept_by_mixer(config: StackConfig, kind: str, element: int, selective: bool
     if kind == "gated_deltanet":
         channels = 2 * config.key_heads * n + d_inner
         states = n * config.headdim // 64  # one in 64 tokens
+        if selective:
+            return (channels + d_inner) * element + (d_inner + nheads * states) * wide
         return (2 * channels + 5 * d_inner) * element + nheads * (2 * n + states) * wide
     if kind == "mamba3":
         rank, mimo = config.mamba3_rank, config.is_mimo
+        states = rank * d_inner * n * wide * element // 512
+        if selective:
+            return (2 * d_inner + 2 * rank * n * config.ngroups) * element + rank * d_inner * wide + states
         turned = nheads * (6 * config.rope_angles + 10) + 2 * rank * (nheads * n + d_inner)
         narrow = rank * (4 + config.is_outproj_norm + mimo) * d_inner + 2 * mimo * d_inner
         narrow += 2 * rank * n * (config.ngroups + nheads)
-        return turned * wide + narrow * element + rank * d_inner * n * wide * element // 512
+        return turned * wide + narrow * element + states
     if kind in ("mamba", "mamba2"):
         groups = config.ngroups if kind == "mamba2" else 1
         every = 64 if kind == "mamba" else 512 // element  # tokens between saved states
