@@ -17,7 +17,7 @@ from adjoint.checkpoint import list_checkpoints
 from adjoint.cli import main
 from adjoint.data.batches import Batches
 from adjoint.loss import shift_labels
-from adjoint.tools import eval as evaluation
+from adjoint.tools.eval import command
 
 
 def test_rows_read_on() -> None:
@@ -76,8 +76,8 @@ def test_eval_gives_the_loss_by_position(tmp_path: Path, capsys: pytest.CaptureF
         (128, 256),
         (256, 300),
     ]
-    loaded = evaluation.load(str(tmp_path / "run"), torch.device("cpu"), "float32")
-    ids = evaluation._held_out(loaded.data, str(text), 1024)[None, :1024]
+    loaded = command.load(str(tmp_path / "run"), torch.device("cpu"), "float32")
+    ids = command._held_out(loaded.data, str(text), 1024)[None, :1024]
     losses = torch.nn.functional.cross_entropy(loaded.model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
     for row in (r for r in rows if r["length"] == 1024):
         assert abs(row["loss"] - losses[row["start"] : row["stop"]].mean().item()) <= 1e-5 * row["loss"]
