@@ -29,6 +29,7 @@ from adjoint.checkpoint import (
 )
 from adjoint.errors import UserError
 from adjoint.files import flush
+from adjoint.train.carry import STEM
 
 _WRITING, _REMOVING = ".writing-", ".removing-"  # folders that a kill may leave; the next save deletes them
 
@@ -41,6 +42,7 @@ def save_checkpoint(
     trainer: dict[str, Any],
     rng: dict[str, Any] | None = None,
     keep: int | None = None,
+    states: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write ``directory/step-XXXXXXXX`` and return its path.
 
@@ -52,6 +54,7 @@ def save_checkpoint(
         trainer: what JSON can hold: data cursor, configuration, …
         rng: random generator states, tensors and plain values only.
         keep: afterwards, delete all but the newest ``keep`` checkpoints; None keeps all.
+        states: recurrent states that the next batch goes on from, by name.
 
     Raises:
         OSError: the disk refused; earlier checkpoints are as they were.
@@ -62,8 +65,11 @@ def save_checkpoint(
     work = begin_checkpoint(directory, step)
     try:
         state = optimizer_tensors(optimizer, dict(model.named_parameters()))
-        contents = {"model.safetensors": weights, "optimizer.safetensors": state}
-        files = {name: write_file(work / name, tensors) for name, tensors in contents.items()}
+        contents = {"model": weights, "optimizer": state} | ({STEM: states} if states else {})
+        files = {
+            f"{stem}.safetensors": write_file(work / f"{stem}.safetensors", tensors)
+            for stem, tensors in contents.items()
+        }
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)  # a full disk needs the room back
         raise
