@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ import adjoint
 from adjoint.data.recall import DEPTHS, VOCAB, needles, pairs_and_questions
 from adjoint.layers import MIXERS
 from adjoint.loss import IGNORE_INDEX
+from adjoint.tools.eval.needles import heat_maps
 from benchmarks import common
 from benchmarks.common import Point, Row
 
@@ -83,6 +85,19 @@ def table(rows: Sequence[Row], seqlen: int) -> str:
     return common.markdown_table(["mixer", *heads], lines)
 
 
+def draw(rows: Sequence[Row], environment: dict[str, Any], seqlen: int, path: Path) -> None:
+    """Needles: a heat map a mixer."""
+    needles = [
+        {"run": row["mixer"], "length": seqlen * times, "depth": depth,
+         "accuracy": row["needle"][f"{seqlen * times} @ {depth}"]}
+        for row in rows
+        for times in TIMES
+        for depth in DEPTHS
+    ]  # fmt: skip
+    conditions = f"two layers, d_model 64, trained on {seqlen} tokens"
+    common.save(heat_maps(needles), path, common.footer(environment, conditions))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: every mixer was trained; 1: one failed; 130: Ctrl-C."""
     parser = common.parser("recall", __doc__)
@@ -111,9 +126,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     complete = common.completed(run)
     results = [(p, journal.get(p)) for p in points]
     rows = [{**p, **r} for p, r in results if r and "recall" in r]
-    print(table(rows, options.seqlen))
     payload = {"benchmark": "recall", "environment": environment, "complete": complete}
     common.write_results(folder, "recall", payload, rows)
+    if rows:
+        print(table(rows, options.seqlen))
+        draw(rows, environment, options.seqlen, folder / "recall.png")
+        print(f"wrote {folder}/recall.json, .csv and .png")
+        if len(rows) == len(MIXERS) + 1 and options.out is None:
+            shown = f"![Needles found, by mixer](recall.png)\n\n{table(rows, options.seqlen)}"
+            common.to_docs(folder / "recall.png", common.ROOT / "docs" / "convergence.md", "recall", shown)
     if not complete:
         return 130
     journal.path.unlink()

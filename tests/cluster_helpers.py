@@ -115,13 +115,14 @@ def together(shards: list[Shard], call: Callable[[Shard], Any]) -> list[Any]:
 
 
 class ThreadGroup:
-    """Stands in for `adjoint.cluster.group.Group`: its shards are threads of this process, in float64."""
+    """Stands in for `adjoint.cluster.group.Group`: its shards are threads of this process."""
 
-    device, precision, sequence, replicas = "cpu", "float64", 1, 1
+    device, sequence, replicas = "cpu", 1, 1
 
     def __init__(self, model: Any, training: Any, method: Any, shards: int, *rest: Any, **_: Any) -> None:
         checkpoint = rest[2]
-        self.made = make_shards(model, shards, method, training, drawn=checkpoint is None)
+        self.precision = "float64" if training.precision == "float64" else "float32"
+        self.made = make_shards(model, shards, method, training, self.precision, checkpoint is None)
         if checkpoint is not None:
             together(self.made, lambda shard: shard.load(checkpoint))
         self.shards, self.spans = shards, self.made[0].spec.spans

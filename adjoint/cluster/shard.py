@@ -30,13 +30,13 @@ from adjoint.engine.stages import stage_costs, stage_states, stages_of
 from adjoint.errors import UserError
 from adjoint.layers import State
 from adjoint.loss import count_valid, shift_labels
+from adjoint.memory import peak_memory_bytes
 from adjoint.methods import Backprop, LayerLocal, Truncated
 from adjoint.stack import Stack, draw_seed
 from adjoint.train.carry import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
-from adjoint.memory import peak_memory_bytes
 from adjoint.train.machine import autocast
-from adjoint.train.optimizer import make_optimizer
+from adjoint.train.optimizer import make_optimizer, take_step
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Shard:
         """What the engine is asked for."""
         return self.spec.method.scheme(seqlen, chunk_size)
 
-    # ------------------------------------------------------------------------------------- what it consists of
+    # ------------------------------------------------------------------------------------ what it consists of
 
     @property
     def shards(self) -> int:
@@ -346,9 +346,7 @@ class Shard:
         if self.spec.training.grad_clip:
             norm = torch.tensor(total_norm, dtype=weights[0].dtype, device=self.device)
             torch.nn.utils.clip_grads_with_norm_(weights, self.spec.training.grad_clip, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        take_step(self.optimizer, lr)
         self.known.clear()
         self.share_table()
 

@@ -68,8 +68,8 @@ def train(config: Config) -> Outcome:
         )
     if config.data.documents == "packed" and config.model.from_pretrained is not None:
         raise UserError(
-            "data.documents: packed documents of a pretrained model are for one process; set cluster.shards to 0, "
-            'or data.documents to "stream"'
+            "data.documents: packed documents of a pretrained model are for one process; set cluster.shards "
+            'to 0, or data.documents to "stream"'
         )
     need = placement.Need(settings.cpus, int(_wants_gpus(config)))
     shards = 1 if settings.shards == "auto" else settings.shards

@@ -221,6 +221,7 @@ def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
     its present mode; the sequence is run by chunks, of two tokens at least."""
     last = Collect(tokens, ids.shape[1] - tokens)
     _steps([Backbone(model, _slots(model, ids)), last], ids, ids, 1, scheme).forward()
+    assert last.hidden is not None
     return own_logits(model, class_of(model).forward, last.hidden)
 
 

@@ -30,6 +30,7 @@ from adjoint.checkpoint import (
 from adjoint.errors import UserError
 from adjoint.files import flush
 from adjoint.train.carry import STEM
+from adjoint.train.optimizer import flattened, restored
 
 _WRITING, _REMOVING = ".writing-", ".removing-"  # folders that a kill may leave; the next save deletes them
 
@@ -172,13 +173,17 @@ def load_checkpoint(
 
 
 def check_config(path: Path, config: dict[str, Any]) -> None:
-    """Raises UserError, naming the first differing key, where the checkpoint is of another model."""
-    saved, here = read_trainer(path).get("config", {}).get("model", {}), config["model"]
+    """Raises UserError, naming the first differing key, where the checkpoint is of another model, or of an
+    optimizer with another state."""
+    stored = read_trainer(path).get("config", {})
+    saved, here = ({f"model.{k}": v for k, v in c.get("model", {}).items()} for c in (stored, config))
+    for differs, given in ((saved, stored), (here, config)):
+        differs["training.optimizer"] = given.get("training", {}).get("optimizer", "adamw")
     for key in [*here, *(key for key in saved if key not in here)]:
         if saved.get(key) != here.get(key):
             raise UserError(
-                f"{path}: has model.{key} {saved.get(key)}, this run has {here.get(key)}; "
-                f"set --model.{key} {saved.get(key)} or start another run"
+                f"{path}: has {key} {saved.get(key)}, this run has {here.get(key)}; "
+                f"set --{key} {saved.get(key)} or start another run"
             )
 
 
@@ -202,8 +207,8 @@ def optimizer_tensors(
     tensors: dict[str, torch.Tensor] = {}
     if optimizer is not None:
         for name, parameter in named.items():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{name}|{key}"] = torch.as_tensor(value).detach().contiguous()
+            for key, value in flattened(optimizer.state.get(parameter, {})).items():
+                tensors[f"{name}|{key}"] = value.detach().contiguous()
     return tensors
 
 
@@ -215,7 +220,7 @@ def load_optimizer(
     """Fill an optimizer with the state of its parameters, whatever groups they are in."""
     names = {parameter: name for name, parameter in named.items()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    by_index = {index: state[name] for index, name in enumerate(ordered) if state.get(name)}
+    by_index = {i: restored(state[name], named[name]) for i, name in enumerate(ordered) if state.get(name)}
     optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

@@ -33,7 +33,7 @@ from adjoint.train.machine import (
     set_rng_state,
     set_up,
 )
-from adjoint.train.optimizer import learning_rate, make_optimizer
+from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
 from adjoint.train.rundir import RunFolder, open_run
 
@@ -210,9 +210,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(norm):
             self._diverged("gradient norm", norm, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.settings)
-        self.optimizer.step()
+        take_step(self.optimizer, learning_rate(step, self.settings))
         return norm
 
     def _loss_of(self, ids: torch.Tensor) -> float:

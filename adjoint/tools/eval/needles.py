@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,25 +100,34 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """A heat map a run: accuracy by depth and length."""
+    """Heat maps to a file."""
+    save_figure(heat_maps(rows), path)
+
+
+def heat_maps(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """A Matplotlib figure with a heat map a run: accuracy by depth and length."""
     from matplotlib.figure import Figure
 
     runs = list(dict.fromkeys(row["run"] for row in rows))
     lengths = list(dict.fromkeys(row["length"] for row in rows))
-    size = ((1.6 + 0.9 * len(lengths)) * len(runs) + 1.2, 3.6)
+    across = min(5, len(runs))
+    down = -(-len(runs) // across)
+    size = ((1 + 0.8 * len(lengths)) * across + 1.6, 2.4 * down + 0.8)
     figure = Figure(figsize=size, dpi=120, layout="constrained")
-    panels = figure.subplots(1, len(runs), squeeze=False, sharey=True)[0]
-    for axes, run in zip(panels, runs, strict=True):
+    panels = figure.subplots(down, across, squeeze=False, sharey=True)
+    for axes in panels.flat[len(runs) :]:
+        axes.set_visible(False)
+    for axes, run in zip(panels.flat, runs, strict=False):
         at = {(row["depth"], row["length"]): row["accuracy"] for row in rows if row["run"] == run}
         shares = np.array([[at[depth, length] for length in lengths] for depth in DEPTHS])
-        image = axes.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        image = axes.imshow(shares, vmin=0, vmax=1, aspect="auto")
         for (y, x), share in np.ndenumerate(shares):
-            axes.text(
-                x, y, f"{share:.0%}", ha="center", va="center", color="black" if share > 0.6 else "white"
-            )
+            colour = "black" if share > 0.6 else "white"
+            axes.text(x, y, f"{share:.0%}", ha="center", va="center", color=colour)
+        axes.set_title(Path(run).name, fontsize=10)
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
         axes.set_yticks(range(len(DEPTHS)), [f"{depth:.0%}" for depth in DEPTHS])
-        axes.set(title=Path(run).name, xlabel="tokens")
-    panels[0].set_ylabel("depth of the needle")
-    figure.colorbar(image, ax=list(panels), label="the answer's tokens recalled")
-    save_figure(figure, path)
+    figure.supxlabel("tokens")
+    figure.supylabel("depth of the needle")
+    figure.colorbar(image, ax=panels, label="recalled")
+    return figure
