@@ -2,6 +2,7 @@
 
     checkpoints/step-00000100/model.safetensors       weights, by parameter name
                               optimizer.safetensors   optimizer state, "<parameter name>|<state key>"
+                              state.safetensors       states that the next batch goes on from, if any
                               rng.pt                  random number generators
                               trainer.json            step, data cursor, configuration
                               MANIFEST.json           SHA-256 and size of each file above; written last
@@ -136,7 +137,7 @@ class Tensors:
     """The tensors of a checkpoint's model or optimizer files, read one at a time by name.
 
     Args:
-        path: the checkpoint. stem: "model" or "optimizer".
+        path: the checkpoint. stem: "model", "optimizer" or "state".
     """
 
     def __init__(self, path: Path, stem: str) -> None:

@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "memory and time of a run before it runs, and a picture of its pipeline",
     ),
     "eval": (
-        "adjoint.tools.eval:main",
+        "adjoint.tools.eval.command:main",
         "a model's loss by position, on texts far longer than it was trained on",
     ),
     "export": ("adjoint.tools.export:main", "a run's model as a folder that transformers or mamba-ssm loads"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,52 +22,16 @@ import torch
 from torch import Tensor
 
 import adjoint
+from adjoint.data.recall import DEPTHS, VOCAB, needles, pairs_and_questions
 from adjoint.layers import MIXERS
 from adjoint.loss import IGNORE_INDEX
+from adjoint.tools.eval.needles import heat_maps
 from benchmarks import common
 from benchmarks.common import Point, Row
 
-KEYS = VALUES = 32  # ids 1 to 32 and 33 to 64; 0 is all else
-VOCAB = 1 + KEYS + VALUES
 PAIRS = (4, 8, 16)
-ALPHA = 0.1  # of the power law, as in Zoology
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.95)
 TIMES = (1, 4, 16)  # lengths of needles, in training lengths
 HYBRID = "mamba2 + attention"
-
-
-def pairs_and_questions(
-    generator: np.random.Generator, batch: int, seqlen: int, pairs: int
-) -> tuple[Tensor, Tensor]:
-    """ids and labels (batch, seqlen) int64, labels in the model's convention (it shifts them): that of a
-    question's key stands one place after it, -100 where nothing is asked.
-
-    Raises:
-        ValueError: seqlen has no room for twice the pairs and a question each.
-    """
-    room = (seqlen - 2 * pairs) // 2  # places of questions: every second token after the pairs
-    if room < pairs or pairs > KEYS:
-        raise ValueError(f"{pairs} pairs need {4 * pairs} tokens and as many keys; got {seqlen} and {KEYS}")
-    weights = ALPHA * np.arange(1, room + 1) ** (ALPHA - 1)
-    ids, labels = np.zeros((batch, seqlen), np.int64), np.full((batch, seqlen), IGNORE_INDEX)
-    for row, asked in zip(ids, labels, strict=True):
-        keys = 1 + generator.permutation(KEYS)[:pairs]
-        values = 1 + KEYS + generator.integers(0, VALUES, pairs)
-        row[: 2 * pairs : 2], row[1 : 2 * pairs : 2] = keys, values
-        gaps = generator.choice(room, pairs, replace=False, p=weights / weights.sum())
-        row[2 * pairs + 2 * gaps] = keys
-        asked[2 * pairs + 2 * gaps + 1] = values
-    return torch.from_numpy(ids), torch.from_numpy(labels)
-
-
-def needles(generator: np.random.Generator, batch: int, seqlen: int, depth: float) -> tuple[Tensor, Tensor]:
-    """The same of one pair, its key at `depth` of the way, 0 to 1, its question at the end."""
-    ids, labels = np.zeros((batch, seqlen), np.int64), np.full((batch, seqlen), IGNORE_INDEX)
-    keys, values = 1 + generator.integers(0, KEYS, batch), 1 + KEYS + generator.integers(0, VALUES, batch)
-    at = int(depth * (seqlen - 4))
-    ids[:, at], ids[:, at + 1], ids[:, -2] = keys, values, keys
-    labels[:, -1] = values
-    return torch.from_numpy(ids), torch.from_numpy(labels)
 
 
 def measure(point: Point) -> dict[str, Any]:
@@ -120,6 +85,19 @@ def table(rows: Sequence[Row], seqlen: int) -> str:
     return common.markdown_table(["mixer", *heads], lines)
 
 
+def draw(rows: Sequence[Row], environment: dict[str, Any], seqlen: int, path: Path) -> None:
+    """Needles: a heat map a mixer."""
+    needles = [
+        {"run": row["mixer"], "length": seqlen * times, "depth": depth,
+         "accuracy": row["needle"][f"{seqlen * times} @ {depth}"]}
+        for row in rows
+        for times in TIMES
+        for depth in DEPTHS
+    ]  # fmt: skip
+    conditions = f"two layers, d_model 64, trained on {seqlen} tokens"
+    common.save(heat_maps(needles), path, common.footer(environment, conditions))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: every mixer was trained; 1: one failed; 130: Ctrl-C."""
     parser = common.parser("recall", __doc__)
@@ -148,9 +126,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     complete = common.completed(run)
     results = [(p, journal.get(p)) for p in points]
     rows = [{**p, **r} for p, r in results if r and "recall" in r]
-    print(table(rows, options.seqlen))
     payload = {"benchmark": "recall", "environment": environment, "complete": complete}
     common.write_results(folder, "recall", payload, rows)
+    if rows:
+        print(table(rows, options.seqlen))
+        draw(rows, environment, options.seqlen, folder / "recall.png")
+        print(f"wrote {folder}/recall.json, .csv and .png")
+        if len(rows) == len(MIXERS) + 1 and options.out is None:
+            shown = f"![Needles found, by mixer](recall.png)\n\n{table(rows, options.seqlen)}"
+            common.to_docs(folder / "recall.png", common.ROOT / "docs" / "convergence.md", "recall", shown)
     if not complete:
         return 130
     journal.path.unlink()

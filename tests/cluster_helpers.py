@@ -9,16 +9,20 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from adjoint import Stack, StackConfig
+from adjoint.cluster import training as sharded
 from adjoint.cluster.helpers import Task, as_arrays, as_tensors
 from adjoint.cluster.shard import HelperShard, Shard, total_norm
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import local_transports
 from adjoint.engine.grid import Tile
-from adjoint.train.config import TrainingConfig
+from adjoint.train.config import TrainingConfig, load_config
 from adjoint.train.optimizer import learning_rate, make_optimizer
+from adjoint.train.rundir import open_run
 
 TRAINING = TrainingConfig(steps=3, warmup_steps=1, lr=0.05, grad_clip=0.5)
 
@@ -108,6 +112,40 @@ def together(shards: list[Shard], call: Callable[[Shard], Any]) -> list[Any]:
     """Calls every shard in a thread of its own."""
     broken = shards[0].everyone.broken  # type: ignore[union-attr]
     return in_threads([functools.partial(call, shard) for shard in shards], broken)
+
+
+class ThreadGroup:
+    """Stands in for `adjoint.cluster.group.Group`: its shards are threads of this process."""
+
+    device, sequence, replicas = "cpu", 1, 1
+
+    def __init__(self, model: Any, training: Any, method: Any, shards: int, *rest: Any, **_: Any) -> None:
+        checkpoint = rest[2]
+        self.precision = "float64" if training.precision == "float64" else "float32"
+        self.made = make_shards(model, shards, method, training, self.precision, checkpoint is None)
+        if checkpoint is not None:
+            together(self.made, lambda shard: shard.load(checkpoint))
+        self.shards, self.spans = shards, self.made[0].spec.spans
+
+    def all(self, name: str, *arguments: Any, first: bool = False) -> list[Any]:
+        own = [torch.from_numpy(a.copy()) if isinstance(a, np.ndarray) else a for a in arguments]
+        return together(self.made, lambda shard: getattr(shard, name)(*own))
+
+    def kill(self) -> None:
+        self.made = []
+
+
+def train_in_threads(argv: list[str]) -> None:
+    """`adjoint train` over shards, each a thread of this process."""
+    config = load_config(argv[1:])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "Group", ThreadGroup)
+        patch.setattr(sharded.ShardedTrainer, "_report", lambda *_: None)
+        folder, checkpoint = open_run(config.run)
+        try:
+            sharded.ShardedTrainer(config, folder, checkpoint).run()
+        finally:
+            folder.close()
 
 
 def disturb(named: Mapping[str, torch.Tensor]) -> None:

@@ -113,6 +113,23 @@ def test_a_step_that_always_fails_stops_the_run_with_its_cause(
     assert "that is failure 2 and cluster.max_failures is 1" in lines[1]
 
 
+@pytest.mark.slow
+def test_carried_states_come_back_with_the_checkpoint(
+    ray_on_loopback: None, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    carries = {"training__carry_state": "previous", "training__precision": "float64"}
+    for name in ("alone", "undisturbed"):
+        (tmp_path / name).mkdir()
+    assert train_tiny(tmp_path / "alone", **FLAGS | {"cluster__shards": 0}, **carries) == 0
+    assert train_tiny(tmp_path / "undisturbed", **FLAGS, **carries) == 0
+    found, alone = (told(tmp_path / name / "run") for name in ("undisturbed", "alone"))
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in alone], rel=1e-12)
+    capsys.readouterr()
+    cluster_faults.ask_for("backward", rank=1, call=4 * 2 + 3, how="kill")  # in step 3
+    said = recovers(tmp_path, tmp_path / "undisturbed" / "run", capsys, **carries)
+    assert "going on after step 2" in said
+
+
 # ------------------------------------------------------------------------------------------- causes alone
 
 

@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cluster_helpers import train_in_threads
 from model_helpers import make_ids, make_model
-from training_helpers import metrics, train_tiny, weights
+from training_helpers import metrics, tiny, train_tiny, weights
 
 from adjoint import Exact
 from adjoint.checkpoint import list_checkpoints
 from adjoint.cli import main
 from adjoint.data.batches import Batches
 from adjoint.loss import shift_labels
-from adjoint.tools import eval as evaluation
+from adjoint.tools.eval import command
 
 
 def test_rows_read_on() -> None:
@@ -47,6 +48,7 @@ def test_a_document_in_pieces_has_the_losses_of_the_whole(method: Any) -> None:
         assert torch.allclose(loss, whole, rtol=1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["previous", "other", "noise"])
 def test_a_run_that_carries_states_resumes_bitwise(tmp_path: Path, how: str) -> None:
     flags = {"training__carry_state": how, "data__batch": 2}
@@ -57,6 +59,36 @@ def test_a_run_that_carries_states_resumes_bitwise(tmp_path: Path, how: str) -> 
     assert weights(tmp_path / "again", 8) == weights(whole, 8)
     assert train_tiny(tmp_path, data__batch=2, run__dir=tmp_path / "plain") == 0
     assert metrics(whole)[-1]["loss"] != metrics(tmp_path / "plain")[-1]["loss"]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("how", ["previous", "other", "noise"])
+def test_shards_carry_states_as_one_process_does(tmp_path: Path, one_thread: None, how: str) -> None:
+    """And a checkpoint's go on in any number of shards, bit for bit in the same one."""
+    flags = {
+        "training__carry_state": how,
+        "training__precision": "float64",
+        "training__steps": 4,
+        "training__save_every": 2,
+        "training__grad_accumulation": 2,
+        "training__sample_tokens": 0,
+        "model__tie_embeddings": "false",
+        "method__chunk_size": 20,
+        "data__batch": 2,
+    }
+    assert train_tiny(tmp_path, **flags) == 0
+    whole, cut = tmp_path / "run", tmp_path / "cut"
+    train_in_threads(tiny(tmp_path, **flags, cluster__shards=2, run__dir=cut))
+    for found, expected in zip(metrics(cut), metrics(whole), strict=True):
+        assert abs(found["loss"] - expected["loss"]) <= 1e-12 * expected["loss"]
+    first, last = list_checkpoints(cut / "checkpoints")
+    assert len(list(first.glob("state-*-of-00002.safetensors"))) == 2
+    again = {"run__resume": first, "run__dir": tmp_path / "again"}
+    train_in_threads(tiny(tmp_path, **flags, **again, cluster__shards=2))
+    for file in last.glob("*.safetensors"):
+        assert (tmp_path / "again" / "checkpoints" / last.name / file.name).read_bytes() == file.read_bytes()
+    assert train_tiny(tmp_path, **flags, **again | {"run__dir": tmp_path / "one"}) == 0
+    assert metrics(tmp_path / "one")[-1]["loss"] == pytest.approx(metrics(whole)[-1]["loss"], rel=1e-12)
 
 
 def test_eval_gives_the_loss_by_position(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,8 +108,8 @@ def test_eval_gives_the_loss_by_position(tmp_path: Path, capsys: pytest.CaptureF
         (128, 256),
         (256, 300),
     ]
-    loaded = evaluation.load(str(tmp_path / "run"), torch.device("cpu"), "float32")
-    ids = evaluation._held_out(loaded.data, str(text), 1024)[None, :1024]
+    loaded = command.load(str(tmp_path / "run"), torch.device("cpu"), "float32")
+    ids = command._held_out(loaded.data, str(text), 1024)[None, :1024]
     losses = torch.nn.functional.cross_entropy(loaded.model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
     for row in (r for r in rows if r["length"] == 1024):
         assert abs(row["loss"] - losses[row["start"] : row["stop"]].mean().item()) <= 1e-5 * row["loss"]
@@ -88,6 +120,9 @@ def test_eval_gives_the_loss_by_position(tmp_path: Path, capsys: pytest.CaptureF
 def test_states_that_grow_are_not_carried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_tiny(tmp_path, training__carry_state="other", model__mixer="attention") == 2
     assert "training.carry_state" in capsys.readouterr().err
+    flags = {"cluster__shards": 1, "cluster__sequence": 2, "training__carry_state": "previous"}
+    assert train_tiny(tmp_path, **flags) == 2
+    assert "leave out cluster.replicas, cluster.sequence" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from cluster_helpers import train_in_threads
 from torch import nn
 from training_helpers import metrics, tiny, train_tiny, weights
 
-from adjoint import Stack, StackConfig
+from adjoint import Exact, Stack, StackConfig
 from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cli import main
+from adjoint.cluster.memory import Setup, memory
 from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import learning_rate, parameter_groups
 from adjoint.train.rundir import RunFolder
@@ -373,3 +375,62 @@ def test_muon_has_the_matrices_and_resumes_bitwise(tmp_path: Path) -> None:
     assert "layers.0.mixer.in_proj.weight|momentum_buffer" in kept
     assert {"embedding.weight|exp_avg", "layers.0.mixer.A_log|exp_avg"} <= kept
     assert "layers.0.mixer.in_proj.weight|exp_avg" not in kept
+
+
+def test_moments_in_8_bits_resume_bitwise_over_shards_too(
+    tmp_path: Path, one_thread: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And take what the plan says."""
+    pytest.importorskip("torchao")
+    flags = {
+        "training__optimizer": "adamw8bit",
+        "training__steps": 6,
+        "training__lr": 1e-2,
+        "training__sample_tokens": 0,
+        "model__d_model": 32,
+        "model__tie_embeddings": "false",
+    }
+    run, shards = tmp_path / "run", tmp_path / "shards"
+    assert train_tiny(tmp_path, **flags) == 0
+    train_in_threads(tiny(tmp_path, **flags, cluster__shards=2, run__dir=shards))
+    rows = metrics(run)
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
+    assert [r["loss"] for r in metrics(shards)] == pytest.approx([r["loss"] for r in rows], rel=1e-3)
+    for whole, more, train in (
+        (run, {}, train_tiny),
+        (shards, {"cluster__shards": 2}, lambda folder, **flags: train_in_threads(tiny(folder, **flags))),
+    ):
+        first, last = list_checkpoints(whole / "checkpoints")
+        train(tmp_path, **flags, **more, run__dir=tmp_path / f"{whole.name} again", run__resume=first)
+        again = tmp_path / f"{whole.name} again" / "checkpoints" / last.name
+        assert len(list(last.glob("*.safetensors"))) == (4 if more else 2)
+        for file in last.glob("*.safetensors"):
+            assert (again / file.name).read_bytes() == file.read_bytes()
+    stored = Tensors(last, "optimizer")
+    assert stored["layers.0.mixer.in_proj.weight|exp_avg_sq.codes"].dtype == torch.uint8
+    assert stored["layers.0.mixer.A_log|exp_avg"].dtype == torch.float32  # too small
+    kept = sum(stored[n].nbytes for n in stored.where if "|exp_avg" in n and not n.endswith(".qmap"))
+    config = StackConfig(vocab_size=256, d_model=32, n_layer=2, tie_embeddings=False)
+    setup = Setup(config, Exact(), 1, 64, optimizer="adamw8bit")
+    assert abs(memory(setup, range(2)).parts["optimizer"] - kept) <= 1
+    assert kept < 0.5 * 8 * Stack(config).num_parameters()
+    capsys.readouterr()
+    assert train_tiny(tmp_path, **{**flags, "training__optimizer": "adamw"}, run__resume="auto") == 2
+    assert "has training.optimizer adamw8bit, this run has adamw" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "precision, said", [("float32", "pip install torchao"), ("float64", "take adamw for")]
+)
+def test_8_bits_that_cannot_be_are_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    precision: str,
+    said: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    flags = {"training__optimizer": "adamw8bit", "training__precision": precision}
+    assert train_tiny(tmp_path, **flags) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1

@@ -63,7 +63,8 @@ def make_specs(
     )  # fmt: skip
     limits = sizes if ids is not None and len(sizes) == shards else None
     try:
-        setup = make_setup(model, *given, sequence=sequence, helpers=len(helpers))
+        more = {"sequence": sequence, "helpers": len(helpers), "optimizer": training.optimizer}
+        setup = make_setup(model, *given, **more)
         fit = Fit(setup, _costs(model), shards, shares(gpus), limits)
         # where only the margin for libraries is missing, the shards get their way
         bare = fit.of(reserve=False)

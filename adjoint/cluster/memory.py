@@ -28,6 +28,7 @@ from adjoint.layers import StackConfig
 from adjoint.methods import Backprop
 from adjoint.stack import Stack
 from adjoint.train.config import plain
+from adjoint.train.optimizer import moment_bytes, share_in_8bit
 
 # Beside what tensors hold: bytes that libraries take, and what the allocator leaves unused, as a share. Those
 # of a CPU are counted above a process that has imported everything (some 400 MB); those of a GPU, what its
@@ -79,6 +80,7 @@ class Setup:
         reserve: whether what libraries and the allocator take counts.
         sequence: workers of a shard, to whom the chunks are dealt out in turn.
         helpers: workers that share layer-local's tasks.
+        optimizer: `training.optimizer`.
     """
 
     model: Any
@@ -92,6 +94,7 @@ class Setup:
     reserve: bool = True
     sequence: int = 1
     helpers: int = 0
+    optimizer: str = "adamw"
 
     stages_are_spans: ClassVar[bool] = False  # else embedding, a layer each, head
 
@@ -186,6 +189,17 @@ class Setup:
         """Of each layer what it is; layers of a kind take the same."""
         return self.model.mixers
 
+    def moments(self, weights: int) -> int:
+        """Bytes of the optimizer's two moments of so many weights."""
+        in_8bit = self.in_8bit if self.optimizer == "adamw8bit" else 0.0
+        return moment_bytes(weights, self.element, in_8bit)
+
+    @functools.cached_property
+    def in_8bit(self) -> float:
+        """The share of the model's weights whose moments adamw8bit has in 8 bits."""
+        with torch.device("meta"):
+            return share_in_8bit(Stack(self.model, 0).parameters())
+
     def state(self, k: int) -> int:
         """Bytes of layer k's state at a chunk's edge."""
         return self.layer(k, self.scheme.chunk_size).state
@@ -216,7 +230,7 @@ class Setup:
             "weights": self.element * (owned + copied),
             "casts": casts,
             "gradients": self.element * (owned + copied) * (1 if self.grad_accumulation == 1 else sums),
-            "optimizer": 2 * self.element * owned,
+            "optimizer": self.moments(owned),
         }
 
     def work(self, layers: Sequence[int], first: bool, last: bool, alone: bool) -> tuple[int, int, int]:
@@ -297,8 +311,9 @@ def memory(
         host, kept, states = kept + states, 0, 3 * state
         work += setup.y(size)
     parts |= {"states": states, "past": setup.past(layers, alone), "kept": kept}
-    # or AdamW's step of one tensor at a time
-    parts["chunk"] = max(work, 2 * setup.largest(layers, first, last))
+    # or AdamW's step of one tensor at a time; not compiled, that with 8-bit moments holds nine of its size
+    held = 9 if setup.optimizer == "adamw8bit" and setup.device == "cpu" else 2
+    parts["chunk"] = max(work, held * setup.largest(layers, first, last))
     parts["head"] = max(0, head - parts["chunk"]) if last else 0
     if isinstance(setup.scheme.memory, float) and alone:  # the budget is filled with tapes
         tapes = sum(setup.layer(k, size).saved for k in layers) * (setup.chunks - 1)

@@ -12,6 +12,7 @@ from adjoint.cluster.spec import two_each
 from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
 from adjoint.hf.wrap import chunk_size_for, scheme_of
+from adjoint.layers import State
 
 
 class PretrainedShard(Shard):
@@ -40,7 +41,7 @@ class PretrainedShard(Shard):
             part.get_output_embeddings().weight = part.get_input_embeddings().weight
         return part.train()
 
-    def _stages(self, batch: int) -> tuple[list[Any], list[Any]]:
+    def _stages(self, batch: int, states: list[State] | None = None) -> tuple[list[Any], list[Any]]:
         self.part.train(torch.is_grad_enabled())  # it may have dropout
         stages: list[Any] = [None] * self.shards
         stages[self.spec.shard] = self.found.stage(self.part, self.spec.spans[self.spec.shard])

@@ -35,6 +35,7 @@ from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.hf.wrap import check_method, chunk_size_for, scheme_of
 from adjoint.layers import State
 from adjoint.methods import Backprop
+from adjoint.train.optimizer import share_in_8bit
 
 EMBEDDING, HEAD = -2, -1  # pieces beside the layers, which have their numbers
 
@@ -124,6 +125,7 @@ class Spans:
         first, last, others: numbers of parameters that come with the embedding, with the head, with any span;
             of these `table` are the embedding's.
         largest: of each layer, the elements of its largest parameter.
+        in_8bit: the share of the parameters whose moments adamw8bit has in 8 bits.
     """
 
     def __init__(self, found: Pretrained) -> None:
@@ -142,6 +144,7 @@ class Spans:
         self.others = self._size(model, range(-1, -1))
         self.first = self._size(model, range(0)) - self.others
         self.last = self._size(model, range(n, n)) - self.others
+        self.in_8bit = share_in_8bit(model.parameters())
         self.table = model.get_input_embeddings().weight.numel()
 
     @property
@@ -321,8 +324,12 @@ class PretrainedSetup(Setup):
             "weights": self.element * taken,
             "casts": 0,  # autocast makes them anew in every tile
             "gradients": self.element * taken * (1 if self.grad_accumulation == 1 else sums),
-            "optimizer": 2 * self.element * (taken - copied),
+            "optimizer": self.moments(taken - copied),
         }
+
+    @functools.cached_property
+    def in_8bit(self) -> float:
+        return self.model.in_8bit
 
     def work(self, layers: Sequence[int], first: bool, last: bool, alone: bool) -> tuple[int, int, int]:
         plain = alone and isinstance(self.method, Backprop)

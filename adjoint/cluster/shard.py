@@ -28,13 +28,15 @@ from adjoint.engine.program import Plan
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import stage_costs, stage_states, stages_of
 from adjoint.errors import UserError
+from adjoint.layers import State
 from adjoint.loss import count_valid, shift_labels
+from adjoint.memory import peak_memory_bytes
 from adjoint.methods import Backprop, LayerLocal, Truncated
 from adjoint.stack import Stack, draw_seed
+from adjoint.train.carry import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
-from adjoint.memory import peak_memory_bytes
 from adjoint.train.machine import autocast
-from adjoint.train.optimizer import make_optimizer
+from adjoint.train.optimizer import make_optimizer, take_step
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Shard:
         if self.tied_head is not None:
             self.tied_head._no_weight_decay = True  # type: ignore[attr-defined] # it is an embedding
         self.optimizer = make_optimizer(self.part, spec.training, [] if self.table is None else [self.table])
+        self.carried = Carried(spec.training.carry_state, spec.spans[spec.shard])
         self.known: set[tuple[int, int]] = set()  # (helper, stage)s whose weights the helper has
         self.windows: list[int] | None = None  # of the last batch, where the method picked them
         self.trace: list[Traced] = []  # of the last batch
@@ -111,16 +114,18 @@ class Shard:
             part.reset_parameters(seed)
         return part.to(self.device, torch.float64 if spec.precision == "float64" else torch.float32)
 
-    def _stages(self, batch: int) -> tuple[list[Any], list[Any]]:
-        """The stages, None in the places of others', and their states before a sequence."""
+    def _stages(self, batch: int, states: list[State] | None = None) -> tuple[list[Any], list[Any]]:
+        """The stages, None in the places of others', and their states before a sequence: those of the layers
+        here, zeros if None."""
         recompute = getattr(self.spec.method, "recompute", "none")
-        return stages_of(self.part, recompute), stage_states(self.part, self.part.initial_state(batch))
+        states = self.part.initial_state(batch) if states is None else states
+        return stages_of(self.part, recompute), stage_states(self.part, states)
 
     def _scheme(self, batch: int, seqlen: int, chunk_size: int) -> Scheme:
         """What the engine is asked for."""
         return self.spec.method.scheme(seqlen, chunk_size)
 
-    # ------------------------------------------------------------------------------------- what it consists of
+    # ------------------------------------------------------------------------------------ what it consists of
 
     @property
     def shards(self) -> int:
@@ -171,6 +176,8 @@ class Shard:
         final: bool = True,
         passing: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        start: tuple[bool, int] = (False, 0),
+        ended: Tensor | None = None,
     ) -> float | None:
         """Forward and backward over this worker's part of one batch; adds to the gradients.
 
@@ -183,6 +190,7 @@ class Shard:
             passing: (n_layer, chunks), for a method that cuts at random: what the adjoint state is multiplied
                 by as it leaves a chunk, the same on every worker.
             seq_idx: (batch, seqlen) of packed documents, numbered from 0 in rising order.
+            start: where states are carried, `Carried.start`'s arguments. ended: (batch,) bool, `end`'s.
 
         Returns:
             On a last shard its share of the mean loss, divided by `batches`: the shares add up to the loss.
@@ -192,7 +200,8 @@ class Shard:
             UserError: fewer rows than replicas, or fewer chunks than workers of a sequence.
         """
         check_rows(len(ids), self.spec.replicas)
-        worker, scheme, valid = self._worker(ids, chunk_size, passing, seq_idx)
+        states = self.carried.start(*start)
+        worker, scheme, valid = self._worker(ids, chunk_size, passing, seq_idx, states)
         check_chunks(self.spec.method, ids.shape[1], scheme.chunk_size, self.spec.sequence)
         worker.scale = torch.ones((), dtype=worker.wide, device=self.device) / batches / valid
         if scheme.window == "auto":
@@ -200,6 +209,8 @@ class Shard:
             self.windows = self._pick_windows(worker, scheme)
             worker.grid = self._grid(scheme, worker.grid.cuts[-1], self.windows)
         self._carry_out(worker, step_plan(scheme, worker.grid, self.spec.owners, self.spec.helpers))
+        if ended is not None:
+            self.carried.end([worker.final[1 + k] for k in self.part.span], ended.to(self.device))
         for parameter in self.part.parameters():
             gradient = worker.gradients.of(parameter)
             if gradient is not None:
@@ -226,6 +237,7 @@ class Shard:
         chunk_size: int | None,
         passing: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        states: list[State] | None = None,
     ) -> tuple[Worker, Scheme, int]:
         """This worker's part of a batch, how it is gone about, and the number of valid labels of the whole
         batch, whose mean the loss is."""
@@ -241,13 +253,13 @@ class Shard:
         grid = self._grid(scheme, seqlen)
         wide = torch.float64 if self.spec.precision == "float64" else torch.float32
         with autocast(self.spec.precision, self.device):
-            stages, states = self._stages(batch)
+            stages, initial = self._stages(batch, states)
             worker = Worker(
                 stages,
                 grid,
                 ids,
                 targets,
-                states,
+                initial,
                 self.spec.model.d_model,
                 wide,
                 self.transport,
@@ -334,9 +346,7 @@ class Shard:
         if self.spec.training.grad_clip:
             norm = torch.tensor(total_norm, dtype=weights[0].dtype, device=self.device)
             torch.nn.utils.clip_grads_with_norm_(weights, self.spec.training.grad_clip, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        take_step(self.optimizer, lr)
         self.known.clear()
         self.share_table()
 
@@ -358,6 +368,8 @@ class Shard:
             (f"model-{number}", named),
             (f"optimizer-{number}", optimizer_tensors(self.optimizer, named)),
         ]
+        if states := self.carried.tensors():
+            contents.append((f"{STEM}-{number}", states))
         return {name: write_file(Path(folder) / name, tensors) for name, tensors in contents}
 
     @torch.no_grad()
@@ -373,6 +385,7 @@ class Shard:
         for name, parameter in (named | copied).items():
             parameter.copy_(weights[name])
         load_optimizer(self.optimizer, {name: state.of(name) for name in named}, named)
+        self.carried.load(Tensors(Path(path), STEM), self.device)
 
     # --------------------------------------------------------------------------------------------- samples
 

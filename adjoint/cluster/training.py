@@ -61,12 +61,15 @@ def train(config: Config) -> Outcome:
             "method.memory: a budget is for one process, shards keep one chunk each; leave it out, or set "
             "cluster.shards to 0"
         )
-    if config.training.carry_state != "none":
-        raise UserError("training.carry_state: states are carried in one process; set cluster.shards to 0")
+    if config.training.carry_state != "none" and settings.replicas * settings.sequence + settings.helpers > 1:
+        raise UserError(
+            "training.carry_state: a layer's states stay with one worker; leave out cluster.replicas, "
+            "cluster.sequence and cluster.helpers"
+        )
     if config.data.documents == "packed" and config.model.from_pretrained is not None:
         raise UserError(
-            "data.documents: packed documents of a pretrained model are for one process; set cluster.shards to 0, "
-            'or data.documents to "stream"'
+            "data.documents: packed documents of a pretrained model are for one process; set cluster.shards "
+            'to 0, or data.documents to "stream"'
         )
     need = placement.Need(settings.cpus, int(_wants_gpus(config)))
     shards = 1 if settings.shards == "auto" else settings.shards
@@ -172,9 +175,11 @@ class ShardedTrainer(Trainer):
             if config.model.from_pretrained is None:
                 with torch.device("meta"):
                     whole = Stack(config.model)  # draws its seed, as in one process
+                self._check_carried(whole)
                 self.num_parameters = whole.num_parameters()
                 self.names = [name for name, _ in whole.named_parameters()]
             else:
+                self._check_carried(None)
                 self._examine(config.model.from_pretrained)
             self.beginning = self.data.train.state_dict(), rng_state()
         if checkpoint is not None:
@@ -233,13 +238,16 @@ class ShardedTrainer(Trainer):
         self._all("zero_grad")
         loss, tokens, windows = 0.0, 0, None
         for i in range(batches):
+            start = self._start()
             ids = next(self.data.train)
             scheme = self.method.scheme(ids.shape[1], self.chunk_size)
             passing = None
             if scheme.cut:
                 chunks = len(scheme.cuts(ids.shape[1])) - 1
                 passing = draw_passing(self.config.model.n_layer, chunks, scheme.cut).numpy()
-            rest = (batches, i + 1 == batches, passing, self._seq_idx(ids))
+            rest = [batches, i + 1 == batches, passing, self._seq_idx(ids)]
+            if self.settings.carry_state != "none":
+                rest += [start, self.data.ended(ids).numpy()]
             found = self._all("accumulate", ids.numpy(), self.chunk_size, *rest)
             loss += sum(share for share in found if share is not None)
             if not math.isfinite(loss):

@@ -124,15 +124,18 @@ class CausalLM(Backbone):
 class Collect:
     """Above a backbone: gathers the hidden states instead of making a loss of them.
 
+    Args:
+        tokens: how many. first: the first of them; where it is not 0 no backward may follow.
+
     Attributes:
-        hidden: (batch, seqlen, hidden_size) after the forward.
+        hidden: (batch, tokens, hidden_size) after the forward.
         cotangent: of it, to be set before the backward.
     """
 
     stateful, grows, reach = False, (), 0
 
-    def __init__(self, seqlen: int) -> None:
-        self.seqlen = seqlen
+    def __init__(self, tokens: int, first: int = 0) -> None:
+        self.tokens, self.first = tokens, first
         self.hidden: Tensor | None = None
         self.cotangent: Tensor | None = None
 
@@ -141,8 +144,10 @@ class Collect:
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         if self.hidden is None:
-            self.hidden = x.new_empty(x.shape[0], self.seqlen, x.shape[2])
-        self.hidden[:, chunk.start : chunk.start + x.shape[1]] = x
+            self.hidden = x.new_empty(x.shape[0], self.tokens, x.shape[2])
+        y = x[:, max(0, self.first - chunk.start) :]
+        at = max(0, chunk.start - self.first)
+        self.hidden[:, at : at + y.shape[1]] = y
         return x.new_zeros(()), ()
 
     def linearize(

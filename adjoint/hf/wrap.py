@@ -25,7 +25,7 @@ from adjoint.engine.autograd import Steps
 from adjoint.engine.grid import Scheme
 from adjoint.hf import check, documents, mini_sequence
 from adjoint.hf.cache import Slot
-from adjoint.hf.head import head_scale
+from adjoint.hf.head import head_scale, own_logits
 from adjoint.hf.stage import Backbone, CausalLM, Collect, class_of, probe
 from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
@@ -215,6 +215,16 @@ def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
 def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
     """The summed loss of each chunk of ids (batch, seqlen), of a wrapped model in its present mode."""
     return _lm_steps(model, ids, shift_labels(ids), 1, scheme, _slots(model, ids)).chunk_losses()
+
+
+@torch.no_grad()
+def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
+    """Logits (batch, tokens, vocab_size) of the last `tokens` of ids (batch, seqlen), of a wrapped model in
+    its present mode; the sequence is run by chunks, of two tokens at least."""
+    last = Collect(tokens, ids.shape[1] - tokens)
+    _steps([Backbone(model, _slots(model, ids)), last], ids, ids, 1, scheme).forward()
+    assert last.hidden is not None
+    return own_logits(model, class_of(model).forward, last.hidden)
 
 
 def _valid(kwargs: dict[str, Any], targets: Tensor) -> Any:

@@ -29,6 +29,8 @@ from adjoint.checkpoint import (
 )
 from adjoint.errors import UserError
 from adjoint.files import flush
+from adjoint.train.carry import STEM
+from adjoint.train.optimizer import flattened, restored
 
 _WRITING, _REMOVING = ".writing-", ".removing-"  # folders that a kill may leave; the next save deletes them
 
@@ -41,6 +43,7 @@ def save_checkpoint(
     trainer: dict[str, Any],
     rng: dict[str, Any] | None = None,
     keep: int | None = None,
+    states: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write ``directory/step-XXXXXXXX`` and return its path.
 
@@ -52,6 +55,7 @@ def save_checkpoint(
         trainer: what JSON can hold: data cursor, configuration, …
         rng: random generator states, tensors and plain values only.
         keep: afterwards, delete all but the newest ``keep`` checkpoints; None keeps all.
+        states: recurrent states that the next batch goes on from, by name.
 
     Raises:
         OSError: the disk refused; earlier checkpoints are as they were.
@@ -62,8 +66,11 @@ def save_checkpoint(
     work = begin_checkpoint(directory, step)
     try:
         state = optimizer_tensors(optimizer, dict(model.named_parameters()))
-        contents = {"model.safetensors": weights, "optimizer.safetensors": state}
-        files = {name: write_file(work / name, tensors) for name, tensors in contents.items()}
+        contents = {"model": weights, "optimizer": state} | ({STEM: states} if states else {})
+        files = {
+            f"{stem}.safetensors": write_file(work / f"{stem}.safetensors", tensors)
+            for stem, tensors in contents.items()
+        }
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)  # a full disk needs the room back
         raise
@@ -166,13 +173,17 @@ def load_checkpoint(
 
 
 def check_config(path: Path, config: dict[str, Any]) -> None:
-    """Raises UserError, naming the first differing key, where the checkpoint is of another model."""
-    saved, here = read_trainer(path).get("config", {}).get("model", {}), config["model"]
+    """Raises UserError, naming the first differing key, where the checkpoint is of another model, or of an
+    optimizer with another state."""
+    stored = read_trainer(path).get("config", {})
+    saved, here = ({f"model.{k}": v for k, v in c.get("model", {}).items()} for c in (stored, config))
+    for differs, given in ((saved, stored), (here, config)):
+        differs["training.optimizer"] = given.get("training", {}).get("optimizer", "adamw")
     for key in [*here, *(key for key in saved if key not in here)]:
         if saved.get(key) != here.get(key):
             raise UserError(
-                f"{path}: has model.{key} {saved.get(key)}, this run has {here.get(key)}; "
-                f"set --model.{key} {saved.get(key)} or start another run"
+                f"{path}: has {key} {saved.get(key)}, this run has {here.get(key)}; "
+                f"set --{key} {saved.get(key)} or start another run"
             )
 
 
@@ -196,8 +207,8 @@ def optimizer_tensors(
     tensors: dict[str, torch.Tensor] = {}
     if optimizer is not None:
         for name, parameter in named.items():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{name}|{key}"] = torch.as_tensor(value).detach().contiguous()
+            for key, value in flattened(optimizer.state.get(parameter, {})).items():
+                tensors[f"{name}|{key}"] = value.detach().contiguous()
     return tensors
 
 
@@ -209,7 +220,7 @@ def load_optimizer(
     """Fill an optimizer with the state of its parameters, whatever groups they are in."""
     names = {parameter: name for name, parameter in named.items()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    by_index = {index: state[name] for index, name in enumerate(ordered) if state.get(name)}
+    by_index = {i: restored(state[name], named[name]) for i, name in enumerate(ordered) if state.get(name)}
     optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

@@ -84,7 +84,8 @@ class TrainingConfig:
     Args:
         steps: optimizer steps of the whole run.
         seed: seed of the initial weights, of the order of the data and of the samples.
-        optimizer: "adamw", or "muon" for the projections' matrices with AdamW for the rest.
+        optimizer: "adamw"; "adamw8bit", whose moments take 2 bytes a weight instead of 8 (torchao); or "muon"
+            for the projections' matrices with AdamW for the rest.
         lr: highest learning rate, reached after the warm-up.
         min_lr: learning rate at the last step, where the cosine ends; null is a tenth of lr.
         warmup_steps: steps of the linear warm-up, capped at half of the run.
@@ -114,7 +115,7 @@ class TrainingConfig:
 
     steps: int = 200
     seed: int = 0
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     lr: float = 6e-3
     min_lr: float | None = None
     warmup_steps: int = 10
@@ -153,6 +154,10 @@ class TrainingConfig:
             check_finite("training.min_lr", self.min_lr, positive=False)
             if self.min_lr > self.lr:
                 raise UserError(f"training.min_lr: {self.min_lr} is above training.lr {self.lr}; lower it")
+        if self.optimizer == "adamw8bit" and self.precision == "float64":
+            raise UserError(
+                "training.optimizer: adamw8bit computes in float32; take adamw for training.precision float64"
+            )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"training.betas: two numbers in [0, 1), got {list(self.betas)}")
 

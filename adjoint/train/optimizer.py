@@ -1,19 +1,24 @@
-"""AdamW with decay groups, or Muon beside it, and the learning rate schedule."""
+"""AdamW with decay groups, its moments in 8 bits or Muon beside it, and the learning rate schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from adjoint.errors import UserError
 from adjoint.train.config import TrainingConfig
 
 # Kept away from decay by name whatever their rank: A_log and dt_bias set time scales, D is a skip connection,
 # Mamba-3's B_bias and C_bias are biases of three dimensions.
 _UNDECAYED = {"A_log", "D", "dt_bias", "B_bias", "C_bias"}
+BLOCK, SMALLEST = 256, 4096  # of 8-bit moments: values that share a scale; weights of a tensor that has them
+_uncompiled = threading.Lock()
 
 
 def parameter_groups(
@@ -49,7 +54,11 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter, 2019) over the groups above, ``without`` some parameters of the model; one
     fused kernel on CUDA. With ``muon`` the matrices among what decays are Muon's (Jordan et al., 2024), its
-    steps scaled to AdamW's so that one learning rate does for both (Liu et al., 2025).
+    steps scaled to AdamW's so that one learning rate does for both (Liu et al., 2025). With ``adamw8bit``
+    moments are kept in 8 bits, in blocks with a scale each (Dettmers et al., 2021), by torchao.
+
+    Raises:
+        UserError: torchao is asked for and not installed.
     """
     fused = next(model.parameters()).is_cuda
     groups = parameter_groups(model, config.weight_decay, without)
@@ -60,6 +69,15 @@ def make_optimizer(
                 matrices = [p for p in group["params"] if p.ndim == 2]
                 group["params"] = [p for p in group["params"] if p.ndim != 2]
     groups = [{k: v for k, v in group.items() if k != "decays"} for group in groups if group["params"]]
+    if config.optimizer == "adamw8bit":
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError:
+            raise UserError(
+                "training.optimizer: adamw8bit is torchao's, which is not installed; pip install torchao, or "
+                "take adamw"
+            ) from None
+        return AdamW8bit(groups, config.lr, config.betas, config.eps)
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
     if not matrices:
         return adamw
@@ -113,6 +131,63 @@ class Several(torch.optim.Optimizer):
             own = [{**g, "params": [i - first for i in g["params"]]} for g in mine]
             part.load_state_dict({"state": state, "param_groups": own})
             first += count
+
+
+def take_step(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """An optimizer's step at a learning rate.
+
+    torchao has the rate in a tensor, and compiles the step for each shape of a parameter. On a CPU that takes
+    a minute or two: there it runs operation by operation.
+    """
+    compiles = False
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+            compiles = not group["params"][0].is_cuda
+        else:
+            group["lr"] = lr
+    if not compiles:
+        optimizer.step()
+        return
+    with _uncompiled, torch.compiler.set_stance("force_eager"):  # the stance is the process's, not a thread's
+        optimizer.step()
+
+
+def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A parameter's optimizer state as plain tensors: of 8-bit moments codes, scales and what codes stand
+    for, "exp_avg.codes" and so on."""
+    flat: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if is_traceable_wrapper_subclass(value):
+            flat |= {f"{key}.{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
+        else:
+            flat[key] = torch.as_tensor(value)
+    return flat
+
+
+def restored(flat: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+    """The reverse of `flattened`."""
+    state = {key: value for key, value in flat.items() if "." not in key}
+    for key in [key.removesuffix(".codes") for key in flat if key.endswith(".codes")]:
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        parts = [flat[f"{key}.{part}"] for part in OptimState8bit.tensor_attrs]
+        signed = bool(flat[f"{key}.qmap"].min() < 0)
+        state[key] = OptimState8bit(*parts, signed, parameter.dtype)
+    return state
+
+
+def share_in_8bit(parameters: Iterable[Tensor]) -> float:
+    """The share of weights whose moments adamw8bit has in 8 bits: those of tensors large enough that whole
+    blocks make up."""
+    sizes = [p.numel() for p in parameters]
+    return sum(n for n in sizes if n >= SMALLEST and n % BLOCK == 0) / sum(sizes)
+
+
+def moment_bytes(weights: int, element: int, in_8bit: float) -> int:
+    """Bytes of AdamW's two moments of so many weights of `element` bytes; a share of them has moments in 8
+    bits, with a float32 scale a block."""
+    return round(2 * weights * (element + in_8bit * (1 + 4 / BLOCK - element)))
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:

@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
+from adjoint.checkpoint import Tensors
 from adjoint.data.batches import Data, open_data
-from adjoint.engine.tile import begun
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers import State
 from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.memory import peak_memory_bytes
-from adjoint.stack import Stack
+from adjoint.stack import Stack, draw_seed
+from adjoint.train.carry import STEM, Carried
 from adjoint.train.checkpoint import load_checkpoint, save_checkpoint, set_aside_after
 from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.machine import (
@@ -32,7 +33,7 @@ from adjoint.train.machine import (
     set_rng_state,
     set_up,
 )
-from adjoint.train.optimizer import learning_rate, make_optimizer
+from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
 from adjoint.train.rundir import RunFolder, open_run
 
@@ -82,7 +83,6 @@ class Trainer:
         set_up(settings, self.device)
         on = settings.carry_state == "previous"
         self.data: Data = open_data(config.data, settings.seed, config.model.vocab_size, consecutive=on)
-        self.carried: list[State] | None = None  # the states that the last batch ended in
         self.method = config.method.build()
         self.step = self.saved_step = 0
         self.tokens = 0
@@ -128,8 +128,6 @@ class Trainer:
     def _build(self, checkpoint: Path | None) -> None:
         """Make model and optimizer; a checkpoint is loaded into them by `_load`."""
         dtype = torch.float64 if self.precision == "float64" else None
-        if self.settings.carry_state != "none" and self.config.model.from_pretrained is not None:
-            raise UserError("training.carry_state: a pretrained model's states are not carried; leave it out")
         plainly = self.method.name not in ("exact", "truncated")
         if self.data.packed and self.config.model.from_pretrained is not None and plainly:
             raise UserError(
@@ -137,19 +135,29 @@ class Trainer:
                 "--method.name exact"
             )
         self.model: Any
+        self.carried = Carried(self.settings.carry_state, range(self.config.model.n_layer))
         if self.config.model.from_pretrained is None:
             self.model = Stack(self.config.model).to(self.device, dtype)
-            grows = any(dim is not None for block in self.model.blocks() for dim in block.mixer.grows)
-            if self.settings.carry_state != "none" and grows:
-                raise UserError(
-                    "training.carry_state: attention's keys and values would grow for ever; leave it out"
-                )
+            self._check_carried(self.model)
         else:
             from adjoint.hf.load import load
 
+            self._check_carried(None)
             self.model = load(self.config.model.from_pretrained, self.method).to(self.device, dtype)
         self.optimizer = make_optimizer(self.model, self.settings)
         self.num_parameters = self.model.num_parameters()
+
+    def _check_carried(self, stack: Stack | None) -> None:
+        """Raises a UserError where states cannot be carried from batch to batch; None stands for a pretrained
+        model."""
+        if self.settings.carry_state == "none":
+            return
+        if stack is None:
+            raise UserError("training.carry_state: a pretrained model's states are not carried; leave it out")
+        if any(dim is not None for block in stack.blocks() for dim in block.mixer.grows):
+            raise UserError(
+                "training.carry_state: attention's keys and values would grow for ever; leave it out"
+            )
 
     def _gradients(self, step: int) -> tuple[float, int, list[int] | None]:
         """Fill the gradients from the next batches: the mean loss, tokens, each layer's window if picked."""
@@ -157,12 +165,14 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss, tokens = 0.0, 0
         windows: list[int] | None = None
+        carries = settings.carry_state != "none"
         for _ in range(settings.grad_accumulation):
-            state = self._start()
+            start = self._start()
             ids = next(self.data.train).to(self.device)
             with autocast(self.precision, self.device):
-                output = self._run(ids, state)
-            self._carry(output, ids)
+                output = self._run(ids, self.carried.start(*start) if carries else None)
+            if carries:
+                self.carried.end(output.state, self.data.ended(ids))
             picked = getattr(output, "windows", None)
             if picked is not None:  # the widest of the batches
                 windows = list(map(max, windows or picked, picked))
@@ -175,22 +185,10 @@ class Trainer:
             tokens += ids.numel()
         return loss, tokens, windows
 
-    def _start(self) -> list[State] | None:
-        """The states that the next batch starts from; None for zeros."""
+    def _start(self) -> tuple[bool, int]:
+        """Whether the next batch may start from carried states, and the seed of noise."""
         how = self.settings.carry_state
-        if self.carried is None or (how == "previous" and self.data.train.begins):
-            return None
-        if how == "other":  # of another row too
-            return [tuple(s.roll(1, 0) for s in state) for state in self.carried]
-        if how == "noise":
-            return [tuple(_like(s) for s in state) for state in self.carried]
-        return self.carried
-
-    def _carry(self, output: Any, ids: torch.Tensor) -> None:
-        if self.settings.carry_state == "none":
-            return
-        ended = self.data.ended(ids)
-        self.carried = [begun(tuple(s.detach() for s in state), ended) for state in output.state]
+        return how != "previous" or not self.data.train.begins, draw_seed() if how == "noise" else 0
 
     def _run(self, ids: torch.Tensor, state: list[State] | None = None) -> Any:
         """The model's output on a batch, by the method."""
@@ -212,9 +210,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(norm):
             self._diverged("gradient norm", norm, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.settings)
-        self.optimizer.step()
+        take_step(self.optimizer, learning_rate(step, self.settings))
         return norm
 
     def _loss_of(self, ids: torch.Tensor) -> float:
@@ -225,12 +221,13 @@ class Trainer:
 
     def _write(self, directory: Path, trainer: dict[str, Any], keep: int) -> None:
         """Write a checkpoint."""
-        rng = rng_state() | ({} if self.carried is None else {"carried": self.carried})
-        save_checkpoint(directory, self.step, self.model, self.optimizer, trainer, rng, keep)
+        states = self.carried.tensors()
+        save_checkpoint(directory, self.step, self.model, self.optimizer, trainer, rng_state(), keep, states)
 
     def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a checkpoint that is known to be whole; its (trainer, rng) dictionaries."""
         here = self.config.to_dict()
+        self.carried.load(Tensors(checkpoint, STEM), self.device)
         return load_checkpoint(checkpoint, self.model, self.optimizer, here, verify=False)
 
     def _continue(self, prompt: torch.Tensor) -> torch.Tensor:
@@ -300,9 +297,6 @@ class Trainer:
         if checkpoint.absolute().parent == (self.folder.path / "checkpoints").absolute():
             self.saved_step = self.step
         set_rng_state(rng)
-        carried = rng.get("carried")
-        if carried is not None and self.settings.carry_state != "none":
-            self.carried = [tuple(s.to(self.device) for s in state) for state in carried]
         for moved in set_aside_after(self.folder.path / "checkpoints", self.step):
             print(f"set aside: {moved}, of steps that are done again")
         print(f"resuming after step {self.step} from {checkpoint}")
@@ -359,11 +353,6 @@ class Trainer:
             print("note: bfloat16 on a CPU saves memory, seldom time")
         if self.step >= settings.steps:
             print(f"note: all {settings.steps} steps are done; raise training.steps to go on")
-
-
-def _like(state: torch.Tensor) -> torch.Tensor:
-    """Random numbers with a state's mean and deviation."""
-    return torch.randn_like(state) * state.std(correction=0) + state.mean()
 
 
 class _Progress:

@@ -140,6 +140,7 @@ def setup_of(given: Any, config: Config) -> Setup:
         config.training.grad_accumulation,
         sequence=cluster.sequence,
         helpers=cluster.helpers,
+        optimizer=config.training.optimizer,
     )
     check_chunks(method, setup.seqlen, setup.scheme.chunk_size, setup.sequence)
     return setup

@@ -1,0 +1,1 @@
+"""`adjoint eval`: the loss by position, or needles."""

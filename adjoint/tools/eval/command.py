@@ -1,0 +1,148 @@
+"""`adjoint eval`: a model's loss by position, or whether it finds needles, in memory that does not grow with
+the length."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.checkpoint import read_trainer
+from adjoint.data.batches import DataConfig, open_data
+from adjoint.data.tokenizer import load_tokenizer
+from adjoint.errors import UserError
+from adjoint.files import write_atomically
+from adjoint.methods import Exact
+from adjoint.stack import Stack
+from adjoint.tools.eval import needles, positions
+from adjoint.train.flags import Flags, count
+from adjoint.train.machine import autocast, environment, pick_device, pick_precision
+from adjoint.train.rundir import find_checkpoint
+
+LENGTHS = "4K,64K"
+TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of needles
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model with the text settings it was made with.
+
+    Attributes:
+        model: a `Stack`, or a wrapped model of transformers. data: its run's, or what a folder of
+            transformers implies.
+        folder: where results go by default.
+    """
+
+    model: Any
+    data: DataConfig
+    folder: Path
+
+
+def main(argv: list[str]) -> int:
+    """`adjoint eval`: exit code 0."""
+    parser = Flags(
+        prog="adjoint eval",
+        usage="%(prog)s RUN [RUN ...] [--needles] [--lengths 4K,64K,1M] [--path TEXT] [--out DIR]",
+        description="Print and draw the loss by position on held-out text, for windows of several lengths; "
+        "or, with --needles, how well a key is recalled that such a window hides at several depths. States "
+        "are carried from chunk to chunk: memory does not grow with the length (of attention, by its keys "
+        "and values alone).",
+    )
+    add = parser.add_argument
+    add("runs", metavar="RUN", nargs="+", help="a run's folder, a checkpoint, or a folder of transformers")
+    add("--needles", action="store_true", help="hide pass keys in the text and ask for them at its end")
+    add("--lengths", default=LENGTHS, help="tokens of the windows, as 4K,64K,1M (default %(default)s)")
+    add("--path", help="the text; default: the run's own, of which the held-out part is read")
+    add(
+        "--tokens",
+        help="tokens read for each length, at least one window, or one a depth (default 256K, of needles 1M)",
+    )
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default %(default)s)")
+    add("--precision", default="auto", help="float32, bfloat16 or float64; auto: what the device does best")
+    add(
+        "--out",
+        metavar="DIR",
+        help="where eval.json and eval.png go (needles.json, needles.png); default: eval in the first RUN",
+    )
+    request = parser.parse_args(argv)
+    lengths = sorted({count("--lengths", text, 2) for text in request.lengths.split(",")})
+    budget = count("--tokens", request.tokens or str(TOKENS[request.needles]), 1)
+    device = pick_device(request.device)
+    precision = pick_precision(request.precision, device)
+    rows, folder = [], Path(request.out) if request.out else None
+    for run in request.runs:
+        loaded = load(run, device, precision)
+        folder = folder or loaded.folder
+        text = _held_out(loaded.data, request.path, max(lengths))
+        tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator)
+        for length in lengths:
+            given = text, length, budget, device
+            with autocast(precision, device):
+                if request.needles:
+                    found = needles.evaluate(loaded.model, tokenizer, *given)
+                else:
+                    found = positions.evaluate(loaded.model, *given)
+            rows += [{"run": run, **row} for row in found]
+    name, shown = ("needles", needles) if request.needles else ("eval", positions)
+    lines = shown.table(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    assert folder is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(
+        folder / f"{name}.json",
+        json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n",
+    )
+    shown.draw(rows, folder / f"{name}.png")
+    print(f"wrote {folder}/{name}.json and {name}.png")
+    return 0
+
+
+def load(run: str, device: torch.device, precision: str) -> Loaded:
+    """A run's newest checkpoint, or a folder of transformers.
+
+    Raises:
+        UserError: it is neither.
+    """
+    dtype = torch.float64 if precision == "float64" else None
+    if (Path(run) / "config.json").is_file():
+        from adjoint.hf.load import load as load_pretrained
+
+        found = load_pretrained(run, Exact()).to(device, dtype).eval()
+        return Loaded(found, DataConfig(tokenizer=run), Path("eval"))
+    checkpoint = find_checkpoint(run)
+    config = read_trainer(checkpoint)["config"]
+    data = DataConfig(**{k: v for k, v in config["data"].items() if k in DataConfig.__dataclass_fields__})
+    source = config["model"].get("from_pretrained")
+    model: Any
+    if source is None:
+        model = Stack.from_pretrained(checkpoint)
+    else:
+        from adjoint.hf.load import load as load_pretrained
+        from adjoint.train.checkpoint import load_checkpoint
+
+        model = load_pretrained(source, Exact()).eval()
+        load_checkpoint(checkpoint, model, verify=False)
+    return Loaded(model.to(device, dtype), data, checkpoint.parent.parent / "eval")
+
+
+def _held_out(data: DataConfig, path: str | None, longest: int) -> Tensor:
+    """The held-out tokens, (n,) int64; of a text that is named, all.
+
+    Raises:
+        UserError: there are fewer than the longest window has.
+    """
+    named = dataclasses.replace(data, path=path or data.path, seqlen=2, batch=1, eval_tokens=1 << 62)
+    opened = open_data(named)
+    split = opened.train.tokens if path else opened.eval.tokens
+    if len(split) < longest:
+        raise UserError(
+            f"--lengths: {longest:,} tokens asked for, {len(split):,} held out; name a longer "
+            "text with --path, or a shorter length"
+        )
+    return torch.from_numpy(split.astype("int64"))

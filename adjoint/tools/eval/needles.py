@@ -1,0 +1,133 @@
+"""`adjoint eval --needles`: is a line found again, from how deep in how long a text?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adjoint.data.recall import DEPTHS, hidden, pass_key
+from adjoint.data.tokenizer import Tokenizer
+from adjoint.engine.grid import Scheme
+from adjoint.errors import UserError
+from adjoint.files import save_figure
+from adjoint.methods import Exact
+from adjoint.stack import Stack
+from adjoint.tools.eval.positions import CHUNK
+
+
+def evaluate(
+    model: Any, tokenizer: Tokenizer, text: Tensor, length: int, budget: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """How well a pass key is recalled that a text of one length hides at each of `DEPTHS`.
+
+    The same keys and pieces of the text at every depth; the answer is read along with the text, and each of
+    its tokens is predicted from those before it.
+
+    Args:
+        model: a `Stack` or a wrapped model. text: (n,) int64, n >= length.
+        budget: tokens to read, of at least one needle a depth.
+
+    Returns:
+        A row a depth: length, depth, accuracy (the share of the answers' tokens that are the most likely
+        ones), loss (their mean, nats), needles.
+
+    Raises:
+        UserError: so few tokens have no room for a needle and its question.
+    """
+    from tqdm import tqdm
+
+    count = max(1, budget // (length * len(DEPTHS)))
+    keys = np.random.default_rng(0).integers(10000, 100000, count).tolist()
+    found: dict[float, list[Tensor]] = {depth: [] for depth in DEPTHS}
+    for i, key in enumerate(tqdm(keys, desc=f"{length:,} tokens", unit="needle", disable=None)):
+        pieces = pass_key(tokenizer, key)
+        room = length - sum(piece.shape[1] for piece in pieces)
+        if room < 1:
+            raise UserError(
+                f"--lengths: a needle and its question are {length - room} tokens, more than {length}; "
+                f"take {2 * (length - room)} or more"
+            )
+        start = i * (len(text) - room) // max(1, count - 1)
+        for depth in DEPTHS:
+            ids, labels = hidden(text[None, start : start + room], *pieces, depth)
+            found[depth].append(_graded(model, ids.to(device), labels.to(device)))
+    rows = []
+    for depth, graded in found.items():
+        accuracy, loss = torch.cat(graded).mean(0).tolist()
+        rows.append({"length": length, "depth": depth, "accuracy": accuracy, "loss": loss, "needles": count})
+    return rows
+
+
+@torch.no_grad()
+def _graded(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    """Of each token of the answer, at the end of ids (1, seqlen), whether it is the most likely one, and its
+    loss: (tokens, 2) float64 on the CPU."""
+    tokens = int((labels >= 0).sum())
+    last = _last_logits(model, ids, tokens + 1)[0, :-1].double()
+    answer = labels[0, -tokens:]
+    losses = torch.nn.functional.cross_entropy(last, answer, reduction="none")
+    return torch.stack([(last.argmax(-1) == answer).double(), losses], dim=1).cpu()
+
+
+def _last_logits(model: Any, ids: Tensor, tokens: int) -> Tensor:
+    """Logits of the last `tokens` of ids (1, seqlen): (1, tokens, vocab_size)."""
+    if not isinstance(model, Stack):
+        from adjoint.hf.wrap import last_logits
+
+        return last_logits(model, ids, tokens, Scheme(CHUNK, least=2))
+    before, after = ids[:, :-tokens], ids[:, -tokens:]
+    read = model(before, labels=before, method=Exact(CHUNK), return_state=True)
+    logits = model(after, state=read.state).logits
+    assert logits is not None
+    return logits
+
+
+def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """The cells: a line a depth, a column a run and length: accuracy and loss; last, how many needles."""
+    columns = list(dict.fromkeys((row["run"], row["length"]) for row in rows))
+    several = len({run for run, _ in columns}) > 1
+    lines = [["depth", *(f"{Path(run).name}, " * several + f"{n:,} tokens" for run, n in columns)]]
+    at = {(row["run"], row["length"], row["depth"]): row for row in rows}
+    for depth in DEPTHS:
+        cells = [at[*column, depth] for column in columns]
+        lines.append([f"{depth:.0%}", *(f"{r['accuracy']:.0%} ({r['loss']:.2f})" for r in cells)])
+    return [*lines, ["needles", *(str(at[*column, DEPTHS[0]]["needles"]) for column in columns)]]
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Heat maps to a file."""
+    save_figure(heat_maps(rows), path)
+
+
+def heat_maps(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """A Matplotlib figure with a heat map a run: accuracy by depth and length."""
+    from matplotlib.figure import Figure
+
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    across = min(5, len(runs))
+    down = -(-len(runs) // across)
+    size = ((1 + 0.8 * len(lengths)) * across + 1.6, 2.4 * down + 0.8)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False, sharey=True)
+    for axes in panels.flat[len(runs) :]:
+        axes.set_visible(False)
+    for axes, run in zip(panels.flat, runs, strict=False):
+        at = {(row["depth"], row["length"]): row["accuracy"] for row in rows if row["run"] == run}
+        shares = np.array([[at[depth, length] for length in lengths] for depth in DEPTHS])
+        image = axes.imshow(shares, vmin=0, vmax=1, aspect="auto")
+        for (y, x), share in np.ndenumerate(shares):
+            colour = "black" if share > 0.6 else "white"
+            axes.text(x, y, f"{share:.0%}", ha="center", va="center", color=colour)
+        axes.set_title(Path(run).name, fontsize=10)
+        axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+        axes.set_yticks(range(len(DEPTHS)), [f"{depth:.0%}" for depth in DEPTHS])
+    figure.supxlabel("tokens")
+    figure.supylabel("depth of the needle")
+    figure.colorbar(image, ax=panels, label="recalled")
+    return figure

@@ -1,0 +1,110 @@
+"""The loss by position, in windows of several lengths."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.engine.autograd import steps_of
+from adjoint.engine.grid import Scheme
+from adjoint.files import save_figure
+from adjoint.loss import IGNORE_INDEX, shift_labels
+from adjoint.stack import Stack
+
+CHUNK = 1024  # tokens that are worked on at a time
+FIRST = 64  # tokens of the first bin; each further one ends at twice the position
+
+
+def evaluate(
+    model: Any, text: Tensor, length: int, budget: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """The loss by position in windows of one length, a row a bin of positions.
+
+    Args:
+        model: a `Stack` or a wrapped model. text: (n,) int64, n >= length.
+        budget: tokens to read, at least one window of them.
+
+    Returns:
+        length, start and stop of the bin's positions, loss (nats a token), predictions.
+    """
+    from tqdm import tqdm
+
+    windows = max(1, min(budget, len(text)) // length)
+    starts = [round(i * (len(text) - length) / max(1, windows - 1)) for i in range(windows)]
+    edges = [0, *itertools.takewhile(lambda n: n < length - 1, (FIRST << i for i in range(64))), length]
+    sums, counts = [0.0] * (len(edges) - 1), [0] * (len(edges) - 1)
+    for start in tqdm(starts, desc=f"{length:,} tokens", unit="window", disable=None):
+        ids = text[start : start + length].to(device)[None]
+        for stop, loss, predictions in _losses(model, ids, tuple(edges[1:-1])):
+            i = bisect.bisect_left(edges, stop) - 1
+            sums[i] += loss
+            counts[i] += predictions
+    return [
+        {"length": length, "start": a, "stop": b, "loss": s / n, "predictions": n}
+        for (a, b), s, n in zip(itertools.pairwise(edges), sums, counts, strict=True)
+    ]
+
+
+def _losses(model: Any, ids: Tensor, edges: tuple[int, ...]) -> list[tuple[int, float, int]]:
+    """Of each chunk of ids (1, seqlen) its end, its summed loss and its number of predictions; no chunk
+    crosses an edge."""
+    scheme, targets = Scheme(CHUNK, cut_at=edges, least=2), shift_labels(ids)
+    if isinstance(model, Stack):
+        with torch.no_grad():
+            found = steps_of(model, ids, targets, 1, model.initial_state(1), scheme).chunk_losses()
+    else:
+        from adjoint.hf.wrap import chunk_losses
+
+        found = chunk_losses(model, ids, scheme)
+    predictions = (targets != IGNORE_INDEX)[0]
+    cuts = list(itertools.pairwise(scheme.cuts(ids.shape[1])))
+    return [
+        (b, loss, int(predictions[a:b].sum()))
+        for (a, b), loss in zip(cuts, torch.stack(found).tolist(), strict=True)
+    ]
+
+
+def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """The cells: a line a bin of positions, a column a run and length of window; last, the mean."""
+    curves = _curves(rows)
+    lines = [["positions", *curves]]
+    for start in sorted({row["start"] for row in rows}):
+        stop = max(row["stop"] for row in rows if row["start"] == start)
+        found = [next((row for row in mine if row["start"] == start), None) for mine in curves.values()]
+        lines.append([f"{start:,}–{stop:,}", *("" if r is None else f"{r['loss']:.4f}" for r in found)])
+    means = []
+    for mine in curves.values():
+        total = sum(row["predictions"] for row in mine)
+        means.append(f"{sum(row['loss'] * row['predictions'] for row in mine) / total:.4f}")
+    return [*lines, ["all", *means]]
+
+
+def _curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows by what they are of: the length, and the run where there are several."""
+    several, curves = len({row["run"] for row in rows}) > 1, dict[str, list[dict[str, Any]]]()
+    for row in rows:
+        name = f"{Path(row['run']).name}, " * several + f"{row['length']:,} tokens"
+        curves.setdefault(name, []).append(row)
+    return curves
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Loss against position, a line a run and length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    for name, mine in _curves(rows).items():
+        middles = [math.sqrt(max(row["start"], FIRST / 2) * row["stop"]) for row in mine]
+        axes.plot(middles, [row["loss"] for row in mine], "o-", markersize=4, label=name)
+    axes.set(xscale="log", xlabel="position in the window", ylabel="loss (nats a token)")
+    axes.set_title("loss by position, held-out text")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    save_figure(figure, path)

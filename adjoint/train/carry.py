@@ -1,0 +1,71 @@
+"""States that go on from batch to batch (`training.carry_state`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adjoint.checkpoint import Tensors
+from adjoint.engine.tile import begun
+from adjoint.layers import State
+from adjoint.stack import seed_of
+
+STEM = "state"  # of their files in a checkpoint
+
+
+class Carried:
+    """The states that the last batch ended in, of all layers or of a shard's.
+
+    Args:
+        how: `training.carry_state`.
+        span: the numbers of the layers.
+
+    Attributes:
+        states: a tuple a layer; None before the first batch.
+    """
+
+    def __init__(self, how: str, span: Sequence[int]) -> None:
+        self.how, self.span = how, span
+        self.states: list[State] | None = None
+
+    def start(self, goes_on: bool, seed: int) -> list[State] | None:
+        """The states that the next batch starts from; None for zeros.
+
+        Args:
+            goes_on: whether it may start from others than zeros. seed: of noise; each layer has a generator
+                of its own, so that a shard draws what the whole would.
+        """
+        if self.states is None or not goes_on:
+            return None
+        if self.how == "other":  # of another row too
+            return [tuple(s.roll(1, 0) for s in state) for state in self.states]
+        if self.how == "noise":
+            return [_noise(state, seed, k) for k, state in zip(self.span, self.states, strict=True)]
+        return self.states
+
+    def end(self, states: Sequence[State], ended: Tensor) -> None:
+        """Keeps what a batch ended in; zeros in the rows, (batch,) bool, that `ended` with a document."""
+        self.states = [begun(tuple(s.detach() for s in state), ended) for state in states]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By the layers' names, for a checkpoint."""
+        states = zip(self.span, self.states or [()] * len(self.span), strict=True)
+        return {f"layers.{k}|{i}": s for k, state in states for i, s in enumerate(state)}
+
+    def load(self, stored: Tensors, device: torch.device) -> None:
+        """The reverse, from a checkpoint's files of `STEM`; what it has not stays None."""
+        if self.how != "none" and stored.where:
+            found = [sorted(stored.of(f"layers.{k}").items()) for k in self.span]
+            self.states = [tuple(s.to(device) for _, s in state) for state in found]
+
+
+def _noise(state: State, seed: int, layer: int) -> State:
+    """Random numbers with the mean and deviation of a state's tensors."""
+    if not state:
+        return ()
+    generator = torch.Generator(state[0].device).manual_seed(seed_of(seed, layer))
+    return tuple(
+        torch.empty_like(s).normal_(generator=generator) * s.std(correction=0) + s.mean() for s in state
+    )
