@@ -71,7 +71,7 @@ class Library:
         problem = _import_problem(module)
         if problem is None:
             return None
-        return f"import {module} fails ({problem}): install a {self.package} that fits this PyTorch"
+        return f"import {module} fails ({problem}): install another version of {self.package}"
 
     def lacks(
         self, operation: str, dtype: torch.dtype, windowed: bool, resets: bool, needs: Mapping[str, int]
