@@ -282,7 +282,9 @@ def usable(monkeypatch):
     monkeypatch.setattr(libraries, "_version", lambda package: (1, 7))
     monkeypatch.setattr(trial, "passes", lambda impl, *call: asked.append((impl, *call)) or True)
     dispatch._warn_of_size.cache_clear()
-    return asked
+    dispatch._first.cache_clear()
+    yield asked
+    dispatch._first.cache_clear()
 
 
 def picked(operation, dtype=torch.bfloat16, **call):
@@ -316,6 +318,7 @@ def test_a_call_takes_a_library_that_has_what_it_needs(usable):
 @pytest.mark.usefixtures("usable")
 def test_an_older_causal_conv1d_gets_no_documents(monkeypatch):
     monkeypatch.setattr(libraries, "_version", lambda package: (1, 6))
+    dispatch._first.cache_clear()
     sizes = {"d_conv": 4, "channels": 16}
     assert picked("causal_conv1d", **sizes) == "causal-conv1d"
     assert picked("causal_conv1d", reset=torch.zeros(1), **sizes) == "triton"

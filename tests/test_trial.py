@@ -102,6 +102,9 @@ def accelerated(monkeypatch):
         trial, "passes", lambda impl, operation, device, dtype, windowed, resets: not windowed
     )
     dispatch._warn_of_size.cache_clear()
+    dispatch._first.cache_clear()
+    yield
+    dispatch._first.cache_clear()
 
 
 @pytest.mark.usefixtures("accelerated")

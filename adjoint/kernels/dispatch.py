@@ -158,11 +158,15 @@ def _fitting(
     resets: bool,
     needs: Needs,
 ) -> str:
-    call = device, dtype, windowed, resets, needs
     if backend is None:
-        return next(name for name, reason in considered(operation, *call) if reason is None)
-    _ensure(operation, backend, *call)
+        return _first(operation, device, dtype, windowed, resets, needs)
+    _ensure(operation, backend, device, dtype, windowed, resets, needs)
     return backend
+
+
+@functools.cache  # asked for in every call on a GPU
+def _first(operation: str, *call: Any) -> str:
+    return next(name for name, reason in considered(operation, *call) if reason is None)
 
 
 def considered(

@@ -65,8 +65,8 @@ class Library:
         return f"not installed (pip install --no-build-isolation {self.package})"
 
     def broken(self, operation: str | None = None) -> str | None:
-        """None if what an operation (any of them, if None) needs imports, else one line that says why not.
-        Takes seconds the first time."""
+        """None if what an operation (None: the first one) needs imports, else one line that says why not. Takes
+        seconds the first time."""
         module = self.operations[operation or next(iter(self.operations))]
         problem = _import_problem(module)
         if problem is None:
