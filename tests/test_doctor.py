@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -238,9 +239,29 @@ def test_an_operation_left_to_the_reference_is_told(monkeypatch: pytest.MonkeyPa
 
 def test_every_backend_is_usable_or_has_a_reason() -> None:
     unusable = dispatch.unusable_backends()
-    assert {*dispatch.backends(), *unusable} == {"reference", "cpu", "triton"}
+    names = {"reference", "cpu", "triton", "mamba-ssm", "causal-conv1d", "fla"}
+    assert {*dispatch.backends(), *unusable} == names
     assert not {*dispatch.backends()} & {*unusable}
     assert all(unusable.values())
+
+
+def test_what_would_run_on_cuda_is_told_with_the_reasons() -> None:
+    """Also where there is no CUDA device; of the libraries, with what they lack."""
+    rows = {(r["operation"], r["device"], r["dtype"]): r for r in doctor.choices()}
+    assert {(*key[1:],) for key in rows} == {
+        (device, dtype)
+        for device in ("cpu", "cuda")
+        for dtype in ("float32", "bfloat16", "float16", "float64")
+    }
+    scan = rows["selective_scan", "cuda", "bfloat16"]
+    assert "takes no initial state" in scan["passed_over"]["mamba-ssm"]
+    assert scan["here"] == torch.cuda.is_available()
+    if not torch.cuda.is_available():
+        ssd = rows["ssd_scan", "cuda", "bfloat16"]
+        installed = importlib.util.find_spec("mamba_ssm") is not None
+        assert (ssd["backend"] == "mamba-ssm") == installed
+        assert installed or ssd["passed_over"]["mamba-ssm"].startswith("not installed (pip install")
+    assert rows["dense_scan", "cuda", "float32"]["backend"] == "reference"
 
 
 def test_operations_are_those_of_every_backend() -> None:

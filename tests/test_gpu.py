@@ -9,7 +9,8 @@ import torch
 from model_helpers import assert_same, gradients, make_ids, make_model
 
 import adjoint
-from adjoint.kernels import dispatch
+from adjoint.kernels import dispatch, trial
+from adjoint.kernels.libraries import LIBRARIES
 from benchmarks.gpu.kernels import WIDENED, required
 
 pytestmark = pytest.mark.gpu
@@ -29,10 +30,21 @@ METHODS = {
 def test_no_operation_falls_back(operation: str, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and operation in WIDENED:
         pytest.skip("its inputs are widened before")
-    assert required(operation, "cuda:0", dtype) in (
-        "triton",
-        "reference",
-    )  # dense recurrences take the latter
+    found = required(operation, "cuda:0", dtype)  # dense recurrences take the reference
+    assert found in ("triton", "reference", *LIBRARIES)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_that_is_installed_passes_its_trial(name: str, resets: bool) -> None:
+    library, reason = LIBRARIES[name], dispatch.why_not(name)
+    if reason is not None:
+        pytest.skip(reason)
+    for operation in library.operations:
+        if library.lacks(operation, torch.bfloat16, False, resets, {}) is None:
+            where = torch.device("cuda:0"), torch.bfloat16
+            errors = trial.errors(library, operation, *where, resets=resets)
+            assert max(errors.values()) <= trial.TOLERANCE[torch.bfloat16], (operation, errors)
 
 
 @pytest.mark.parametrize("name", METHODS)

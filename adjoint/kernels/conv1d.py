@@ -67,7 +67,7 @@ def causal_conv1d(
     checks.shape("bias", bias, channels)
     checks.shape("initial_state", initial_state, batch, channels, width - 1)
     reset = checks.reset_of(seq_idx, batch, seqlen)
-    backend = dispatch.fitting("causal_conv1d", backend, x, reset=reset, d_conv=width)
+    backend = dispatch.fitting("causal_conv1d", backend, x, reset=reset, d_conv=width, channels=channels)
     wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("causal_conv1d", backend, x)
     bias, initial = (None if t is None else t.to(wide) for t in (bias, initial_state))
     y = _causal_conv1d(x.to(narrow), weight.to(wide), bias, initial, reset, silu, backend)

@@ -5,21 +5,27 @@ import importlib
 import importlib.util
 import os
 import warnings
-from types import ModuleType
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjoint.kernels import trial
 from adjoint.kernels.cpu import build as cpu_build
+from adjoint.kernels.libraries import LIBRARIES, Library
 
 _MODULES = {"reference": "reference", "cpu": "cpu.backend", "triton": "triton.backend"}
+NAMES = (*_MODULES, *LIBRARIES)
+Needs = tuple[tuple[str, int], ...]  # sizes and options of a call, by name
 
 
 def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str | None:
     """None if backend `name` is usable (for tensors of that device and dtype), else the reason."""
-    if name not in _MODULES:
-        return f"there is no such backend; the backends are {', '.join(_MODULES)}"
+    if name not in NAMES:
+        return f"there is no such backend; the backends are {', '.join(NAMES)}"
+    if name in LIBRARIES:
+        return LIBRARIES[name].absent() or _off_cuda(device) or LIBRARIES[name].broken()
     if name == "cpu":
         library, reason = cpu_build.load()
         if library is None:
@@ -29,8 +35,8 @@ def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | 
         if dtype is not None and dtype not in (torch.float32, torch.float64):
             return f"it works in float32 and float64, not {dtype}"
     if name == "triton":
-        if importlib.util.find_spec("triton") is None:
-            return "triton is not installed (pip install triton)"
+        if (absent := _without_triton()) is not None:
+            return absent
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if not interpreted and not torch.cuda.is_available():
             return "there is no CUDA device (TRITON_INTERPRET=1 runs it on the CPU, slowly)"
@@ -39,14 +45,26 @@ def why_not(name: str, device: torch.device | None = None, dtype: torch.dtype | 
     return None
 
 
+def _without_triton() -> str | None:
+    return None if importlib.util.find_spec("triton") else "triton is not installed (pip install triton)"
+
+
+def _off_cuda(device: torch.device | None) -> str | None:
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if device is not None and device.type != "cuda":
+        return f"it works on CUDA tensors, these are on {device}"
+    return None
+
+
 def backends() -> list[str]:
-    """Names of the scan backends usable on this machine; "reference" always is."""
-    return [name for name in _MODULES if why_not(name) is None]
+    """Names of the backends usable on this machine; "reference" always is, and has every operation."""
+    return [name for name in NAMES if why_not(name) is None]
 
 
 def unusable_backends() -> dict[str, str]:
     """The backends that cannot be used on this machine, each with the reason why."""
-    reasons = {name: why_not(name) for name in _MODULES}
+    reasons = {name: why_not(name) for name in NAMES}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
@@ -62,30 +80,49 @@ def implementation(operation: str, backend: str | None, device: torch.device, dt
     Raises ValueError, with the reason, if the backend asked for cannot be used on such tensors.
     """
     chosen = choose(operation, backend, device, dtype)
-    if getattr(chosen, f"{operation}_forward").__module__.endswith(".reference"):
+    if isinstance(chosen, Library):
+        return chosen.name
+    if chosen is _module("reference"):
         return "reference"
-    return next(name for name, module in _MODULES.items() if chosen.__name__.endswith(f".{module}"))
+    name = next(name for name, module in _MODULES.items() if chosen.__name__.endswith(f".{module}"))
+    return "reference" if _left_out(name, operation) else name
 
 
 @functools.cache  # asked for in every forward and backward
-def choose(operation: str, backend: str | None, device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The module with the operation's forward/backward pair; `backend=None` picks the fastest that works: the
-    compiled one on a CPU, Triton on a GPU where its plain kernels pass their trial.
+def choose(operation: str, backend: str | None, device: torch.device, dtype: torch.dtype) -> Any:
+    """What has the operation's forward/backward pair; `backend=None` picks as `considered` says: the compiled
+    one on a CPU; on a GPU a library or Triton, where its plain kernels pass their trial.
 
     Raises ValueError, with the reason, if the backend asked for cannot be used on such tensors.
     """
-    if backend is None and device.type != "cpu":
-        backend = _fitting(operation, device, dtype, False, False, ())
-    elif backend is None:
-        backend, reason = "reference", why_not("cpu", device, dtype)
-        if reason is None:
-            backend = "cpu"
-        elif cpu_build.load()[0] is None:
+    if backend is None:
+        backend = _fitting(operation, None, device, dtype, False, False, ())
+        library, reason = cpu_build.load() if device.type == "cpu" else (None, None)
+        if library is None and reason is not None:
             cpu_build.warn_once(reason)
-    reason = why_not(backend, device, dtype)
-    if reason is not None:
-        raise ValueError(f"backend {backend!r} is not usable here: {reason}. Usable: {', '.join(backends())}")
+    _ensure(operation, backend, device, dtype)
     return _module(backend)
+
+
+def _ensure(
+    operation: str,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    windowed: bool = False,
+    resets: bool = False,
+    needs: Needs = (),
+) -> None:
+    """Raises ValueError, with the reason, if the backend cannot run such a call."""
+    reason = why_not(backend, device, dtype)
+    if reason is None and backend in LIBRARIES:
+        library = LIBRARIES[backend]
+        reason = library.lacks(operation, dtype, windowed, resets, dict(needs)) or library.broken(operation)
+    if reason is not None:
+        raise ValueError(
+            f"backend {backend!r} is not usable here for {operation}: {reason}. "
+            f"Usable: {', '.join(backends())}; backend=None picks one that is"
+        )
 
 
 def fitting(
@@ -95,35 +132,90 @@ def fitting(
     window: int | None = None,
     halo: int = 0,
     reset: Tensor | None = None,
-    **sizes: int,
+    **needs: int,
 ) -> str | None:
-    """The backend to name for this very call: on a CPU, or if one was asked for, `backend` itself. Else
-    "triton" where its kernels take such sizes (`d_state=16`) and pass their trial of this kind, with a
-    window, with resets, or plain; and "reference", with one warning that says why, where not."""
-    if backend is not None or tensor.device.type == "cpu":
+    """The backend to name for this very call: on a CPU, or if one was asked for, `backend` itself. Else the
+    first that `considered` takes: a library that has what the call needs, "triton" where its kernels take such
+    sizes; and "reference", with one warning that says why, where none does.
+
+    needs: sizes (`d_state=16`) and options (`dt_softplus=True`) on which a backend may depend.
+
+    Raises ValueError, with the reason, if a library is asked for that has not what the call needs.
+    """
+    if backend not in (None, *LIBRARIES) or (backend is None and tensor.device.type == "cpu"):
         return backend
-    numbers = tuple((name, int(size)) for name, size in sizes.items())
+    numbers = tuple((name, int(size)) for name, size in needs.items())
     windowed = window is not None or halo > 0
-    return _fitting(operation, tensor.device, tensor.dtype, windowed, reset is not None, numbers)
+    return _fitting(operation, backend, tensor.device, tensor.dtype, windowed, reset is not None, numbers)
 
 
 def _fitting(
     operation: str,
+    backend: str | None,
     device: torch.device,
     dtype: torch.dtype,
     windowed: bool,
     resets: bool,
-    sizes: tuple[tuple[str, int], ...],
+    needs: Needs,
 ) -> str:
-    if why_not("triton", device, dtype) is not None:
-        return "reference"
-    impl = _module("triton")
-    for name, size in sizes:
-        most = impl.LIMITS.get(operation, {}).get(name, size)
-        if size > most:
-            _warn_of_size(operation, name, size, most)
-            return "reference"
-    return "triton" if trial.passes(impl, operation, device, dtype, windowed, resets) else "reference"
+    if backend is None:
+        return _first(operation, device, dtype, windowed, resets, needs)
+    _ensure(operation, backend, device, dtype, windowed, resets, needs)
+    return backend
+
+
+@functools.cache  # asked for in every call on a GPU
+def _first(operation: str, *call: Any) -> str:
+    return next(name for name, reason in considered(operation, *call) if reason is None)
+
+
+def considered(
+    operation: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    windowed: bool = False,
+    resets: bool = False,
+    needs: Needs = (),
+) -> Iterator[tuple[str, str | None]]:
+    """The backends that `backend=None` asks in turn, each with the reason why it is passed over, or None: it is
+    taken. Of a CUDA device where there is none here this says what is installed and suffices, untried."""
+    if device.type == "cpu":
+        yield "cpu", why_not("cpu", device, dtype) or _left_out("cpu", operation)
+        yield "reference", None
+        return
+    here = device.type != "cuda" or torch.cuda.is_available()
+    for name, library in LIBRARIES.items():
+        if operation in library.operations or operation in library.refused:
+            reason = library.refused.get(operation) or library.absent()
+            reason = reason or library.lacks(operation, dtype, windowed, resets, dict(needs))
+            if here and reason is None:
+                reason = why_not(name, device) or library.broken(operation)
+                if reason is None and not trial.passes(library, operation, device, dtype, windowed, resets):
+                    reason = "it failed its trial"
+            yield name, reason
+    reason = why_not("triton", device, dtype) if here else _without_triton()
+    reason = reason or _left_out("triton", operation)
+    if here and reason is None:
+        impl = _module("triton")
+        reason = _too_large(impl.LIMITS.get(operation, {}), operation, needs)
+        if reason is None and not trial.passes(impl, operation, device, dtype, windowed, resets):
+            reason = "it failed its trial"
+    yield "triton", reason
+    yield "reference", None
+
+
+def _left_out(backend: str, operation: str) -> str | None:
+    """Why a backend leaves the operation to the reference, None if it does not."""
+    forward = getattr(_module(backend), f"{operation}_forward")
+    return "it has no kernel for it" if forward.__module__.endswith(".reference") else None
+
+
+def _too_large(limits: Mapping[str, int], operation: str, needs: Needs) -> str | None:
+    for name, size in needs:
+        if size > limits.get(name, size):
+            _warn_of_size(operation, name, size, limits[name])
+            return f"{name}={size} is above {limits[name]}"
+    return None
 
 
 @functools.cache
@@ -135,7 +227,9 @@ def _warn_of_size(operation: str, name: str, size: int, most: int) -> None:
     )
 
 
-def _module(backend: str) -> ModuleType:
+def _module(backend: str) -> Any:
+    if backend in LIBRARIES:
+        return LIBRARIES[backend]
     return importlib.import_module(f"adjoint.kernels.{_MODULES[backend]}")
 
 
@@ -145,15 +239,17 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def sequence_dtype(operation: str, backend: str | None, tensor: Tensor) -> torch.dtype:
-    """Of what an operation reads and writes a token: Triton's kernels take half precision as it is and widen
-    it in registers, half the traffic; for the others it is widened before."""
+    """Of what an operation reads and writes a token: Triton's kernels and libraries take half precision as it
+    is and widen it in registers, half the traffic; for the others it is widened before."""
     wide = compute_dtype(tensor)
-    if tensor.dtype == wide or not _is_tritons(operation, backend, tensor.device, tensor.dtype):
+    if tensor.dtype == wide or not _takes_half(operation, backend, tensor.device, tensor.dtype):
         return wide
     return tensor.dtype
 
 
-def _is_tritons(operation: str, backend: str | None, device: torch.device, dtype: torch.dtype) -> bool:
+def _takes_half(operation: str, backend: str | None, device: torch.device, dtype: torch.dtype) -> bool:
+    if backend in LIBRARIES:
+        return True
     if backend not in (None, "triton") or (backend is None and device.type == "cpu"):
         return False
     return why_not("triton", device, dtype) is None and choose(operation, backend, device, dtype) is _module(
@@ -163,5 +259,5 @@ def _is_tritons(operation: str, backend: str | None, device: torch.device, dtype
 
 # A compiler is to ask, not to trace the imports and the trial behind the answer. The mark is what
 # torch.compiler.assume_constant_result leaves, which would import the whole compiler.
-_is_tritons._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_takes_half._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _fitting._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels import checks, dispatch, operators, reference
+from adjoint.kernels.libraries import LIBRARIES
 
 
 def _forward(q, k, v, g, beta, initial_state, reset, backend, save=False):
@@ -16,9 +17,11 @@ def _forward(q, k, v, g, beta, initial_state, reset, backend, save=False):
 
 def _fake(q, k, v, g, beta, initial_state, reset, backend, save=False):
     batch, seqlen, nheads, d_k = k.shape
-    slots = -(-seqlen // reference.DELTA_CHUNK) if save else 0
-    saved = (batch, nheads, slots, d_k, v.shape[-1]) if save else (0,)
-    return v.new_empty(v.shape), v.new_empty(batch, nheads, d_k, v.shape[-1]), v.new_empty(saved)
+    state = g.new_empty(batch, nheads, d_k, v.shape[-1])
+    slots = -(-seqlen // reference.DELTA_CHUNK)
+    kept = save and backend not in LIBRARIES
+    saved = (batch, nheads, slots, d_k, v.shape[-1]) if kept else (0,)
+    return v.new_empty(v.shape), state, state.new_empty(saved)
 
 
 def _backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, saved, backend):
@@ -78,8 +81,11 @@ def gated_delta_rule(
         checks.shape(name, x, batch, seqlen, nheads)
     checks.shape("initial_state", initial_state, batch, nheads, d_k, v.shape[-1])
     reset = checks.reset_of(seq_idx, batch, seqlen)
+    backend = dispatch.fitting("gated_delta_rule", backend, v, reset=reset, d_k=d_k)
     wide = dispatch.compute_dtype(q)
-    inputs = [t.to(wide) for t in (q, k, v, g, beta)]
+    narrow = v.dtype if backend in LIBRARIES else wide
+    q, k, v = (t.to(narrow) for t in (q, k, v))
+    g, beta = g.to(wide), beta.to(wide)
     initial = None if initial_state is None else initial_state.to(wide)
-    o, final_state, _ = _gated_delta_rule(*inputs, initial, reset, backend)
-    return o, final_state
+    o, final_state, _ = _gated_delta_rule(q, k, v, g, beta, initial, reset, backend)
+    return o.to(wide), final_state

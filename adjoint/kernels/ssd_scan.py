@@ -63,7 +63,7 @@ def ssd_scan(
 
     Args:
         x, z: (batch, seqlen, nheads, headdim), floating point. dt: (batch, seqlen, nheads).
-        A, D, dt_bias: (nheads,). B, C: (batch, seqlen, ngroups, d_state); ngroups divides nheads.
+        A, D, dt_bias: (nheads,); A is negative where mamba-ssm may run, which cuts decays off at 1. B, C: (batch, seqlen, ngroups, d_state); ngroups divides nheads.
         initial_state: (batch, nheads, headdim, d_state), zero if None.
         window, seq_idx, backend, halo: as in `selective_scan`.
 
@@ -90,8 +90,8 @@ def ssd_scan(
     checks.shape("initial_state", initial_state, batch, nheads, headdim, B.shape[-1])
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
-    sizes = {"headdim": headdim, "d_state": B.shape[-1]}
-    backend = dispatch.fitting("ssd_scan", backend, x, window, halo, reset, **sizes)
+    needs = {"headdim": headdim, "d_state": B.shape[-1], "dt_softplus": dt_softplus}
+    backend = dispatch.fitting("ssd_scan", backend, x, window, halo, reset, **needs)
     wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("ssd_scan", backend, x)
     x_, dt_, B_, C_ = [t.to(narrow) for t in (x, dt, B, C)]
     A_, D_, bias, initial = [None if t is None else t.to(wide) for t in (A, D, dt_bias, initial_state)]

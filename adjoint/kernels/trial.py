@@ -1,6 +1,6 @@
 """A backend's trial: each operation once on a small problem, before it is picked by itself on a device.
 
-A Triton kernel is compiled anew by every version of Triton for every kind of GPU. That it was right elsewhere
+A Triton kernel, ours or a library's, is compiled anew by every version of Triton for every kind of GPU. That it was right elsewhere
 says little, and a wrong gradient makes no noise: so it is compared here, on the device that will run it, with
 the reference in float64. It takes as long as compiling the kernels does, once a process and operation, and
 as it compiles the kernels that models of usual sizes launch, that is not lost.
@@ -16,17 +16,19 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels import reference
+from adjoint.kernels.libraries import Library
 
 # Rounding, of half precision that of the inputs too, is below; a wrong term is far above.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # Sizes are multiples of 16, as models' are: Triton compiles its kernels anew for them, and what is tried is
 # what then runs. But they are no multiples of tiles and windows, and the sequence is long enough to be split.
 SEQLEN, WINDOW = 1120, 48
+SSD = 16, 64, 128  # nheads, headdim, d_state: mamba-ssm's defaults, one group
 SLOW = 3  # decays such that tens of tokens are remembered: a window, a carried state must make a difference
 
 
 def errors(
-    impl: ModuleType,
+    impl: ModuleType | Library,
     operation: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -44,7 +46,7 @@ def errors(
 
 @functools.cache
 def passes(
-    impl: ModuleType,
+    impl: ModuleType | Library,
     operation: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -84,10 +86,15 @@ def passes(
     except Exception as failure:
         problem = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
     kind = ", ".join(k for k, asked in (("windowed", windowed), ("with resets", resets)) if asked)
+    if isinstance(impl, Library):
+        name, other = impl.name, impl.package
+        instead = f"runs in adjoint's own code on {device} instead of {name}'s"
+    else:
+        name, other, instead = impl.__name__, "Triton", f"runs in plain PyTorch on {device}, many times slower"
     warnings.warn(
-        f"{operation}{kind and f' ({kind})'} runs in plain PyTorch on {device}, many times slower: "
-        f"{impl.__name__} failed its trial there in {str(dtype).removeprefix('torch.')} ({problem}); "
-        "install another version of Triton, and report this one with what `adjoint doctor` prints",
+        f"{operation}{kind and f' ({kind})'} {instead}: "
+        f"{name} failed its trial there in {str(dtype).removeprefix('torch.')} ({problem}); "
+        f"install another version of {other}, and report this one with what `adjoint doctor` prints",
         stacklevel=2,
     )
     return False
@@ -132,7 +139,7 @@ def _selective_scan(impl: Any, window: int | None, resets: bool, *where: Any) ->
 
 
 def _ssd_scan(impl: Any, window: int | None, resets: bool, *where: Any) -> dict[str, Tensor]:
-    d, heads, width, n = _Draw(*where), 16, 64, 128  # mamba-ssm's defaults, one group
+    d, (heads, width, n) = _Draw(*where), SSD
     x, dy = d.normal(1, SEQLEN, heads, width), d.normal(1, SEQLEN, heads, width)
     B, C = d.normal(1, SEQLEN, 1, n), d.normal(1, SEQLEN, 1, n)
     initial, dfinal = d.wide(1, heads, width, n), d.wide(1, heads, width, n)
@@ -168,8 +175,9 @@ def _dense_scan(impl: Any, window: int | None, resets: bool, *where: Any) -> dic
 
 def _gated_delta_rule(impl: Any, window: None, resets: bool, *where: Any) -> dict[str, Tensor]:
     d, heads, d_k, d_v = _Draw(*where), 3, 16, 24
-    q, v, do = d.wide(2, SEQLEN, heads, d_k), *(d.wide(2, SEQLEN, heads, d_v) for _ in range(2))
-    k = torch.nn.functional.normalize(d.wide(2, SEQLEN, heads, d_k), dim=-1)
+    draw = d.normal if isinstance(impl, Library) else d.wide  # what the public function hands on
+    q, v, do = draw(2, SEQLEN, heads, d_k), *(draw(2, SEQLEN, heads, d_v) for _ in range(2))
+    k = torch.nn.functional.normalize(draw(2, SEQLEN, heads, d_k), dim=-1)
     g, beta = -(d.wide(2, SEQLEN, heads) - SLOW).exp(), d.wide(2, SEQLEN, heads).sigmoid()
     inputs = q, k, v, g, beta, d.wide(2, heads, d_k, d_v), d.resets(2, resets)
     o, state, saved = impl.gated_delta_rule_forward(*inputs, True)

@@ -18,7 +18,10 @@ from adjoint.errors import UserError
 from adjoint.train.config import TrainingConfig
 
 # Whose versions say what a measurement was made with.
-PACKAGES = ("torch", "numpy", "transformers", "mambapy", "triton", "mamba-ssm", "causal-conv1d")
+PACKAGES = (
+    *("torch", "numpy", "transformers", "mambapy", "triton"),
+    *("mamba-ssm", "causal-conv1d", "flash-linear-attention"),
+)
 
 
 def pick_device(name: str) -> torch.device:

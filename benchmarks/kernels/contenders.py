@@ -1,6 +1,7 @@
 """Who computes each operation of the kernel benchmark: this package, plain PyTorch, other libraries.
 
-The functions of other libraries are called as their own layers call them.
+The functions of other libraries are called as their own layers call them, but for those that are backends of
+this package (`adjoint.kernels.libraries`), which are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.kernels import reference
+from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.rms_norm import rms_norm
 from benchmarks.kernels.operations import EPS, OPS, Tensors
 
@@ -111,15 +113,24 @@ class Contender:
 
 
 def ours(op: str) -> dict[str, Contender]:
-    """This package's function with the backend it picks itself, with Triton's and in plain PyTorch."""
+    """This package's function with the backend it picks itself, with Triton's and in plain PyTorch; and with
+    the libraries that are a backend of it, whose kernels are so timed as training calls them."""
 
     def backend(name: str | None) -> Function:
         return functools.partial(OPS[op].ours, backend=name)
 
+    libraries = {
+        name: Contender(
+            library.package, backend(name), needs=(library.operations[op].partition(".")[0],), devices=CUDA
+        )
+        for name, library in LIBRARIES.items()
+        if op in library.operations
+    }
     return {
         "adjoint": Contender("adjoint", backend(None), ours=True),
         "adjoint-triton": Contender("adjoint, Triton", backend("triton"), ours=True, devices=CUDA),
         "reference": Contender("adjoint's reference", backend("reference"), ours=True, once=True),
+        **libraries,
     }
 
 
@@ -209,11 +220,6 @@ def _ssd_loop(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
     return (torch.stack(outputs, dim=1) + D.unsqueeze(-1) * x).to(x.dtype)
 
 
-def _ssd_chunked(scan: Function, x: Tensor, **inputs: Tensor) -> Tensor:
-    """mamba-ssm's function, whose arguments transformers' has too but for the name of x."""
-    return scan(x, **inputs, chunk_size=256, dt_softplus=True)
-
-
 def _ssd_fla(
     scan: Function, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor
 ) -> Tensor:
@@ -228,14 +234,8 @@ SSD = ours("ssd_scan") | {
     "loop": Contender("PyTorch loop", _ssd_loop, devices=CPU, once=True),
     "transformers": Contender(
         "transformers (Mamba-2)",
-        _ssd_chunked,
+        lambda scan, x, **rest: scan(x, **rest, chunk_size=256, dt_softplus=True),
         "transformers.models.mamba2.modeling_mamba2:mamba2_chunk_scan",
-    ),
-    "mamba-ssm": Contender(
-        "mamba-ssm (Triton)",
-        _ssd_chunked,
-        "mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined",
-        devices=CUDA,
     ),
     "fla": Contender("flash-linear-attention", _ssd_fla, "fla.ops.simple_gla:chunk_simple_gla", devices=CUDA),
 }
@@ -313,20 +313,6 @@ def _conv_plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 CONV = ours("causal_conv1d") | {
     "torch": Contender("PyTorch conv1d", _conv_torch, layout={"x": (0, 2, 1), "y": (0, 2, 1)}),
     "compile": Contender("torch.compile", _conv_plain, compiled=True, once=True),
-    "causal-conv1d": Contender(
-        "causal-conv1d",
-        lambda conv, x, weight, bias: conv(x.transpose(1, 2), weight, bias, activation="silu").transpose(
-            1, 2
-        ),
-        "causal_conv1d:causal_conv1d_fn",
-        devices=CUDA,
-    ),
-    "fla": Contender(
-        "flash-linear-attention",
-        lambda conv, **x: conv(**x, activation="silu")[0],
-        "fla.modules.conv.causal_conv1d:causal_conv1d",
-        devices=CUDA,
-    ),
 }
 
 # ------------------------------------------------------------------------------------------------- head loss

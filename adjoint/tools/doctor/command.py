@@ -23,6 +23,7 @@ import torch
 
 from adjoint.kernels import dispatch
 from adjoint.kernels.cpu import build as cpu_build
+from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.tools.doctor.devices import cpu, cuda_devices, nvml_devices, one_line
 from adjoint.train.flags import Flags
@@ -38,8 +39,9 @@ PACKAGES: tuple[tuple[str, str, str, str | None], ...] = (
     ("matplotlib", "plots", "", None),
     ("safetensors", "checkpoints", "", None),
     ("triton", "GPU kernels", "adjoint[gpu]", "triton"),
-    ("mamba-ssm", "a peer of the benchmarks on GPUs", "adjoint[gpu]", "selective_scan_cuda"),
-    ("causal-conv1d", "a peer of the benchmarks on GPUs", "adjoint[gpu]", "causal_conv1d_cuda"),
+    ("mamba-ssm", "GPU kernels: SSD scan", "adjoint[gpu]", "selective_scan_cuda"),
+    ("causal-conv1d", "GPU kernels: convolution", "adjoint[gpu]", "causal_conv1d_cuda"),
+    ("flash-linear-attention", "GPU kernels: gated delta rule, convolution", "adjoint[gpu]", None),
     ("transformers", "Hugging Face models in and out", "adjoint[hf]", None),
     ("tokenizers", "--data.tokenizer", "adjoint[data]", None),
     ("pyarrow", ".parquet text", "adjoint[data]", None),
@@ -196,18 +198,23 @@ def _compiler(cxx: str | None) -> tuple[str | None, str | None]:
 
 
 def choices() -> list[dict[str, Any]]:
-    """The backend that `backend=None` takes: a row an operation, device and dtype."""
+    """The backend that `backend=None` takes, and why those asked before it are not: a row an operation,
+    device and dtype. Where there is no CUDA device (not `here`): what would be tried first on one."""
     return [
-        {
-            "operation": operation,
-            "device": kind,
-            "dtype": str(dtype).removeprefix("torch."),
-            "backend": dispatch.implementation(
-                operation, None, torch.device(kind), dispatch.compute_dtype(torch.empty(0, dtype=dtype))
-            ),
-        }
-        for kind, operation, dtype in itertools.product(_device_kinds(), dispatch.operations(), DTYPES)
+        {"operation": operation, "device": kind, "dtype": str(dtype).removeprefix("torch."), **found}
+        for kind, operation, dtype in itertools.product(("cpu", "cuda"), dispatch.operations(), DTYPES)
+        for found in (_choice(operation, torch.device(kind), dtype),)
     ]
+
+
+def _choice(operation: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    given = dispatch.compute_dtype(torch.empty(0, dtype=dtype)) if device.type == "cpu" else dtype
+    asked = dict(dispatch.considered(operation, device, given))
+    return {
+        "backend": next(name for name, reason in asked.items() if reason is None),
+        "passed_over": {name: reason for name, reason in asked.items() if reason is not None},
+        "here": device.type in _device_kinds(),
+    }
 
 
 def _device_kinds() -> list[str]:
@@ -227,8 +234,8 @@ def self_checks(backends: list[str]) -> list[dict[str, Any]]:
     """Selective scan and all its gradients by every usable backend, on the devices and dtypes it takes."""
     found = []
     for backend, kind, dtype in itertools.product(backends, _device_kinds(), LARGEST_ERROR):
-        if (backend, kind) == ("triton", "cpu"):
-            continue  # Triton's interpreter takes minutes even for this
+        if (backend, kind) == ("triton", "cpu") or backend in LIBRARIES:
+            continue  # Triton's interpreter takes minutes even for this; no library has it, see their trials
         if dispatch.why_not(backend, torch.device(kind), dtype) is not None:
             continue
         began = time.perf_counter()

@@ -106,14 +106,20 @@ def _backends(backends: dict[str, Any]) -> Rows:
 
 
 def _choices(choices: list[dict[str, Any]]) -> Rows:
-    """A row an operation and device: each backend with the dtypes that go to it."""
+    """A row an operation and device: each backend with the dtypes that go to it, and why others get none or
+    not all of them; how to install them is said where the backends are listed."""
     rows: Rows = []
     for (device, operation), group in groupby(choices, lambda row: (row["device"], row["operation"])):
         taken: dict[str, list[str]] = {}
+        reasons: dict[str, None] = {}
         for row in group:
             taken.setdefault(row["backend"], []).append(row["dtype"])
+            reasons |= dict.fromkeys(
+                f"{name}: {reason.partition(' (pip')[0]}" for name, reason in row["passed_over"].items()
+            )
         told = "; ".join(f"{name} [dim]({', '.join(dtypes)})[/dim]" for name, dtypes in taken.items())
-        rows.append((device, operation, told))
+        where = device if row["here"] else f"{device} [dim](none here)[/dim]"
+        rows.append((where, operation, told, f"[dim]{escape('; '.join(reasons))}[/dim]"))
     return rows
 
 
