@@ -135,8 +135,8 @@ def fitting(
     **needs: int,
 ) -> str | None:
     """The backend to name for this very call: on a CPU, or if one was asked for, `backend` itself. Else the
-    first that `considered` takes: a library that has what the call needs, "triton" where its kernels take such
-    sizes; and "reference", with one warning that says why, where none does.
+    first that `considered` takes: a library that has what the call needs, "triton" where its kernels take
+    such sizes; and "reference", with one warning that says why, where none does.
 
     needs: sizes (`d_state=16`) and options (`dt_softplus=True`) on which a backend may depend.
 
@@ -177,8 +177,8 @@ def considered(
     resets: bool = False,
     needs: Needs = (),
 ) -> Iterator[tuple[str, str | None]]:
-    """The backends that `backend=None` asks in turn, each with the reason why it is passed over, or None: it is
-    taken. Of a CUDA device where there is none here this says what is installed and suffices, untried."""
+    """The backends that `backend=None` asks in turn, each with the reason why it is passed over, or None: it
+    is taken. Of a CUDA device where there is none here this says what is installed and suffices, untried."""
     if device.type == "cpu":
         yield "cpu", why_not("cpu", device, dtype) or _left_out("cpu", operation)
         yield "reference", None

@@ -55,8 +55,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Runs S_t = exp(g_t) (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ, o_t = S_tᵀ q_t.
 
-    Inside a chunk of 64 tokens the updates are one triangular system (section 3.3, the extended WY form); from
-    chunk to chunk the state is carried, and saved for the backward.
+    Inside a chunk of 64 tokens the updates are one triangular system (section 3.3, the extended WY form);
+    from chunk to chunk the state is carried, and saved for the backward.
 
     Args:
         q, k: (batch, seqlen, nheads, d_k), as they enter the rule: scaled and normalised already.

@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,8 +55,8 @@ class Library:
 
     name: str
     package: str
-    operations: Mapping[str, str]
-    refused: Mapping[str, str] = {}
+    operations: ClassVar[Mapping[str, str]]
+    refused: ClassVar[Mapping[str, str]] = {}
 
     def absent(self) -> str | None:
         """None if it is installed, else one line that says so."""
@@ -65,8 +65,8 @@ class Library:
         return f"not installed (pip install --no-build-isolation {self.package})"
 
     def broken(self, operation: str | None = None) -> str | None:
-        """None if what an operation (None: the first one) needs imports, else one line that says why not. Takes
-        seconds the first time."""
+        """None if what an operation (None: the first one) needs imports, else one line that says why not.
+        Takes seconds the first time."""
         module = self.operations[operation or next(iter(self.operations))]
         problem = _import_problem(module)
         if problem is None:
@@ -78,8 +78,8 @@ class Library:
     ) -> str | None:
         """What a call needs that the library has not, in one line; None if it has it all.
 
-        needs: sizes (`d_conv=4`) and options (`dt_softplus=1`) of the call; one that is not there is as layers
-            have it.
+        needs: sizes (`d_conv=4`) and options (`dt_softplus=1`) of the call; one that is not there is as
+            layers have it.
         """
         if operation in self.refused:
             return self.refused[operation]
@@ -120,8 +120,8 @@ class MambaSSM(Library):
     """
 
     name = package = "mamba-ssm"
-    operations = {"ssd_scan": "mamba_ssm.ops.triton.ssd_combined"}
-    refused = {
+    operations: ClassVar = {"ssd_scan": "mamba_ssm.ops.triton.ssd_combined"}
+    refused: ClassVar = {
         "selective_scan": "its selective scan takes no initial state and ignores the final state's gradient, "
         "so a chunk cannot hand its state on"
     }
@@ -182,7 +182,7 @@ class CausalConv1d(Library):
     """The convolution of causal-conv1d (CUDA); its inputs before the first token in x's dtype."""
 
     name = package = "causal-conv1d"
-    operations = {"causal_conv1d": "causal_conv1d.cpp_functions"}
+    operations: ClassVar = {"causal_conv1d": "causal_conv1d.cpp_functions"}
 
     def _lacks(
         self, operation: str, dtype: torch.dtype, resets: bool, needs: Mapping[str, int]
@@ -231,7 +231,7 @@ class FLA(Library):
     """
 
     name, package = "fla", "flash-linear-attention"
-    operations = {
+    operations: ClassVar = {
         "gated_delta_rule": "fla.ops.gated_delta_rule",
         "causal_conv1d": "fla.modules.causal_conv1d",
     }

@@ -468,7 +468,7 @@ def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size):
     return dv if ds is None else dv + ds, dweight, dgate, None
 
 
-# --------------------------------------------------------------------------------------------- gated delta rule
+# ------------------------------------------------------------------------------------------- gated delta rule
 
 
 def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
@@ -513,7 +513,8 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     dq = dq_state + dqk @ c.k
     dk = dk_state + dk_last + dqk.mT @ c.q + dkk @ c.k + dkk.mT @ c.k
     dbeta = (dr * residual).sum(-1) + (d_system_keys * (c.k @ c.k.mT)).sum(-1)
-    # of the running sums of g: e^{c_i} wherever a chunk's state is read, e^{c_i - c_j} in pairs, e^{c_n - c_j}
+    # of the running sums of g: e^{c_i} wherever a chunk's state is read, e^{c_i - c_j} in pairs,
+    # e^{c_n - c_j}
     both = d_pairs * c.within + d_system * c.system
     ends = (dk_last * c.k).sum(-1)
     dc = (dq_state * c.q + dk_state * c.k).sum(-1) + both.sum(-1) - both.sum(-2) - ends
@@ -523,8 +524,8 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
 
 
 class _DeltaChunks:
-    """Tensors of the gated delta rule in chunks, (batch, nheads, chunks, DELTA_CHUNK, …), and the decays inside
-    them; what is padded decays nothing and writes nothing."""
+    """Tensors of the gated delta rule in chunks, (batch, nheads, chunks, DELTA_CHUNK, …), and the decays
+    inside them; what is padded decays nothing and writes nothing."""
 
     def __init__(self, q, k, v, g, beta, reset):
         self.seqlen = q.shape[1]

@@ -63,7 +63,8 @@ def ssd_scan(
 
     Args:
         x, z: (batch, seqlen, nheads, headdim), floating point. dt: (batch, seqlen, nheads).
-        A, D, dt_bias: (nheads,); A is negative where mamba-ssm may run, which cuts decays off at 1. B, C: (batch, seqlen, ngroups, d_state); ngroups divides nheads.
+        A, D, dt_bias: (nheads,); A is negative where mamba-ssm may run, which cuts decays off at 1.
+        B, C: (batch, seqlen, ngroups, d_state); ngroups divides nheads.
         initial_state: (batch, nheads, headdim, d_state), zero if None.
         window, seq_idx, backend, halo: as in `selective_scan`.
 

@@ -1,9 +1,9 @@
 """A backend's trial: each operation once on a small problem, before it is picked by itself on a device.
 
-A Triton kernel, ours or a library's, is compiled anew by every version of Triton for every kind of GPU. That it was right elsewhere
-says little, and a wrong gradient makes no noise: so it is compared here, on the device that will run it, with
-the reference in float64. It takes as long as compiling the kernels does, once a process and operation, and
-as it compiles the kernels that models of usual sizes launch, that is not lost.
+A Triton kernel, ours or a library's, is compiled anew by every version of Triton for every kind of GPU. That
+it was right elsewhere says little, and a wrong gradient makes no noise: so it is compared here, on the device
+that will run it, with the reference in float64. It takes as long as compiling the kernels does, once a
+process and operation, and as it compiles the kernels that models of usual sizes launch, that is not lost.
 """
 
 import functools
@@ -90,7 +90,8 @@ def passes(
         name, other = impl.name, impl.package
         instead = f"runs in adjoint's own code on {device} instead of {name}'s"
     else:
-        name, other, instead = impl.__name__, "Triton", f"runs in plain PyTorch on {device}, many times slower"
+        name, other = impl.__name__, "Triton"
+        instead = f"runs in plain PyTorch on {device}, many times slower"
     warnings.warn(
         f"{operation}{kind and f' ({kind})'} {instead}: "
         f"{name} failed its trial there in {str(dtype).removeprefix('torch.')} ({problem}); "

@@ -91,7 +91,8 @@ def _pass_states_kernel(
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """See `pass_states`; what AHEAD splits bring is loaded at once, before the stores, which loads wait for."""
+    """See `pass_states`; what AHEAD splits bring is loaded at once, before the stores, which loads wait
+    for."""
     batch = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = i < size
@@ -107,9 +108,9 @@ def _pass_states_kernel(
             inside = ok & (k < n_splits)
             split = batch * n_splits + (n_splits - 1 - k if REVERSE else k)
             a = tl.load(decay + split * decay_size + i // group, mask=inside, other=1.0)
-            decays = decays + (a.to(ACC),)  # type: ignore[assignment]
+            decays = decays + (a.to(ACC),)  # type: ignore[assignment]  # noqa: RUF005
             b = tl.load(local + split * size + i, mask=inside, other=0.0)
-            locals_ = locals_ + (b.to(ACC),)  # type: ignore[assignment]
+            locals_ = locals_ + (b.to(ACC),)  # type: ignore[assignment]  # noqa: RUF005
         for j in tl.static_range(AHEAD):
             k = first + j
             split = batch * n_splits + (n_splits - 1 - k if REVERSE else k)
@@ -199,13 +200,14 @@ def wanted_programs(x: torch.Tensor, per_multiprocessor: int) -> int:
 
 
 def split_length(seqlen: int, programs: int, wanted: int, unit: int, shortest: int) -> int:
-    """Tokens a split, a multiple of ``unit``: as many splits as ``programs`` each make no more than ``wanted``,
-    which run all at once. A few more would start a second wave when all others are done, and take twice the
-    time.
+    """Tokens a split, a multiple of ``unit``: as many splits as ``programs`` each make no more than
+    ``wanted``, which run all at once. A few more would start a second wave when all others are done, and
+    take twice the time.
 
     Splits are never made shorter than ``shortest`` tokens, under which the extra pass costs more than it
     brings. Depends on shapes and device alone, so the same call always splits alike (results are
-    reproducible, and the launch can be captured in a CUDA graph)."""
+    reproducible, and the launch can be captured in a CUDA graph).
+    """
     splits = max(1, min(wanted // max(programs, 1), seqlen // max(shortest, 1), MAX_GRID_YZ))
     length = -(-seqlen // splits)
     return -(-max(length, 1) // unit) * unit
