@@ -115,8 +115,9 @@ class Exact(Chunked):
             recomputation in large transformer models").
         memory: what forward and backward may take beside what is there before them, in bytes or as "30GB"
             or "512MiB"; "auto" is most of what is left. As many chunks as fit stay linearised and are not
-            recomputed: with room for all of them this is as fast as `Backprop`. None keeps one. The
-            first step measures a chunk, at the cost of one.
+            recomputed; with room for all of them, and no chunk_size given, the sequence is one chunk, which
+            is what `Backprop` does. None keeps one chunk. The first step measures a chunk, at the cost of
+            one.
 
     Raises:
         ValueError: chunk_size is not a positive whole number, keep is none of the three, or memory is no size
@@ -144,8 +145,14 @@ class Exact(Chunked):
         """The adjoint state is carried, cotangents come from above."""
         memory = None if self.memory is None else memory_bytes(self.memory)
         offload = self.offload or self.keep == "offload"
-        size = min(self.chunk_size or default, seqlen)
-        return Scheme(size, keep=self.keep, recompute=self.recompute, offload=offload, memory=memory)
+        return Scheme(
+            min(self.chunk_size or default, seqlen),
+            keep=self.keep,
+            recompute=self.recompute,
+            offload=offload,
+            memory=memory,
+            whole=self.chunk_size is None,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

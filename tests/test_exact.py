@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adjoint import Backprop, Exact, StackConfig
 from adjoint.cluster import count
 from adjoint.engine import budget
+from adjoint.engine.autograd import steps_of
 from adjoint.engine.tile import Gradients
 from adjoint.engine.weights import Casts, SummedProducts
 from adjoint.methods import RECOMPUTE
@@ -461,6 +462,20 @@ def test_a_memory_budget_is_filled_with_tapes(monkeypatch: pytest.MonkeyPatch) -
     for tapes in (1, 5, 11):
         room = fixed + (1 + share) * (1.15 * edges + measured.beside + (tapes + 0.5) * measured.tape)
         assert abs(tapes_of(monkeypatch, model, ids, int(room)) - tapes) <= 1
+
+
+def test_with_room_for_it_the_sequence_is_one_chunk() -> None:
+    """Where nobody gave a chunk size: then there is nothing that backpropagation would do less."""
+    model, ids = make_model("mamba"), make_ids(1, 3000)
+    chunks = []
+    for method in (Exact(memory="8GB"), Exact(memory="1MB"), Exact(1000, memory="8GB")):
+        scheme = method.scheme(3000, 1408)
+        steps = steps_of(model, ids, ids, 3000, model.initial_state(1), scheme)
+        chunks.append((steps.worker.grid.chunks, min(steps.tapes, steps.worker.grid.chunks)))
+    assert chunks == [(1, 1), (3, 1), (3, 3)]
+    _, expected = gradients(model, ids, ids, Backprop())
+    _, got = gradients(model, ids, ids, Exact(memory="8GB"))
+    assert_same(got, expected)
 
 
 @pytest.mark.parametrize(

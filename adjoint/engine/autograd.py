@@ -125,29 +125,31 @@ class Steps:
         if scheme.cut and self.follows:
             chunks = len(scheme.cuts(self.seqlen)) - 1
             passing = draw_passing(sum(self.stateful), chunks, scheme.cut).tolist()
-        self.worker = Worker(
-            stages,
-            make_grid(scheme, self.seqlen, self.stateful, self.reach),
-            ids,
-            targets,
-            [tuple(s.detach() for s in state) for state in initial],
-            width,
-            torch.float64 if dtype == torch.float64 else torch.float32,
-            host=scheme.offload and ids.is_cuda,
-            noting=scheme.window == "auto",
-            passing=passing,
-            seq_idx=seq_idx,
-        )
+        given = ids, targets, [tuple(s.detach() for s in state) for state in initial]
+
+        def worker(scheme: Scheme) -> Worker:
+            return Worker(
+                stages,
+                make_grid(scheme, self.seqlen, self.stateful, self.reach),
+                *given,
+                width,
+                torch.float64 if dtype == torch.float64 else torch.float32,
+                host=scheme.offload and ids.is_cuda,
+                noting=scheme.window == "auto",
+                passing=passing,
+                seq_idx=seq_idx,
+            )
+
+        self.worker = worker(scheme)
         self.tapes = 0 if scheme.window == "auto" else scheme.tapes
         if scheme.memory is not None and self.follows:
             sizes = [self.worker.grid.tokens(c) for c in range(self.worker.grid.chunks)]
-            self.tapes = budget.tapes_within(
-                scheme.memory,
-                self._measured(valid, ids, targets, width, dtype),
-                self.worker.kept_bytes(),
-                ids.device,
-                sizes,
-            )
+            room = budget.room_for_tapes(scheme.memory, self.worker.kept_bytes(), ids.device)
+            measured = self._measured(valid, ids, targets, width, dtype)
+            self.tapes = budget.tapes_within(room, measured, sizes)
+            if scheme.whole and (measured.tape + measured.beside) * self.seqlen / sizes[0] <= room:
+                self.scheme = dataclasses.replace(scheme, chunk_size=self.seqlen)
+                self.worker = worker(self.scheme)
         self.later: Sequence[Action] = ()
 
     def _measured(

@@ -78,22 +78,28 @@ def of_model(parameters: list[Tensor]) -> dict[Hashable, Measured]:
     return _measured.setdefault(parameters[0], {})
 
 
-def tapes_within(
-    memory: float | str, measured: Measured, kept: int, device: torch.device, sizes: list[int]
-) -> int:
-    """How many chunks, of the last ones, may stay linearised; 1 at least, as the last one always does.
+def room_for_tapes(memory: float | str, kept: int, device: torch.device) -> float:
+    """Bytes that tapes and the backward may take.
 
     Args:
         memory: bytes that forward and backward may take beside what is there before them; "auto" for most of
             what is left.
         kept: bytes that are kept of the whole sequence, whatever is linearised.
-        sizes: tokens of the chunks; `measured` is one as long as the first.
     """
     budget = AUTO * memory_left(device) if isinstance(memory, str) else memory
     if device.type == "cpu":
         fixed, share = RESERVED_CPU
         budget = (budget - fixed) / (1 + share)
-    left, tapes = budget - kept - measured.beside, 0
+    return budget - kept
+
+
+def tapes_within(room: float, measured: Measured, sizes: list[int]) -> int:
+    """How many chunks, of the last ones, may stay linearised; 1 at least, as the last one always does.
+
+    Args:
+        sizes: tokens of the chunks; `measured` is one as long as the first.
+    """
+    left, tapes = room - measured.beside, 0
     for size in reversed(sizes):
         left -= measured.tape * size / sizes[0]
         if left < 0:

@@ -67,6 +67,7 @@ class Scheme:
         offload: whether the states at the edges lie in host memory, where there is a device beside it.
         memory: bytes, or "auto", within which the forward leaves as many chunks linearised as it can; of one
             process, whose segment is all stages.
+        whole: whether with a memory that holds it the sequence is one chunk, which costs less than many.
         documents: their first tokens, in rising order: chunks end there, the state begins anew, no cotangent
             crosses. Of windowed tiles not yet.
         span: tokens between the edges at which the adjoint state is dropped: a multiple of chunk_size,
@@ -85,6 +86,7 @@ class Scheme:
     recompute: str = "none"
     offload: bool = False
     memory: float | Literal["auto"] | None = None
+    whole: bool = False
     documents: tuple[int, ...] = (0,)
     span: int | None = None
     cut_at: tuple[int, ...] = ()
