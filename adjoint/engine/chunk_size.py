@@ -104,7 +104,7 @@ def _kept_by_mixer(config: StackConfig, kind: str, element: int, selective: bool
         states = rank * d_inner * n * wide * element // 512
         if selective:
             return (2 * d_inner + 2 * rank * n * config.ngroups) * element + rank * d_inner * wide + states
-        turned = nheads * (6 * config.rope_angles + 10) + 2 * rank * (nheads * n + d_inner)
+        turned = nheads * (2 * config.rope_angles + 10) + 2 * rank * (nheads * n + d_inner)
         narrow = rank * (4 + config.is_outproj_norm + mimo) * d_inner + 2 * mimo * d_inner
         narrow += 2 * rank * n * (config.ngroups + nheads)
         return turned * wide + narrow * element + states

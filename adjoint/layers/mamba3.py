@@ -7,10 +7,12 @@ turned by angles that add up over time, a complex-valued state in real numbers. 
 outputs (`is_mimo`) a token has `mimo_rank` of v, k, q and y, which share h: v ⊗ k is summed over them."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from adjoint.kernels import checks
 from adjoint.kernels.ssd_scan import ssd_scan
@@ -94,7 +96,9 @@ class Mamba3Mixer(nn.Module):
             self._heads(t, norm, bias.to(wide))
             for t, norm, bias in ((B, self.B_norm, self.B_bias), (C, self.C_norm, self.C_bias))
         )
-        k_turned, q_turned = (_turned(t, angles[..., None, :], halves=c.is_mimo) for t in (k, q))
+        turn = angles[..., None, :]
+        cos_sin = turn.detach().cos(), turn.detach().sin()
+        k_turned, q_turned = (_Turned.apply(t, turn, *cos_sin, c.is_mimo) for t in (k, q))
         v, z = (t.unflatten(-1, (c.nheads, c.headdim)) for t in (v, z))
         v_last = v[:, -1].clone()
         v, v_before = (_spread(t.to(wide), self.mimo_x) for t in (v, v_before))
@@ -199,14 +203,41 @@ def _heavy_tail(x: Tensor) -> Tensor:
     return x.clamp_min(0) + 1 / (1 - x.clamp_max(0))
 
 
-def _turned(t: Tensor, angles: Tensor, halves: bool) -> Tensor:
-    """t (…, d_state) with its first pairs of channels turned by angles (…, angles): pairs of neighbours, or
-    of channels i and i + d_state / 2."""
-    cos, sin = angles.cos(), angles.sin()
-    n = angles.shape[-1]
+class _Turned(torch.autograd.Function):
+    """t (…, d_state) with its first pairs of channels turned by angles (…, angles): pairs of neighbours, or,
+    with `halves`, of channels i and i + d_state / 2.
+
+    The angles' cosines and sines are given, and nothing is kept but they and t: a turn's derivative is a turn
+    by a right angle more, and turns leave the angles between vectors as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, angles: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Tensor:
+        ctx.save_for_backward(t, cos, sin)
+        ctx.halves = halves
+        return _turn(t, cos, sin, halves)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        t, cos, sin = ctx.saved_tensors
+        dt = _turn(dy, cos, -sin, ctx.halves)
+        (a, b), (da, db) = (_pairs(x, cos.shape[-1], ctx.halves) for x in (t, dt))
+        return dt, (a * db - b * da).sum(-2, keepdim=True), None, None, None
+
+
+def _pairs(t: Tensor, n: int, halves: bool) -> tuple[Tensor, Tensor]:
+    """The first n pairs of channels."""
     if halves:
-        (a, a_rest), (b, b_rest) = (half.tensor_split([n], dim=-1) for half in t.chunk(2, dim=-1))
-        return torch.cat([a * cos - b * sin, a_rest, a * sin + b * cos, b_rest], dim=-1)
+        first, second = t.chunk(2, dim=-1)
+        return first[..., :n], second[..., :n]
     a, b = t[..., : 2 * n].unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
-    return torch.cat([turned, t[..., 2 * n :]], dim=-1)
+    return a, b
+
+
+def _turn(t: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Tensor:
+    turned = t.clone(memory_format=torch.contiguous_format)
+    n = cos.shape[-1]
+    (a, b), (to_a, to_b) = _pairs(t, n, halves), _pairs(turned, n, halves)
+    torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-1)
+    torch.mul(a, sin, out=to_b).addcmul_(b, cos)
+    return turned
