@@ -1,4 +1,4 @@
-"""Time a token of every mixer, by `Backprop`, `Exact` and `Exact` with room: `python -m benchmarks.mixers`.
+"""Time a token of the recurrent mixers, by `Backprop`, `Exact` and `Exact` with room: `python -m benchmarks.mixers`.
 
 Forward + backward of a language model (d_model 256, 4 layers, a byte vocabulary, float32, batch 1) on random
 tokens. A process has one mixer and length, and goes through the methods alternately, so that a machine that
@@ -22,7 +22,7 @@ import torch
 from benchmarks import common, timing
 from benchmarks.common import Point, Row
 
-MIXERS = ("mamba", "mamba2", "mamba3", "gated_deltanet", "attention")
+MIXERS = ("mamba", "mamba2", "mamba3", "gated_deltanet")
 METHODS = {"backprop": {}, "exact": {}, "exact 8GB": {"memory": "8GB"}}
 RULE = "gated delta rule"
 LENGTHS = (4096, 16384)
