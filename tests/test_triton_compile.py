@@ -19,12 +19,14 @@ from triton.runtime.jit import JITFunction
 from adjoint.kernels import trial
 from adjoint.kernels.triton import backend as triton_backend
 
+HALF = {80: 81 * 1024, 90: 113 * 1024}  # of a multiprocessor's shared memory, less what the system takes
 # What crosses lanes because the algorithm asks for it; other shuffles, and shared memory, come of layouts.
 TOKENS, ROWS = 4, 2  # that a thread of the selective scan's backward holds at once
 OVER_STATES = 2 * 3 * TOKENS * ROWS  # 4 lanes of states: du, ddelta, dz of every token and row
 OVER_CHANNELS = 3 * 4 * 2 * TOKENS  # 8 lanes of channels: a thread's 4 states of dB and dC, every token
 SHUFFLES = {
     "selective scan": {"backward_kernel": OVER_STATES + OVER_CHANNELS},
+    "selective scan, resets": {"backward_kernel": (OVER_STATES + OVER_CHANNELS) // 2},  # two tokens
     # one row, two tokens
     "selective scan, window": {"backward_kernel": 2 * 3 * 2 + 3 * 4 * 2 * 2},
     "linear scan": {},
@@ -39,6 +41,8 @@ def check(name, capability, only=frozenset()):
     built = aot.compile_call(aot.MAIN[name], capability, only)
     assert {k.name: k.spills for k in built if k.spills} == {}
     kind = name.partition(",")[0] + (", window" if "window" in name else "")
+    if "resets" in name and f"{kind}, resets" in SHUFFLES:
+        kind += ", resets"
     if kind in SHUFFLES and "d_state 64" not in name and "d_state 128" not in name:
         shuffles = SHUFFLES[kind]
         assert {k.name: k.shuffles for k in built} == {k.name: shuffles.get(k.name, 0) for k in built}
@@ -85,6 +89,51 @@ def test_the_ssd_backward_does_not_spill(capability):
     names = {"input_grad_kernel", "pair_grad_kernel", "group_grad_kernel"}
     built = check("SSD scan, bf16, headdim 64, d_state 128, chunk 256", capability, frozenset(names))
     assert {k.name for k in built} == names
+    assert all(k.shared <= HALF[capability] and "cp.async" in k.ptx for k in built), "loads run ahead"
+
+
+def ssd_launches(name):
+    with aot.record_launches() as launches, aot.on_a_big_device():
+        aot.MAIN[name]()
+    return [launch for launch in launches if launch[2].get("num_stages", 1) > 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", [n for n in aot.MAIN if n.startswith("SSD scan, bf16")])
+def test_every_depth_of_the_ssd_pipelines_fits(name, capability):
+    """Whatever number of stages is picked: nothing spills, and two programs share a multiprocessor."""
+    built = [
+        aot.compile_launch((kernel, args, {**kwargs, "num_stages": stages}), capability)
+        for kernel, args, kwargs in ssd_launches(name)
+        for stages in aot.ssd.candidates(kwargs["num_stages"], capability)
+    ]
+    assert [(k.name, k.spills, k.shared) for k in built if k.spills or k.shared > HALF[capability]] == []
+
+
+def test_stages_are_measured_once_for_a_size(monkeypatch):
+    """On a GPU, with the launch's own arguments, and never while a graph is captured."""
+    autotune, capturing, times = aot.ssd.triton.autotune, True, iter([2.0, 1.0])
+
+    def bench(call, quantiles):
+        call()
+        return [next(times)] * 3
+
+    def in_memory(configs, key, cache_results):
+        return autotune(configs, key=key, do_bench=bench)
+
+    monkeypatch.setattr(aot.ssd.triton, "autotune", in_memory)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(aot.ssd, "_PICKED", {})
+    kernel, args, constants = ssd_launches("SSD scan, bf16, resets")[0]
+    with aot.record_launches() as launches:
+        assert aot.ssd._stages(kernel, (1,), args, constants) == 3
+        assert launches == []
+        capturing = False
+        assert [aot.ssd._stages(kernel, (1,), args, constants) for _ in range(2)] == [4, 4]
+    assert [launch[2]["num_stages"] for launch in launches] == [3, 4, 4]
+    assert all({**launch[2], "num_stages": 3} == {**launch[2], **constants} for launch in launches)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
@@ -186,6 +235,31 @@ def test_splits_fill_the_device_once(seqlen, programs):
     assert length % unit == 0 and (splits == 1 or splits * programs <= wanted)
     most = min(wanted // programs, seqlen // shortest)
     assert splits >= most * 2 // 3, "rounding up to units leaves out a few"
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("seqlen", [65536, 1_000_000])
+def test_few_partial_sums_leave_the_selective_backward(seqlen, window):
+    """dB and dC are summed over 64 channels and more before they go to memory, and the device is as full as
+    with programs of a block each."""
+    with aot.record_launches() as launches, aot.on_a_big_device():
+        aot.call_selective(window=window, seqlen=seqlen)
+    (values,) = [
+        dict(zip(launch[0].arg_names, launch[1], strict=False))
+        for launch in launches
+        if launch[0].__name__ == "backward_kernel"
+    ]
+    held = sum(values[name].numel() * values[name].element_size() for name in ("dB", "dC"))
+    _, rows, lanes, warps, _ = aot.selective.backward_tile(16, window is not None)
+    programs = values["dB"].shape[1]
+    assert held == aot.selective.partial_bytes(1, seqlen, 16, programs)
+    assert held <= aot.selective.partial_bytes(1, seqlen, 16, 4096 // 64)
+    wanted = aot.MULTIPROCESSORS * (8 // warps)
+    tokens = seqlen + (window is not None)
+    running = programs * -(-tokens // values["split_len"])
+    assert 0.9 * wanted <= running <= wanted
+    blocks = 4096 // (rows * lanes)
+    assert -(-blocks // programs) * programs <= 1.1 * blocks, "all take about as many"
 
 
 def test_spills_are_seen():

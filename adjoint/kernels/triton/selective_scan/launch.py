@@ -26,6 +26,9 @@ from adjoint.kernels.triton.selective_scan import window as windowed_kernels
 CHECKPOINT = 64  # tokens between the states that the forward keeps
 UNROLL = 4  # tokens the forward walks at once
 SHORTEST_SPLIT = 128  # tokens; a shorter split is not worth its share of the pass over splits
+MOST_CHANNELS = 256  # over which a backward program sums dB and dC
+# Writing a program's dB and dC and reading them again takes about this share of a block of channels' time.
+SHARE_OF_SUMS = 1 / 16
 MAX_D_STATE = 256  # above, a warp's registers cannot hold the state
 # Registers a thread may take: ptxas, left to itself, takes a few more or makes kernels spill that need not.
 FORWARD_REGISTERS, MOST_REGISTERS = 128, 255
@@ -65,6 +68,33 @@ def _wanted(x: torch.Tensor, registers: int, warps: int) -> int:
     """Programs of so many registers a thread that run on the tensor's device at once."""
     resident = 65536 // (32 * (registers + 7 & ~7))  # warps; a multiprocessor has 65,536 registers
     return common.wanted_programs(x, max(resident // warps, 1))
+
+
+def backward_programs(
+    batch: int, seqlen: int, d_inner: int, channels: int, wanted: int, unit: int
+) -> tuple[int, int]:
+    """(programs that share out the channels, tokens a split) of a backward whose programs hold ``channels``
+    at a time, of which ``wanted`` run at once.
+
+    Fewer programs, each of which takes several blocks of channels, leave fewer partial sums of dB and dC, and
+    shorter splits in their place fill the device: as few as cost no time by idle or uneven work."""
+    blocks = triton.cdiv(d_inner, channels)
+
+    def time(programs: int) -> float:
+        split_len = common.split_length(seqlen, batch * programs, wanted, unit, SHORTEST_SPLIT)
+        waves = triton.cdiv(batch * programs * triton.cdiv(seqlen, split_len), wanted)
+        each = triton.cdiv(blocks, programs)
+        return waves * min(split_len, seqlen) * (each + SHARE_OF_SUMS)
+
+    most = max(min(MOST_CHANNELS // channels, blocks), 1)
+    programs = min((triton.cdiv(blocks, each) for each in range(1, most + 1)), key=time)
+    return programs, common.split_length(seqlen, batch * programs, wanted, unit, SHORTEST_SPLIT)
+
+
+def partial_bytes(batch: int, seqlen: int, d_state: int, programs: int, itemsize: int = 4) -> int:
+    """Bytes of the partial sums of dB and dC, one of each for every one of the ``programs`` that share out
+    the channels."""
+    return 2 * batch * programs * seqlen * d_state * itemsize
 
 
 def check(d_state: int) -> None:
@@ -204,11 +234,12 @@ def selective_scan_backward(
         window = seqlen + 1  # only the windowed kernel knows halos
 
     n, rows, lanes, warps, steps = backward_tile(d_state, window is not None)
-    blocks = triton.cdiv(d_inner, rows * lanes)
+    if reset is not None and window is None:
+        steps = 2  # resets take registers too
     wanted = _wanted(u, MOST_REGISTERS, warps)
     unit = CHECKPOINT if window is None else window  # windowed splits are whole blocks, counted from token -1
     length = seqlen + (window is not None)
-    split_len = common.split_length(length, batch * blocks, wanted, unit, SHORTEST_SPLIT)
+    programs, split_len = backward_programs(batch, length, d_inner, rows * lanes, wanted, unit)
     splits = triton.cdiv(length, split_len)
 
     def empty(*shape: int, dtype: torch.dtype = acc) -> torch.Tensor:
@@ -217,13 +248,13 @@ def selective_scan_backward(
     du = empty(*u.shape, dtype=u.dtype)
     ddelta = empty(*u.shape, dtype=delta.dtype)
     dz = None if z is None else empty(*u.shape, dtype=z.dtype)
-    dB_parts = empty(batch, blocks, seqlen, d_state)
-    dC_parts = empty(batch, blocks, seqlen, d_state)
+    dB_parts = empty(batch, programs, seqlen, d_state)
+    dC_parts = empty(batch, programs, seqlen, d_state)
     dA_parts = empty(batch, splits, d_state, d_inner)
     dD_parts = None if D is None else empty(batch, splits, d_inner)
     dbias_parts = None if delta_bias is None else empty(batch, splits, d_inner)
     marks = CHECKPOINT // steps * (1 if window is None else 3)
-    scratch = empty(batch, splits, blocks, marks, n * rows * lanes)
+    scratch = empty(batch, splits, programs, marks * n * rows * lanes + 2 * CHECKPOINT * n)
     flags = {
         "HAS_Z": z is not None,
         "HAS_BIAS": delta_bias is not None,
@@ -267,18 +298,18 @@ def selective_scan_backward(
                 num_warps=warps_local,
                 **flags,
             )
-            c_in, dinitial = common.pass_states(local, decay, c_in, reverse=True)
+            carried, dinitial = common.pass_states(local, decay, c_in, reverse=True)
         else:
-            dinitial = empty(batch, d_state, d_inner)
+            carried = empty(batch, 1, d_state, d_inner)
+            carried.copy_(torch.zeros_like(carried) if c_in is None else c_in[:, None])
+            dinitial = carried[:, 0]  # what the only split leaves
         if window is None:
-            backward_kernels.backward_kernel[(blocks, splits, batch)](
-                *(dy, u, step, A, wide_B, wide_C, D, z, reset_u8, checkpoints, c_in, scratch),
-                *(du, ddelta, dz, dB_parts, dC_parts, dA_parts, dD_parts, dbias_parts, dinitial),
+            backward_kernels.backward_kernel[(programs, splits, batch)](
+                *(dy, u, step, A, wide_B, wide_C, D, z, reset_u8, checkpoints, carried, scratch),
+                *(du, ddelta, dz, dB_parts, dC_parts, dA_parts, dD_parts, dbias_parts),
                 *(seqlen, d_inner, d_state, split_len, 1),
                 *(*dy.stride()[:2], *u.stride()[:2], *wide_B.stride()[:2], *wide_C.stride()[:2], *z_strides),
                 HAS_D=D is not None,
-                HAS_CIN=c_in is not None,
-                WRITE_COUT=splits == 1,
                 EVEN=d_state == n and d_inner % (rows * lanes) == 0,
                 EVERY=CHECKPOINT,
                 STEPS=steps,
@@ -346,8 +377,9 @@ def _windowed(
         **shared,
     )
     n, _, lanes, warps, steps = backward_tile(d_state, True)
-    windowed_kernels.backward_kernel[(triton.cdiv(d_inner, lanes), splits, batch)](
-        *(dy, u, step, A, B, C, D, z, reset, checkpoints, totals, products, dfinal, scratch),
+    carried = torch.empty((batch, splits, 2, d_state, d_inner), dtype=checkpoints.dtype, device=u.device)
+    windowed_kernels.backward_kernel[(dB.shape[1], splits, batch)](
+        *(dy, u, step, A, B, C, D, z, reset, checkpoints, totals, products, dfinal, carried, scratch),
         *(
             du,
             ddelta,

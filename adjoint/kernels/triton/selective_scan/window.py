@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from adjoint.kernels.triton.common import LENGTHS, LOG2E, a_lane_each, sigmoid, softplus_slope
+from adjoint.kernels.triton.selective_scan.backward import add_recent
 
 
 @triton.jit
@@ -38,14 +39,14 @@ def _include(
     total,
     product,
     i,
-    window,
-    seqlen,
+    begins,
+    left,
     dy,
     z,
     C,
     step,
     reset,
-    dfinal,
+    last,
     dy_t,
     z_t,
     C_t,
@@ -59,19 +60,19 @@ def _include(
     HAS_RESET: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """(the prefix that token i uses, prefix and product after token i + window joins them)."""
-    begins = (i + 1) % window == 0
+    """(the prefix that token i uses, prefix and product after token i + window joins them); ``begins``: that
+    one is the first of its block. The pointers are ``window`` tokens ahead of i's, with ``left`` tokens
+    there."""
     used = tl.where(begins, 0.0, total)
-    j = i + window
-    inside = j < seqlen
-    g = tl.load(dy + j * dy_t + d, mask=d_ok & inside, other=0.0).to(ACC)
+    inside = i < left
+    g = tl.load(dy + i * dy_t + d, mask=d_ok & inside, other=0.0).to(ACC)
     if HAS_Z:
-        z_ = tl.load(z + j * z_t + d, mask=d_ok & inside, other=0.0).to(ACC)
+        z_ = tl.load(z + i * z_t + d, mask=d_ok & inside, other=0.0).to(ACC)
         g = g * z_ * sigmoid(z_)
-    C_ = tl.load(C + j * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
-    _step, a = _decay(step, reset, j, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+    C_ = tl.load(C + i * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+    _step, a = _decay(step, reset, i, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
     product = tl.where(begins, 1.0, product * a)
-    term = g[None, :] * C_[:, None] + tl.where(j == seqlen - 1, dfinal, 0.0)
+    term = g[None, :] * C_[:, None] + tl.where(i == left - 1, last, 0.0)
     return used, used + product * term, product
 
 
@@ -127,6 +128,13 @@ def marks_kernel(
         reset += batch * seqlen
     marks = (seqlen + EVERY - 1) // EVERY
     first = split.to(tl.int64) * split_len - 1
+    dy += window * tl.cast(dy_t, tl.int64)
+    step += window * tl.cast(d_inner, tl.int64)
+    C += window * tl.cast(C_t, tl.int64)
+    if HAS_Z:
+        z += window * tl.cast(z_t, tl.int64)
+    if HAS_RESET:
+        reset += window
     total = tl.zeros((N, LANES), ACC)
     product = tl.zeros((N, LANES), ACC)
     for k in range(0, tl.minimum(split_len, seqlen - first)):
@@ -139,8 +147,8 @@ def marks_kernel(
             total,
             product,
             i,
-            window,
-            seqlen,
+            (i + 1) % window == 0,
+            seqlen - window,
             dy,
             z,
             C,
@@ -177,6 +185,7 @@ def backward_kernel(
     totals,
     products,
     dfinal,
+    carried,
     scratch,
     du,
     ddelta,
@@ -216,55 +225,88 @@ def backward_kernel(
     LANES: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """One split (whole blocks) in reverse; outputs as of the kernel without a window."""
+    """One split (whole blocks of tokens) in reverse; channels shared out and outputs as of the kernel without
+    a window. ``carried``, (batch, splits, 2, d_state, d_inner), keeps the suffix and the decays across to the
+    next block between visits."""
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    block, n_splits, n_blocks = tl.program_id(0), tl.num_programs(1), tl.num_programs(0)
-    d = block * LANES + tl.arange(0, LANES)
+    program, n_splits, n_programs = tl.program_id(0), tl.num_programs(1), tl.num_programs(0)
     n = tl.arange(0, N)
-    d_ok, n_ok = d < d_inner, n < d_state
-    ok = n_ok[:, None] & d_ok[None, :]
-    state = n[:, None] * d_inner + a_lane_each(d, one)[None, :]
-    A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
+    n_ok = n < d_state
     per_batch = tl.cast(d_inner, tl.int64) * d_state
-    last = tl.zeros((N, LANES), ACC)
-    if HAS_FINAL:
-        last = tl.load(dfinal + batch * per_batch + state, mask=ok, other=0.0).to(ACC)
-    skip = tl.zeros((LANES,), ACC)
-    if HAS_D:
-        skip = tl.load(D + d, mask=d_ok, other=0.0).to(ACC)
     dy += batch * dy_b
     u += batch * u_b
     B += batch * B_b
     C += batch * C_b
-    dense = batch * seqlen * d_inner
-    step += dense
-    du += dense
-    ddelta += dense
     if HAS_Z:
         z += batch * z_b
-        dz += dense
-    if HAS_RESET:
-        reset += batch * seqlen
-    dB += (batch * n_blocks + block) * seqlen * d_state
-    dC += (batch * n_blocks + block) * seqlen * d_state
+    part = (batch * n_programs + program) * seqlen
+    edge = (batch * n_splits + split) * per_batch
+    sums = (batch * n_splits + split) * d_inner
     marks = (seqlen + EVERY - 1) // EVERY
     tile: tl.constexpr = N * LANES
-    scratch += ((batch * n_splits + split) * n_blocks + block) * (EVERY // STEPS) * 3 * tile
+    marks_size: tl.constexpr = (EVERY // STEPS) * 3 * tile
+    scratch += ((batch * n_splits + split) * n_programs + program) * (marks_size + 2 * EVERY * N)
+    recent_B = scratch + marks_size  # dB and dC of a visit's tokens
+    recent_C = recent_B + EVERY * N
     scratch += n[:, None] * LANES + a_lane_each(tl.arange(0, LANES), one)[None, :]
 
     first = split.to(tl.int64) * split_len - 1
     stop = tl.minimum(first + split_len, seqlen)
     first = tl.maximum(first, 0)
-    c = tl.zeros((N, LANES), ACC)
-    step_, across = _decay(step, reset, stop, stop < seqlen, d, d_ok, A2, d_inner, HAS_RESET, ACC)
-    sum_A = tl.zeros((N, LANES), ACC)
-    sum_D = tl.zeros((LANES,), ACC)
-    sum_bias = tl.zeros((LANES,), ACC)
     s_first, s_last = first // EVERY, (stop - 1) // EVERY
-    for back in range(0, s_last - s_first + 1):
+    n_blocks = (d_inner + LANES - 1) // LANES
+    walk = (n_blocks - program + n_programs - 1) // n_programs  # blocks of channels of this program
+    for visit in range(0, (s_last - s_first + 1).to(tl.int32) * walk):
+        back, nth = visit // walk, visit % walk
+        again = back > 0  # this split's earlier stretches have left their sums
+        d = (program + nth * n_programs) * LANES + tl.arange(0, LANES)
+        d_ok = d < d_inner
+        ok = n_ok[:, None] & d_ok[None, :]
+        state = n[:, None] * d_inner + a_lane_each(d, one)[None, :]
+        A2 = tl.load(A + state, mask=ok, other=0.0).to(ACC) * LOG2E
+        last = tl.zeros((N, LANES), ACC)
+        if HAS_FINAL:
+            last = tl.load(dfinal + batch * per_batch + state, mask=ok, other=0.0).to(ACC)
+        skip = tl.zeros((LANES,), ACC)
+        if HAS_D:
+            skip = tl.load(D + d, mask=d_ok, other=0.0).to(ACC)
+        # Tokens are counted from the stretch's first: offsets in a stretch fit 32 bits.
         begin = (s_last - back) * EVERY
-        end = tl.minimum(begin + EVERY, stop)
-        n_groups = (end - begin + STEPS - 1) // STEPS
+        low = tl.maximum(first - begin, 0).to(tl.int32)
+        tokens = tl.minimum(stop - begin, EVERY).to(tl.int32)
+        n_groups = (tokens + STEPS - 1) // STEPS
+        row = batch * seqlen + begin  # of the contiguous tensors (batch, seqlen, d_inner)
+        here = row * d_inner
+        step_s = step + here
+        du_s = du + here
+        ddelta_s = ddelta + here
+        dz_s = dz + here if HAS_Z else dz
+        dy_s = dy + begin * dy_t
+        u_s = u + begin * u_t
+        B_s = B + begin * B_t
+        C_s = C + begin * C_t
+        z_s = z + begin * z_t if HAS_Z else z
+        reset_s = reset + row if HAS_RESET else reset
+        ahead = begin + window
+        dy_w = dy + ahead * dy_t
+        C_w = C + ahead * C_t
+        z_w = z + ahead * z_t if HAS_Z else z
+        step_w = step + (row + window) * d_inner
+        reset_w = reset + (row + window) if HAS_RESET else reset
+        phase = (begin % window).to(tl.int32) + 1
+        # Tokens from the stretch's first on: in the sequence, with a gradient, and that the windows reach.
+        to_end = tl.minimum(seqlen - begin, 2 * EVERY).to(tl.int32)
+        to_halo = tl.maximum(tl.minimum(seqlen - halo - begin, 2 * EVERY), 0).to(tl.int32)
+        left = tl.maximum(tl.minimum(seqlen - ahead, 2 * EVERY), 0).to(tl.int32)
+        c = tl.load(carried + (edge * 2 + state), mask=ok & again, other=0.0)
+        across = tl.load(carried + (edge * 2 + per_batch + state), mask=ok & again, other=0.0)
+        if back == 0:
+            step_, across = _decay(
+                step_s, reset_s, tokens, tokens < to_end, d, d_ok, A2, d_inner, HAS_RESET, ACC
+            )
+        sum_A = tl.zeros((N, LANES), ACC)
+        sum_D = tl.zeros((LANES,), ACC)
+        sum_bias = tl.zeros((LANES,), ACC)
         mark = (batch * marks + begin // EVERY) * per_batch + state
         h = tl.load(checkpoints + mark, mask=ok, other=0.0)
         total = tl.load(totals + mark, mask=ok, other=0.0)
@@ -274,23 +316,23 @@ def backward_kernel(
             tl.store(scratch + group * 3 * tile + tile, total)
             tl.store(scratch + group * 3 * tile + 2 * tile, product)
             for k in range(0, STEPS):
-                t = begin + group * STEPS + k
-                inside = t < end
-                step_, a = _decay(step, reset, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
-                x = step_ * tl.load(u + t * u_t + d, mask=d_ok & inside, other=0.0).to(ACC)
-                B_ = tl.load(B + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                t = group * STEPS + k
+                inside = t < tokens
+                step_, a = _decay(step_s, reset_s, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+                x = step_ * tl.load(u_s + t * u_t + d, mask=d_ok & inside, other=0.0).to(ACC)
+                B_ = tl.load(B_s + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
                 h = a * h + x[None, :] * B_[:, None]
                 used, total, product = _include(
                     total,
                     product,
                     t,
-                    window,
-                    seqlen,
-                    dy,
-                    z,
-                    C,
-                    step,
-                    reset,
+                    (phase + t) % window == 0,
+                    left,
+                    dy_w,
+                    z_w,
+                    C_w,
+                    step_w,
+                    reset_w,
                     last,
                     dy_t,
                     z_t,
@@ -314,24 +356,24 @@ def backward_kernel(
             decayed = ()
             prefixes = ()
             for k in tl.static_range(STEPS):
-                t = begin + group * STEPS + k
-                inside = t < end
-                step_, a = _decay(step, reset, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
-                x = step_ * tl.load(u + t * u_t + d, mask=d_ok & inside, other=0.0).to(ACC)
-                B_ = tl.load(B + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                t = group * STEPS + k
+                inside = t < tokens
+                step_, a = _decay(step_s, reset_s, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+                x = step_ * tl.load(u_s + t * u_t + d, mask=d_ok & inside, other=0.0).to(ACC)
+                B_ = tl.load(B_s + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
                 p = a * h
                 h = p + x[None, :] * B_[:, None]
                 used, total, product = _include(
                     total,
                     product,
                     t,
-                    window,
-                    seqlen,
-                    dy,
-                    z,
-                    C,
-                    step,
-                    reset,
+                    (phase + t) % window == 0,
+                    left,
+                    dy_w,
+                    z_w,
+                    C_w,
+                    step_w,
+                    reset_w,
                     last,
                     dy_t,
                     z_t,
@@ -350,54 +392,56 @@ def backward_kernel(
                 prefixes = prefixes + (used,)
             for k in tl.static_range(STEPS):
                 p = decayed[STEPS - 1 - k]
-                t = begin + group * STEPS + (STEPS - 1 - k)
-                inside = (t < end) & (t >= first)
-                at = tl.minimum(
-                    tl.maximum(t, first), end - 1
-                )  # an address that no loop variable steps: spares registers
-                own = tl.where(inside & (t < seqlen - halo), 1.0, 0.0).to(ACC)
+                t = group * STEPS + (STEPS - 1 - k)
+                inside = (t < tokens) & (t >= low)
+                own = tl.where(inside & (t < to_halo), 1.0, 0.0).to(ACC)
                 m = d_ok & inside
-                step_, a = _decay(step, reset, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
-                u_ = tl.load(u + t * u_t + d, mask=m, other=0.0).to(ACC)
-                g = tl.load(dy + t * dy_t + d, mask=m, other=0.0).to(ACC)
-                B_ = tl.load(B + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
-                C_ = tl.load(C + t * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                step_, a = _decay(step_s, reset_s, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+                u_ = tl.load(u_s + t * u_t + d, mask=m, other=0.0).to(ACC)
+                g = tl.load(dy_s + t * dy_t + d, mask=m, other=0.0).to(ACC)
+                B_ = tl.load(B_s + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
+                C_ = tl.load(C_s + t * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
                 x = step_ * u_
                 h_ = p + x[None, :] * B_[:, None]
                 if HAS_Z:
-                    z_ = tl.load(z + t * z_t + d, mask=m, other=0.0).to(ACC)
+                    z_ = tl.load(z_s + t * z_t + d, mask=m, other=0.0).to(ACC)
                     gate = sigmoid(z_)
                     ungated = tl.sum(h_ * C_[:, None], axis=0) + skip * u_
-                    tl.store(
-                        dz + at * d_inner + d, own * g * ungated * gate * (1.0 + z_ * (1.0 - gate)), mask=m
-                    )
+                    dz_ = own * g * ungated * gate * (1.0 + z_ * (1.0 - gate))
+                    tl.store(dz_s + t * d_inner + d, dz_, mask=m)
                     g = g * z_ * gate
-                suffix = g[None, :] * C_[:, None] + tl.where(inside & (t == seqlen - 1), last, 0.0) + c
+                suffix = g[None, :] * C_[:, None] + tl.where(inside & (t == to_end - 1), last, 0.0) + c
                 mu = (suffix + across * prefixes[STEPS - 1 - k]) * own
-                begins = ((t + 1) % window == 0) & inside
+                begins = ((phase + t) % window == 0) & inside
                 c = tl.where(begins, 0.0, a * suffix)
                 across = tl.where(begins, a, across * a)
                 g = g * own
-                tl.store(dB + at * d_state + n, tl.sum(mu * x[None, :], axis=1), mask=n_ok & inside)
-                tl.store(dC + at * d_state + n, tl.sum(h_ * g[None, :], axis=1), mask=n_ok & inside)
+                place = t * N + n
+                tl.store(recent_B + place, tl.sum(mu * x[None, :], axis=1), mask=n_ok & inside)
+                tl.store(recent_C + place, tl.sum(h_ * g[None, :], axis=1), mask=n_ok & inside)
                 v = mu * p
                 mu_B = tl.sum(mu * B_[:, None], axis=0)
                 dstep = tl.sum(v * A2, axis=0) * (1.0 / LOG2E) + mu_B * u_
                 if SOFTPLUS:
                     dstep = dstep * softplus_slope(step_)
-                tl.store(du + at * d_inner + d, mu_B * step_ + skip * g, mask=m)
-                tl.store(ddelta + at * d_inner + d, dstep, mask=m)
+                tl.store(du_s + t * d_inner + d, mu_B * step_ + skip * g, mask=m)
+                tl.store(ddelta_s + t * d_inner + d, dstep, mask=m)
                 sum_A += v * step_[None, :]
                 sum_D += g * u_
                 sum_bias += dstep
-        tl.debug_barrier()  # the next stretch overwrites the marks
-
-    edge = (batch * n_splits + split) * per_batch
-    sums = (batch * n_splits + split) * d_inner
-    tl.store(dA + edge + state, sum_A, mask=ok)
-    if HAS_D:
-        tl.store(dD + sums + d, sum_D, mask=d_ok)
-    if HAS_BIAS:
-        tl.store(dbias + sums + d, sum_bias, mask=d_ok)
-    if split == 0:
-        tl.store(c_out + batch * per_batch + state, c, mask=ok)
+        tl.debug_barrier()
+        add_recent(dB, recent_B, part + begin, low, tokens, n, n_ok, d_state, nth > 0, N, EVERY)
+        add_recent(dC, recent_C, part + begin, low, tokens, n, n_ok, d_state, nth > 0, N, EVERY)
+        tl.store(carried + (edge * 2 + state), c, mask=ok)
+        tl.store(carried + (edge * 2 + per_batch + state), across, mask=ok)
+        before = tl.load(dA + edge + state, mask=ok & again, other=0.0)
+        tl.store(dA + edge + state, before + sum_A, mask=ok)
+        if HAS_D:
+            before = tl.load(dD + sums + d, mask=d_ok & again, other=0.0)
+            tl.store(dD + sums + d, before + sum_D, mask=d_ok)
+        if HAS_BIAS:
+            before = tl.load(dbias + sums + d, mask=d_ok & again, other=0.0)
+            tl.store(dbias + sums + d, before + sum_bias, mask=d_ok)
+        if (split == 0) & (begin == s_first * EVERY):
+            tl.store(c_out + batch * per_batch + state, c, mask=ok)
+        tl.debug_barrier()  # the next visit overwrites the marks, and reads what this one has summed

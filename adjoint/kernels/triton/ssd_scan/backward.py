@@ -300,6 +300,7 @@ def pair_grad_kernel(
     CHUNK: tl.constexpr,
     Q: tl.constexpr,
     P: tl.constexpr,
+    BLOCKS: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
@@ -332,7 +333,7 @@ def pair_grad_kernel(
         for head in range(head_0, tl.minimum(head_0 + heads_each, (group + 1) * heads_a_group)):
             line = (batch * nheads + head) * (chunks * CHUNK)
             part = tl.zeros((Q, Q), ACC)
-            for block in range(0, (headdim + P - 1) // P):
+            for block in range(0, BLOCKS):  # one: no loop is left, and that over heads is pipelined
                 p = block * P + tl.arange(0, P)
                 dy_ = rows(dy + batch * dy_b + head * dy_h, first_i, q, p, dy_t, seqlen, headdim, DOT)
                 x_ = rows(x + batch * x_b + head * x_h, first_j, q, p, x_t, seqlen, headdim, DOT)

@@ -5,7 +5,8 @@ its chunk's entry; the backward is its mirror image, with the state's cotangent 
 the first. So the sequence is always split over programs, whatever batch and heads are. Products take the
 inputs' 16-bit dtype (float32 inputs: three-fold TF32, as exact as float32), sums and states are float32. A
 window or halo takes the selective scan's windowed kernel, head channels side by side: exact, linear in time,
-without tensor cores. Nothing waits for the device or depends on values, and all sums have a fixed order.
+without tensor cores. Nothing depends on values, all sums have a fixed order, and nothing waits for the device
+but the first call of a size on a GPU, which measures how deep its loops are pipelined.
 
 Proven under the interpreter and by compilation (no kernel spills for sm_80 and sm_90); not measured on a GPU:
 the chunk lengths, tile sizes and warps below are reasoned, not tuned. Longer chunks write fewer states, which
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 from adjoint.kernels.triton import common
 from adjoint.kernels.triton.selective_scan import launch as selective
@@ -31,6 +33,14 @@ TILE = {2: 64, 4: 32, 8: 16}
 INNER = {2: 32, 4: 32, 8: 16}
 OUTER = {2: 64, 4: 64, 8: 16}
 WARPS = 4
+# Stages of the pipelined loops, by the size of the inputs' elements: a loop's tiles are loaded so many turns
+# ahead, less one, into shared memory, of which two programs a multiprocessor leave 82 KB each (sm_80) or 114.
+# Three-fold TF32 holds so many operands that ptxas spills when it has stages to look after too.
+STAGES = {2: 3, 4: 1, 8: 1}
+# What else is measured on a GPU for 16-bit inputs: as deep as fits there, or with more left for the cache.
+DEEP, SHALLOW = 4, 2
+# What the number of stages is picked by: not lengths, which change from call to call.
+SIZES = ("nheads", "headdim", "d_state", "heads_a_group", "CHUNK", "HAS_RESET", "REVERSE", "OF_B")
 PAIR_BLOCK = {2: 64, 4: 32, 8: 16}  # of headdim, in pair_grad_kernel
 # A thread's registers in the kernels that ptxas, left to itself, holds to fewer and makes spill.
 GROUP_REGISTERS, STEP_REGISTERS = 255, 96
@@ -69,10 +79,46 @@ def _tile(x: torch.Tensor, d_state: int) -> tuple[dict[str, Any], dict[str, Any]
         "DOT": _TL[x.dtype],
         "PRECISION": "tf32x3" if x.dtype == torch.float32 else "ieee" if x.dtype == torch.float64 else "tf32",
         "ACC": common.tl_dtype(x.dtype),
-        "num_stages": 1,
+        "num_stages": STAGES[size],
         "num_warps": WARPS * (2 if headdim > 64 else 1),
     }
     return {**tile, "N": min(n, INNER[size])}, {**tile, "N": min(n, OUTER[size])}
+
+
+def candidates(stages: int, capability: int) -> tuple[int, int]:
+    """Numbers of stages to choose from on a device, the one for where nothing can be measured first."""
+    return stages, DEEP if capability >= 90 else SHALLOW
+
+
+_PICKED: dict[tuple[Any, ...], int] = {}
+
+
+def _stages(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> int:
+    """The number of stages for these sizes on this GPU: measured when they first come up, and kept by Triton
+    in its cache on disk. It says when tiles are loaded, not in what order sums are taken: no result depends
+    on it."""
+    x, default = args[0], constants["num_stages"]
+    values = dict(zip(kernel.arg_names, args, strict=False)) | constants
+    key = (kernel, x.device, x.dtype, *(values.get(name) for name in SIZES))
+    if key not in _PICKED:
+        if torch.cuda.is_current_stream_capturing():
+            return default  # a graph's capture cannot wait for a measurement
+        major, minor = torch.cuda.get_device_capability(x.device)
+        choice = candidates(default, 10 * major + minor)
+        configs = [triton.Config({}, num_warps=constants["num_warps"], num_stages=n) for n in choice]
+        names = [name for name in SIZES if name in kernel.arg_names]
+        tuner = triton.autotune(configs, key=names, cache_results=True)(kernel)
+        rest = {k: v for k, v in constants.items() if k not in ("num_stages", "num_warps")}
+        tuner[grid](*args, **rest)
+        _PICKED[key] = tuner.best_config.num_stages
+    return _PICKED[key]
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Launch a kernel whose loops are pipelined, on a GPU with as many stages as are fastest there."""
+    if args[0].is_cuda and isinstance(kernel, JITFunction) and constants["num_stages"] > 1:
+        constants["num_stages"] = _stages(kernel, grid, args, constants)
+    kernel[grid](*args, **constants)
 
 
 class _Steps:
@@ -110,8 +156,11 @@ def _gram(B, C, chunks, tile, acc):
     chunk, tiles = tile["CHUNK"], tile["CHUNK"] // tile["Q"]
     gram = torch.empty((batch, chunks, ngroups, chunk, chunk), dtype=acc, device=B.device)
     constants = {k: v for k, v in tile.items() if k != "P"}
-    forward.gram_kernel[(chunks * tiles * tiles, ngroups, batch)](
-        *(B, C, gram, seqlen, d_state, *B.stride()[:3], *C.stride()[:3]), **constants
+    _launch(
+        forward.gram_kernel,
+        (chunks * tiles * tiles, ngroups, batch),
+        *(B, C, gram, seqlen, d_state, *B.stride()[:3], *C.stride()[:3]),
+        **constants,
     )
     return gram
 
@@ -149,7 +198,9 @@ def ssd_scan_forward(
     sizes = (seqlen, nheads, headdim, d_state, nheads // ngroups)
     with common.on_device(x):
         s = _Steps(dt, A, dt_bias, dt_softplus, reset, inner)
-        forward.chunk_state_kernel[(chunks, nheads * triton.cdiv(d_state, outer["N"]), batch)](
+        _launch(
+            forward.chunk_state_kernel,
+            (chunks, nheads * triton.cdiv(d_state, outer["N"]), batch),
             *(x, B, s.step, s.prefix, s.suffix, s.segment, local, decay, *sizes),
             *(*x.stride()[:3], *B.stride()[:3]),
             REVERSE=False,
@@ -159,7 +210,9 @@ def ssd_scan_forward(
         init = None if initial_state is None else initial_state.to(acc)
         incoming, final = common.pass_states(local, decay, init, reverse=False)
         gram = _gram(B, C, chunks, inner, acc)
-        forward.output_kernel[(chunks * tiles, nheads, batch)](
+        _launch(
+            forward.output_kernel,
+            (chunks * tiles, nheads, batch),
             *(x, C, D, gram, s.step, s.prefix, s.suffix, s.segment, incoming, y, *sizes),
             *(*x.stride()[:3], *C.stride()[:3]),
             HAS_D=D is not None,
@@ -205,6 +258,7 @@ def ssd_scan_backward(
     chunk, tiles = inner["CHUNK"], inner["CHUNK"] // inner["Q"]
     chunks, blocks = triton.cdiv(seqlen, chunk), triton.cdiv(d_state, outer["N"])
     shares = triton.cdiv(nheads // ngroups, HEADS_EACH)
+    pair_block = min(inner["P"], PAIR_BLOCK[x.element_size()])
 
     def empty(*shape: int, dtype: torch.dtype = acc) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
@@ -223,27 +277,41 @@ def ssd_scan_backward(
         sums = (s.step, s.prefix, s.suffix, s.segment)
         read, direct, fed, inside = (torch.empty_like(s.step) for _ in range(4))
         through = torch.empty_like(decay)
-        forward.chunk_state_kernel[(chunks, nheads * blocks, batch)](
-            *(dy, C, *sums, local, decay, *sizes, *d, *c), REVERSE=True, **flag, **outer
+        _launch(
+            forward.chunk_state_kernel,
+            (chunks, nheads * blocks, batch),
+            *(dy, C, *sums, local, decay, *sizes, *d, *c),
+            REVERSE=True,
+            **flag,
+            **outer,
         )
         last = None if dfinal_state is None else dfinal_state.to(acc)
         g_out, dinitial = common.pass_states(local, decay, last, reverse=True)
-        backward.read_kernel[(chunks * tiles, nheads, batch)](
-            *(dy, C, s.prefix, s.segment, checkpoints, g_out, read, through, *sizes, *d, *c), **flag, **inner
+        _launch(
+            backward.read_kernel,
+            (chunks * tiles, nheads, batch),
+            *(dy, C, s.prefix, s.segment, checkpoints, g_out, read, through, *sizes, *d, *c),
+            **flag,
+            **inner,
         )
         gram = _gram(B, C, chunks, inner, acc)
-        backward.input_grad_kernel[(chunks * tiles, nheads, batch)](
+        _launch(
+            backward.input_grad_kernel,
+            (chunks * tiles, nheads, batch),
             *(dy, x, B, D, gram, *sums, g_out, dx, dD, direct, fed, *sizes, *d, *xs, *b),
             HAS_D=D is not None,
             **flag,
             **inner,
         )
-        backward.pair_grad_kernel[(chunks * tiles * tiles, ngroups * shares, batch)](
+        _launch(
+            backward.pair_grad_kernel,
+            (chunks * tiles * tiles, ngroups * shares, batch),
             *(dy, x, *sums, gram, dgram, inside, by_output, by_input, *sizes[:3]),
             *(ngroups, nheads // ngroups, HEADS_EACH, *d, *xs),
             **flag,
             **{k: v for k, v in inner.items() if k not in ("N", "P", "num_warps")},
-            P=min(inner["P"], PAIR_BLOCK[x.element_size()]),
+            P=pair_block,
+            BLOCKS=triton.cdiv(headdim, pair_block),
             num_warps=WARPS,
         )
         backward.step_grad_kernel[(chunks * tiles, triton.cdiv(nheads, STEP_HEADS), batch)](
@@ -259,7 +327,9 @@ def ssd_scan_backward(
         )
         grid, groups = (chunks * tiles, ngroups * shares * blocks, batch), (ngroups, sizes[-1], HEADS_EACH)
         for of_b, v, other, state, out in ((True, x, C, g_out, dB), (False, dy, B, checkpoints, dC)):
-            backward.group_grad_kernel[grid](
+            _launch(
+                backward.group_grad_kernel,
+                grid,
                 *(v, other, *sums, state, dgram, out, *sizes[:4], *groups),
                 *(*v.stride()[:3], *other.stride()[:3]),
                 OF_B=of_b,
