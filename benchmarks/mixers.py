@@ -1,4 +1,6 @@
-"""Time a token of the recurrent mixers, by `Backprop`, `Exact` and `Exact` with room: `python -m benchmarks.mixers`.
+"""Time a token of the recurrent mixers by `Backprop`, `Exact`, and `Exact` with room.
+
+`python -m benchmarks.mixers`.
 
 Forward + backward of a language model (d_model 256, 4 layers, a byte vocabulary, float32, batch 1) on random
 tokens. A process has one mixer and length, and goes through the methods alternately, so that a machine that

@@ -110,8 +110,8 @@ def forward_kernel(
             mark = checkpoints + (batch * n_checkpoints + begin // EVERY) * per_batch
             tl.store(mark + state, h, mask=ok)
         for group in range(0, (tl.minimum(begin + EVERY, stop) - begin + UNROLL - 1) // UNROLL):
-            # A store keeps later loads from being issued early: a few tokens' outputs are stored at the end, as
-            # far as registers reach.
+            # A store keeps later loads from being issued early: a few tokens' outputs are stored at the end,
+            # as far as registers reach.
             us = ()
             deltas = ()
             for i in tl.static_range(UNROLL):
