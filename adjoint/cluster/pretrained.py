@@ -48,11 +48,11 @@ class PretrainedShard(Shard):
         return stages, [self.found.states(span, batch, self.device) for span in self.spec.spans]
 
     def _scheme(self, batch: int, seqlen: int, chunk_size: int) -> Scheme:
-        return scheme_of(self.spec.method, seqlen, chunk_size)
+        return scheme_of(self.spec.method, batch, seqlen, self.device.type, chunk_size=chunk_size)
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        size = chunk_size_for(batch, self.device.type, self.found.slots, self.found.config)
-        return self._scheme(batch, seqlen, two_each(size, seqlen, self.spec.sequence)).chunk_size
+        size = two_each(chunk_size_for(batch, self.device.type), seqlen, self.spec.sequence)
+        return scheme_of(self.spec.method, batch, seqlen, self.device.type, chunk_size=size).chunk_size
 
     def generate(
         self, prompt: Tensor, max_new_tokens: int, temperature: float, seed: int, chunk_size: int = 1024

@@ -279,8 +279,8 @@ class PretrainedSetup(Setup):
 
     @functools.cached_property
     def scheme(self) -> Scheme:
-        size = chunk_size_for(self.batch, self.device, self.found.slots, self.found.config)
-        return scheme_of(self.method, self.seqlen, two_each(size, self.seqlen, self.sequence))
+        size = two_each(chunk_size_for(self.batch, self.device), self.seqlen, self.sequence)
+        return scheme_of(self.method, self.batch, self.seqlen, self.device, chunk_size=size)
 
     @functools.cached_property
     def found(self) -> Pretrained:

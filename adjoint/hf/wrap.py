@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,9 +29,8 @@ from adjoint.hf.stage import Backbone, CausalLM, Collect, class_of, probe
 from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
-CPU_TOKENS, CUDA_TOKENS = (768, 1408), 8192  # of a chunk where nobody says
-EDGES_TOKENS = 1 << 19  # of a sequence whose edges take no more than a chunk's activations
-KEPT = 42  # numbers that a layer keeps for its backward, for each of its width: what hybrids were seen to
+CPU_TOKENS = 1408  # of a chunk where nobody says; see `adjoint.engine.chunk_size`
+CUDA_TOKENS = 8192
 
 
 @dataclasses.dataclass
@@ -206,7 +204,7 @@ def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     valid = _valid(kwargs, targets)
     slots = _slots(self, ids)
     _first_use(self, ids, slots, _lm_steps)
-    steps = _lm_steps(self, ids, targets, valid, _scheme(self, ids, slots, starts), slots)
+    steps = _lm_steps(self, ids, targets, valid, _scheme(record.method, ids, starts), slots)
     loss, *_ = steps.loss()
     return CausalLMOutputWithPast(loss=loss) if kwargs.get("return_dict") is not False else (loss,)
 
@@ -269,7 +267,7 @@ def _backbone_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     ids, _, starts = documents.as_one_row(ids, ids, documents.starts_of(kwargs, ids))
     slots = _slots(self, ids)
     _first_use(self, ids, slots, _backbone_steps)
-    steps = _backbone_steps(self, ids, ids, 1, _scheme(self, ids, slots, starts), slots)
+    steps = _backbone_steps(self, ids, ids, 1, _scheme(record.method, ids, starts), slots)
     hidden = _Hidden.apply(steps, *steps.parameters).reshape(*rows, -1)
     if kwargs.get("return_dict") is False:
         return (hidden,)
@@ -329,20 +327,28 @@ def _steps(stages: list[Any], ids: Tensor, targets: Tensor, valid: Any, scheme: 
     return Steps(stages, ids, targets, valid, initial, scheme, parameters, width, dtype)
 
 
-def _scheme(model: Any, ids: Tensor, slots: list[Slot], starts: tuple[int, ...]) -> Scheme:
+def _scheme(method: Any, ids: Tensor, starts: tuple[int, ...]) -> Scheme:
     batch, seqlen = ids.shape
-    size = chunk_size_for(batch, ids.device.type, slots, model.config)
-    return scheme_of(_record(model).method, seqlen, size, starts)
+    return scheme_of(method, batch, seqlen, ids.device.type, starts)
 
 
-def scheme_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...] = (0,)) -> Scheme:
+def scheme_of(
+    method: Any,
+    batch: int,
+    seqlen: int,
+    device: str,
+    starts: tuple[int, ...] = (0,),
+    chunk_size: int | None = None,
+) -> Scheme:
     """A method's scheme, for whole models: chunks are cut at documents' starts, and a continuation has two
     tokens at least, as transformers takes one for decoding.
 
     Args:
-        chunk_size: tokens a chunk where the method does not say. starts: first tokens of the documents.
+        device: "cpu" or "cuda". starts: first tokens of the documents.
+        chunk_size: tokens a chunk where the method does not say.
     """
-    size = max(2, min(getattr(method, "chunk_size", None) or chunk_size, seqlen))
+    size = getattr(method, "chunk_size", None) or chunk_size or chunk_size_for(batch, device)
+    size = max(2, min(size, seqlen))
     if isinstance(method, Truncated):
         assert isinstance(method.window, int)
         size = max(2, min(size, method.window))
@@ -351,20 +357,9 @@ def scheme_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...]
     return dataclasses.replace(method.scheme(seqlen, size), documents=starts, least=2)
 
 
-def chunk_size_for(batch: int, device: str, slots: Sequence[Slot], config: Any) -> int:
-    """Tokens a chunk where nobody says. On a CPU, where any chunk of these lengths is about as fast, so many
-    that the recurrent states at the edges of half a million tokens take what a chunk's activations do.
-
-    Args:
-        device: "cpu" or "cuda". slots: of the state. config: the model's.
-    """
-    if device == "cuda":
-        return max(64, CUDA_TOKENS // batch)
-    text = config.get_text_config()
-    state = sum(math.prod(slot.shape) for slot in slots if slot.grows is None)
-    best = math.sqrt(EDGES_TOKENS * state / (KEPT * text.hidden_size * text.num_hidden_layers))
-    least, most = CPU_TOKENS
-    return max(64, int(min(max(best, least), most)) // batch)
+def chunk_size_for(batch: int, device: str) -> int:
+    """Tokens a chunk where nobody says; see `adjoint.engine.chunk_size` for why these."""
+    return max(64, (CUDA_TOKENS if device == "cuda" else CPU_TOKENS) // batch)
 
 
 # ----------------------------------------------------------------------------------------------- first use
