@@ -4,7 +4,7 @@ The backward goes through the forward's stretches of ``EVERY`` tokens from last 
 stretch's states once to place finer marks every ``STEPS`` tokens (a scratch buffer that stays in cache), and
 again group by group of ``STEPS`` with the decays a_t and the states h_{t-1} held in registers, where the
 reverse walk of the adjoint state mu needs them: an exponential costs more than the registers. Tokens are
-counted from the stretch's first, so that offsets fit 32 bits: with 64 a sixth more instructions.
+counted from the stretch's first, so that offsets fit 32 bits: with 64 a tenth more instructions.
 
 dB and dC are sums over all channels. Programs share the channels out block by block in turn, and a program
 visits all its blocks on one stretch of tokens before it goes on to the stretch before: the stretch's dB and

@@ -42,6 +42,7 @@ DEEP, SHALLOW = 4, 2
 # What the number of stages is picked by: not lengths, which change from call to call.
 SIZES = ("nheads", "headdim", "d_state", "heads_a_group", "CHUNK", "HAS_RESET", "REVERSE", "OF_B")
 PAIR_BLOCK = {2: 64, 4: 32, 8: 16}  # of headdim, in pair_grad_kernel
+PAIR_WARPS = {2: 8, 4: 4, 8: 4}  # its tiles of 64 x 64 and its stages are more than Triton 3.6 fits into four
 # A thread's registers in the kernels that ptxas, left to itself, holds to fewer and makes spill.
 GROUP_REGISTERS, STEP_REGISTERS = 255, 96
 HEADS_EACH = 16  # heads whose dB, dC a program sums before writing them
@@ -312,7 +313,7 @@ def ssd_scan_backward(
             **{k: v for k, v in inner.items() if k not in ("N", "P", "num_warps")},
             P=pair_block,
             BLOCKS=triton.cdiv(headdim, pair_block),
-            num_warps=WARPS,
+            num_warps=PAIR_WARPS[x.element_size()],
         )
         backward.step_grad_kernel[(chunks * tiles, triton.cdiv(nheads, STEP_HEADS), batch)](
             *(A, s.step, direct, fed, inside, by_output, by_input, read, through, ddt, dA, dbias),
