@@ -93,6 +93,8 @@ def measure(mixer: str, how: str) -> Row:
     if how == ALONE:
         return row
     counted = count.stage(config, 1, TOKENS, "bfloat16", "cuda", recompute=how).saved
+    for d, dim in zip(one.d_state, one.stage.grows, strict=True):
+        counted -= 0 if dim is None or d is None else d.nbytes  # keys and values are kept elsewhere
     return {**row, "kept_bytes": counted // TOKENS, "formula_bytes": kept_bytes(config, 2, how)}
 
 

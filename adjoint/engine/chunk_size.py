@@ -66,9 +66,6 @@ def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> in
     total, wide = 0, max(element, 4)
     for kind in config.mixers:
         total += config.d_model * (wide + element * (recompute == "none"))
-        if kind == "attention":  # keys and values, on their way to where those of all tokens lie
-            _, kv_heads, dim = config.attention_heads
-            total += 2 * kv_heads * dim * wide
         if recompute == "full":
             continue
         total += _kept_by_mixer(config, kind, element, recompute == "selective")
