@@ -167,6 +167,13 @@ class Journal:
         pairs = [(json.loads(key), result) for key, result in self.done.items()]
         return [(p, r) for p, r in pairs if {**p, **{f: point[f] for f in free}} == point]
 
+    def end(self, *, complete: bool, failed: bool) -> int:
+        """A command's exit code; the next run measures anew if this one was complete, else it goes on."""
+        if not complete:
+            return 130
+        self.path.unlink()
+        return int(failed)
+
 
 def open_journal(
     folder: Path, name: str, code: Path, environment: Mapping[str, Any], *extra: object, fresh: bool = False

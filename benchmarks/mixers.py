@@ -156,11 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if complete and options.out is None and options.mixers == [*MIXERS, RULE]:
         document = common.ROOT / "docs" / "method.md"
         document.write_text(common.with_table(document.read_text(), "mixers", markdown(rows)))
-    if not complete:
-        return 130
-    failed = any("error" in result for result in journal.done.values())
-    journal.path.unlink()
-    return int(failed)
+    return journal.end(complete=complete, failed=any("error" in result for result in journal.done.values()))
 
 
 if __name__ == "__main__":

@@ -135,10 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if len(rows) == len(MIXERS) + 1 and options.out is None:
             shown = f"![Needles found, by mixer](recall.png)\n\n{table(rows, options.seqlen)}"
             common.to_docs(folder / "recall.png", common.ROOT / "docs" / "convergence.md", "recall", shown)
-    if not complete:
-        return 130
-    journal.path.unlink()
-    return int(len(rows) < len(points))
+    return journal.end(complete=complete, failed=len(rows) < len(points))
 
 
 if __name__ == "__main__":

@@ -193,10 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     worst = max(rows, key=lambda row: row["ratio"])
     print(f"largest: {worst['ratio']:.2f}× ({worst['scan']}, window {worst['window']:,}); limit {LIMIT}×")
     print(f"wrote {folder / name}.json, .csv, .md and .png")
-    if not complete:
-        return 130
-    journal.path.unlink()  # the next run measures anew
-    return 1 if worst["ratio"] > LIMIT else 0
+    return journal.end(complete=complete, failed=worst["ratio"] > LIMIT)
 
 
 if __name__ == "__main__":

@@ -217,11 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             document = common.ROOT / "docs" / "models.md"
             shown = f"![Memory and time of wrapped models](wrapped.png)\n\n{markdown(rows)}"
             common.to_docs(folder / "wrapped.png", document, "wrapped", shown)
-    if not complete:
-        return 130
-    failed = any("error" in result for result in journal.done.values())
-    journal.path.unlink()
-    return int(failed)
+    return journal.end(complete=complete, failed=any("error" in result for result in journal.done.values()))
 
 
 if __name__ == "__main__":

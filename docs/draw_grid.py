@@ -1,4 +1,5 @@
-"""Draws docs/grid.png: the tiles of four stages on five chunks and the arrows between them, as the engine has them.
+"""Draws docs/grid.png: the tiles of four stages on five chunks and the arrows between them, as the engine has
+them.
 
 python docs/draw_grid.py
 """

@@ -220,7 +220,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     to_docs = whole and complete and options.out is None
     report.show(payload | {"rows": rows}, folder / "convergence", to_docs=to_docs)
-    if not complete:
-        return 130
-    journal.path.unlink()  # the next run trains anew
-    return 1 if any(row["note"] for row in rows) else 0
+    return journal.end(complete=complete, failed=any(row["note"] for row in rows))

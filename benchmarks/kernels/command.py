@@ -206,7 +206,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     payload["limit"] = LIMITS[options.dtype]
     common.write_results(folder, name, payload, rows)
     report.show(rows, payload, folder / name)
-    if not complete:
-        return 130
-    journal.path.unlink()
-    return 1 if any(row["ours"] and row["status"] in ("wrong", "failed") for row in rows) else 0
+    bad = [row for row in rows if row["ours"] and row["status"] in ("wrong", "failed")]
+    return journal.end(complete=complete, failed=bool(bad))

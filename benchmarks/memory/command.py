@@ -150,7 +150,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     whole = options.methods == list(METHODS) and tuple(options.lengths) == LENGTHS
     to_docs = whole and complete and options.out is None and options.device == "cpu"
     report.show(rows, environment, folder / name, to_docs=to_docs)
-    if not complete:
-        return 130
-    journal.path.unlink()  # the next run measures anew
-    return 1 if any(row["status"] == "failed" for row in rows) else 0
+    return journal.end(complete=complete, failed=any(row["status"] == "failed" for row in rows))
