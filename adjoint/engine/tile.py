@@ -107,16 +107,17 @@ def linearize(
     return y.detach(), tuple(s.detach() for s in after), pullback
 
 
-def recomputed(call: Callable[..., Any], given: tuple, how: str) -> Any:
+def recomputed(call: Callable[..., Any], given: tuple, how: str, random: bool = False) -> Any:
     """call(*given), of whose tape the backward computes parts again (torch.utils.checkpoint).
 
     Args:
+        random: whether it draws random numbers, which must be the same again.
         how: "full", all of it; "selective", all but what is costly to make for its size (Korthikanti et al.
             2022, section 5): the results of scans and of matrix products, but for those of few terms,
             dt_proj's, and those that go into the residual stream, as wide as given[0], which nobody reads.
     """
     if how == "full":
-        return checkpointed(call, *given, use_reentrant=False, preserve_rng_state=False)
+        return checkpointed(call, *given, use_reentrant=False, preserve_rng_state=random)
     width = given[0].shape[-1]
 
     def policy(_: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
@@ -128,7 +129,7 @@ def recomputed(call: Callable[..., Any], given: tuple, how: str) -> Any:
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    return checkpointed(call, *given, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return checkpointed(call, *given, use_reentrant=False, preserve_rng_state=random, context_fn=contexts)
 
 
 def begun(state: State, fresh: Tensor | None) -> State:

@@ -63,7 +63,9 @@ class _Recurrent(theirs.LinearAttentionLayer):
         if before is None:
             whole = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
         else:
-            whole = torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
+            pieces = before.to(conv_states.dtype), conv_states
+            # token by token in memory, as the chunk's inputs come out of their projection
+            whole = torch.cat([t.transpose(1, 2) for t in pieces], dim=1).transpose(1, 2)
         self.dtype, self.device = conv_states.dtype, conv_states.device
         self.conv_kernel_size[state_idx] = size
         self.set("conv", state_idx, whole[..., -size:])
@@ -151,7 +153,8 @@ class ChunkCache(DynamicCache):
         super().__init__(config=config)
         if self.layer_class_to_replicate is not None:
             raise ValueError(f"{type(config).__name__} does not say which layers its cache has")
-        self.layers: list[Any] = [_ours(layer) for layer in self.layers]
+        self.kinds: list[Any] = self.layers
+        self.layers: list[Any] = [_ours(layer) for layer in self.kinds]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         state = super().get_recurrent_state(layer_idx, state_idx)
@@ -159,7 +162,9 @@ class ChunkCache(DynamicCache):
         return state
 
     def into(self, slots: Sequence[Slot], state: State, seen: int) -> None:
-        """Puts a state in, `seen` tokens after its document's start; there only what grows has one."""
+        """Puts a state in, `seen` tokens after its document's start; there only what grows has one. What was
+        there before is forgotten."""
+        self.layers = [_ours(layer) for layer in self.kinds]
         for layer in self.layers:
             if isinstance(layer, _Growing):
                 layer.seen, layer.is_initialized = seen, seen > 0

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from adjoint.hf import check
 from adjoint.hf.head import summed_loss
+from adjoint.hf.layers import layers_of, replaced
 from adjoint.hf.stage import class_of
 from adjoint.loss import shift_labels
 from adjoint.methods import MiniSequence
@@ -63,18 +63,8 @@ def splitting(backbone: nn.Module, mlps: Sequence[str], chunks: int) -> Iterator
         layer: _recomputed(layer, [m for own, m in inside if own.startswith(f"{name}.")], chunks)
         for name, layer in layers.items()
     }
-    with _replaced(forwards):
+    with replaced(forwards):
         yield
-
-
-def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:
-    """By name, what transformers itself would recompute; of layers inside layers the outer ones."""
-    found: dict[str, nn.Module] = {}
-    for name, module in backbone.named_modules():
-        within = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, GradientCheckpointingLayer) and not within:
-            found[name] = module
-    return found
 
 
 def _recomputed(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[..., Any]:
@@ -84,7 +74,7 @@ def _recomputed(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[
     def run(*args: Any, **kwargs: Any) -> Any:
         own, layer.gradient_checkpointing = layer.gradient_checkpointing, False  # once is enough
         try:
-            with _replaced(split):
+            with replaced(split):
                 return forward(*args, **kwargs)
         finally:
             layer.gradient_checkpointing = own
@@ -110,21 +100,6 @@ def _in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Te
 
 def _checkpointed(forward: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False) if torch.is_grad_enabled() else forward(*args)
-
-
-@contextlib.contextmanager
-def _replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Other forwards for modules, on the instances, which may have such ones already."""
-    before = [(module, module.__dict__.get("forward")) for module in forwards]
-    for module, forward in forwards.items():
-        module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, own in before:
-            module.__dict__.pop("forward")
-            if own is not None:
-                module.__dict__["forward"] = own
 
 
 # ------------------------------------------------------------------------------------------------- first use

@@ -1,9 +1,9 @@
-"""Our scans in the places of transformers' own, for the time of a chunk.
+"""Our scans and convolution in the places of transformers' own, for the time of a chunk.
 
 transformers' Mamba-1 scan starts from zero whatever the cache holds; its Mamba scans keep every step, or
-every pair of steps of a block, in memory, and its gated delta rule takes chunks out of a long tensor one by
-one, each of which gets a gradient of full length. The mixers call them by names of their modules, and those
-names are rebound while a chunk runs."""
+every pair of steps of a block, in memory; its gated delta rule takes chunks out of a long tensor one by one,
+each of which gets a gradient of full length; its convolution keeps what goes into SiLU. The mixers call them
+by names of their modules, and those names are rebound while a chunk runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
+from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
@@ -104,7 +106,23 @@ def _chunk_gated_delta_rule(
     return out.to(query.dtype), final if output_final_state else None
 
 
+def _causal_conv1d(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' signature: hidden_states (batch, channels, seqlen), the inputs before a chunk in front of
+    it, and weight (channels, d_conv)."""
+    x, silu = hidden_states.transpose(1, 2), activation in ("silu", "swish")
+    y, _ = causal_conv1d(x.to(weight.dtype), weight, bias, silu=silu)
+    y = y if silu or activation is None else ACT2FN[activation](y)
+    return y.to(hidden_states.dtype).transpose(1, 2)
+
+
 OURS = {
+    "causal_conv1d_fn": _causal_conv1d,
     "mamba_selective_scan": _mamba_selective_scan,
     "mamba2_chunk_scan": _mamba2_chunk_scan,
     "torch_chunk_gated_delta_rule": _chunk_gated_delta_rule,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +16,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from adjoint.engine import tile
 from adjoint.engine.stages import Chunk
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
-from adjoint.hf import attention, head, scans
+from adjoint.hf import attention, head, norms, scans
 from adjoint.hf.cache import ChunkCache, Slot, zeros
+from adjoint.hf.layers import layers_of, replaced
 from adjoint.layers import State
 
 
@@ -25,8 +28,8 @@ def class_of(model: Any) -> Any:
 
 
 class Inside:
-    """What holds while a chunk runs: our scans and attention, no gradient checkpointing, which would throw
-    the cache away."""
+    """What holds while a chunk runs: our scans, norms and attention, no gradient checkpointing, which would
+    throw the cache away."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = scans.modules_with_scans(model)
@@ -34,6 +37,7 @@ class Inside:
         configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}
         self.configs = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == "sdpa"]
         self.checkpointing = [m for m in modules if getattr(m, "gradient_checkpointing", False)]
+        self.norms = norms.forwards(model)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -42,7 +46,7 @@ class Inside:
         for module in self.checkpointing:
             module.gradient_checkpointing = False
         try:
-            with scans.rebound(self.modules):
+            with scans.rebound(self.modules), replaced(self.norms):
                 yield
         finally:
             for config in self.configs:
@@ -59,18 +63,27 @@ class Backbone:
         slots: of the state, as `probe` finds them.
         multiplier: None where the embedding is here; else x is hidden states (batch, tokens, hidden_size),
             which this backbone multiplies by so much before its first layer, as it does embeddings.
+        recompute: how much of a layer's tape is computed again when it is pulled back: "none", "selective"
+            or "full" (see `Exact`).
     """
 
     stateful, reach = True, 0
 
-    def __init__(self, model: Any, slots: Sequence[Slot], multiplier: float | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        slots: Sequence[Slot],
+        multiplier: float | None = None,
+        recompute: str = "none",
+    ) -> None:
         self.model, self.backbone, self.slots = model, model.base_model, list(slots)
         self.multiplier = multiplier
         self.grows = tuple(slot.grows for slot in self.slots)
         self.inside = Inside(model)
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.key, self.positions = _keywords(self.backbone)
-        self.random = _Random(model)
+        self.random, self.recompute = _Random(model), recompute
+        self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
 
     def parameters(self) -> Iterable[Tensor]:
         return self.named.values()
@@ -91,15 +104,40 @@ class Backbone:
                 return self.run(x, state, chunk)
 
         with self.inside(), self.random.of(chunk.start):
-            return tile.linearize(call, list(self.named.values()), x, state, gradients)
+            y, after, pullback = tile.linearize(call, list(self.named.values()), x, state, gradients)
+
+        def pulled_back(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
+            with self.inside():  # layers may run again
+                return pullback(dy, dstate)
+
+        return y, after, pulled_back if self.layers else pullback
 
     def run(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         cache, seen = ChunkCache(self.model.config), chunk.start - chunk.document
-        cache.into(self.slots, state, seen)
+        begin = functools.partial(cache.into, self.slots, state, seen)
+        begin()
+        layers = self.layers if torch.is_grad_enabled() else []
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype) / self.multiplier
-        hidden = call_backbone(self.backbone, x, cache, self.key, self.positions, seen)
+        with replaced({layer: self._recomputed(layer.forward, begin) for layer in layers}):
+            hidden = call_backbone(self.backbone, x, cache, self.key, self.positions, seen)
         return hidden, cache.out_of(self.slots)
+
+    def _recomputed(self, forward: Callable[..., Any], begin: Callable[[], None]) -> Callable[..., Any]:
+        """A layer's forward, recomputed in the backward from the state that `begin` puts into the cache: that
+        of the chunk's start, in whose place the first run has left another."""
+        runs = itertools.count()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if next(runs):
+                begin()
+            return forward(*args, **kwargs)
+
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            call = functools.partial(run, **kwargs)
+            return tile.recomputed(call, args, self.recompute, self.random.active)
+
+        return recomputed
 
 
 class CausalLM(Backbone):
@@ -110,9 +148,14 @@ class CausalLM(Backbone):
     """
 
     def __init__(
-        self, model: Any, slots: Sequence[Slot], scale: float | None, multiplier: float | None = None
+        self,
+        model: Any,
+        slots: Sequence[Slot],
+        scale: float | None,
+        multiplier: float | None = None,
+        recompute: str = "none",
     ) -> None:
-        super().__init__(model, slots, multiplier)
+        super().__init__(model, slots, multiplier, recompute)
         self.scale = scale
 
     def run(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:

@@ -29,7 +29,7 @@ from adjoint.hf.stage import Backbone, CausalLM, Collect, class_of, probe
 from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
-CPU_TOKENS = 1408  # of a chunk where nobody says; see `adjoint.engine.chunk_size`
+CPU_TOKENS = 1024  # of a chunk where nobody says; see `adjoint.engine.chunk_size`
 CUDA_TOKENS = 8192
 
 
@@ -300,7 +300,8 @@ def _collected(steps: Steps) -> Any:
 def _lm_steps(
     model: Any, ids: Tensor, targets: Tensor, valid: Any, scheme: Scheme, slots: list[Slot]
 ) -> Steps:
-    return _steps([CausalLM(model, slots, _scale(model))], ids, targets, valid, scheme)
+    stage = CausalLM(model, slots, _scale(model), recompute=scheme.recompute)
+    return _steps([stage], ids, targets, valid, scheme)
 
 
 def _scale(model: Any) -> float | None:
@@ -315,7 +316,8 @@ def _scale(model: Any) -> float | None:
 def _backbone_steps(
     model: Any, ids: Tensor, targets: Tensor, valid: Any, scheme: Scheme, slots: list[Slot]
 ) -> Steps:
-    return _steps([Backbone(model, slots), Collect(ids.shape[1])], ids, targets, valid, scheme)
+    stage = Backbone(model, slots, recompute=scheme.recompute)
+    return _steps([stage, Collect(ids.shape[1])], ids, targets, valid, scheme)
 
 
 def _steps(stages: list[Any], ids: Tensor, targets: Tensor, valid: Any, scheme: Scheme) -> Steps:
