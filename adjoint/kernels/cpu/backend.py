@@ -21,7 +21,7 @@ class _Rows(ctypes.Structure):
 class _ScanArgs(ctypes.Structure):  # mirrors ScanArgs in scan.cpp
     _fields_ = [
         *((name, _I64) for name in ("batch", "seqlen", "nheads", "headdim", "ngroups", "d_state")),
-        *((name, _I64) for name in ("interval", "threads", "softplus", "window", "halo")),
+        *((name, _I64) for name in ("interval", "threads", "partials", "softplus", "window", "halo")),
         *((name, _Rows) for name in ("u", "delta", "B", "C", "z", "decay", "y")),
         *(
             (name, _PTR)
@@ -208,7 +208,7 @@ def selective_scan_backward(
     f = _scan_fields(u, d_inner, 1, 1, d_state, threads)
     du, ddelta = (u.new_empty(batch, seqlen, d_inner) for _ in range(2))
     dz = None if z is None else u.new_empty(batch, seqlen, d_inner)
-    dB, dC = (u.new_zeros(threads, batch, seqlen, d_state) for _ in range(2))
+    dB, dC = _partials(f, u, batch, seqlen, 1, d_state)
     dA = u.new_empty(batch, d_inner, d_state)
     dD = None if D is None else u.new_empty(batch, d_inner)
     dbias = None if delta_bias is None else u.new_empty(batch, d_inner)
@@ -222,7 +222,21 @@ def selective_scan_backward(
     _call("scan", u.dtype, f.struct, 0, 1)
     dD = None if dD is None else dD.sum(0)
     dbias = None if dbias is None else dbias.sum(0)
-    return du, ddelta, dA.sum(0), dB.sum(0), dC.sum(0), dD, dz, dbias, dinitial
+    dB, dC = (_total(g).squeeze(2) for g in (dB, dC))
+    return du, ddelta, dA.sum(0), dB, dC, dD, dz, dbias, dinitial
+
+
+def _partials(f: _Fields, like: Tensor, batch: int, seqlen: int, ngroups: int, d_state: int) -> list[Tensor]:
+    """Room for dB and dC, (partials, batch, seqlen, ngroups, d_state) each: one for every thread, unless each
+    has groups of its own."""
+    alone = batch * ngroups % f.struct.threads == 0
+    shape = 1 if alone else f.struct.threads, batch, seqlen, ngroups, d_state
+    f.numbers(partials=shape[0])
+    return [like.new_empty(shape) if alone else like.new_zeros(shape) for _ in range(2)]
+
+
+def _total(partials: Tensor) -> Tensor:
+    return partials[0] if len(partials) == 1 else partials.sum(0)
 
 
 def _effective(window: int | None, seqlen: int) -> int:
@@ -280,7 +294,7 @@ def ssd_scan_backward(
     f = _scan_fields(x, headdim, nheads, ngroups, d_state, threads)
     dx = x.new_empty(batch, seqlen, nheads, headdim)
     dd, ddecay = (x.new_empty(batch, seqlen, blocks) for _ in range(2))
-    dB, dC = (x.new_zeros(threads, batch, seqlen, ngroups, d_state) for _ in range(2))
+    dB, dC = _partials(f, x, batch, seqlen, ngroups, d_state)
     dD = None if D is None else x.new_empty(batch, nheads * headdim)
     dinitial = x.new_empty(batch, nheads, headdim, d_state)
     f.numbers(window=_effective(window, seqlen), halo=halo)
@@ -292,7 +306,7 @@ def ssd_scan_backward(
     ddt, dA = reference.ssd_step_gradients(dd, ddecay, d, decay, dt, A, dt_bias, dt_softplus)
     dbias = None if dt_bias is None else ddt.sum((0, 1))
     dD = None if dD is None else dD.sum(0).view(nheads, headdim).sum(1)
-    return dx, ddt, dA, dB.sum(0), dC.sum(0), dD, dbias, dinitial
+    return dx, ddt, dA, _total(dB), _total(dC), dD, dbias, dinitial
 
 
 def linear_scan_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ struct Rows {  // a (batch, seqlen, channels) view: the last dimension is contig
 
 struct ScanArgs {
   int64_t batch, seqlen, nheads, headdim, ngroups, d_state;  // Mamba-1: nheads 1, headdim d_inner, ngroups 1
-  int64_t interval, threads, softplus, window, halo;
+  int64_t interval, threads, partials, softplus, window, halo;
   Rows u, delta, B, C, z;       // Mamba-2: delta is (batch, seqlen, nheads)
   Rows decay;                   // Mamba-2 only: a, (batch, seqlen, nheads)
   Rows y;                       // forward's output
@@ -29,7 +29,7 @@ struct ScanArgs {
   uint8_t* reset;               // (batch, seqlen) or null
   Rows dy, du, ddelta, dz;      // Mamba-2: ddelta, ddecay are (batch, seqlen, blocks)
   Rows ddecay;
-  void *dB, *dC;                // (threads, batch, seqlen, ngroups, d_state), zeroed by the caller
+  void *dB, *dC;                // (partials, batch, seqlen, ngroups, d_state), zeroed by the caller if several
   void *dA, *dD, *ddelta_bias;  // (batch, channels[, d_state])
   void *dfinal_state, *dinitial_state;
 };
@@ -389,16 +389,18 @@ template <class T, int NS, bool SSD> struct Scan {
     }
     if (NS) for (int n = 0; n < NS; n++) w.R[k.index * N + n] = carry[n];
   }
-  // dB and dC are sums over channels: across lanes here, across threads by the caller
+  // dB and dC are sums over channels: across lanes here, across threads by the caller, if there are several
+  // partials; else no two threads have the same group. A thread comes to a group's tokens once.
   void flush(int64_t thread, int64_t b, int64_t segment, int64_t group, Work& w) const {
     const int64_t N = states();
     const int64_t begin = segment * s.interval;
     const int64_t end = begin + s.interval < s.seqlen ? begin + s.interval : s.seqlen;
+    const int64_t part = s.partials > 1 ? thread : 0;
     for (int64_t t = begin; t < end; t++) {
-      const int64_t at = (((thread * s.batch + b) * s.seqlen + t) * s.ngroups + group) * N, q = (t - begin) * N;
+      const int64_t at = (((part * s.batch + b) * s.seqlen + t) * s.ngroups + group) * N, q = (t - begin) * N;
       for (int64_t n = 0; n < N; n++) {
-        ((T*)s.dB)[at + n] += lane_sum(w.dB[q + n]);
-        ((T*)s.dC)[at + n] += lane_sum(w.dC[q + n]);
+        ((T*)s.dB)[at + n] = lane_sum(w.dB[q + n]);
+        ((T*)s.dC)[at + n] = lane_sum(w.dC[q + n]);
         w.dB[q + n] = w.dC[q + n] = Vt{};
       }
     }
