@@ -10,6 +10,9 @@ TRAIN  :=
 TESTS  :=
 CODE   := adjoint benchmarks examples tests $(wildcard train.py)
 
+# Set-up leaves compiling a module to its first import: kept, or every process of a test compiles torch anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help train test test-triton-3.6 lint format setup setup-dev clean distclean
 .DEFAULT_GOAL := help
 

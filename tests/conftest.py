@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Processes share the cores. Before torch is imported: so it holds for every thread and process that a test
+    # starts, too; two threads of each would wait for one another most of the time.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 from adjoint.kernels.cpu import build as cpu_build
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores
-        torch.set_num_threads(1)
 
 
 @pytest.hookimpl(tryfirst=True)
