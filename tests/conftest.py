@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Processes share the cores. Before torch is imported: so it holds for every thread and process that a test
-    # starts, too; two threads of each would wait for one another most of the time.
+    # Processes share the cores. Set before torch is imported, so that it holds for every thread and process
+    # that a test starts, too: with two OpenMP threads each they wait for one another most of the time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -23,7 +23,8 @@ from adjoint.kernels.cpu import build as cpu_build
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under several processes one has all tests that need Ray: one Ray is enough. Of a test marked sampled(n)
-    every n-th case runs by default, the others are slow."""
+    every n-th case runs by default, the others are slow: the first decorator's parameter varies fastest, so n
+    must not divide the number of its values, or all cases have the same one."""
     cases: collections.Counter[str] = collections.Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")
