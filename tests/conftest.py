@@ -24,7 +24,7 @@ from adjoint.kernels.cpu import build as cpu_build
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under several processes one has all tests that need Ray: one Ray is enough. Of a test marked sampled(n)
     every n-th case runs by default, the others are slow: the first decorator's parameter varies fastest, so n
-    must not divide the number of its values, or all cases have the same one."""
+    should have no factor in common with the number of its values, or some of them never run."""
     cases: collections.Counter[str] = collections.Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")
