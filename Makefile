@@ -10,6 +10,9 @@ TRAIN  :=
 TESTS  :=
 CODE   := adjoint benchmarks examples tests $(wildcard train.py)
 
+# Set-up leaves compiling a module to its first import: kept, or every process of a test compiles torch anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help train test test-triton-3.6 lint format setup setup-dev clean distclean
 .DEFAULT_GOAL := help
 
@@ -50,7 +53,7 @@ $(VENV)/ready-dev: pyproject.toml constraints.txt scripts/setup.sh
 
 # In a folder that is put before the environment's own: pinned versions stay as they are.
 $(VENV)/triton-3.6/ready: $(VENV)/ready-dev
-	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/triton-3.6 triton==3.6.0
+	$(BIN)/python -m pip install -q --no-deps --no-compile --upgrade --target $(VENV)/triton-3.6 triton==3.6.0
 	@touch $@
 
 clean:  ## remove caches and builds (runs/ and .venv stay)

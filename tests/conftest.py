@@ -9,20 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Processes share the cores. Set before torch is imported, so that it holds for every thread and process
+    # that a test starts, too: with two OpenMP threads each they wait for one another most of the time.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 from adjoint.kernels.cpu import build as cpu_build
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores
-        torch.set_num_threads(1)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under several processes one has all tests that need Ray: one Ray is enough. Of a test marked sampled(n)
-    every n-th case runs by default, the others are slow."""
+    every n-th case runs by default, the others are slow: the first decorator's parameter varies fastest, so n
+    should have no factor in common with the number of its values, or some of them never run."""
     cases: collections.Counter[str] = collections.Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")

@@ -125,6 +125,7 @@ def test_whoever_takes_what_the_result_is_the_same(
     assert all(same_bits(found[0], other) for other in found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("window", [None, 7])

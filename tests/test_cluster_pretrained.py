@@ -47,8 +47,9 @@ def in_one_process(
     return losses, first
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, options", CASES)
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_shards_are_one_process(name: str, options: dict[str, Any], replicas: int, one_thread: None) -> None:
     method = adjoint.Exact(7)
     generator = torch.Generator().manual_seed(0)

@@ -78,7 +78,7 @@ CASES = [
 ] + [("mamba, MLP, untied", False), ("mixed, untied", False)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("variant, tied", CASES)
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_exact_over_shards_is_exact_in_one_process(
@@ -149,7 +149,7 @@ def test_lower_precisions_are_those_of_one_process(precision: str, one_thread: N
     assert all(torch.equal(found[name], gradients[name]) for name in gradients)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("variant", ["mamba", "mamba2", "diagonal", "scalar", "dense"])
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("method", WINDOWED, ids=str)

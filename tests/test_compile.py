@@ -117,8 +117,8 @@ def all_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_operators_are_registered_as_they_behave(name: str, backend: str) -> None:
     """Schema, aliases, fake kernel (shapes and strides), autograd; and all of it traced, shapes symbolic."""
     reset = torch.zeros(BATCH, 7, dtype=torch.bool)
@@ -132,9 +132,9 @@ def test_operators_are_registered_as_they_behave(name: str, backend: str) -> Non
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seqlen, window", [(7, None), (300, 1), (300, 9)])
 @pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("seqlen, window", [(7, None), (300, 1), (300, 9)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_backward_operators_make_what_their_fakes_say(
     name: str, seqlen: int, window: int | None, backend: str
 ) -> None:

@@ -342,6 +342,7 @@ def test_a_call_of_the_model_gives_the_methods_gradients(method: Any) -> None:
     assert_same(got, truth(method, MIXED, 2, 18), 1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", ["diagonal", "scalar", "dense"])
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("way", [Way(), Way(2, 2)], ids=str)
@@ -413,17 +414,16 @@ def test_the_same_draw_of_cuts_gives_the_same_gradients(how: dict[str, int]) -> 
     method, ids = Truncated(12, chunk_size=4, unbiased=True), make_ids(2, 27)
     exact = called(config, Exact(4), ids)[1]
     shards, sequence = how["shards"], {name: n for name, n in how.items() if name != "shards"}
-    for seed in range(2):
-        out, expected = called(config, method, ids, seed)
-        torch.manual_seed(seed)
-        passing = draw_passing(config.n_layer, 7, method.scheme(27, 4).cut)
-        assert 0 < (passing == 0).sum() < passing.numel()
-        made = disturbed_shards(config, shards, method, TRAINING, **sequence)
-        loss, got = accumulated(made, ids, passing=passing)
-        assert loss == pytest.approx(out.loss.item(), rel=1e-12)
-        assert_same(got, expected, 1e-12)
-        with pytest.raises(AssertionError):
-            assert_same(got, exact, 1e-3)
+    out, expected = called(config, method, ids, seed=1)
+    torch.manual_seed(1)
+    passing = draw_passing(config.n_layer, 7, method.scheme(27, 4).cut)
+    assert 0 < (passing == 0).sum() < passing.numel()
+    made = disturbed_shards(config, shards, method, TRAINING, **sequence)
+    loss, got = accumulated(made, ids, passing=passing)
+    assert loss == pytest.approx(out.loss.item(), rel=1e-12)
+    assert_same(got, expected, 1e-12)
+    with pytest.raises(AssertionError):
+        assert_same(got, exact, 1e-3)
 
 
 @pytest.mark.parametrize("how", SHARDED[:3], ids=str)

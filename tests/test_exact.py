@@ -63,7 +63,7 @@ def test_gradients_equal_backprop(variant: str, batch: int, seqlen: int) -> None
         assert_same(got, expected)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_chunks_of_one_token(variant: str, keep: str) -> None:
@@ -243,7 +243,7 @@ def test_clipping_and_autograd_grad() -> None:
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize("frozen", ["embedding.", "layers.0.", "layers.1.", "lm_head.", "norm_f.", "layers."])
 @pytest.mark.parametrize("variant", ["mamba", "mamba, MLP, untied"])
@@ -309,6 +309,7 @@ def assert_no_worse(ours: list[float], theirs: list[float]) -> None:
     assert difference.mean() <= 3 * difference.std() / len(ours) ** 0.5, (ours, theirs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pure", [False, True], ids=["autocast", "bfloat16 parameters"])
 @pytest.mark.parametrize("mixer", ALL_MIXERS)
 def test_bfloat16_error_is_no_larger_than_backprop_s(mixer: str, pure: bool) -> None:

@@ -259,9 +259,9 @@ def test_windowed_ssd_scan_is_the_selective_scan_with_shared_decays(window):
         assert_same(gradients(got, inputs), expected_gradients)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("structure", ["scalar", "diagonal", "dense"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_linear_scan_equals_loop_and_brute_force_windows(backend, structure):
     batch, seqlen, d_state = 2, 45, 11
     shape = {"scalar": (1,), "diagonal": (d_state,), "dense": (d_state, d_state)}[structure]

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB = 61
-STEPS = 50
+STEPS = 30
 METHOD = adjoint.Exact(chunk_size=16)
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,7 +111,7 @@ def logged(trainer: Any, key: str) -> Tensor:
 
 
 def with_trainer(model: Any, folder: Path, resume: Path | None = None) -> Any:
-    """The Trainer after 50 steps of ragged batches."""
+    """The Trainer after 30 steps of ragged batches."""
     arguments = transformers.TrainingArguments(
         str(folder),
         max_steps=STEPS,
@@ -121,8 +121,8 @@ def with_trainer(model: Any, folder: Path, resume: Path | None = None) -> Any:
         max_grad_norm=0.5,
         logging_steps=1,
         eval_strategy="steps",
-        eval_steps=25,
-        save_steps=25,
+        eval_steps=STEPS // 2,
+        save_steps=STEPS // 2,
         seed=3,
         use_cpu=True,
         disable_tqdm=True,
@@ -148,6 +148,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
     return plain, wrapped, folder / "wrapped"
 
 
+@pytest.mark.xdist_group("trained")  # by one process, once
 def test_trainer_with_accumulation_clipping_and_evaluation(trained: tuple[Any, Any, Path]) -> None:
     plain, wrapped, _ = trained
     assert is_wrapped(wrapped.model) and not is_wrapped(plain.model)
@@ -161,10 +162,11 @@ def test_trainer_with_accumulation_clipping_and_evaluation(trained: tuple[Any, A
     assert ((logged(wrapped, "grad_norm") - norms) / norms).abs().max() <= 1e-4
 
 
+@pytest.mark.xdist_group("trained")
 def test_trainer_resumes_bitwise(trained: tuple[Any, Any, Path], tmp_path: Path) -> None:
     _, wrapped, folder = trained
     model = adjoint.wrap(tiny("bamba", seed=1), METHOD)  # other weights: all must come from the checkpoint
-    resumed = with_trainer(model, tmp_path, resume=folder / "checkpoint-25")
+    resumed = with_trainer(model, tmp_path, resume=folder / f"checkpoint-{STEPS // 2}")
     assert torch.equal(logged(resumed, "loss"), logged(wrapped, "loss"))
     ends = wrapped.model.state_dict()
     for name, value in model.state_dict().items():
@@ -186,13 +188,13 @@ def tokenizer() -> Any:
 
 
 def with_sft(model: Any, folder: Path, **options: Any) -> Any:
-    """The SFTTrainer after 50 steps and an evaluation, activations checkpointed, as is its default."""
+    """The SFTTrainer after 30 steps and an evaluation, activations checkpointed, as is its default."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     arguments = trl.SFTConfig(
         str(folder),
         max_steps=STEPS,
         per_device_train_batch_size=2,
-        learning_rate=1e-3,
+        learning_rate=3e-3,
         max_length=None,
         bf16=False,
         logging_steps=1,

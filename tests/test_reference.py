@@ -226,15 +226,15 @@ def test_layers_below_are_autograd_of_each_block_alone(structure: str) -> None:
 @pytest.mark.parametrize("structure", [*STRUCTURES, STRUCTURES])
 def test_propagated_is_backprop_at_every_depth(structure: str | list[str], tie_embeddings: bool) -> None:
     model = make_model(structure, 3, tie_embeddings=tie_embeddings, d_intermediate=0 if tie_embeddings else 5)
-    ids, labels = make_batch(2, seqlen=8)
+    ids, labels = make_batch(2, seqlen=6)
     want = backprop(model, ids, labels)
-    for window in (None, 8, 100):
+    for window in (None, 6, 100):
         got, _ = truncated_gradients(model, ids, labels, window)
         assert got.keys() == want.keys()
         for name in want:
             assert relative_error(got[name], want[name]) < TOLERANCE, (window, name)
-    # 7 would reach as far as 8: the last token predicts nothing
-    got, _ = truncated_gradients(model, ids, labels, 6)
+    # 5 would reach as far as 6: the last token predicts nothing
+    got, _ = truncated_gradients(model, ids, labels, 4)
     assert relative_error(got["layers.0.mixer.B_proj.weight"], want["layers.0.mixer.B_proj.weight"]) > 1e-8
 
 
@@ -244,15 +244,15 @@ def test_propagated_is_backprop_at_every_depth(structure: str | list[str], tie_e
 @pytest.mark.parametrize("n_layer", [1, 3])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_methods_are_the_reference_at_every_window(structure: str, n_layer: int) -> None:
-    seqlen = 7
+    seqlen = 5  # three chunks
     model = make_model(structure, n_layer, d_intermediate=5)
     ids, labels = make_batch(2, seqlen)
     for window in (*range(1, seqlen + 1), None):
         local, _ = layer_local_gradients(model, ids, labels, window)
         truncated, _ = truncated_gradients(model, ids, labels, window)
-        cases = [(LayerLocal(window, chunk_size=3), local)]
+        cases = [(LayerLocal(window, chunk_size=2), local)]
         if window is not None:
-            cases.append((Truncated(window, chunk_size=3), truncated))
+            cases.append((Truncated(window, chunk_size=2), truncated))
         for method, want in cases:
             got = backprop(model, ids, labels, method)
             for name in want:

@@ -227,12 +227,12 @@ def test_processes_that_build_the_same_cache_at_once(tmp_path: Path, cache: Path
     )
     argv, root = [sys.executable, "-c", code], Path(__file__).parent.parent
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    processes = [subprocess.Popen(argv, text=True, cwd=root, **pipes) for _ in range(3)]
+    processes = [subprocess.Popen(argv, text=True, cwd=root, **pipes) for _ in range(2)]
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
     outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert [process.returncode for process in processes] == [0, 0], outputs
     assert len({out for out, _ in outputs}) == 1
     assert len(outputs[0][0].split()) == 3
     assert sorted(file.suffix for file in cache.iterdir()) == [".bin", ".json"]

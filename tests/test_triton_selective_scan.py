@@ -134,15 +134,17 @@ def test_in_splits(many_splits, monkeypatch):
 
 def test_windows_in_splits(many_splits, monkeypatch):
     monkeypatch.setattr(selective, "CHECKPOINT", 8)
-    check(19, window=3, halo=2)
+    check(11, window=3, halo=2)
 
 
-@pytest.mark.parametrize(("window", "d_inner", "split_len"), [(None, 34, 8), (3, 17, 9)])
-def test_programs_of_several_blocks_of_channels(window, d_inner, split_len, monkeypatch):
+@pytest.mark.parametrize(
+    ("window", "seqlen", "d_inner", "split_len"), [(None, 13, 34, 8), (3, 7, 17, 6), slow(3, 13, 17, 9)]
+)
+def test_programs_of_several_blocks_of_channels(window, seqlen, d_inner, split_len, monkeypatch):
     """Three blocks over two programs, which add dB and dC up stretch by stretch; several splits."""
     monkeypatch.setattr(selective, "CHECKPOINT", 4)
     monkeypatch.setattr(selective, "backward_programs", lambda *sizes: (2, split_len))
-    check(13, d_inner, batch=1, window=window)
+    check(seqlen, d_inner, batch=1, window=window)
 
 
 @pytest.mark.slow

@@ -68,9 +68,9 @@ def setup(mixer):
 def test_truncated_equals_autograd_over_windowed_scans(mixer, monkeypatch):
     model, ids, initial = setup(mixer)
     exact = gradients(model, adjoint.Exact(10), ids, initial)
-    for window in (1, 2, 9, 42):
+    for window, chunk_sizes in {1: (2, 7), 2: (7, None), 9: (2, 7), 42: (7, None)}.items():
         expected = gradients(model, WindowedBackprop(window), ids, initial)
-        for chunk_size in (2, 7, None):
+        for chunk_size in chunk_sizes:
             assert_same(gradients(model, adjoint.Truncated(window, chunk_size), ids, initial), expected)
     assert (
         any((a - b).norm() > 1e-6 * b.norm() for a, b in zip(expected, exact, strict=True))
