@@ -18,7 +18,7 @@ from adjoint.kernels.add_product import add_product
 from adjoint.layers import Block, State
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-SCANS = ("selective_scan", "ssd_scan", "linear_scan", "gated_delta_rule")
+SCANS = ("selective_scan", "ssd_scan", "linear_scan", "gated_delta_rule", "past_attention")
 MANY_TERMS = 256  # of a product's sums: with fewer, what it makes is cheaper to make again than to keep
 
 Cotangents = tuple[Tensor | None, ...]

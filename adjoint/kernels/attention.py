@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adjoint.kernels import operators
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -40,19 +42,8 @@ class _PastAttention(torch.autograd.Function):
         gather: Callable[[int, Tensor, Tensor], None] | None,
     ) -> Tensor:
         groups, width = q.shape[1] // k.shape[1], v.shape[3]
-        widest = max(q.shape[3], width)
-        q = _padded(q, widest)
-        own = (_repeated(_padded(t, widest), groups) for t in (k, v))
-        out, log = _flash(q, *own, 0.0, True, scale=scale)
-        folded = _folded(q, groups)
-        for start in range(0, k_past.shape[2], BLOCK):
-            block = (_padded(t[:, :, start : start + BLOCK], widest).to(q.dtype) for t in (k_past, v_past))
-            before, log_before = _flash(folded, *block, 0.0, False, scale=scale)
-            before, log_before = before.reshape(q.shape), log_before.reshape(q.shape[:3])
-            joined = torch.logaddexp(log, log_before)
-            out = out * (log - joined).exp()[..., None] + before * (log_before - joined).exp()[..., None]
-            log = joined
-        out = out.to(q.dtype)
+        q = _padded(q, max(q.shape[3], width))
+        out, log = torch.ops.adjoint.past_attention(q, k, v, k_past, v_past, scale)
         ctx.save_for_backward(q, k, v, k_past, v_past, out, log)
         ctx.scale, ctx.width, ctx.groups, ctx.gather = scale, width, groups, gather
         return out[..., :width]
@@ -80,6 +71,38 @@ class _PastAttention(torch.autograd.Function):
             else:
                 dk_past[:, :, start : start + BLOCK], dv_past[:, :, start : start + BLOCK] = a, b
         return dq[..., : k.shape[3]], dk, dv, dk_past, dv_past, None, None
+
+
+def _joined_attention(
+    q: Tensor, k: Tensor, v: Tensor, k_past: Tensor, v_past: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """The output, as wide as q, and its log-sum-exp (batch, heads, tokens)."""
+    groups, widest = q.shape[1] // k.shape[1], q.shape[3]
+    own = (_repeated(_padded(t, widest), groups) for t in (k, v))
+    out, log = _flash(q, *own, 0.0, True, scale=scale)
+    folded = _folded(q, groups)
+    for start in range(0, k_past.shape[2], BLOCK):
+        block = (_padded(t[:, :, start : start + BLOCK], widest).to(q.dtype) for t in (k_past, v_past))
+        before, log_before = _flash(folded, *block, 0.0, False, scale=scale)
+        before, log_before = before.reshape(q.shape), log_before.reshape(q.shape[:3])
+        joined = torch.logaddexp(log, log_before)
+        out = out * (log - joined).exp()[..., None] + before * (log_before - joined).exp()[..., None]
+        log = joined
+    return out.to(q.dtype), log
+
+
+# One operator, of whose results selective recomputation keeps the joined one and none of its parts.
+operators.LIBRARY.define(
+    "past_attention(Tensor q, Tensor k, Tensor v, Tensor k_past, Tensor v_past, float? scale) "
+    "-> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+operators.LIBRARY.impl("past_attention", _joined_attention, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "adjoint::past_attention",
+    lambda q, k, v, k_past, v_past, scale: (torch.empty_like(q), q.new_empty(q.shape[:3])),
+    lib=operators.LIBRARY,
+)
 
 
 def _padded(t: Tensor, width: int) -> Tensor:
