@@ -122,15 +122,13 @@ def test_the_stream_keeps_its_own_dtype(narrow, wide):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_half_precision_of_float32_is_rounded_once(backend, dtype):
-    """y and its cotangent in half precision, the stream's in float32: bit for bit as with casts of their own."""
+    """y and its cotangent in half precision, the others' in float32: bit for bit as with separate casts."""
     torch.manual_seed(0)
     x, weight, _ = inputs((2, 9, 48), False, torch.float32)
     residual, dy = torch.randn(2, 9, 48, requires_grad=True), torch.randn(2, 9, 48).to(dtype)
     for stream in (None, residual):
         given = [t for t in (x, weight, stream) if t is not None]
-        wide, got = (
-            rms_norm(x, weight, backend=backend, residual=stream, dtype=to) for to in (None, dtype)
-        )
+        wide, got = (rms_norm(x, weight, backend=backend, residual=stream, dtype=to) for to in (None, dtype))
         wide, got = (y if stream is None else y[0] for y in (wide, got))
         assert got.dtype == dtype and torch.equal(got, wide.to(dtype))
         expected = torch.autograd.grad(wide, given, dy.float())

@@ -443,7 +443,8 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
 
 
 def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype):
-    """y in `dtype`, the sum s = x + residual (None without a residual), the reciprocal root mean squares (…, groups)."""
+    """y in `dtype`, the sum s = x + residual (None without a residual), the reciprocal root mean squares (…,
+    groups)."""
     s = x if residual is None else x + residual
     grouped = (s if gate is None else s * F.silu(gate)).unflatten(-1, (-1, group_size))
     rstd = torch.rsqrt(grouped.square().mean(-1) + eps)

@@ -19,9 +19,7 @@ class RMSNorm(nn.Module):
             which autocast, where it is on, would have that map read it: the same numbers, no cast behind it.
     """
 
-    def __init__(
-        self, d: int, eps: float, group_size: int | None = None, to_linear: bool = False
-    ) -> None:
+    def __init__(self, d: int, eps: float, group_size: int | None = None, to_linear: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(d))
         self.eps = eps

@@ -151,9 +151,9 @@ def rms_norm_forward(
     """(y, s, rstd): the norm of ``s = x + residual`` gated by silu(gate), s itself, and what the backward
     needs.
 
-    x, gate, residual (..., width), weight (width,). y is rounded once, to ``dtype`` (None: x's); s has
-    residual's (None without one), the norm is taken of the sum before it is rounded. rstd (..., groups) is float32 (float64 for float64). Raises
-    ValueError when group_size does not divide width, or for groups above 16384 channels.
+    x, gate, residual (..., width), weight (width,). y has ``dtype`` (None: x's), s residual's (None without
+    one); the norm is taken of the sum before it is rounded. rstd (..., groups) is float32 (float64 for
+    float64). Raises ValueError when group_size does not divide width, or for groups above 16384 channels.
     """
     width = x.shape[-1]
     group, block, warps = _group(width, group_size)
