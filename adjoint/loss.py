@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from adjoint.kernels import dispatch
 from adjoint.kernels.add_product import add_product
 
 IGNORE_INDEX = -100
@@ -84,12 +85,11 @@ def linear_cross_entropy(
         slice_tokens = max(1, elements // weight.shape[0])
     if slice_tokens < 1:
         raise ValueError(f"slice_tokens must be 1 or more, got {slice_tokens}")
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):  # what a linear layer would be cast to
-        dtype = torch.get_autocast_dtype(device)
+    dtype = dispatch.autocast_dtype(hidden.device)
+    if dtype is not None:  # as a linear layer's would be
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     backward_follows = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         return _LinearCrossEntropy.apply(
             hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), slice_tokens, backward_follows
         )

@@ -98,7 +98,7 @@ class Stack(nn.Module):
         with torch.random.fork_rng(devices=[]):  # what modules draw when they are made is drawn anew below
             self.embedding = nn.Embedding(config.vocab_size, config.d_model)
             self.layers = nn.ModuleList(Block(config, k) for k in self.span)
-            self.norm_f = RMSNorm(config.d_model, config.norm_eps)
+            self.norm_f = RMSNorm(config.d_model, config.norm_eps, to_linear=True)
             self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight

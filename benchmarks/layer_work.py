@@ -55,7 +55,9 @@ class Work(TorchDispatchMode):
         ]
         if (written or changed) and "empty" not in func._opname:
             self.operators += 1
-            self.weight_bytes += sum(t.nbytes for t in (*given, *written, *changed) if self._is_weight(t))
+            self.weight_bytes += sum(
+                t.nbytes for t in (*given, *written, *self._tensors(changed)) if self._is_weight(t)
+            )
         return made
 
     def _is_weight(self, t: Tensor) -> bool:

@@ -119,6 +119,48 @@ def test_the_stream_keeps_its_own_dtype(narrow, wide):
         assert torch.equal(*(g.to(narrow) for g in got))  # a sum's terms have one gradient
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_precision_of_float32_is_rounded_once(backend, dtype):
+    """y and its cotangent in half precision, the others' in float32: bit for bit as with separate casts."""
+    torch.manual_seed(0)
+    x, weight, _ = inputs((2, 9, 48), False, torch.float32)
+    residual, dy = torch.randn(2, 9, 48, requires_grad=True), torch.randn(2, 9, 48).to(dtype)
+    for stream in (None, residual):
+        given = [t for t in (x, weight, stream) if t is not None]
+        wide, got = (rms_norm(x, weight, backend=backend, residual=stream, dtype=to) for to in (None, dtype))
+        wide, got = (y if stream is None else y[0] for y in (wide, got))
+        assert got.dtype == dtype and torch.equal(got, wide.to(dtype))
+        expected = torch.autograd.grad(wide, given, dy.float())
+        for a, b in zip(torch.autograd.grad(got, given, dy), expected, strict=True):
+            assert a.dtype == torch.float32 and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mixer", ["mamba2", "attention", "diagonal"])
+def test_autocast_changes_no_bit_of_a_model(mixer, dtype):
+    """Norms that write what their linear maps read, against norms in float32 and autocast's casts."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "d_model": 32, "n_layer": 2, "d_state": 8, "headdim": 16}
+    model = adjoint.Stack(adjoint.StackConfig(**sizes, mixer=mixer, d_intermediate=24))
+    norms = [m for m in model.modules() if getattr(m, "to_linear", False)]
+    assert len(norms) == (3 if mixer == "diagonal" else 5), "all but the generic mixers', read three times"
+    ids, read = torch.randint(11, (2, 9)), set()
+    for norm in norms:
+        norm.register_forward_hook(lambda module, given, y: read.add((y[0] if type(y) is tuple else y).dtype))
+    results = []
+    for to_linear in (True, False):
+        for norm in norms:
+            norm.to_linear = to_linear
+        with torch.autocast("cpu", dtype):
+            loss = model(ids, labels=ids).loss
+        results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+        if to_linear:
+            assert read == {dtype}
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype == torch.float32 and torch.equal(a, b)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradcheck(backend):
     torch.manual_seed(0)
@@ -147,8 +189,10 @@ def test_operator():
     x, weight, gate = inputs((2, 3, 8), True)
     op = torch.ops.adjoint.rms_norm
     stream = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    options = 1e-5, 4, torch.float64
     for residual in (None, stream):
-        torch.library.opcheck(op, (x, weight, gate, residual, 1e-5, 4, torch.float64, None))
+        torch.library.opcheck(op, (x, weight, gate, residual, *options, torch.float64, None))
+    torch.library.opcheck(op, (x, weight, None, None, *options, torch.bfloat16, None))
 
 
 def test_compiled_whole():

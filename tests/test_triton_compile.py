@@ -224,6 +224,28 @@ def test_what_was_tried_is_what_runs(operation, windowed, resets, calls):
     assert kernels(launched) <= kernels(tried)
 
 
+def test_the_norms_of_a_model_under_autocast_were_tried():
+    """But for widths, for which they are compiled anew: of every layer's norm and those that follow."""
+
+    def kinds(launches):
+        found = set()
+        for launch in launches:
+            of = aot.specialise(launch)
+            for size in ("GROUP", "BLOCK"):
+                del of["constexprs"][size]
+            found.add((launch[0].__name__, repr(of["signature"]), repr(of["constexprs"])))
+        return found
+
+    with aot.record_launches() as tried, aot.on_a_big_device():
+        trial._PROBLEMS["rms_norm"](triton_backend, None, False, torch.device("meta"), aot.BF16)
+    names = ("bf16 of a fp32 stream", "bf16, residual in fp32", "bf16, gate")
+    with aot.record_launches() as launched, aot.on_a_big_device():
+        for name in names:
+            aot.MAIN[f"RMSNorm, {name}"]()
+    assert len(kinds(launched)) == 2 * len(names)
+    assert kinds(launched) <= kinds(tried)
+
+
 @pytest.mark.parametrize("programs", [1, 3, 128, 256, 1100, 5000])
 @pytest.mark.parametrize("seqlen", [1, 100, 1792, 65536, 65537, 1_000_000])
 def test_splits_fill_the_device_once(seqlen, programs):

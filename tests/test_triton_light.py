@@ -257,6 +257,20 @@ def test_rms_norm_keeps_a_float32_residual_stream():
     assert torch.equal(dx, dr.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rms_norm_writes_half_precision_of_a_float32_stream(dtype):
+    """As under autocast: y is the float32 result rounded once, dy is in half precision, dx in float32."""
+    (x, _, _, dy, _), weight = norm_inputs(25)
+    x, weight, dy = x.float(), weight.float(), dy.to(dtype)
+    expected = norm_autograd(x.double(), weight, None, None, dy, None, None, torch.float64)
+    wide, _, _ = norm.rms_norm_forward(strided(x), weight, None, None)
+    y, s, rstd = norm.rms_norm_forward(strided(x), weight, None, None, dtype=dtype)
+    dx, dweight, *rest = norm.rms_norm_backward(strided(dy), None, x, weight, None, rstd, None, x.dtype)
+    assert (y.dtype, dx.dtype, s, *rest) == (dtype, torch.float32, None, None, None)
+    assert torch.equal(y, wide.to(dtype))
+    assert_close((wide, dx, dweight), (expected[0], *expected[2:]), 1e-5, ("y", "x", "weight"))
+
+
 def test_rms_norm_as_autograd_sees_it():
     """The public function: bfloat16 next to a float32 stream, either output unused, each input's gradient."""
     (x, r, z, dy, ds), weight = norm_inputs(24)

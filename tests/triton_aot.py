@@ -217,13 +217,13 @@ def call_conv(dtype=BF16, seqlen=65536, channels=4096, d_conv=4, reset=False):
     conv.causal_conv1d_backward(y, x, weight, bias, state, True, begins)
 
 
-def call_norm(dtype=BF16, rows=65536, width=2048, gated=True, stream=FP32):
-    """`stream`: the residual's dtype, None for no residual."""
+def call_norm(dtype=BF16, rows=65536, width=2048, gated=True, stream=FP32, out=None):
+    """`stream`: the residual's dtype, None for no residual; `out`: y's dtype, None for x's."""
     x, weight = empty(rows, width, dtype=dtype), empty(width, dtype=FP32)
     gate = x if gated else None
     residual = None if stream is None else empty(rows, width, dtype=stream)
-    y, s, rstd = norm.rms_norm_forward(x, weight, gate, residual)
-    norm.rms_norm_backward(y, residual, x if s is None else s, weight, gate, rstd)
+    y, s, rstd = norm.rms_norm_forward(x, weight, gate, residual, dtype=out)
+    norm.rms_norm_backward(y, residual, x if s is None else s, weight, gate, rstd, x_dtype=dtype)
 
 
 def _calls() -> dict[str, Callable[[], Any]]:
@@ -249,6 +249,8 @@ def _calls() -> dict[str, Callable[[], Any]]:
         calls[f"RMSNorm, {name}, residual"] = partial(call_norm, dtype, gated=False, stream=dtype)
         if dtype == BF16:  # as under autocast
             calls[f"RMSNorm, {name}, residual in fp32"] = partial(call_norm, dtype, gated=False)
+            stream = partial(call_norm, FP32, gated=False, stream=None, out=dtype)
+            calls[f"RMSNorm, {name} of a fp32 stream"] = stream
     return calls
 
 

@@ -41,6 +41,19 @@ class Gradients:
         else:
             self.sums[parameter] = gradient if gradient.dtype == torch.float64 else gradient.float()
 
+    def add_all(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Adds the gradients of several parameters, (parameter, gradient) each; what is there already by one
+        launch for all, not one a parameter."""
+        sums, terms = [], []
+        for parameter, gradient in gradients:
+            if gradient is not None and parameter in self.sums:
+                sums.append(self.sums[parameter])
+                terms.append(gradient)
+            else:
+                self.add(parameter, gradient)
+        if sums:
+            torch._foreach_add_(sums, terms)
+
     def add_rows(self, parameter: Tensor, rows: Tensor, gradient: Tensor) -> None:
         """Adds gradient (n, d) to the rows (n,) of a table: an embedding's gradient without a dense table a
         chunk."""
@@ -99,8 +112,7 @@ def linearize(
         if not given:
             return None, (None,) * len(state)
         grads = vjp(given, [*followed, *(leaf for _, leaf in trained)])
-        for (parameter, _), gradient in zip(trained, grads[len(followed) :], strict=True):
-            gradients.add(parameter, gradient)
+        gradients.add_all(zip((p for p, _ in trained), grads[len(followed) :], strict=True))
         of = dict(zip(map(id, followed), grads, strict=False))
         return of.get(id(x)), tuple(of.get(id(s)) for s in state)
 
@@ -154,7 +166,7 @@ class _Seed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cotangents: list[Tensor], *outputs: Tensor) -> Tensor:
         ctx.cotangents = cotangents
-        return outputs[0].new_zeros(())
+        return outputs[0].new_empty(())  # nobody reads it
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
@@ -241,8 +253,7 @@ def windowed_vjp(
         given.append((scan_halo, d_ahead))
     given += [(end, d) for end, d in zip(after, d_final, strict=True) if end is not None and d is not None]
     grads = vjp(given, [own, *state, *leaves])
-    for parameter, gradient in zip(parameters, grads[1 + len(state) :], strict=True):
-        gradients.add(parameter, gradient)
+    gradients.add_all(zip(parameters, grads[1 + len(state) :], strict=True))
     assert grads[0] is not None
     return grads[0], grads[1 : 1 + len(state)]
 

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from adjoint.engine.tile import Gradients
+from adjoint.kernels import dispatch
 
 
 class Casts:
@@ -27,9 +28,9 @@ class Casts:
 
     def of(self, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
         """By name; empty without autocast."""
-        if not torch.is_autocast_enabled(device.type):
+        dtype = dispatch.autocast_dtype(device)
+        if dtype is None:
             return {}
-        dtype = torch.get_autocast_dtype(device.type)
         for prefix, part in module.named_modules():
             if isinstance(part, nn.Linear) and part.weight.dtype == torch.float32:
                 name, weight = f"{prefix}.weight".lstrip("."), part.weight

@@ -9,24 +9,35 @@ from adjoint.kernels import checks, dispatch, operators
 
 def _forward(x, weight, bias, initial_state, reset, silu, backend):
     impl = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
-    return (impl.causal_conv1d_forward(x, weight, bias, initial_state, silu, reset),)
+    y = impl.causal_conv1d_forward(x, weight, bias, initial_state, silu, reset)
+    tail = _tail(x, weight.shape[1] - 1, initial_state)
+    return y, tail if reset is None else tail * _of_last_document(reset, tail.shape[2]).to(tail.dtype)
 
 
 def _fake(x, weight, bias, initial_state, reset, silu, backend):
-    return (x.new_empty(x.shape),)
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], x.shape[2], weight.shape[1] - 1)
 
 
-def _backward(dy, x, weight, bias, initial_state, reset, silu, backend):
+def _backward(dy, dtail, x, weight, bias, initial_state, reset, silu, backend):
     impl = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
     dy = torch.zeros_like(x) if dy is None else dy
-    return impl.causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset)
+    dx, dweight, dbias, dinitial = impl.causal_conv1d_backward(
+        dy, x, weight, bias, initial_state, silu, reset
+    )
+    if dtail is not None:  # added where it belongs: autograd would fill a whole dx with zeros for it
+        length, own = dtail.shape[2], min(dtail.shape[2], x.shape[1])
+        dtail = dtail if reset is None else dtail * _of_last_document(reset, length).to(dtail.dtype)
+        dx[:, x.shape[1] - own :] += dtail[:, :, length - own :].transpose(1, 2)
+        if own < length and initial_state is not None:
+            dinitial[:, :, own:] += dtail[:, :, : length - own]
+    return dx, dweight, dbias, dinitial
 
 
 _causal_conv1d = operators.register(
     "causal_conv1d",
     "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? reset",
     "bool silu, str? backend",
-    outputs=1,
+    outputs=2,
     forward=_forward,
     fake=_fake,
     backward=_backward,
@@ -70,9 +81,8 @@ def causal_conv1d(
     backend = dispatch.fitting("causal_conv1d", backend, x, reset=reset, d_conv=width, channels=channels)
     wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("causal_conv1d", backend, x)
     bias, initial = (None if t is None else t.to(wide) for t in (bias, initial_state))
-    y = _causal_conv1d(x.to(narrow), weight.to(wide), bias, initial, reset, silu, backend)
-    tail = _tail(x, width - 1, initial_state)
-    return y.to(x.dtype), tail if reset is None else tail * _of_last_document(reset, width - 1).to(tail.dtype)
+    y, tail = _causal_conv1d(x.to(narrow), weight.to(wide), bias, initial, reset, silu, backend)
+    return y.to(x.dtype), tail.to(x.dtype)
 
 
 def _of_last_document(reset: Tensor, length: int) -> Tensor:

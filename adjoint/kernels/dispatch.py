@@ -132,12 +132,14 @@ def fitting(
     window: int | None = None,
     halo: int = 0,
     reset: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     **needs: int,
 ) -> str | None:
     """The backend to name for this very call: on a CPU, or if one was asked for, `backend` itself. Else the
     first that `considered` takes: a library that has what the call needs, "triton" where its kernels take
     such sizes; and "reference", with one warning that says why, where none does.
 
+    dtype: whose trial counts; by default the tensor's.
     needs: sizes (`d_state=16`) and options (`dt_softplus=True`) on which a backend may depend.
 
     Raises ValueError, with the reason, if a library is asked for that has not what the call needs.
@@ -146,7 +148,8 @@ def fitting(
         return backend
     numbers = tuple((name, int(size)) for name, size in needs.items())
     windowed = window is not None or halo > 0
-    return _fitting(operation, backend, tensor.device, tensor.dtype, windowed, reset is not None, numbers)
+    dtype = dtype or tensor.dtype
+    return _fitting(operation, backend, tensor.device, dtype, windowed, reset is not None, numbers)
 
 
 def _fitting(
@@ -236,6 +239,14 @@ def _module(backend: str) -> Any:
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """Of states and sums: float64 stays, everything else, also bfloat16 and float16, is float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """To what autocast rounds float32 factors of a matrix product on that device; None where it is off."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def sequence_dtype(operation: str, backend: str | None, tensor: Tensor) -> torch.dtype:

@@ -442,16 +442,17 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
 # -------------------------------------------------------------------------------------------------- RMS norm
 
 
-def rms_norm_forward(x, weight, gate, residual, eps, group_size):
-    """y, the sum s = x + residual (None without a residual), the reciprocal root mean squares (…, groups)."""
+def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype):
+    """y in `dtype`, the sum s = x + residual (None without a residual), the reciprocal root mean squares (…,
+    groups)."""
     s = x if residual is None else x + residual
     grouped = (s if gate is None else s * F.silu(gate)).unflatten(-1, (-1, group_size))
     rstd = torch.rsqrt(grouped.square().mean(-1) + eps)
     y = weight * (grouped * rstd.unsqueeze(-1)).flatten(-2)
-    return y, None if residual is None else s, rstd
+    return y.to(dtype), None if residual is None else s, rstd
 
 
-def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size):
+def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype):
     """The cotangent of s, to which ds, that of s as an output, is added; dweight; dgate; and the first once
     more in x's dtype, None where that is s's."""
     grouped = (s if gate is None else s * F.silu(gate)).unflatten(-1, (-1, group_size))

@@ -9,34 +9,34 @@ from torch import Tensor
 from adjoint.kernels import checks, dispatch, operators
 
 
-def _forward(x, weight, gate, residual, eps, group_size, dtype, backend, save=False):
+def _forward(x, weight, gate, residual, eps, group_size, x_dtype, dtype, backend, save=False):
     impl = dispatch.choose("rms_norm", backend, x.device, x.dtype)
-    y, s, rstd = impl.rms_norm_forward(x, weight, gate, residual, eps, group_size)
+    y, s, rstd = impl.rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype)
     return y, x.new_empty(0) if s is None else s, rstd if save else None
 
 
-def _fake(x, weight, gate, residual, eps, group_size, dtype, backend, save=False):
+def _fake(x, weight, gate, residual, eps, group_size, x_dtype, dtype, backend, save=False):
     s = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
     groups = x.shape[-1] // group_size
     rstd = x.new_empty(
         (*x.shape[:-1], groups) if save else 0, dtype=dispatch.compute_dtype(x) if save else None
     )
-    return x.new_empty(x.shape), s, rstd
+    return x.new_empty(x.shape, dtype=dtype), s, rstd
 
 
-def _backward(dy, ds, s, weight, gate, rstd, eps, group_size, dtype, backend):
+def _backward(dy, ds, s, weight, gate, rstd, eps, group_size, x_dtype, dtype, backend):
     """(cotangent of the sum, dweight, dgate, the first once more as x's where x has another dtype)."""
-    impl = dispatch.choose("rms_norm", backend, s.device, dtype)
+    impl = dispatch.choose("rms_norm", backend, s.device, x_dtype)
     dy = torch.zeros_like(s, dtype=dtype) if dy is None else dy
     ds = (
         None if ds is None or ds.shape != s.shape else ds
     )  # of the empty stand-in for a sum that is not there
-    return impl.rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size)
+    return impl.rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype)
 
 
-def _backward_fake(dy, ds, s, weight, gate, rstd, eps, group_size, dtype, backend):
+def _backward_fake(dy, ds, s, weight, gate, rstd, eps, group_size, x_dtype, dtype, backend):
     dgate = None if gate is None else gate.new_empty(gate.shape)
-    dx = None if s.dtype == dtype else s.new_empty(s.shape, dtype=dtype)
+    dx = None if s.dtype == x_dtype else s.new_empty(s.shape, dtype=x_dtype)
     return s.new_empty(s.shape), weight.new_empty(weight.shape), dgate, dx
 
 
@@ -47,7 +47,7 @@ def _route(ds, dweight, dgate, dx):
 _rms_norm = operators.register(
     "rms_norm",
     "Tensor x, Tensor weight, Tensor? gate, Tensor? residual",
-    "float eps, int group_size, ScalarType dtype, str? backend",  # dtype: x's, for the backward
+    "float eps, int group_size, ScalarType x_dtype, ScalarType dtype, str? backend",  # of x, of y
     outputs=2,
     gradients=4,
     forward=_forward,
@@ -70,6 +70,7 @@ def rms_norm(
     group_size: int | None = ...,
     backend: str | None = ...,
     residual: None = ...,
+    dtype: torch.dtype | None = ...,
 ) -> Tensor: ...
 @overload
 def rms_norm(
@@ -81,6 +82,7 @@ def rms_norm(
     backend: str | None = ...,
     *,
     residual: Tensor,
+    dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
@@ -90,6 +92,7 @@ def rms_norm(
     group_size: int | None = None,
     backend: str | None = None,
     residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y = weight v / sqrt(mean(v²) + eps) with v = s silu(gate), or s, and s = x + residual, or x (Zhang &
     Sennrich 2019; gated as in Mamba-2, Dao & Gu 2024, section 7).
@@ -102,10 +105,11 @@ def rms_norm(
         group_size: channels a mean is taken over; all d if None.
         backend: a name of `adjoint.backends()`; None picks one.
         residual: (…, d), floating point; may be wider than x, as the stream of a model under autocast is.
+        dtype: y's; x's if None. With what a matrix product behind the norm reads nothing is cast in between.
 
     Returns:
-        y like x, computed in float32 for bfloat16 and float16; with a residual (y, s), s in residual's dtype:
-        the sum is rounded to it, once, after the norm was taken of it.
+        y, computed in float32 at least and rounded once to `dtype`; with a residual (y, s), s in residual's
+        dtype: the sum is rounded to it, once, after the norm was taken of it.
 
     Raises:
         ValueError: a shape does not fit, group_size does not divide d, or the backend is not usable here.
@@ -117,14 +121,15 @@ def rms_norm(
     group_size = d if group_size is None else group_size
     if group_size < 1 or d % group_size:
         raise ValueError(f"group_size must divide the {d} channels, got {group_size}")
-    given, stream = x.dtype, residual
+    stream, dtype = residual, x.dtype if dtype is None else dtype
     if residual is not None and residual.dtype == torch.float64:  # the sum is one in float64
         x = x.double()
-    backend = dispatch.fitting("rms_norm", backend, x, group_size=group_size)
+    tried = dtype if dtype.itemsize == 2 else x.dtype  # its trial writes half precision from float32 too
+    backend = dispatch.fitting("rms_norm", backend, x, dtype=tried, group_size=group_size)
     wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("rms_norm", backend, x)
     if residual is not None and narrow == wide:  # only kernels for half precision read two dtypes
         wide = narrow = torch.promote_types(wide, dispatch.compute_dtype(residual))
         stream = residual.to(wide)
     gate = None if gate is None else gate.to(narrow)
-    y, s, _ = _rms_norm(x.to(narrow), weight.to(wide), gate, stream, eps, group_size, narrow, backend)
-    return y.to(given) if residual is None else (y.to(given), s.to(residual.dtype))
+    y, s, _ = _rms_norm(x.to(narrow), weight.to(wide), gate, stream, eps, group_size, narrow, dtype, backend)
+    return y if residual is None else (y, s.to(residual.dtype))

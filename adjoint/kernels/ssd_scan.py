@@ -92,7 +92,7 @@ def ssd_scan(
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
     needs = {"headdim": headdim, "d_state": B.shape[-1], "dt_softplus": dt_softplus}
-    backend = dispatch.fitting("ssd_scan", backend, x, window, halo, reset, **needs)
+    backend = dispatch.fitting("ssd_scan", backend, x, window, halo, reset, None, **needs)
     wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("ssd_scan", backend, x)
     x_, dt_, B_, C_ = [t.to(narrow) for t in (x, dt, B, C)]
     A_, D_, bias, initial = [None if t is None else t.to(wide) for t in (A, D, dt_bias, initial_state)]

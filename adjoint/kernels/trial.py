@@ -197,14 +197,18 @@ def _causal_conv1d(impl: Any, window: None, resets: bool, *where: Any) -> dict[s
 def _rms_norm(impl: Any, window: None, resets: bool, *where: Any) -> dict[str, Tensor]:
     d = _Draw(*where)
     x, gate, dy, weight = *(d.normal(2, SEQLEN, 48) for _ in range(3)), d.wide(48)
-    y, _, rstd = impl.rms_norm_forward(x, weight, gate, None, 1e-5, 24)
-    gradients = impl.rms_norm_backward(dy, None, x, weight, gate, rstd, 24)[:3]
+    y, _, rstd = impl.rms_norm_forward(x, weight, gate, None, 1e-5, 24, d.dtype)
+    gradients = impl.rms_norm_backward(dy, None, x, weight, gate, rstd, 24, d.dtype)[:3]
     gated = _named("gated_y gated_dx gated_dweight gated_dgate", (y, *gradients))
     residual, ds = d.wide(2, SEQLEN, 48), d.wide(2, SEQLEN, 48)
-    y, s, rstd = impl.rms_norm_forward(x, weight, None, residual, 1e-5, 48)
-    dresidual, dweight, _, dx = impl.rms_norm_backward(dy, ds, s, weight, None, rstd, 48)
+    y, s, rstd = impl.rms_norm_forward(x, weight, None, residual, 1e-5, 48, d.dtype)
+    dresidual, dweight, _, dx = impl.rms_norm_backward(dy, ds, s, weight, None, rstd, 48, d.dtype)
     dx = dresidual if dx is None else dx
-    return gated | _named("y sum dweight dresidual dx", (y, s, dweight, dresidual, dx))
+    summed = _named("y sum dweight dresidual dx", (y, s, dweight, dresidual, dx))
+    # under autocast a block's norm reads the float32 stream and writes what its linear map reads
+    y, _, rstd = impl.rms_norm_forward(residual, weight, None, None, 1e-5, 48, d.dtype)
+    gradients = impl.rms_norm_backward(dy, None, residual, weight, None, rstd, 48, residual.dtype)[:2]
+    return gated | summed | _named("stream_y stream_dx stream_dweight", (y, *gradients))
 
 
 _PROBLEMS: dict[str, Callable[..., dict[str, Tensor]]] = {

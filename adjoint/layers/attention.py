@@ -118,5 +118,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     n = cos.shape[-1]
     if not n:
         return x
-    a, b, rest = x.to(cos.dtype).tensor_split([n, 2 * n], dim=3)
+    a, b, rest = x.to(cos.dtype).split([n, n, x.shape[3] - 2 * n], dim=3)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=3).to(x.dtype)

@@ -17,6 +17,7 @@ from adjoint.layers.norm import RMSNorm
 from adjoint.layers.selective import SelectiveMixer
 
 State = tuple[Tensor, ...]
+PROJECTED = ("mamba", "mamba2", "mamba3", "gated_deltanet", "attention")  # read their input by in_proj alone
 
 
 class Block(nn.Module):
@@ -27,12 +28,13 @@ class Block(nn.Module):
 
     def __init__(self, config: StackConfig, layer: int) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        projected = config.mixers[layer] in PROJECTED
+        self.norm = RMSNorm(config.d_model, config.norm_eps, to_linear=projected)
         self.mixer = make_mixer(config, layer)
         self.norm2: RMSNorm | None = None
         self.mlp: GatedMLP | None = None
         if config.d_intermediate:
-            self.norm2 = RMSNorm(config.d_model, config.norm_eps)
+            self.norm2 = RMSNorm(config.d_model, config.norm_eps, to_linear=True)
             self.mlp = GatedMLP(config.d_model, config.d_intermediate, config.bias)
 
     def forward(self, y: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:

@@ -70,4 +70,5 @@ class GatedDeltaNetMixer(nn.Module):
         """Unit vectors (batch, seqlen, nheads, d_state), each shared by a group of heads."""
         t = t.unflatten(-1, (self.key_heads, self.d_state))
         t = t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
-        return t.repeat_interleave(self.config.nheads // self.key_heads, dim=2)
+        shared = self.config.nheads // self.key_heads
+        return t if shared == 1 else t.repeat_interleave(shared, dim=2)

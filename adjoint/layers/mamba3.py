@@ -98,9 +98,9 @@ class Mamba3Mixer(nn.Module):
         )
         turn = angles[..., None, :]
         cos_sin = turn.detach().cos(), turn.detach().sin()
-        k_turned, q_turned = (_Turned.apply(t, turn, *cos_sin, c.is_mimo) for t in (k, q))
+        (k_turned, k_last), (q_turned, _) = (_Turned.apply(t, turn, *cos_sin, c.is_mimo) for t in (k, q))
         v, z = (t.unflatten(-1, (c.nheads, c.headdim)) for t in (v, z))
-        v_last = v[:, -1].clone()
+        v_last = v[:, -1].clone()  # a copy: whoever keeps the last token's must not keep all of them
         v, v_before = (_spread(t.to(wide), self.mimo_x) for t in (v, v_before))
         # A token's k and v enter h when it is read and once more with the next token, whose share this is; of
         # the last token that share is the next chunk's, and of the token before the first it is still due.
@@ -118,8 +118,7 @@ class Mamba3Mixer(nn.Module):
             y = self.norm(y.flatten(-2)).unflatten(-1, (c.nheads, -1))
         y = y * F.silu(_spread(z, self.mimo_z)).transpose(2, 3)
         y = y.squeeze(2) if self.mimo_o is None else (y * self.mimo_o.to(y.dtype).transpose(0, 1)).sum(2)
-        # copies: whoever keeps the last token's must not keep all of them
-        state = angles[:, -1] % math.tau, h, k_turned[:, -1].clone(), v_last
+        state = angles[:, -1] % math.tau, h, k_last, v_last
         return self.out_proj(y.flatten(-2)), state
 
     def _heads(self, t: Tensor, norm: RMSNorm, bias: Tensor) -> Tensor:
@@ -205,22 +204,27 @@ def _heavy_tail(x: Tensor) -> Tensor:
 
 class _Turned(torch.autograd.Function):
     """t (…, d_state) with its first pairs of channels turned by angles (…, angles): pairs of neighbours, or,
-    with `halves`, of channels i and i + d_state / 2.
+    with `halves`, of channels i and i + d_state / 2. And a copy of the last token's, whose cotangent is added
+    where it belongs: a slice's would be all tokens' long.
 
     The angles' cosines and sines are given, and nothing is kept but they and t: a turn's derivative is a turn
     by a right angle more, and turns leave the angles between vectors as they are."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, angles: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Tensor:
+    def forward(ctx: Any, t: Tensor, angles: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Any:
         ctx.save_for_backward(t, cos, sin)
         ctx.halves = halves
-        return _turn(t, cos, sin, halves)
+        ctx.set_materialize_grads(False)
+        turned = _turn(t, cos, sin, halves)
+        return turned, turned[:, -1].clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> Any:
         t, cos, sin = ctx.saved_tensors
-        dt = _turn(dy, cos, -sin, ctx.halves)
+        dt = _turn(torch.zeros_like(t) if dy is None else dy, cos, -sin, ctx.halves)
+        if d_last is not None:
+            dt[:, -1] += _turn(d_last, cos[:, -1], -sin[:, -1], ctx.halves)
         (a, b), (da, db) = (_pairs(x, cos.shape[-1], ctx.halves) for x in (t, dt))
         return dt, (a * db - b * da).sum(-2, keepdim=True), None, None, None
 

@@ -36,10 +36,8 @@ AT_LEAST, USUALLY = 2.0, 3.5
 
 def no_fallback(point: Point) -> None:
     """Raises RuntimeError if plain PyTorch would run one of a Mamba layer's operations."""
-    half = point["precision"] == "bfloat16"  # the residual stream, which the norm reads, stays float32
-    dtype = getattr(torch, point["precision"])
     for operation in ("selective_scan", "causal_conv1d", "rms_norm"):
-        required(operation, point["device"], torch.float32 if half and operation == "rms_norm" else dtype)
+        required(operation, point["device"], getattr(torch, point["precision"]))
 
 
 # ------------------------------------------------------------------------------------------------------- tile

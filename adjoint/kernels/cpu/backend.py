@@ -462,7 +462,7 @@ def _norm_rows(f: _Fields, **tensors: Tensor | None) -> None:
             f.numbers(**{name: rows.data_ptr(), f"{name}_stride": rows.stride(0)})
 
 
-def rms_norm_forward(x, weight, gate, residual, eps, group_size):
+def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype):
     y, rstd = x.new_empty(x.shape), x.new_empty(*x.shape[:-1], x.shape[-1] // group_size)
     s = None if residual is None else x.new_empty(x.shape)
     f = _norm_fields(x, weight, gate, rstd, group_size)
@@ -470,14 +470,14 @@ def rms_norm_forward(x, weight, gate, residual, eps, group_size):
     _norm_rows(f, residual=residual)
     f.pointers(y=y, s=s)
     _call("norm", x.dtype, f.struct, 0)
-    return y, s, rstd
+    return y.to(dtype), s, rstd
 
 
-def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size):
+def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype):
     f = _norm_fields(s, weight, gate, rstd, group_size)
     dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
     dweight = s.new_zeros(f.struct.threads, s.shape[-1])
-    _norm_rows(f, dy=dy, ds=ds)
+    _norm_rows(f, dy=dy.to(s.dtype), ds=ds)
     f.pointers(dx=dx, dgate=dgate, dweight=dweight)
     _call("norm", s.dtype, f.struct, 1)
     return dx, dweight.sum(0), dgate, None

@@ -146,13 +146,14 @@ def rms_norm_forward(
     residual: torch.Tensor | None,
     eps: float = 1e-5,
     group_size: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(y, s, rstd): the norm of ``s = x + residual`` gated by silu(gate), s itself, and what the backward
     needs.
 
-    x, gate, residual (..., width), weight (width,). y has x's dtype, s residual's (None without one); the
-    norm is taken of the sum before it is rounded. rstd (..., groups) is float32 (float64 for float64). Raises
-    ValueError when group_size does not divide width, or for groups above 16384 channels.
+    x, gate, residual (..., width), weight (width,). y has ``dtype`` (None: x's), s residual's (None without
+    one); the norm is taken of the sum before it is rounded. rstd (..., groups) is float32 (float64 for
+    float64). Raises ValueError when group_size does not divide width, or for groups above 16384 channels.
     """
     width = x.shape[-1]
     group, block, warps = _group(width, group_size)
@@ -161,7 +162,7 @@ def rms_norm_forward(
     flat_residual = None if residual is None else _rows(residual)
     flat_gate = None if gate is None else _rows(gate)
     rows, groups = flat.shape[0], width // group
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     s = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     rstd = torch.empty((*x.shape[:-1], groups), dtype=acc, device=x.device)
     with common.on_device(x):
@@ -187,16 +188,18 @@ def rms_norm_backward(
     gate: torch.Tensor | None,
     rstd: torch.Tensor,
     group_size: int | None = None,
+    x_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dresidual, dweight, dgate, dx) of :func:`rms_norm_forward`; s is x without a residual, ds the
     cotangent of s as an output (None: none).
 
     The gradients of residual and x are the same numbers: dresidual in s's dtype, so that a float32 stream
-    keeps a float32 gradient, and dx in dy's, which is x's; None where that is the same.
+    keeps a float32 gradient, and dx in ``x_dtype`` (None: dy's), None where that is the same. dy may have
+    another dtype than both.
     """
     width = s.shape[-1]
     group, block, warps = _group(width, group_size)
-    acc = common.state_dtype(dy.dtype)
+    acc, x_dtype = rstd.dtype, x_dtype or dy.dtype
     weight, flat_dy, flat_s = weight.contiguous(), _rows(dy), _rows(s)
     flat_ds = None if ds is None else _rows(ds)
     flat_gate = None if gate is None else _rows(gate)
@@ -205,7 +208,7 @@ def rms_norm_backward(
     rows_each = triton.cdiv(rows, parts)
     parts = triton.cdiv(rows, rows_each)
     dresidual = torch.empty(s.shape, dtype=s.dtype, device=s.device)
-    dx = None if s.dtype == dy.dtype else torch.empty(s.shape, dtype=dy.dtype, device=s.device)
+    dx = None if s.dtype == x_dtype else torch.empty(s.shape, dtype=x_dtype, device=s.device)
     dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=s.device)
     dweight = torch.empty((parts, width), dtype=acc, device=s.device)
     with common.on_device(s):
