@@ -522,7 +522,9 @@ def outlined(folder: str) -> Any:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("method", [Exact(128), Truncated(256, 128), Backprop()], ids=str)
+@pytest.mark.parametrize(
+    "method", [Exact(128), Truncated(256, 128), Backprop(), Exact(128, recompute="full")], ids=str
+)
 @pytest.mark.parametrize("kind", ["hybrid", "attention"])
 def test_memory_of_a_pretrained_model_is_what_its_stage_takes(
     kind: str, method: Any, folders: dict[str, str]
@@ -539,7 +541,7 @@ def test_memory_of_a_pretrained_model_is_what_its_stage_takes(
         if isinstance(method, Backprop):
             model(input_ids=ids, labels=ids).loss.backward()
         else:
-            stage = CausalLM(model, found.slots, found.scale)
+            stage = CausalLM(model, found.slots, found.scale, recompute=setup.scheme.recompute)
             initial, weights = [stage.initial_state(1, ids.device)], list(model.parameters())
             args = (shift_labels(ids), seqlen - 1, initial, setup.scheme, weights, 32, torch.float32)
             Steps([stage], ids, *args).loss()[0].backward()

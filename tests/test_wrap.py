@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import adjoint
-from adjoint.hf import scans, wrap  # noqa: F401  -- tables of precisions, before float32 is float64
+from adjoint.engine.grid import Tile
+from adjoint.engine.run import Worker
+from adjoint.hf import norms, scans, wrap  # noqa: F401  -- tables of precisions, before float32 is float64
+from adjoint.hf.layers import layers_of
 from adjoint.loss import shift_labels
 from tests.hf_models import (
     MODELS,
@@ -139,14 +142,20 @@ def test_bfloat16_is_no_further_off_than_the_models_own(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dropout"),
-    [("LlamaForCausalLM", {"attention_dropout": 0.2}), ("GPT2LMHeadModel", {"resid_pdrop": 0.2})],
+    ("name", "dropout", "recompute"),
+    [
+        ("LlamaForCausalLM", {"attention_dropout": 0.2}, "none"),
+        ("GPT2LMHeadModel", {"resid_pdrop": 0.2}, "none"),
+        ("GPT2LMHeadModel", {"resid_pdrop": 0.2}, "full"),
+    ],
 )
-def test_dropout_draws_the_same_again(name: str, dropout: dict[str, float], double: None) -> None:
+def test_dropout_draws_the_same_again(
+    name: str, dropout: dict[str, float], recompute: str, double: None
+) -> None:
     """The gradient is that of the loss that was returned, by finite differences under a fixed seed; a second
     backward pass gives it again."""
     model, inputs = make(name, **dropout), make_batch(29)
-    adjoint.wrap(model, adjoint.Exact(chunk_size=8))
+    adjoint.wrap(model, adjoint.Exact(chunk_size=8, recompute=recompute))
     model(**inputs)  # the comparison on first use lies behind us
 
     def loss() -> Tensor:
@@ -169,6 +178,68 @@ def test_dropout_draws_the_same_again(name: str, dropout: dict[str, float], doub
                 p.add_(direction[name], alpha=step)
             values.append(loss().item())
     assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("BambaForCausalLM", "selective"),
+        ("MambaForCausalLM", "full"),
+        ("LlamaForCausalLM", "selective"),
+        ("DeepseekV3ForCausalLM", "full"),
+        pytest.param("Qwen3NextForCausalLM", "full", marks=pytest.mark.slow),
+        pytest.param("Mamba2ForCausalLM", "selective", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_are_computed_again_if_asked(name: str, recompute: str, double: None) -> None:
+    """From the chunk's own state, in the backward, once: 3 chunks are run forward, 2 of them again when they
+    are linearised, and each layer of the 3 once more."""
+    model = make(name)
+    wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=11, recompute=recompute))
+    inputs, runs = make_batch(29), 0
+    wrapped(**inputs).loss.backward()  # the comparison on first use
+
+    def count(*_: Any) -> None:
+        nonlocal runs
+        runs += 1
+
+    first, *_ = layers_of(wrapped.base_model).values()
+    next(m for m in first.modules() if not list(m.children())).register_forward_hook(count)
+    found = errors(loss_and_gradients(wrapped, **inputs), loss_and_gradients(model, **inputs))
+    assert (found.loss <= 1e-12, found.worst <= 1e-10, runs) == (True, True, 3 + 2 + 3), found
+
+
+def test_norms_are_known_by_what_they_compute() -> None:
+    """Ours take their places: of an RMSNorm, gated or not, whatever it is called; of nothing else."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+    like = make("MistralForCausalLM", torch.float32).model.norm
+    found = norms.forwards(nn.ModuleList([
+        like, gated := Qwen3NextRMSNormGated(8), nn.RMSNorm(8, 1e-5), nn.LayerNorm(8, bias=False),
+        nn.RMSNorm(8), nn.PReLU(8),
+    ]))  # fmt: skip
+    assert [type(m).__name__ for m in found] == ["MistralRMSNorm", "Qwen3NextRMSNormGated", "RMSNorm"]
+    x, gate = torch.randn(2, 3, 5, 8)
+    with torch.no_grad():
+        gated.weight.copy_(torch.randn(8))
+        assert torch.allclose(found[gated](x, gate), gated(x, gate), atol=1e-6)
+        x = torch.randn(3, like.weight.numel()).bfloat16()  # rounded where the class rounds it
+        assert torch.equal(found[like.bfloat16()](x), like(x))
+
+
+def test_a_state_does_not_keep_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions' states are the last tokens of what they read; only these stay, with their cotangents."""
+    model = adjoint.wrap(make("Mamba2ForCausalLM", torch.float32), adjoint.Exact(chunk_size=64))
+    inputs, kept, backward = make_batch(256), [], Worker.backward
+
+    def watched(worker: Worker, tile: Tile) -> None:
+        backward(worker, tile)
+        states = [*worker.final, *(v for key, v in worker.store.items() if key[0] == "dS")]
+        kept.extend((s.nbytes, s.untyped_storage().nbytes()) for state in states for s in state)
+
+    monkeypatch.setattr(Worker, "backward", watched)
+    model(**inputs).loss.backward()
+    assert len(kept) > 20 and all(storage < 2 * own for own, storage in kept)
 
 
 # -------------------------------------------------------------------------------------------------- documents

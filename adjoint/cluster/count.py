@@ -50,7 +50,7 @@ class Counted:
         pulled: the peak from before that forward pass to the end of the backward pass.
         casts: of the weights that autocast has in another dtype, for a whole step.
         held: what the new state, perhaps views of something larger, holds on to after a forward pass without
-            gradients; pinned: what the old state's cotangents hold on to after a backward pass.
+            gradients; pinned: what the old state's cotangents take after a backward pass.
     """
 
     parameters: int

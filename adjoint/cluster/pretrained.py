@@ -44,7 +44,9 @@ class PretrainedShard(Shard):
     def _stages(self, batch: int, states: list[State] | None = None) -> tuple[list[Any], list[Any]]:
         self.part.train(torch.is_grad_enabled())  # it may have dropout
         stages: list[Any] = [None] * self.shards
-        stages[self.spec.shard] = self.found.stage(self.part, self.spec.spans[self.spec.shard])
+        recompute = getattr(self.spec.method, "recompute", "none")
+        span = self.spec.spans[self.spec.shard]
+        stages[self.spec.shard] = self.found.stage(self.part, span, recompute)
         return stages, [self.found.states(span, batch, self.device) for span in self.spec.spans]
 
     def _scheme(self, batch: int, seqlen: int, chunk_size: int) -> Scheme:

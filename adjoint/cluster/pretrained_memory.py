@@ -24,6 +24,7 @@ from adjoint.cluster.count import Counted, Uncountable
 from adjoint.cluster.memory import Flops, Setup
 from adjoint.cluster.spec import two_each
 from adjoint.engine.grid import Scheme
+from adjoint.engine.kept import by_itself
 from adjoint.engine.stages import Chunk
 from adjoint.engine.tile import Gradients
 from adjoint.errors import UserError
@@ -167,23 +168,31 @@ class Spans:
         return self.made[wide]
 
     def piece(
-        self, piece: int, batch: int, tokens: int, start: int, precision: str, device: str, plain: bool
+        self,
+        piece: int,
+        batch: int,
+        tokens: int,
+        start: int,
+        precision: str,
+        device: str,
+        plain: bool,
+        recompute: str,
     ) -> Counted:
         """What a piece takes on a chunk `start` tokens after the sequence's beginning.
 
         Args:
             device: as `count.counting`'s.
-            plain: whether transformers' own code runs, under autograd.
+            plain: whether transformers' own code runs, under autograd. recompute: as `Backbone`'s.
         """
         if start and not any(slot.grows is not None and slot.layer == piece for slot in self.found.slots):
             start = tokens  # nothing depends on what is before but that there is something
 
         def at(start: int) -> Counted:
             name = self.kinds.index(self.kinds[piece]) if piece >= 0 else piece
-            key = name, batch, tokens, start, precision, device, plain
+            key = name, batch, tokens, start, precision, device, plain, recompute
             if key not in self.counted:
                 with _countable(self.found.kind):
-                    self.counted[key] = self._count(name, batch, tokens, start, precision, device, plain)
+                    self.counted[key] = self._count(*key)
             return self.counted[key]
 
         if start in (0, tokens):
@@ -191,13 +200,21 @@ class Spans:
         return count.after_past(at, start)
 
     def _count(
-        self, piece: int, batch: int, tokens: int, start: int, precision: str, device: str, plain: bool
+        self,
+        piece: int,
+        batch: int,
+        tokens: int,
+        start: int,
+        precision: str,
+        device: str,
+        plain: bool,
+        recompute: str,
     ) -> Counted:
         mode, model = self._model(precision)
         found = self.found.in_precision(precision)
         wide = torch.float64 if precision == "float64" else torch.float32
         with _fake(precision), count.counting(precision, device, mode) as live:
-            stage, slots = self._stage(found, model, piece, plain)
+            stage, slots = self._stage(found, model, piece, plain, recompute)
             ids = torch.zeros(batch, tokens, dtype=torch.int64)
             x = ids if piece == EMBEDDING else torch.zeros(batch, tokens, self.d_model, dtype=wide)
             dy = torch.ones(()) if piece == HEAD else torch.zeros(batch, tokens, self.d_model, dtype=wide)
@@ -222,13 +239,16 @@ class Spans:
             del y, after  # the graph keeps them
             _, d_before = pullback(dy, d_state)
             pulled = live.peak - before
+            d_before = tuple(by_itself(d) for d in d_before)
             del _, pullback
             pinned = live.live - before
             del d_before
         size = self.layer_sizes[piece] if piece >= 0 else 0
         return Counted(size, 0, 0, forward, saved, linearized, pulled, held, pinned)
 
-    def _stage(self, found: Pretrained, model: Any, piece: int, plain: bool) -> tuple[Backbone, list[Slot]]:
+    def _stage(
+        self, found: Pretrained, model: Any, piece: int, plain: bool, recompute: str
+    ) -> tuple[Backbone, list[Slot]]:
         n = self.n_layer
         span = {EMBEDDING: range(0), HEAD: range(n, n)}.get(piece, range(piece, piece + 1))
         part, slots = found.part(model, span), [slot for slot in found.slots if slot.layer in span]
@@ -237,7 +257,7 @@ class Spans:
             return _Plain(part, [], multiplier, piece == HEAD), []
         if piece == HEAD:
             return CausalLM(part, [], found.scale, multiplier), []
-        return Backbone(part, slots, multiplier), slots
+        return Backbone(part, slots, multiplier, recompute), slots
 
 
 class _Plain(Backbone):
@@ -295,7 +315,8 @@ class PretrainedSetup(Setup):
         """What a piece takes on the last chunk, which has the longest past."""
         size = min(self.scheme.chunk_size, self.seqlen)
         start = max(0, self.seqlen - size)
-        return self.model.piece(piece, self.batch, size, start, self.precision, self.device, plain)
+        given = self.batch, size, start, self.precision, self.device
+        return self.model.piece(piece, *given, plain, self.scheme.recompute)
 
     def _slots(self, k: int) -> list[Slot]:
         return [slot for slot in self.found.slots if slot.layer == k]

@@ -176,6 +176,13 @@ def to_host(tensor: Tensor) -> Tensor:
     return room.copy_(tensor, non_blocking=True)
 
 
+def by_itself(state: Tensor | None) -> Tensor | None:
+    """A tensor of a state, or None, without what it may be the last tokens of: a chunk's memory."""
+    if state is None or state.untyped_storage().nbytes() < 2 * state.nbytes:
+        return state
+    return state.clone()
+
+
 def recurrent(state: Sequence, grows: Sequence[int | None]) -> tuple:
     """The recurrent tensors of a state."""
     return tuple(s for s, dim in zip(state, grows, strict=True) if dim is None)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import Grid, Key, Tile
-from adjoint.engine.kept import Edges, Packing, Past, Slab, recurrent, to_host
+from adjoint.engine.kept import Edges, Packing, Past, Slab, by_itself, recurrent, to_host
 from adjoint.engine.program import BUFFERS, Action, Recv, Run, Send, Share
 from adjoint.engine.stages import Chunk, Stage
 from adjoint.engine.tile import Cotangents, Gradients
@@ -288,7 +288,8 @@ class Worker:
             room = self.packing[k].empty() if ("S", k, c) in self.passed_on else self.edges[k].row()
             self.store["S", k, c] = self.packing[k].pack(here, room)
             return
-        parts, slabs = (_by_itself(s) for s in here), iter(self.slabs.get(k, ()))
+        parts: Iterator[Any] = (by_itself(s) for s in here)
+        slabs = iter(self.slabs.get(k, ()))
         self.final[k] = tuple(next(parts) if dim is None else next(slabs).values for dim in self.grows[k])
 
     def recompute(self, t: Tile) -> None:
@@ -336,7 +337,7 @@ class Worker:
         dx, d_state = self.store.pop(("tape", k, c))(self._cotangent(k, start, stop), d_state)
         if ("dy", k - 1, c) in self.grid.writes(t):
             self.store["dy", k - 1, c] = dx
-        here = tuple(_by_itself(d) for d in recurrent(d_state, grows))
+        here = tuple(by_itself(d) for d in recurrent(d_state, grows))
         if here and self.grid.carries(c):
             self.store["dS", k, c - 1] = self._passed(k, c, here)
         elif c == 0:
@@ -388,13 +389,6 @@ class Worker:
             d_state = (moved, *(None,) * (len(d_state) - 1))
         pairs = zip(self.d_initial[k], d_state, strict=True)
         self.d_initial[k] = tuple(a if b is None else b if a is None else a + b for a, b in pairs)
-
-
-def _by_itself(state: Any) -> Any:
-    """A tensor of a state, or None, without what it may be the last tokens of: a chunk's memory."""
-    if state is None or state.untyped_storage().nbytes() < 2 * state.nbytes:
-        return state
-    return state.clone()
 
 
 def _growing(state: Sequence, grows: Sequence[int | None]) -> tuple:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
 
 from adjoint.kernels.rms_norm import rms_norm
 
@@ -58,14 +59,20 @@ def _settings(module: Any) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def _kind(module: Any) -> Callable[..., Tensor] | None:
-    """Which of the kinds a module is, seen by running it on a few small numbers; a name says nothing."""
+    """Which of the kinds a module is, seen by running it on a few small numbers; a name says nothing. On a
+    CPU, wherever its weight is: it may be fake."""
     eps, group = _settings(module)
     if not isinstance(eps, float) or any(True for _ in module.children()):
         return None
+    with _disable_current_modes():
+        return _tried(module, eps, group)
+
+
+def _tried(module: Any, eps: float, group: Any) -> Callable[..., Tensor] | None:
     generator = torch.Generator().manual_seed(0)
-    weight = module.weight
-    x, gate = (torch.randn(1, 3, 2, weight.numel(), generator=generator).to(weight.device) for _ in range(2))
-    x, w = eps**0.5 * x, torch.randn(weight.shape, generator=generator).to(weight.device)
+    shape = 1, 3, 2, module.weight.numel()
+    x, gate = (torch.randn(shape, generator=generator, device="cpu") for _ in range(2))
+    x, w = eps**0.5 * x, torch.randn(shape[-1], generator=generator, device="cpu")
     for kind, given in [(kind, given) for given in ((x, gate), (x,)) for kind in _KINDS]:
         try:
             theirs = functional_call(module, {"weight": w}, given)

@@ -116,7 +116,7 @@ def _causal_conv1d(
     """transformers' signature: hidden_states (batch, channels, seqlen), the inputs before a chunk in front of
     it, and weight (channels, d_conv)."""
     x, silu = hidden_states.transpose(1, 2), activation in ("silu", "swish")
-    y, _ = causal_conv1d(x.to(weight.dtype), weight, bias, silu=silu)
+    y = causal_conv1d(x.to(weight.dtype), weight, bias, silu=silu)[0]
     y = y if silu or activation is None else ACT2FN[activation](y)
     return y.to(hidden_states.dtype).transpose(1, 2)
 

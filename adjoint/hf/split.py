@@ -99,13 +99,13 @@ class Pretrained:
                 _leave_out(part, table)
         return part
 
-    def stage(self, part: Any, span: range) -> Backbone:
-        """The stage of a part."""
+    def stage(self, part: Any, span: range, recompute: str = "none") -> Backbone:
+        """The stage of a part; `recompute` as `Backbone`'s."""
         slots = [slot for slot in self.slots if slot.layer in span]
         multiplier = None if span.start == 0 else self.multiplier
         if span.stop == self.n_layer:
-            return CausalLM(part, slots, self.scale, multiplier)
-        return Backbone(part, slots, multiplier)
+            return CausalLM(part, slots, self.scale, multiplier, recompute)
+        return Backbone(part, slots, multiplier, recompute)
 
     def empty(self) -> Any:
         """The model without its weights: parameters that take no memory, buffers as they are made."""

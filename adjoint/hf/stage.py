@@ -118,7 +118,8 @@ class Backbone:
         begin()
         layers = self.layers if torch.is_grad_enabled() else []
         if self.multiplier is not None:
-            x = x.to(next(self.model.parameters()).dtype) / self.multiplier
+            x = x.to(next(self.model.parameters()).dtype)
+            x = x if self.multiplier == 1 else x / self.multiplier
         with replaced({layer: self._recomputed(layer.forward, begin) for layer in layers}):
             hidden = call_backbone(self.backbone, x, cache, self.key, self.positions, seen)
         return hidden, cache.out_of(self.slots)

@@ -406,7 +406,8 @@ def _first_use(model: Any, ids: Tensor, slots: list[Slot], make_steps: Any) -> N
     tokens = ids[:1, : check.TOKENS]
     if tokens.shape[1] < 4:  # nothing to cut; a longer batch will be compared
         return
-    scheme = Scheme(-(-tokens.shape[1] // 2), least=2)
+    recompute = getattr(_record(model).method, "recompute", "none")
+    scheme = Scheme(-(-tokens.shape[1] // 2), recompute=recompute, least=2)
     with _plainly(model), check.in_eval_mode(model), check.as_refusal(model):
         check.compare(model, tokens, make_steps(model, tokens, shift_labels(tokens), 1, scheme, slots))
     model.__dict__["_adjoint"].checked.add(key)
