@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB = 61
-STEPS = 30
+STEPS = 50
 METHOD = adjoint.Exact(chunk_size=16)
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,13 +111,13 @@ def logged(trainer: Any, key: str) -> Tensor:
 
 
 def with_trainer(model: Any, folder: Path, resume: Path | None = None) -> Any:
-    """The Trainer after 30 steps of ragged batches."""
+    """The Trainer after 50 steps of ragged batches."""
     arguments = transformers.TrainingArguments(
         str(folder),
         max_steps=STEPS,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        learning_rate=3e-3,
+        learning_rate=1e-3,
         max_grad_norm=0.5,
         logging_steps=1,
         eval_strategy="steps",
@@ -188,13 +188,13 @@ def tokenizer() -> Any:
 
 
 def with_sft(model: Any, folder: Path, **options: Any) -> Any:
-    """The SFTTrainer after 30 steps and an evaluation, activations checkpointed, as is its default."""
+    """The SFTTrainer after 50 steps and an evaluation, activations checkpointed, as is its default."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     arguments = trl.SFTConfig(
         str(folder),
         max_steps=STEPS,
         per_device_train_batch_size=2,
-        learning_rate=3e-3,
+        learning_rate=1e-3,
         max_length=None,
         bf16=False,
         logging_steps=1,
