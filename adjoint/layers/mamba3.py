@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from adjoint.kernels import checks
+from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.ssd_scan import ssd_scan
 from adjoint.layers.config import StackConfig
 from adjoint.layers.init import inverse_softplus_steps, reset
@@ -88,17 +89,16 @@ class Mamba3Mixer(nn.Module):
         decay = (_heavy_tail(a.to(wide)).clamp_min(c.A_floor) * dt).clamp_min(TINY)  # -A d
         trap = torch.sigmoid(trap.to(wide))
         turns = math.pi * torch.tanh(turns.to(wide))[:, :, None] * dt[..., None]
-        angles = angle.to(wide)[:, None] + turns.cumsum(1)
+        once = turns.new_ones(*x.shape[:2], 1)
+        angles = linear_scan(once, turns.flatten(2), angle.flatten(1), seq_idx=seq_idx).view_as(turns)
         reset_at = checks.reset_of(seq_idx, *x.shape[:2])
-        if reset_at is not None:
-            angles = angles - _before_documents(angles - turns, reset_at)
         k, q = (
             self._heads(t, norm, bias.to(wide))
             for t, norm, bias in ((B, self.B_norm, self.B_bias), (C, self.C_norm, self.C_bias))
         )
-        turn = angles[..., None, :]
-        cos_sin = turn.detach().cos(), turn.detach().sin()
-        (k_turned, k_last), (q_turned, _) = (_Turned.apply(t, turn, *cos_sin, c.is_mimo) for t in (k, q))
+        by = angles[..., None, :]
+        turn = torch.polar(torch.ones_like(by), by.detach())
+        (k_turned, k_last), (q_turned, _) = (_Turned.apply(t, by, turn, c.is_mimo) for t in (k, q))
         v, z = (t.unflatten(-1, (c.nheads, c.headdim)) for t in (v, z))
         v_last = v[:, -1].clone()  # a copy: whoever keeps the last token's must not keep all of them
         v, v_before = (_spread(t.to(wide), self.mimo_x) for t in (v, v_before))
@@ -188,15 +188,6 @@ def _within(own: Tensor, due: Tensor, D: Tensor, v: Tensor, k: Tensor, q: Tensor
     return weights @ v + D[:, None, None] * v
 
 
-def _before_documents(angles: Tensor, begins: Tensor) -> Tensor:
-    """Of each token the angles (batch, seqlen, nheads, angles) at its document's first one; 0 for a row's
-    first document, which goes on from the state. begins: (batch, seqlen), where others begin."""
-    places = torch.arange(begins.shape[1], device=begins.device)
-    first = torch.where(begins, places, 0).cummax(1).values
-    found = angles.gather(1, first[..., None, None].expand(-1, -1, *angles.shape[2:]))
-    return found.masked_fill((first == 0)[..., None, None], 0)
-
-
 def _heavy_tail(x: Tensor) -> Tensor:
     """1 + x above 0, 1 / (1 - x) below: positive, smooth to first order, and slow to leave small values."""
     return x.clamp_min(0) + 1 / (1 - x.clamp_max(0))
@@ -207,26 +198,27 @@ class _Turned(torch.autograd.Function):
     with `halves`, of channels i and i + d_state / 2. And a copy of the last token's, whose cotangent is added
     where it belongs: a slice's would be all tokens' long.
 
-    The angles' cosines and sines are given, and nothing is kept but they and t: a turn's derivative is a turn
-    by a right angle more, and turns leave the angles between vectors as they are."""
+    Of the angles `turn` is given, exp(i angle), and nothing is kept but it and t: a turn's derivative is a
+    turn by a right angle more, and turns leave the angles between vectors as they are."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, angles: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Any:
-        ctx.save_for_backward(t, cos, sin)
+    def forward(ctx: Any, t: Tensor, angles: Tensor, turn: Tensor, halves: bool) -> Any:
+        ctx.save_for_backward(t, turn)
         ctx.halves = halves
         ctx.set_materialize_grads(False)
-        turned = _turn(t, cos, sin, halves)
+        turned = _turn(t, turn, halves)
         return turned, turned[:, -1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> Any:
-        t, cos, sin = ctx.saved_tensors
-        dt = _turn(torch.zeros_like(t) if dy is None else dy, cos, -sin, ctx.halves)
+        (t, turn), halves = ctx.saved_tensors, ctx.halves
+        dt = _turn(torch.zeros_like(t) if dy is None else dy, turn.conj(), halves)
         if d_last is not None:
-            dt[:, -1] += _turn(d_last, cos[:, -1], -sin[:, -1], ctx.halves)
-        (a, b), (da, db) = (_pairs(x, cos.shape[-1], ctx.halves) for x in (t, dt))
-        return dt, (a * db - b * da).sum(-2, keepdim=True), None, None, None
+            dt[:, -1] += _turn(d_last, turn[:, -1].conj(), halves)
+        before, after = (_complex(x, turn.shape[-1], halves) for x in (t, dt))
+        d_angles = (before.conj() * after).imag
+        return dt, d_angles if t.shape[-2] == 1 else d_angles.sum(-2, keepdim=True), None, None
 
 
 def _pairs(t: Tensor, n: int, halves: bool) -> tuple[Tensor, Tensor]:
@@ -238,10 +230,18 @@ def _pairs(t: Tensor, n: int, halves: bool) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def _turn(t: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Tensor:
+def _complex(t: Tensor, n: int, halves: bool) -> Tensor:
+    """The first n pairs of channels as complex numbers: views of them, where they lie so."""
+    if halves or t.shape[-1] % 2:
+        return torch.complex(*_pairs(t, n, halves))
+    return torch.view_as_complex(t[..., : 2 * n].unflatten(-1, (-1, 2)))
+
+
+def _turn(t: Tensor, turn: Tensor, halves: bool) -> Tensor:
     turned = t.clone(memory_format=torch.contiguous_format)
-    n = cos.shape[-1]
-    (a, b), (to_a, to_b) = _pairs(t, n, halves), _pairs(turned, n, halves)
-    torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-1)
-    torch.mul(a, sin, out=to_b).addcmul_(b, cos)
+    pairs = _complex(turned, turn.shape[-1], halves)
+    pairs *= turn
+    if not pairs._is_view():
+        for part, made in zip(_pairs(turned, turn.shape[-1], halves), (pairs.real, pairs.imag), strict=True):
+            part.copy_(made)
     return turned
