@@ -7,8 +7,8 @@ tokens. A process has one mixer and length, and goes through the methods alterna
 slows down slows all of them; processes are repeated, and published is the median, and of the methods' ratios
 to `Backprop` the median over the rounds. `Exact(memory="8GB")` has room for the whole sequence.
 
-Beside them the gated delta rule by itself, ours and transformers' (`torch_chunk_gated_delta_rule`), forward +
-backward of 4 heads of 64 × 64, alternately.
+Beside them Mamba-2 and Mamba-3 by `Backprop`, side by side in one process, and the gated delta rule by itself,
+ours and transformers' (`torch_chunk_gated_delta_rule`), forward + backward of 4 heads of 64 × 64, alternately.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.common import Point, Row
 
 MIXERS = ("mamba", "mamba2", "mamba3", "gated_deltanet")
 METHODS: dict[str, dict[str, Any]] = {"backprop": {}, "exact": {}, "exact 8GB": {"memory": "8GB"}}
+PAIR = "side by side"
 RULE = "gated delta rule"
 LENGTHS = (4096, 16384)
 
@@ -34,7 +35,12 @@ LENGTHS = (4096, 16384)
 def measure(point: Point) -> Point:
     """Seconds of each round, by method; of the rule, by whose it is."""
     torch.manual_seed(0)
-    runs = _rules(point["length"]) if point["mixer"] == RULE else _models(point["mixer"], point["length"])
+    if point["mixer"] == RULE:
+        runs = _rules(point["length"])
+    elif point["mixer"] == PAIR:
+        runs = {mixer: _models(mixer, point["length"])["backprop"] for mixer in ("mamba2", "mamba3")}
+    else:
+        runs = _models(point["mixer"], point["length"])
     times: dict[str, list[float]] = {name: [] for name in runs}
     for round_ in range(point["rounds"] + 1):
         for name, run in runs.items():
@@ -132,9 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0: every point was measured; 1: one failed; 130: Ctrl-C."""
     parser = common.parser("mixers", __doc__)
     add = parser.add_argument
-    common.add_choice(parser, "--mixers", (*MIXERS, RULE))
+    common.add_choice(parser, "--mixers", (*MIXERS, PAIR, RULE))
     add("--lengths", type=common.parse_size, nargs="+", default=list(LENGTHS), help="tokens (4K and 16K)")
-    add("--rounds", type=int, default=3, help="of each method in a process, after the first (default 3)")
+    add("--rounds", type=int, default=5, help="of each method in a process, after the first (default 5)")
     add("--repeats", type=int, default=3, help="processes a point (default 3)")
     options = parser.parse_args(arguments)
     environment, folder = common.environment(), options.out or common.RESULTS
@@ -153,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     payload = {"benchmark": "mixers", "environment": environment, "complete": complete}
     common.write_results(folder, "mixers", payload, rows)
     print(markdown(rows))
-    if complete and options.out is None and options.mixers == [*MIXERS, RULE]:
+    if complete and options.out is None and options.mixers == [*MIXERS, PAIR, RULE]:
         document = common.ROOT / "docs" / "method.md"
         document.write_text(common.with_table(document.read_text(), "mixers", markdown(rows)))
     return journal.end(complete=complete, failed=any("error" in result for result in journal.done.values()))
