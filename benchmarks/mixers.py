@@ -7,8 +7,9 @@ tokens. A process has one mixer and length, and goes through the methods alterna
 slows down slows all of them; processes are repeated, and published is the median, and of the methods' ratios
 to `Backprop` the median over the rounds. `Exact(memory="8GB")` has room for the whole sequence.
 
-Beside them Mamba-2 and Mamba-3 by `Backprop`, side by side in one process, and the gated delta rule by itself,
-ours and transformers' (`torch_chunk_gated_delta_rule`), forward + backward of 4 heads of 64 × 64, alternately.
+Beside them Mamba-2 and Mamba-3 by `Backprop`, side by side in one process, and the gated delta rule by
+itself, ours and transformers' (`torch_chunk_gated_delta_rule`), forward + backward of 4 heads of 64 × 64,
+alternately.
 """
 
 from __future__ import annotations
