@@ -44,12 +44,16 @@ def _forward(module: Any, kind: Callable[..., Tensor]) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         weight = module.weight
-        plain = not kwargs and all(isinstance(t, Tensor) and t.dtype == weight.dtype for t in args)
-        if not plain or weight.dtype not in EXACT:
+        if kwargs or weight.dtype not in EXACT or not all(_alike(t, weight) for t in args):
             return own(*args, **kwargs)
         return kind(weight, eps, group, *args)
 
     return forward
+
+
+def _alike(t: Any, weight: Tensor) -> bool:
+    """Not so where a weight is somewhere else until its module's own forward fetches it."""
+    return isinstance(t, Tensor) and t.dtype == weight.dtype and t.device == weight.device
 
 
 def _settings(module: Any) -> tuple[Any, Any]:
