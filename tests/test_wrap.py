@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import importlib
 import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,17 +198,14 @@ def test_layers_are_computed_again_if_asked(name: str, recompute: str, double: N
     are linearised, and each layer of the 3 once more."""
     model = make(name)
     wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=11, recompute=recompute))
-    inputs, runs = make_batch(29), 0
+    inputs, runs = make_batch(29), collections.Counter()
     wrapped(**inputs).loss.backward()  # the comparison on first use
-
-    def count(*_: Any) -> None:
-        nonlocal runs
-        runs += 1
-
     first, *_ = layers_of(wrapped.base_model).values()
-    next(m for m in first.modules() if not list(m.children())).register_forward_hook(count)
+    for module in first.modules():
+        module.register_forward_hook(lambda module, *_: runs.update([module]))
     found = errors(loss_and_gradients(wrapped, **inputs), loss_and_gradients(model, **inputs))
-    assert (found.loss <= 1e-12, found.worst <= 1e-10, runs) == (True, True, 3 + 2 + 3), found
+    assert (found.loss <= 1e-12, found.worst <= 1e-10) == (True, True), found
+    assert statistics.mode(runs.values()) == 3 + 2 + 3  # of its modules; experts may run several times
 
 
 def test_norms_are_known_by_what_they_compute() -> None:
