@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import torch
@@ -117,6 +117,24 @@ def _countable(kind: Any) -> Iterator[None]:
         said.setLevel(before)
 
 
+class Conditions(NamedTuple):
+    """Under which a piece is counted.
+
+    Attributes:
+        batch, tokens: of the chunk. start: its first token in the sequence.
+        precision, device: as `count.counting`'s.
+        plain: whether transformers' own code runs, under autograd. recompute: as `Backbone`'s.
+    """
+
+    batch: int
+    tokens: int
+    start: int
+    precision: str
+    device: str
+    plain: bool
+    recompute: str
+
+
 class Spans:
     """A transformers model of fake tensors, and what has been counted of its pieces.
 
@@ -167,29 +185,15 @@ class Spans:
                 self.made[wide] = mode, self.found.kind(copy.deepcopy(self.found.config)).train()
         return self.made[wide]
 
-    def piece(
-        self,
-        piece: int,
-        batch: int,
-        tokens: int,
-        start: int,
-        precision: str,
-        device: str,
-        plain: bool,
-        recompute: str,
-    ) -> Counted:
-        """What a piece takes on a chunk `start` tokens after the sequence's beginning.
-
-        Args:
-            device: as `count.counting`'s.
-            plain: whether transformers' own code runs, under autograd. recompute: as `Backbone`'s.
-        """
+    def piece(self, piece: int, on: Conditions) -> Counted:
+        """What a piece takes on a chunk."""
+        tokens, start = on.tokens, on.start
         if start and not any(slot.grows is not None and slot.layer == piece for slot in self.found.slots):
             start = tokens  # nothing depends on what is before but that there is something
 
         def at(start: int) -> Counted:
             name = self.kinds.index(self.kinds[piece]) if piece >= 0 else piece
-            key = name, batch, tokens, start, precision, device, plain, recompute
+            key = name, on._replace(start=start)
             if key not in self.counted:
                 with _countable(self.found.kind):
                     self.counted[key] = self._count(*key)
@@ -199,17 +203,8 @@ class Spans:
             return at(start)
         return count.after_past(at, start)
 
-    def _count(
-        self,
-        piece: int,
-        batch: int,
-        tokens: int,
-        start: int,
-        precision: str,
-        device: str,
-        plain: bool,
-        recompute: str,
-    ) -> Counted:
+    def _count(self, piece: int, on: Conditions) -> Counted:
+        batch, tokens, start, precision, device, plain, recompute = on
         mode, model = self._model(precision)
         found = self.found.in_precision(precision)
         wide = torch.float64 if precision == "float64" else torch.float32
@@ -316,7 +311,7 @@ class PretrainedSetup(Setup):
         size = min(self.scheme.chunk_size, self.seqlen)
         start = max(0, self.seqlen - size)
         given = self.batch, size, start, self.precision, self.device
-        return self.model.piece(piece, *given, plain, self.scheme.recompute)
+        return self.model.piece(piece, Conditions(*given, plain, self.scheme.recompute))
 
     def _slots(self, k: int) -> list[Slot]:
         return [slot for slot in self.found.slots if slot.layer == k]
