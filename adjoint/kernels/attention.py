@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.kernels import operators
+from adjoint.kernels import dispatch, operators
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -100,7 +100,10 @@ operators.LIBRARY.define(
 operators.LIBRARY.impl("past_attention", _joined_attention, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "adjoint::past_attention",
-    lambda q, k, v, k_past, v_past, scale: (torch.empty_like(q), q.new_empty(q.shape[:3])),
+    lambda q, k, v, k_past, v_past, scale: (
+        torch.empty_like(q),
+        q.new_empty(q.shape[:3], dtype=dispatch.compute_dtype(q)),
+    ),
     lib=operators.LIBRARY,
 )
 
