@@ -80,7 +80,8 @@ def test_a_dry_run_of_the_models_stages(asked: list[Any], tmp_path: Path, capsys
             assert row["result"][name]["device_ms"] > 0
             assert row["result"][name]["launches"] is None  # no GPU, no kernels
         assert len(row["result"]["backward"]["phases_ms"]) == 2
-    half, exact, wide, check = (row["result"] for row in rows(written, "d"))
+    half, exact, *graphs, wide, check = (row["result"] for row in rows(written, "d"))
+    assert [found["distance"] for found in graphs] == [0, 0]  # nothing is replayed on a CPU
     assert half["distance"] <= half["limit"] == 1e-4
     assert wide["distance"] <= wide["limit"] == 1e-10
     assert half["time_ratio"] == pytest.approx(half["exact_seconds"] / half["backprop_seconds"])
@@ -276,12 +277,13 @@ def test_what_does_not_fit_is_tried_smaller(
         raise ValueError("enough of it")
 
     monkeypatch.setattr(model, "compare_methods", compare)
-    for kind in ("exact", "gradient"):
+    for kind in ("exact", "graphs", "gradient"):
         monkeypatch.setattr(model, kind, lambda p: {"stopped": "it was enough"})
     code, written = run(tmp_path, "--stages", "d")
     assert code == 1
     states = [(row["status"], row["point"]["model"]["n_layer"]) for row in rows(written, "d")]
-    assert states == [("out of memory", 2), ("error", 1), ("stopped", 2)] * 2
+    tried = [("out of memory", 2), ("error", 1)]
+    assert states == [*tried, *[("stopped", 2)] * 3, *tried, ("stopped", 2)]
 
 
 # ---------------------------------------------------------------------------------------------- the long step

@@ -200,13 +200,14 @@ def test_arguments_a_method_needs_are_asked_for() -> None:
                 assert f"method.{field.name}" in refused("--method.name", name)
 
 
-def test_another_methods_arguments_in_a_file_can_be_unset(tmp_path: Path) -> None:
+def test_another_method_can_be_chosen_beside_a_file(tmp_path: Path) -> None:
     file = tmp_path / "exact.yaml"
     file.write_text(Config().to_yaml())
-    assert "--method.keep null" in refused("--config", str(file), "--method.name", "backprop")
-    unset = [w for key in ("keep", "offload", "recompute") for w in (f"--method.{key}", "null")]
-    argv = ["--config", str(file), "--method.name", "backprop", *unset]
+    argv = ["--config", str(file), "--method.name", "backprop"]
     assert load_config(argv).method.build() == METHODS["backprop"]()
+    file.write_text(load_config(["--method.keep", "inputs"]).to_yaml())
+    assert "--method.keep null" in refused(*argv)  # it would be lost
+    assert load_config([*argv, "--method.keep", "null"]).method.build() == METHODS["backprop"]()
 
 
 def test_arguments_left_out_take_the_methods_own_default() -> None:

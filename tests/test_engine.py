@@ -16,6 +16,7 @@ import pytest
 import torch
 from cluster_helpers import TRAINING, disturbed_shards, disturbed_stack, in_threads, split, together
 from model_helpers import ALL_MIXERS, SIZES, VARIANTS, assert_same, current_gradients, make_ids, make_model
+from recorded import recorder
 from test_windowed import SingleBlock, WindowedBackprop
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -24,6 +25,7 @@ from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cluster.transport import ReplicaTransport, local_transports
 from adjoint.engine import tile
 from adjoint.engine.autograd import draw_passing
+from adjoint.engine.graphs import Recorder
 from adjoint.engine.grid import Grid, Scheme, make_grid
 from adjoint.engine.kept import Past
 from adjoint.engine.program import Owners, Plan, plan
@@ -168,19 +170,27 @@ def grid_of(given: Problem, scheme: Scheme, way: Way) -> tuple[Grid, Owners]:
     return grid, owners
 
 
-def over_workers(given: Problem, scheme: Scheme, way: Way, **how: Any) -> Names:
+def over_workers(
+    given: Problem, scheme: Scheme, way: Way, record: Recorder | None = None, **how: Any
+) -> Names:
     grid, owners = grid_of(given, scheme, way)
     made = plan(grid, owners, **{"tapes": scheme.tapes, **how})
-    return carried_out(given, made, owners, way.replicas)
+    return carried_out(given, made, owners, way.replicas, record=record)
 
 
 def carried_out(
-    given: Problem, made: Plan, owners: Owners, replicas: int = 1, most: dict[int, int] | None = None
+    given: Problem,
+    made: Plan,
+    owners: Owners,
+    replicas: int = 1,
+    most: dict[int, int] | None = None,
+    record: Recorder | None = None,
 ) -> Names:
     """Everything that workers find together, each with a copy of what it owns.
 
     Args:
         most: takes how many values each worker held at most.
+        record: as `Worker`'s.
     """
     transports = local_transports(owners.workers * replicas, made.buffers)
     targets = shift_labels(given.ids)
@@ -213,6 +223,7 @@ def carried_out(
             torch.float64,
             ReplicaTransport(transports[rank], replica * owners.workers),
             watched,
+            record=record,
         )
         worker.scale = torch.ones((), dtype=torch.float64) / valid
         worker.d_final = own(given.d_final)
@@ -529,7 +540,7 @@ class Gated(nn.Module):
 class OwnStage:
     """One of these modules as the engine sees it."""
 
-    reach = 0
+    reach, replayable = 0, True
 
     def __init__(self, module: Any) -> None:
         self.module, self.grows, self.stateful = module, module.grows, bool(module.grows)
@@ -601,6 +612,15 @@ def test_stages_of_ones_own(kinds: str, way: Way, chunk_size: int, past: int) ->
     given = of_ones_own(kinds, past, 13)
     got = over_workers(given, Exact(chunk_size).scheme(13, 0), way)
     assert_same(got, modules_whole(given), 1e-12)
+
+
+@pytest.mark.parametrize("way", [Way(2), Way(in_turn=2), Way(2, 2), Way(replicas=2)], ids=str)
+def test_workers_replay_what_they_have_recorded(way: Way) -> None:
+    """Recomputed tiles and those pulled back may have a message between them."""
+    given, scheme, counts = problem(MIXED, 2, 61, 5), Exact(5).scheme(61, 0), list[int]()
+    eager = over_workers(given, scheme, way)
+    assert_same(over_workers(given, scheme, way, record=recorder(counts)), eager, 0.0)
+    assert len(counts) >= 2 * way.replicas and max(counts) > 3
 
 
 def test_a_state_that_grows_stays_with_one_worker() -> None:

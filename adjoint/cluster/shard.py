@@ -22,6 +22,7 @@ from adjoint.cluster import helpers
 from adjoint.cluster.replicas import check_rows, rows_of, sum_gradients
 from adjoint.cluster.spec import ShardSpec, check_chunks, chunk_size_of, forward_plan, grid_of, step_plan
 from adjoint.cluster.transport import ReplicaTransport, Transport
+from adjoint.engine import graphs
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.grid import Grid, Scheme
 from adjoint.engine.program import Plan
@@ -268,6 +269,7 @@ class Shard:
                 noting=scheme.window == "auto" and torch.is_grad_enabled(),
                 passing=None if passing is None else passing.tolist(),
                 seq_idx=seq_idx,
+                record=graphs.recorder(self.device) if scheme.cuda_graphs else None,
             )
         if self.crew is not None:
             crew, known = self.crew, self.known

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from adjoint.engine import budget
+from adjoint.engine import budget, graphs
 from adjoint.engine.grid import Key, Scheme, make_grid
 from adjoint.engine.program import Action, Owners, Run, plan
 from adjoint.engine.run import Worker
@@ -138,6 +138,7 @@ class Steps:
                 noting=scheme.window == "auto",
                 passing=passing,
                 seq_idx=seq_idx,
+                record=graphs.recorder(ids.device) if scheme.cuda_graphs else None,
             )
 
         self.worker = worker(scheme)

@@ -68,6 +68,7 @@ class Scheme:
         memory: bytes, or "auto", within which the forward leaves as many chunks linearised as it can; of one
             process, whose segment is all stages.
         whole: whether with a memory that holds it the sequence is one chunk, which costs less than many.
+        cuda_graphs: whether chunks' launches are recorded and replayed, where the device is a GPU.
         documents: their first tokens, in rising order: chunks end there, the state begins anew, no cotangent
             crosses. Of windowed tiles not yet.
         span: tokens between the edges at which the adjoint state is dropped: a multiple of chunk_size,
@@ -87,6 +88,7 @@ class Scheme:
     offload: bool = False
     memory: float | Literal["auto"] | None = None
     whole: bool = False
+    cuda_graphs: bool = False
     documents: tuple[int, ...] = (0,)
     span: int | None = None
     cut_at: tuple[int, ...] = ()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from adjoint.engine.decay import Decays
+from adjoint.engine.graphs import Graphs, Recorder
 from adjoint.engine.grid import Grid, Key, Tile
 from adjoint.engine.kept import Edges, Packing, Past, Slab, by_itself, recurrent, to_host
 from adjoint.engine.program import BUFFERS, Action, Recv, Run, Send, Share
@@ -54,6 +55,7 @@ class Worker:
         host: whether edges, and inputs that are kept, lie in host memory.
         noting: whether decays are noted, by which windows are picked.
         seq_idx: (batch, seqlen), the documents of a sequence numbered from 0 in rising order; None of one.
+        record: by which chunks' launches are recorded and replayed (see `graphs`); None of none.
         passing: of each stateful stage and each chunk, what the recurrence's adjoint state is multiplied by
             as it leaves the chunk; None for 1.
 
@@ -80,7 +82,9 @@ class Worker:
         noting: bool = False,
         passing: Sequence[Sequence[float]] | None = None,
         seq_idx: Tensor | None = None,
+        record: Recorder | None = None,
     ) -> None:
+        self.record = record
         self.stages, self.grid, self.initial, self.transport = stages, grid, list(initial), transport
         self.width, self.wide, self.host, self.passing = width, wide, host, passing
         self.traced = traced or (lambda action: contextlib.nullcontext())
@@ -143,7 +147,7 @@ class Worker:
         posted: collections.deque[Pending] = collections.deque()
         self._count_edges(actions)
         with self.precision():
-            for action in actions:
+            for action in actions if self.record is None else Graphs(self.record).replay(self, actions):
                 with self.traced(action):
                     while receives and len(posted) < BUFFERS:
                         assert self.transport is not None

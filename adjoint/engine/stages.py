@@ -56,6 +56,8 @@ class Stage(Protocol):
         stateful: whether it has a state.
         grows: of each tensor of the state, the dimension along which it grows, None of a recurrent one.
         reach: tokens to its left that a windowed vjp reads, besides the state.
+        replayable: whether tensors alone tell its work on one chunk from that on another of its length, not
+            the chunk's place or random numbers: then it may be recorded once and replayed (`graphs`).
     """
 
     @property
@@ -64,6 +66,8 @@ class Stage(Protocol):
     def grows(self) -> tuple[int | None, ...]: ...
     @property
     def reach(self) -> int: ...
+    @property
+    def replayable(self) -> bool: ...
 
     def parameters(self) -> Iterable[Tensor]:
         """Those whose gradients it adds."""
@@ -83,7 +87,7 @@ class Stage(Protocol):
 class Embedding:
     """ids → y_0 (batch, tokens, d_model)."""
 
-    stateful, grows, reach = False, (), 0
+    stateful, grows, reach, replayable = False, (), 0, True
 
     def __init__(self, table: nn.Embedding) -> None:
         self.table = table
@@ -117,7 +121,7 @@ class Layer:
             "full" (see `Exact`).
     """
 
-    stateful = True
+    stateful = replayable = True
 
     def __init__(
         self,
@@ -195,7 +199,7 @@ class Layer:
 class Head:
     """y_K → the chunk's summed loss."""
 
-    stateful, grows, reach = False, (), 0
+    stateful, grows, reach, replayable = False, (), 0, True
 
     def __init__(self, model: Stack) -> None:
         self.model = model

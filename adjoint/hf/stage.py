@@ -83,6 +83,7 @@ class Backbone:
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.key, self.positions = _keywords(self.backbone)
         self.random, self.recompute = _Random(model), recompute
+        self.replayable = not self.positions and not self.random.active
         self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
 
     def parameters(self) -> Iterable[Tensor]:
@@ -176,7 +177,7 @@ class Collect:
         cotangent: of it, to be set before the backward.
     """
 
-    stateful, grows, reach = False, (), 0
+    stateful, grows, reach, replayable = False, (), 0, False
 
     def __init__(self, tokens: int, first: int = 0) -> None:
         self.tokens, self.first = tokens, first

@@ -440,6 +440,14 @@ def _unknown(name: str, where: str) -> UserError:
     return UserError(f"{where}: unknown key {name}; did you mean {guess}? (--help lists all keys)")
 
 
+def _idle(name: str, key: str, value: Any) -> bool:
+    """Whether a method's argument says nothing to method `name`: it has no such one, and the value is what
+    others take by default. A run's file has all of its method's, and another may be chosen beside it."""
+    fields = {method: {f.name: f.default for f in dataclasses.fields(cls)} for method, cls in METHODS.items()}
+    others = [given[key] for given in fields.values() if key in given]
+    return key not in fields.get(name, {key: None}) and value in others
+
+
 def _build(values: dict[str, Any]) -> Config:
     """The configuration of the dotted keys that are given; the others have their defaults."""
     sections: dict[str, Any] = {}
@@ -449,8 +457,9 @@ def _build(values: dict[str, Any]) -> Config:
         }
         try:
             if section == "method":
-                arguments = {key: value for key, value in given.items() if value is not None}
-                sections[section] = MethodConfig(arguments.pop("name", default.name), arguments)
+                name = given.pop("name", default.name)
+                arguments = {k: v for k, v in given.items() if v is not None and not _idle(name, k, v)}
+                sections[section] = MethodConfig(name, arguments)
             elif section == "model" and given.get("from_pretrained"):
                 sections[section] = _pretrained(default, given)
             else:

@@ -71,7 +71,7 @@ STAGES = {
     "a": Stage("rates, and kernels against float64", 300),
     "b": Stage("times of the kernels", 210),
     "c": Stage("a tile of mamba-1.27b", 90),
-    "d": Stage("Exact beside Backprop", 240),
+    "d": Stage("Exact beside Backprop", 300),
     "e": Stage("a step at 1,048,576 tokens under 40 GB", 420),
     "f": Stage("pytest -m gpu", 170),
 }
@@ -172,6 +172,8 @@ def groups(stage: str, s: Sizes) -> Iterator[list[Point]]:
         compared: Point = {**model, "kind": "compare", "length": s.compared, "limit_s": 120}
         yield [compared | {"model": s.model | {"n_layer": n}} for n in s.layers]
         yield [{**model, "kind": "exact", "length": s.exact, "limit_s": 120}]
+        for chunk_size in s.chunk_sizes[:2]:
+            yield [{**model, "kind": "graphs", "length": s.exact, "chunk_size": chunk_size, "limit_s": 90}]
         wide = {"precision": "float64" if s.device == "cpu" else "float32"}
         yield [compared | wide | {"model": s.model | {"n_layer": n}} for n in s.layers[-2:]]
         precisions = list(dict.fromkeys(("float64", "float32", s.precision)))

@@ -44,6 +44,7 @@ def measure(point: Point, deadline: float, partial: Partial) -> Point:
         "tile": model.tile,
         "compare": model.compare_methods,
         "exact": model.exact,
+        "graphs": model.graphs,
         "gradient": model.gradient,
         "chunks": model.chunks,
     }

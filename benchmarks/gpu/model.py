@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +32,7 @@ TOP_KERNELS = 15  # those that take most of a tile's time are named
 SPEAK_S = 5.0  # seconds between two lines on a long step
 # ‖difference‖ / ‖gradient‖ of two orders of rounding; half precision has no limit that would not be a guess.
 DISTANCES = {"float64": 1e-10, "float32": 1e-4}
+ATOMICS = 1e-3  # the same launches in half precision: only sums by atomics come in another order
 # A chunk's backward in its forwards, until it has been measured: at least, and usually.
 AT_LEAST, USUALLY = 2.0, 3.5
 
@@ -197,6 +200,29 @@ def exact(point: Point) -> dict[str, Any]:
         "memory_bytes": memory.peak_memory_bytes(ids.device),
         "finite": finite,
         "passed": finite,
+    }
+
+
+def graphs(point: Point) -> dict[str, Any]:
+    """`Exact` with its chunks recorded as CUDA graphs beside `Exact` without; that they cannot be is an
+    error."""
+    no_fallback(point)
+    model, ids = long_context.build(point), long_context.tokens(point, point["length"])
+    eager = adjoint.Exact(point["chunk_size"])
+    expected, launched = _timed_gradient(model, ids, eager, point)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "chunks cannot be recorded")
+        replayed = dataclasses.replace(eager, cuda_graphs=True)
+        found, graphs = _timed_gradient(model, ids, replayed, point)
+    distance = compare(expected, found)["overall"]["overall"].relative_error
+    limit = DISTANCES.get(point["precision"], ATOMICS)
+    return {
+        "distance": distance,
+        "limit": limit,
+        "passed": distance is not None and distance <= limit,
+        "time_ratio": graphs["seconds"] / launched["seconds"],
+        **{f"graphs_{key}": value for key, value in graphs.items()},
+        **{f"launched_{key}": value for key, value in launched.items()},
     }
 
 

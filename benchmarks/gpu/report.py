@@ -31,6 +31,7 @@ def name(point: Point) -> str:
         return f"a layer on {point['chunk_size']:,} tokens"
     layers, tokens = point["model"]["n_layer"], point["length"]
     what = {"compare": "Exact beside Backprop", "exact": "Exact", "gradient": "gradients against float64",
+            "graphs": "Exact by CUDA graphs",
             "step": "a step of Exact", "chunks": "Exact with other chunks"}[kind]  # fmt: skip
     return f"{what}, {tokens:,} tokens, {layers} layers, {point['precision']}"
 
@@ -174,6 +175,14 @@ def _gradients(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
         parts.append(
             f"{row['name']}: {_number(r['seconds'])} s, {r['tokens_per_second']:,.0f} tokens/s, chunk "
             f"{r['chunk_size']:,}, {_size(r['memory_bytes'])} at most, finite: {r['finite']}.\n"
+        )
+    for row in _of(rows, "graphs"):
+        r = row["result"]
+        parts.append(
+            f"{row['name']}, chunk {row['point']['chunk_size']:,}: {_number(r['graphs_seconds'])} s, "
+            f"{_number(r['launched_seconds'])} s without them, {_size(r['graphs_peak_bytes'])} and "
+            f"{_size(r['launched_peak_bytes'])}, distance {_number(r['distance'])}, may be "
+            f"{_number(r['limit'])}.\n"
         )
     checks = [check_cells(check) for row in _of(rows, "gradient") for check in row["result"]["checks"]]
     if checks:
