@@ -108,7 +108,8 @@ class Exact(Chunked):
         keep: "edges" keeps only the states at chunk edges and recomputes all layers of a chunk at a time;
             "inputs" also keeps every layer's input (n_layer × seqlen × d_model), so that one layer of a chunk
             is worked on at a time; "offload" is "inputs" with offload=True.
-        offload: whether what is kept lies in host memory; on a CPU it does anyway.
+        offload: whether what is kept lies in host memory, attention's keys and values with it; on a CPU it
+            does anyway. Keys and values are copied to the GPU for the layers of a chunk that are worked on.
         recompute: of what a layer leaves for its backward on a chunk, how much is computed again in it, to
             hold less: "none"; "selective", all but the results of scans and of the large products, in_proj's
             above all; "full", all but the layer's input (Korthikanti et al. 2022, "Reducing activation

@@ -43,9 +43,11 @@ def measure(point: Point) -> Point:
     else:
         runs = _models(point["mixer"], point["length"])
     times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
     for round_ in range(point["rounds"] + 1):
-        for name, run in runs.items():
-            seconds = timing.repeated(run, "cpu", 0.0, least=1)[0]
+        turn = round_ % len(names)  # each follows each: it finds the heap that the other left
+        for name in names[turn:] + names[:turn]:
+            seconds = timing.repeated(runs[name], "cpu", 0.0, least=1)[0]
             if round_:  # the first loads, and measures what a budget is filled with
                 times[name].append(seconds)
     return times

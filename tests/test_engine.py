@@ -8,7 +8,8 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import paper
@@ -25,7 +26,6 @@ from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cluster.transport import ReplicaTransport, local_transports
 from adjoint.engine import tile
 from adjoint.engine.autograd import draw_passing
-from adjoint.engine.graphs import Recorder
 from adjoint.engine.grid import Grid, Scheme, make_grid
 from adjoint.engine.kept import Past
 from adjoint.engine.program import Owners, Plan, plan
@@ -171,11 +171,11 @@ def grid_of(given: Problem, scheme: Scheme, way: Way) -> tuple[Grid, Owners]:
 
 
 def over_workers(
-    given: Problem, scheme: Scheme, way: Way, record: Recorder | None = None, **how: Any
+    given: Problem, scheme: Scheme, way: Way, options: Mapping[str, Any] = MappingProxyType({}), **how: Any
 ) -> Names:
     grid, owners = grid_of(given, scheme, way)
     made = plan(grid, owners, **{"tapes": scheme.tapes, **how})
-    return carried_out(given, made, owners, way.replicas, record=record)
+    return carried_out(given, made, owners, way.replicas, options=options)
 
 
 def carried_out(
@@ -184,13 +184,13 @@ def carried_out(
     owners: Owners,
     replicas: int = 1,
     most: dict[int, int] | None = None,
-    record: Recorder | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Names:
     """Everything that workers find together, each with a copy of what it owns.
 
     Args:
         most: takes how many values each worker held at most.
-        record: as `Worker`'s.
+        options: of the workers.
     """
     transports = local_transports(owners.workers * replicas, made.buffers)
     targets = shift_labels(given.ids)
@@ -223,7 +223,7 @@ def carried_out(
             torch.float64,
             ReplicaTransport(transports[rank], replica * owners.workers),
             watched,
-            record=record,
+            **options,
         )
         worker.scale = torch.ones((), dtype=torch.float64) / valid
         worker.d_final = own(given.d_final)
@@ -614,12 +614,20 @@ def test_stages_of_ones_own(kinds: str, way: Way, chunk_size: int, past: int) ->
     assert_same(got, modules_whole(given), 1e-12)
 
 
+@pytest.mark.parametrize("segments", [1, None])
+def test_what_grows_can_lie_on_the_host(segments: int | None) -> None:
+    """On a CPU it is there anyway; sums are made as for a device."""
+    given = of_ones_own("AGS", 4, 13)
+    got = over_workers(given, Exact(4).scheme(13, 0), Way(segments=segments), {"host": True})
+    assert_same(got, modules_whole(given), 1e-12)
+
+
 @pytest.mark.parametrize("way", [Way(2), Way(in_turn=2), Way(2, 2), Way(replicas=2)], ids=str)
 def test_workers_replay_what_they_have_recorded(way: Way) -> None:
     """Recomputed tiles and those pulled back may have a message between them."""
     given, scheme, counts = problem(MIXED, 2, 61, 5), Exact(5).scheme(61, 0), list[int]()
     eager = over_workers(given, scheme, way)
-    assert_same(over_workers(given, scheme, way, record=recorder(counts)), eager, 0.0)
+    assert_same(over_workers(given, scheme, way, {"record": recorder(counts)}), eager, 0.0)
     assert len(counts) >= 2 * way.replicas and max(counts) > 3
 
 

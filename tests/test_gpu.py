@@ -59,6 +59,16 @@ def test_gradients_are_those_of_the_cpu_in_float64(variant: str, name: str) -> N
 
 
 @pytest.mark.parametrize("keep", ["edges", "inputs", "offload"])
+def test_a_hybrids_gradients_are_those_of_the_cpu_in_float64(keep: str) -> None:
+    """Also with keys and values, and their cotangents, in host memory."""
+    model, ids = make_model(mixer=["mamba2", "attention", "mamba"], n_layer=3), make_ids(2, 61)
+    loss, expected = gradients(model, ids, ids, adjoint.Exact(13))
+    found_loss, found = gradients(model.cuda(), ids.cuda(), ids.cuda(), adjoint.Exact(13, keep=keep))
+    torch.testing.assert_close(found_loss.cpu(), loss, rtol=1e-12, atol=0)
+    assert_same({k: g.cpu() for k, g in found.items()}, expected)
+
+
+@pytest.mark.parametrize("keep", ["edges", "inputs", "offload"])
 @pytest.mark.parametrize("mixer", ["mamba", ["mamba2", "attention", "mamba"]], ids=str)
 def test_chunks_recorded_as_cuda_graphs_give_the_same(mixer: Any, keep: str) -> None:
     n_layer = 2 if isinstance(mixer, str) else len(mixer)

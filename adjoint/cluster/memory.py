@@ -306,11 +306,13 @@ def memory(
     # at every edge, besides those before and after the sequence and the adjoint ones
     states = state * (mine + 2)
     kept, work, head = setup.work(layers, first, last, alone)
-    host = 0
+    host, past = 0, setup.past(layers, alone)
     if setup.scheme.offload and setup.device == "cuda":
-        host, kept, states = kept + states, 0, 3 * state
+        host, kept, states = kept + states + past, 0, 3 * state
+        # keys and values of what is worked on come over, at most half of it; cotangents a chunk at a time
+        past = (past if setup.scheme.keep == "edges" else max(setup.past([k], alone) for k in layers)) // 2
         work += setup.y(size)
-    parts |= {"states": states, "past": setup.past(layers, alone), "kept": kept}
+    parts |= {"states": states, "past": past, "kept": kept}
     # or AdamW's step of one tensor at a time; not compiled, that with 8-bit moments holds nine of its size
     held = 9 if setup.optimizer == "adamw8bit" and setup.device == "cpu" else 2
     parts["chunk"] = max(work, held * setup.largest(layers, first, last))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from adjoint.engine.grid import Grid, Key, Tile
+from adjoint.engine.kept import host_room
 from adjoint.engine.program import Action, Run
 from adjoint.engine.tile import Pullback
 
@@ -194,7 +195,7 @@ class Graphs:
             elif name == "S" and _back(key, c) not in worker.passed_on:
                 rooms[key] = worker.edges[k].row()
             elif name == "y" and worker.host and worker.grid.first_of_segment(k + 1):
-                rooms[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+                rooms[key] = host_room(*value.shape, dtype=value.dtype)
             else:
                 rooms[key] = _room(value, worker.device)
             worker.store[_back(key, c)] = rooms[key]

@@ -64,7 +64,8 @@ class Scheme:
             in host memory.
         tapes: chunks, of the last ones, that the forward leaves linearised, so that they are not recomputed.
         recompute: how much of a tile's tape is computed again when it is pulled back.
-        offload: whether the states at the edges lie in host memory, where there is a device beside it.
+        offload: whether the states at the edges, and what grows, lie in host memory, where there is a device
+            beside it.
         memory: bytes, or "auto", within which the forward leaves as many chunks linearised as it can; of one
             process, whose segment is all stages.
         whole: whether with a memory that holds it the sequence is one chunk, which costs less than many.

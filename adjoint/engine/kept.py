@@ -3,6 +3,7 @@ host."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,12 @@ class Packing:
         return tuple(flat[a : a + shape.numel()].view(shape) for a, shape in pairs)
 
 
+def host_room(*shape: int, dtype: torch.dtype) -> Tensor:
+    """An empty tensor in host memory, pinned where there is a device to copy to and from: copies then run
+    behind the computation, in stream order."""
+    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
 class Edges:
     """The packed states of one stage at the edges of chunks, in memory taken at once: small blocks that stay,
     put between large ones that go, would break up the heap. A state may be a view of a whole chunk, so it is
@@ -57,7 +64,7 @@ class Edges:
 
     Args:
         rows: how many there will be.
-        host: whether they lie in pinned host memory; copies run behind the computation, in stream order.
+        host: whether they lie in host memory.
     """
 
     def __init__(self, packing: Packing, rows: int, host: bool) -> None:
@@ -68,8 +75,9 @@ class Edges:
     def row(self) -> Tensor:
         """Room for the next edge."""
         if self.memory is None:
-            where = {"device": "cpu", "pin_memory": True} if self.host else {"device": self.packing.device}
-            self.memory = torch.empty(self.rows, self.packing.size, dtype=self.packing.dtype, **where)
+            size, dtype, device = self.packing.size, self.packing.dtype, self.packing.device
+            here = functools.partial(torch.empty, device=device)
+            self.memory = (host_room if self.host else here)(self.rows, size, dtype=dtype)
         self.used += 1
         return self.memory[self.used - 1]
 
@@ -81,42 +89,62 @@ class Slab:
     Args:
         initial: what is there before the sequence, perhaps nothing.
         dim: along which it grows. tokens: of the sequence.
+        host: whether it lies in host memory, and its cotangents: what is asked for is copied to the device.
     """
 
-    def __init__(self, initial: Tensor, dim: int, tokens: int) -> None:
-        self.dim, self.before = dim, initial.shape[dim]
+    def __init__(self, initial: Tensor, dim: int, tokens: int, host: bool = False) -> None:
+        self.dim, self.before, self.device, self.host = dim, initial.shape[dim], initial.device, host
         shape = list(initial.shape)
         shape[dim] += tokens
-        self.values = initial.new_empty(shape)
-        self.values.narrow(dim, 0, self.before).copy_(initial)
+        self.values = host_room(*shape, dtype=initial.dtype) if host else initial.new_empty(shape)
+        self.write(initial, -self.before)
         self.cotangents: Tensor | None = None
 
+    def write(self, piece: Tensor, start: int) -> None:
+        """Puts a piece in its place, that begins at token `start` of the sequence."""
+        room = self.values.narrow(self.dim, self.before + start, piece.shape[self.dim])
+        room.data.copy_(piece, non_blocking=True)
+
     def between(self, start: int, stop: int) -> Tensor:
-        """A view of the tokens [start, stop) of the sequence; a negative start is before it."""
+        """The tokens [start, stop) of the sequence, on the device a view of them; a negative start is before
+        it."""
         # .data: what is written later is no change to what was read before
-        return self.values.narrow(self.dim, self.before + start, stop - start).data
+        piece = self.values.narrow(self.dim, self.before + start, stop - start).data
+        return piece.to(self.device, non_blocking=True)
 
     def begin(self, d_final: Tensor | None) -> None:
         """Lets the cotangents begin at those of the final state."""
         wide = torch.float64 if self.values.dtype == torch.float64 else torch.float32
-        self.cotangents = (
-            torch.zeros_like(self.values, dtype=wide) if d_final is None else d_final.to(wide, copy=True)
-        )
+        if self.host:
+            self.cotangents = host_room(*self.values.shape, dtype=wide)
+            self.cotangents.zero_() if d_final is None else self.cotangents.copy_(d_final, non_blocking=True)
+        elif d_final is None:
+            self.cotangents = torch.zeros_like(self.values, dtype=wide)
+        else:
+            self.cotangents = d_final.to(wide, copy=True)
 
     def gathered(self, start: int, stop: int) -> Tensor:
         """The cotangent of the piece [start, stop), whole once all later chunks are done."""
         assert self.cotangents is not None
         piece = self.cotangents.narrow(self.dim, self.before + start, stop - start)
-        return piece.to(self.values.dtype)
+        return piece.to(self.device, non_blocking=True).to(self.values.dtype)
 
     def gather(self, d_past: Tensor, start: int) -> None:
         """Adds what a chunk says of the tokens from `start` on."""
         assert self.cotangents is not None
-        self.cotangents.narrow(self.dim, self.before + start, d_past.shape[self.dim]).add_(d_past)
+        sums = self.cotangents.narrow(self.dim, self.before + start, d_past.shape[self.dim])
+        if self.host:  # on the device, in stream order: the host does not wait
+            sums.copy_(sums.to(self.device, non_blocking=True) + d_past, non_blocking=True)
+        else:
+            sums.add_(d_past)
 
     def initial(self) -> Tensor:
         """The cotangent of what was there before the sequence."""
         return self.gathered(-self.before, 0)
+
+    def final(self) -> Tensor:
+        """What is there after the sequence."""
+        return self.values.to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -159,9 +187,8 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, piece: Tensor, past: Past, begin: int) -> Tensor:
         ctx.past, ctx.begin = past, begin
-        slab, dim = past.slab, past.slab.dim
-        slab.between(past.start, past.start + piece.shape[dim]).copy_(piece)
-        return slab.between(begin, past.start + piece.shape[dim])
+        past.slab.write(piece, past.start)
+        return past.slab.between(begin, past.start + piece.shape[past.slab.dim])
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
@@ -171,9 +198,8 @@ class _Join(torch.autograd.Function):
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned host memory, made behind the computation."""
-    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return room.copy_(tensor, non_blocking=True)
+    """A copy in host memory, made behind the computation."""
+    return host_room(*tensor.shape, dtype=tensor.dtype).copy_(tensor, non_blocking=True)
 
 
 def by_itself(state: Tensor | None) -> Tensor | None:

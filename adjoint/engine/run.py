@@ -52,7 +52,7 @@ class Worker:
         width, wide: of the tensors between stages, (batch, tokens, width) each.
         transport: to the other workers; None where there are none.
         traced: is entered around each action, and around each tile of a shared unit, with what it is.
-        host: whether edges, and inputs that are kept, lie in host memory.
+        host: whether edges, what grows, and inputs that are kept lie in host memory.
         noting: whether decays are noted, by which windows are picked.
         seq_idx: (batch, seqlen), the documents of a sequence numbered from 0 in rising order; None of one.
         record: by which chunks' launches are recorded and replayed (see `graphs`); None of none.
@@ -128,12 +128,14 @@ class Worker:
         for k, stage in enumerate(stages):
             if stage is not None and any(dim is not None for dim in grows[k]):
                 pairs = zip(initial[k], grows[k], strict=True)
-                self.slabs[k] = [Slab(s, dim, grid.cuts[-1]) for s, dim in pairs if dim is not None]
+                self.slabs[k] = [Slab(s, dim, grid.cuts[-1], host) for s, dim in pairs if dim is not None]
 
     def kept_bytes(self) -> int:
         """Bytes on the device that are kept of the whole sequence beside tapes: states at the edges, and what
         grows with its cotangents."""
-        at_edges = sum(p.size for p in self.packing) * self.grid.chunks * self.wide.itemsize * (not self.host)
+        if self.host:
+            return 0
+        at_edges = sum(p.size for p in self.packing) * self.grid.chunks * self.wide.itemsize
         slabs = [slab.values for mine in self.slabs.values() for slab in mine]
         return at_edges + sum(v.nbytes + v.numel() * max(4, v.itemsize) for v in slabs)
 
@@ -294,7 +296,7 @@ class Worker:
             return
         parts: Iterator[Any] = (by_itself(s) for s in here)
         slabs = iter(self.slabs.get(k, ()))
-        self.final[k] = tuple(next(parts) if dim is None else next(slabs).values for dim in self.grows[k])
+        self.final[k] = tuple(next(parts) if dim is None else next(slabs).final() for dim in self.grows[k])
 
     def recompute(self, t: Tile) -> None:
         """R."""
