@@ -11,6 +11,7 @@ from model_helpers import assert_same, gradients, make_ids, make_model
 
 import adjoint
 from adjoint.kernels import dispatch, trial
+from adjoint.kernels.attention import past_attention
 from adjoint.kernels.libraries import LIBRARIES
 from benchmarks.gpu.kernels import WIDENED, required
 
@@ -56,6 +57,22 @@ def test_gradients_are_those_of_the_cpu_in_float64(variant: str, name: str) -> N
     found_loss, found = gradients(model.cuda(), ids.cuda(), ids.cuda(), method)
     torch.testing.assert_close(found_loss.cpu(), loss, rtol=1e-12, atol=0)
     assert_same({k: g.cpu() for k, g in found.items()}, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_over_the_past_in_groups_of_heads(kv_heads: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    drawn = torch.randn(1, 4, 33, 32), *(torch.randn(1, kv_heads, 97, 32) for _ in range(2))
+    dy = torch.randn(1, 4, 33, 32).to(dtype)
+
+    def run(device: str, wide: torch.dtype) -> dict[str, Any]:
+        q, k, v = (t.to(dtype).to(device, wide).requires_grad_() for t in drawn)
+        y = past_attention(q, k, v)
+        found = torch.autograd.grad(y, (q, k, v), dy.to(device, wide))
+        return {name: t.cpu().double() for name, t in zip("yqkv", (y.detach(), *found), strict=True)}
+
+    assert_same(run("cuda", dtype), run("cpu", torch.float64), trial.TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("keep", ["edges", "inputs", "offload"])

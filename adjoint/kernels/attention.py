@@ -169,11 +169,16 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
     they are gathered."""
     tokens = q.shape[2]
     if q.device.type != "cpu":
+        from torch.backends.cuda import SDPAParams, can_use_flash_attention
         from torch.nn.attention.bias import causal_lower_right
 
-        k, v = (_repeated(t.to(q.dtype), q.shape[1] // t.shape[1]) for t in (k, v))
-        bias = causal_lower_right(tokens, k.shape[2])
-        return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+        k, v, bias = k.to(q.dtype), v.to(q.dtype), causal_lower_right(tokens, k.shape[2])
+        # flash reads one head of keys for several of queries, the other kernel wants a copy for each
+        grouped = q.shape[1] > k.shape[1]
+        grouped = grouped and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True))
+        if not grouped:
+            k, v = (_repeated(t, q.shape[1] // t.shape[1]) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=grouped)
     joined: list[Any] = [getattr(t, "joined", None) for t in (k, v)]
     (k_past, k_own), (v_past, v_own) = (t.split([t.shape[2] - tokens, tokens], dim=2) for t in (k, v))
     if None in joined or k_own.shape[2] != tokens:
