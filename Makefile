@@ -13,7 +13,7 @@ CODE   := adjoint benchmarks examples tests $(wildcard train.py)
 # Set-up leaves compiling a module to its first import: kept, or every process of a test compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-triton-3.6 lint format setup setup-dev clean distclean
+.PHONY: help train test test-triton-3.6 test-transformers-5.21 lint format setup setup-dev clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -28,6 +28,9 @@ test: setup-dev  ## run the tests (without those marked slow or gpu)
 test-triton-3.6: $(VENV)/triton-3.6/ready  ## the scan's compiled layout under the oldest Triton; TESTS="-m slow" for all kernels
 	TRITON_CACHE_DIR=$(VENV)/triton-3.6/cache PYTHONPATH=$(VENV)/triton-3.6 $(BIN)/python -m pytest -n 2 \
 		$(or $(TESTS),-k keeps_its_layout) tests/test_triton_compile.py
+
+test-transformers-5.21: $(VENV)/transformers-5.21/ready  ## wrapped models under the oldest transformers; TESTS='-m "slow or not slow"' for every class
+	PYTHONPATH=$(VENV)/transformers-5.21 $(BIN)/python -m pytest -n 2 $(TESTS) tests/test_wrap.py
 
 lint: setup-dev  ## style, formatting and types
 	$(BIN)/ruff check $(CODE)
@@ -51,9 +54,9 @@ $(VENV)/ready-dev: pyproject.toml constraints.txt scripts/setup.sh
 	@scripts/setup.sh $(VENV) "dev"
 	@touch $(VENV)/ready $@
 
-# In a folder that is put before the environment's own: pinned versions stay as they are.
-$(VENV)/triton-3.6/ready: $(VENV)/ready-dev
-	$(BIN)/python -m pip install -q --no-deps --no-compile --upgrade --target $(VENV)/triton-3.6 triton==3.6.0
+# The oldest of a library, in a folder that is put before the environment's own: pinned versions stay as they are.
+$(VENV)/triton-3.6/ready $(VENV)/transformers-5.21/ready: $(VENV)/%/ready: $(VENV)/ready-dev
+	$(BIN)/python -m pip install -q --no-deps --no-compile --upgrade --target $(VENV)/$* $(subst -,==,$*).0
 	@touch $@
 
 clean:  ## remove caches and builds (runs/ and .venv stay)

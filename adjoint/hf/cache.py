@@ -204,6 +204,6 @@ def _ours(layer: Any) -> Any:
         return _Window(layer.sliding_window)
     if kind is theirs.DynamicLayer:
         return _Full()
-    if kind is theirs.DummyLayer:
+    if kind is getattr(theirs, "DummyLayer", None):  # since 5.22
         return layer
     raise ValueError(f"its cache has a {kind.__name__}, whose state is not known here")
