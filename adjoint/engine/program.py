@@ -326,7 +326,7 @@ def _with_frees(grid: Grid, program: Sequence[Action]) -> tuple[Action, ...]:
         reads, writes = keys_of(grid, action)
         used = dict.fromkeys([*reads, *writes])
         out.append(dataclasses.replace(action, frees=tuple(key for key in used if key not in seen)))
-        seen |= used.keys()
+        seen.update(used)
     return tuple(reversed(out))
 
 
