@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from adjoint.engine.grid import Grid, Key, Tile
-from adjoint.engine.kept import host_room
+from adjoint.engine.kept import room
 from adjoint.engine.program import Action, Run
 from adjoint.engine.tile import Pullback
 
@@ -160,7 +160,7 @@ class Graphs:
     ) -> _Recorded:
         chunk, sums = worker.chunks[c], worker.gradients.sums
         ids, targets = chunk.ids.clone(), chunk.targets.clone()
-        reads = {key: _room(value, worker.device) for key, value in given.items()}
+        reads = {key: _like(value, worker.device) for key, value in given.items()}
         _copy([reads], [given])
         # The same worker with memory of its own: if recording fails, nothing of its is touched but the sums.
         other = copy.copy(worker)
@@ -195,9 +195,9 @@ class Graphs:
             elif name == "S" and _back(key, c) not in worker.passed_on:
                 rooms[key] = worker.edges[k].row()
             elif name == "y" and worker.host and worker.grid.first_of_segment(k + 1):
-                rooms[key] = host_room(*value.shape, dtype=value.dtype)
+                rooms[key] = room(value.shape, value.dtype, worker.device, host=True)
             else:
-                rooms[key] = _room(value, worker.device)
+                rooms[key] = _like(value, worker.device)
             worker.store[_back(key, c)] = rooms[key]
         _copy([rooms], [recorded.writes])
         if recorded.loss is not None:
@@ -247,18 +247,18 @@ def _shapes(value: Any) -> Any:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else value  # None, or a tape
 
 
-def _room(value: Any, device: torch.device) -> Any:
+def _like(value: Any, device: torch.device) -> Any:
     """Empty tensors in the places of tensors."""
     if isinstance(value, tuple):
-        return tuple(_room(v, device) for v in value)
-    return torch.empty(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
+        return tuple(_like(v, device) for v in value)
+    return room(value.shape, value.dtype, device) if isinstance(value, Tensor) else value
 
 
 def _copy(rooms: Any, values: Any) -> None:
     """Copies tensors in lists, tuples and dictionaries of one shape, by few launches."""
     pairs = list(zip(_tensors(rooms), _tensors(values), strict=True))
     if pairs:  # .data: autograd is not to notice what a tape finds in its place at each replay
-        to, values = [room.data for room, _ in pairs], [value for _, value in pairs]
+        to, values = [place.data for place, _ in pairs], [value for _, value in pairs]
         torch._foreach_copy_(to, values, non_blocking=True)
 
 

@@ -3,7 +3,6 @@ host."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +33,12 @@ class Packing:
 
     def empty(self) -> Tensor:
         """Room for a state."""
-        return torch.empty(self.size, dtype=self.dtype, device=self.device)
+        return room((self.size,), self.dtype, self.device)
 
     def pack(self, state: Cotangents, out: Tensor) -> Tensor:
         """Writes a state, or its cotangents with zeros in the place of absent ones."""
-        for room, s in zip(self.unpack(out), state, strict=True):
-            room.zero_() if s is None else room.copy_(s, non_blocking=True)
+        for place, s in zip(self.unpack(out), state, strict=True):
+            place.zero_() if s is None else place.copy_(s, non_blocking=True)
         return out
 
     def unpack(self, flat: Tensor) -> State:
@@ -51,10 +50,12 @@ class Packing:
         return tuple(flat[a : a + shape.numel()].view(shape) for a, shape in pairs)
 
 
-def host_room(*shape: int, dtype: torch.dtype) -> Tensor:
-    """An empty tensor in host memory, pinned where there is a device to copy to and from: copies then run
-    behind the computation, in stream order."""
-    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device, host: bool = False) -> Tensor:
+    """An empty tensor; on the host pinned where there is a GPU, so that copies run behind the computation, in
+    stream order."""
+    if host:
+        return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class Edges:
@@ -75,9 +76,8 @@ class Edges:
     def row(self) -> Tensor:
         """Room for the next edge."""
         if self.memory is None:
-            size, dtype, device = self.packing.size, self.packing.dtype, self.packing.device
-            here = functools.partial(torch.empty, device=device)
-            self.memory = (host_room if self.host else here)(self.rows, size, dtype=dtype)
+            shape = self.rows, self.packing.size
+            self.memory = room(shape, self.packing.dtype, self.packing.device, self.host)
         self.used += 1
         return self.memory[self.used - 1]
 
@@ -96,14 +96,14 @@ class Slab:
         self.dim, self.before, self.device, self.host = dim, initial.shape[dim], initial.device, host
         shape = list(initial.shape)
         shape[dim] += tokens
-        self.values = host_room(*shape, dtype=initial.dtype) if host else initial.new_empty(shape)
+        self.values = room(shape, initial.dtype, initial.device, host)
         self.write(initial, -self.before)
         self.cotangents: Tensor | None = None
 
     def write(self, piece: Tensor, start: int) -> None:
         """Puts a piece in its place, that begins at token `start` of the sequence."""
-        room = self.values.narrow(self.dim, self.before + start, piece.shape[self.dim])
-        room.data.copy_(piece, non_blocking=True)
+        place = self.values.narrow(self.dim, self.before + start, piece.shape[self.dim])
+        place.data.copy_(piece, non_blocking=True)
 
     def between(self, start: int, stop: int) -> Tensor:
         """The tokens [start, stop) of the sequence, on the device a view of them; a negative start is before
@@ -115,13 +115,11 @@ class Slab:
     def begin(self, d_final: Tensor | None) -> None:
         """Lets the cotangents begin at those of the final state."""
         wide = torch.float64 if self.values.dtype == torch.float64 else torch.float32
-        if self.host:
-            self.cotangents = host_room(*self.values.shape, dtype=wide)
-            self.cotangents.zero_() if d_final is None else self.cotangents.copy_(d_final, non_blocking=True)
-        elif d_final is None:
+        if d_final is None and not self.host:  # where nothing is gathered, nothing is touched
             self.cotangents = torch.zeros_like(self.values, dtype=wide)
-        else:
-            self.cotangents = d_final.to(wide, copy=True)
+            return
+        self.cotangents = room(self.values.shape, wide, self.device, self.host)
+        self.cotangents.zero_() if d_final is None else self.cotangents.copy_(d_final, non_blocking=True)
 
     def gathered(self, start: int, stop: int) -> Tensor:
         """The cotangent of the piece [start, stop), whole once all later chunks are done."""
@@ -199,7 +197,7 @@ class _Join(torch.autograd.Function):
 
 def to_host(tensor: Tensor) -> Tensor:
     """A copy in host memory, made behind the computation."""
-    return host_room(*tensor.shape, dtype=tensor.dtype).copy_(tensor, non_blocking=True)
+    return room(tensor.shape, tensor.dtype, tensor.device, host=True).copy_(tensor, non_blocking=True)
 
 
 def by_itself(state: Tensor | None) -> Tensor | None:

@@ -31,6 +31,7 @@ class Method:
     mixer: str
     checkpoint: bool = False
     exact: bool = False
+    memory: str | None = None  # of Exact
     mambapy: bool = False
     max_length: int | None = None  # the slow path of transformers takes minutes beyond the shortest
     max_repeats: int | None = None
@@ -38,6 +39,7 @@ class Method:
 
 METHODS = {
     "exact": Method("Exact", False, "mamba", exact=True),
+    "exact-600MiB": Method('Exact(memory="600MiB")', False, "mamba", exact=True, memory="600MiB"),
     "backprop": Method("Backprop", False, "mamba"),
     "backprop-checkpoint": Method("Backprop + checkpointing", False, "mamba", checkpoint=True),
     "exact-mamba2": Method("Exact, Mamba-2", False, "mamba2", exact=True),
@@ -55,7 +57,8 @@ def ours(method: Method) -> tuple[Callable[[], Any], Callable[[Any, Any], Any]]:
     """How this package's model is built, and its loss under `method`: `(model, ids) -> loss`."""
     import adjoint
 
-    how = adjoint.Exact() if method.exact else adjoint.Backprop(checkpoint=method.checkpoint)
+    exact, backprop = adjoint.Exact(memory=method.memory), adjoint.Backprop(checkpoint=method.checkpoint)
+    how = exact if method.exact else backprop
     config = adjoint.StackConfig(mixer=method.mixer, tie_embeddings=True, **MODEL)
     return lambda: adjoint.Stack(config), lambda model, ids: model(ids, labels=ids, method=how).loss
 

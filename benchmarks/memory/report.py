@@ -13,6 +13,7 @@ BASE = "exact"  # what the ratios are against
 # Okabe and Ito's palette, readable with every kind of colour vision; ours are drawn thick, peers dashed.
 STYLE: dict[str, tuple[str, str]] = {
     "exact": ("#D55E00", "-"),
+    "exact-600MiB": ("#E69F00", "-"),
     "exact-mamba2": ("#CC79A7", "-"),
     "backprop": ("#000000", "-"),
     "backprop-checkpoint": ("#7A7A7A", "-"),
