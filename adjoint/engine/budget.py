@@ -46,6 +46,10 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self.known: dict[int, int] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it the first operator would import the compiler: seconds, and 146 MB
+
     def begin(self) -> int:
         """Lets the peak begin at what is alive now, and gives it."""
         self.peak = self.live
