@@ -28,9 +28,7 @@ from adjoint.engine.program import Action, Run
 from adjoint.engine.tile import Pullback
 
 Replay = Callable[[], None]
-Recorder = Callable[
-    [Callable[[], None]], Replay
-]  # records a function's launches; the replay carries them out
+Recorder = Callable[[Callable[[], None]], Replay]  # of a function: its launches, to be made again
 
 
 def recorder(device: torch.device) -> Recorder | None:

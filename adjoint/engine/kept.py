@@ -90,27 +90,39 @@ class Slab:
         initial: what is there before the sequence, perhaps nothing.
         dim: along which it grows. tokens: of the sequence.
         host: whether it lies in host memory, and its cotangents: what is asked for is copied to the device.
+            Token by token there, so that a piece is one block: copies of several wait for the device.
     """
 
     def __init__(self, initial: Tensor, dim: int, tokens: int, host: bool = False) -> None:
-        self.dim, self.before, self.device, self.host = dim, initial.shape[dim], initial.device, host
+        self.dim, self.along, self.host = dim, 0 if host else dim, host
+        self.before, self.device = initial.shape[dim], initial.device
         shape = list(initial.shape)
-        shape[dim] += tokens
-        self.values = room(shape, initial.dtype, initial.device, host)
+        del shape[dim]
+        shape.insert(self.along, self.before + tokens)
+        self.values = room(shape, initial.dtype, self.device, host)
         self.write(initial, -self.before)
         self.cotangents: Tensor | None = None
 
+    def _put(self, memory: Tensor, piece: Tensor, start: int) -> None:
+        """Writes a piece that begins at token `start` of the sequence, which may be before it."""
+        piece = piece.movedim(self.dim, self.along)
+        place = memory.narrow(self.along, self.before + start, piece.shape[self.along]).data
+        place.copy_(piece.to(memory.dtype).contiguous() if self.host else piece, non_blocking=True)
+
+    def _get(self, memory: Tensor, start: int, stop: int) -> Tensor:
+        """The tokens [start, stop), on the device a view of them."""
+        # .data: what is written later is no change to what was read before
+        piece = memory.narrow(self.along, self.before + start, stop - start).data
+        return piece.to(self.device, non_blocking=True).movedim(self.along, self.dim)
+
     def write(self, piece: Tensor, start: int) -> None:
         """Puts a piece in its place, that begins at token `start` of the sequence."""
-        place = self.values.narrow(self.dim, self.before + start, piece.shape[self.dim])
-        place.data.copy_(piece, non_blocking=True)
+        self._put(self.values, piece, start)
 
     def between(self, start: int, stop: int) -> Tensor:
         """The tokens [start, stop) of the sequence, on the device a view of them; a negative start is before
         it."""
-        # .data: what is written later is no change to what was read before
-        piece = self.values.narrow(self.dim, self.before + start, stop - start).data
-        return piece.to(self.device, non_blocking=True)
+        return self._get(self.values, start, stop)
 
     def begin(self, d_final: Tensor | None) -> None:
         """Lets the cotangents begin at those of the final state."""
@@ -119,20 +131,22 @@ class Slab:
             self.cotangents = torch.zeros_like(self.values, dtype=wide)
             return
         self.cotangents = room(self.values.shape, wide, self.device, self.host)
-        self.cotangents.zero_() if d_final is None else self.cotangents.copy_(d_final, non_blocking=True)
+        if d_final is None:
+            self.cotangents.zero_()
+        else:
+            self._put(self.cotangents, d_final, -self.before)
 
     def gathered(self, start: int, stop: int) -> Tensor:
         """The cotangent of the piece [start, stop), whole once all later chunks are done."""
         assert self.cotangents is not None
-        piece = self.cotangents.narrow(self.dim, self.before + start, stop - start)
-        return piece.to(self.device, non_blocking=True).to(self.values.dtype)
+        return self._get(self.cotangents, start, stop).to(self.values.dtype)
 
     def gather(self, d_past: Tensor, start: int) -> None:
         """Adds what a chunk says of the tokens from `start` on."""
         assert self.cotangents is not None
-        sums = self.cotangents.narrow(self.dim, self.before + start, d_past.shape[self.dim])
-        if self.host:  # on the device, in stream order: the host does not wait
-            sums.copy_(sums.to(self.device, non_blocking=True) + d_past, non_blocking=True)
+        sums = self._get(self.cotangents, start, start + d_past.shape[self.dim])
+        if self.host:
+            self._put(self.cotangents, sums + d_past, start)
         else:
             sums.add_(d_past)
 
@@ -142,7 +156,7 @@ class Slab:
 
     def final(self) -> Tensor:
         """What is there after the sequence."""
-        return self.values.to(self.device, non_blocking=True)
+        return self.between(-self.before, self.values.shape[self.along] - self.before)
 
 
 @dataclass(frozen=True)
