@@ -309,8 +309,7 @@ def memory(
     host, past = 0, setup.past(layers, alone)
     if setup.scheme.offload and setup.device == "cuda":
         host, kept, states = kept + states + past, 0, 3 * state
-        # keys and values of what is worked on come over, at most half of it; cotangents a chunk at a time
-        past = (past if setup.scheme.keep == "edges" else max(setup.past([k], alone) for k in layers)) // 2
+        past //= 2  # keys and values come over for the layers at work; cotangents a chunk at a time
         work += setup.y(size)
     parts |= {"states": states, "past": past, "kept": kept}
     # or AdamW's step of one tensor at a time; not compiled, that with 8-bit moments holds nine of its size
