@@ -24,7 +24,7 @@ from torch import Tensor
 
 from adjoint.engine.grid import Grid, Key, Tile
 from adjoint.engine.kept import room
-from adjoint.engine.program import Action, Run
+from adjoint.engine.program import Action, Run, keys_of
 from adjoint.engine.tile import Pullback
 
 Replay = Callable[[], None]
@@ -139,8 +139,7 @@ class Graphs:
         recorded.replay()
         self._hand_out(worker, recorded, c)
         for action in piece.actions:
-            for key in action.frees:
-                worker.store.pop(key, None)
+            worker.free(action)
         return True
 
     def _fail(self, error: RuntimeError) -> None:
@@ -171,8 +170,7 @@ class Graphs:
         def function() -> None:
             for action in piece.actions:
                 other.tile(action.tile)  # type: ignore[union-attr]
-                for key in action.frees:
-                    other.store.pop(key, None)
+                other.free(action)
 
         before = set(sums)
         replay = self.record(function)
@@ -199,8 +197,7 @@ class Graphs:
             worker.store[_back(key, c)] = rooms[key]
         _copy([rooms], [recorded.writes])
         if recorded.loss is not None:
-            worker.losses[c] = recorded.loss.clone()
-            worker.total = recorded.loss.clone() if worker.total is None else worker.total + recorded.loss
+            worker.add_loss(c, recorded.loss.clone())
 
 
 def _pieces(worker: Any, actions: Sequence[Action]) -> Iterator[_Piece]:
@@ -223,9 +220,9 @@ def _reads_and_writes(grid: Grid, piece: _Piece) -> tuple[list[Key], list[Key]]:
     """What a piece reads of others', and what is there after it."""
     reads, writes = dict[Key, None](), dict[Key, None]()
     for action in piece.actions:
-        assert isinstance(action, Run)
-        reads |= dict.fromkeys(key for key in grid.reads(action.tile) if key not in writes)
-        writes |= dict.fromkeys(grid.writes(action.tile))
+        read, written = keys_of(grid, action)
+        reads |= dict.fromkeys(key for key in read if key not in writes)
+        writes |= dict.fromkeys(written)
         for key in action.frees:
             writes.pop(key, None)
     return list(reads), list(writes)

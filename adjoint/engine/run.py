@@ -165,8 +165,12 @@ class Worker:
                     else:
                         assert self.share is not None
                         self.share(self, action)
-                for key in action.frees:
-                    self.store.pop(key, None)
+                self.free(action)
+
+    def free(self, action: Action) -> None:
+        """Lets go what nobody here reads any more after an action."""
+        for key in action.frees:
+            self.store.pop(key, None)
 
     def tile(self, t: Tile) -> None:
         """Carries one tile out."""
@@ -279,12 +283,16 @@ class Worker:
         if self.host and k and self.grid.first_of_segment(k):
             self.store["y", k - 1, c] = to_host(x)
         if k == self.grid.stages - 1:
-            self.total = y if self.total is None else self.total + y
-            self.losses[c] = y
+            self.add_loss(c, y)
         else:
             self.store["y", k, c] = y
         if stage.stateful:
             self._keep_state(k, c, state)
+
+    def add_loss(self, c: int, loss: Tensor) -> None:
+        """Notes the summed loss of a chunk."""
+        self.total = loss if self.total is None else self.total + loss
+        self.losses[c] = loss
 
     def _keep_state(self, k: int, c: int, state: State) -> None:
         here = recurrent(state, self.grows[k])

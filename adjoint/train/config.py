@@ -443,9 +443,10 @@ def _unknown(name: str, where: str) -> UserError:
 def _idle(name: str, key: str, value: Any) -> bool:
     """Whether a method's argument says nothing to method `name`: it has no such one, and the value is what
     others take by default. A run's file has all of its method's, and another may be chosen beside it."""
-    fields = {method: {f.name: f.default for f in dataclasses.fields(cls)} for method, cls in METHODS.items()}
-    others = [given[key] for given in fields.values() if key in given]
-    return key not in fields.get(name, {key: None}) and value in others
+    defaults = {
+        method: f.default for method, cls in METHODS.items() for f in dataclasses.fields(cls) if f.name == key
+    }
+    return name in METHODS and name not in defaults and value in defaults.values()
 
 
 def _build(values: dict[str, Any]) -> Config:
