@@ -26,6 +26,7 @@ from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cluster.transport import ReplicaTransport, local_transports
 from adjoint.engine import tile
 from adjoint.engine.autograd import draw_passing
+from adjoint.engine.budget import LiveBytes
 from adjoint.engine.grid import Grid, Scheme, make_grid
 from adjoint.engine.kept import Past
 from adjoint.engine.program import Owners, Plan, plan
@@ -634,3 +635,25 @@ def test_workers_replay_what_they_have_recorded(way: Way) -> None:
 def test_a_state_that_grows_stays_with_one_worker() -> None:
     with pytest.raises(ValueError, match=r"stage 1: a state that grows .* deal out layers"):
         over_workers(of_ones_own("A", 0, 13), Exact(4).scheme(13, 0), Way(in_turn=2))
+
+
+def test_gradients_of_a_tile_do_not_pile_up() -> None:
+    """A stage may be a whole model: once there are sums, a tile's gradients are added as they come."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
+    named, gradients, x = dict(model.named_parameters()), Gradients(), torch.randn(1, 4, 256)
+
+    def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
+        return functional_call(model, dict(zip(named, leaves, strict=True)), (x,)), ()
+
+    peaks = []
+    for _ in range(2):
+        y, _, pullback = tile.linearize(call, list(named.values()), x, (), gradients)
+        with LiveBytes() as live:
+            weights = [p.t() for p in named.values()]
+            before = live.begin()
+            pullback(torch.ones_like(y), ())
+        peaks.append(live.peak - before)
+        del weights
+    whole = sum(p.nbytes for p in named.values())
+    assert peaks[0] >= whole  # they become the sums
+    assert peaks[1] <= whole / 4

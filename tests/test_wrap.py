@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import adjoint
 from adjoint.engine.grid import Tile
 from adjoint.engine.run import Worker
-from adjoint.hf import norms, scans, wrap  # noqa: F401  -- tables of precisions, before float32 is float64
+from adjoint.hf import mlps, norms, scans, wrap  # noqa: F401  -- tables of precisions, before float32 is float64
 from adjoint.hf.layers import layers_of
 from adjoint.loss import shift_labels
 from tests.hf_models import (
@@ -224,6 +224,18 @@ def test_norms_are_known_by_what_they_compute() -> None:
         assert torch.allclose(found[gated](x, gate), gated(x, gate), atol=1e-6)
         x = torch.randn(3, like.weight.numel()).bfloat16()  # rounded where the class rounds it
         assert torch.equal(found[like.bfloat16()](x), like(x))
+
+
+def test_mlps_are_known_by_what_they_compute() -> None:
+    """Ours takes the place of silu-gated ones, whatever they are called; of no other activation's or form."""
+    found = {
+        name: len(mlps.forwards(make(name, torch.float32)))
+        for name in ("LlamaForCausalLM", "BambaForCausalLM", "Gemma2ForCausalLM", "NemotronHForCausalLM")
+    }
+    layers = make("LlamaForCausalLM", torch.float32).config.num_hidden_layers
+    assert found["LlamaForCausalLM"] == layers
+    assert found["BambaForCausalLM"] > 0
+    assert found["Gemma2ForCausalLM"] == found["NemotronHForCausalLM"] == 0
 
 
 def test_a_state_does_not_keep_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

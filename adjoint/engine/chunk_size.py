@@ -56,7 +56,7 @@ def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> in
     B and C, and the scan's sparse states; of the generic mixers B, C and a dense A; of attention queries,
     keys and values, repeated for each head, its output, and in_proj's if there is a convolution; of
     gated_deltanet and mamba3 what is made of keys and queries besides, with is_mimo for each of a token's
-    inputs; of an MLP in_proj's output, the activation and the product. Within a fifth of what autograd was
+    inputs; of an MLP its norm's output and in_proj's. Within a fifth of what autograd was
     seen to keep.
 
     Args:
@@ -70,7 +70,8 @@ def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> in
             continue
         total += _kept_by_mixer(config, kind, element, recompute == "selective")
         if config.d_intermediate:
-            rows = config.d_model * element + 4 * config.d_intermediate * element
+            narrow = element < 4  # then the gated product is kept as well, for a linear map of a cast weight
+            rows = (config.d_model + (2 + narrow) * config.d_intermediate) * element
             total += config.d_model * wide + (
                 rows if recompute == "none" else 2 * config.d_intermediate * element
             )

@@ -15,10 +15,12 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.engine.decay import Decays
 from adjoint.kernels.add_product import add_product
+from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, State
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 SCANS = ("selective_scan", "ssd_scan", "linear_scan", "gated_delta_rule", "past_attention")
+WAITING = 64e6  # bytes of gradients that a GPU adds together
 MANY_TERMS = 256  # of a product's sums: with fewer, what it makes is cheaper to make again than to keep
 
 Cotangents = tuple[Tensor | None, ...]
@@ -74,6 +76,29 @@ class Gradients:
         return None if total is None else total.to(parameter.dtype)
 
 
+class _Arriving:
+    """Adds parameters' gradients to the sums while a backward makes them: together they may be as large as
+    the model. On a GPU some at a time, by one launch for all."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients, self.bytes = gradients, 0
+        self.waiting: list[tuple[Tensor, Tensor | None]] = []
+
+    def take(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """A hook of what stands for the parameter; gives autograd something without memory to hold."""
+        if gradient is None:
+            return None
+        self.waiting.append((parameter, gradient))
+        self.bytes += gradient.nbytes
+        if not gradient.is_cuda or self.bytes > WAITING:
+            self.add()
+        return gradient.new_empty(()).expand_as(gradient)
+
+    def add(self) -> None:
+        self.gradients.add_all(self.waiting)
+        self.waiting, self.bytes = [], 0
+
+
 def linearize(
     call: Callable[[list[Tensor], Tensor, State], tuple[Tensor, State]],
     parameters: Sequence[Tensor],
@@ -111,8 +136,11 @@ def linearize(
         outputs.clear()
         if not given:
             return None, (None,) * len(state)
+        arriving = _Arriving(gradients)
+        for parameter, leaf in trained:
+            leaf.register_hook(functools.partial(arriving.take, parameter))
         grads = vjp(given, [*followed, *(leaf for _, leaf in trained)])
-        gradients.add_all(zip((p for p, _ in trained), grads[len(followed) :], strict=True))
+        arriving.add()
         of = dict(zip(map(id, followed), grads, strict=False))
         return of.get(id(x)), tuple(of.get(id(s)) for s in state)
 
@@ -128,6 +156,7 @@ def recomputed(call: Callable[..., Any], given: tuple, how: str, random: bool = 
             2022, section 5): the results of scans and of matrix products, but for those of few terms,
             dt_proj's, and those that go into the residual stream, as wide as given[0], which nobody reads.
     """
+    call = products_kept()(call)
     if how == "full":
         return checkpointed(call, *given, use_reentrant=False, preserve_rng_state=random)
     width = given[0].shape[-1]

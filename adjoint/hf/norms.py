@@ -8,11 +8,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
+from adjoint.kernels.gated import gated
 from adjoint.kernels.rms_norm import rms_norm
 
 EXACT = (torch.float32, torch.float64)  # of others each class has its own places where it rounds
@@ -20,7 +20,7 @@ EXACT = (torch.float32, torch.float64)  # of others each class has its own place
 _KINDS: tuple[Callable[..., Tensor], ...] = (
     lambda weight, eps, group, x, gate=None: rms_norm(x, weight, eps, gate, group),
     lambda weight, eps, group, x, gate=None: rms_norm(x, 1 + weight, eps, gate, group),
-    lambda weight, eps, group, x, gate: rms_norm(x, weight, eps, group_size=group) * F.silu(gate),
+    lambda weight, eps, group, x, gate: gated(gate, rms_norm(x, weight, eps, group_size=group)),
 )
 _found: WeakKeyDictionary[nn.Module, Callable[..., Tensor] | None] = WeakKeyDictionary()
 

@@ -16,7 +16,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from adjoint.engine import tile
 from adjoint.engine.stages import Chunk
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
-from adjoint.hf import attention, head, norms, scans
+from adjoint.hf import attention, head, mlps, norms, scans
 from adjoint.hf.cache import ChunkCache, Slot, zeros
 from adjoint.hf.layers import layers_of, replaced
 from adjoint.layers import State
@@ -28,8 +28,8 @@ def class_of(model: Any) -> Any:
 
 
 class Inside:
-    """What holds while a chunk runs: our scans, norms and attention, no gradient checkpointing, which would
-    throw the cache away."""
+    """What holds while a chunk runs: our scans, norms, gated products and attention; no gradient
+    checkpointing, which would throw the cache away."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = scans.modules_with_scans(model)
@@ -37,7 +37,7 @@ class Inside:
         configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}
         self.configs = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == "sdpa"]
         self.checkpointing = [m for m in modules if getattr(m, "gradient_checkpointing", False)]
-        self.norms = norms.forwards(model)
+        self.others = norms.forwards(model) | mlps.forwards(model)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -46,7 +46,7 @@ class Inside:
         for module in self.checkpointing:
             module.gradient_checkpointing = False
         try:
-            with scans.rebound(self.modules), replaced(self.norms):
+            with scans.rebound(self.modules), replaced(self.others):
                 yield
         finally:
             for config in self.configs:

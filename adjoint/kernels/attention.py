@@ -20,7 +20,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-BLOCK = 4096  # tokens of the past at a time
+BLOCK = 2048  # tokens of the past at a time
 
 
 class _PastAttention(torch.autograd.Function):
@@ -57,6 +57,7 @@ class _PastAttention(torch.autograd.Function):
         # With the joined output and log-sum-exp, each part's backward is its share of the whole's.
         dq, *d_own = _flash_backward(d, q, *own, out, log, 0.0, True, scale=scale)
         dk, dv = (_summed(t, groups)[..., : p.shape[3]] for t, p in zip(d_own, (k, v), strict=True))
+        del d_own
         dk_past = dv_past = None
         if ctx.gather is None and k_past.shape[2]:
             dk_past, dv_past = torch.empty_like(k_past), torch.empty_like(v_past)
@@ -64,12 +65,13 @@ class _PastAttention(torch.autograd.Function):
         for start in range(0, k_past.shape[2], BLOCK):
             block = (_padded(t[:, :, start : start + BLOCK], widest).to(q.dtype) for t in (k_past, v_past))
             part, *d_block = _flash_backward(*folded[:2], *block, *folded[2:], 0.0, False, scale=scale)
-            dq = dq + part.reshape(q.shape)
+            dq += part.reshape(q.shape)
             a, b = (t[..., : p.shape[3]] for t, p in zip(d_block, (k, v), strict=True))
             if dk_past is None or dv_past is None:
                 ctx.gather(start, a, b)
             else:
                 dk_past[:, :, start : start + BLOCK], dv_past[:, :, start : start + BLOCK] = a, b
+            del part, d_block, a, b  # before the next ones are made
         return dq[..., : k.shape[3]], dk, dv, dk_past, dv_past, None, None
 
 

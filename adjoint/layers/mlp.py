@@ -1,7 +1,8 @@
 """The gated MLP (SwiGLU) that may follow a mixer."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from adjoint.kernels.gated import gated_linear
 
 
 class GatedMLP(nn.Module):
@@ -18,4 +19,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.in_proj(x).chunk(2, dim=-1)
-        return self.out_proj(F.silu(gate) * value)
+        return gated_linear(gate, value, self.out_proj)

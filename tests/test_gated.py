@@ -1,0 +1,67 @@
+"""The gated product and its linear map: what autograd gets from the formula, with less kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adjoint.kernels.gated import gated, gated_linear, products_kept
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 37, 12, generator=generator).to(dtype).requires_grad_() for _ in range(2)]
+
+
+def kept(call: Callable[[], Tensor]) -> int:
+    """How many tensors as large as the inputs autograd keeps for a backward through it."""
+    held = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.numel() == 2 * 37 * 12:
+            held.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = call()
+    assert out.requires_grad
+    return len(held)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_gradients_are_those_of_the_formula(bias: bool, frozen: bool) -> None:
+    linear = nn.Linear(12, 5, bias=bias).double()
+    linear.weight.requires_grad_(not frozen)
+    leaves = [*inputs(), *(p for p in linear.parameters() if p.requires_grad)]
+    gate, value = leaves[:2]
+    dy = torch.randn(2, 37, 5, dtype=torch.float64)
+    expected = torch.autograd.grad(linear(F.silu(gate) * value), leaves, dy)
+    for found in (gated_linear(gate, value, linear), linear(gated(gate, value))):
+        for ours, theirs in zip(torch.autograd.grad(found, leaves, dy), expected, strict=True):
+            assert (ours - theirs).norm() <= 1e-14 * theirs.norm()
+
+
+def test_keeps_gate_and_value_alone() -> None:
+    gate, value = inputs()
+    linear = nn.Linear(12, 12).double()
+    assert kept(lambda: linear(F.silu(gate) * value)) == 4
+    assert kept(lambda: linear(gated(gate, value))) == 3
+    assert kept(lambda: gated_linear(gate, value, linear)) == 2
+    with products_kept():  # what is computed again is kept by others
+        assert kept(lambda: gated_linear(gate, value, linear)) == 3
+
+
+def test_other_modules_are_called_as_they_are() -> None:
+    gate, value = inputs(torch.float32)
+    linear, seen = nn.Linear(12, 12), []
+    linear.register_forward_hook(lambda *_: seen.append("hook"))
+    gated_linear(gate, value, linear)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gated_linear(gate, value, nn.Linear(12, 12)).dtype == torch.bfloat16
+    assert seen == ["hook"]
+    assert torch.equal(gated_linear(gate, value, nn.Identity()), gated(gate, value))
