@@ -106,7 +106,7 @@ def grid(options: Any) -> list[Point]:
     return [
         {"model": name, "way": way, "length": n, "repeat": repeat, "repeat_s": options.repeat_s}
         for repeat, n, name, way in itertools.product(
-            range(options.repeats), options.lengths, options.models, WAYS
+            range(options.repeats), options.lengths, options.models, options.ways
         )
         if n <= MODELS[name][3] and (n <= 8192 or repeat == 0)
     ]
@@ -127,7 +127,7 @@ def run(options: Any, journal: common.Journal) -> None:
 def summarise(options: Any, journal: common.Journal) -> list[Row]:
     """A row a (model, way, length)."""
     rows = []
-    for name, way, n in itertools.product(options.models, WAYS, options.lengths):
+    for name, way, n in itertools.product(options.models, options.ways, options.lengths):
         results = [
             journal.get(p) for p in grid(options) if (p["model"], p["way"], p["length"]) == (name, way, n)
         ]
@@ -198,6 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add, size = parser.add_argument, common.parse_size
     add("--lengths", type=size, nargs="+", default=list(LENGTHS), help=f"tokens, as 16K (default {LENGTHS})")
     common.add_choice(parser, "--models", MODELS)
+    common.add_choice(parser, "--ways", WAYS)
     add("--repeats", type=int, default=3, help="processes a point up to 8,192 tokens (default 3)")
     add("--max-memory", type=size, help="as 18GB (default 75%% of the machine's)")
     add("--repeat-s", type=float, default=4.0, help="seconds for which a process repeats its pass (4)")
@@ -213,7 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rows:
         draw(rows, environment, folder / "wrapped.png")
         print(f"wrote {folder}/wrapped.json, .csv and .png")
-        if complete and options.out is None and options.models == list(MODELS):
+        everything = options.models == list(MODELS) and options.ways == list(WAYS)
+        if complete and options.out is None and everything:
             document = common.ROOT / "docs" / "models.md"
             shown = f"![Memory and time of wrapped models](wrapped.png)\n\n{markdown(rows)}"
             common.to_docs(folder / "wrapped.png", document, "wrapped", shown)
