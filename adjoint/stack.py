@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.documents import document_numbers
 from adjoint.errors import UserError
+from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.norm import RMSNorm
 from adjoint.layers.pretrained import from_pretrained, from_transformers
@@ -278,7 +279,8 @@ class Stack(nn.Module):
         y, final = self.embed(input_ids), []
         for layer, state in zip(self.layers, states, strict=True):
             if checkpoint and torch.is_grad_enabled():
-                y, state = checkpointed(layer, y, state, seq_idx, use_reentrant=False)
+                again = products_kept()(layer.__call__)
+                y, state = checkpointed(again, y, state, seq_idx, use_reentrant=False)
             else:
                 y, state = layer(y, state, seq_idx)
             final.append(state)

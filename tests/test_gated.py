@@ -46,6 +46,19 @@ def test_gradients_are_those_of_the_formula(bias: bool, frozen: bool) -> None:
             assert (ours - theirs).norm() <= 1e-14 * theirs.norm()
 
 
+def test_torch_func_differentiates_it() -> None:
+    gate, value = (t.detach() for t in inputs())
+    linear = nn.Linear(12, 5).double()
+
+    def ours(gate: Tensor) -> Tensor:
+        return gated_linear(gate, value[0, :2], linear)
+
+    def theirs(gate: Tensor) -> Tensor:
+        return linear(F.silu(gate) * value[0, :2])
+
+    assert torch.allclose(*(torch.func.jacrev(f)(gate[0, :2]) for f in (ours, theirs)), rtol=1e-12)
+
+
 def test_keeps_gate_and_value_alone() -> None:
     gate, value = inputs()
     linear = nn.Linear(12, 12).double()

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 
 def gated(gate: Tensor, value: Tensor) -> Tensor:
@@ -54,33 +53,43 @@ def _is_plain(linear: nn.Module, x: Tensor) -> bool:
 
 
 class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, value: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, value)
-        return F.silu(gate).mul_(value)
+    generate_vmap_rule = True
 
     @staticmethod
-    @once_differentiable
+    def forward(gate: Tensor, value: Tensor) -> Tensor:
+        return F.silu(gate) * value
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
-        gate, value = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(d * value, gate), F.silu(gate).mul_(d)
+        return _backward(d, *ctx.saved_tensors)
 
 
 class _GatedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(gate, value, weight)
-        return F.linear(F.silu(gate).mul_(value), weight, bias)
+    generate_vmap_rule = True
 
     @staticmethod
-    @once_differentiable
+    def forward(gate: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(F.silu(gate) * value, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:3])
+
+    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         gate, value, weight = ctx.saved_tensors
         _, _, needs_weight, needs_bias = ctx.needs_input_grad
-        rows, silu, d_weight = dy.flatten(0, -2), F.silu(gate), None
+        rows, d_weight = dy.flatten(0, -2), None
         if needs_weight:
-            d_weight = rows.t() @ (silu * value).flatten(0, -2)
-        d = dy @ weight
-        d_value = silu.mul_(d)
-        d_gate = torch.ops.aten.silu_backward(d.mul_(value), gate)
-        return d_gate, d_value, d_weight, rows.sum(0) if needs_bias else None
+            d_weight = rows.t() @ (F.silu(gate) * value).flatten(0, -2)
+        d_bias = rows.sum(0) if needs_bias else None
+        return *_backward(dy @ weight, gate, value), d_weight, d_bias
+
+
+def _backward(d: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    d_gate = torch.ops.aten.silu_backward(d * value, gate)
+    return d_gate, F.silu(gate) * d
