@@ -56,8 +56,7 @@ def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> in
     B and C, and the scan's sparse states; of the generic mixers B, C and a dense A; of attention queries,
     keys and values, repeated for each head, its output, and in_proj's if there is a convolution; of
     gated_deltanet and mamba3 what is made of keys and queries besides, with is_mimo for each of a token's
-    inputs; of an MLP its norm's output and in_proj's. Within a fifth of what autograd was
-    seen to keep.
+    inputs; of an MLP its norm's output and in_proj's. Within a fifth of what autograd was seen to keep.
 
     Args:
         recompute: "selective" keeps of the residual stream, of in_proj's and of the scan's results alone,
