@@ -26,7 +26,7 @@ from adjoint.cluster.spec import two_each
 from adjoint.engine.grid import Scheme
 from adjoint.engine.kept import by_itself
 from adjoint.engine.stages import Chunk
-from adjoint.engine.tile import Gradients
+from adjoint.engine.tile import WAITING, Gradients
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.head import head_scale
@@ -358,7 +358,7 @@ class PretrainedSetup(Setup):
     def _peak(self, pieces: Sequence[int], chunk: int, plain: bool) -> int:
         """The peak of one graph of some pieces, bottom up."""
         counted = [self.piece(piece, plain) for piece in pieces]
-        peak = held = above = 0
+        peak = held = 0
         # cotangents of the chunk after this one
         saved = 0 if self.chunks == 1 else sum(c.pinned for c in counted)
         below = []
@@ -367,15 +367,10 @@ class PretrainedSetup(Setup):
             below.append(saved)
             held, saved = held + c.held, saved + c.saved
         for piece, c, under in zip(pieces[::-1], counted[::-1], below[::-1], strict=True):
-            peak = max(peak, under + chunk * (piece != HEAD) + c.pulled + above)
-            if not plain:  # autograd gives the gradients of all weights at once
-                above += self.element * self._size(piece)
-        return peak
-
-    def _size(self, piece: int) -> int:
-        if piece >= 0:
-            return self.model.layer_sizes[piece]
-        return self.model.first if piece == EMBEDDING else self.model.last
+            peak = max(peak, under + chunk * (piece != HEAD) + c.pulled)
+        # of gradients that a GPU has not added yet
+        waiting = 0 if plain or self.device == "cpu" else int(WAITING)
+        return peak + waiting
 
     def stage_costs(self, spans: Sequence[range]) -> tuple[float, ...]:
         return tuple(sum(self.found.costs[k] for k in span) for span in spans)
