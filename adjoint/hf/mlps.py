@@ -1,4 +1,4 @@
-"""Our gated product in the places of transformers' own MLPs, for the time of a chunk: theirs keeps five
+"""Our gated product in the places of transformers' own MLPs, for the time of a chunk: theirs keeps four
 tensors as wide as the MLP for the backward, ours two."""
 
 from __future__ import annotations
