@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import ctypes.util
 import hashlib
 import importlib
 import json
@@ -38,6 +39,9 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     "default": {},
     # glibc told to keep what it has: faster, as large tensors are not mapped and zeroed anew, and hungrier.
     "retain": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"},
+    # glibc without its cache of small blocks, which before 2.39 leaves holes (its bug 30723).
+    "no-tcache": {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"},
+    "jemalloc": {"LD_PRELOAD": "libjemalloc.so.2"},
 }
 _ANSWER = "answer: "
 
@@ -82,6 +86,14 @@ def parse_size(text: str) -> int:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write a number, or 16K, 1M, 18GB")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def parse_allocator(text: str) -> str:
+    """A `type=` of argparse for a name of `ALLOCATORS`: refuses the one that is not installed, in whose place
+    the loader would quietly use glibc's."""
+    if text == "jemalloc" and ctypes.util.find_library(text) is None:
+        raise argparse.ArgumentTypeError("jemalloc is not installed: apt install libjemalloc2")
+    return text
 
 
 # --------------------------------------------------------------------------------------------------- children

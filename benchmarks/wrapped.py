@@ -7,6 +7,7 @@ Compared are transformers as it is, with gradient checkpointing, and `adjoint.wr
 
 - Memory: peak resident size above what the process holds once it has run 64 tokens. Time: the median pass,
   after that one; processes are repeated `--repeats` times and alternate, published is the median.
+- `--allocators`: on a CPU holes in the heap are a part of resident memory, and differ by allocator.
 - Attention's keys, values and their cotangents are what has to grow; `kept` is what they take.
 - A point is left out when the memory predicted from the last two exceeds `--max-memory`.
 """
@@ -102,14 +103,15 @@ def measure(point: Point) -> dict[str, Any]:
 
 
 def grid(options: Any) -> list[Point]:
-    """Every point; ways alternate innermost. Long ones take minutes, and once is enough."""
+    """Every point; ways alternate innermost. Long ones take minutes unless wrapped, and once is enough."""
     return [
-        {"model": name, "way": way, "length": n, "repeat": repeat, "repeat_s": options.repeat_s}
-        for repeat, n, name, way in itertools.product(
-            range(options.repeats), options.lengths, options.models, options.ways
+        {"model": name, "way": way, "allocator": allocator, "length": n, "repeat": repeat,
+         "repeat_s": options.repeat_s}
+        for repeat, n, name, allocator, way in itertools.product(
+            range(options.repeats), options.lengths, options.models, options.allocators, options.ways
         )
-        if n <= MODELS[name][3] and (n <= 8192 or repeat == 0)
-    ]
+        if n <= MODELS[name][3] and (n <= 8192 or way == "wrapped" or repeat == 0)
+    ]  # fmt: skip
 
 
 def run(options: Any, journal: common.Journal) -> None:
@@ -119,50 +121,64 @@ def run(options: Any, journal: common.Journal) -> None:
         curve = journal.curve(point, "length", "repeat")
         sizes = [(p["length"], r["memory_bytes"]) for p, r in curve if "memory_bytes" in r]
         reason = common.too_large(sizes, point["length"], options.max_memory)
-        return {"skipped": reason} if reason else common.run_child("benchmarks.wrapped", point)
+        if reason:
+            return {"skipped": reason}
+        return common.run_child("benchmarks.wrapped", point, common.ALLOCATORS[point["allocator"]])
 
-    common.run_points(grid(options), journal, measured, lambda p: f"{p['model']} {p['way']} {p['length']:,}")
+    common.run_points(
+        grid(options),
+        journal,
+        measured,
+        lambda p: f"{p['model']} {p['way']} {p['length']:,} {p['allocator']}",
+    )
 
 
 def summarise(options: Any, journal: common.Journal) -> list[Row]:
-    """A row a (model, way, length)."""
+    """A row a (model, way, allocator, length)."""
+    found: dict[tuple[str, str, str, int], list[Point]] = {}
+    for point in grid(options):
+        result = journal.get(point)
+        if result and "memory_bytes" in result:
+            key = point["model"], point["way"], point["allocator"], point["length"]
+            found.setdefault(key, []).append(result)
     rows = []
-    for name, way, n in itertools.product(options.models, options.ways, options.lengths):
-        results = [
-            journal.get(p) for p in grid(options) if (p["model"], p["way"], p["length"]) == (name, way, n)
-        ]
-        good = [r for r in results if r and "memory_bytes" in r]
-        if good:
-            times = [statistics.median(r["seconds"][1:] or r["seconds"]) / n * 1e3 for r in good]
+    for key in itertools.product(options.models, options.ways, options.allocators, options.lengths):
+        if key in found:
+            name, way, allocator, n = key
+            sizes = sorted(r["memory_bytes"] for r in found[key])
+            times = [statistics.median(r["seconds"][1:] or r["seconds"]) / n * 1e3 for r in found[key]]
             rows.append({
-                "model": name, "way": way, "length": n, "processes": len(good),
-                "memory_bytes": int(statistics.median(r["memory_bytes"] for r in good)),
-                "ms_per_token": round(statistics.median(times), 4), "kept_bytes": kept(name, n),
+                "model": name, "way": way, "allocator": allocator, "length": n, "processes": len(sizes),
+                "memory_bytes": int(statistics.median(sizes)), "memory_bytes_min": sizes[0],
+                "memory_bytes_max": sizes[-1], "ms_per_token": round(statistics.median(times), 4),
+                "kept_bytes": kept(name, n),
             })  # fmt: skip
     return rows
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A line a model and way, a column a length."""
+    """A line a model, way and, where there are several, allocator; a column a length."""
     lengths = sorted({row["length"] for row in rows})
-    at = {(row["model"], row["way"], row["length"]): row for row in rows}
+    at = {(row["model"], row["way"], row["allocator"], row["length"]): row for row in rows}
+    several = len({row["allocator"] for row in rows}) > 1
 
     def cell(row: Row | None) -> str:
         return (
             "–" if row is None else f"{row['memory_bytes'] / 2**20:,.0f} MiB · {row['ms_per_token']:.2f} ms"
         )
 
-    lines = [
-        [f"{name}, {way}" if way != "wrapped" else f"**{name}, wrapped**"]
-        + [cell(at.get((name, way, n))) for n in lengths]
-        for name, way in dict.fromkeys((row["model"], row["way"]) for row in rows)
-    ]
+    lines = []
+    for name, way, allocator in dict.fromkeys((row["model"], row["way"], row["allocator"]) for row in rows):
+        label = ", ".join((name, way, allocator) if several else (name, way))
+        cells = [cell(at.get((name, way, allocator, n))) for n in lengths]
+        lines.append([f"**{label}**" if way == "wrapped" and not several else label, *cells])
     heads = ["peak memory above a short pass · time a token", *(f"{n:,} tokens" for n in lengths)]
     return common.markdown_table(heads, lines)
 
 
 def draw(rows: Sequence[Row], environment: dict[str, Any], path: Path) -> None:
-    """Memory above, time below, a column a model."""
+    """Memory above, time below, a column a model; of several allocators the first one's."""
+    rows = [row for row in rows if row["allocator"] == rows[0]["allocator"]]
     names = list(dict.fromkeys(row["model"] for row in rows))
     lengths = sorted({row["length"] for row in rows})
     figure, panels = common.pyplot().subplots(
@@ -188,7 +204,7 @@ def draw(rows: Sequence[Row], environment: dict[str, Any], path: Path) -> None:
     panels[0, 0].set_ylabel("peak memory, MiB")
     panels[1, 0].set_ylabel("forward + backward, ms a token")
     panels[0, -1].legend(fontsize=7.5)
-    conditions = "d_model 256, 4 layers, float32, batch 1"
+    conditions = f"d_model 256, 4 layers, float32, batch 1, allocator {rows[0]['allocator']}"
     common.save(figure, path, common.footer(environment, conditions))
 
 
@@ -199,7 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--lengths", type=size, nargs="+", default=list(LENGTHS), help=f"tokens, as 16K (default {LENGTHS})")
     common.add_choice(parser, "--models", MODELS)
     common.add_choice(parser, "--ways", WAYS)
-    add("--repeats", type=int, default=3, help="processes a point up to 8,192 tokens (default 3)")
+    add("--allocators", type=common.parse_allocator, choices=common.ALLOCATORS, nargs="+",
+        default=["default"], help="default: glibc as it comes")  # fmt: skip
+    add("--repeats", type=int, default=3, help="processes a point, of unwrapped ones up to 8,192 tokens (3)")
     add("--max-memory", type=size, help="as 18GB (default 75%% of the machine's)")
     add("--repeat-s", type=float, default=4.0, help="seconds for which a process repeats its pass (4)")
     options = parser.parse_args(arguments)
@@ -215,6 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw(rows, environment, folder / "wrapped.png")
         print(f"wrote {folder}/wrapped.json, .csv and .png")
         everything = options.models == list(MODELS) and options.ways == list(WAYS)
+        everything = everything and options.allocators == ["default"]
         if complete and options.out is None and everything:
             document = common.ROOT / "docs" / "models.md"
             shown = f"![Memory and time of wrapped models](wrapped.png)\n\n{markdown(rows)}"

@@ -165,7 +165,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="which others to compare with (default all; none: no name)")  # fmt: skip
     add("--device", default="cpu", help="cpu or cuda")
     add("--dtype", choices=LIMITS, help="default float32, on a GPU bfloat16")
-    add("--allocator", choices=common.ALLOCATORS, default="retain", help="glibc's setting (default retain)")
+    add("--allocator", type=common.parse_allocator, choices=common.ALLOCATORS, default="retain",
+        help="default retain")  # fmt: skip
     add("--settle", type=float, dest="repeat_s", default=REPEAT_S, help="seconds a pass is repeated (0.3)")
     add("--resume", action="store_true", help="go on with a run that was stopped")
     options = parser.parse_args(arguments)

@@ -111,7 +111,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--lengths", type=size, nargs="+", help=f"tokens, as 16K (default {LENGTHS})")
     common.add_choice(parser, "--methods", METHODS)
     add("--repeats", type=int, help="processes a point (default 3)")
-    add("--allocator", choices=[*common.ALLOCATORS, "both"], help="glibc's settings (default both)")
+    add("--allocator", type=common.parse_allocator, choices=[*common.ALLOCATORS, "both"],
+        help="default, retain or both of these (default both), no-tcache, jemalloc")  # fmt: skip
     add("--device", default="cpu", help="cpu or cuda")
     add("--max-memory", type=size, help="as 18GB (default 75%% of the machine's, or of the GPU's)")
     add("--quick", action="store_true", help="two short lengths once, into benchmarks/results/partial")
@@ -125,7 +126,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if common.is_gpu(parser, options.device):
         total = torch.cuda.get_device_properties(options.device).total_memory
         allocator = "default"  # glibc's settings do not reach the GPU's memory
-    options.allocators = list(common.ALLOCATORS) if allocator == "both" else [allocator]
+    options.allocators = ["default", "retain"] if allocator == "both" else [allocator]
     options.max_memory = options.max_memory or int(0.75 * total)
     options.repeat_s = 0.5 if options.quick else REPEAT_S
     if options.quick and options.out is None:
