@@ -52,6 +52,34 @@ DELTA: dict[str, Any] = {  # gated delta rule
     "linear_value_head_dim": 6,
     "layer_types": LAYERS,
 }
+QSA: dict[str, Any] = {  # sparse attention of many heads: with few, keys often share a score
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [1, 1, 2],
+        "partial_rotary_factor": 1.0,
+    },
+}
+DSA: dict[str, Any] = {"index_topk": 6, "index_n_heads": 16, "index_head_dim": 8}
+INKLING: dict[str, Any] = {
+    **NARROW,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+    "sliding_window_size": 5,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 6,
+    "d_rel": 4,
+    "rel_extent": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "unpadded_vocab_size": VOCAB,
+}
 CONV = {**HEADS, "layer_types": ["conv", "full_attention", "conv"]}
 
 # Family → class → its configuration's options; vocabulary and special tokens come from `make`.
@@ -81,6 +109,15 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
             "expert_layer_period": 2,
             "expert_layer_offset": 1,
             "num_experts": 4,
+        },
+        "ZambaForCausalLM": {
+            **HEADS,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 4,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "n_mamba_heads": 2,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba"],
         },
     },
     "hybrids of Mamba-2 and attention": {
@@ -140,12 +177,29 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
             "num_mtp_layers": 0,
             "layer_types": LAYERS,
         },
+        "Qwen4ExpForCausalLM": {  # attention is sparse; n-grams of the ids are a state too
+            **NARROW,
+            **DELTA,
+            **EXPERTS,
+            **QSA,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+            "shared_expert_intermediate_size": 16,
+            "hc_lowrank": 4,
+            "ple_layer_ids": [1],
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 50,
+            "make_ngram_vocab_size_divisible_by": 2,
+            "split_ngram_parts": 1,
+        },
     },
     "short convolutions and attention": {
         "Lfm2ForCausalLM": CONV,
         "Lfm3ForCausalLM": CONV,
         "Lfm2MoeForCausalLM": {**CONV, **EXPERTS, "num_dense_layers": 1},
         "ZayaForCausalLM": NARROW,
+        "InklingForCausalLM": INKLING,
+        "Inkling2ForCausalLM": INKLING,
     },
     "attention": {
         "LlamaForCausalLM": NARROW,
@@ -159,6 +213,15 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
             **GROUPS,
             "n_routed_experts": 4,
             "q_lora_rank": 12,
+            "first_k_dense_replace": 1,
+        },
+        "DeepseekV32ForCausalLM": {
+            **HEADS,
+            **LATENT,
+            **GROUPS,
+            **DSA,
+            "q_lora_rank": 8,
+            "n_routed_experts": 4,
             "first_k_dense_replace": 1,
         },
         "Gemma2ForCausalLM": {**NARROW, "sliding_window": 5},
@@ -185,6 +248,13 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
             "vocab_size_per_layer_input": VOCAB,
             "num_kv_shared_layers": 2,
         },
+        "Llama4ForCausalLM": {
+            **NARROW,
+            "num_hidden_layers": 4,
+            "num_local_experts": 2,
+            "attention_chunk_size": 8,
+        },
+        "FalconForCausalLM": {**HEADS, "alibi": True},
         "BloomForCausalLM": {"hidden_size": 24, "n_layer": 3, "n_head": 4},
         "MptForCausalLM": {"d_model": 24, "n_layers": 3, "n_heads": 4},
         "OPTForCausalLM": {
@@ -211,21 +281,10 @@ MODELS = {name: options for classes in FAMILIES.values() for name, options in cl
 
 # Tried and refused, each for a reason of its own.
 REFUSED: dict[str, dict[str, Any]] = {
-    "ZambaForCausalLM": {
-        **HEADS,
-        "num_hidden_layers": 5,
-        "num_key_value_heads": 4,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
-        "n_mamba_heads": 2,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba"],
-    },
     "RecurrentGemmaForCausalLM": {**HEADS, "lru_width": 24, "attention_window_size": 8},
     "MiniMaxForCausalLM": {**NARROW, "num_local_experts": 4, "block_size": 8, "layer_types": LAYERS},
     "xLSTMForCausalLM": {"hidden_size": 128, "num_hidden_layers": 2, "num_heads": 2},
     "DeepseekV4ForCausalLM": HEADS,
-    "FalconForCausalLM": {**HEADS, "alibi": True},
-    "Llama4ForCausalLM": {**NARROW, "num_local_experts": 2, "attention_chunk_size": 8},
 }
 
 

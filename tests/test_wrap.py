@@ -52,6 +52,7 @@ ALIKE = {
     "Ernie4_5ForCausalLM",
     "Gemma2ForCausalLM",
     "GraniteForCausalLM",
+    "Inkling2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "Lfm3ForCausalLM",
     "MixtralForCausalLM",
@@ -101,9 +102,8 @@ def test_loss_and_gradients_are_the_models_own(name: str, double: None) -> None:
     right, labels ignored; each hook fires once."""
     options = OPTIONS.get(name, {})
     model = make(name, **options)
-    assert model.config.tie_word_embeddings == options.get(
-        "tie_word_embeddings", model.config.tie_word_embeddings
-    )
+    for option, value in options.items():
+        assert getattr(model.config, option) == value
     wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8))
     fired: list[str] = []
     for parameter_name, p in wrapped.named_parameters():
@@ -116,7 +116,8 @@ def test_loss_and_gradients_are_the_models_own(name: str, double: None) -> None:
         assert found.loss <= 1e-12
         assert found.total <= 1e-10
         assert found.worst <= 1e-10, found
-        assert sorted(fired) == sorted(expected[1])
+        # PyTorch calls the hooks of parameters without a gradient too, such as an indexer's
+        assert len(fired) == len(set(fired)) and set(fired) >= set(expected[1])
     assert held(wrapped) == table()[name][1]
 
 
@@ -144,19 +145,21 @@ def test_bfloat16_is_no_further_off_than_the_models_own(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dropout", "recompute"),
+    ("name", "noise", "recompute"),
     [
         ("LlamaForCausalLM", {"attention_dropout": 0.2}, "none"),
         ("GPT2LMHeadModel", {"resid_pdrop": 0.2}, "none"),
         ("GPT2LMHeadModel", {"resid_pdrop": 0.2}, "full"),
+        ("MixtralForCausalLM", {"router_jitter_noise": 0.2}, "none"),
+        ("MixtralForCausalLM", {"router_jitter_noise": 0.2}, "full"),
     ],
 )
-def test_dropout_draws_the_same_again(
-    name: str, dropout: dict[str, float], recompute: str, double: None
+def test_random_numbers_are_drawn_again(
+    name: str, noise: dict[str, float], recompute: str, double: None
 ) -> None:
     """The gradient is that of the loss that was returned, by finite differences under a fixed seed; a second
     backward pass gives it again."""
-    model, inputs = make(name, **dropout), make_batch(29)
+    model, inputs = make(name, **noise), make_batch(29)
     adjoint.wrap(model, adjoint.Exact(chunk_size=8, recompute=recompute))
     model(**inputs)  # the comparison on first use lies behind us
 
@@ -439,11 +442,10 @@ def test_a_class_that_is_refused(name: str) -> None:
         adjoint.wrap(model, adjoint.Exact(chunk_size=8))(**inputs)
     assert "\n" not in str(caught.value)
     assert table()[name][2].replace("&lt;", "<") == f"refused: {reason(caught.value)}"
-    if "no backbone" not in str(caught.value):
-        assert "adjoint.wrap(model, adjoint.Backprop()) works" in str(caught.value)
-        adjoint.wrap(model, adjoint.Backprop())
-        got, expected = (loss_and_gradients(m, **inputs) for m in (model, plain))
-        assert errors(got, expected).worst <= 1e-6
+    assert "adjoint.wrap(model, adjoint.Backprop()) works" in str(caught.value)
+    adjoint.wrap(model, adjoint.Backprop())
+    got, expected = (loss_and_gradients(m, **inputs) for m in (model, plain))
+    assert errors(got, expected).worst <= 1e-6
 
 
 def test_a_scan_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,10 +499,12 @@ def test_masks_and_padding_that_are_refused() -> None:
 
 
 def test_models_and_methods_that_are_refused() -> None:
-    model = make("LlamaForCausalLM")
+    model, two = make("LlamaForCausalLM"), make("LlamaForCausalLM")
+    two.base_model_prefix, two.another = "neither", model.model
     for wrong, method, message in (
         (torch.nn.Linear(2, 2), None, "takes a causal LM of transformers with a head, this is a Linear"),
         (model.model, None, "with a head, this is a LlamaModel"),
+        (two, None, "LlamaForCausalLM has no backbone apart from its head"),
         (model, adjoint.Truncated("auto"), r"takes Truncated\(window\) with a window in tokens"),
         (model, adjoint.LayerLocal(), r"got LayerLocal\("),
     ):

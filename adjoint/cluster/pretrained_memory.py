@@ -30,6 +30,7 @@ from adjoint.engine.tile import WAITING, Gradients
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.head import head_scale
+from adjoint.hf.layers import backbone_of
 from adjoint.hf.load import KEY, configuration
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
@@ -152,7 +153,7 @@ class Spans:
         self.made: dict[str, tuple[Any, Any]] = {}
         self.counted: dict[Any, Counted] = {}
         model, n = self._model("float32")[1], found.n_layer
-        layers = list(getattr(model.base_model, found.layers))
+        layers = list(getattr(backbone_of(model), found.layers))
         caches: list[Any] = ChunkCache(found.config).layers
         self.windows = [getattr(caches[k], "window", None) if k < len(caches) else None for k in range(n)]
         slots = [[(s.name, s.index, s.shape) for s in found.slots if s.layer == k] for k in range(n)]

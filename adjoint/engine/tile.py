@@ -120,7 +120,9 @@ def linearize(
         there. It may be called once and frees what it kept.
     """
     x = x.detach().requires_grad_(x.is_floating_point())
-    state = tuple(s.detach().requires_grad_() if isinstance(s, Tensor) else s for s in state)
+    state = tuple(
+        s.detach().requires_grad_(s.is_floating_point()) if isinstance(s, Tensor) else s for s in state
+    )
     followed = [t for t in (x, *state) if isinstance(t, Tensor) and t.requires_grad]
     leaves = aliases(parameters if used is None else used)
     for leaf, parameter in zip(leaves, parameters, strict=True):

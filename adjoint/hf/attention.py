@@ -1,5 +1,8 @@
-"""Attention of a wrapped model by `adjoint.kernels.attention`. transformers' own, given no mask, is causal at
-the upper left, which drops the past."""
+"""Attention of a wrapped model by `adjoint.kernels.attention`, in the place of transformers' "sdpa" for the
+time of a chunk. That, given no mask, is causal at the upper left, which drops the past.
+
+The configuration goes on saying "sdpa": models look there for what to hand over, such as a mask of the keys
+that sparse attention has picked."""
 
 from __future__ import annotations
 
@@ -7,13 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adjoint.kernels import attention
-
-NAME = "adjoint"  # under which transformers knows it
 
 
 def _attention(
@@ -51,5 +52,8 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs)
 
 
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
+# Mappings of transformers, and what stands in them meanwhile.
+OURS: list[tuple[Any, dict[str, Any]]] = [
+    (ALL_ATTENTION_FUNCTIONS, {"sdpa": _attention}),
+    (ALL_MASK_ATTENTION_FUNCTIONS, {"sdpa": _mask}),
+]

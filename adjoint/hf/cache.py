@@ -21,15 +21,19 @@ from adjoint.hf import scans
 from adjoint.kernels.attention import join
 from adjoint.layers import State
 
+# Dimensions along which tensors grow, with the batch: keys and values are (batch, heads, tokens, dim),
+# an indexer's keys (batch, tokens, dim).
+GROWS = {"keys": 2, "values": 2, "indexer": 1}
+
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """Where one tensor of the state lies in the cache.
 
     Attributes:
-        layer: the model's. name: "conv", "recurrent", "keys" or "values". index: of a layer's several conv
-            or recurrent states.
-        shape: without the batch; keys and values of no token.
+        layer: the model's. name: "conv", "recurrent", "keys", "values" or "indexer". index: of a layer's
+            several conv or recurrent states.
+        shape: without the batch; what grows, of no token.
     """
 
     layer: int
@@ -41,7 +45,7 @@ class Slot:
     @property
     def grows(self) -> int | None:
         """The dimension along which it grows, counted with the batch."""
-        return 2 if self.name in ("keys", "values") else None
+        return GROWS.get(self.name)
 
 
 def zeros(slots: Sequence[Slot], batch: int, device: torch.device) -> State:
@@ -62,6 +66,8 @@ class _Recurrent(theirs.LinearAttentionLayer):
         before = self.conv_states[state_idx]
         if before is None:
             whole = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+        elif conv_states.dim() == 2:  # (batch, tokens): ids
+            whole = torch.cat([before.to(conv_states.dtype), conv_states], dim=1)
         else:
             pieces = before.to(conv_states.dtype), conv_states
             # token by token in memory, as the chunk's inputs come out of their projection
@@ -128,17 +134,50 @@ class _Window(_Growing, theirs.DynamicSlidingWindowLayer):
         self.window = window
 
 
-class _Both(_Growing, _Recurrent, theirs.DynamicLayer):
+class _Indexed(_Full):
+    """Sparse attention, whose indexer picks some keys of the past by keys of its own; no gradient goes
+    there."""
+
+    indexer_before: Past | None = None
+    indexer_piece: Tensor | None = None
+    indexer_position_ids: Tensor | None = None  # of its past, where a model keeps keys without their rotation
+
+    def begin_indexer(self, past: Past, seen: int) -> None:
+        self.indexer_before, values = past, past.slab.values
+        if seen:
+            positions = torch.arange(seen, device=values.device)
+            self.indexer_position_ids = positions.expand(
+                3, values.shape[0], seen
+            )  # time, height, width: text
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        self.indexer_piece = indexer_key_states.detach()
+        if self.indexer_before is None:
+            return self.indexer_piece
+        return self.indexer_before.join(self.indexer_piece)
+
+    def found(self) -> dict[tuple[str, int], Tensor]:
+        own = {} if self.indexer_piece is None else {("indexer", 0): self.indexer_piece}
+        return {**super().found(), **own}
+
+
+class _Both(_Growing, _Recurrent):
     """A layer with a recurrence and attention side by side."""
 
-    is_compileable = is_croppable = False
-
-    def __init__(self, number_of_states: int) -> None:
-        theirs.DynamicLayer.__init__(self)
-        theirs.LinearAttentionLayer.__init__(self, number_of_states)
+    is_croppable = False
 
     def found(self) -> dict[tuple[str, int], Tensor]:
         return {**_Recurrent.found(self), **_Growing.found(self)}
+
+
+class _BothFull(_Both, theirs.LinearAttentionAndFullAttentionLayer):
+    pass
+
+
+class _BothWindow(_Both, theirs.LinearAttentionAndSlidingWindowAttentionLayer):
+    def __init__(self, window: int, number_of_states: int) -> None:
+        super().__init__(window, number_of_states)
+        self.window = window
 
 
 class ChunkCache(DynamicCache):
@@ -168,14 +207,16 @@ class ChunkCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, _Growing):
                 layer.seen, layer.is_initialized = seen, seen > 0
-        pasts: dict[int, list[Any]] = {}
+        pasts: dict[int, dict[str, Any]] = {}
         for slot, value in zip(slots, state, strict=True):
             if slot.grows is not None:
-                pasts.setdefault(slot.layer, []).append(value)
+                pasts.setdefault(slot.layer, {})[slot.name] = value
             elif seen:
                 self.layers[slot.layer].set(slot.name, slot.index, value.to(slot.dtype))
-        for layer, (keys, values) in pasts.items():
-            self.layers[layer].before = keys, values
+        for layer, past in pasts.items():
+            self.layers[layer].before = past["keys"], past["values"]
+            if "indexer" in past:
+                self.layers[layer].begin_indexer(past["indexer"], seen)
 
     def out_of(self, slots: Sequence[Slot]) -> State:
         """The new state: of what grows, the chunk's own piece."""
@@ -187,17 +228,21 @@ class ChunkCache(DynamicCache):
         out = []
         for i, layer in enumerate(self.layers):
             for (name, index), value in layer.found().items() if hasattr(layer, "found") else ():
-                shape = list(value.shape[1:])
-                if name in ("keys", "values"):
-                    shape[1] = 0
-                out.append(Slot(i, name, index, tuple(shape), value.dtype))
+                shape = list(value.shape)
+                if name in GROWS:
+                    shape[GROWS[name]] = 0
+                out.append(Slot(i, name, index, tuple(shape[1:]), value.dtype))
         return out
 
 
 def _ours(layer: Any) -> Any:
     kind = type(layer)
     if kind is theirs.LinearAttentionAndFullAttentionLayer:
-        return _Both(layer.number_of_states)
+        return _BothFull(layer.number_of_states)
+    if kind is theirs.LinearAttentionAndSlidingWindowAttentionLayer:
+        return _BothWindow(layer.sliding_window, layer.number_of_states)
+    if kind is theirs.DynamicIndexedLayer:
+        return _Indexed()
     if kind is theirs.LinearAttentionLayer:
         return _Recurrent(layer.number_of_states)
     if kind is theirs.DynamicSlidingWindowLayer:

@@ -106,9 +106,9 @@ def as_refusal(model: Any) -> Iterator[None]:
     """An error of the model's own code, run chunk by chunk, is a refusal too."""
     try:
         yield
-    except Refused:
+    except (Refused, torch.OutOfMemoryError):
         raise
-    except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         said = " ".join(str(error).split())[:200]
         refuse(model, f"it does not go on from the cache it is given ({said})", cause=error)
 

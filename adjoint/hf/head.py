@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from adjoint.hf.layers import backbone_of
 from adjoint.loss import IGNORE_INDEX, SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA, linear_cross_entropy
 
 
@@ -44,7 +45,7 @@ class _Stub(nn.Module):
 
 @contextlib.contextmanager
 def _stubbed(model: Any, hidden: Tensor) -> Iterator[None]:
-    real = model.base_model
+    real = backbone_of(model)
     name = next(name for name, module in model.named_children() if module is real)
     model._modules[name] = _Stub(real, hidden)
     try:

@@ -1,13 +1,25 @@
-"""The layers of a transformers backbone, and other forwards in the places of their own."""
+"""The backbone of a transformers model, its layers, and other forwards and functions in the places of their
+own."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def backbone_of(model: Any) -> Any:
+    """All of a causal LM below its head; the model itself where that is not to be had apart. transformers'
+    `base_model`, or what stands in its place where a class says a name that it does not have."""
+    if model.base_model is not model:
+        return model.base_model
+    found = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return found[0] if len(found) == 1 else model
 
 
 def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:
@@ -33,3 +45,28 @@ def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
             module.__dict__.pop("forward")
             if own is not None:
                 module.__dict__["forward"] = own
+
+
+_lock = threading.Lock()
+_inside: dict[int, int] = {}  # of each mapping, how many threads want other values in it
+_before: dict[int, dict[str, Any]] = {}
+
+
+@contextlib.contextmanager
+def rebound(places: Sequence[tuple[MutableMapping[str, Any], dict[str, Any]]]) -> Iterator[None]:
+    """Meanwhile names have other values, until the last thread is through: (mapping, {name: value}) each, the
+    names of a module or a registry. A mapping is always given the same ones."""
+    with _lock:
+        for mapping, values in places:
+            if not _inside.get(id(mapping)):
+                _before[id(mapping)] = {name: mapping[name] for name in values}
+                mapping.update(values)
+            _inside[id(mapping)] = _inside.get(id(mapping), 0) + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            for mapping, _ in places:
+                _inside[id(mapping)] -= 1
+                if not _inside[id(mapping)]:
+                    mapping.update(_before.pop(id(mapping)))

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adjoint.hf import check
 from adjoint.hf.head import summed_loss
-from adjoint.hf.layers import layers_of, replaced
+from adjoint.hf.layers import backbone_of, layers_of, replaced
 from adjoint.hf.stage import class_of
 from adjoint.loss import shift_labels
 from adjoint.methods import MiniSequence
@@ -42,12 +42,12 @@ def total_loss(
     Args:
         mlps: as `token_wise` names them. scale: of `adjoint.hf.head.head_scale`.
     """
-    takes = inspect.signature(class_of(model.base_model).forward).parameters
+    takes = inspect.signature(class_of(backbone_of(model)).forward).parameters
     any_kind = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     given = {k: v for k, v in kwargs.items() if v is not None and k not in HEADS_OWN}
     given = {k: v for k, v in given.items() if any_kind or k in takes}
-    with splitting(model.base_model, mlps, method.mlp_chunks):
-        hidden = model.base_model(**given, use_cache=False)[0]
+    with splitting(backbone_of(model), mlps, method.mlp_chunks):
+        hidden = backbone_of(model)(**given, use_cache=False)[0]
     forward, targets = class_of(model).forward, targets.to(hidden.device)
     return summed_loss(model, forward, hidden, targets, scale, method.head_chunks)
 

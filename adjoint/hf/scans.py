@@ -7,10 +7,8 @@ by names of their modules, and those names are rebound while a chunk runs."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,6 +44,9 @@ def _mamba_selective_scan(
 ) -> Any:
     """transformers' signature: everything (batch, d_inner or d_state, seqlen)."""
     state, handed.state = handed.state, None
+    if state is not None and state.dim() == 4:  # (batch, heads, d_inner, d_state): of Zamba, head by head
+        state, rest = state[:, 0], state[:, 1:]
+        handed.state = rest if rest.shape[1] else None
     u, delta, B, C = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
     gate = None if z is None else z.transpose(1, 2)
     y, final = selective_scan(u, delta, A, B, C, D, gate, delta_bias, delta_softplus, initial_state=state)
@@ -129,33 +130,9 @@ OURS = {
 }
 
 
-def modules_with_scans(model: nn.Module) -> list[Any]:
-    """The Python modules of a model's classes that have scans of these names."""
+def places(model: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+    """The names of the Python modules of a model's classes that are scans, and ours for each."""
     modules = {cls.__module__ for m in model.modules() for cls in type(m).__mro__}
-    found = [sys.modules[name] for name in sorted(modules) if name in sys.modules]
-    return [module for module in found if any(hasattr(module, name) for name in OURS)]
-
-
-_lock = threading.Lock()
-_inside: dict[Any, int] = {}  # of each module, how many threads run a chunk with our scans
-_theirs: dict[Any, dict[str, Any]] = {}
-
-
-@contextlib.contextmanager
-def rebound(modules: list[Any]) -> Iterator[None]:
-    """Our scans under those names, until the last thread is through."""
-    with _lock:
-        for module in modules:
-            if not _inside.get(module):
-                _theirs[module] = {name: getattr(module, name) for name in OURS if hasattr(module, name)}
-                vars(module).update({name: OURS[name] for name in _theirs[module]})
-            _inside[module] = _inside.get(module, 0) + 1
-    try:
-        yield
-    finally:
-        with _lock:
-            for module in modules:
-                _inside[module] -= 1
-                if not _inside[module]:
-                    vars(module).update(_theirs.pop(module))
-        handed.state = None
+    found = [vars(sys.modules[name]) for name in sorted(modules) if name in sys.modules]
+    pairs = [(names, {name: OURS[name] for name in OURS if name in names}) for names in found]
+    return [(names, ours) for names, ours in pairs if ours]

@@ -20,6 +20,7 @@ from adjoint.engine.grid import Scheme
 from adjoint.hf import check
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.head import head_scale
+from adjoint.hf.layers import backbone_of
 from adjoint.hf.stage import Backbone, CausalLM, Inside, class_of, probe
 from adjoint.layers import State
 from adjoint.loss import shift_labels
@@ -84,8 +85,8 @@ class Pretrained:
     def part(self, model: Any, span: range) -> Any:
         """The model with the layers `span` alone, the embedding with the first and head and final norm with
         the last; it shares its modules with `model`."""
-        part, backbone = copy.copy(model), copy.copy(model.base_model)
-        name = next(name for name, module in model.named_children() if module is model.base_model)
+        part, backbone = copy.copy(model), copy.copy(backbone_of(model))
+        name = next(name for name, module in model.named_children() if module is backbone_of(model))
         part._modules, backbone._modules = dict(model._modules), dict(backbone._modules)
         part._modules[name] = backbone
         layers = getattr(backbone, self.layers)
@@ -142,7 +143,7 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
     Raises:
         Refused: it cannot be cut, with the reason.
     """
-    backbone, config = model.base_model, model.config.get_text_config()
+    backbone, config = backbone_of(model), model.config.get_text_config()
     lists = [n for n, m in backbone.named_children() if isinstance(m, nn.ModuleList)]
     lists = [n for n in lists if len(getattr(backbone, n)) == config.num_hidden_layers]
     if len(lists) != 1:

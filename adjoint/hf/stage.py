@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
 
 from adjoint.engine import tile
 from adjoint.engine.stages import Chunk
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.hf import attention, head, mlps, norms, scans
 from adjoint.hf.cache import ChunkCache, Slot, zeros
-from adjoint.hf.layers import layers_of, replaced
+from adjoint.hf.layers import backbone_of, layers_of, rebound, replaced
 from adjoint.layers import State
 
 
@@ -32,25 +33,20 @@ class Inside:
     checkpointing, which would throw the cache away."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = scans.modules_with_scans(model)
         modules: list[Any] = list(model.modules())
-        configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}
-        self.configs = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == "sdpa"]
+        self.functions = scans.places(model) + attention.OURS
         self.checkpointing = [m for m in modules if getattr(m, "gradient_checkpointing", False)]
-        self.others = norms.forwards(model) | mlps.forwards(model)
+        self.forwards = norms.forwards(model) | mlps.forwards(model)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        for config in self.configs:
-            config._attn_implementation_internal = attention.NAME
         for module in self.checkpointing:
             module.gradient_checkpointing = False
         try:
-            with scans.rebound(self.modules), replaced(self.others):
+            with rebound(self.functions), replaced(self.forwards):
                 yield
         finally:
-            for config in self.configs:
-                config._attn_implementation_internal = "sdpa"
+            scans.handed.state = None
             for module in self.checkpointing:
                 module.gradient_checkpointing = True
 
@@ -76,7 +72,7 @@ class Backbone:
         multiplier: float | None = None,
         recompute: str = "none",
     ) -> None:
-        self.model, self.backbone, self.slots = model, model.base_model, list(slots)
+        self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
         self.grows = tuple(slot.grows for slot in self.slots)
         self.inside = Inside(model)
@@ -137,7 +133,7 @@ class Backbone:
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             call = functools.partial(run, **kwargs)
-            return tile.recomputed(call, args, self.recompute, self.random.active)
+            return tile.recomputed(call, args, self.recompute, self.random.possible)
 
         return recomputed
 
@@ -211,7 +207,7 @@ class Collect:
 @torch.no_grad()
 def probe(model: Any, input_ids: Tensor) -> list[Slot]:
     """The tensors of a model's state, seen by running it on two tokens of one sequence."""
-    backbone, cache = model.base_model, ChunkCache(model.config)
+    backbone, cache = backbone_of(model), ChunkCache(model.config)
     key, positions = _keywords(backbone)
     ids = input_ids[:1, :1].expand(1, 2)
     with Inside(model)(), torch.random.fork_rng(devices=_devices(ids)):
@@ -226,7 +222,8 @@ def call_backbone(
     hidden_size), whose first token is number `first` of its document."""
     kwargs: dict[str, Any] = {key: cache, "inputs_embeds" if x.is_floating_point() else "input_ids": x}
     if positions:
-        kwargs["position_ids"] = torch.arange(first, first + x.shape[1], device=x.device)[None]
+        places = torch.arange(first, first + x.shape[1], device=x.device)
+        kwargs["position_ids"] = places.expand(x.shape[0], -1)
     return backbone(use_cache=True, **kwargs)[0]
 
 
@@ -237,32 +234,46 @@ def _keywords(backbone: Any) -> tuple[str, bool]:
 
 
 class _Random:
-    """Dropout's draws: a chunk that is recomputed draws what it drew in the forward."""
+    """Dropout's draws, and others such as a router's noise: a chunk that is recomputed draws what it drew in
+    the forward. Of others the first chunk tells, which moves the generator or does not."""
 
     def __init__(self, model: nn.Module) -> None:
         rates = [getattr(m, "p", 0) for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
         modules: list[Any] = list(model.modules())
         configs = [m.config.to_dict() for m in modules if hasattr(m, "config")][:1]
         rates += [v for c in configs for n, v in c.items() if "dropout" in n and isinstance(v, (int, float))]
-        self.active = model.training and any(rates)
-        self.before: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self.active, self.settled = model.training and any(rates), False
+        self.before: dict[int, list[Tensor]] = {}
+
+    @property
+    def possible(self) -> bool:
+        return self.active or not self.settled
 
     @contextlib.contextmanager
     def of(self, start: int) -> Iterator[None]:
         """Around the run of the chunk that begins at token `start`."""
-        if not self.active:
+        if not self.possible:
             yield
         elif start not in self.before:
-            cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-            self.before[start] = torch.get_rng_state(), cuda
+            before = _generators()
             yield
+            with _disable_current_modes():  # such as of fake tensors, which these are not
+                self.active = self.active or not all(map(torch.equal, before, _generators()))
+            self.settled = True
+            if self.active:
+                self.before[start] = before
         else:
-            cpu, cuda = self.before[start]
+            cpu, *cuda = self.before[start]
             with torch.random.fork_rng(devices=range(len(cuda))):
                 torch.set_rng_state(cpu)
                 if cuda:
                     torch.cuda.set_rng_state_all(cuda)
                 yield
+
+
+def _generators() -> list[Tensor]:
+    """The states of PyTorch's generators, the CPU's first."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
 
 
 def _devices(tensor: Tensor) -> list[torch.device]:

@@ -25,6 +25,7 @@ from adjoint.engine.grid import Scheme
 from adjoint.hf import check, documents, mini_sequence
 from adjoint.hf.cache import Slot
 from adjoint.hf.head import head_scale, own_logits
+from adjoint.hf.layers import backbone_of
 from adjoint.hf.stage import Backbone, CausalLM, Collect, class_of, probe
 from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
@@ -81,7 +82,7 @@ def wrap(model: Any, method: Any = None) -> Any:
     method = Exact() if method is None else method
     check_method(method)
     lm = _causal_lm(model)
-    for module, forward in ((lm, _lm_forward), (lm.base_model, _backbone_forward)):
+    for module, forward in ((lm, _lm_forward), (backbone_of(lm), _backbone_forward)):
         module.__dict__["_adjoint"] = _Record(method)
         module.__class__ = _swapped(class_of(module), forward)
     return model
@@ -94,7 +95,7 @@ def unwrap(model: Any) -> Any:
         ValueError: the model is no causal LM of transformers.
     """
     lm = _causal_lm(model)
-    for module in (lm, lm.base_model):
+    for module in (lm, backbone_of(lm)):
         module.__dict__.pop("_adjoint", None)
         module.__class__ = class_of(module)
     return model
@@ -119,7 +120,7 @@ def _causal_lm(model: Any) -> Any:
     name = type(model).__name__
     if not isinstance(lm, PreTrainedModel) or lm.get_output_embeddings() is None:
         raise ValueError(f"adjoint.wrap takes a causal LM of transformers with a head, this is a {name}")
-    if lm.base_model is lm:
+    if backbone_of(lm) is lm:
         raise ValueError(f"{name} has no backbone apart from its head: its layers cannot be run by chunks")
     return lm
 
@@ -159,7 +160,7 @@ def _rebuilt(cls: Any, run: Any) -> Any:
 @contextlib.contextmanager
 def _plainly(model: Any) -> Iterator[None]:
     """Transformers' own forward, in the backbone too."""
-    records = [m.__dict__["_adjoint"] for m in (model, model.base_model) if "_adjoint" in m.__dict__]
+    records = [m.__dict__["_adjoint"] for m in (model, backbone_of(model)) if "_adjoint" in m.__dict__]
     before = [record.plain for record in records]
     for record in records:
         record.plain = True
@@ -384,7 +385,7 @@ def _mlps(model: Any) -> list[str]:
     record = model.__dict__["_adjoint"]
     if record.mlps is None:
         with _plainly(model):
-            record.mlps = mini_sequence.token_wise(model.base_model)
+            record.mlps = mini_sequence.token_wise(backbone_of(model))
     return record.mlps
 
 
