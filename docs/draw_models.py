@@ -1,4 +1,5 @@
-"""Writes the table of docs/models.md anew: every class of tests/hf_models.py, tried.
+"""Writes the tables of docs/models.md anew: every class of tests/hf_models.py, and all other causal LMs that
+transformers has, tried. Takes some minutes.
 
 python -m docs.draw_models
 """
@@ -6,13 +7,23 @@ python -m docs.draw_models
 from __future__ import annotations
 
 import copy
+import signal
 import warnings
 from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import adjoint
+from benchmarks.common import with_table
 from tests.hf_models import (
     FAMILIES,
+    MODELS,
     REFUSED,
+    VOCAB,
+    disturbed,
     errors,
     float64_throughout,
     held,
@@ -24,12 +35,30 @@ from tests.hf_models import (
 
 TABLE = Path(__file__).with_name("models.md")
 HEAD = ["family", "class", "its cache holds", "gradient by chunks"]
+LIMIT = 1e-10
+UNTRIED = "not tried, as they were not made small so or do not run in float64"
+SECONDS = 60  # for one of the others
+# What makes a configuration small, whichever of these options it has.
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner"), 40),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "decoder_layers", "num_layers"), 3),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "moe_layer_start_index"), 1),
+    **{"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "vocab_size": VOCAB},
+    **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6, "rotary_dim": 4},
+    **{"max_position_embeddings": 256, "n_positions": 256, "index_topk": 6, "index_n_heads": 16},
+    **{"index_head_dim": 8, "is_decoder": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
 
 
-def tried(name: str) -> tuple[str, str]:
+def tried(model: Any) -> tuple[str, str]:
     """What the cache holds, and the largest relative error of a parameter's gradient or why it is refused."""
-    model, inputs = make(name), make_batch(29)
-    wrapped = copy.deepcopy(model)  # before the first run: some keep tensors of it
+    wrapped, inputs = copy.deepcopy(model), make_batch(29)  # before the first run: some keep tensors of it
     with float64_throughout():
         expected = loss_and_gradients(model, **inputs)
         try:
@@ -40,18 +69,60 @@ def tried(name: str) -> tuple[str, str]:
     return held(wrapped), f"{found.worst:.0e}"
 
 
+def small(cls: Any) -> Any:
+    """A model of a class that nothing is known of, without the noise of training."""
+    config = cls.config_class().get_text_config()
+    options = {name: value for name, value in SMALL.items() if hasattr(config, name)}
+    options = {n: v for n, v in options.items() if not isinstance(getattr(type(config), n, None), property)}
+    if "qk_rope_head_dim" in options:
+        del options["head_dim"]
+        options["num_key_value_heads"] = 4
+    if kinds := list(dict.fromkeys(getattr(config, "layer_types", None) or ())):
+        options["layer_types"] = (kinds * 3)[: max(3, len(kinds))]
+        options["num_hidden_layers"] = len(options["layer_types"])
+    torch.manual_seed(0)
+    model = disturbed(cls(type(config)(**options)))
+    if sum(p.numel() for p in model.parameters()) > 3e7:
+        raise ValueError("some other option keeps it large")
+    return model.to(torch.float64).eval()
+
+
+def others() -> dict[str, list[str]]:
+    """Names of classes by what came of them."""
+    found: dict[str, list[str]] = {"exact": [], "off": [], "refused": [], UNTRIED: []}
+    for name in dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        if name in MODELS or name in REFUSED or not hasattr(transformers, name):
+            continue
+        print(name, flush=True)
+        signal.alarm(SECONDS)
+        try:
+            _, error = tried(small(getattr(transformers, name)))
+        except Exception:
+            found[UNTRIED].append(name)
+        else:
+            refused = error.startswith("refused: ")
+            found["refused" if refused else "exact" if float(error) <= LIMIT else "off"].append(name)
+        finally:
+            signal.alarm(0)
+    return found
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, _too_long)
     classes = [(family, name) for family, of in FAMILIES.items() for name in of]
     rows = [HEAD, ["---"] * len(HEAD)]
     for family, name in [*classes, *(("refused", name) for name in REFUSED)]:
         print(name, flush=True)
-        rows.append([family, f"`{name}`", *tried(name)])
-    text = TABLE.read_text()
-    before = text[: text.index("| family")] if "| family" in text else text
-    after = text[text.rindex("|\n") + 2 :] if "| family" in text else ""
+        rows.append([family, f"`{name}`", *tried(make(name))])
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    TABLE.write_text(before + table + after)
+    rest = "".join(f"- {what} ({len(n)}): {', '.join(n)}\n" for what, n in others().items() if n)
+    text = with_table(TABLE.read_text(), "classes", table)
+    TABLE.write_text(with_table(text, "others", rest))
 
 
 if __name__ == "__main__":

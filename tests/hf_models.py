@@ -320,12 +320,17 @@ def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **options
     cls = getattr(transformers, name)
     tokens = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     model = cls(cls.config_class(**{**tokens, **{**MODELS, **REFUSED}[name], **options}))
+    return disturbed(model).to(dtype).train()
+
+
+def disturbed(model: Any) -> Any:
+    """The model with other weights than its initial ones, and experts that compute in its own precision."""
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.05)
     if model._can_set_experts_implementation():  # the others compute in float32
         model.set_experts_implementation("eager")
-    return model.to(dtype).train()
+    return model
 
 
 def make_batch(seqlen: int, batch: int = 2, seed: int = 0) -> dict[str, Tensor]:
