@@ -29,7 +29,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     tokens, seen = query.shape[2], key.shape[2]
-    if attention_mask is None and 1 < tokens < seen and is_causal is not False:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and 1 < tokens < seen and causal:
         if torch.is_autocast_enabled(query.device.type):  # which does not reach into a function of one's own
             dtype = torch.get_autocast_dtype(query.device.type)
             query = query.to(dtype)

@@ -146,9 +146,8 @@ class _Indexed(_Full):
         self.indexer_before, values = past, past.slab.values
         if seen:
             positions = torch.arange(seen, device=values.device)
-            self.indexer_position_ids = positions.expand(
-                3, values.shape[0], seen
-            )  # time, height, width: text
+            # in time, height and width, which are the same for text
+            self.indexer_position_ids = positions.expand(3, values.shape[0], seen)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         self.indexer_piece = indexer_key_states.detach()
