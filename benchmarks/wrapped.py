@@ -226,6 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     journal = common.open_journal(folder, "wrapped", Path(__file__), environment, fresh=options.fresh)
     complete = common.completed(lambda: run(options, journal))
     rows = summarise(options, journal)
+    failed = any("error" in result for result in journal.done.values())
     payload = {"benchmark": "wrapped", "environment": environment, "complete": complete}
     common.write_results(folder, "wrapped", payload, rows)
     print(markdown(rows))
@@ -234,11 +235,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wrote {folder}/wrapped.json, .csv and .png")
         everything = options.models == list(MODELS) and options.ways == list(WAYS)
         everything = everything and options.allocators == ["default"]
-        if complete and options.out is None and everything:
+        if complete and not failed and options.out is None and everything:
             document = common.ROOT / "docs" / "models.md"
             shown = f"![Memory and time of wrapped models](wrapped.png)\n\n{markdown(rows)}"
             common.to_docs(folder / "wrapped.png", document, "wrapped", shown)
-    return journal.end(complete=complete, failed=any("error" in result for result in journal.done.values()))
+    return journal.end(complete=complete, failed=failed)
 
 
 if __name__ == "__main__":

@@ -149,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     payload |= {"max_memory_bytes": options.max_memory, "repeats": options.repeats, "device": options.device}
     common.write_results(folder, name, payload, rows)
     whole = options.methods == list(METHODS) and tuple(options.lengths) == LENGTHS
-    to_docs = whole and complete and options.out is None and options.device == "cpu"
+    failed = any(row["status"] == "failed" for row in rows)
+    to_docs = whole and complete and not failed and options.out is None and options.device == "cpu"
     report.show(rows, environment, folder / name, to_docs=to_docs)
-    return journal.end(complete=complete, failed=any(row["status"] == "failed" for row in rows))
+    return journal.end(complete=complete, failed=failed)
