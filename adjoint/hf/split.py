@@ -85,8 +85,9 @@ class Pretrained:
     def part(self, model: Any, span: range) -> Any:
         """The model with the layers `span` alone, the embedding with the first and head and final norm with
         the last; it shares its modules with `model`."""
-        part, backbone = copy.copy(model), copy.copy(backbone_of(model))
-        name = next(name for name, module in model.named_children() if module is backbone_of(model))
+        part, whole = copy.copy(model), backbone_of(model)
+        backbone = copy.copy(whole)
+        name = next(name for name, module in model.named_children() if module is whole)
         part._modules, backbone._modules = dict(model._modules), dict(backbone._modules)
         part._modules[name] = backbone
         layers = getattr(backbone, self.layers)
