@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from adjoint.kernels import dispatch
 from adjoint.kernels.add_product import add_product
+from adjoint.kernels.checks import differentiable_once
 
 IGNORE_INDEX = -100
 # Logits alive at a time: 16 MiB in float32 on a CPU; a GPU needs more to be kept busy, 256 MiB.
@@ -52,7 +52,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("linear_cross_entropy")
     def backward(ctx: Any, d_loss: Tensor) -> Any:
         d_hidden, d_weight = ctx.saved_tensors
         return (d_hidden * d_loss).to(d_hidden.dtype), (d_weight * d_loss).to(ctx.dtype), None, None, None

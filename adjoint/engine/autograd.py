@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from adjoint.engine import budget, graphs
 from adjoint.engine.grid import Key, Scheme, make_grid
@@ -17,6 +16,7 @@ from adjoint.engine.program import Action, Owners, Run, plan
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import Stage, check_windows, stage_states, stages_of
 from adjoint.engine.tile import Gradients
+from adjoint.kernels.checks import differentiable_once
 from adjoint.layers import State
 from adjoint.stack import Result, Stack
 
@@ -75,14 +75,13 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx: Any, steps: Steps, *tensors: Tensor) -> Any:
         loss, final = steps.forward()
         ctx.steps = steps
-        ctx.save_for_backward(
-            *tensors
-        )  # so that autograd notices parameters changed in place before the backward
+        # so that autograd notices what was changed in place before the backward
+        ctx.save_for_backward(*tensors, *steps.inputs)
         ctx.set_materialize_grads(False)
         return loss, *final
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("a loss by chunks")
     def backward(ctx: Any, d_loss: Tensor | None, *d_final: Tensor | None) -> Any:
         _ = ctx.saved_tensors  # the check happens on access
         gradients, d_initial = ctx.steps.backward(d_loss, d_final)
@@ -98,6 +97,9 @@ class Steps:
         initial: the states before the sequence, a tuple a stage; differentiable.
         parameters: those of all stages, each once.
         width, dtype: of the tensors between stages.
+
+    Attributes:
+        inputs: what chunks are made of, and read again in the backward.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Steps:
     ) -> None:
         assert all(stage is not None for stage in stages), "a part of a stack has no loss by itself"
         self.scheme, self.valid, self.parameters = scheme, valid, parameters
+        self.inputs = [t for t in (ids, targets, seq_idx) if t is not None]
         self.initial = [s for state in initial for s in state]
         self.follows = torch.is_grad_enabled() and any(t.requires_grad for t in (*parameters, *self.initial))
         self.windows: list[int] | None = None  # of each layer, once they are picked
@@ -223,10 +226,12 @@ class Steps:
         worker.d_final = _grouped(worker.initial, d_final)
         worker.d_initial = [(None,) * len(state) for state in worker.initial]
         kept = {key: value for key, value in worker.store.items() if key[0] != "tape"}
-        worker.run(self.later)
-        gradients, worker.gradients = worker.gradients, Gradients()
-        worker.store, self.later = kept, self._backward_program()
-        return gradients, [d for state in worker.d_initial for d in state]
+        try:
+            worker.run(self.later)
+            return worker.gradients, [d for state in worker.d_initial for d in state]
+        finally:  # may be gone through again, after an interrupt too
+            worker.gradients = Gradients()
+            worker.store, self.later = kept, self._backward_program()
 
 
 def _is_forward(action: Action) -> bool:

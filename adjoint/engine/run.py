@@ -22,6 +22,10 @@ from adjoint.engine.tile import Cotangents, Gradients
 from adjoint.layers import State
 
 Pending = Callable[[], Tensor]  # waits for a message and gives it
+# Largest relative change of a chunk's loss, computed again for the backward: nothing but the rounding of
+# operations whose order is not fixed, of which a GPU has more. What a mask of dropout changes is larger.
+AGAIN = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.float16: 1e-3}
+AGAIN_CUDA = 10  # times as much
 
 
 class Transport(Protocol):
@@ -85,6 +89,8 @@ class Worker:
         record: Recorder | None = None,
     ) -> None:
         self.record = record
+        dtypes = {p.dtype for stage in stages if stage is not None for p in stage.parameters()}
+        self.narrow = max(dtypes & AGAIN.keys(), key=AGAIN.__getitem__, default=wide)
         self.stages, self.grid, self.initial, self.transport = stages, grid, list(initial), transport
         self.width, self.wide, self.host, self.passing = width, wide, host, passing
         self.traced = traced or (lambda action: contextlib.nullcontext())
@@ -104,6 +110,7 @@ class Worker:
         self.scale: Tensor | None = None
         self.total: Tensor | None = None
         self.losses: dict[int, Tensor] = {}
+        self.again: dict[int, Tensor] = {}  # the same, of chunks that were computed again
         self.final: list[State] = list(initial)
         self.d_final: list[Cotangents] = [(None,) * len(s) for s in initial]
         self.d_initial: list[Cotangents] = list(self.d_final)
@@ -144,6 +151,7 @@ class Worker:
 
         Raises:
             ValueError: a state that grows would have to be received.
+            RuntimeError: chunks had another loss when they were computed again.
         """
         receives = collections.deque(a for a in actions if isinstance(a, Recv))
         posted: collections.deque[Pending] = collections.deque()
@@ -166,6 +174,25 @@ class Worker:
                         assert self.share is not None
                         self.share(self, action)
                 self.free(action)
+        self._check_again()
+
+    def _check_again(self) -> None:
+        """Refuses gradients of another computation than the forward's."""
+        again, self.again = self.again, {}
+        if not again:
+            return
+        first, second = (torch.stack([of[c] for c in again]).double() for of in (self.losses, again))
+        enabled, dtype = self.autocast
+        limit = AGAIN[dtype if enabled else self.narrow] * (AGAIN_CUDA if first.is_cuda else 1)
+        off = ((second - first).abs() > limit * first.abs()).tolist()  # not of what is nan
+        for c, was, now, differs in zip(again, first.tolist(), second.tolist(), off, strict=True):
+            if differs:
+                start, stop = self.grid.cuts[c : c + 2]
+                raise RuntimeError(
+                    f"tokens {start} to {stop - 1} had the loss {was:.6g} in the forward and {now:.6g} when they "
+                    "were computed again for the backward: something that the model depends on has changed in "
+                    "between, or it draws random numbers from a generator that is not found"
+                )
 
     def free(self, action: Action) -> None:
         """Lets go what nobody here reads any more after an action."""
@@ -312,6 +339,8 @@ class Worker:
         assert stage is not None
         x = self._input("y" if self.grid.first_of_segment(k) else "z", k, c)
         y, _, self.store["tape", k, c] = stage.linearize(x, self.state(k, c), self.chunks[c], self.gradients)
+        if k == self.grid.stages - 1 and c in self.losses:
+            self.again[c] = y
         if ("z", k, c) in self.grid.writes(t):
             self.store["z", k, c] = y
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from adjoint.engine.tile import Gradients
 from adjoint.kernels import dispatch
+from adjoint.kernels.checks import differentiable_once
 
 
 class Casts:
@@ -76,7 +76,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, cast, None if bias is None else bias.to(cast.dtype))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("a product with a cast weight")
     def backward(ctx: Any, dy: Tensor) -> Any:
         (x, cast), (dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
         rows = dy.flatten(0, -2)

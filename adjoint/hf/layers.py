@@ -4,6 +4,7 @@ own."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
@@ -47,6 +48,11 @@ def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
                 module.__dict__["forward"] = own
 
 
+class _Running(threading.local):
+    chunks = 0  # of wrapped models that this thread is in
+
+
+_running = _Running()
 _lock = threading.Lock()
 _inside: dict[int, int] = {}  # of each mapping, how many threads want other values in it
 _before: dict[int, dict[str, Any]] = {}
@@ -54,19 +60,30 @@ _before: dict[int, dict[str, Any]] = {}
 
 @contextlib.contextmanager
 def rebound(places: Sequence[tuple[MutableMapping[str, Any], dict[str, Any]]]) -> Iterator[None]:
-    """Meanwhile names have other values, until the last thread is through: (mapping, {name: value}) each, the
-    names of a module or a registry. A mapping is always given the same ones."""
+    """Meanwhile names have other functions in this thread: (mapping, {name: function}) each, the names of a
+    module or a registry. Every thread sees these mappings, so what stands there asks whose call it is; models
+    that run in other threads get what was there before. A mapping is always given the same functions."""
     with _lock:
-        for mapping, values in places:
+        for mapping, functions in places:
             if not _inside.get(id(mapping)):
-                _before[id(mapping)] = {name: mapping[name] for name in values}
-                mapping.update(values)
+                _before[id(mapping)] = {name: mapping[name] for name in functions}
+                mapping.update({name: _told_apart(ours, mapping[name]) for name, ours in functions.items()})
             _inside[id(mapping)] = _inside.get(id(mapping), 0) + 1
+    _running.chunks += 1
     try:
         yield
     finally:
+        _running.chunks -= 1
         with _lock:
             for mapping, _ in places:
                 _inside[id(mapping)] -= 1
                 if not _inside[id(mapping)]:
                     mapping.update(_before.pop(id(mapping)))
+
+
+def _told_apart(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (ours if _running.chunks else theirs)(*args, **kwargs)
+
+    return either

@@ -1,7 +1,30 @@
-"""Argument checks shared by the operations: one clear ValueError each."""
+"""Checks shared by the operations: of arguments, one clear ValueError each, and of second derivatives."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def differentiable_once(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Of an autograd function's backward: it refuses create_graph=True. PyTorch's `once_differentiable` lets
+    it pass where the cotangents require no gradient, a loss's among them, and the gradient is then taken for
+    a constant."""
+
+    def of(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def once(ctx: Any, *cotangents: Any) -> Any:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{what} is differentiable once: its gradient has no gradient (create_graph=True)"
+                )
+            return backward(ctx, *cotangents)
+
+        return once
+
+    return of
 
 
 def shape(name: str, x: Tensor | None, *expected: int) -> None:

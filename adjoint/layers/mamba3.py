@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from adjoint.kernels import checks
+from adjoint.kernels.checks import differentiable_once
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.ssd_scan import ssd_scan
 from adjoint.layers.config import StackConfig
@@ -210,7 +210,7 @@ class _Turned(torch.autograd.Function):
         return turned, turned[:, -1].clone()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("the rotation of keys and queries")
     def backward(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> Any:
         (t, turn), halves = ctx.saved_tensors, ctx.halves
         dt = _turn(torch.zeros_like(t) if dy is None else dy, turn.conj(), halves)

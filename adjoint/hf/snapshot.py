@@ -1,0 +1,213 @@
+"""What a model's computation depends on besides its inputs: its modules, their settings and hooks, its
+configuration, and the tensors that are not trained. A wrapped model's chunks are computed again in the
+backward, so they must find all of this as it was in the forward; and what was once decided about a model
+holds only as long as all of this is the same."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+CONTAINERS = (list, tuple, dict, set, frozenset, OrderedDict)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Of what every module has, the hooks alone are settings; gradient checkpointing is switched off in chunks.
+IGNORED = {*vars(nn.Module())} - {*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
+IGNORED |= {"gradient_checkpointing", "_gradient_checkpointing_func", "_adjoint", "warnings_issued"}
+SMALL = 1 << 16  # elements of a buffer that is compared by value
+
+
+class Snapshot:
+    """A model as it is now, its tensors' values apart.
+
+    Not seen: tensors that are attributes and no buffers, and the insides of objects of other kinds.
+
+    Attributes:
+        modules: by name, with their classes.
+        holders: what has settings, by name: the modules and their configurations.
+        settings: by holder and attribute, so that they can be compared.
+        weights: by the parameter's name: whether it is trained, its dtype, device and class.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = {name: (module, type(module)) for name, module in model.named_modules()}
+        self.holders: dict[str, Any] = {}
+        self.settings: dict[str, dict[str, Any]] = {}
+        for name, (module, _) in self.modules.items():
+            self._note(name, module)
+        self.weights = {
+            name: (p.requires_grad, p.dtype, p.device, type(p)) for name, p in model.named_parameters()
+        }
+
+    def _note(self, name: str, holder: Any) -> None:
+        self.holders[name], self.settings[name] = holder, settings(holder)
+        for attribute, value in vars(holder).items():
+            if isinstance(value, PreTrainedConfig) and all(value is not h for h in self.configs()):
+                self._note(f"{name}.{attribute}".lstrip("."), value)
+
+    def configs(self) -> list[Any]:
+        return [h for h in self.holders.values() if isinstance(h, PreTrainedConfig)]
+
+    def structure_differs(self, other: Snapshot) -> str | None:
+        """Which module of one is not the other's, in words."""
+        if self.modules.keys() != other.modules.keys():
+            name = min(self.modules.keys() ^ other.modules.keys())
+            return f"module {name} was {'removed' if name in self.modules else 'added'}"
+        for name, (module, kind) in self.modules.items():
+            if module is not other.modules[name][0] or kind is not other.modules[name][1]:
+                return f"module {name or kind.__name__} was replaced"
+        return None
+
+    def changes(self, other: Snapshot) -> Iterator[tuple[str, str]]:
+        """(holder's name, attribute) of the settings that are others in `other`."""
+        for name, before in self.settings.items():
+            after = other.settings.get(name, {})
+            if before != after:
+                yield from ((name, a) for a in before | after if before.get(a, a) != after.get(a, a))
+
+    def difference(self, other: Snapshot) -> str | None:
+        """What is another in `other`, in words; None where a computation would be the same."""
+        if structure := self.structure_differs(other):
+            return structure
+        for name, attribute in self.changes(other):
+            return f"{name or 'the model'}: {'a hook' if attribute in HOOKS else attribute} was changed"
+        if self.weights != other.weights:
+            names = self.weights.keys() | other.weights.keys()
+            name = min(n for n in names if self.weights.get(n) != other.weights.get(n))
+            return f"parameter {name} was frozen, unfrozen, cast or moved"
+        return None
+
+
+def settings(holder: Any) -> dict[str, Any]:
+    """The attributes of a module or configuration that can be compared."""
+    return {
+        name: comparable(value)
+        for name, value in vars(holder).items()
+        if name not in IGNORED and (_plain(value) or type(value) in CONTAINERS)
+    }
+
+
+def _plain(value: Any) -> bool:
+    return type(value) in PLAIN or (callable(value) and not isinstance(value, nn.Module))
+
+
+def comparable(value: Any) -> Any:
+    """A value, a container's contents, or, of another object, the class alone."""
+    if _plain(value):
+        return value
+    if isinstance(value, dict):
+        return tuple((key, comparable(v)) for key, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(comparable, value))
+    if isinstance(value, (set, frozenset)):
+        return frozenset(map(comparable, value))
+    return type(value)
+
+
+class Moment:
+    """A model during a forward, to be gone back to for its backward."""
+
+    def __init__(self, model: nn.Module, snapshot: Snapshot) -> None:
+        self.model, self.snapshot, self.tensors = model, snapshot, Tensors(model)
+        self.modes = [(module, module.training) for module, _ in snapshot.modules.values()]
+        self.trained = [(p, p.requires_grad) for p in model.parameters()]
+        self.attributes = {
+            name: {a: copy.copy(v) if type(v) in CONTAINERS else v for a, v in vars(holder).items()}
+            for name, holder in snapshot.holders.items()
+        }
+        rest = [(name, p, None) for name, p in model.named_parameters() if not p.requires_grad]
+        rest += [(n, b, b.clone() if b.numel() <= SMALL else None) for n, b in model.named_buffers()]
+        self.constants = [(name, t, version(t), value) for name, t, value in rest]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Meanwhile the model is as it was: its modes, settings and hooks, its tensors, and which of them are
+        trained.
+
+        Raises:
+            RuntimeError: it has other modules, or constants were written to.
+        """
+        for name, tensor, before, value in self.constants:
+            if version(tensor) != before and (value is None or not torch.equal(tensor, value)):
+                raise RuntimeError(f"{name} was changed in place {BETWEEN}")
+        undo: list[Callable[[], Any]] = []
+        with self.tensors.replaced({}):
+            try:
+                for module, mode in self.modes:
+                    if module.training != mode:
+                        undo.append(_put(module, "training", mode))
+                for parameter, trained in self.trained:
+                    if parameter.requires_grad != trained and parameter.is_leaf:
+                        undo.append(functools.partial(parameter.requires_grad_, not trained))
+                        parameter.requires_grad_(trained)
+                now = Snapshot(self.model)
+                if not self.snapshot.structure_differs(now):
+                    changes = list(self.snapshot.changes(now))
+                    for name, attribute in changes:
+                        was = self.attributes[name].get(attribute, _MISSING)
+                        undo.append(_put(self.snapshot.holders[name], attribute, was))
+                    now = Snapshot(self.model) if changes else now
+                if difference := self.snapshot.difference(now):
+                    raise RuntimeError(f"{difference} {BETWEEN}")
+                yield
+            finally:
+                for step in reversed(undo):
+                    step()
+
+
+BETWEEN = "between forward and backward, which computes chunks again: call backward before the change"
+_MISSING = object()
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _put(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
+    """Sets an entry of `vars(holder)`, or takes it away, and gives what undoes that."""
+    entries = vars(holder)
+    was = entries.get(attribute, _MISSING)
+    if value is _MISSING:
+        entries.pop(attribute, None)
+    else:
+        entries[attribute] = value
+    return functools.partial(_put, holder, attribute, was)
+
+
+class Tensors:
+    """Where a model's parameters and buffers lie, and which lie there now. A module, or a tensor, may stand
+    under several names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.places = [
+            (tensors, name, tensor)
+            for module in model.modules()
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+
+    @contextlib.contextmanager
+    def replaced(self, others: dict[Tensor, Tensor]) -> Iterator[None]:
+        """Meanwhile each lies in its place again, or what `others` has for it."""
+        before = []
+        try:
+            for tensors, name, tensor in self.places:
+                wanted, there = others.get(tensor, tensor), tensors.get(name)
+                if there is not wanted:
+                    before.append((tensors, name, there, wanted))
+                    tensors[name] = wanted  # type: ignore[assignment]
+            yield
+        finally:
+            for tensors, name, was, wanted in before:
+                if tensors.get(name) is wanted:  # else the model itself has put another there
+                    tensors[name] = was
