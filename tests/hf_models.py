@@ -382,8 +382,8 @@ def errors(got: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[s
 
 def held(model: Any) -> str:
     """What the cache of a wrapped model holds, once it has been used."""
-    (slots,) = model.__dict__["_adjoint"].slots.values()
-    grows = {slot.grows is not None for slot in slots}
+    known, *_ = model.__dict__["_adjoint"].known
+    grows = {slot.grows is not None for slot in known.slots}
     return {(True,): "keys and values", (False,): "recurrent"}.get(tuple(grows), "both")
 
 

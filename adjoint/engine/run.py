@@ -28,6 +28,10 @@ AGAIN = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.f
 AGAIN_CUDA = 10  # times as much
 
 
+class Changed(RuntimeError):
+    """A chunk, computed again for the backward, is not what it was in the forward."""
+
+
 class Transport(Protocol):
     """What a worker sends and receives with; messages of a pair arrive in the order in which they were
     sent."""
@@ -151,7 +155,7 @@ class Worker:
 
         Raises:
             ValueError: a state that grows would have to be received.
-            RuntimeError: chunks had another loss when they were computed again.
+            Changed: chunks had another loss when they were computed again.
         """
         receives = collections.deque(a for a in actions if isinstance(a, Recv))
         posted: collections.deque[Pending] = collections.deque()
@@ -188,10 +192,10 @@ class Worker:
         for c, was, now, differs in zip(again, first.tolist(), second.tolist(), off, strict=True):
             if differs:
                 start, stop = self.grid.cuts[c : c + 2]
-                raise RuntimeError(
-                    f"tokens {start} to {stop - 1} had the loss {was:.6g} in the forward and {now:.6g} when they "
-                    "were computed again for the backward: something that the model depends on has changed in "
-                    "between, or it draws random numbers from a generator that is not found"
+                raise Changed(
+                    f"tokens {start} to {stop - 1} had the loss {was:.6g} in the forward and {now:.6g} when "
+                    "they were computed again for the backward: something that the model depends on has "
+                    "changed in between, or it draws random numbers from a generator that is not found"
                 )
 
     def free(self, action: Action) -> None:

@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from adjoint.hf.layers import backbone_of
+from adjoint.hf.snapshot import HOOKS
 from adjoint.loss import IGNORE_INDEX, SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA, linear_cross_entropy
 
 
-class _Output(MoeModelOutputWithPast):
-    """Has whatever a causal LM hands on of its backbone's output: nothing."""
+class Output(MoeModelOutputWithPast):
+    """Hidden states alone: of whatever else a causal LM hands on of its backbone's output it has None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -39,8 +40,8 @@ class _Stub(nn.Module):
             found = getattr(real, name)
             return self if found is real.get_decoder() else found  # OPT calls its backbone's decoder
 
-    def forward(self, *_: Any, **__: Any) -> _Output:
-        return _Output(last_hidden_state=self.__dict__["hidden"])
+    def forward(self, *_: Any, **__: Any) -> Output:
+        return Output(last_hidden_state=self.__dict__["hidden"])
 
 
 @contextlib.contextmanager
@@ -65,6 +66,13 @@ def own_logits(model: Any, forward: Any, hidden: Tensor) -> Tensor:
         return forward(model, input_ids=ids, use_cache=False, return_dict=True).logits
 
 
+def is_plain(head: Any) -> bool:
+    """Whether a product with its weight is all that a head is: no hook of its own, no quantised weight."""
+    hooks = any(vars(head)[name] for name in HOOKS)
+    own = type(head) is nn.Linear and "forward" not in vars(head)
+    return own and not hooks and type(head.weight) in (Tensor, nn.Parameter)
+
+
 @torch.no_grad()
 def head_scale(model: Any, forward: Any) -> float | None:
     """The number by which the model multiplies logits of a plain linear head, usually 1; None where its head
@@ -72,11 +80,11 @@ def head_scale(model: Any, forward: Any) -> float | None:
 
     Seen by giving it hidden states of three sizes: at a natural size a softcap looks like nothing."""
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or head.bias is not None:
+    if not is_plain(head) or head.bias is not None:
         return None
     weight = head.weight
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 4, weight.shape[1], generator=generator).to(weight)
+    hidden = torch.randn(1, 4, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
     hidden = hidden / F.linear(hidden, weight).abs().mean()
     hidden = torch.cat([hidden * 0.1, hidden * 10, hidden * 1000], dim=1)
     found, plain = own_logits(model, forward, hidden).double(), F.linear(hidden, weight).double()

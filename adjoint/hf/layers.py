@@ -14,6 +14,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
+def class_of(model: Any) -> Any:
+    """The class that transformers gave a model, whatever it is wrapped in."""
+    return getattr(type(model), "_adjoint_original", type(model))
+
+
 def backbone_of(model: Any) -> Any:
     """All of a causal LM below its head; the model itself where that is not to be had apart. transformers'
     `base_model`, or what stands in its place where a class says a name that it does not have."""

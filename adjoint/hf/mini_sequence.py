@@ -14,18 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 
-from adjoint.hf import check
-from adjoint.hf.head import summed_loss
-from adjoint.hf.layers import backbone_of, layers_of, replaced
-from adjoint.hf.stage import class_of
-from adjoint.loss import shift_labels
+from adjoint.hf import first_use
+from adjoint.hf.head import head_scale, summed_loss
+from adjoint.hf.layers import backbone_of, class_of, layers_of, replaced
+from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.methods import MiniSequence
 
 # Arguments of a causal LM that are not its backbone's; what asks for more outputs does not get here.
 HEADS_OWN = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
+
+NOT_THE_SAME = (
+    f"the gradient of {first_use.TOKENS} tokens by mini-sequences is not the model's own",
+    "its loss is more than the labels' cross-entropy, or it computes something else each time",
+)
 
 
 def total_loss(
@@ -125,8 +128,8 @@ def token_wise(backbone: Any) -> list[str]:
                 hook = functools.partial(note, f"{layer}.{name}")
                 hooks.append(child.register_forward_hook(hook, with_kwargs=True))
     try:
-        with check.in_eval_mode(backbone):
-            backbone(input_ids=_some_ids(backbone), use_cache=False)
+        with first_use.in_eval_mode(backbone):
+            backbone(input_ids=first_use.some_tokens(backbone)[0], use_cache=False)
     finally:
         for registered in hooks:
             registered.remove()
@@ -136,7 +139,9 @@ def token_wise(backbone: Any) -> list[str]:
 def _tokens_are_apart(module: Any, x: Tensor) -> bool:
     """Whether pieces give the whole's output, and each output no gradient at all to another token."""
     whole, pieces = module.forward(x), _in_pieces(module.forward, 3)(x)
-    if not float((whole - pieces).norm()) <= check.tolerance([x.dtype, whole.dtype]) * float(whole.norm()):
+    if not float((whole - pieces).norm()) <= first_use.tolerance([x.dtype, whole.dtype]) * float(
+        whole.norm()
+    ):
         return False
     middle = x.shape[1] // 2
     with torch.enable_grad():
@@ -146,39 +151,17 @@ def _tokens_are_apart(module: Any, x: Tensor) -> bool:
     return not bool(dx.any())
 
 
-def compare(
-    model: Any,
-    method: MiniSequence,
-    mlps: Sequence[str],
-    scale: float | None,
-    dtypes: Sequence[torch.dtype],
-) -> None:
-    """The gradient of a few tokens by mini-sequences against the model's own, computed in `dtypes`.
+def way(method: MiniSequence, counted: bool) -> first_use.Way:
+    """The loss of a causal LM and its gradient by mini-sequences, for `first_use.compare`."""
 
-    Raises:
-        check.Refused: they differ.
-    """
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    aliases = {name: p.detach().requires_grad_() for name, p in named.items()}  # whose hooks are nobody's
-    ids = _some_ids(model)
-    with _reparametrize_module(model, aliases, tie_weights=True), torch.enable_grad():
-        own = class_of(model).forward(model, input_ids=ids, labels=ids, use_cache=False)["loss"]
-        wanted = torch.autograd.grad(own, list(aliases.values()), allow_unused=True)
-        found = total_loss(model, method, mlps, scale, shift_labels(ids), {"input_ids": ids})
-        found = found / (ids.shape[1] - 1)
-        got = torch.autograd.grad(found, list(aliases.values()), allow_unused=True)
-    check.same_gradients(
-        model,
-        dict(zip(named, wanted, strict=True)),
-        got,
-        float(found.detach() - own.detach()),
-        dtypes,
-        f"the gradient of {ids.shape[1]} tokens by mini-sequences is not the model's own",
-        "its loss is more than the labels' cross-entropy, or it computes something else each time",
-    )
+    def by_pieces(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
+        inside, leaves = first_use.following(model, followed)
+        with inside, first_use.plainly(model):
+            scale = head_scale(model, class_of(model).forward)
+            mlps = token_wise(backbone_of(model))
+            targets = shift_labels(labels)
+            loss = total_loss(model, method, mlps, scale, targets, {"input_ids": ids})
+            loss = loss / (7 if counted else (targets != IGNORE_INDEX).sum())
+            return float(loss.detach()), torch.autograd.grad(loss, leaves, allow_unused=True)
 
-
-def _some_ids(model: Any) -> Tensor:
-    words = model.config.get_text_config().vocab_size
-    weight = model.get_input_embeddings().weight
-    return torch.arange(check.TOKENS, device=weight.device)[None] % words
+    return by_pieces

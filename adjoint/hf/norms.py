@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
+from adjoint.hf.snapshot import Remembered, Tensors
 from adjoint.kernels.gated import gated
 from adjoint.kernels.rms_norm import rms_norm
 
@@ -22,7 +21,7 @@ _KINDS: tuple[Callable[..., Tensor], ...] = (
     lambda weight, eps, group, x, gate=None: rms_norm(x, 1 + weight, eps, gate, group),
     lambda weight, eps, group, x, gate: gated(gate, rms_norm(x, weight, eps, group_size=group)),
 )
-_found: WeakKeyDictionary[nn.Module, Callable[..., Tensor] | None] = WeakKeyDictionary()
+_found: Remembered[Callable[..., Tensor] | None] = Remembered()
 
 
 def forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
@@ -31,9 +30,7 @@ def forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
     for module in model.modules():
         weight = module._parameters.get("weight")
         if isinstance(weight, Tensor) and weight.dim() == 1 and len(module._parameters) == 1:
-            if module not in _found:
-                _found[module] = _kind(module)
-            kind = _found[module]
+            kind = _found.of(module, _kind)
             if kind is not None:
                 made[module] = _forward(module, kind)
     return made
@@ -79,7 +76,8 @@ def _tried(module: Any, eps: float, group: Any) -> Callable[..., Tensor] | None:
     x, w = eps**0.5 * x, torch.randn(shape[-1], generator=generator, device="cpu")
     for kind, given in [(kind, given) for given in ((x, gate), (x,)) for kind in _KINDS]:
         try:
-            theirs = functional_call(module, {"weight": w}, given)
+            with Tensors(module).replaced({module.weight: w}):
+                theirs = module.forward(*given)
             ours = kind(w, eps, group, *given)
         except Exception:  # it wants a gate, or none, or other shapes
             continue

@@ -10,11 +10,16 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+
+from adjoint.hf.layers import class_of
+
+T = TypeVar("T")
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, frozenset, OrderedDict)
@@ -38,7 +43,7 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = {name: (module, type(module)) for name, module in model.named_modules()}
+        self.modules = {name: (module, class_of(module)) for name, module in model.named_modules()}
         self.holders: dict[str, Any] = {}
         self.settings: dict[str, dict[str, Any]] = {}
         for name, (module, _) in self.modules.items():
@@ -112,6 +117,19 @@ def comparable(value: Any) -> Any:
     return type(value)
 
 
+class Remembered(Generic[T]):
+    """What was found out about modules, as long as they, and what they are made of, are the same."""
+
+    def __init__(self) -> None:
+        self.found: WeakKeyDictionary[nn.Module, tuple[Any, T]] = WeakKeyDictionary()
+
+    def of(self, module: nn.Module, find: Callable[[Any], T]) -> T:
+        now = [(type(part), settings(part)) for part in (module, *module.children())]
+        if module not in self.found or self.found[module][0] != now:
+            self.found[module] = now, find(module)
+        return self.found[module][1]
+
+
 class Moment:
     """A model during a forward, to be gone back to for its backward."""
 
@@ -120,10 +138,11 @@ class Moment:
         self.modes = [(module, module.training) for module, _ in snapshot.modules.values()]
         self.trained = [(p, p.requires_grad) for p in model.parameters()]
         self.attributes = {
-            name: {a: copy.copy(v) if type(v) in CONTAINERS else v for a, v in vars(holder).items()}
+            name: {a: _kept(vars(holder)[a]) for a in snapshot.settings[name]}
             for name, holder in snapshot.holders.items()
         }
-        rest = [(name, p, None) for name, p in model.named_parameters() if not p.requires_grad]
+        rest: list[tuple[str, Tensor, Tensor | None]] = []
+        rest += [(name, p, None) for name, p in model.named_parameters() if not p.requires_grad]
         rest += [(n, b, b.clone() if b.numel() <= SMALL else None) for n, b in model.named_buffers()]
         self.constants = [(name, t, version(t), value) for name, t, value in rest]
 
@@ -167,6 +186,10 @@ BETWEEN = "between forward and backward, which computes chunks again: call backw
 _MISSING = object()
 
 
+def _kept(value: Any) -> Any:
+    return copy.copy(value) if type(value) in CONTAINERS else value
+
+
 def version(tensor: Tensor) -> int:
     """How often a tensor was written to; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
@@ -188,7 +211,7 @@ class Tensors:
     under several names."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.places = [
+        self.places: list[tuple[dict[str, Any], str, Tensor]] = [
             (tensors, name, tensor)
             for module in model.modules()
             for tensors in (module._parameters, module._buffers)
@@ -205,7 +228,7 @@ class Tensors:
                 wanted, there = others.get(tensor, tensor), tensors.get(name)
                 if there is not wanted:
                     before.append((tensors, name, there, wanted))
-                    tensors[name] = wanted  # type: ignore[assignment]
+                    tensors[name] = wanted
             yield
         finally:
             for tensors, name, was, wanted in before:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from adjoint.engine.autograd import Steps
 from adjoint.engine.grid import Scheme
-from adjoint.hf import check
+from adjoint.hf import check, first_use
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.head import head_scale
-from adjoint.hf.layers import backbone_of
-from adjoint.hf.stage import Backbone, CausalLM, Inside, class_of, probe
+from adjoint.hf.layers import backbone_of, class_of
+from adjoint.hf.stage import Backbone, CausalLM, Inside, probe
 from adjoint.layers import State
-from adjoint.loss import shift_labels
+from adjoint.loss import count_valid, shift_labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +127,9 @@ def examine(model: Any, input_ids: Tensor) -> Pretrained:
     """
     found = describe(model, input_ids)
     found = dataclasses.replace(found, scale=head_scale(model, class_of(model).forward))
-    with check.as_refusal(model), check.in_eval_mode(model):
+    with check.as_refusal(model), first_use.in_eval_mode(model):
         found = dataclasses.replace(found, multiplier=_multiplier(model, found, input_ids.device))
-        _compare(model, found, input_ids)
+        _compare(model, found)
     buffers = {name: b.detach().cpu().clone() for name, b in model.named_buffers()}
     return dataclasses.replace(found, buffers=buffers)
 
@@ -155,7 +155,7 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
         for parameter in layer.parameters():
             if seen.setdefault(parameter, k) != k:
                 check.refuse(model, f"layers {seen[parameter]} and {k} share weights", check.ONE_PROCESS)
-    with check.as_refusal(model), check.in_eval_mode(model):
+    with check.as_refusal(model), first_use.in_eval_mode(model):
         slots = probe(model, input_ids)
         with torch.autocast(input_ids.device.type, dtype=torch.bfloat16):
             narrow = probe(model, input_ids)
@@ -225,19 +225,27 @@ def _multiplier(model: Any, found: Pretrained, device: torch.device) -> float:
     return 1.0 if abs(factor - 1) < 1e-6 else factor
 
 
-def _compare(model: Any, found: Pretrained, ids: Tensor) -> None:
-    """The gradient of up to three spans, run over ids in two chunks, against the whole model's."""
+def _compare(model: Any, found: Pretrained) -> None:
+    """The gradient of up to three spans, run over a few tokens in chunks, against the whole model's."""
     n, pieces = found.n_layer, min(3, found.n_layer)
     cuts = [n * i // pieces for i in range(pieces + 1)]
     spans = [range(a, b) for a, b in itertools.pairwise(cuts)]
-    stages = [found.stage(found.part(model, span), span) for span in spans]
-    initial = [stage.initial_state(1, ids.device) for stage in stages]
-    parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
-    scheme, dtype = Scheme(-(-ids.shape[1] // 2), least=2), next(model.parameters()).dtype
-    with torch.enable_grad():
-        steps = Steps(stages, ids, shift_labels(ids), 1, initial, scheme, parameters, found.d_model, dtype)
+
+    def by_spans(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
+        stages = [found.stage(found.part(model, span), span) for span in spans]
+        initial = [stage.initial_state(1, ids.device) for stage in stages]
+        parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
+        targets, dtype = shift_labels(labels), next(model.parameters()).dtype
+        scheme, valid = Scheme(first_use.CHUNK, least=2), float(count_valid(targets))
+        steps = Steps(stages, ids, targets, valid, initial, scheme, parameters, found.d_model, dtype)
+        with torch.no_grad():
+            loss, _ = steps.forward()
+            gradients, _ = steps.backward(torch.ones_like(loss), [None] * len(steps.initial))
+        return float(loss), [gradients.of(p) for p in followed.values()]
+
+    whole, _ = first_use.loss_ways(None)
     try:
-        check.compare(model, ids, steps)
+        first_use.compare(model, whole, by_spans, *first_use.NOT_THE_SAME)
     except check.Refused:
         why = "its layers hand on more than hidden states, and spans of them have not the whole's gradient"
         check.refuse(model, why, check.ONE_PROCESS)

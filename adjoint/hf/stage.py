@@ -5,27 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import _disable_current_modes
 
 from adjoint.engine import tile
+from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import Chunk
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.hf import attention, head, mlps, norms, scans
 from adjoint.hf.cache import ChunkCache, Slot, zeros
-from adjoint.hf.layers import backbone_of, layers_of, rebound, replaced
+from adjoint.hf.layers import backbone_of, class_of, layers_of, rebound, replaced
+from adjoint.hf.noise import Noise
+from adjoint.hf.snapshot import Tensors
 from adjoint.layers import State
-
-
-def class_of(model: Any) -> Any:
-    """The class that transformers gave a model, whatever it is wrapped in."""
-    return getattr(type(model), "_adjoint_original", type(model))
 
 
 class Inside:
@@ -35,19 +30,20 @@ class Inside:
     def __init__(self, model: nn.Module) -> None:
         modules: list[Any] = list(model.modules())
         self.functions = scans.places(model) + attention.OURS
-        self.checkpointing = [m for m in modules if getattr(m, "gradient_checkpointing", False)]
+        self.may_checkpoint = [m for m in modules if hasattr(m, "gradient_checkpointing")]
         self.forwards = norms.forwards(model) | mlps.forwards(model)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        for module in self.checkpointing:
+        checkpointing = [m for m in self.may_checkpoint if m.gradient_checkpointing]
+        for module in checkpointing:
             module.gradient_checkpointing = False
         try:
             with rebound(self.functions), replaced(self.forwards):
                 yield
         finally:
             scans.handed.state = None
-            for module in self.checkpointing:
+            for module in checkpointing:
                 module.gradient_checkpointing = True
 
 
@@ -61,6 +57,7 @@ class Backbone:
             which this backbone multiplies by so much before its first layer, as it does embeddings.
         recompute: how much of a layer's tape is computed again when it is pulled back: "none", "selective"
             or "full" (see `Exact`).
+        inputs: others of the whole sequence that go token by token, (batch, seqlen) each, by their names.
     """
 
     stateful, reach = True, 0
@@ -71,43 +68,43 @@ class Backbone:
         slots: Sequence[Slot],
         multiplier: float | None = None,
         recompute: str = "none",
+        inputs: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
-        self.multiplier = multiplier
+        self.multiplier, self.inputs = multiplier, inputs or {}
         self.grows = tuple(slot.grows for slot in self.slots)
         self.inside = Inside(model)
-        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.tensors = Tensors(model)
         self.key, self.positions = _keywords(self.backbone)
-        self.random, self.recompute = _Random(model), recompute
-        self.replayable = not self.positions and not self.random.active
+        self.noise, self.recompute = Noise(model), recompute
         self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
 
+    @property
+    def replayable(self) -> bool:
+        return not (self.positions or self.inputs or self.noise.expected or self.noise.before)
+
     def parameters(self) -> Iterable[Tensor]:
-        return self.named.values()
+        return self.trained
 
     def initial_state(self, batch: int, device: torch.device) -> State:
         return zeros(self.slots, batch, device)
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
-        with self.inside(), self.random.of(chunk.start):
+        with self.inside(), self.noise.of(chunk.start):
             return self.run(x, state, chunk)
 
     def linearize(
         self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
-            named = dict(zip(self.named, leaves, strict=True))
-            with _reparametrize_module(self.model, named, tie_weights=True):
+            with self.tensors.replaced(dict(zip(self.trained, leaves, strict=True))):
                 return self.run(x, state, chunk)
 
-        with self.inside(), self.random.of(chunk.start):
-            y, after, pullback = tile.linearize(call, list(self.named.values()), x, state, gradients)
+        with self.inside(), self.noise.of(chunk.start):
+            y, after, pullback = tile.linearize(call, self.trained, x, state, gradients)
 
-        def pulled_back(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
-            with self.inside():  # layers may run again
-                return pullback(dy, dstate)
-
-        return y, after, pulled_back if self.layers else pullback
+        return y, after, pullback
 
     def run(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         cache, seen = ChunkCache(self.model.config), chunk.start - chunk.document
@@ -118,22 +115,27 @@ class Backbone:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
         with replaced({layer: self._recomputed(layer.forward, begin) for layer in layers}):
-            hidden = call_backbone(self.backbone, x, cache, self.key, self.positions, seen)
+            span = slice(chunk.start, chunk.start + x.shape[1])
+            inputs = {name: given[:, span] for name, given in self.inputs.items()}
+            hidden = call_backbone(self.backbone, x, cache, self.key, self.positions, seen, **inputs)
         return hidden, cache.out_of(self.slots)
 
     def _recomputed(self, forward: Callable[..., Any], begin: Callable[[], None]) -> Callable[..., Any]:
         """A layer's forward, recomputed in the backward from the state that `begin` puts into the cache: that
         of the chunk's start, in whose place the first run has left another."""
-        runs = itertools.count()
+        first: list[Any] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if next(runs):
+            if not first:
+                first.append(self.noise.states())
+                return forward(*args, **kwargs)
+            with self.inside(), self.noise.again(first[0]):  # in whatever thread the backward runs
                 begin()
-            return forward(*args, **kwargs)
+                return forward(*args, **kwargs)
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             call = functools.partial(run, **kwargs)
-            return tile.recomputed(call, args, self.recompute, self.random.possible)
+            return tile.recomputed(call, args, self.recompute)
 
         return recomputed
 
@@ -152,8 +154,9 @@ class CausalLM(Backbone):
         scale: float | None,
         multiplier: float | None = None,
         recompute: str = "none",
+        inputs: Mapping[str, Tensor] | None = None,
     ) -> None:
-        super().__init__(model, slots, multiplier, recompute)
+        super().__init__(model, slots, multiplier, recompute, inputs)
         self.scale = scale
 
     def run(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
@@ -189,7 +192,7 @@ class Collect:
         y = x[:, max(0, self.first - chunk.start) :]
         at = max(0, chunk.start - self.first)
         self.hidden[:, at : at + y.shape[1]] = y
-        return x.new_zeros(()), ()
+        return _size(x), ()
 
     def linearize(
         self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
@@ -201,7 +204,24 @@ class Collect:
             assert self.cotangent is not None
             return self.cotangent[:, chunk.start : chunk.start + x.shape[1]], ()
 
-        return x.new_zeros(()), (), pullback
+        return _size(x), (), pullback
+
+
+def _size(hidden: Tensor) -> Tensor:
+    """In the place of a chunk's loss: it tells whether the chunk, computed again, is the same."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(hidden.detach(), dtype=wide)
+
+
+def whole_model(
+    stages: list[Any], ids: Tensor, targets: Tensor, divisor: Any, scheme: Scheme
+) -> tuple[Any, ...]:
+    """The arguments of `engine.autograd.Steps` for a model that is one stage, or has one above it."""
+    stage = stages[0]
+    initial = [stage.initial_state(ids.shape[0], ids.device), *(() for _ in stages[1:])]
+    dtype = next(stage.model.parameters()).dtype
+    width = stage.model.config.get_text_config().hidden_size
+    return stages, ids, targets, divisor, initial, scheme, list(stage.parameters()), width, dtype
 
 
 @torch.no_grad()
@@ -210,17 +230,18 @@ def probe(model: Any, input_ids: Tensor) -> list[Slot]:
     backbone, cache = backbone_of(model), ChunkCache(model.config)
     key, positions = _keywords(backbone)
     ids = input_ids[:1, :1].expand(1, 2)
-    with Inside(model)(), torch.random.fork_rng(devices=_devices(ids)):
+    with Inside(model)(), Noise(model).undone():
         call_backbone(backbone, ids, cache, key, positions, 0)
     return cache.slots()
 
 
 def call_backbone(
-    backbone: Any, x: Tensor, cache: ChunkCache, key: str, positions: bool, first: int
+    backbone: Any, x: Tensor, cache: ChunkCache, key: str, positions: bool, first: int, **inputs: Tensor
 ) -> Tensor:
     """Hidden states of a chunk, given by its ids (batch, tokens) or its embeddings (batch, tokens,
-    hidden_size), whose first token is number `first` of its document."""
-    kwargs: dict[str, Any] = {key: cache, "inputs_embeds" if x.is_floating_point() else "input_ids": x}
+    hidden_size), whose first token is number `first` of its document; `inputs` are others of its tokens."""
+    name = "inputs_embeds" if x.is_floating_point() else "input_ids"
+    kwargs: dict[str, Any] = {key: cache, name: x, **inputs}
     if positions:
         places = torch.arange(first, first + x.shape[1], device=x.device)
         kwargs["position_ids"] = places.expand(x.shape[0], -1)
@@ -231,50 +252,3 @@ def _keywords(backbone: Any) -> tuple[str, bool]:
     """The cache's name in the forward, and whether it takes positions."""
     names = inspect.signature(class_of(backbone).forward).parameters
     return "cache_params" if "cache_params" in names else "past_key_values", "position_ids" in names
-
-
-class _Random:
-    """Dropout's draws, and others such as a router's noise: a chunk that is recomputed draws what it drew in
-    the forward. Of others the first chunk tells, which moves the generator or does not."""
-
-    def __init__(self, model: nn.Module) -> None:
-        rates = [getattr(m, "p", 0) for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-        modules: list[Any] = list(model.modules())
-        configs = [m.config.to_dict() for m in modules if hasattr(m, "config")][:1]
-        rates += [v for c in configs for n, v in c.items() if "dropout" in n and isinstance(v, (int, float))]
-        self.active, self.settled = model.training and any(rates), False
-        self.before: dict[int, list[Tensor]] = {}
-
-    @property
-    def possible(self) -> bool:
-        return self.active or not self.settled
-
-    @contextlib.contextmanager
-    def of(self, start: int) -> Iterator[None]:
-        """Around the run of the chunk that begins at token `start`."""
-        if not self.possible:
-            yield
-        elif start not in self.before:
-            before = _generators()
-            yield
-            with _disable_current_modes():  # such as of fake tensors, which these are not
-                self.active = self.active or not all(map(torch.equal, before, _generators()))
-            self.settled = True
-            if self.active:
-                self.before[start] = before
-        else:
-            cpu, *cuda = self.before[start]
-            with torch.random.fork_rng(devices=range(len(cuda))):
-                torch.set_rng_state(cpu)
-                if cuda:
-                    torch.cuda.set_rng_state_all(cuda)
-                yield
-
-
-def _generators() -> list[Tensor]:
-    """The states of PyTorch's generators, the CPU's first."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
-
-
-def _devices(tensor: Tensor) -> list[torch.device]:
-    return [tensor.device] if tensor.is_cuda else []

@@ -7,50 +7,100 @@ part of each chunk), and trainers that call the backbone and make a loss of the 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import inspect
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from adjoint.engine.autograd import Steps
 from adjoint.engine.grid import Scheme
-from adjoint.hf import check, documents, mini_sequence
+from adjoint.hf import call as calls
+from adjoint.hf import check, first_use, mini_sequence
 from adjoint.hf.cache import Slot
-from adjoint.hf.head import head_scale, own_logits
-from adjoint.hf.layers import backbone_of
-from adjoint.hf.stage import Backbone, CausalLM, Collect, class_of, probe
-from adjoint.loss import IGNORE_INDEX, shift_labels
+from adjoint.hf.call import Call
+from adjoint.hf.first_use import Way, in_eval_mode, plainly, some_tokens
+from adjoint.hf.head import Output, head_scale, own_logits
+from adjoint.hf.layers import backbone_of, class_of
+from adjoint.hf.snapshot import Moment, Snapshot
+from adjoint.hf.stage import Backbone, CausalLM, Collect, probe, whole_model
+from adjoint.kernels.checks import differentiable_once
+from adjoint.loss import shift_labels
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
 CPU_TOKENS = 1024  # of a chunk where nobody says; see `adjoint.engine.chunk_size`
 CUDA_TOKENS = 8192
+REMEMBERED = 4  # states of a model of which it is remembered what was found out: adapters taken in turn
 
 
-@dataclasses.dataclass
+class _Known:
+    """What was found out about a model as it is: it holds for no other.
+
+    Attributes:
+        precision: of `_precision`. slots: of its cache. checked: kinds of calls whose gradients have been
+            compared, of others what came of it.
+        mlps: of a MiniSequence: names in the backbone of what runs in pieces.
+    """
+
+    def __init__(self, model: Any, snapshot: Snapshot, precision: Any) -> None:
+        self.model, self.snapshot, self.precision = model, snapshot, precision
+        self.checked: set[Any] = set()
+
+    @functools.cached_property
+    def slots(self) -> list[Slot]:
+        with plainly(self.model), check.as_refusal(self.model):
+            return probe(self.model, some_tokens(self.model)[0])
+
+    @functools.cached_property
+    def scale(self) -> float | None:
+        with plainly(self.model):
+            return head_scale(self.model, class_of(self.model).forward)
+
+    @functools.cached_property
+    def mlps(self) -> list[str]:
+        with plainly(self.model):
+            return mini_sequence.token_wise(backbone_of(self.model))
+
+
+class _Lock:
+    """Of a causal LM and its backbone together; copies have one of their own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+    def __reduce__(self) -> Any:
+        return _Lock, ()
+
+
 class _Record:
-    """What is noted of a wrapped model, and of its backbone.
+    """What is noted of a wrapped model, and of its backbone. A copy of the model begins with the method
+    alone.
 
     Attributes:
         plain: whether calls go to transformers' own forward for the time being.
-        slots, scales: of the state and of the head, by what they depend on.
-        checked: configurations whose gradients have been compared.
-        mlps: of a MiniSequence: names in the backbone of what runs in pieces; None before the first use.
+        lock: held while a thread runs the model, whose modules are not its own for the time of a chunk.
+        known: of the model as it was lately.
     """
 
-    method: Any
-    plain: bool = False
-    slots: dict[Any, list[Slot]] = dataclasses.field(default_factory=dict)
-    scales: dict[Any, float | None] = dataclasses.field(default_factory=dict)
-    checked: set[Any] = dataclasses.field(default_factory=set)
-    mlps: list[str] | None = None
+    def __init__(self, method: Any, lock: _Lock) -> None:
+        self.method, self.plain, self.lock = method, False, lock
+        self.known: list[_Known] = []
+
+    def __reduce__(self) -> Any:
+        return _Record, (self.method, self.lock)
 
 
 def wrap(model: Any, method: Any = None) -> Any:
@@ -62,9 +112,10 @@ def wrap(model: Any, method: Any = None) -> Any:
 
     The cache is the state: the sequence is run chunk by chunk, recurrent states are kept at the chunks'
     edges, keys and values once with their cotangents, and the backward recomputes a chunk at a time. On first
-    use a few tokens are run both ways and the gradients compared; a model for which they differ is refused.
-    `out.logits` is None where labels are given. Do not wrap a model whose sequences fit in memory anyway and
-    where time is all that counts.
+    use, and again when the model's modules, settings or hooks have changed, a few tokens are run both ways
+    and the gradients compared; a model for which they differ is refused. docs/promises.md says what is exact,
+    what is refused and what is not seen. `out.logits` is None where labels are given. Do not wrap a model
+    whose sequences fit in memory anyway and where time is all that counts.
 
     Args:
         model: a `PreTrainedModel` with a language-model head, or a PEFT model around one; wrapped in place.
@@ -76,14 +127,22 @@ def wrap(model: Any, method: Any = None) -> Any:
         The model.
 
     Raises:
-        ValueError: the model is no causal LM of transformers, or the method is none of these. On first use:
-            the gradient by chunks is not the model's own, with the reason where it is known.
+        ValueError: the model is no causal LM of transformers, has a forward of its own on the instance, or
+            the method is none of these. On first use: the gradient by chunks is not the model's own, with the
+            reason where it is known.
     """
     method = Exact() if method is None else method
     check_method(method)
     lm = _causal_lm(model)
+    for module in (lm, backbone_of(lm)):
+        if "forward" in vars(module):
+            raise ValueError(
+                f"{type(module).__name__} has a forward of its own on the instance, which calls would go to: "
+                "wrap a model before accelerate.prepare or whatever else replaces it"
+            )
+    lock = _Lock()
     for module, forward in ((lm, _lm_forward), (backbone_of(lm), _backbone_forward)):
-        module.__dict__["_adjoint"] = _Record(method)
+        module.__dict__["_adjoint"] = _Record(method, lock)
         module.__class__ = _swapped(class_of(module), forward)
     return model
 
@@ -107,6 +166,11 @@ def check_method(method: Any) -> None:
         raise ValueError(
             "a wrapped model takes Truncated(window) with a window in tokens: auto and unbiased need layers "
             "of a Stack"
+        )
+    if isinstance(method, (Exact, Truncated)) and 1 in (method.chunk_size, getattr(method, "window", None)):
+        raise ValueError(
+            "a wrapped model's chunks have two tokens at least, as transformers takes one for decoding: "
+            f"chunk_size and window are 2 or more; got {method!r}"
         )
     if not isinstance(method, (Backprop, Exact, Truncated, MiniSequence)):
         raise ValueError(
@@ -157,122 +221,110 @@ def _rebuilt(cls: Any, run: Any) -> Any:
     return swapped.__new__(swapped)
 
 
-@contextlib.contextmanager
-def _plainly(model: Any) -> Iterator[None]:
-    """Transformers' own forward, in the backbone too."""
-    records = [m.__dict__["_adjoint"] for m in (model, backbone_of(model)) if "_adjoint" in m.__dict__]
-    before = [record.plain for record in records]
-    for record in records:
-        record.plain = True
-    try:
-        yield
-    finally:
-        for record, was in zip(records, before, strict=True):
-            record.plain = was
-
-
 # --------------------------------------------------------------------------------------------------- calls
 
 
 def _record(model: Any) -> _Record:
     """A model made anew by a wrapped one's class, such as by its `from_pretrained`, is not wrapped itself."""
-    return model.__dict__.get("_adjoint") or _Record(Backprop(), plain=True)
-
-
-ASKS_FOR_MORE = ("past_key_values", "cache_params", "output_attentions", "output_hidden_states")
+    record = model.__dict__.get("_adjoint")
+    if record is None:
+        record = _Record(Backprop(), _Lock())
+        record.plain = True
+    return record
 
 
 def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     """The causal LM's forward: with labels, its loss by the method."""
-    record, cls = _record(self), class_of(self)
-    labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
-    if record.plain or (labels is None and shifted is None):
-        return cls.forward(self, **kwargs)
-    targets: Any = shift_labels(labels) if labels is not None and shifted is None else shifted
-    asked = [name for name in ASKS_FOR_MORE if kwargs.get(name)]
-    if isinstance(record.method, MiniSequence) and not asked:
-        return _by_mini_sequences(self, kwargs, targets)
-    if asked or kwargs.get("input_ids") is None or isinstance(record.method, Backprop):
-        if not isinstance(record.method, Backprop):
-            what = asked[0] if asked else "inputs_embeds instead of input_ids"
-            warnings.warn(f"{what}: this call is backpropagated as if not wrapped", stacklevel=3)
-        with _plainly(self):
+    with _record(self).lock:
+        record, cls = _record(self), class_of(self)
+        if record.plain or all(kwargs.get(name) is None for name in ("labels", "shift_labels")):
             return cls.forward(self, **kwargs)
-    check.refuse_what_is_known(self, kwargs)
-    ids = kwargs["input_ids"]
-    check.refuse_padding(kwargs.get("attention_mask"), targets)
-    ids, targets, starts = documents.as_one_row(ids, targets, documents.starts_of(kwargs, ids))
-    valid = _valid(kwargs, targets)
-    slots = _slots(self, ids)
-    _first_use(self, ids, slots, _lm_steps)
-    steps = _lm_steps(self, ids, targets, valid, _scheme(record.method, ids, starts), slots)
-    loss, *_ = steps.loss()
-    return CausalLMOutputWithPast(loss=loss) if kwargs.get("return_dict") is not False else (loss,)
+        asked = calls.asks_for(self, kwargs)
+        if asked or isinstance(record.method, Backprop):
+            if not isinstance(record.method, Backprop):
+                warnings.warn(f"{asked}: this call is backpropagated as if not wrapped", stacklevel=3)
+            with plainly(self):
+                return cls.forward(self, **kwargs)
+        targets = calls.targets_of(kwargs)
+        if isinstance(record.method, MiniSequence):
+            loss = _by_mini_sequences(self, kwargs, targets)
+        else:
+            loss = _by_chunks(self, kwargs, targets)
+    return CausalLMOutputWithPast(loss=loss) if calls.gives_names(self, kwargs) else (loss,)
+
+
+def _by_chunks(model: Any, kwargs: dict[str, Any], targets: Tensor) -> Tensor:
+    """The causal LM's loss by `Exact` or `Truncated`."""
+    check.refuse_what_is_known(model, kwargs)
+    call, counted = calls.read(model, kwargs, targets), kwargs.get("num_items_in_batch") is not None
+    known = _compared(model, ("loss", counted), *first_use.loss_ways(_record(model).method, counted))
+    _also_brought(known, call, kwargs)
+    stage = CausalLM(model, known.slots, known.scale, recompute=_recompute(model), inputs=call.inputs)
+    loss, *_ = _steps(known, [stage], call).loss()
+    return loss
 
 
 @torch.no_grad()
 def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
     """The summed loss of each chunk of ids (batch, seqlen), of a wrapped model in its present mode."""
-    return _lm_steps(model, ids, shift_labels(ids), 1, scheme, _slots(model, ids)).chunk_losses()
+    known = _compared(model, ("loss", False), *first_use.loss_ways(_record(model).method))
+    stage = CausalLM(model, known.slots, known.scale)
+    return Steps(*whole_model([stage], ids, shift_labels(ids), 1, scheme)).chunk_losses()
 
 
 @torch.no_grad()
 def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
     """Logits (batch, tokens, vocab_size) of the last `tokens` of ids (batch, seqlen), of a wrapped model in
     its present mode; the sequence is run by chunks, of two tokens at least."""
+    known = _compared(model, ("loss", False), *first_use.loss_ways(_record(model).method))
     last = Collect(tokens, ids.shape[1] - tokens)
-    _steps([Backbone(model, _slots(model, ids)), last], ids, ids, 1, scheme).forward()
+    Steps(*whole_model([Backbone(model, known.slots), last], ids, ids, 1, scheme)).forward()
     assert last.hidden is not None
     return own_logits(model, class_of(model).forward, last.hidden)
 
 
-def _valid(kwargs: dict[str, Any], targets: Tensor) -> Any:
-    """What the summed loss is divided by."""
-    valid = kwargs.get("num_items_in_batch")
-    return (targets != IGNORE_INDEX).sum().clamp(min=1) if valid is None else valid
-
-
-def _by_mini_sequences(model: Any, kwargs: dict[str, Any], targets: Tensor) -> Any:
+def _by_mini_sequences(model: Any, kwargs: dict[str, Any], targets: Tensor) -> Tensor:
     """The causal LM's loss by `MiniSequence`."""
-    record, device = _record(model), next(model.parameters()).device.type
+    method, known = _record(model).method, _known(model)
     check.refuse_other_losses(model, kwargs)
-    scale, mlps, key = _scale(model), _mlps(model), _unchecked(model, device)
-    with _plainly(model):
-        if key is not None:
-            dtypes = [dtype for dtype in _precision(model, device) if dtype is not None]
-            with check.in_eval_mode(model):
-                mini_sequence.compare(model, record.method, mlps, scale, dtypes)
-            record.checked.add(key)
-        total = mini_sequence.total_loss(model, record.method, mlps, scale, targets, kwargs)
-    valid = _valid(kwargs, targets)
-    loss = total / (valid.to(total.device) if isinstance(valid, Tensor) else valid)
-    return CausalLMOutputWithPast(loss=loss) if kwargs.get("return_dict") is not False else (loss,)
+    calls.refuse_unknown(model, kwargs, calls.KNOWN_WITH_LABELS, explicit=True)
+    counted = kwargs.get("num_items_in_batch") is not None
+    if ("pieces", counted) not in known.checked:
+        whole, _ = first_use.loss_ways(method, counted)
+        first_use.compare(model, whole, mini_sequence.way(method, counted), *mini_sequence.NOT_THE_SAME)
+        known.checked.add(("pieces", counted))
+    with plainly(model):
+        total = mini_sequence.total_loss(model, method, known.mlps, known.scale, targets, kwargs)
+    divisor = calls.divisor_of(kwargs, targets)
+    return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
 
 
 def _backbone_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     """The backbone's forward: in training, and where documents are packed, hidden states by the method."""
-    record, cls = _record(self), class_of(self)
-    asked = any(kwargs.get(name) for name in (*ASKS_FOR_MORE, "use_cache"))
-    in_training = self.training and torch.is_grad_enabled()
-    if isinstance(record.method, MiniSequence) and in_training and not (record.plain or asked):
-        with mini_sequence.splitting(self, _mlps(self), record.method.mlp_chunks):
-            return cls.forward(self, **{**kwargs, "use_cache": False})
-    packed = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
-    by_chunks = (in_training or packed) and isinstance(record.method, (Exact, Truncated))
-    if record.plain or asked or not by_chunks or kwargs.get("input_ids") is None:
-        return cls.forward(self, **kwargs)
-    check.refuse_what_is_known(self, kwargs)
-    ids = kwargs["input_ids"]
-    check.refuse_padding(kwargs.get("attention_mask"), None)
-    rows = ids.shape
-    ids, _, starts = documents.as_one_row(ids, ids, documents.starts_of(kwargs, ids))
-    slots = _slots(self, ids)
-    _first_use(self, ids, slots, _backbone_steps)
-    steps = _backbone_steps(self, ids, ids, 1, _scheme(record.method, ids, starts), slots)
-    hidden = _Hidden.apply(steps, *steps.parameters).reshape(*rows, -1)
-    if kwargs.get("return_dict") is False:
-        return (hidden,)
-    return MoeModelOutputWithPast(last_hidden_state=hidden)
+    with _record(self).lock:
+        record, cls = _record(self), class_of(self)
+        asked = calls.asks_for(self, kwargs)
+        in_training = self.training and torch.is_grad_enabled()
+        if isinstance(record.method, MiniSequence) and in_training and not (record.plain or asked):
+            calls.refuse_unknown(self, kwargs, calls.KNOWN, explicit=True)
+            with mini_sequence.splitting(self, _known(self).mlps, record.method.mlp_chunks):
+                return cls.forward(self, **{**kwargs, "use_cache": False})
+        packed = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
+        by_chunks = (in_training or packed) and isinstance(record.method, (Exact, Truncated))
+        if record.plain or not by_chunks:
+            return cls.forward(self, **kwargs)
+        if asked:
+            if in_training and not any(kwargs.get(name) is not None for name in calls.CACHES):
+                warnings.warn(f"{asked}: this call is backpropagated as if not wrapped", stacklevel=3)
+            return cls.forward(self, **kwargs)
+        check.refuse_what_is_known(self, kwargs)
+        call = calls.read(self, kwargs, None)
+        known = _compared(self, ("hidden",), *first_use.hidden_ways(record.method))
+        _also_brought(known, call, kwargs)
+        stage = Backbone(self, known.slots, recompute=_recompute(self), inputs=call.inputs)
+        steps = _steps(known, [stage, Collect(call.ids.shape[1])], call)
+        hidden = _Hidden.apply(steps, *steps.parameters).reshape(*call.rows, -1)
+    return Output(last_hidden_state=hidden) if call.return_dict else (hidden,)
 
 
 class _Hidden(torch.autograd.Function):
@@ -282,11 +334,12 @@ class _Hidden(torch.autograd.Function):
     def forward(ctx: Any, steps: Steps, *parameters: Tensor) -> Tensor:
         steps.forward()
         ctx.steps = steps
-        ctx.save_for_backward(*parameters)
-        return _collected(steps).hidden
+        ctx.save_for_backward(*parameters, *steps.inputs)
+        # another object than the stage keeps: a function that held its own output would hold itself
+        return _collected(steps).hidden.detach()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("a backbone by chunks")
     def backward(ctx: Any, d: Tensor) -> Any:
         _ = ctx.saved_tensors  # the check for changes in place happens on access
         _collected(ctx.steps).cotangent = d
@@ -298,41 +351,30 @@ def _collected(steps: Steps) -> Any:
     return steps.worker.stages[-1]
 
 
-def _lm_steps(
-    model: Any, ids: Tensor, targets: Tensor, valid: Any, scheme: Scheme, slots: list[Slot]
-) -> Steps:
-    stage = CausalLM(model, slots, _scale(model), recompute=scheme.recompute)
-    return _steps([stage], ids, targets, valid, scheme)
+class _Steps(Steps):
+    """Of a wrapped model, which its backward finds as it was in the forward."""
+
+    def __init__(self, known: _Known, *given: Any) -> None:
+        super().__init__(*given)
+        self.lock = _record(known.model).lock
+        self.moment = Moment(known.model, known.snapshot) if self.follows else None
+
+    def backward(self, d_loss: Tensor | None, d_final: Sequence[Any]) -> Any:
+        assert self.moment is not None
+        with self.lock, self.moment.restored():
+            return super().backward(d_loss, d_final)
 
 
-def _scale(model: Any) -> float | None:
-    record, output = model.__dict__["_adjoint"], model.get_output_embeddings()
-    key = type(output), output.weight.dtype if isinstance(output, nn.Linear) else None
-    if key not in record.scales:
-        with _plainly(model):
-            record.scales[key] = head_scale(model, class_of(model).forward)
-    return record.scales[key]
+def _steps(known: _Known, stages: list[Any], call: Call) -> Steps:
+    method, (batch, seqlen) = _record(known.model).method, call.ids.shape
+    scheme = scheme_of(method, batch, seqlen, call.ids.device.type, call.starts)
+    steps = _Steps(known, *whole_model(stages, call.ids, call.targets, call.divisor, scheme))
+    steps.inputs += call.inputs.values()
+    return steps
 
 
-def _backbone_steps(
-    model: Any, ids: Tensor, targets: Tensor, valid: Any, scheme: Scheme, slots: list[Slot]
-) -> Steps:
-    stage = Backbone(model, slots, recompute=scheme.recompute)
-    return _steps([stage, Collect(ids.shape[1])], ids, targets, valid, scheme)
-
-
-def _steps(stages: list[Any], ids: Tensor, targets: Tensor, valid: Any, scheme: Scheme) -> Steps:
-    stage = stages[0]
-    initial = [stage.initial_state(ids.shape[0], ids.device), *(() for _ in stages[1:])]
-    parameters = list(stage.parameters())
-    dtype = next(stage.model.parameters()).dtype
-    width = stage.model.config.get_text_config().hidden_size
-    return Steps(stages, ids, targets, valid, initial, scheme, parameters, width, dtype)
-
-
-def _scheme(method: Any, ids: Tensor, starts: tuple[int, ...]) -> Scheme:
-    batch, seqlen = ids.shape
-    return scheme_of(method, batch, seqlen, ids.device.type, starts)
+def _recompute(model: Any) -> str:
+    return getattr(_record(model).method, "recompute", "none")
 
 
 def scheme_of(
@@ -368,47 +410,37 @@ def chunk_size_for(batch: int, device: str) -> int:
 # ----------------------------------------------------------------------------------------------- first use
 
 
-def _precision(model: Any, device: str) -> tuple[Any, ...]:
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return next(model.parameters()).dtype, autocast
+def _precision(model: Any) -> tuple[Any, ...]:
+    device = next(model.parameters()).device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
 
 
-def _slots(model: Any, ids: Tensor) -> list[Slot]:
-    record, key = model.__dict__["_adjoint"], _precision(model, ids.device.type)
-    if key not in record.slots:
-        with _plainly(model), check.as_refusal(model):
-            record.slots[key] = probe(model, ids)
-    return record.slots[key]
+def _known(model: Any) -> _Known:
+    """What is known of a model as it is now."""
+    record, now, precision = _record(model), Snapshot(model), _precision(model)
+    record.known = [known for known in record.known if not known.snapshot.structure_differs(now)]
+    for known in record.known:
+        if known.precision == precision and not known.snapshot.difference(now):
+            return known
+    record.known = [_Known(model, now, precision), *record.known[: REMEMBERED - 1]]
+    return record.known[0]
 
 
-def _mlps(model: Any) -> list[str]:
-    record = model.__dict__["_adjoint"]
-    if record.mlps is None:
-        with _plainly(model):
-            record.mlps = mini_sequence.token_wise(backbone_of(model))
-    return record.mlps
+def _compared(model: Any, kind: tuple, whole: Way, by_chunks: Way) -> _Known:
+    """What is known of a model, once gradients of a few tokens have been compared for this kind of call."""
+    known, key = _known(model), (*kind, model.training)
+    if key not in known.checked:
+        first_use.compare(model, whole, by_chunks, *first_use.NOT_THE_SAME)
+        known.checked.add(key)
+    return known
 
 
-def _unchecked(model: Any, device: str) -> Any:
-    """The configuration, precision and trained parameters, if their gradients are still to be compared, else
-    None."""
-    record = model.__dict__["_adjoint"]
-    trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
-    key = _precision(model, device), hash(repr(model.config.to_dict())), hash(trained)
-    return None if key in record.checked or not torch.is_grad_enabled() or not trained else key
-
-
-def _first_use(model: Any, ids: Tensor, slots: list[Slot], make_steps: Any) -> None:
-    """Compares the gradients of a few tokens, once for each configuration, precision and set of trained
-    parameters."""
-    key = _unchecked(model, ids.device.type)
-    if key is None:
-        return
-    tokens = ids[:1, : check.TOKENS]
-    if tokens.shape[1] < 4:  # nothing to cut; a longer batch will be compared
-        return
-    recompute = getattr(_record(model).method, "recompute", "none")
-    scheme = Scheme(-(-tokens.shape[1] // 2), recompute=recompute, least=2)
-    with _plainly(model), check.in_eval_mode(model), check.as_refusal(model):
-        check.compare(model, tokens, make_steps(model, tokens, shift_labels(tokens), 1, scheme, slots))
-    model.__dict__["_adjoint"].checked.add(key)
+def _also_brought(known: _Known, call: Call, kwargs: dict[str, Any]) -> None:
+    """Tries, once, what a call says of padding at the left and of packed documents."""
+    with in_eval_mode(known.model):
+        if call.padded_left and "padded at the left" not in known.checked:
+            first_use.left_padding(known.model)
+            known.checked.add("padded at the left")
+        if call.packed and "packed" not in known.checked:
+            first_use.packing(known.model, kwargs)
+            known.checked.add("packed")

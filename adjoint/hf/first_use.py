@@ -1,0 +1,407 @@
+"""The comparison on first use: the gradient of a few tokens by chunks against that of the whole."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adjoint.engine.autograd import Steps
+from adjoint.engine.grid import Scheme
+from adjoint.engine.run import Changed
+from adjoint.hf.check import Refused, as_refusal, refuse
+from adjoint.hf.head import head_scale
+from adjoint.hf.layers import backbone_of, class_of
+from adjoint.hf.noise import Noise
+from adjoint.hf.snapshot import HOOKS, Snapshot, Tensors
+from adjoint.hf.stage import Backbone, CausalLM, Collect, probe, whole_model
+from adjoint.loss import IGNORE_INDEX, shift_labels
+from adjoint.memory import memory_left
+
+TOKENS = 13  # compared on first use, in chunks of CHUNK
+CHUNK = 5
+# Windows and numbers of picked keys are turned down to this in a copy, so that TOKENS reach beyond them.
+WINDOW = 5
+WINDOWS = (
+    "sliding_window",
+    "attention_window_size",
+    "window_size",
+    "local_window",
+    "attention_chunk_size",
+    "index_topk",
+)
+# Largest relative L2 distance of two gradients that are the same but for rounding. transformers computes
+# norms and scans of a float64 model in float32.
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
+COARSE = 0.1  # of bfloat16 and float16, where no copy in float32 can be compared
+# Each parameter must be within the tolerance by itself, relative to its own gradient or, if that is smaller,
+# to this share of the whole: a scan that forgets its state may be off by 1e-3 in all, by half in A_log.
+# Rounding in float32 reaches 3e-6.
+SHARE = 1e-2
+NOT_THE_SAME = (
+    f"the gradient of {TOKENS} tokens in chunks is not that of the whole",
+    "it keeps something else than its cache between tokens, or its loss is more than cross-entropy",
+)
+HALF = (torch.bfloat16, torch.float16)
+DROPOUT = nn.modules.dropout._DropoutNd
+
+# (model, ids and labels (1, TOKENS), the parameters to follow) → loss and gradients, None where there is none
+Way = Callable[[Any, Tensor, Tensor, dict[str, Tensor]], tuple[float, Sequence[Tensor | None]]]
+
+
+def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> None:
+    """Compares the gradient of a few tokens by chunks with that of the whole.
+
+    Where that can be had, on a copy of the model's modules: in its mode, but without dropout; without
+    autocast; in float32 where parameters are half precision, else on the model's own memory; and, if there
+    are windows, once more with them turned down. A copy cannot be had where it does not fit, or does not run.
+    The parameters that are trained are followed, or, if there are none, those of one dimension.
+
+    Args:
+        what, why: of the refusal.
+
+    Raises:
+        Refused: the gradients differ, or the model's code fails by chunks.
+    """
+    with _isolated(model):
+        copied = replica(model)
+        wanted = None
+        if copied is not None:
+            with contextlib.suppress(Exception), _no_autocast(model):
+                wanted = _found(copied, whole)
+        if copied is None or wanted is None:
+            with in_eval_mode(model):
+                wanted = _found(model, whole)  # what it raises is the model's own
+                _compare(model, wanted, by_chunks, what, why)
+            return
+        with _no_autocast(model):
+            try:
+                _compare(copied, wanted, by_chunks, what, why)
+            except Refused:
+                if not wanted.drawn:
+                    raise
+                with in_eval_mode(copied):  # noise is drawn chunk by chunk; without it they must be the same
+                    _compare(copied, _found(copied, whole), by_chunks, what, why)
+            if not _turned_down(copied):
+                return
+            narrow = None
+            with contextlib.suppress(Exception):
+                narrow = _found(copied, whole)
+            if narrow is not None and narrow.loss != wanted.loss:  # else windows were no use
+                _compare(copied, narrow, by_chunks, f"{what}, its windows turned down to {WINDOW},", why)
+
+
+class _Found(NamedTuple):
+    loss: float
+    gradients: dict[str, Tensor | None]
+    drawn: bool  # whether the model drew random numbers
+
+
+def _found(model: Any, way: Way) -> _Found:
+    """What comes of a few tokens."""
+    named = dict(model.named_parameters())
+    floating = [name for name, p in named.items() if p.is_floating_point()]
+    followed = [name for name in floating if named[name].requires_grad]
+    followed = followed or [name for name in floating if named[name].dim() == 1] or floating
+    before = {name: p.requires_grad for name, p in named.items() if p.is_leaf}
+    noise = Noise(model)
+    try:
+        for name in before:
+            named[name].requires_grad_(name in followed)
+        with noise.undone(), noise.of(0):
+            loss, gradients = way(model, *some_tokens(model), {name: named[name] for name in followed})
+    finally:
+        for name, trained in before.items():
+            named[name].requires_grad_(trained)
+    return _Found(loss, dict(zip(followed, gradients, strict=True)), bool(noise.before))
+
+
+def _compare(model: Any, wanted: _Found, by_chunks: Way, what: str, why: str) -> None:
+    with as_refusal(model):
+        try:
+            got = _found(model, by_chunks)
+        except Changed:
+            refuse(model, f"{what}: {why}")
+    dtypes, device = [p.dtype for p in model.parameters() if p.is_floating_point()], _device(model).type
+    if torch.is_autocast_enabled(device):
+        dtypes.append(torch.get_autocast_dtype(device))
+    same_gradients(model, wanted, got, tolerance(dtypes), what, why)
+
+
+@contextlib.contextmanager
+def _isolated(model: Any) -> Iterator[None]:
+    """Not seen from outside: not by the hooks on saved tensors of a checkpoint around the call, nor in
+    what is drawn after it."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
+    with torch.inference_mode(False), torch.enable_grad(), hooks, Noise(model).undone():
+        yield
+
+
+def _no_autocast(model: Any) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(_device(model).type, enabled=False)
+
+
+def _device(model: Any) -> torch.device:
+    return next(model.parameters()).device
+
+
+def replica(model: Any) -> Any:
+    """A copy of a model's modules over its own parameters' memory, in float32 where they are half precision;
+    without dropout. None where there is none."""
+    tensors = [*model.parameters(), *model.buffers()]
+    cast = sum(4 * t.numel() for t in tensors if t.dtype in HALF)
+    if cast > memory_left(_device(model)) / 4:
+        return None
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(_widened(p.detach()), p.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _widened(buffer.detach().clone())
+    for module in model.modules():
+        for name in HOOKS:
+            memo.update({id(hook): hook for hook in vars(module)[name].values()})  # whatever they hold
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception:
+        return None
+    for holder in _holders(copied):
+        for name, value in vars(holder).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(holder, DROPOUT))):
+                vars(holder)[name] = 0.0
+    return copied
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def _holders(model: Any) -> list[Any]:
+    """Its modules and configurations."""
+    return list(Snapshot(model).holders.values())
+
+
+def _turned_down(copied: Any) -> bool:
+    """Makes a copy's windows shorter than what is compared; whether there are any."""
+    found = False
+    for holder in _holders(copied):
+        for name in WINDOWS:
+            value = vars(holder).get(name)
+            if isinstance(value, int) and value > WINDOW:
+                vars(holder)[name], found = WINDOW, True
+    return found
+
+
+def some_tokens(model: Any) -> tuple[Tensor, Tensor]:
+    """ids and labels (1, TOKENS): none that the configuration has a meaning for; two labels are ignored."""
+    words = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
+    special = {v for config in Snapshot(model).configs() for v in _token_ids(vars(config))}
+    usual = [word for word in range(min(words, 4 * TOKENS + len(special))) if word not in special]
+    usual = usual or list(range(words))
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.tensor(usual)[torch.randint(len(usual), (1, TOKENS), generator=draw)].to(_device(model))
+    labels = ids.clone()
+    labels[:, [3, 8]] = IGNORE_INDEX
+    return ids, labels
+
+
+def _token_ids(settings: dict[str, Any]) -> Iterator[int]:
+    for name, value in settings.items():
+        if name.endswith(("token_id", "token_index", "token_ids")):
+            yield from (v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
+
+
+def following(model: Any, followed: dict[str, Tensor]) -> tuple[Any, list[Tensor]]:
+    """Leaves in the places of a model's parameters, whose hooks are nobody's: the context, and the leaves."""
+    leaves = {p: p.detach().requires_grad_() for p in followed.values()}
+    return Tensors(model).replaced(leaves), list(leaves.values())
+
+
+def cotangent(hidden: Tensor) -> Tensor:
+    """Of hidden states (batch, tokens, hidden_size), as good as any."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(hidden.shape, generator=generator, dtype=torch.float32).to(hidden)
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: Any) -> Iterator[None]:
+    """No dropout."""
+    training = [m for m in model.modules() if m.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def same_gradients(model: Any, wanted: _Found, got: _Found, limit: float, what: str, why: str) -> None:
+    """Two gradients by the parameters' names.
+
+    Args:
+        limit: of `tolerance`.
+
+    Raises:
+        Refused: they differ, as a whole or, but for bfloat16 and float16, in one parameter, with `what` and
+            `why`.
+    """
+    zero = torch.zeros((), dtype=torch.float64)
+    lengths, distances = [], []
+    for name, a in wanted.gradients.items():
+        b = got.gradients[name]
+        lengths.append(0.0 if a is None else float(a.double().norm()))
+        apart = lengths[-1] if b is None else float((b - (zero.to(b) if a is None else a)).double().norm())
+        distances.append(apart)
+    size, error = math.hypot(*lengths), math.hypot(*distances)
+    relative = error / size if size else float(error > 0)
+    each = [d / max(n, SHARE * size) if size else d for d, n in zip(distances, lengths, strict=True)]
+    alone, name = max(zip(each, wanted.gradients, strict=True))
+    difference = abs(got.loss - wanted.loss)
+    same_loss = difference <= limit * max(1.0, abs(wanted.loss))
+    if not relative <= limit or not (alone <= limit or limit == COARSE) or not same_loss:
+        refuse(
+            model,
+            f"{what} (relative distance {relative:.1e}, most in {name}: {alone:.1e}; the loss differs by "
+            f"{difference:.1e}): {why}",
+        )
+
+
+def tolerance(dtypes: Sequence[torch.dtype]) -> float:
+    """For what was computed in several precisions."""
+    return max(TOLERANCES.get(dtype, COARSE) for dtype in dtypes)
+
+
+@contextlib.contextmanager
+def plainly(model: Any) -> Iterator[None]:
+    """Meanwhile calls go to transformers' own forward, in the backbone too."""
+    records = [m.__dict__["_adjoint"] for m in (model, backbone_of(model)) if "_adjoint" in m.__dict__]
+    before = [record.plain for record in records]
+    for record in records:
+        record.plain = True
+    try:
+        yield
+    finally:
+        for record, was in zip(records, before, strict=True):
+            record.plain = was
+
+
+# ------------------------------------------------------------------------------------------------------ ways
+
+
+def loss_ways(method: Any, counted: bool = False) -> tuple[Way, Way]:
+    """The loss of a causal LM and its gradient, of the whole and by chunks.
+
+    Args:
+        counted: whether `num_items_in_batch` is given.
+    """
+    more = {"num_items_in_batch": torch.tensor(7)} if counted else {}
+
+    def whole(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
+        inside, leaves = following(model, followed)
+        with inside, plainly(model):
+            given = {"input_ids": ids, "labels": labels, "use_cache": False, "return_dict": True, **more}
+            loss = class_of(model).forward(model, **given)["loss"]
+            return float(loss.detach()), torch.autograd.grad(loss, leaves, allow_unused=True)
+
+    def by_chunks(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
+        with plainly(model):
+            scale = head_scale(model, class_of(model).forward)
+            stage = CausalLM(model, probe(model, ids), scale, recompute=getattr(method, "recompute", "none"))
+            targets = shift_labels(labels)
+            divisor = 7 if counted else (targets != IGNORE_INDEX).sum()
+            steps = Steps(*whole_model([stage], ids, targets, divisor, Scheme(CHUNK, least=2)))
+            with torch.no_grad():
+                loss, _ = steps.forward()
+                gradients, _ = steps.backward(torch.ones_like(loss), [None] * len(steps.initial))
+        return float(loss), [gradients.of(p) for p in followed.values()]
+
+    return whole, by_chunks
+
+
+def hidden_ways(method: Any) -> tuple[Way, Way]:
+    """A loss of a backbone's hidden states and its gradient, of the whole and by chunks."""
+
+    def whole(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
+        inside, leaves = following(model, followed)
+        with inside, plainly(model):
+            hidden = class_of(model).forward(model, input_ids=ids, use_cache=False, return_dict=True)[0]
+            loss = (hidden * cotangent(hidden)).sum()
+            return float(loss.detach()), torch.autograd.grad(loss, leaves, allow_unused=True)
+
+    def by_chunks(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
+        with plainly(model):
+            stage = Backbone(model, probe(model, ids), recompute=getattr(method, "recompute", "none"))
+            top = Collect(ids.shape[1])
+            steps = Steps(*whole_model([stage, top], ids, ids, 1, Scheme(CHUNK, least=2)))
+            with torch.no_grad():
+                steps.forward()
+                assert top.hidden is not None
+                top.cotangent = cotangent(top.hidden)
+                loss = (top.hidden * top.cotangent).sum()
+                gradients, _ = steps.backward(None, [None] * len(steps.initial))
+        return float(loss), [gradients.of(p) for p in followed.values()]
+
+    return whole, by_chunks
+
+
+# ------------------------------------------------------------------------------- what else a call may bring
+
+
+@torch.no_grad()
+def left_padding(model: Any) -> None:
+    """Refuses padding at the left where cutting it off is not what the model does with it.
+
+    Raises:
+        ValueError: hidden states of padded tokens are not those of the tokens alone.
+    """
+    ids, _ = some_tokens(model)
+    mask = torch.ones_like(ids)
+    mask[:, : TOKENS - CHUNK] = 0
+    padded = _hidden(model, ids, attention_mask=mask)[:, TOKENS - CHUNK :]
+    if not _alike(padded, _hidden(model, ids[:, TOKENS - CHUNK :])):
+        raise ValueError(
+            f"rows are padded at the left, and {class_of(model).__name__} counts padding in its tokens' "
+            "positions: give position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0), or pad at the "
+            "right (tokenizer.padding_side = 'right')"
+        )
+
+
+@torch.no_grad()
+def packing(model: Any, kwargs: dict[str, Any]) -> None:
+    """Warns where position_ids that start again do not keep documents apart without chunks.
+
+    Args:
+        kwargs: of the call, in which a mask or a cache may make the difference.
+    """
+    ids, _ = some_tokens(model)
+    positions = torch.cat([torch.arange(CHUNK), torch.arange(TOKENS - CHUNK)])[None].to(ids.device)
+    given = {"position_ids": positions, "use_cache": kwargs.get("use_cache")}
+    if kwargs.get("attention_mask") is not None:
+        given["attention_mask"] = torch.ones_like(ids)
+    apart = [_hidden(model, piece) for piece in ids.split([CHUNK, TOKENS - CHUNK], dim=1)]
+    if not _alike(_hidden(model, ids, **given), torch.cat(apart, dim=1)):
+        warnings.warn(
+            f"position_ids start again, and are read as packed documents, which are kept apart: called like "
+            f"this, {class_of(model).__name__} by itself lets documents see those before them",
+            stacklevel=2,
+        )
+
+
+def _hidden(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    """Of the backbone, without chunks."""
+    backbone = backbone_of(model)
+    takes = inspect.signature(class_of(backbone).forward).parameters
+    given = {name: value for name, value in kwargs.items() if name in takes}
+    with plainly(model), plainly(backbone):
+        return class_of(backbone).forward(backbone, input_ids=ids, return_dict=True, **given)[0]
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).norm()) <= tolerance([a.dtype]) * float(b.norm())
