@@ -180,7 +180,7 @@ class _BothWindow(_Both, theirs.LinearAttentionAndSlidingWindowAttentionLayer):
 
 
 class ChunkCache(DynamicCache):
-    """A cache that hands one chunk its state and takes the new one; `into` and `out_of` are all that the
+    """A cache that hands one chunk its state and takes the new one; `begun` and `out_of` are all that the
     stage uses of it.
 
     Raises:
@@ -199,11 +199,11 @@ class ChunkCache(DynamicCache):
         scans.handed.state = state  # Mamba-1's mixers do not give it to their scan
         return state
 
-    def into(self, slots: Sequence[Slot], state: State, seen: int) -> None:
-        """Puts a state in, `seen` tokens after its document's start; there only what grows has one. What was
-        there before is forgotten."""
-        self.layers = [_ours(layer) for layer in self.kinds]
-        for layer in self.layers:
+    def begun(self, slots: Sequence[Slot], state: State, seen: int) -> list[Any]:
+        """Layers that hold a state, `seen` tokens after its document's start; there only what grows has
+        one."""
+        layers = [_ours(layer) for layer in self.kinds]
+        for layer in layers:
             if isinstance(layer, _Growing):
                 layer.seen, layer.is_initialized = seen, seen > 0
         pasts: dict[int, dict[str, Any]] = {}
@@ -211,11 +211,12 @@ class ChunkCache(DynamicCache):
             if slot.grows is not None:
                 pasts.setdefault(slot.layer, {})[slot.name] = value
             elif seen:
-                self.layers[slot.layer].set(slot.name, slot.index, value.to(slot.dtype))
+                layers[slot.layer].set(slot.name, slot.index, value.to(slot.dtype))
         for layer, past in pasts.items():
-            self.layers[layer].before = past["keys"], past["values"]
+            layers[layer].before = past["keys"], past["values"]
             if "indexer" in past:
-                self.layers[layer].begin_indexer(past["indexer"], seen)
+                layers[layer].begin_indexer(past["indexer"], seen)
+        return layers
 
     def out_of(self, slots: Sequence[Slot]) -> State:
         """The new state: of what grows, the chunk's own piece."""

@@ -13,6 +13,8 @@ from torch import nn
 from adjoint.hf.layers import class_of
 
 OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
+# PEFT's hooks by which a call says what is to be done with each row or token of its batch.
+BY_POSITION = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
 ONE_PROCESS = "one process trains it: --cluster.shards 0"  # what cannot be cut into layers
 
 
@@ -83,6 +85,9 @@ def _reason(module: nn.Module) -> str | None:
             return "max_norm changes weights in the forward; set it to None"
     if getattr(module, "neftune_noise_alpha", None) and module.training:
         return "NEFTune scales its noise by the length of what it is given; set neftune_noise_alpha to None"
+    hooks = (getattr(hook, "func", hook) for hook in module._forward_pre_hooks.values())
+    if any(getattr(hook, "__name__", "") in BY_POSITION for hook in hooks):
+        return "adapters that are picked by row or by token (adapter_names, aLoRA) need all of them at once"
     return None
 
 

@@ -108,34 +108,36 @@ class Backbone:
 
     def run(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         cache, seen = ChunkCache(self.model.config), chunk.start - chunk.document
-        begin = functools.partial(cache.into, self.slots, state, seen)
-        begin()
+        cache.layers = cache.begun(self.slots, state, seen)
         layers = self.layers if torch.is_grad_enabled() else []
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
-        with replaced({layer: self._recomputed(layer.forward, begin) for layer in layers}):
+        with replaced({layer: self._recomputed(layer.forward, cache, state, seen) for layer in layers}):
             span = slice(chunk.start, chunk.start + x.shape[1])
             inputs = {name: given[:, span] for name, given in self.inputs.items()}
             hidden = call_backbone(self.backbone, x, cache, self.key, self.positions, seen, **inputs)
         return hidden, cache.out_of(self.slots)
 
-    def _recomputed(self, forward: Callable[..., Any], begin: Callable[[], None]) -> Callable[..., Any]:
-        """A layer's forward, recomputed in the backward from the state that `begin` puts into the cache: that
-        of the chunk's start, in whose place the first run has left another."""
-        first: list[Any] = []
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not first:
-                first.append(self.noise.states())
-                return forward(*args, **kwargs)
-            with self.inside(), self.noise.again(first[0]):  # in whatever thread the backward runs
-                begin()
-                return forward(*args, **kwargs)
+    def _recomputed(
+        self, forward: Callable[..., Any], cache: ChunkCache, state: State, seen: int
+    ) -> Callable[..., Any]:
+        """A layer's forward, recomputed in the backward from the chunk's own state, in whose place in the cache
+        the first run leaves another."""
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
-            call = functools.partial(run, **kwargs)
-            return tile.recomputed(call, args, self.recompute)
+            first: list[Any] = []
+            before = cache.begun(self.slots, state, seen)  # here, as what is run again must be the same
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if not first:
+                    first.append(self.noise.states())
+                    return forward(*args, **kwargs)
+                with self.inside(), self.noise.again(first[0]):  # in whatever thread the backward runs
+                    cache.layers = before
+                    return forward(*args, **kwargs)
+
+            return tile.recomputed(functools.partial(run, **kwargs), args, self.recompute)
 
         return recomputed
 
