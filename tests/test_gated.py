@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -78,3 +79,26 @@ def test_other_modules_are_called_as_they_are() -> None:
         assert gated_linear(gate, value, nn.Linear(12, 12)).dtype == torch.bfloat16
     assert seen == ["hook"]
     assert torch.equal(gated_linear(gate, value, nn.Identity()), gated(gate, value))
+
+
+class _Quantised(Tensor):
+    """Knows `F.linear` and nothing else, as weights of int8 do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            x, weight, *rest = args
+            return func(x, weight.as_subclass(Tensor), *rest)
+        if func in (Tensor.matmul, torch.matmul, Tensor.mm):
+            raise NotImplementedError
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_map_with_a_quantised_weight_is_called_as_it_is() -> None:
+    linear, gate, value = nn.Linear(5, 3, bias=False), torch.randn(2, 5), torch.randn(2, 5)
+    expected = linear(F.silu(gate) * value)
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(_Quantised), requires_grad=False)
+    gate.requires_grad_()
+    y = gated_linear(gate, value, linear)
+    y.sum().backward()
+    assert torch.allclose(y, expected)

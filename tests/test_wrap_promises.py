@@ -713,31 +713,40 @@ def test_noise_from_elsewhere_is_refused() -> None:
 
 
 def test_a_model_in_another_thread_is_left_alone() -> None:
-    plain, trained = make("MistralForCausalLM").eval(), wrapped(make("MistralForCausalLM"))
-    ids, calls, stop, off = NEW_IDS[:1, :12], 0, threading.Event(), []
+    """It begins while a chunk of the wrapped one runs, and goes on when that is over: all of it is
+    transformers' own, its mask and its attention."""
+    plain, trained = make("LlamaForCausalLM").eval(), wrapped(make("LlamaForCausalLM"))
+    run(trained)
+    ids, found, begun, over = NEW_IDS[:1, :12], [], threading.Event(), threading.Event()
     with torch.no_grad():
         expected = plain(ids).logits[:, 6:]
+        cache = transformers.DynamicCache(config=plain.config)
+        plain(ids[:, :6], past_key_values=cache, use_cache=True)
 
-    def generate() -> None:
-        nonlocal calls
-        while not stop.is_set():
-            with torch.no_grad():
-                cache = transformers.DynamicCache(config=plain.config)
-                plain(ids[:, :6], past_key_values=cache, use_cache=True)
-                logits = plain(ids[:, 6:], past_key_values=cache, use_cache=True).logits
-            calls += 1
-            if float((logits - expected).abs().max()) > 1e-9:
-                off.append(calls)
+    def go_on() -> None:
+        with torch.no_grad():
+            found.append(plain(ids[:, 6:], past_key_values=cache, use_cache=True).logits)
 
-    thread = threading.Thread(target=generate)
-    thread.start()
-    try:
-        for _ in range(20):
-            run(trained)
-    finally:
-        stop.set()
-        thread.join()
-    assert calls > 20 and not off
+    def wait(*_: Any) -> None:
+        begun.set()
+        assert over.wait(60)
+
+    plain.model.layers[0].register_forward_pre_hook(wait)
+    thread = threading.Thread(target=go_on)
+
+    def begin(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and not begun.is_set() and chunks:
+            thread.start()
+            assert begun.wait(60)
+
+    chunks: list[int] = []
+    trained.model.layers[1].register_forward_pre_hook(begin)
+    run(trained)  # the comparison on first use of a model with this hook
+    chunks.append(1)
+    run(trained)
+    over.set()
+    thread.join()
+    assert torch.allclose(found[0], expected, atol=1e-9)
 
 
 def test_threads_that_train_one_model() -> None:
@@ -772,7 +781,7 @@ def test_an_error_of_ones_own_is_told_as_it_is() -> None:
 def test_a_forward_on_the_instance_is_refused() -> None:
     accelerate = pytest.importorskip("accelerate")
     prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(make("LlamaForCausalLM"))
-    with pytest.raises(ValueError, match="wrap a model before accelerate.prepare"):
+    with pytest.raises(ValueError, match=r"wrap a model before accelerate\.prepare"):
         wrapped(prepared)
 
 
@@ -786,3 +795,19 @@ def test_a_copy_begins_anew(tmp_path: Any) -> None:
         with pytest.raises(ValueError, match="its loss is more than cross-entropy"):
             run(other)
     run(model)
+
+
+def test_sharded_layers_are_refused_by_their_name(tmp_path: Any) -> None:
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.fsdp import fully_shard
+
+    init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = make("LlamaForCausalLM", torch.float32)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        with pytest.raises(ValueError, match="parameters of its layers are sharded"):
+            run(wrapped(fully_shard(model, mesh=mesh)))
+    finally:
+        destroy_process_group()

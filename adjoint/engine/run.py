@@ -183,7 +183,7 @@ class Worker:
     def _check_again(self) -> None:
         """Refuses gradients of another computation than the forward's."""
         again, self.again = self.again, {}
-        if not again:
+        if not again or type(self.total) is not Tensor:  # a stand-in without values
             return
         first, second = (torch.stack([of[c] for c in again]).double() for of in (self.losses, again))
         enabled, dtype = self.autocast

@@ -41,7 +41,9 @@ class Noise:
             return
         now = self.states()
         yield
-        if not _same(now, self.states()):
+        with _disable_current_modes():
+            drawn = not _same(now, self.states())
+        if drawn:
             self.before[start] = now
 
     @contextlib.contextmanager

@@ -122,8 +122,8 @@ class Backbone:
     def _recomputed(
         self, forward: Callable[..., Any], cache: ChunkCache, state: State, seen: int
     ) -> Callable[..., Any]:
-        """A layer's forward, recomputed in the backward from the chunk's own state, in whose place in the cache
-        the first run leaves another."""
+        """A layer's forward, recomputed in the backward from the chunk's own state, in whose place in the
+        cache the first run leaves another."""
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             first: list[Any] = []

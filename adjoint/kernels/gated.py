@@ -43,6 +43,7 @@ def products_kept() -> Iterator[None]:
 def _is_plain(linear: nn.Module, x: Tensor) -> bool:
     return (
         type(linear) is nn.Linear
+        and type(linear.weight) in (Tensor, nn.Parameter)  # and not quantised
         and linear.weight.dtype == x.dtype
         and linear.weight.device == x.device
         and not torch.is_autocast_enabled(x.device.type)
