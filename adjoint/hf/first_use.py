@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from adjoint.engine.autograd import Steps
 from adjoint.engine.grid import Scheme
@@ -20,7 +21,7 @@ from adjoint.hf.check import Refused, as_refusal, refuse
 from adjoint.hf.head import head_scale
 from adjoint.hf.layers import backbone_of, class_of
 from adjoint.hf.noise import Noise
-from adjoint.hf.snapshot import HOOKS, Snapshot, Tensors
+from adjoint.hf.snapshot import HOOKS, Tensors, holders
 from adjoint.hf.stage import Backbone, CausalLM, Collect, probe, whole_model
 from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.memory import memory_left
@@ -171,7 +172,7 @@ def replica(model: Any) -> Any:
         copied = copy.deepcopy(model, memo)
     except Exception:
         return None
-    for holder in _holders(copied):
+    for holder in holders(copied):
         for name, value in vars(holder).items():
             if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(holder, DROPOUT))):
                 vars(holder)[name] = 0.0
@@ -182,15 +183,10 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def _holders(model: Any) -> list[Any]:
-    """Its modules and configurations."""
-    return list(Snapshot(model).holders.values())
-
-
 def _turned_down(copied: Any) -> bool:
     """Makes a copy's windows shorter than what is compared; whether there are any."""
     found = False
-    for holder in _holders(copied):
+    for holder in holders(copied):
         for name in WINDOWS:
             value = vars(holder).get(name)
             if isinstance(value, int) and value > WINDOW:
@@ -201,7 +197,7 @@ def _turned_down(copied: Any) -> bool:
 def some_tokens(model: Any) -> tuple[Tensor, Tensor]:
     """ids and labels (1, TOKENS): none that the configuration has a meaning for; two labels are ignored."""
     words = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
-    special = {v for config in Snapshot(model).configs() for v in _token_ids(vars(config))}
+    special = {v for h in holders(model) if isinstance(h, PreTrainedConfig) for v in _token_ids(vars(h))}
     usual = [word for word in range(min(words, 4 * TOKENS + len(special))) if word not in special]
     usual = usual or list(range(words))
     draw = torch.Generator().manual_seed(0)

@@ -10,8 +10,9 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -31,35 +32,34 @@ SMALL = 1 << 16  # elements of a buffer that is compared by value
 
 
 class Snapshot:
-    """A model as it is now, its tensors' values apart.
+    """A model as it is now, its tensors' values apart; it keeps nothing of the model alive.
 
     Not seen: tensors that are attributes and no buffers, and the insides of objects of other kinds.
 
     Attributes:
-        modules: by name, with their classes.
-        holders: what has settings, by name: the modules and their configurations.
+        modules: by name, references to them and their classes.
+        holders: what has settings, by name, references to them: the modules and their configurations.
         settings: by holder and attribute, so that they can be compared.
         weights: by the parameter's name: whether it is trained, its dtype, device and class.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = {name: (module, class_of(module)) for name, module in model.named_modules()}
-        self.holders: dict[str, Any] = {}
+        self.modules = {name: (ref(module), class_of(module)) for name, module in model.named_modules()}
+        self.holders: dict[str, ref[Any]] = {}
         self.settings: dict[str, dict[str, Any]] = {}
-        for name, (module, _) in self.modules.items():
-            self._note(name, module)
+        configs: set[int] = set()
+        for name, module in model.named_modules():
+            self._note(name, module, configs)
         self.weights = {
             name: (p.requires_grad, p.dtype, p.device, type(p)) for name, p in model.named_parameters()
         }
 
-    def _note(self, name: str, holder: Any) -> None:
-        self.holders[name], self.settings[name] = holder, settings(holder)
+    def _note(self, name: str, holder: Any, configs: set[int]) -> None:
+        self.holders[name], self.settings[name] = ref(holder), settings(holder)
         for attribute, value in vars(holder).items():
-            if isinstance(value, PreTrainedConfig) and all(value is not h for h in self.configs()):
-                self._note(f"{name}.{attribute}".lstrip("."), value)
-
-    def configs(self) -> list[Any]:
-        return [h for h in self.holders.values() if isinstance(h, PreTrainedConfig)]
+            if _is_config(type(value)) and id(value) not in configs:
+                configs.add(id(value))
+                self._note(f"{name}.{attribute}".lstrip("."), value, configs)
 
     def structure_differs(self, other: Snapshot) -> str | None:
         """Which module of one is not the other's, in words."""
@@ -67,7 +67,7 @@ class Snapshot:
             name = min(self.modules.keys() ^ other.modules.keys())
             return f"module {name} was {'removed' if name in self.modules else 'added'}"
         for name, (module, kind) in self.modules.items():
-            if module is not other.modules[name][0] or kind is not other.modules[name][1]:
+            if (module, kind) != other.modules[name]:
                 return f"module {name or kind.__name__} was replaced"
         return None
 
@@ -92,29 +92,57 @@ class Snapshot:
 
 
 def settings(holder: Any) -> dict[str, Any]:
-    """The attributes of a module or configuration that can be compared."""
-    return {
-        name: comparable(value)
-        for name, value in vars(holder).items()
-        if name not in IGNORED and (_plain(value) or type(value) in CONTAINERS)
-    }
+    """The attributes of a module or configuration that can be compared, but for empty containers, hooks of
+    which there are none above all."""
+    found = {}
+    for name, value in vars(holder).items():
+        if name not in IGNORED:
+            kind = _kind(type(value))
+            if kind is _PLAIN:
+                found[name] = value
+            elif kind is _FUNCTION or (kind is _CONTAINER and value):
+                found[name] = comparable(value)
+    return found
 
 
-def _plain(value: Any) -> bool:
-    return type(value) in PLAIN or (callable(value) and not isinstance(value, nn.Module))
+@functools.cache
+def _is_config(cls: type) -> bool:
+    return issubclass(cls, PreTrainedConfig)
+
+
+_PLAIN, _CONTAINER, _FUNCTION = object(), object(), object()
+
+
+@functools.cache
+def _kind(cls: type) -> object:
+    """Which of these an object of a class is, or None."""
+    if cls in PLAIN:
+        return _PLAIN
+    if cls in CONTAINERS:
+        return _CONTAINER
+    return _FUNCTION if issubclass(cls, Callable) and not issubclass(cls, nn.Module) else None  # type: ignore[arg-type]
 
 
 def comparable(value: Any) -> Any:
-    """A value, a container's contents, or, of another object, the class alone."""
-    if _plain(value):
+    """A value, a container's contents, a reference to a function, or, of another object, the class alone."""
+    kind = _kind(type(value))
+    if kind is _PLAIN:
         return value
-    if isinstance(value, dict):
-        return tuple((key, comparable(v)) for key, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(map(comparable, value))
-    if isinstance(value, (set, frozenset)):
-        return frozenset(map(comparable, value))
+    if kind is _CONTAINER:
+        if isinstance(value, dict):
+            return tuple((key, comparable(v)) for key, v in value.items())
+        contents = map(comparable, value)
+        return frozenset(contents) if isinstance(value, (set, frozenset)) else tuple(contents)
+    if kind is _FUNCTION:
+        with contextlib.suppress(TypeError):
+            return WeakMethod(value) if isinstance(value, MethodType) else ref(value)
+        return value
     return type(value)
+
+
+def holders(model: nn.Module) -> list[Any]:
+    """A model's modules and their configurations."""
+    return [holder() for holder in Snapshot(model).holders.values()]
 
 
 class Remembered(Generic[T]):
@@ -135,11 +163,12 @@ class Moment:
 
     def __init__(self, model: nn.Module, snapshot: Snapshot) -> None:
         self.model, self.snapshot, self.tensors = model, snapshot, Tensors(model)
-        self.modes = [(module, module.training) for module, _ in snapshot.modules.values()]
+        self.modes = [(module, module.training) for module in model.modules()]
+        self.holders = {name: holder() for name, holder in snapshot.holders.items()}
         self.trained = [(p, p.requires_grad) for p in model.parameters()]
         self.attributes = {
             name: {a: _kept(vars(holder)[a]) for a in snapshot.settings[name]}
-            for name, holder in snapshot.holders.items()
+            for name, holder in self.holders.items()
         }
         rest: list[tuple[str, Tensor, Tensor | None]] = []
         rest += [(name, p, None) for name, p in model.named_parameters() if not p.requires_grad]
@@ -172,7 +201,12 @@ class Moment:
                     changes = list(self.snapshot.changes(now))
                     for name, attribute in changes:
                         was = self.attributes[name].get(attribute, _MISSING)
-                        undo.append(_put(self.snapshot.holders[name], attribute, was))
+                        if (
+                            was is _MISSING
+                            and type(there := vars(self.holders[name])[attribute]) in CONTAINERS
+                        ):
+                            was = type(there)()
+                        undo.append(_put(self.holders[name], attribute, was))
                     now = Snapshot(self.model) if changes else now
                 if difference := self.snapshot.difference(now):
                     raise RuntimeError(f"{difference} {BETWEEN}")
@@ -187,6 +221,7 @@ _MISSING = object()
 
 
 def _kept(value: Any) -> Any:
+    """A value that stays what it is."""
     return copy.copy(value) if type(value) in CONTAINERS else value
 
 

@@ -12,6 +12,7 @@ import functools
 import inspect
 import threading
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,17 +42,21 @@ REMEMBERED = 4  # states of a model of which it is remembered what was found out
 
 
 class _Known:
-    """What was found out about a model as it is: it holds for no other.
+    """What was found out about a model as it is: it holds for no other, and keeps none alive.
 
     Attributes:
-        precision: of `_precision`. slots: of its cache. checked: kinds of calls whose gradients have been
-            compared, of others what came of it.
+        precision: of `_precision`. slots: of its cache. scale: of its head, see `head_scale`.
+        checked: kinds of calls whose gradients have been compared.
         mlps: of a MiniSequence: names in the backbone of what runs in pieces.
     """
 
     def __init__(self, model: Any, snapshot: Snapshot, precision: Any) -> None:
-        self.model, self.snapshot, self.precision = model, snapshot, precision
+        self.of, self.snapshot, self.precision = weakref.ref(model), snapshot, precision
         self.checked: set[Any] = set()
+
+    @property
+    def model(self) -> Any:
+        return self.of()
 
     @functools.cached_property
     def slots(self) -> list[Slot]:
