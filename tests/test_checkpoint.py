@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,18 @@ def save(directory: Path, step: int, keep: int | None = None) -> Path:
     config = {"model": {"d_model": 4, "n_layer": 1}}
     trainer = {"data": {"epoch": 1}, "config": config}
     return save_checkpoint(directory, step, model, optimizer, trainer, {"torch": generator_state(step)}, keep)
+
+
+def exit_code(child: int, seconds: float = 60) -> int:
+    """Of a forked process, which is killed where it takes longer."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if (found := os.waitpid(child, os.WNOHANG))[0]:
+            return os.waitstatus_to_exitcode(found[1])
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail(f"a forked process did not end in {seconds:g} s")
 
 
 def generator_state(seed: int) -> torch.Tensor:
@@ -192,10 +205,12 @@ def test_a_kill_at_any_moment_of_a_write_leaves_whole_checkpoints_only(
         save(directory, 1)
         child = os.fork()
         if child == 0:  # pragma: no cover
-            calls = 0
-            save(directory, 2, keep=1)
-            os._exit(1)  # the limit was not reached
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+            try:
+                calls = 0
+                save(directory, 2, keep=1)
+            finally:  # whatever it raises: another pytest must not run on here
+                os._exit(1)  # the limit was not reached
+        assert exit_code(child) == -signal.SIGKILL
         found = newest_checkpoint(directory)
         assert found is not None, f"no checkpoint left after a kill at call {unlimited}"
         for path in list_checkpoints(directory):
