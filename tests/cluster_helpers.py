@@ -140,7 +140,6 @@ def train_in_threads(argv: list[str]) -> None:
     config = load_config(argv[1:])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded, "Group", ThreadGroup)
-        patch.setattr(sharded.ShardedTrainer, "_report", lambda *_: None)
         folder, checkpoint = open_run(config.run)
         try:
             sharded.ShardedTrainer(config, folder, checkpoint).run()

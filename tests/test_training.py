@@ -434,3 +434,27 @@ def test_8_bits_that_cannot_be_are_one_line(
     assert train_tiny(tmp_path, **flags) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_every_row_of_a_run_over_shards_is_shown_as_gauges(
+    tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with a window a layer, too."""
+    ray_metrics = pytest.importorskip("ray.util.metrics")
+    shown: list[tuple[str, float, str | None]] = []
+
+    class Gauge(ray_metrics.Gauge):
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            super().set(value, tags)  # which refuses what is no number, and tags it does not know
+            shown.append((self.info["name"], value, tags.get("layer")))
+
+    monkeypatch.setattr(ray_metrics, "Gauge", Gauge)
+    flags = {"method__name": "truncated", "method__window": "auto", "training__steps": 2}
+    train_in_threads(tiny(tmp_path, **flags, cluster__shards=2))
+    expected = []
+    for row in metrics(tmp_path / "run"):
+        windows = row.pop("windows")
+        assert len(windows) == 2
+        expected += [(f"adjoint_{key}", value, None) for key, value in row.items()]
+        expected += [("adjoint_windows", window, str(k)) for k, window in enumerate(windows)]
+    assert sorted(map(str, shown)) == sorted(map(str, [(n, float(v), k) for n, v, k in expected]))

@@ -309,13 +309,18 @@ class ShardedTrainer(Trainer):
         return row
 
     def _report(self, row: dict[str, Any]) -> None:
-        """The row as gauges (ray_adjoint_loss, …), for the dashboard of a cluster that has one."""
+        """The row as gauges (ray_adjoint_loss, …; ray_adjoint_windows with the layer as a tag), for the
+        dashboard of a cluster that has one."""
         from ray.util.metrics import Gauge
 
+        run = {"run": self.folder.path.name}
         for key, value in row.items():
+            of_layers = isinstance(value, list)
             if key not in self.gauges:
-                self.gauges[key] = Gauge(f"adjoint_{key}", "of the last step", ("run",))
-            self.gauges[key].set(float(value), {"run": self.folder.path.name})
+                tags = ("run", "layer") if of_layers else ("run",)
+                self.gauges[key] = Gauge(f"adjoint_{key}", "of the last step", tags)
+            for k, each in enumerate(value if of_layers else [value]):
+                self.gauges[key].set(float(each), {**run, "layer": str(k)} if of_layers else run)
 
     def _announce(self) -> None:
         assert self.group is not None
