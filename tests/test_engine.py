@@ -538,6 +538,25 @@ class Gated(nn.Module):
         return (torch.randn(BATCH, WIDTH, dtype=torch.float64),)
 
 
+class Twins(nn.Module):
+    """Parameters whose gradients autograd makes one tensor, views of it, an expanded one, or the cotangent."""
+
+    grows = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+        self.c, self.expanded = nn.Parameter(torch.randn(1, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+        self.token, self.again = (nn.Parameter(torch.randn(BATCH, 1, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        x = x * (self.a + self.b + self.c.view(-1)) + self.expanded.sum()
+        return x + (self.token + self.again), ()
+
+    def drawn_state(self, past: int) -> State:
+        return ()
+
+
 class OwnStage:
     """One of these modules as the engine sees it."""
 
@@ -563,10 +582,13 @@ class OwnStage:
         return tile.linearize(call, list(named.values()), x, state, gradients)
 
 
+MODULES = Attention, ShiftedAttention, Pointwise, Gated, Twins
+
+
 def of_ones_own(kinds: str, past: int, seqlen: int) -> Problem:
     """Embedding and head of a stack, modules between them by their first letters."""
     torch.manual_seed(0)
-    by_letter = {module.__name__[0]: module for module in (Attention, ShiftedAttention, Pointwise, Gated)}
+    by_letter = {module.__name__[0]: module for module in MODULES}
     modules = [by_letter[letter]().double() for letter in kinds]
 
     def drawn(tokens: int) -> list[State]:
@@ -604,6 +626,7 @@ OWN = [
     *(("AA", Way(), chunk_size) for chunk_size in (1, 4, 30)),
     *(("AGS", way, 4) for way in (Way(segments=None), Way(2), Way(3, segments=None))),
     *(("GPG", way, 4) for way in (Way(), Way(in_turn=2), Way(3, 2))),
+    *(("GTG", way, chunk_size) for way in (Way(), Way(segments=None), Way(2)) for chunk_size in (1, 4, 13)),
 ]
 
 
@@ -655,5 +678,5 @@ def test_gradients_of_a_tile_do_not_pile_up() -> None:
         peaks.append(live.peak - before)
         del weights
     whole = sum(p.nbytes for p in named.values())
-    assert peaks[0] >= whole  # they become the sums
+    assert whole <= peaks[0] <= 1.25 * whole  # the sums
     assert peaks[1] <= whole / 4

@@ -35,13 +35,14 @@ class Gradients:
         self.sums: dict[Tensor, Tensor] = {}
 
     def add(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        """Adds a parameter's gradient; may keep it."""
+        """Adds a parameter's gradient."""
         if gradient is None:
             return
         if parameter in self.sums:
             self.sums[parameter] += gradient
-        else:
-            self.sums[parameter] = gradient if gradient.dtype == torch.float64 else gradient.float()
+        else:  # a copy: autograd may have given the same memory to others
+            wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+            self.sums[parameter] = gradient.to(wide, copy=True)
 
     def add_all(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """Adds the gradients of several parameters, (parameter, gradient) each; what is there already by one
