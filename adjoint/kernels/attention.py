@@ -78,8 +78,11 @@ class _PastAttention(torch.autograd.Function):
 def _joined_attention(
     q: Tensor, k: Tensor, v: Tensor, k_past: Tensor, v_past: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The output, as wide as q, and its log-sum-exp (batch, heads, tokens)."""
-    groups, widest = q.shape[1] // k.shape[1], q.shape[3]
+    """The output, as wide as q, and its log-sum-exp (batch, heads, tokens); in memory token by token, as the
+    kernel writes them."""
+    if not q.numel():  # of which the kernel divides by zero
+        return _fake(q, k, v, k_past, v_past, scale)
+    groups, widest, q = q.shape[1] // k.shape[1], q.shape[3], _in_rows(q)
     own = (_repeated(_padded(t, widest), groups) for t in (k, v))
     out, log = _flash(q, *own, 0.0, True, scale=scale)
     folded = _folded(q, groups)
@@ -90,7 +93,22 @@ def _joined_attention(
         joined = torch.logaddexp(log, log_before)
         out = out * (log - joined).exp()[..., None] + before * (log_before - joined).exp()[..., None]
         log = joined
-    return out.to(q.dtype), log
+    return _by_tokens(out.to(q.dtype)), _by_tokens(log)
+
+
+def _by_tokens(t: Tensor) -> Tensor:
+    """The same values (batch, heads, tokens, …) in memory token by token."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, k_past: Tensor, v_past: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+    log = torch.empty_like(
+        out[..., 0], dtype=dispatch.compute_dtype(q), memory_format=torch.contiguous_format
+    )
+    return out.transpose(1, 2), log.transpose(1, 2)
 
 
 # One operator, of whose results selective recomputation keeps the joined one and none of its parts.
@@ -100,19 +118,17 @@ operators.LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 operators.LIBRARY.impl("past_attention", _joined_attention, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "adjoint::past_attention",
-    lambda q, k, v, k_past, v_past, scale: (
-        torch.empty_like(q),
-        q.new_empty(q.shape[:3], dtype=dispatch.compute_dtype(q)),
-    ),
-    lib=operators.LIBRARY,
-)
+torch.library.register_fake("adjoint::past_attention", _fake, lib=operators.LIBRARY)
 
 
 def _padded(t: Tensor, width: int) -> Tensor:
     """The kernel wants values as wide as keys."""
-    return t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3]))
+    return _in_rows(t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3])))
+
+
+def _in_rows(t: Tensor) -> Tensor:
+    """The kernel takes the numbers of a row to lie side by side, without looking."""
+    return t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous()
 
 
 def _folded(t: Tensor, groups: int) -> Tensor:
@@ -170,6 +186,8 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
     Keys and values that come from `join` are read where they lie, and the past's cotangents are added where
     they are gathered."""
     tokens = q.shape[2]
+    if not q.numel():
+        return _of_nothing(q, k, v)
     if q.device.type != "cpu":
         from torch.backends.cuda import SDPAParams, can_use_flash_attention
         from torch.nn.attention.bias import causal_lower_right
@@ -203,6 +221,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
         window: keys that a query sees, its own included; None for all.
     """
     tokens, seen, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    if not q.numel():
+        return _of_nothing(q, k, v)
     if window is not None and window < seen:
         k, v = (_repeated(t.to(q.dtype), groups) for t in (k, v))
         return _banded(q, k, v, window)
@@ -210,6 +230,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
         return past_attention(q, k, v)
     k, v = (_repeated(t.to(q.dtype), groups) for t in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1)
+
+
+def _of_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What no row or no token gets: it depends on q, k and v all the same, with gradients of zero."""
+    k, v = (_repeated(t.to(q.dtype), q.shape[1] // t.shape[1]) for t in (k, v))
+    return (q @ k.mT) @ v
 
 
 BAND = 128  # tokens of a band at least: shorter ones would be many small products

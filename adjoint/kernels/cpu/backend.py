@@ -333,7 +333,7 @@ def _linear_fields(a: Tensor, b: Tensor, units: int) -> _Fields:
         batch=batch,
         seqlen=seqlen,
         d_state=d_state,
-        a_width=a[0, 0].numel(),
+        a_width=a.shape[2:].numel(),
         threads=_threads(units, a.numel()),
     )
     f.pointers(a=a)
