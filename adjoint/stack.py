@@ -429,16 +429,16 @@ def draw_seed() -> int:
     return int(torch.randint(2**62, (), device="cpu"))
 
 
-def seed_of(seed: int, piece: int) -> int:
-    """The seed of one piece of what a seed stands for."""
-    return int(np.random.SeedSequence([seed, piece]).generate_state(1, np.uint64)[0] >> 1)
+def seed_of(seed: int, *piece: int) -> int:
+    """The seed of one piece of what a seed stands for, by its number or several."""
+    return int(np.random.SeedSequence([seed, *piece]).generate_state(1, np.uint64)[0] >> 1)
 
 
 @contextlib.contextmanager
-def drawn_from(seed: int, piece: int) -> Iterator[None]:
-    """Random numbers from a generator seeded by (seed, piece); the global one goes on as if nothing had been
+def drawn_from(seed: int, *piece: int) -> Iterator[None]:
+    """Random numbers from a generator seeded by (seed, *piece); the global one goes on as if nothing had been
     drawn."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed_of(seed, piece))
+        torch.manual_seed(seed_of(seed, *piece))
         yield

@@ -83,6 +83,32 @@ def test_what_cannot_be_cut_is_refused(name: str, why: str) -> None:
         examine(make(name, torch.float32), torch.arange(13)[None] % 61)
 
 
+def test_every_replica_and_batch_draws_masks_of_its_own(one_thread: None) -> None:
+    """The same on every worker that does that batch again, whatever it has drawn before; chunks that are
+    recomputed draw what they drew."""
+    ids = torch.arange(24)[None].expand(2, -1) % 61  # both replicas have the same row
+    with float64_throughout():
+        model = make("BambaForCausalLM", attention_dropout=0.5, **HYBRID)
+        weights = {n: p.detach() for n, p in model.named_parameters()}
+        shards = make_shards(examine(model, ids[:1, :13]), 1, adjoint.Exact(7), TRAINING, replicas=2)
+
+        def gradient(replica: int, number: int, chunk_size: int = 7) -> torch.Tensor:
+            shard = shards[replica]
+            with torch.no_grad():
+                for name, parameter in shard.named_weights().items():
+                    parameter.copy_(weights[name])
+            shard.zero_grad()
+            shard.accumulate(ids, chunk_size, final=False, number=number)
+            return torch.cat([p.grad.flatten() for p in shard.part.parameters()])
+
+        torch.manual_seed(0)
+        first = gradient(0, 5)
+        found = [first, gradient(1, 5), gradient(0, 6), gradient(0, 5), gradient(0, 0)]
+    apart = [float((other - first).norm() / first.norm()) for other in found]
+    assert apart[0] == apart[3] == 0.0
+    assert min(apart[1], apart[2], apart[4]) > 0.01, apart
+
+
 # ------------------------------------------------------------------------------------------------- over Ray
 
 
@@ -128,6 +154,28 @@ def test_a_shard_killed_at_any_moment_changes_nothing(
     assert told(tmp_path / "run") == told(undisturbed)
     assert files(tmp_path / "run") == files(undisturbed)
     assert "shard 1: died" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_with_dropout_ends_as_if_undisturbed(
+    ray_on_loopback: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two batches a step."""
+    directory = tmp_path / "dropout"
+    model = make("BambaForCausalLM", torch.float32, vocab_size=256, attention_dropout=0.2, **HYBRID)
+    model.save_pretrained(directory)
+    more = {"training__grad_accumulation": 2}
+    for name in ("disturbed", "undisturbed"):
+        (tmp_path / name).mkdir()
+    assert train_tiny(tmp_path / "undisturbed", **options(str(directory)), **more) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(group_module, "ShardActor", cluster_faults.FaultyActor)
+    cluster_faults.ask_for("step", rank=1, call=4, how="kill")
+    assert train_tiny(tmp_path / "disturbed", **options(str(directory)), **more) == 0
+    assert "shard 1: died" in capsys.readouterr().err
+    runs = [tmp_path / name / "run" for name in ("disturbed", "undisturbed")]
+    assert told(runs[0]) == told(runs[1])
+    assert files(runs[0]) == files(runs[1])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
 from adjoint.hf.wrap import chunk_size_for, scheme_of
 from adjoint.layers import State
+from adjoint.stack import drawn_from
 
 
 class PretrainedShard(Shard):
@@ -48,6 +50,9 @@ class PretrainedShard(Shard):
         span = self.spec.spans[self.spec.shard]
         stages[self.spec.shard] = self.found.stage(self.part, span, recompute)
         return stages, [self.found.states(span, batch, self.device) for span in self.spec.spans]
+
+    def _drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
+        return drawn_from(self.spec.training.seed, number, self.spec.rank)
 
     def _scheme(self, batch: int, seqlen: int, chunk_size: int) -> Scheme:
         return scheme_of(self.spec.method, batch, seqlen, self.device.type, chunk_size=chunk_size)

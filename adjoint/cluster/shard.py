@@ -122,6 +122,10 @@ class Shard:
         states = self.part.initial_state(batch) if states is None else states
         return stages_of(self.part, recompute), stage_states(self.part, states)
 
+    def _drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Around the work on batch `number`: a stack draws nothing."""
+        return contextlib.nullcontext()
+
     def _scheme(self, batch: int, seqlen: int, chunk_size: int) -> Scheme:
         """What the engine is asked for."""
         return self.spec.method.scheme(seqlen, chunk_size)
@@ -177,6 +181,7 @@ class Shard:
         final: bool = True,
         passing: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        number: int = 0,
         start: tuple[bool, int] = (False, 0),
         ended: Tensor | None = None,
     ) -> float | None:
@@ -191,6 +196,8 @@ class Shard:
             passing: (n_layer, chunks), for a method that cuts at random: what the adjoint state is multiplied
                 by as it leaves a chunk, the same on every worker.
             seq_idx: (batch, seqlen) of packed documents, numbered from 0 in rising order.
+            number: of this batch since the run began: what is drawn on it, such as dropout's masks, is this
+                worker's own and of this batch, whatever has been drawn before.
             start: where states are carried, `Carried.start`'s arguments. ended: (batch,) bool, `end`'s.
 
         Returns:
@@ -205,11 +212,12 @@ class Shard:
         worker, scheme, valid = self._worker(ids, chunk_size, passing, seq_idx, states)
         check_chunks(self.spec.method, ids.shape[1], scheme.chunk_size, self.spec.sequence)
         worker.scale = torch.ones((), dtype=worker.wide, device=self.device) / batches / valid
-        if scheme.window == "auto":
-            self._carry_out(worker, forward_plan(worker.grid, self.spec.owners), free=False)
-            self.windows = self._pick_windows(worker, scheme)
-            worker.grid = self._grid(scheme, worker.grid.cuts[-1], self.windows)
-        self._carry_out(worker, step_plan(scheme, worker.grid, self.spec.owners, self.spec.helpers))
+        with self._drawing(number):
+            if scheme.window == "auto":
+                self._carry_out(worker, forward_plan(worker.grid, self.spec.owners), free=False)
+                self.windows = self._pick_windows(worker, scheme)
+                worker.grid = self._grid(scheme, worker.grid.cuts[-1], self.windows)
+            self._carry_out(worker, step_plan(scheme, worker.grid, self.spec.owners, self.spec.helpers))
         if ended is not None:
             self.carried.end([worker.final[1 + k] for k in self.part.span], ended.to(self.device))
         for parameter in self.part.parameters():

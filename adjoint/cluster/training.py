@@ -245,7 +245,8 @@ class ShardedTrainer(Trainer):
             if scheme.cut:
                 chunks = len(scheme.cuts(ids.shape[1])) - 1
                 passing = draw_passing(self.config.model.n_layer, chunks, scheme.cut).numpy()
-            rest = [batches, i + 1 == batches, passing, self._seq_idx(ids)]
+            number = (step - 1) * batches + i
+            rest = [batches, i + 1 == batches, passing, self._seq_idx(ids), number]
             if self.settings.carry_state != "none":
                 rest += [start, self.data.ended(ids).numpy()]
             found = self._all("accumulate", ids.numpy(), self.chunk_size, *rest)
