@@ -539,7 +539,7 @@ class Gated(nn.Module):
 
 
 class Twins(nn.Module):
-    """Parameters whose gradients autograd makes one tensor, views of it, an expanded one, or the cotangent."""
+    """Parameters whose gradients autograd makes one tensor, views of it, or an expanded one."""
 
     grows = ()
 

@@ -1,5 +1,5 @@
-"""Every operator of `torch.ops.adjoint` is what it says to PyTorch: schema, aliases, shapes and strides of the
-fake kernel, autograd; however its inputs lie in memory, and where there is nothing in them."""
+"""Every operator of `torch.ops.adjoint` is what it says to PyTorch: schema, aliases, shapes and strides of
+the fake kernel, autograd; however its inputs lie in memory, and where there is nothing in them."""
 
 from __future__ import annotations
 

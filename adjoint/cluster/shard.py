@@ -24,6 +24,7 @@ from adjoint.cluster.spec import ShardSpec, check_chunks, chunk_size_of, forward
 from adjoint.cluster.transport import ReplicaTransport, Transport
 from adjoint.engine import graphs
 from adjoint.engine.chunk_size import default_chunk_size
+from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Grid, Scheme
 from adjoint.engine.program import Plan
 from adjoint.engine.run import Worker
@@ -211,6 +212,10 @@ class Shard:
         states = self.carried.start(*start)
         worker, scheme, valid = self._worker(ids, chunk_size, passing, seq_idx, states)
         check_chunks(self.spec.method, ids.shape[1], scheme.chunk_size, self.spec.sequence)
+        if worker.grid.chunks > 1:
+            with autocast(self.spec.precision, self.device):
+                dtype = next(self.part.parameters()).dtype
+                compare_own_layers(worker.stages, worker.initial, worker.width, dtype, self.device)
         worker.scale = torch.ones((), dtype=worker.wide, device=self.device) / batches / valid
         with self._drawing(number):
             if scheme.window == "auto":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adjoint.engine import budget, graphs
+from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Key, Scheme, make_grid
 from adjoint.engine.program import Action, Owners, Run, plan
 from adjoint.engine.run import Worker
@@ -155,6 +156,8 @@ class Steps:
                 self.scheme = dataclasses.replace(scheme, chunk_size=self.seqlen)
                 self.worker = worker(self.scheme)
         self.later: Sequence[Action] = ()
+        if self.follows and self.worker.grid.chunks > 1:
+            compare_own_layers(stages, given[2], width, dtype, ids.device)
 
     def _measured(
         self, valid: float, ids: Tensor, targets: Tensor, width: int, dtype: torch.dtype
