@@ -1,4 +1,4 @@
-"""Layers of one's own whose gradient by chunks is not the whole's are refused on first use; others are not."""
+"""Layers of one's own whose gradient by chunks is not the whole's are refused on first use."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ def _compare(stage: Layer, state: State, width: int, dtype: torch.dtype, device:
     if apart[what] > limit:
         _refuse(
             cls,
-            f"of {TOKENS} tokens in two chunks {what} differs from the whole's, by {apart[what]:.1e} of its size: it "
-            "keeps or looks at something else than its input and its state, or draws random numbers",
+            f"of {TOKENS} tokens in two chunks {what} differs from the whole's, by {apart[what]:.1e} of its "
+            "size: it keeps or looks at something else than its input and its state, or draws random numbers",
         )
 
 

@@ -321,7 +321,7 @@ class _Windowed(nn.Module):
             conv_state = torch.cat([conv_state[:, :, :missing], tail.to(conv_state.dtype)], dim=2)
             if seq_idx is not None and own is not None:
                 numbers = torch.nn.functional.pad(seq_idx[:, :left], (missing, 0), value=0)
-                conv_state = conv_state * (numbers == own[:, :1]).unsqueeze(1)
+                conv_state = conv_state.masked_fill((numbers != own[:, :1]).unsqueeze(1), 0)
         scanned, tail = mixer.scan_inputs(block.norm(x_own), conv_state, own)
         joined, ahead = scanned, None
         if halo:

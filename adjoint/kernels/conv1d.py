@@ -11,7 +11,7 @@ def _forward(x, weight, bias, initial_state, reset, silu, backend):
     impl = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
     y = impl.causal_conv1d_forward(x, weight, bias, initial_state, silu, reset)
     tail = _tail(x, weight.shape[1] - 1, initial_state)
-    return y, tail if reset is None else tail * _of_last_document(reset, tail.shape[2]).to(tail.dtype)
+    return y, tail if reset is None else tail.masked_fill(_of_others(reset, tail.shape[2]), 0)
 
 
 def _fake(x, weight, bias, initial_state, reset, silu, backend):
@@ -26,7 +26,7 @@ def _backward(dy, dtail, x, weight, bias, initial_state, reset, silu, backend):
     )
     if dtail is not None:  # added where it belongs: autograd would fill a whole dx with zeros for it
         length, own = dtail.shape[2], min(dtail.shape[2], x.shape[1])
-        dtail = dtail if reset is None else dtail * _of_last_document(reset, length).to(dtail.dtype)
+        dtail = dtail if reset is None else dtail.masked_fill(_of_others(reset, length), 0)
         dx[:, x.shape[1] - own :] += dtail[:, :, length - own :].transpose(1, 2)
         if own < length and initial_state is not None:
             dinitial[:, :, own:] += dtail[:, :, : length - own]
@@ -85,10 +85,11 @@ def causal_conv1d(
     return y.to(x.dtype), tail.to(x.dtype)
 
 
-def _of_last_document(reset: Tensor, length: int) -> Tensor:
-    """(batch, 1, length): whether each of the last `length` inputs is of the last token's document."""
+def _of_others(reset: Tensor, length: int) -> Tensor:
+    """(batch, 1, length): whether each of the last `length` inputs is of another document than the last
+    token's."""
     following = F.pad(reset, (length, 1))[:, reset.shape[1] + 1 :]
-    return (following.flip(1).cumsum(1).flip(1) == 0).unsqueeze(1)
+    return (following.flip(1).cumsum(1).flip(1) > 0).unsqueeze(1)
 
 
 def _tail(x: Tensor, length: int, initial_state: Tensor | None) -> Tensor:

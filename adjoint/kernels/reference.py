@@ -15,14 +15,18 @@ SEGMENT = 256  # tokens whose states exist at the same time
 DELTA_CHUNK = 64  # tokens whose delta-rule updates are solved for together
 
 
-def recurrence(a: Tensor, b: Tensor, initial: Tensor | None = None) -> Tensor:
+def recurrence(a: Tensor, b: Tensor, initial: Tensor | None = None, cut: Tensor | None = None) -> Tensor:
     """All states of h_t = a_t h_{t-1} + b_t along dim 1; a and b broadcast against each other, a (batch,
-    seqlen, …)."""
+    seqlen, …).
+
+    Args:
+        cut: (batch, seqlen) bool, tokens to which nothing is carried, no NaN either: 0 times NaN would be.
+    """
     seqlen = b.shape[1]
     if seqlen <= STRETCH:
         states, h = [], initial
-        for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):
-            h = b_t if h is None else a_t * h + b_t
+        for t, (a_t, b_t) in enumerate(zip(a.unbind(1), b.unbind(1), strict=True)):
+            h = b_t if h is None else _cut(a_t * h, None if cut is None else cut[:, t]) + b_t
             states.append(h)
         return torch.stack(states, dim=1)
     stretches = -(-seqlen // STRETCH)
@@ -30,17 +34,34 @@ def recurrence(a: Tensor, b: Tensor, initial: Tensor | None = None) -> Tensor:
     if padding:
         a = torch.cat([a, a.new_ones(a.shape[0], padding, *a.shape[2:])], dim=1)
         b = torch.cat([b, b.new_zeros(b.shape[0], padding, *b.shape[2:])], dim=1)
+        cut = None if cut is None else F.pad(cut, (0, padding))
     a = a.unflatten(1, (stretches, STRETCH))
     b = b.unflatten(1, (stretches, STRETCH))
+    here: list[Tensor | None] = [None] * STRETCH
+    so_far = None
+    if cut is not None:  # at a token, and anywhere in its stretch up to it
+        cut = cut.unflatten(1, (stretches, STRETCH))
+        here, so_far = list(cut.unbind(2)), _ever(cut)
     local, products = [b[:, :, 0]], [a[:, :, 0]]
     for t in range(1, STRETCH):
-        local.append(a[:, :, t] * local[-1] + b[:, :, t])
+        local.append(_cut(a[:, :, t] * local[-1], here[t]) + b[:, :, t])
         products.append(a[:, :, t] * products[-1])
-    edges = recurrence(products[-1], local[-1], initial)
+    through = _cut(torch.stack(products, dim=2), so_far)
+    edges = recurrence(through[:, :, -1], local[-1], initial, None if so_far is None else so_far[:, :, -1])
     first = torch.zeros_like(edges[:, :1]) if initial is None else initial.unsqueeze(1)
     before = torch.cat([first, edges[:, :-1]], dim=1).unsqueeze(2)
-    h = torch.stack(local, dim=2) + torch.stack(products, dim=2) * before
+    h = torch.stack(local, dim=2) + _cut(through * before, so_far)
     return h.flatten(1, 2)[:, :seqlen]
+
+
+def _cut(x: Tensor, cut: Tensor | None) -> Tensor:
+    """Zero where `cut` (x's first dimensions) says so, whatever x is there."""
+    return x if cut is None else x.masked_fill(cut.reshape(*cut.shape, *[1] * (x.dim() - cut.dim())), 0)
+
+
+def _ever(cut: Tensor) -> Tensor:
+    """Along the last dimension, whether it has been so up to here."""
+    return cut.cumsum(-1) > 0
 
 
 def _next(a: Tensor) -> Tensor:
@@ -48,50 +69,66 @@ def _next(a: Tensor) -> Tensor:
     return torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], dim=1)
 
 
-def accumulated_adjoint(g: Tensor, a: Tensor, window: int | None = None) -> Tensor:
+def accumulated_adjoint(g: Tensor, a: Tensor, window: int | None = None, cut: Tensor | None = None) -> Tensor:
     """mu_t = sum over s in [t, t + window) of a_{t+1} … a_s g_s (the sum runs to the end if window is None).
 
-    g (batch, seqlen, …); a broadcasts against g. With a window: blocks of `window` tokens, a suffix scan
-    inside each block, a prefix scan in the next one, and the two joined — linear in seqlen for every window.
+    g (batch, seqlen, …); a broadcasts against g; cut as `recurrence`'s. With a window: blocks of `window`
+    tokens, a suffix scan inside each block, a prefix scan in the next one, and the two joined — linear in
+    seqlen for every window.
     """
     seqlen = g.shape[1]
     if window is None or window >= seqlen:
-        return recurrence(_next(a).flip(1), g.flip(1)).flip(1)
+        cuts = None if cut is None else _next(cut).flip(1)
+        return recurrence(_next(a).flip(1), g.flip(1), cut=cuts).flip(1)
     if window == 1:
         return g
     following = _next(a)
     blocks = -(-seqlen // window)
     padding = blocks * window - seqlen
 
-    def cut(x: Tensor) -> Tensor:  # (batch * blocks, window, …)
+    def in_blocks(x: Tensor) -> Tensor:  # (batch * blocks, window, …)
         if padding:
             x = torch.cat([x, x.new_zeros(x.shape[0], padding, *x.shape[2:])], dim=1)
         return x.reshape(x.shape[0] * blocks, window, *x.shape[2:])
 
-    g_blocks, following_blocks, a_blocks = cut(g), cut(following), cut(a)
-    inside = torch.cat([following_blocks[:, :-1], torch.zeros_like(following_blocks[:, :1])], dim=1)
-    suffix = recurrence(inside.flip(1), g_blocks.flip(1)).flip(1)
+    def but_last(x: Tensor) -> Tensor:
+        return torch.cat([x[:, :-1], torch.zeros_like(x[:, :1])], dim=1)
+
+    g_blocks, following_blocks, a_blocks = in_blocks(g), in_blocks(following), in_blocks(a)
+    inside_cut = to_next_cut = from_start_cut = None
+    if cut is not None:
+        following_cut, own_cut = in_blocks(_next(cut)), in_blocks(cut)
+        inside_cut = but_last(following_cut).flip(1)
+        to_next_cut = _ever(following_cut.flip(1)).flip(1)
+        from_start_cut = _ever(torch.cat([torch.zeros_like(own_cut[:, :1]), own_cut[:, 1:]], dim=1))
+    suffix = recurrence(but_last(following_blocks).flip(1), g_blocks.flip(1), cut=inside_cut).flip(1)
     to_next_block = following_blocks.flip(1).cumprod(1).flip(1)
     from_block_start = torch.cat([torch.ones_like(a_blocks[:, :1]), a_blocks[:, 1:]], dim=1).cumprod(1)
-    prefix = (from_block_start * g_blocks).cumsum(1)
+    prefix = _cut(from_block_start * g_blocks, from_start_cut).cumsum(1)
     prefix = prefix.unflatten(0, (g.shape[0], blocks))
     joined = torch.zeros_like(
         prefix
     )  # the token at offset w of a block ends its window at offset w - 1 of the next
     joined[:, :-1, 1:] = prefix[:, 1:, :-1]
-    mu = suffix + to_next_block * joined.flatten(0, 1)
+    mu = suffix + _cut(to_next_block * joined.flatten(0, 1), to_next_cut)
     return mu.reshape(g.shape[0], blocks * window, *g.shape[2:])[:, :seqlen]
 
 
-def _windowed_initial(g: Tensor, a: Tensor, window: int | None, mu: Tensor) -> Tensor:
+def _windowed_initial(
+    g: Tensor, a: Tensor, window: int | None, mu: Tensor, cut: Tensor | None = None
+) -> Tensor:
     """The initial state's cotangent: a_1 mu_1, where the window of the token before the first ends at token
     window - 1."""
+    at_first = None if cut is None else cut[:, 0]
     if window is None or window > g.shape[1]:
-        return a[:, 0] * mu[:, 0]
+        return _cut(a[:, 0] * mu[:, 0], at_first)
     if window == 1:
         return torch.zeros_like(mu[:, 0])
     products = torch.cat([torch.ones_like(a[:, :1]), a[:, 1 : window - 1]], dim=1).cumprod(1)
-    return a[:, 0] * (products * g[:, : window - 1]).sum(1)
+    terms = products * g[:, : window - 1]
+    if cut is not None:
+        terms = _cut(terms, _ever(torch.cat([torch.zeros_like(cut[:, :1]), cut[:, 1 : window - 1]], dim=1)))
+    return _cut(a[:, 0] * terms.sum(1), at_first)
 
 
 def _previous(h: Tensor, initial: Tensor | None) -> Tensor:
@@ -108,9 +145,7 @@ def _add_final(g: Tensor, dfinal_state: Tensor | None) -> Tensor:
 
 def _mask(x: Tensor, reset: Tensor | None) -> Tensor:
     """Zero where a document begins, so that nothing is carried over its beginning."""
-    if reset is None:
-        return x
-    return x.masked_fill(reset.reshape(*reset.shape, *([1] * (x.dim() - 2))), 0)
+    return _cut(x, reset)
 
 
 def _segments(seqlen: int, whole: bool) -> list[slice]:
@@ -123,13 +158,13 @@ def _segments(seqlen: int, whole: bool) -> list[slice]:
 
 
 def linear_scan_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
-    return recurrence(_mask(a, reset), b, initial_state)
+    return recurrence(_mask(a, reset), b, initial_state, reset)
 
 
 def linear_scan_backward(dh, a, h, initial_state, reset, window, halo=0):
     masked = _mask(a, reset)
-    mu = accumulated_adjoint(dh, masked, window)
-    dinitial = _windowed_initial(dh, masked, window, mu)
+    mu = accumulated_adjoint(dh, masked, window, reset)
+    dinitial = _windowed_initial(dh, masked, window, mu, reset)
     mu = _owned(mu, halo)
     da = _mask(mu * _previous(h, initial_state), reset)
     if a.shape[-1] == 1:
@@ -175,8 +210,9 @@ def selective_scan_forward(
 
 def _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state):
     d = _step_size(delta[:, s], delta_bias, delta_softplus)
-    a = _mask(torch.exp(d.unsqueeze(-1) * A), None if reset is None else reset[:, s])
-    h = recurrence(a, (d * u[:, s]).unsqueeze(-1) * B[:, s].unsqueeze(2), state)
+    cut = None if reset is None else reset[:, s]
+    a = _mask(torch.exp(d.unsqueeze(-1) * A), cut)
+    h = recurrence(a, (d * u[:, s]).unsqueeze(-1) * B[:, s].unsqueeze(2), state, cut)
     return a, h, d
 
 
@@ -219,10 +255,11 @@ def selective_scan_backward(
             dz[:, s] = _owned(dout * y * sig * (1 + z[:, s] * (1 - sig)), halo)
             dout = dout * z[:, s] * sig
         g = _add_final(dout.unsqueeze(-1) * C_s, carry)
-        mu = accumulated_adjoint(g, a, window)
-        carry = _windowed_initial(g, a, window, mu)
+        cut = None if reset is None else reset[:, s]
+        mu = accumulated_adjoint(g, a, window, cut)
+        carry = _windowed_initial(g, a, window, mu, cut)
         mu, dout = _owned(mu, halo), _owned(dout, halo)
-        through_a = mu * a * _previous(h, state)
+        through_a = _mask(mu * a * _previous(h, state), cut)
         into_b = (mu * B_s).sum(-1)
         du[:, s] = d * into_b + (0 if D is None else D * dout)
         dB[:, s] = (mu * (d * u_s).unsqueeze(-1)).sum(2)
@@ -243,9 +280,9 @@ def selective_scan_backward(
 # scan
 
 
-def _ssd_states(x, d, decay, B, s, state):
+def _ssd_states(x, d, decay, B, reset, s, state):
     inputs = (d[:, s].unsqueeze(-1) * x[:, s]).unsqueeze(-1) * B[:, s].unsqueeze(3)
-    return recurrence(decay[:, s, :, None, None], inputs, state)
+    return recurrence(decay[:, s, :, None, None], inputs, state, None if reset is None else reset[:, s])
 
 
 def _ssd_prepare(x, dt, A, B, C, dt_bias, dt_softplus, reset):
@@ -262,7 +299,7 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     checkpoints, outputs = [], []
     for s in _segments(seqlen, whole=False):
         checkpoints.append(state)
-        h = _ssd_states(x, d, decay, B, s, state)
+        h = _ssd_states(x, d, decay, B, reset, s, state)
         state = h[:, -1]
         y = (h * C[:, s].unsqueeze(3)).sum(-1)
         outputs.append(y if D is None else y + D.unsqueeze(-1) * x[:, s])
@@ -295,16 +332,17 @@ def ssd_scan_backward(
     carry = dfinal_state
     for s in reversed(_segments(seqlen, whole=windowed)):
         state = checkpoints[:, s.start // SEGMENT]
-        h = _ssd_states(x, d, decay, B, s, state)
+        h = _ssd_states(x, d, decay, B, reset, s, state)
         a, x_s, d_s, dout = decay[:, s, :, None, None], x[:, s], d[:, s].unsqueeze(-1), dy[:, s]
         g = _add_final(dout.unsqueeze(-1) * C[:, s].unsqueeze(3), carry)
-        mu = accumulated_adjoint(g, a, window)
-        carry = _windowed_initial(g, a, window, mu)
+        cut = None if reset is None else reset[:, s]
+        mu = accumulated_adjoint(g, a, window, cut)
+        carry = _windowed_initial(g, a, window, mu, cut)
         mu, dout = _owned(mu, halo), _owned(dout, halo)
         into_b = (mu * B[:, s].unsqueeze(3)).sum(-1)
         dx[:, s] = d_s * into_b + (0 if D is None else D.unsqueeze(-1) * dout)
         dd[:, s] = (x_s * into_b).sum(-1)
-        ddecay[:, s] = (mu * _previous(h, state)).sum((-1, -2))
+        ddecay[:, s] = _mask((mu * _previous(h, state)).sum((-1, -2)), cut)
         dB[:, s] = (mu * (d_s * x_s).unsqueeze(-1)).sum(3)
         dC[:, s] = (dout.unsqueeze(-1) * h).sum(3)
         if dD is not None:
@@ -335,58 +373,64 @@ def dense_scan_forward(A: Tensor, b: Tensor, initial_state: Tensor | None, reset
     d_state)."""
     h = torch.zeros_like(b[:, 0]) if initial_state is None else initial_state
     states = []
-    for A_t, b_t in zip(_mask(A, reset).unbind(1), b.unbind(1), strict=True):
-        h = (A_t @ h.unsqueeze(-1)).squeeze(-1) + b_t
+    for t, (A_t, b_t) in enumerate(zip(A.unbind(1), b.unbind(1), strict=True)):
+        h = _cut((A_t @ h.unsqueeze(-1)).squeeze(-1), None if reset is None else reset[:, t]) + b_t
         states.append(h)
     return torch.stack(states, dim=1)
 
 
 def dense_scan_backward(dh, A, h, initial_state, reset, window, halo=0):
     masked = _mask(A, reset)
-    mu, dinitial = _dense_adjoint(dh, masked.transpose(-1, -2), window)
+    mu, dinitial = _dense_adjoint(dh, masked.transpose(-1, -2), window, reset)
     mu = _owned(mu, halo)
     dA = _mask(mu.unsqueeze(-1) * _previous(h, initial_state).unsqueeze(-2), reset)
     return dA, mu, dinitial
 
 
-def _dense_adjoint(g: Tensor, At: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+def _dense_adjoint(g: Tensor, At: Tensor, window: int | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
     """mu and the initial state's cotangent for matrices; At holds the transposes. Same blocks as
     `accumulated_adjoint`."""
     seqlen = g.shape[1]
     g_t, At_t = g.unbind(1), At.unbind(1)
     zero = torch.zeros_like(g_t[0])
 
-    def apply(M: Tensor, v: Tensor) -> Tensor:
-        return (M @ v.unsqueeze(-1)).squeeze(-1)
+    def apply(M: Tensor, v: Tensor, cut: Tensor | None) -> Tensor:
+        return _cut((M @ v.unsqueeze(-1)).squeeze(-1), cut)
+
+    def begins(first: int, last: int) -> Tensor | None:
+        """Whether a document begins at one of the tokens [first, last]."""
+        return None if reset is None else reset[:, first : last + 1].any(1)
 
     mu = list(g_t)
     if window is None or window > seqlen:
         for t in range(seqlen - 2, -1, -1):
-            mu[t] = g_t[t] + apply(At_t[t + 1], mu[t + 1])
-        return torch.stack(mu, dim=1), apply(At_t[0], mu[0])
+            mu[t] = g_t[t] + apply(At_t[t + 1], mu[t + 1], begins(t + 1, t + 1))
+        return torch.stack(mu, dim=1), apply(At_t[0], mu[0], begins(0, 0))
     if window == 1:
         return g, zero
     prefix: list[Tensor] = []  # inside each block, from its first token up to this one
     product = At_t[0]
     for t in range(seqlen):
-        if t % window == 0:
+        start = t // window * window
+        if t == start:
             prefix.append(g_t[t])
         else:
-            product = At_t[t] if t % window == 1 else product @ At_t[t]
-            prefix.append(prefix[-1] + apply(product, g_t[t]))
+            product = At_t[t] if t == start + 1 else product @ At_t[t]
+            prefix.append(prefix[-1] + apply(product, g_t[t], begins(start + 1, t)))
     suffix = g_t[-1]
     to_next: Tensor | None = None  # the product of At from t + 1 to the next block's first token
     for t in range(seqlen - 1, -1, -1):
         closes = t == seqlen - 1 or t % window == window - 1
-        suffix = g_t[t] if closes else g_t[t] + apply(At_t[t + 1], suffix)
+        suffix = g_t[t] if closes else g_t[t] + apply(At_t[t + 1], suffix, begins(t + 1, t + 1))
         if t + 1 < seqlen:
             to_next = At_t[t + 1] if closes or to_next is None else At_t[t + 1] @ to_next
         next_block = (t // window + 1) * window
         mu[t] = suffix
         if t % window and next_block < seqlen:
             assert to_next is not None
-            mu[t] = suffix + apply(to_next, prefix[min(t + window - 1, seqlen - 1)])
-    return torch.stack(mu, dim=1), apply(At_t[0], prefix[window - 2])
+            rest = prefix[min(t + window - 1, seqlen - 1)]
+            mu[t] = suffix + apply(to_next, rest, begins(t + 1, next_block))
+    return torch.stack(mu, dim=1), apply(At_t[0], prefix[window - 2], begins(0, 0))
 
 
 # -------------------------------------------------------------------------------------------------- causal
@@ -394,8 +438,8 @@ def _dense_adjoint(g: Tensor, At: Tensor, window: int | None) -> tuple[Tensor, T
 
 
 def _taps(x: Tensor, width: int, initial_state: Tensor | None, reset: Tensor | None):
-    """For each tap j the input it sees, (batch, seqlen, channels), and 0 where it would reach into another
-    document."""
+    """For each tap j the input it sees, (batch, seqlen, channels), 0 where it would reach into another
+    document, and whether it does, None where none can."""
     batch, seqlen, channels = x.shape
     before = (
         x.new_zeros(batch, width - 1, channels) if initial_state is None else initial_state.transpose(1, 2)
@@ -405,12 +449,12 @@ def _taps(x: Tensor, width: int, initial_state: Tensor | None, reset: Tensor | N
     for j in range(width):
         lag = width - 1 - j
         tap = padded[:, j : j + seqlen]
-        keep = None
+        apart = None
         if starts is not None and lag:
             earlier = torch.cat([starts.new_zeros(batch, min(lag, seqlen)), starts[:, : seqlen - lag]], dim=1)
-            keep = (earlier == starts[:, :seqlen]).unsqueeze(-1)
-            tap = tap * keep
-        yield j, tap, keep
+            apart = earlier != starts[:, :seqlen]
+            tap = _cut(tap, apart)
+        yield j, tap, apart
 
 
 def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):
@@ -432,9 +476,9 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
         dp = dy * sig * (1 + p * (1 - sig))
     padded = x.new_zeros(x.shape[0], seqlen + width - 1, x.shape[2])
     dweight = torch.zeros_like(weight)
-    for j, tap, keep in _taps(x, width, initial_state, reset):
+    for j, tap, apart in _taps(x, width, initial_state, reset):
         dweight[:, j] = (dp * tap).sum((0, 1))
-        padded[:, j : j + seqlen] += weight[:, j] * (dp if keep is None else dp * keep)
+        padded[:, j : j + seqlen] += weight[:, j] * _cut(dp, apart)
     dbias = None if bias is None else dp.sum((0, 1))
     return padded[:, width - 1 :], dweight, dbias, padded[:, : width - 1].transpose(1, 2)
 
@@ -474,80 +518,87 @@ def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype):
 
 def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     c = _DeltaChunks(q, k, v, g, beta, reset)
-    values, reads = c.solved(torch.cat([c.v * c.beta, c.k * c.beta * c.since], dim=-1)).split(
+    values, reads = c.solved(torch.cat([c.v * c.beta, c.from_state(c.k * c.beta * c.since)], dim=-1)).split(
         [v.shape[-1], k.shape[-1]], dim=-1
     )
     state = k.new_zeros(*c.k.shape[:2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
     states, written = [], []
-    for u, w, keys, decay in zip(*(t.unbind(2) for t in (values, reads, c.k_last, c.whole)), strict=True):
+    for i, (u, w, keys, decay) in enumerate(c.each(values, reads, c.k_last, c.whole)):
         states.append(state)
-        written.append(u - w @ state)
-        state = state * decay + keys.mT @ written[-1]
+        written.append(u - c.from_state(w @ state, i))
+        state = c.through(state * decay, i) + keys.mT @ c.to_state(written[-1], i)
     before = torch.stack(states, dim=2)
-    out = (c.q * c.since) @ before + c.within @ torch.stack(written, dim=2)
+    out = c.from_state((c.q * c.since) @ before) + c.mixed(c.within, torch.stack(written, dim=2))
     return c.tokens(out), state, before if save else None
 
 
 def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, states):
     c = _DeltaChunks(q, k, v, g, beta, reset)
     do = c.chunks(do)
-    residual = c.v - (c.k @ states) * c.since  # what each token would write, were it its chunk's first
+    # what each token would write, were it its chunk's first
+    residual = c.v - c.from_state((c.k @ states) * c.since)
     written = c.solved(residual * c.beta)
-    reads = c.solved(c.k * c.beta * c.since)
-    d_own, d_read = c.within.mT @ do, (c.q * c.since).mT @ do
+    reads = c.from_state(c.solved(c.from_state(c.k * c.beta * c.since)))
+    d_own = c.mixed(c.within.mT, do)
+    d_read = c.from_state(c.q * c.since).mT @ c.from_state(do)
     d = torch.zeros_like(states[:, :, 0]) if dfinal_state is None else dfinal_state
     d_states, d_written = [], []  # cotangents of the states after each chunk, and of what is written in it
-    for own, read, keys, w, decay in reversed(
-        list(zip(*(t.unbind(2) for t in (d_own, d_read, c.k_last, reads, c.whole)), strict=True))
+    for i, (own, read, keys, w, decay) in reversed(
+        list(enumerate(c.each(d_own, d_read, c.k_last, reads, c.whole)))
     ):
         d_states.append(d)
-        d_written.append(own + keys @ d)
-        d = d * decay + read - w.mT @ d_written[-1]
+        d_written.append(own + c.to_state(keys @ d, i))
+        d = c.through(d * decay, i) + read - w.mT @ c.from_state(d_written[-1], i)
     d_after = torch.stack(d_states[::-1], dim=2)
     dr = c.solved(torch.stack(d_written[::-1], dim=2), transposed=True)
-    d_pairs, d_system = (do @ written.mT).tril(), -(dr @ written.mT).tril(-1)
+    d_pairs, d_system = c.paired(do @ written.mT), c.paired(-(dr @ written.mT)).tril(-1)
     dv = dr * c.beta
-    dq_state, dk_state = (do @ states.mT) * c.since, -(dv @ states.mT) * c.since
-    dk_last = (written @ d_after.mT) * c.until
+    dq_state = c.from_state((do @ states.mT) * c.since)
+    dk_state = c.from_state(-(dv @ states.mT) * c.since)
+    dk_last = c.to_state((written @ d_after.mT) * c.until)
     d_system_keys = d_system * c.pairs  # of beta k k'
-    dqk, dkk = d_pairs * c.pairs, d_system_keys * c.beta
-    dq = dq_state + dqk @ c.k
-    dk = dk_state + dk_last + dqk.mT @ c.q + dkk @ c.k + dkk.mT @ c.k
-    dbeta = (dr * residual).sum(-1) + (d_system_keys * (c.k @ c.k.mT)).sum(-1)
+    dqk, dkk = d_pairs * c.pairs, c.paired(d_system_keys * c.beta)
+    dq = dq_state + c.mixed(dqk, c.k)
+    dk = dk_state + dk_last + c.mixed(dqk.mT, c.q) + c.mixed(dkk, c.k) + c.mixed(dkk.mT, c.k)
+    dbeta = (dr * residual).sum(-1) + (d_system_keys * c.paired(c.k @ c.k.mT)).sum(-1)
     # of the running sums of g: e^{c_i} wherever a chunk's state is read, e^{c_i - c_j} in pairs,
     # e^{c_n - c_j}
     both = d_pairs * c.within + d_system * c.system
     ends = (dk_last * c.k).sum(-1)
     dc = (dq_state * c.q + dk_state * c.k).sum(-1) + both.sum(-1) - both.sum(-2) - ends
-    dc[..., -1] += ends.sum(-1) + (c.whole * states * d_after).sum((-1, -2))
-    dg = c.tokens(dc.flip(-1).cumsum(-1).flip(-1))
+    dc[..., -1] += c.to_state(ends[..., None]).sum((-1, -2)) + c.through(c.whole * states * d_after).sum(
+        (-1, -2)
+    )
+    dg = c.tokens(c.summed(dc, transposed=True))
     return c.tokens(dq), c.tokens(dk), c.tokens(dv), _mask(dg, reset), c.tokens(dbeta), d
 
 
 class _DeltaChunks:
     """Tensors of the gated delta rule in chunks, (batch, nheads, chunks, DELTA_CHUNK, …), and the decays
-    inside them; what is padded decays nothing and writes nothing."""
+    inside them; what is padded decays nothing and writes nothing.
+
+    Where there are documents, what one has of another is put to zero after each product that has made it:
+    a factor of zero would let a NaN through."""
 
     def __init__(self, q, k, v, g, beta, reset):
         self.seqlen = q.shape[1]
         self.q, self.k, self.v, beta = map(self.chunks, (q, k, v, beta))
         self.beta = beta[..., None]
-        sums = self.chunks(_mask(g, reset)).cumsum(-1)
         below = torch.ones(DELTA_CHUNK, DELTA_CHUNK, dtype=torch.bool, device=q.device).tril()
-        same = below
-        first = last = torch.ones((), dtype=torch.bool, device=q.device)
+        self.same = self.first = self.last = None
         if reset is not None:  # documents of a chunk, numbered; the first goes on from the chunk before
             number = self.chunks(reset[..., None].int()).cumsum(-1)[..., None]
-            same = below & (number == number.mT)
-            first, last = number == 0, number == number[..., -1:, :]
-        differences = (sums[..., :, None] - sums[..., None, :]).masked_fill(~same, -torch.inf)
-        self.pairs = differences.exp()
-        self.since = sums.exp()[..., None] * first
-        self.until = (sums[..., -1:] - sums).exp()[..., None] * last
+            self.same = below & (number == number.mT)
+            self.first, self.last = number == 0, number == number[..., -1:, :]
+        sums = self.summed(self.chunks(_mask(g, reset)))
+        differences = sums[..., :, None] - sums[..., None, :]
+        self.pairs = differences.masked_fill(~(below if self.same is None else self.same), -torch.inf).exp()
+        self.since = self.from_state(sums.exp()[..., None])
+        self.until = self.to_state((sums[..., -1:] - sums).exp()[..., None])
         self.whole = self.since[..., -1:, :]
-        self.k_last = self.k * self.until
-        self.within = (self.q @ self.k.mT) * self.pairs
-        self.system = ((self.k * self.beta) @ self.k.mT) * self.pairs
+        self.k_last = self.to_state(self.k * self.until)
+        self.within = self.paired((self.q @ self.k.mT) * self.pairs)
+        self.system = self.paired(((self.k * self.beta) @ self.k.mT) * self.pairs)
 
     def chunks(self, x):
         """(batch, seqlen, nheads, …) in chunks."""
@@ -558,7 +609,62 @@ class _DeltaChunks:
         """The way back."""
         return x.flatten(2, 3)[:, :, : self.seqlen].transpose(1, 2)
 
+    def each(self, *tensors):
+        """Chunk by chunk."""
+        return zip(*(t.unbind(2) for t in tensors), strict=True)
+
+    def from_state(self, x, chunk=None):
+        """x (…, DELTA_CHUNK, n) of tokens that go on from the state before their chunk, else zero."""
+        return self._where(self.first, x, chunk)
+
+    def to_state(self, x, chunk=None):
+        """x of tokens that the state after their chunk goes on from, else zero."""
+        return self._where(self.last, x, chunk)
+
+    def through(self, x, chunk=None):
+        """x (…, n, m) of chunks whose state goes on from the one before them, else zero."""
+        return self._where(None if self.first is None else self.first[..., -1:, :], x, chunk)
+
+    def paired(self, x):
+        """x (…, DELTA_CHUNK, DELTA_CHUNK) of a token and itself or one before it in its document, else
+        zero."""
+        return x.tril() if self.same is None else x.masked_fill(~self.same, 0)
+
+    def _where(self, mask, x, chunk):
+        if mask is None:
+            return x
+        return x.masked_fill(~(mask if chunk is None else mask[:, :, chunk]), 0)
+
+    def mixed(self, weights, x):
+        """weights @ x, where weights or their transpose are `paired`: a sum over each token's document."""
+        if self.same is None:
+            return weights @ x
+        return self._apart(x, lambda x: weights @ x)
+
+    def summed(self, x, transposed=False):
+        """Sums of x (…, DELTA_CHUNK) over the tokens of a document up to each, or from each on."""
+        if self.same is None:
+            return x.flip(-1).cumsum(-1).flip(-1) if transposed else x.cumsum(-1)
+        ones = self.same.to(x.dtype)
+        return self.mixed(ones.mT if transposed else ones, x[..., None])[..., 0]
+
     def solved(self, right, transposed=False):
         """x of (1 + the strictly lower part of `system`) x = right, or of its transpose."""
-        system = self.system.mT if transposed else self.system
-        return torch.linalg.solve_triangular(system, right, upper=transposed, unitriangular=True)
+
+        def solve(right, system):
+            system = system.mT if transposed else system
+            return torch.linalg.solve_triangular(system, right, upper=transposed, unitriangular=True)
+
+        if self.same is None:
+            return solve(right, self.system)
+        strange = ~self.system.isfinite().all(-1, keepdim=True)
+        system = self.system.masked_fill(strange | strange.mT, 0)
+        return self._apart(right, lambda right: solve(right, system), strange)
+
+    def _apart(self, x, call, strange=False):
+        """call(x), which is linear and adds tokens of a document alone. Of documents with a token that has no
+        numbers, by x or by `strange`, all of the chunk is NaN."""
+        strange = strange | ~x.isfinite().all(-1, keepdim=True)
+        both = (self.same | self.same.mT).to(x.dtype)
+        found = call(x.masked_fill(strange, 0))
+        return found.masked_fill((both @ strange.to(x.dtype)) > 0, torch.nan)

@@ -49,6 +49,7 @@ class _LinearArgs(ctypes.Structure):  # mirrors LinearArgs in linear.h
     _fields_ = [
         *((name, _I64) for name in ("batch", "seqlen", "d_state", "a_width", "threads", "window", "halo")),
         *((name, _PTR) for name in ("a", "b", "initial_state", "h", "dh", "da", "db", "dinitial_state")),
+        ("reset", _PTR),
     ]
 
 
@@ -310,18 +311,20 @@ def ssd_scan_backward(
 
 
 def linear_scan_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
-    return _linear_forward(reference._mask(a, reset), b, initial_state, dense=False)
+    return _linear_forward(reference._mask(a, reset), b, initial_state, reset, dense=False)
 
 
 def dense_scan_forward(A: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
-    return _linear_forward(reference._mask(A, reset), b, initial_state, dense=True)
+    return _linear_forward(reference._mask(A, reset), b, initial_state, reset, dense=True)
 
 
-def _linear_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, dense: bool) -> Tensor:
+def _linear_forward(
+    a: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None, dense: bool
+) -> Tensor:
     batch, seqlen, d_state = b.shape
     h = b.new_empty(batch, seqlen, d_state)
     f = _linear_fields(a, b, batch if dense else batch * _linear_blocks(d_state, b.dtype))
-    f.pointers(b=b, initial_state=initial_state, h=h)
+    f.pointers(b=b, initial_state=initial_state, h=h, reset=reset)
     _call("dense" if dense else "linear", b.dtype, f.struct, 0)
     return h
 
@@ -361,7 +364,7 @@ def _linear_backward(dh, a, h, initial_state, reset, window, halo, dense):
     db = h.new_empty(batch, seqlen, d_state)
     dinitial = h.new_empty(batch, d_state)
     f.numbers(window=_effective(window, seqlen), halo=halo)
-    f.pointers(h=h, initial_state=initial_state, dh=dh, da=da, db=db, dinitial_state=dinitial)
+    f.pointers(h=h, initial_state=initial_state, dh=dh, da=da, db=db, dinitial_state=dinitial, reset=reset)
     _call("dense" if dense else "linear", h.dtype, f.struct, 1)
     if a.shape[2:] == (1,):
         da = da.sum(-1, keepdim=True)

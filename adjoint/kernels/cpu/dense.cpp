@@ -27,10 +27,26 @@ template <class T, int FIXED> struct Dense {
   const int64_t W, blocks;           // of one sequence
   const int64_t stretches, stretch;  // in a block, tokens in each
   std::unique_ptr<V<T>[]> prefix;    // (batch, seqlen, d_state), vectors for their alignment
+  std::vector<int64_t> begun;        // (batch, seqlen + 1): documents that began before each token
 
   explicit Dense(const LinearArgs& args)
       : s(args), W(args.window), blocks(W ? (args.seqlen + W - 1) / W : 1), stretches(stretches_of(W, args.d_state)),
-        stretch((W + stretches - 1) / stretches) {}
+        stretch((W + stretches - 1) / stretches) {
+    if (!s.reset) return;
+    for (int64_t b = 0; b < s.batch; b++) {
+      int64_t count = 0;
+      for (int64_t t = 0; t < s.seqlen; t++) begun.push_back(count), count += s.reset[b * s.seqlen + t];
+      begun.push_back(count);
+    }
+  }
+  // Whether a document begins at one of the tokens [first, end): nothing is carried through, no NaN either.
+  ALWAYS_INLINE bool cut(int64_t b, int64_t first, int64_t end) const {
+    return __builtin_expect(s.reset != nullptr, 0) && begun[b * (s.seqlen + 1) + end] > begun[b * (s.seqlen + 1) + first];
+  }
+  ALWAYS_INLINE void carry(T* X, int64_t rows, const T* A, T* spare, bool cut) const {
+    if (cut) std::memset(X, 0, rows * states() * sizeof(T));
+    else carry(X, rows, A, spare);
+  }
 
   // Long ones carry many rows, short ones make many products: this is the least arithmetic. A block of up to three
   // is better left whole, without any product.
@@ -97,12 +113,13 @@ template <class T, int FIXED> struct Dense {
 
   void forward(int64_t thread) const {
     const int64_t N = states();
-    Rows h(N), next(N);
+    Rows h(N), next(N), none(N);
     for (int64_t b = thread; b < s.batch; b += s.threads) {
       if (s.initial_state) copy(h.data(), (T*)s.initial_state + b * N, N);
       else std::memset(h.data(), 0, N * sizeof(T));
       for (int64_t t = 0; t < s.seqlen; t++) {
-        const T *A = matrix(s.a, b, t), *x = vector(s.b, b, t), *before = h.data();
+        const T *A = matrix(s.a, b, t), *x = vector(s.b, b, t);
+        const T* before = cut(b, t, t + 1) ? none.data() : h.data();
         T* h_t = next.data();
         for (int64_t i = 0; i < N; i++) {
           T sum = 0;
@@ -152,8 +169,8 @@ template <class T, int FIXED> struct Dense {
         prefetch(A - AHEAD * N * N);
         for (int64_t r = 0; r + 1 < open; r++) add(p + r * N, g);
         if (open) copy(p + (open - 1) * N, g, N);
-        if (product && t < f - 1) carry(M, N + open, A, spare);
-        else carry(p, open, A, spare);
+        if (product && t < f - 1) carry(M, N + open, A, spare, cut(b, t, t + 1));
+        else carry(p, open, A, spare, cut(b, t, t + 1));
         if (product && t == f - 1) copy(M, A, N * N);
       }
       if (prefixed)
@@ -173,12 +190,12 @@ template <class T, int FIXED> struct Dense {
       for (int64_t e = block.begin; e < block.end; e += stretch) {
         const int64_t f = e + stretch < block.end ? e + stretch : block.end;
         T* P = vector(prefix.get(), block.b, e);
-        if (e > block.begin) carry(P, f - e, Q, spare);
+        if (e > block.begin) carry(P, f - e, Q, spare, cut(block.b, block.begin, e));
         for (int64_t t = e; t < f; t++) add(P + (t - e) * N, edge);
         copy(edge, P + (f - e - 1) * N, N);
         if (f == block.end) break;
         copy(next, product_of(i * stretches + (e - block.begin) / stretch), N * N);
-        if (e > block.begin) carry(next, N, Q, spare);
+        if (e > block.begin) carry(next, N, Q, spare, cut(block.b, block.begin, e));
         std::swap(Q, next);
       }
     }
@@ -199,7 +216,7 @@ template <class T, int FIXED> struct Dense {
         if (joined) {
           for (int64_t t = e; t < f; t++)  // the block's first token has its whole window inside
             if (t > block.begin) copy(X + (t - e) * N, vector(prefix.get(), b, last_of_window(t)), N);
-          if (f < block.end) carry(X, f - e, S, spare);
+          if (f < block.end) carry(X, f - e, S, spare, cut(b, f, block.end));
         }
         for (int64_t t = f - 1; t >= e; t--) {
           const T *g = vector(s.dh, b, t), *A = matrix(s.a, b, t);
@@ -213,11 +230,11 @@ template <class T, int FIXED> struct Dense {
             if (joined && t > block.begin) add(mu, X + (t - e) * N);
           }
           if (W == 1) std::memset(sum, 0, N * sizeof(T));
-          else carry(virtual_token ? D : sum, 1 + virtual_token + (joined ? t - e : 0), A, spare);
+          else carry(virtual_token ? D : sum, 1 + virtual_token + (joined ? t - e : 0), A, spare, cut(b, t, t + 1));
         }
         if (joined && e > block.begin) {
           const T* M = product_of(i * stretches + (e - block.begin) / stretch);
-          if (f < block.end) carry(S, N, M, spare);
+          if (f < block.end) carry(S, N, M, spare, cut(b, e, block.end));
           else copy(S, M, N * N);
         }
       }

@@ -13,6 +13,8 @@ template <class T> struct Linear {
     const T* a = at(s.a, b, t, s.a_width);
     return s.a_width == 1 ? splat<T>(*a) : load<T>(a + n, width);
   }
+  // a x, but 0 where a is: nothing is carried to where a document begins, no NaN either.
+  static ALWAYS_INLINE Vt times(Vt a, Vt x) { return a == 0 ? Vt{} : a * x; }
   template <class F> void each(int64_t thread, F body) const {  // (batch, lanes) units of this thread
     const int64_t blocks = (s.d_state + L - 1) / L, units = s.batch * blocks;
     for (int64_t i = units * thread / s.threads; i < units * (thread + 1) / s.threads; i++) {
@@ -24,7 +26,7 @@ template <class T> struct Linear {
     each(thread, [&](int64_t b, int64_t, int64_t n, int width) {
       Vt h = s.initial_state ? load<T>((T*)s.initial_state + b * s.d_state + n, width) : Vt{};
       for (int64_t t = 0; t < s.seqlen; t++) {
-        h = decay(b, t, n, width) * h + load<T>(at(s.b, b, t, s.d_state) + n, width);
+        h = times(decay(b, t, n, width), h) + load<T>(at(s.b, b, t, s.d_state) + n, width);
         store<T>(at(s.h, b, t, s.d_state) + n, h, width);
       }
     });
@@ -38,7 +40,7 @@ template <class T> struct Linear {
         for (int64_t t = 0; t < T_; t++) {
           const Vt g = load<T>(at(s.dh, b, t, s.d_state) + n, width);
           if (t % W == 0) { Q = splat<T>(1); P = g; }
-          else { Q *= decay(b, t, n, width); P += Q * g; }
+          else { Q = Q == 0 ? Vt{} : times(decay(b, t, n, width), Q); P += times(Q, g); }
           prefix[t] = P;
         }
       Vt R{}, S{};
@@ -46,10 +48,10 @@ template <class T> struct Linear {
         const Vt g = load<T>(at(s.dh, b, t, s.d_state) + n, width), a = decay(b, t, n, width);
         const bool closes = W && (t % W == W - 1 || t == T_ - 1), opens = W && t % W == 0;
         Vt mu = closes ? g : R + g;
-        R = a * mu;
+        R = times(a, mu);
         if (W) {
-          if (!opens && (t / W + 1) * W < T_) mu += S * prefix[t + W - 1 < T_ ? t + W - 1 : T_ - 1];
-          S = opens ? a : a * S;
+          if (!opens && (t / W + 1) * W < T_) mu += times(S, prefix[t + W - 1 < T_ ? t + W - 1 : T_ - 1]);
+          S = opens ? a : times(a, S);
         }
         if (t >= owned) mu = Vt{};
         Vt before{};
@@ -59,7 +61,7 @@ template <class T> struct Linear {
         if (s.a_width == 1) at(s.da, b, t, (s.d_state + L - 1) / L)[block] = lane_sum(mu * before);
         else store<T>(at(s.da, b, t, s.d_state) + n, mu * before, width);
       }
-      if (W) R = W == 1 ? Vt{} : S * prefix[W - 2 < T_ ? W - 2 : T_ - 1];
+      if (W) R = W == 1 ? Vt{} : times(S, prefix[W - 2 < T_ ? W - 2 : T_ - 1]);
       store<T>((T*)s.dinitial_state + b * s.d_state + n, R, width);
     });
   }

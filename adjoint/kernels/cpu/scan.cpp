@@ -81,7 +81,11 @@ template <class T, int NS, bool SSD> struct Scan {
   ALWAYS_INLINE Vt channels(const void* p, int64_t b, const Block& k) const {
     return p ? load<T>((const T*)p + b * s.nheads * s.headdim + k.channel, k.width) : Vt{};
   }
-  ALWAYS_INLINE bool dropped(int64_t b, int64_t t) const { return s.reset && s.reset[b * s.seqlen + t]; }
+  // Whether nothing is carried to token t: there a NaN before it must not be multiplied by 0, but left out. Mamba-2's
+  // caller says it by a decay of 0.
+  ALWAYS_INLINE bool dropped(int64_t b, int64_t t, T head_decay) const {
+    return SSD ? head_decay == 0 : s.reset && s.reset[b * s.seqlen + t];
+  }
 
   ALWAYS_INLINE void step_size(int64_t b, int64_t t, const Block& k, Vt bias, Vt& delta, Vt& slope) const {
     if (SSD) {
@@ -139,7 +143,7 @@ template <class T, int NS, bool SSD> struct Scan {
       const Vt u = load<T>(row<T>(s.u, b, t) + k.channel, k.width), du = delta * u;
       const T *B = row<T>(s.B, b, t) + k.group * N, *C = row<T>(s.C, b, t) + k.group * N;
       const T ha = head_decay(b, t, k);
-      if (!SSD && dropped(b, t)) for (int64_t n = 0; n < N; n++) hp[n] = Vt{};
+      if (dropped(b, t, ha)) for (int64_t n = 0; n < N; n++) hp[n] = Vt{};
       Vt y = D * u, y2{};
       for (int64_t n = 0; n < N; n++) {
         hp[n] = decay(A2, n, delta, ha) * hp[n] + du * B[n];
@@ -158,7 +162,7 @@ template <class T, int NS, bool SSD> struct Scan {
   // ------------------------------------------------------------------------------------------ backward
   // What the prefix sums P of a block of W tokens need of the decays since the block's first token: in Mamba-2 their
   // product; in Mamba-1, where a product of exp(delta A) is the exp of a sum, the sum of delta (with Kahan's
-  // correction) and whether a document has begun, which ends the block's sums.
+  // correction). And whether a document has begun, which ends the block's sums.
   struct Since { Vt total, low; bool cut; };
   struct Work {  // one thread's scratch
     std::vector<Vt> h, a, dB, dC, P;           // (interval + 1 | interval, d_state)
@@ -168,6 +172,7 @@ template <class T, int NS, bool SSD> struct Scan {
     std::vector<Vt> prefix;                    // (segments, blocks, d_state): P before the segment's first need
     std::vector<Since> since;                  // (segments, blocks)
     std::vector<Vt> sums;                      // (d_state): the running P where it is too large for registers
+    std::vector<Vt> none;                      // (d_state): zeros, the state before a document
   };
 
   ALWAYS_INLINE Vt output_cotangent(int64_t b, int64_t t, const Block& k) const {  // dL/dy_t before the gate
@@ -187,9 +192,12 @@ template <class T, int NS, bool SSD> struct Scan {
       since = {splat<T>(SSD ? 1 : 0), Vt{}, false};
       for (int64_t n = 0; n < N; n++) P[n] = Vt{};
     } else if (SSD) {
-      since.total *= head_decay(b, j, k);
+      const T ha = head_decay(b, j, k);
+      since.cut |= dropped(b, j, ha);
+      if (since.cut) return;
+      since.total *= ha;
     } else {
-      since.cut |= dropped(b, j);
+      since.cut |= dropped(b, j, 0);
       if (since.cut) return;
       Vt delta, slope;
       step_size(b, j, k, bias, delta, slope);
@@ -217,6 +225,7 @@ template <class T, int NS, bool SSD> struct Scan {
     for (auto* x : {&w.a, &w.dB, &w.dC, &w.P}) x->resize(K * N);
     w.h.resize((K + 1) * N);
     w.sums.resize(N);
+    w.none.resize(N);
     for (auto* x : {&w.u, &w.delta, &w.slope, &w.dy}) x->resize(K);
     for (auto* x : {&w.A2, &w.R, &w.S, &w.dA}) x->resize(blocks * N);
     for (auto* x : {&w.dD, &w.dbias}) x->resize(blocks);
@@ -299,13 +308,13 @@ template <class T, int NS, bool SSD> struct Scan {
       const Vt u = load<T>(row<T>(s.u, b, t) + k.channel, k.width), du = delta * u;
       const T *B = row<T>(s.B, b, t) + k.group * N, *C = row<T>(s.C, b, t) + k.group * N;
       const T ha = head_decay(b, t, k);
-      const Vt* h0 = &w.h[q * N];
+      const bool drop = dropped(b, t, ha);
+      const Vt* h0 = drop ? w.none.data() : &w.h[q * N];
       Vt *h = &w.h[(q + 1) * N], *a = &w.a[q * N];
-      const bool drop = !SSD && dropped(b, t);
       const bool gated = !SSD && s.z.data;  // only the gate's gradient needs y again
       Vt y = D * u;
       for (int64_t n = 0; n < N; n++) {
-        const Vt an = drop ? Vt{} : decay(A2, n, delta, ha);
+        const Vt an = !SSD && drop ? Vt{} : decay(A2, n, delta, ha);
         if (!SSD) a[n] = an;
         const Vt hn = an * h0[n] + du * B[n];
         h[n] = hn;
@@ -342,7 +351,8 @@ template <class T, int NS, bool SSD> struct Scan {
       const Vt u = w.u[q], delta = w.delta[q], dy = w.dy[q], du = delta * u;
       const T *B = row<T>(s.B, b, t) + k.group * N, *C = row<T>(s.C, b, t) + k.group * N;
       const T ha = head_decay(b, t, k);
-      const Vt *h0 = &w.h[q * N], *h = h0 + N, *a = &w.a[q * N];
+      const bool drop = dropped(b, t, ha);
+      const Vt *h0 = drop ? w.none.data() : &w.h[q * N], *h = &w.h[(q + 1) * N], *a = &w.a[q * N];
       Vt *dB = &w.dB[q * N], *dC = &w.dC[q * N];
       Vt from_B{}, from_a{};
       const bool own = t < owned;
@@ -357,7 +367,7 @@ template <class T, int NS, bool SSD> struct Scan {
         Vt mu = WINDOWED && closes ? g : R[n] + g;
         R[n] = an * mu;
         if (WINDOWED) {
-          if (joined) mu += S[SSD ? 0 : n] * P[n];
+          if (joined) mu += S[SSD ? 0 : n] == 0 ? Vt{} : S[SSD ? 0 : n] * P[n];  // P may be no number behind a cut
           if (!SSD) S[n] = opens ? an : an * S[n];
         }
         if (!own) continue;
@@ -372,6 +382,10 @@ template <class T, int NS, bool SSD> struct Scan {
         }
       }
       if (WINDOWED && SSD) S[0] = opens ? splat<T>(ha) : ha * S[0];
+      if (drop) {
+        for (int64_t n = 0; n < N; n++) R[n] = Vt{};
+        if (WINDOWED) for (int64_t n = 0; n < (SSD ? 1 : N); n++) S[n] = Vt{};
+      }
       Vt grad_u{}, grad_delta{};
       if (own) {
         grad_u = delta * from_B + D * dy;
