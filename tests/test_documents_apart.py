@@ -1,4 +1,4 @@
-"""Nothing of a document reaches another one of its row, forward or back: not a number that is none, either."""
+"""Nothing of a document reaches another one of its row, forward or back: what is no number neither."""
 
 from __future__ import annotations
 

@@ -539,7 +539,7 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     residual = c.v - c.from_state((c.k @ states) * c.since)
     written = c.solved(residual * c.beta)
     reads = c.from_state(c.solved(c.from_state(c.k * c.beta * c.since)))
-    d_own = c.mixed(c.within.mT, do)
+    d_own = c.mixed(c.within, do, transposed=True)
     d_read = c.from_state(c.q * c.since).mT @ c.from_state(do)
     d = torch.zeros_like(states[:, :, 0]) if dfinal_state is None else dfinal_state
     d_states, d_written = [], []  # cotangents of the states after each chunk, and of what is written in it
@@ -559,16 +559,16 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     d_system_keys = d_system * c.pairs  # of beta k k'
     dqk, dkk = d_pairs * c.pairs, c.paired(d_system_keys * c.beta)
     dq = dq_state + c.mixed(dqk, c.k)
-    dk = dk_state + dk_last + c.mixed(dqk.mT, c.q) + c.mixed(dkk, c.k) + c.mixed(dkk.mT, c.k)
+    dk = dk_state + dk_last + c.mixed(dkk, c.k)
+    dk = dk + c.mixed(dqk, c.q, transposed=True) + c.mixed(dkk, c.k, transposed=True)
     dbeta = (dr * residual).sum(-1) + (d_system_keys * c.paired(c.k @ c.k.mT)).sum(-1)
     # of the running sums of g: e^{c_i} wherever a chunk's state is read, e^{c_i - c_j} in pairs,
     # e^{c_n - c_j}
     both = d_pairs * c.within + d_system * c.system
     ends = (dk_last * c.k).sum(-1)
     dc = (dq_state * c.q + dk_state * c.k).sum(-1) + both.sum(-1) - both.sum(-2) - ends
-    dc[..., -1] += c.to_state(ends[..., None]).sum((-1, -2)) + c.through(c.whole * states * d_after).sum(
-        (-1, -2)
-    )
+    dc[..., -1] += c.to_state(ends[..., None]).sum((-1, -2))
+    dc[..., -1] += c.through(c.whole * states * d_after).sum((-1, -2))
     dg = c.tokens(c.summed(dc, transposed=True))
     return c.tokens(dq), c.tokens(dk), c.tokens(dv), _mask(dg, reset), c.tokens(dbeta), d
 
@@ -635,18 +635,18 @@ class _DeltaChunks:
             return x
         return x.masked_fill(~(mask if chunk is None else mask[:, :, chunk]), 0)
 
-    def mixed(self, weights, x):
-        """weights @ x, where weights or their transpose are `paired`: a sum over each token's document."""
-        if self.same is None:
-            return weights @ x
-        return self._apart(x, lambda x: weights @ x)
+    def mixed(self, weights, x, transposed=False):
+        """weights @ x, or the transpose of weights, which are `paired`: sums over each token's document, up
+        to it or from it on."""
+        weights = weights.mT if transposed else weights
+        return weights @ x if self.same is None else self._apart(x, lambda x: weights @ x, transposed)
 
     def summed(self, x, transposed=False):
         """Sums of x (…, DELTA_CHUNK) over the tokens of a document up to each, or from each on."""
         if self.same is None:
             return x.flip(-1).cumsum(-1).flip(-1) if transposed else x.cumsum(-1)
         ones = self.same.to(x.dtype)
-        return self.mixed(ones.mT if transposed else ones, x[..., None])[..., 0]
+        return self.mixed(ones, x[..., None], transposed)[..., 0]
 
     def solved(self, right, transposed=False):
         """x of (1 + the strictly lower part of `system`) x = right, or of its transpose."""
@@ -659,12 +659,13 @@ class _DeltaChunks:
             return solve(right, self.system)
         strange = ~self.system.isfinite().all(-1, keepdim=True)
         system = self.system.masked_fill(strange | strange.mT, 0)
-        return self._apart(right, lambda right: solve(right, system), strange)
+        return self._apart(right, lambda right: solve(right, system), transposed, strange)
 
-    def _apart(self, x, call, strange=False):
-        """call(x), which is linear and adds tokens of a document alone. Of documents with a token that has no
-        numbers, by x or by `strange`, all of the chunk is NaN."""
+    def _apart(self, x, call, transposed, strange=False):
+        """call(x), which is linear and adds up tokens of a document alone. What has a share of a token that
+        is no number, by x or by `strange`, is NaN."""
         strange = strange | ~x.isfinite().all(-1, keepdim=True)
-        both = (self.same | self.same.mT).to(x.dtype)
+        assert self.same is not None
+        shares = (self.same.mT if transposed else self.same).to(x.dtype)
         found = call(x.masked_fill(strange, 0))
-        return found.masked_fill((both @ strange.to(x.dtype)) > 0, torch.nan)
+        return found.masked_fill((shares @ strange.to(x.dtype)) > 0, torch.nan)
