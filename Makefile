@@ -1,19 +1,22 @@
 # make train   set everything up and train the default model      make test   set everything up and run the tests
 #
 # The environment lives in .venv. PYTHON=… picks another interpreter to build it with (3.11 or 3.12);
-# TRAIN="--training.steps 50 …" hands flags to the training run, TESTS="-m slow tests/test_x.py" to pytest.
+# TRAIN="--training.steps 50 …" hands flags to the training run, TESTS="-m slow tests/test_x.py" to pytest,
+# FUZZ="--kinds wrapped --seed 7" flags to the fuzzer.
 
 SHELL  := /bin/bash
 VENV   := .venv
 BIN    := $(VENV)/bin
 TRAIN  :=
 TESTS  :=
+MINUTES := 60
+FUZZ   :=
 CODE   := adjoint benchmarks examples tests $(wildcard train.py)
 
 # Set-up leaves compiling a module to its first import: kept, or every process of a test compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-triton-3.6 test-transformers-5.21 lint format setup setup-dev clean distclean
+.PHONY: help train test fuzz test-triton-3.6 test-transformers-5.21 lint format setup setup-dev clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -24,6 +27,9 @@ train: setup  ## train the default model on real text: minutes on two cores
 
 test: setup-dev  ## run the tests (without those marked slow or gpu)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
+
+fuzz: setup-dev  ## random cases against references for an hour, or MINUTES=5; prints its seed, lists what deviates
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(FUZZ)
 
 test-triton-3.6: $(VENV)/triton-3.6/ready  ## the scan's compiled layout under the oldest Triton; TESTS="-m slow" for all kernels
 	TRITON_CACHE_DIR=$(VENV)/triton-3.6/cache PYTHONPATH=$(VENV)/triton-3.6 $(BIN)/python -m pytest -n 2 \
