@@ -38,7 +38,8 @@ def draw(rng: random.Random) -> Case:
         **{k: v for k, v in (("shards", shards), ("sequence", sequence), ("replicas", replicas)) if v > 1},
     }
     if method["name"] == "LayerLocal" and not has_attention and sequence == 1:
-        case |= some(rng, 0.4, {"helpers": lambda: [rng.randrange(2) for _ in range(shards)]})
+        helped = lambda: [rng.randrange(shards) for _ in range(rng.randint(1, 3))]  # noqa: E731
+        case |= some(rng, 0.4, {"helpers": helped})  # the shard of each
     return case | some(rng, 0.3, {"documents": lambda: rng.choice((0.05, 0.3, 1.0)), "twice": True})
 
 

@@ -105,7 +105,7 @@ def documents(case: Case, generator: torch.Generator) -> Tensor | None:
 class Windowed:
     """`Truncated` by plain autograd through whole sequences, adjoint states windowed by the scans."""
 
-    windows: tuple[int, ...]  # one a layer, or one for all
+    windows: tuple[int | None, ...]  # one a layer, or one for all; None for the whole sequence
 
     def run(self, model: Any, ids: Any, targets: Any, valid: Any, states: Any, seq_idx: Any = None) -> Result:
         y, final = model.embed(ids), []
@@ -154,7 +154,8 @@ def reference_of(method: Any, seqlen: int, windows: list[int] | None = None) -> 
     if isinstance(method, adjoint.LayerLocal):
         return Local(None if method.window is None or method.window >= seqlen else method.window)
     if isinstance(method, adjoint.Truncated) and (windows or method.window < seqlen):
-        return Windowed(tuple(windows) if windows else (method.window,))
+        picked = windows or [method.window]
+        return Windowed(tuple(w if w < seqlen else None for w in picked))
     return adjoint.Backprop()
 
 

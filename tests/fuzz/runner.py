@@ -162,7 +162,7 @@ def main(given: Sequence[str] | None = None) -> int:
                 worker.stop()
                 alone = worker.judge(case)[0]  # in a process that has seen no other case
                 known = failures[kind, verdict]
-                if alone == verdict and len(known) < 2:
+                if alone == verdict and len(known) < 4:
                     case = shrink(worker, case, verdict)
                 note = "" if alone == verdict else f" (only after the cases before it, number {number - 1})"
                 known.append(line := json.dumps(case))
