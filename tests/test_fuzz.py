@@ -107,6 +107,9 @@ def test_a_run_lists_what_deviates(
     assert "stacks, Deviation" in said and json.dumps(case) in said and "seed 5" in said
     with pytest.raises(AssertionError, match=r"\d"):
         runner.main(["--case", json.dumps(case)])
+    assert runner.main(["--cases", str(out)]) == 1
+    lines = len(out.read_text().splitlines())
+    assert f"{lines} of {lines} cases deviate" in capsys.readouterr().out
     assert draw("stacks", "5:0") == draw("stacks", "5:0") != draw("stacks", "5:1")
 
 

@@ -1,7 +1,8 @@
 """Tries random cases until the time is up; what deviates is written down, made smaller and listed at the end.
 
 python -m tests.fuzz --minutes 60 --kinds stacks,wrapped --seed 7
-python -m tests.fuzz --case '{"kind": "stacks", ...}'          one case again, with its traceback
+python -m tests.fuzz --case '{"kind": "stacks", ...}'    one case again, with its traceback
+python -m tests.fuzz --cases runs/fuzz.jsonl    those that failed, once more
 """
 
 from __future__ import annotations
@@ -128,12 +129,26 @@ def shrink(worker: Worker, case: dict[str, Any], kind: str) -> dict[str, Any]:
     return case
 
 
+def again(file: Path) -> int:
+    lines = [line for line in file.read_text().splitlines() if line.startswith("{")]
+    cases = [json.loads(line) for line in lines]
+    worker, failed = Worker(sorted({case["kind"] for case in cases})), 0
+    for line, case in zip(lines, cases, strict=True):
+        verdict, said = worker.judge(case)
+        failed += verdict not in ("", "vacuous", "refused")
+        print(f"{verdict or 'holds'}: {said}\n  {line}", flush=True)
+    worker.stop()
+    print(f"{failed} of {len(cases)} cases deviate")
+    return 1 if failed else 0
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
     parser.add_argument("--seed", type=int, default=None, help="of the run; drawn if not given")
     parser.add_argument("--case", help="one case, as JSON")
+    parser.add_argument("--cases", type=Path, help="a file of cases, a line each: such as that of --out")
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz.jsonl"), help="where failures are added")
     arguments = parser.parse_args(given)
     if arguments.case:
@@ -141,6 +156,8 @@ def main(given: Sequence[str] | None = None) -> int:
         module.check(case)
         print("it holds")
         return 0
+    if arguments.cases:
+        return again(arguments.cases)
     kinds = arguments.kinds.split(",")
     seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
     tqdm.write(f"seed {seed}: python -m tests.fuzz --kinds {arguments.kinds} --seed {seed}")

@@ -293,7 +293,7 @@ class Life:
         """A thread with an untouched model, to the end of this life."""
         if not self.wrapped:
             return
-        other = make(self.case["model"], seed=1)
+        other = make(self.case.get("model", "LlamaForCausalLM"), seed=1)
         ids, results, over = torch.randint(3, VOCAB, (2, 9)), [], threading.Event()
 
         def gradients() -> dict[str, Any]:
