@@ -86,7 +86,28 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor | None, *d_final: Tensor | None) -> Any:
         _ = ctx.saved_tensors  # the check happens on access
         gradients, d_initial = ctx.steps.backward(d_loss, d_final)
-        return None, *(gradients.of(p) for p in ctx.steps.parameters), *d_initial
+        return None, *handed_over(ctx.steps.parameters, gradients), *d_initial
+
+
+def handed_over(parameters: Sequence[Tensor], gradients: Gradients) -> list[Tensor | None]:
+    """Gradients as autograd is given them. Hooks that users have put on parameters see none where there is
+    none, as if these had no part in the loss; autograd by itself would call them with None."""
+    found = [gradients.of(p) for p in parameters]
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is None and parameter.is_leaf:
+            hooks = parameter._backward_hooks or {}
+            hooks.update({key: _Unless(hook) for key, hook in hooks.items() if not isinstance(hook, _Unless)})
+    return found
+
+
+class _Unless:
+    """A tensor's hook, called unless there is no gradient."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: Tensor | None) -> Any:
+        return None if gradient is None else self.hook(gradient)
 
 
 class Steps:

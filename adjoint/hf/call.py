@@ -62,6 +62,13 @@ def asks_for(model: Any, kwargs: dict[str, Any]) -> str | None:
     return None if kwargs.get("input_ids") is not None else "inputs_embeds instead of input_ids"
 
 
+def are_packed(kwargs: dict[str, Any]) -> bool:
+    """Whether a call tells documents apart."""
+    positions = kwargs.get("position_ids")
+    again = positions is not None and positions.dim() == 2 and bool((positions[:, 1:] == 0).any())
+    return again or any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
+
+
 def gives_names(model: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call's result has names, or is a tuple."""
     given = kwargs.get("return_dict")

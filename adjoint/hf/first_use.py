@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from adjoint.engine.autograd import Steps
+from adjoint.engine.first_use import COARSE, SHARE, TOLERANCES
 from adjoint.engine.grid import Scheme
 from adjoint.engine.run import Changed
 from adjoint.hf.check import Refused, as_refusal, refuse
@@ -38,14 +39,6 @@ WINDOWS = (
     "attention_chunk_size",
     "index_topk",
 )
-# Largest relative L2 distance of two gradients that are the same but for rounding. transformers computes
-# norms and scans of a float64 model in float32.
-TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-COARSE = 0.1  # of bfloat16 and float16, where no copy in float32 can be compared
-# Each parameter must be within the tolerance by itself, relative to its own gradient or, if that is smaller,
-# to this share of the whole: a scan that forgets its state may be off by 1e-3 in all, by half in A_log.
-# Rounding in float32 reaches 3e-6.
-SHARE = 1e-2
 NOT_THE_SAME = (
     f"the gradient of {TOKENS} tokens in chunks is not that of the whole",
     "it keeps something else than its cache between tokens, or its loss is more than cross-entropy",

@@ -57,7 +57,7 @@ class Snapshot:
     def _note(self, name: str, holder: Any, configs: set[int]) -> None:
         self.holders[name], self.settings[name] = ref(holder), settings(holder)
         for attribute, value in vars(holder).items():
-            if _is_config(type(value)) and id(value) not in configs:
+            if _kind(type(value)) is _CONFIG and id(value) not in configs:
                 configs.add(id(value))
                 self._note(f"{name}.{attribute}".lstrip("."), value, configs)
 
@@ -105,22 +105,19 @@ def settings(holder: Any) -> dict[str, Any]:
     return found
 
 
-@functools.cache
-def _is_config(cls: type) -> bool:
-    return issubclass(cls, PreTrainedConfig)
+_PLAIN, _CONTAINER, _FUNCTION, _CONFIG = object(), object(), object(), object()
+_kinds: dict[type, object] = {}
 
 
-_PLAIN, _CONTAINER, _FUNCTION = object(), object(), object()
-
-
-@functools.cache
 def _kind(cls: type) -> object:
     """Which of these an object of a class is, or None."""
-    if cls in PLAIN:
-        return _PLAIN
-    if cls in CONTAINERS:
-        return _CONTAINER
-    return _FUNCTION if issubclass(cls, Callable) and not issubclass(cls, nn.Module) else None  # type: ignore[arg-type]
+    if cls not in _kinds:
+        is_function = issubclass(cls, Callable) and not issubclass(cls, nn.Module)  # type: ignore[arg-type]
+        found = {PLAIN: _PLAIN, CONTAINERS: _CONTAINER}
+        of_class = [kind for classes, kind in found.items() if cls in classes]
+        of_class += [_FUNCTION] * is_function + [_CONFIG] * issubclass(cls, PreTrainedConfig)
+        _kinds[cls] = next(iter(of_class), None)
+    return _kinds[cls]
 
 
 def comparable(value: Any) -> Any:
@@ -175,6 +172,23 @@ class Moment:
         rest += [(n, b, b.clone() if b.numel() <= SMALL else None) for n, b in model.named_buffers()]
         self.constants = [(name, t, version(t), value) for name, t, value in rest]
 
+    def check(self) -> None:
+        """Makes sure that the model is still the same.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        self._check_constants()
+        if changed := [module for module, mode in self.modes if module.training != mode]:
+            raise RuntimeError(f"{class_of(changed[0]).__name__} has been put into another mode {BETWEEN}")
+        if difference := self.snapshot.difference(Snapshot(self.model)):
+            raise RuntimeError(f"{difference} {BETWEEN}")
+
+    def _check_constants(self) -> None:
+        for name, tensor, before, value in self.constants:
+            if version(tensor) != before and (value is None or not torch.equal(tensor, value)):
+                raise RuntimeError(f"{name} was changed in place {BETWEEN}")
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Meanwhile the model is as it was: its modes, settings and hooks, its tensors, and which of them are
@@ -183,9 +197,7 @@ class Moment:
         Raises:
             RuntimeError: it has other modules, or constants were written to.
         """
-        for name, tensor, before, value in self.constants:
-            if version(tensor) != before and (value is None or not torch.equal(tensor, value)):
-                raise RuntimeError(f"{name} was changed in place {BETWEEN}")
+        self._check_constants()
         undo: list[Callable[[], Any]] = []
         with self.tensors.replaced({}):
             try:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from adjoint.engine.autograd import Steps
+from adjoint.engine.autograd import Steps, handed_over
 from adjoint.engine.grid import Scheme
 from adjoint.hf import call as calls
 from adjoint.hf import check, first_use, mini_sequence
@@ -300,8 +300,16 @@ def _by_mini_sequences(model: Any, kwargs: dict[str, Any], targets: Tensor) -> T
         known.checked.add(("pieces", counted))
     with plainly(model):
         total = mini_sequence.total_loss(model, method, known.mlps, known.scale, targets, kwargs)
+    _checked_in_backward(total, known)
     divisor = calls.divisor_of(kwargs, targets)
     return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
+
+
+def _checked_in_backward(output: Tensor, known: _Known) -> None:
+    """Lets the backward, in which layers run again, begin by seeing whether the model is still the same."""
+    if output.requires_grad:
+        moment = Moment(known.model, known.snapshot)
+        output.register_hook(lambda _: moment.check())
 
 
 def _backbone_forward(self: Any, kwargs: dict[str, Any]) -> Any:
@@ -312,11 +320,13 @@ def _backbone_forward(self: Any, kwargs: dict[str, Any]) -> Any:
         in_training = self.training and torch.is_grad_enabled()
         if isinstance(record.method, MiniSequence) and in_training and not (record.plain or asked):
             calls.refuse_unknown(self, kwargs, calls.KNOWN, explicit=True)
-            with mini_sequence.splitting(self, _known(self).mlps, record.method.mlp_chunks):
-                return cls.forward(self, **{**kwargs, "use_cache": False})
-        packed = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
-        by_chunks = (in_training or packed) and isinstance(record.method, (Exact, Truncated))
-        if record.plain or not by_chunks:
+            known = _known(self)
+            with mini_sequence.splitting(self, known.mlps, record.method.mlp_chunks):
+                output = cls.forward(self, **{**kwargs, "use_cache": False})
+            _checked_in_backward(output[0], known)
+            return output
+        by_chunks = isinstance(record.method, (Exact, Truncated)) and not record.plain
+        if not by_chunks or not (in_training or calls.are_packed(kwargs)):
             return cls.forward(self, **kwargs)
         if asked:
             if in_training and not any(kwargs.get(name) is not None for name in calls.CACHES):
@@ -349,7 +359,7 @@ class _Hidden(torch.autograd.Function):
         _ = ctx.saved_tensors  # the check for changes in place happens on access
         _collected(ctx.steps).cotangent = d
         gradients, _ = ctx.steps.backward(None, [None] * len(ctx.steps.initial))
-        return None, *(gradients.of(p) for p in ctx.steps.parameters)
+        return None, *handed_over(ctx.steps.parameters, gradients)
 
 
 def _collected(steps: Steps) -> Any:
