@@ -431,7 +431,8 @@ def draw_seed() -> int:
 
 def seed_of(seed: int, *piece: int) -> int:
     """The seed of one piece of what a seed stands for, by its number or several."""
-    return int(np.random.SeedSequence([seed, *piece]).generate_state(1, np.uint64)[0] >> 1)
+    # as Python's whole number: NumPy 1 shifts no uint64 by an int
+    return int(np.random.SeedSequence([seed, *piece]).generate_state(1, np.uint64)[0]) >> 1
 
 
 @contextlib.contextmanager

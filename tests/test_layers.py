@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from model_helpers import ALL_MIXERS, SIZES, VARIANTS, make_ids, make_model, rel
 
 from adjoint import Backprop, Exact, Stack, StackConfig
 from adjoint.layers.norm import RMSNorm
+from adjoint.stack import seed_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,6 +56,22 @@ def test_mamba2_starts_as_in_mamba_ssm() -> None:
     assert (mixer.D == 1).all()
     assert (mixer.norm.weight == 1).all()
     assert mixer.in_proj.weight.shape == (2 * 512 + 2 * 8 + 128, 256)
+
+
+def test_seeds_need_no_arithmetic_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy 1 refuses to shift a uint64 by an int, which NumPy 2 does: `make test-numpy-1.26` tries it."""
+    expected = seed_of(3, 1)
+
+    class Word(int):
+        def __rshift__(self, other: int) -> int:
+            raise TypeError("ufunc 'right_shift' not supported for the input types")
+
+    class Sequence(np.random.SeedSequence):
+        def generate_state(self, *arguments: Any) -> list[Word]:  # type: ignore[override]
+            return [Word(word) for word in super().generate_state(*arguments)]
+
+    monkeypatch.setattr(np.random, "SeedSequence", Sequence)
+    assert seed_of(3, 1) == expected
 
 
 @pytest.mark.parametrize("tied", [True, False])

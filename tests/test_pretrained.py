@@ -84,6 +84,28 @@ def test_shards_are_read_and_weights_are_the_stacks_own(tmp_path: Path) -> None:
         Stack.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("told", [True, None])  # what config.json says of tying; None: nothing
+def test_a_stored_head_that_differs_is_kept(told: bool | None, tmp_path: Path) -> None:
+    model = hf_model("mamba", tie_word_embeddings=False)
+    model.save_pretrained(tmp_path)
+    given = json.loads((tmp_path / "config.json").read_text())
+    given.pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(given | ({"tie_word_embeddings": True} if told else {})))
+    stack = Stack.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert relative(stack(IDS).logits, logits_of_transformers(model)) <= 1e-12
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    model = hf_model("mamba")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["embedding.weight"] = weights["backbone.embeddings.weight"] + 1
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"embeddings?\.weight: the model has another tensor for embedding"):
+        Stack.from_pretrained(tmp_path)
+
+
 def mamba_ssm_folder(folder: Path, hf: Any, given: dict[str, Any], mlp: dict[str, torch.Tensor]) -> Path:
     """What mamba-ssm's save_pretrained writes of the model that `hf` is, with MLPs besides."""
     weights = {name.replace(".embeddings.", ".embedding."): t for name, t in hf.state_dict().items()}

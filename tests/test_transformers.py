@@ -139,3 +139,15 @@ def test_other_models_and_options_are_refused() -> None:
     for model, message in refused:
         with pytest.raises(ValueError, match=message):
             Stack.from_transformers(model)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_a_head_that_was_replaced_is_kept_though_the_configuration_says_tied(kind: str) -> None:
+    options = {**(MAMBA["tied"] if kind == "mamba" else MAMBA2["two groups"]), "tie_word_embeddings": True}
+    model, input_ids = hf_model(kind, **options), make_ids(2, 17, vocab_size=61)
+    assert Stack.from_transformers(model).config.tie_embeddings
+    model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight.detach())
+    stack = Stack.from_transformers(model)
+    with torch.no_grad(), float64_throughout():
+        assert relative(stack(input_ids).logits, model(input_ids).logits) <= 1e-12
+    assert not stack.config.tie_embeddings

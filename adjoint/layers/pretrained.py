@@ -4,6 +4,7 @@ Mamba-2, of mamba-ssm's language models, and of runs.
 Folders are read as they are: neither transformers nor mamba-ssm need be installed.
 """
 
+import dataclasses
 import json
 import math
 import pickle
@@ -108,7 +109,11 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
         raise UserError(f"{folder}: its config.json has no {error.args[0]}; take the model's own") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: {error}") from None
-    return config, _renamed(_read_weights(folder), config)
+    weights = _read_weights(folder)
+    try:
+        return _renamed(weights, config)
+    except ValueError as error:
+        raise UserError(f"{folder}: {error}") from None
 
 
 def _of_layout(folder: Path, what: str, found: str | None, layout: str | None) -> None:
@@ -131,13 +136,13 @@ def from_transformers(hf_model: nn.Module) -> tuple[StackConfig, Weights]:
             f"only MambaForCausalLM and Mamba2ForCausalLM can be copied, this is a {name} of type {kind!r}"
         )
     config = _transformers_config(hf.to_dict())
-    return config, _renamed({name: t.clone() for name, t in hf_model.state_dict().items()}, config)
+    return _renamed({name: t.clone() for name, t in hf_model.state_dict().items()}, config)
 
 
 def from_checkpoint(checkpoint: Path) -> tuple[StackConfig, Weights]:
     """The configuration and the weights of a run's checkpoint, which the caller has verified."""
     config, stored = checkpoint_config(checkpoint), Tensors(checkpoint, "model")
-    return config, _tied({name: stored[name].clone() for name in stored.where}, config)
+    return _tied({name: stored[name].clone() for name in stored.where}, config)
 
 
 def checkpoint_config(checkpoint: Path) -> StackConfig:
@@ -379,23 +384,30 @@ def _rank(number: Any) -> Any:
 # -------------------------------------------------------------------------------------------------- weights
 
 
-def _renamed(tensors: Weights, config: StackConfig) -> Weights:
+def _renamed(tensors: Weights, config: StackConfig) -> tuple[StackConfig, Weights]:
     """By a stack's names: transformers' and mamba-ssm's are alike but for the embedding and the MLP."""
     weights: Weights = {}
     for name, tensor in tensors.items():
-        name = name.removeprefix("backbone.").replace("embeddings.weight", _EMBEDDING)
-        if ".mlp.fc1." in name:
+        ours = name.removeprefix("backbone.").replace("embeddings.weight", _EMBEDDING)
+        if ".mlp.fc1." in ours:
             tensor = _halves_swapped(tensor)
-        weights[name.replace(".mlp.fc1.", ".mlp.in_proj.").replace(".mlp.fc2.", ".mlp.out_proj.")] = tensor
+        ours = ours.replace(".mlp.fc1.", ".mlp.in_proj.").replace(".mlp.fc2.", ".mlp.out_proj.")
+        if ours in weights:
+            raise ValueError(f"{name}: the model has another tensor for {ours}, and a stack has one")
+        weights[ours] = tensor
     return _tied(weights, config)
 
 
-def _tied(weights: Weights, config: StackConfig) -> Weights:
-    """With a tied table under both of its names; either may be all that is stored."""
-    table = weights.get(_EMBEDDING, weights.get(_HEAD))
-    if table is None or not config.tie_embeddings:
-        return weights
-    return {**weights, _EMBEDDING: table, _HEAD: table}
+def _tied(weights: Weights, config: StackConfig) -> tuple[StackConfig, Weights]:
+    """With a tied table under both of its names; either may be all that is stored. Two tables that differ are
+    not tied, whatever the configuration says: a head was replaced, or trained by itself."""
+    stored = [weights[name] for name in (_EMBEDDING, _HEAD) if name in weights]
+    if not stored or not config.tie_embeddings:
+        return config, weights
+    first, last = stored[0], stored[-1]
+    if first.dtype != last.dtype or not torch.equal(first, last):
+        return dataclasses.replace(config, tie_embeddings=False), weights
+    return config, {**weights, _EMBEDDING: first, _HEAD: first}
 
 
 def _halves_swapped(weight: Tensor) -> Tensor:
