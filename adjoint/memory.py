@@ -1,4 +1,4 @@
-"""Memory of the process, the device and the machine."""
+"""Memory of the process, the device and the machine; and the cores that the process may use."""
 
 from __future__ import annotations
 
@@ -83,6 +83,14 @@ def total_memory_bytes() -> int:
     return total if limit is None else min(total, limit)
 
 
+def usable_cores() -> int:
+    """Cores that this process may use: those it is bound to, and no more whole ones than its control groups
+    (of a container) grant."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return bound if quota is None else min(bound, max(1, int(quota)))
+
+
 def rss_bytes() -> tuple[int, int]:
     """Resident memory of this process in bytes: now, and at its peak.
 
@@ -122,6 +130,35 @@ def _control_group(file: str) -> int | None:
     """A number of the control group (of a container); None where there is none, or no limit ("max")."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path("/sys/fs/cgroup", file).read_text())
+    return None
+
+
+def _cpu_quota(groups: Path, mounted: Path) -> float | None:
+    """Cores' worth of time that control groups grant, version 1 or 2; None where there is no limit.
+
+    Args:
+        groups: lists the process's groups. mounted: where the hierarchies lie; in a container its own group
+            may be their root, whatever path is listed.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for line in groups.read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number != "0" and "cpu" not in controllers.split(","):
+                continue
+            folder, parts = mounted / controllers, [part for part in path.split("/") if part]
+            # the tightest limit on the way holds
+            found += [_quota_of(folder.joinpath(*parts[:depth])) for depth in range(len(parts) + 1)]
+    return min((quota for quota in found if quota is not None), default=None)
+
+
+def _quota_of(group: Path) -> float | None:
+    with contextlib.suppress(OSError, ValueError):
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else None  # "max" and -1 are none
     return None
 
 

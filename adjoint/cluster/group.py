@@ -51,7 +51,7 @@ class ShardActor:
 
         from adjoint.cluster import devices
         from adjoint.kernels.cpu import build as cpu_build
-        from adjoint.memory import total_memory_bytes
+        from adjoint.memory import total_memory_bytes, usable_cores
         from adjoint.train.machine import pick_device, pick_precision
 
         device = pick_device(training.device)
@@ -68,7 +68,7 @@ class ShardActor:
             "device": str(device),
             "gpu": gpu,
             "precision": pick_precision(training.precision, device),
-            "cores": os.cpu_count() or 1,
+            "cores": usable_cores(),
             "memory": total_memory_bytes(),
             "torch": torch.__version__,
         }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adjoint.errors import UserError
+from adjoint.memory import usable_cores
 
 OBJECT_STORE = 200 << 20  # bytes; ids and small results pass through it, tensors do not
 
@@ -67,7 +68,7 @@ def connect(shards: int, need: Need) -> bool:
                 f"({' '.join(str(error).split())[:200]}); unset it to start one on this machine"
             ) from None
         return False
-    cpus = max(os.cpu_count() or 1, shards * need.cpus)  # shards may share cores: it is the user's laptop
+    cpus = max(usable_cores(), shards * need.cpus)  # shards may share cores: it is the user's laptop
     ray.init(
         address="local",
         num_cpus=cpus,

@@ -10,6 +10,7 @@ order of batches and every draw are the checkpoint's, so that the run ends as if
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 import sys
@@ -71,13 +72,12 @@ def train(config: Config) -> Outcome:
             "data.documents: packed documents of a pretrained model are for one process; set cluster.shards "
             'to 0, or data.documents to "stream"'
         )
-    need = placement.Need(settings.cpus, int(_wants_gpus(config)))
     shards = 1 if settings.shards == "auto" else settings.shards
     wanted = settings.replicas * (shards * settings.sequence + settings.helpers)
     folder, checkpoint = open_run(config.run)
     ours, trainer = False, None
     try:
-        ours = placement.connect(wanted, need)
+        ours = placement.connect(wanted, _need(config))
         trainer = ShardedTrainer(config, folder, checkpoint)
         return trainer.run()
     finally:
@@ -88,6 +88,10 @@ def train(config: Config) -> Outcome:
             import ray
 
             ray.shutdown()
+
+
+def _need(config: Config) -> placement.Need:
+    return placement.Need(config.cluster.cpus or 1, int(_wants_gpus(config)))
 
 
 def _wants_gpus(config: Config) -> bool:
@@ -209,12 +213,13 @@ class ShardedTrainer(Trainer):
         config, settings = self.config, self.config.cluster
         if checkpoint is None and config.model.from_pretrained is not None:
             checkpoint = self.weights
+        threads = config.training.threads or settings.cpus
         self.group = Group(
             self.described,
-            config.training,
+            dataclasses.replace(config.training, threads=threads),
             self.method,
             settings.shards,
-            placement.Need(settings.cpus, int(_wants_gpus(config))),
+            _need(config),
             settings.helpers,
             None if checkpoint is None else str(checkpoint.absolute()),
             settings.transport,

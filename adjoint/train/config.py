@@ -196,7 +196,8 @@ class ClusterConfig:
         sequence: workers that share every sequence: its chunks are dealt out to them in turn, each has the
             whole model (of its shard).
         helpers: further processes that share the shards' tasks, for the method layer-local; of each replica.
-        cpus: CPUs a process asks for.
+        cpus: CPUs a process asks for, and threads it computes with; null asks for one, and the processes of a
+            node share its cores out. training.threads says other threads.
         transport: how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere;
             object-store is Ray's, slower for small chunks, without a process group.
         max_failures: how many times lost shards are made anew from the last checkpoint before the run stops;
@@ -209,7 +210,7 @@ class ClusterConfig:
     replicas: int = 1
     sequence: int = 1
     helpers: int = 0
-    cpus: int = 1
+    cpus: int | None = None
     transport: Literal["auto", "gloo", "nccl", "object-store"] = "auto"
     max_failures: int = 3
     start_timeout: float = 300.0
@@ -220,7 +221,8 @@ class ClusterConfig:
             raise UserError(
                 f'cluster.shards: must be 0 (no Ray), a number of processes or "auto", got {self.shards}'
             )
-        least = {"replicas": 1, "sequence": 1, "helpers": 0, "cpus": 1, "max_failures": 0}
+        least = {"replicas": 1, "sequence": 1, "helpers": 0, "max_failures": 0}
+        least |= {} if self.cpus is None else {"cpus": 1}
         for key, lowest in least.items():
             check_whole(f"cluster.{key}", getattr(self, key), lowest)
         for key in ("replicas", "sequence"):

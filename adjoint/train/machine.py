@@ -134,7 +134,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": memory.proc_fields("cpuinfo").get("model name") or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": memory.usable_cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": memory.total_memory_bytes(),
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,

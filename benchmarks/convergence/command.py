@@ -15,7 +15,6 @@ after the last.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import statistics
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.errors import UserError
+from adjoint.memory import usable_cores
 from benchmarks import common
 from benchmarks.common import Point, Row
 from benchmarks.convergence import report
@@ -177,8 +177,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if value is not None and value < 1:
             parser.error(f"--{name} is {value}: it must be at least 1")
     if options.jobs is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        options.jobs = max(1, cores // options.threads)
+        options.jobs = max(1, usable_cores() // options.threads)
     try:
         for method in options.methods:
             make_method(method)

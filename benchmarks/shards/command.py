@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from typing import Any
 
 from adjoint.engine.program import Plan, Run
 from adjoint.errors import UserError
+from adjoint.memory import usable_cores
 from adjoint.train.machine import versions
 from benchmarks import common
 from benchmarks.common import Row
@@ -193,8 +193,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--in-turn must lie between 1 and the number of chunks ({chunks})")
     if options.window >= options.seqlen and set(options.methods) != {"exact"}:
         parser.error("--window must be smaller than --seqlen")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    options.slots = options.slots or cores
+    options.slots = options.slots or usable_cores()
     if options.slots < 1:
         parser.error("--slots must be 1 or more")
     return options

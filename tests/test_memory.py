@@ -1,0 +1,52 @@
+"""What of the machine the process may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from adjoint import memory
+
+
+def lay(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n")
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),  # version 2, in a container
+        ("0::/a/b", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),  # the group above is tighter
+        ("0::/a/b", {"a/cpu.max": "max 100000", "a/b/cpu.max": "max 100000"}, None),
+        ("3:cpu,cpuacct:/a\n0::/", {f"cpu,cpuacct/a/cpu.cfs_{k}_us": v for k, v in
+         (("quota", "50000"), ("period", "25000"))}, 2),  # version 1
+        ("3:cpu:/host/a", {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),  # docker's
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("3:memory:/", {}, None),
+    ],
+)  # fmt: skip
+def test_the_quota_of_control_groups(
+    tmp_path: Path, groups: str, files: dict[str, str], quota: float | None
+) -> None:
+    lay(tmp_path, {"groups": groups} | {f"mounted/{name}": text for name, text in files.items()})
+    assert memory._cpu_quota(tmp_path / "groups", tmp_path / "mounted") == quota
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
+def test_cores_are_those_the_process_is_bound_to_within_its_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_cpu_quota", lambda *where: None)
+    bound = os.sched_getaffinity(0)
+    assert memory.usable_cores() == len(bound)
+    os.sched_setaffinity(0, {min(bound)})
+    try:
+        assert memory.usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, bound)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    for quota, cores in ((2.5, 2), (0.3, 1), (100.0, 64)):
+        monkeypatch.setattr(memory, "_cpu_quota", lambda *where, quota=quota: quota)
+        assert memory.usable_cores() == cores
