@@ -20,11 +20,11 @@ def lay(folder: Path, files: dict[str, str]) -> None:
     ("groups", "files", "quota"),
     [
         ("0::/", {"cpu.max": "150000 100000"}, 1.5),  # version 2, in a container
-        ("0::/a/b", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),  # the group above is tighter
+        ("0::/a/b", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),  # the upper is tighter
         ("0::/a/b", {"a/cpu.max": "max 100000", "a/b/cpu.max": "max 100000"}, None),
         ("3:cpu,cpuacct:/a\n0::/", {f"cpu,cpuacct/a/cpu.cfs_{k}_us": v for k, v in
          (("quota", "50000"), ("period", "25000"))}, 2),  # version 1
-        ("3:cpu:/host/a", {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),  # docker's
+        ("3:cpu:/host/a", {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),  # Docker
         ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
         ("3:memory:/", {}, None),
     ],
