@@ -4,8 +4,10 @@ A subcommand is a row of ``COMMANDS``: its name, the function that runs it, as "
 of help. The function takes the arguments after the name and returns the exit code. Modules are imported
 when their command is called, so that a command needs only what it uses.
 
-Exit codes: 0 done, 2 something the user can mend (one line on stderr), 130 Ctrl-C, 143 SIGTERM. With
-``ADJOINT_DEBUG=1`` in the environment errors come with their traceback.
+Exit codes: 0 done, 2 something the user can mend (one line on stderr), 130 Ctrl-C, 143 SIGTERM, 1 a bug, with
+its traceback. What the user can mend is a `UserError`, an `OSError`, memory that is full or a package that is
+missing; any other error, a ValueError too, is a bug. With ``ADJOINT_DEBUG=1`` in the environment all errors
+come with their traceback.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def _explain(error: Exception) -> str | None:
         return None
     if isinstance(error, ModuleNotFoundError):
         return f"{text}; install what is missing (pip install {error.name})"
-    return text if isinstance(error, ValueError | OSError | ImportError) else None
+    return text if isinstance(error, UserError | OSError | ImportError) else None
 
 
 if __name__ == "__main__":

@@ -306,7 +306,7 @@ class Stack(nn.Module):
             low, high = int(checked.min()), int(checked.max())
             if low < 0 or high >= self.config.vocab_size:
                 bad = low if low < 0 else high
-                raise ValueError(
+                raise UserError(
                     f"{name} holds {bad}, but the model knows ids 0 to {self.config.vocab_size - 1}: "
                     "use the tokeniser it was made for, or a larger vocab_size"
                 )

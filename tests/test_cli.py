@@ -125,13 +125,44 @@ def python_showwarning(message: str, category: type, filename: str, line: int) -
     sys.stderr.write(warnings.formatwarning(message, category, filename, line))
 
 
-def test_what_is_our_fault_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyError])
+def test_what_is_our_fault_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
     def broken(argv: list[str]) -> int:
-        raise RuntimeError("a bug")
+        raise kind("a bug")
 
     monkeypatch.setattr(TRAIN, broken)
-    with pytest.raises(RuntimeError, match="a bug"):
+    with pytest.raises(kind, match="a bug"):
         main(["train"])
+
+
+WINDOWED = "--method.name truncated --method.window 8"
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "said"),
+    [
+        ("train", f"--model.mixer attention {WINDOWED}", "this stack has attention"),
+        (
+            "sweep",
+            "--data random --batches 1 --model.mixer attention --windows 8",
+            "this stack has attention",
+        ),
+        ("train", "--model.mixer mamba2 --model.headdim 7", "headdim"),
+        ("train", f"{WINDOWED} --method.unbiased true --method.chunk_size 9", "chunk_size below window"),
+    ],
+)
+def test_what_methods_and_models_refuse_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, flags: str, said: str
+) -> None:
+    """As they are made, and as they meet."""
+    small = ["--model.d_model", "16", "--data.seqlen", "64", "--out", str(tmp_path)]
+    argv = tiny(tmp_path) if command == "train" else [command, *small]
+    assert main([*argv, *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_tracebacks_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from adjoint.engine.decay import Decays
 from adjoint.engine.grid import Scheme
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Casts, SummedProducts
+from adjoint.errors import UserError
 from adjoint.layers import WINDOWED, Block, StackConfig, State
 from adjoint.stack import Stack
 
@@ -234,10 +235,10 @@ def stages_of(model: Stack, recompute: str = "none") -> list[Stage | None]:
 
 
 def check_windows(config: StackConfig, scheme: Scheme) -> None:
-    """Raises a ValueError where a scheme would cut a mixer that has no window."""
+    """Raises a UserError where a scheme would cut a mixer that has no window."""
     others = [kind for kind in dict.fromkeys(config.mixers) if kind not in WINDOWED]
     if others and (scheme.window is not None or scheme.cut):
-        raise ValueError(
+        raise UserError(
             f"a window cuts the recurrences of {', '.join(WINDOWED)} layers, and this stack has "
             f"{', '.join(others)}: use Exact(), or LayerLocal() without a window"
         )
