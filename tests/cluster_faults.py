@@ -3,6 +3,7 @@ where, when and how."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -61,11 +62,17 @@ def fill_process() -> None:
     torch.empty(1 << 30)
 
 
+def no_space_left() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x")
+
+
 HOW = {
     "exit": lambda: os._exit(1),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "error": lambda: 1 / 0,
+    "disk": no_space_left,
+    "sleep": lambda: time.sleep(600),  # its heart beats on
     "node": lose_node,
     "fill": fill_node,
     "limit": fill_process,

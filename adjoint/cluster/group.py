@@ -30,8 +30,10 @@ GRACE = 3.0  # seconds that the others get to fail too, once one has
 SEARCH = 15.0  # the same where only connections are known to have broken, but not yet who broke them
 VERDICT = 45.0  # seconds that Ray gets to find out what became of a shard that cannot be reached
 BEAT = 1.0  # seconds between questions whether a shard is alive
-# Seconds that a shard waits for a message. A tile may take long; one that is lost is noticed by other means.
+# Seconds that a shard waits for one message, at least: others may have much to do before they send it. That
+# nobody gets on is noticed sooner (`Watch`).
 PATIENCE = 3600.0
+UNTIMED = ("save",)  # calls in which no shard waits for another, and nothing counts what is done
 OBJECT_STORE = "object-store"
 
 
@@ -74,12 +76,19 @@ class ShardActor:
         }
 
     def build(
-        self, spec: ShardSpec, meeting: str, backend: str, actors: list[Any], checkpoint: str | None
+        self,
+        spec: ShardSpec,
+        meeting: str,
+        backend: str,
+        actors: list[Any],
+        checkpoint: str | None,
+        patience: float = PATIENCE,
     ) -> None:
         """Becomes a shard, drawn from the seed or filled from a checkpoint; or a helper of one.
 
         Args:
             actors: handles of all workers, by rank.
+            patience: seconds to wait for a message.
         """
         import torch
 
@@ -90,7 +99,7 @@ class ShardActor:
         if backend == OBJECT_STORE:
             transport = ObjectStoreTransport(spec.rank, actors, self.mailbox)
         elif spec.world > 1:
-            transport = join(meeting, spec.rank, spec.world, backend, PATIENCE, spec.groups)
+            transport = join(meeting, spec.rank, spec.world, backend, patience, spec.groups)
         if spec.helps:
             self.shard = HelperShard(spec)
             return
@@ -114,6 +123,8 @@ class ShardActor:
         import numpy as np
         import torch
 
+        assert self.shard is not None
+        self.shard.at = name, False
         own = [torch.from_numpy(a.copy()) if isinstance(a, np.ndarray) else a for a in arguments]
         return getattr(self.shard, name)(*own, **keywords)
 
@@ -121,9 +132,11 @@ class ShardActor:
         """Takes a message of another worker in; waits while its channel is full."""
         self.mailbox.put(source, number, message[0])
 
-    def beat(self) -> float:
-        """Answers, whatever else this process is doing."""
-        return time.time()
+    def beat(self) -> tuple[int, tuple[str, bool]]:
+        """Answers, whatever else this process is doing: how much it has done, what it is at, and whether that
+        is to wait for others."""
+        shard = self.shard
+        return (0, ("", False)) if shard is None else (shard.progress, shard.at)
 
 
 class RayCrew:
@@ -150,6 +163,45 @@ class RayCrew:
         return [torch.from_numpy(gradient.copy()) for gradient in ray.get(handle)]
 
 
+class Watch:
+    """Heartbeats of workers during a call: when each was last heard of, and when any of them last got on.
+
+    Args:
+        actors: of all workers. ranks: those to be watched.
+    """
+
+    def __init__(self, actors: Sequence[Any], ranks: Sequence[int]) -> None:
+        self.actors, self.beats = actors, dict[int, Any]()
+        self.moved = time.monotonic()
+        self.last_seen = dict.fromkeys(ranks, self.moved)
+        self.said: dict[int, tuple[int, tuple[str, bool]]] = {}
+
+    def quiet_for(self, rank: int) -> float:
+        """Seconds since a worker's last heartbeat."""
+        import ray
+
+        if rank in self.beats and ray.wait([self.beats[rank]], timeout=0)[0]:
+            now = time.monotonic()
+            with contextlib.suppress(Exception):  # if it is dead, its call says so
+                said = ray.get(self.beats.pop(rank))
+                if self.said.get(rank) != said:
+                    self.said[rank], self.moved = said, now
+            self.last_seen[rank] = now
+            self.beats.pop(rank, None)
+        if rank not in self.beats:
+            self.beats[rank] = self.actors[rank].beat.options(concurrency_group="watch").remote()
+        return time.monotonic() - self.last_seen[rank]
+
+    def stuck(self, ranks: Sequence[int], limit: float) -> list[Cause]:
+        """Where nobody has got on for `limit` seconds: those that are not waiting for others, or else all."""
+        if time.monotonic() - self.moved <= limit:
+            return []
+        at = {rank: self.said.get(rank, (0, ("", False)))[1] for rank in ranks}
+        culprits = [rank for rank in ranks if not at[rank][1]] or list(ranks)
+        why = f"no progress of any shard for {limit:.0f} s (cluster.progress_timeout), it is at: "
+        return [Cause("hung", rank, why + (at[rank][0] or "its call")) for rank in culprits]
+
+
 class Group:
     """Shards that live in actors.
 
@@ -163,6 +215,7 @@ class Group:
         transport: "gloo", "nccl", "object-store", or "auto": NCCL between whole GPUs, gloo elsewhere.
         start_timeout: seconds within which the shards must have their place.
         hang_timeout: seconds without a heartbeat after which a shard counts as hung.
+        progress_timeout: seconds in which nobody gets on after which shards count as hung.
         await_nodes: whether nodes may still come within `start_timeout`, in place of lost ones.
         ids: (batch, seqlen) of the token ids to come, by which memory is reckoned; None reckons with nothing.
         replicas: how many pipelines of that many shards and helpers, each of which takes rows of every batch.
@@ -185,6 +238,7 @@ class Group:
         transport: str = "auto",
         start_timeout: float = 120.0,
         hang_timeout: float = 60.0,
+        progress_timeout: float = 1800.0,
         await_nodes: bool = False,
         ids: tuple[int, int] | None = None,
         replicas: int = 1,
@@ -206,6 +260,7 @@ class Group:
                 f"most {model.n_layer}"
             )
         self.start_timeout, self.hang_timeout = start_timeout, hang_timeout
+        self.progress_timeout = progress_timeout
         self.shards, self.sequence, self.replicas = shards, sequence, replicas
         self.owners = shards * sequence  # of a replica
         self.workers = self.owners + helpers
@@ -226,7 +281,7 @@ class Group:
             if not one_node:
                 meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
             self.precision = specs[0].precision
-            rest = (meeting, backend, self.actors, checkpoint)
+            rest = (meeting, backend, self.actors, checkpoint, max(PATIENCE, 2 * progress_timeout))
             self.each("build", {spec.rank: (spec, *rest) for spec in specs}, direct=True)
         except BaseException:
             self.kill()
@@ -299,17 +354,16 @@ class Group:
         failed: dict[int, Cause] = {}
         results: dict[int, Any] = {}
         rank_of = {reference: rank for rank, reference in references.items()}
-        beats: dict[int, Any] = {}
         # Helpers are called by their shards alone, and watched while they may be.
         helpers = [rank for rank in range(len(self.actors)) if rank % self.workers >= self.owners]
         helpers = helpers if during == "accumulate" else []
-        last_seen = dict.fromkeys([*references, *helpers], time.monotonic())
+        watch = Watch(self.actors, [*references, *helpers])
         deadline = float("inf")
         waiting = list(references.values())
         while waiting and time.monotonic() < deadline:
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=min(BEAT, GRACE))
             for reference in ready:
-                rank = rank_of[reference]
+                rank, watch.moved = rank_of[reference], time.monotonic()
                 try:
                     results[rank] = ray.get(reference)
                 except Exception as error:
@@ -320,13 +374,19 @@ class Group:
                     grace = SEARCH if failed[rank].kind == "connection" else GRACE
                     deadline = min(deadline, time.monotonic() + grace)
             if not ready:
-                for rank in [*(rank_of[reference] for reference in waiting), *helpers]:
-                    if self._quiet_for(rank, beats, last_seen) > patience:
+                pending = [rank_of[reference] for reference in waiting]
+                for rank in [*pending, *helpers]:
+                    if watch.quiet_for(rank) > patience:
                         quiet = f"no heartbeat for {patience:.0f} s (cluster.{limit})"
                         failed[rank] = Cause("hung", rank, quiet)
                         deadline = min(deadline, time.monotonic())
+                if limit == "hang_timeout" and during not in UNTIMED and not failed:
+                    stuck = watch.stuck([*pending, *helpers], self.progress_timeout)
+                    failed |= {cause.rank: cause for cause in stuck}
+                    deadline = time.monotonic() if stuck else deadline
         if failed:
-            for rank in helpers:
+            # whose call has not ended may be no more: then that explains the others' errors
+            for rank in [*(rank_of[reference] for reference in waiting), *helpers]:
                 if rank not in failed and (cause := self._death_of(rank)) is not None:
                     failed[rank] = cause
             deadline = time.monotonic() + VERDICT
@@ -334,13 +394,13 @@ class Group:
         return [results[rank] for rank in references]
 
     def _death_of(self, rank: int) -> Cause | None:
-        """Why a worker is no more; None where it answers, or may yet."""
+        """Why a worker is no more, or that it does not answer; None where it does."""
         import ray
 
         try:
             ray.get(self.actors[rank].beat.options(concurrency_group="watch").remote(), timeout=GRACE)
         except ray.exceptions.GetTimeoutError:
-            return None
+            return Cause("unreachable", rank, "does not answer")
         except Exception as error:
             return cause_of(error, rank)
         return None
@@ -361,19 +421,6 @@ class Group:
             else:
                 return Cause("connection", cause.rank, "could not be reached for a while")
         return cause
-
-    def _quiet_for(self, rank: int, beats: dict[int, Any], last_seen: dict[int, float]) -> float:
-        """Seconds since a shard's last heartbeat."""
-        import ray
-
-        if rank in beats and ray.wait([beats[rank]], timeout=0)[0]:
-            with contextlib.suppress(Exception):  # if it is dead, its call says so
-                ray.get(beats.pop(rank))
-            last_seen[rank] = time.monotonic()
-            beats.pop(rank, None)
-        if rank not in beats:
-            beats[rank] = self.actors[rank].beat.options(concurrency_group="watch").remote()
-        return time.monotonic() - last_seen[rank]
 
     def kill(self) -> None:
         """Ends the actors and gives their place back."""

@@ -7,15 +7,21 @@ arrive may be one of those. So all of them are collected and ranked before one i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # The more a cause explains, the earlier it stands.
-KINDS = ("out of memory", "preempted", "node lost", "died", "unreachable", "hung", "error", "connection")
+KINDS = (
+    *("out of memory", "preempted", "node lost", "died", "unreachable", "hung"),
+    *("environment", "error", "connection"),
+)
+# What would come again with the next group: a folder that not all nodes have, a full disk, a missing package;
+# an exception of the code. Whatever befalls a process, its node or a connection may pass.
+PERMANENT = ("environment", "error")
 # CUDA's words, PyTorch's for the CPU, the kernel's and the C++ library's
 _NO_MEMORY = re.compile(r"out of memory|can(no|')t allocate memory|bad_alloc", re.IGNORECASE)
 _COLLATERAL = re.compile(
     r"connection (closed|reset|refused)|gloo|nccl|another shard has failed|broken pipe|timed out|"
-    r"peer|socket|store",
+    r"\bpeer\b|\bsocket\b|(TCP|File|Prefix)Store",
     re.IGNORECASE,
 )
 
@@ -28,11 +34,13 @@ class Cause:
         kind: one of `KINDS`.
         rank: the shard.
         detail: in one line.
+        error: what Ray raised, with the traceback of the shard's process, if it raised something.
     """
 
     kind: str
     rank: int
     detail: str
+    error: BaseException | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return (
@@ -57,6 +65,11 @@ class ShardFailure(RuntimeError):
     def preempted(self) -> bool:
         """Whether a machine was taken away on purpose, which is no fault of the run."""
         return self.causes[0].kind == "preempted"
+
+    @property
+    def permanent(self) -> bool:
+        """Whether another group would fail the same way."""
+        return self.causes[0].kind in PERMANENT
 
 
 def rank_causes(causes: list[Cause]) -> list[Cause]:
@@ -89,10 +102,28 @@ def cause_of(error: BaseException, rank: int) -> Cause:
         text = f"{type(inner).__name__}: {_first_line(inner)}"
         if isinstance(inner, MemoryError) or _NO_MEMORY.search(str(inner)):
             return Cause("out of memory", rank, text)
-        lost = isinstance(inner, RuntimeError | ConnectionError) and _COLLATERAL.search(str(inner))
-        collateral = lost or isinstance(inner, known.RayActorError)  # the peer's, through the object store
-        return Cause("connection" if collateral else "error", rank, text)
-    return Cause("error", rank, f"{type(error).__name__}: {_first_line(error)}")
+        if _is_collateral(inner):
+            return Cause("connection", rank, text)
+        if isinstance(inner, OSError | ImportError):
+            named = isinstance(inner, OSError) and inner.filename is not None
+            return Cause("environment", rank, f"{inner.filename}: {inner.strerror}" if named else text)
+        return Cause("error", rank, text, error)
+    text = f"{type(error).__name__}: {_first_line(error)}"
+    if isinstance(error, known.RuntimeEnvSetupError):
+        return Cause("environment", rank, text)
+    return Cause("connection" if isinstance(error, known.RayError) else "error", rank, text, error)
+
+
+def _is_collateral(error: BaseException) -> bool:
+    """Whether an exception in a shard says that another one cannot be reached."""
+    import ray.exceptions as known
+    import torch.distributed as dist
+
+    if isinstance(error, ConnectionError | TimeoutError | getattr(dist, "DistError", ConnectionError)):
+        return True
+    if isinstance(error, known.RayError):  # the peer's, through the object store; not an error of its code
+        return not isinstance(error, known.RayTaskError)
+    return isinstance(error, RuntimeError) and _COLLATERAL.search(str(error)) is not None
 
 
 def _in_brackets(found: re.Match[str] | None) -> str:

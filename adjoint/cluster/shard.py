@@ -26,7 +26,7 @@ from adjoint.engine import graphs
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Grid, Scheme
-from adjoint.engine.program import Plan
+from adjoint.engine.program import Plan, Recv, Send
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import stage_costs, stage_states, stages_of
 from adjoint.errors import UserError
@@ -95,6 +95,9 @@ class Shard:
         self.known: set[tuple[int, int]] = set()  # (helper, stage)s whose weights the helper has
         self.windows: list[int] | None = None  # of the last batch, where the method picked them
         self.trace: list[Traced] = []  # of the last batch
+        # For whoever watches from another thread: how much this worker has done, what it is at, and whether
+        # that is to wait for others.
+        self.progress, self.at = 0, ("", False)
 
     # What is a stack's: a span of another model has these its own way (`adjoint.cluster.pretrained`).
 
@@ -302,6 +305,7 @@ class Shard:
             seen[k] = worker.decays[1 + k].window(scheme.tolerance, worker.grid.cuts[-1])
         if self.everyone is None:
             return seen
+        self.at = "windows of all", True
         found = self.everyone.all_gather(torch.tensor(seen, device=self.device), self.spec.everyone)
         return torch.stack(found).amax(0).tolist()
 
@@ -325,9 +329,11 @@ class Shard:
 
     @contextlib.contextmanager
     def _traced(self, action: Any) -> Iterator[None]:
+        self.at = str(action), isinstance(action, Send | Recv)
         start, processor = time.perf_counter(), time.thread_time()
         yield
         used = time.thread_time() - processor
+        self.progress += 1
         self.trace.append(Traced(str(action), start, time.perf_counter(), used))
 
     def _sum_gradients(self) -> None:
@@ -335,6 +341,7 @@ class Shard:
         shards'."""
         if self.everyone is None:
             return
+        self.at = "sum of gradients", True
         table = (self.table if self.is_first else self.tied_head) if self.shards > 1 else None
         if table is not None:
             sum_gradients([_gradient(table)], self.everyone, self.spec.table_peers)
@@ -446,12 +453,17 @@ class Shard:
 
     def _send(self, to: int, tensor: Tensor) -> None:
         assert self.transport is not None
+        self.at = f"message to {to}", True
         self.transport.send(to, tensor)
         self.transport.flush()
+        self.progress += 1
 
     def _receive(self, source: int, room: Tensor) -> Tensor:
         assert self.transport is not None
-        return self.transport.post(source, room)()
+        self.at = f"message from {source}", True
+        received = self.transport.post(source, room)()
+        self.progress, self.at = self.progress + 1, ("", False)
+        return received
 
     # ----------------------------------------------------------------------------------- sizes, measurements
 
@@ -487,12 +499,16 @@ class HelperShard:
         self.part = whole.split(spec.spans[spec.shard]).to_empty(device=device).to(dtype)
         stages = stages_of(self.part)
         self.helper = helpers.Helper(stages, spec.model.d_model, dtype, device)
+        self.progress, self.at = 0, ("", True)  # as a shard's
 
     def task(self, task: helpers.Task, batch: int) -> list[Tensor]:
         """Runs a task of `batch` rows; the sums of its gradients."""
         states = stage_states(self.part, self.part.initial_state(batch))
+        self.at = "task", False
         with autocast(self.spec.precision, self.device):
-            return self.helper.carry_out(task, states)
+            found = self.helper.carry_out(task, states)
+        self.progress, self.at = self.progress + 1, ("", True)
+        return found
 
     def peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self.device)

@@ -143,12 +143,20 @@ class ShardedTrainer(Trainer):
 
     def _reckon(self, failure: ShardFailure, checkpoint: Path | None) -> None:
         """Gives up what is left of a group, and counts what befell it; that a machine was taken away on
-        purpose is no failure of the run.
+        purpose is no failure of the run. What would come again is not tried again.
 
         Raises:
-            UserError: that was one failure too many.
+            UserError: that was one failure too many, or one that the user has to mend first.
+            ShardFailure: an exception of the code.
         """
         self.close()
+        if failure.causes[0].kind == "environment":
+            raise UserError(
+                f"{self.folder.path}: {failure}, at step {self.step + 1}; it would come again: all nodes "
+                "need the run's folder, with space left, and the same packages; mend that, then --resume auto"
+            ) from None
+        if failure.permanent:
+            raise failure from failure.causes[0].error
         most = self.config.cluster.max_failures
         self.failures += not failure.preempted
         self.preemptions += failure.preempted
@@ -225,6 +233,7 @@ class ShardedTrainer(Trainer):
             settings.transport,
             settings.start_timeout,
             settings.hang_timeout,
+            settings.progress_timeout,
             await_nodes=self.failures + self.preemptions > 0,
             ids=(config.data.batch, config.data.seqlen),
             replicas=settings.replicas,

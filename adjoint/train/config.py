@@ -204,6 +204,8 @@ class ClusterConfig:
             machines that are taken away on purpose do not count.
         start_timeout: seconds within which the shards must have got their place.
         hang_timeout: seconds without a sign of life after which a shard counts as lost.
+        progress_timeout: seconds in which no shard gets on, though all are alive, after which those count as
+            lost that are not waiting for others, or all: more than a tile or the sum of gradients ever takes.
     """
 
     shards: int | Literal["auto"] = 0
@@ -215,6 +217,7 @@ class ClusterConfig:
     max_failures: int = 3
     start_timeout: float = 300.0
     hang_timeout: float = 60.0
+    progress_timeout: float = 1800.0
 
     def __post_init__(self) -> None:
         if self.shards != "auto" and self.shards < 0:
@@ -232,7 +235,7 @@ class ClusterConfig:
                     f"cluster.{key}: {number} of them need processes of their own; "
                     f"give --cluster.shards 1 or more, or --cluster.{key} 1"
                 )
-        for key in ("start_timeout", "hang_timeout"):
+        for key in ("start_timeout", "hang_timeout", "progress_timeout"):
             check_finite(f"cluster.{key}", getattr(self, key))
 
 
