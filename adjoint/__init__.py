@@ -4,17 +4,20 @@ grows with length."""
 import os
 from typing import Any
 
+from adjoint.interrupt import quiet_imports
+
 # Threads that wait for work sleep instead of spinning, unless told otherwise or torch is loaded already: a
 # chunk is many short parallel regions, and on shared cores spinning costs several times the work itself.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from adjoint.kernels.dispatch import backends, unusable_backends
-from adjoint.kernels.linear_scan import linear_scan
-from adjoint.kernels.selective_scan import selective_scan
-from adjoint.kernels.ssd_scan import ssd_scan
-from adjoint.layers import StackConfig
-from adjoint.methods import Backprop, Exact, LayerLocal, MiniSequence, Truncated, optimizer_in_backward
-from adjoint.stack import Stack, StackOutput
+with quiet_imports():
+    from adjoint.kernels.dispatch import backends, unusable_backends
+    from adjoint.kernels.linear_scan import linear_scan
+    from adjoint.kernels.selective_scan import selective_scan
+    from adjoint.kernels.ssd_scan import ssd_scan
+    from adjoint.layers import StackConfig
+    from adjoint.methods import Backprop, Exact, LayerLocal, MiniSequence, Truncated, optimizer_in_backward
+    from adjoint.stack import Stack, StackOutput
 
 __version__ = "0.1.0"
 __all__ = [

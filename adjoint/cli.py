@@ -4,19 +4,23 @@ A subcommand is a row of ``COMMANDS``: its name, the function that runs it, as "
 of help. The function takes the arguments after the name and returns the exit code. Modules are imported
 when their command is called, so that a command needs only what it uses.
 
-Exit codes: 0 done, 2 something the user can mend (one line on stderr), 130 Ctrl-C, 143 SIGTERM, 1 a bug, with
-its traceback. What the user can mend is a `UserError`, an `OSError`, memory that is full or a package that is
-missing; any other error, a ValueError too, is a bug. With ``ADJOINT_DEBUG=1`` in the environment all errors
-come with their traceback.
+Exit codes: 0 done, 2 something the user can mend (one line on stderr), 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP,
+1 a bug, with its traceback. What the user can mend is a `UserError`, an `OSError`, memory that is full or a
+package that is missing; any other error, a ValueError too, is a bug. With ``ADJOINT_DEBUG=1`` in the
+environment all errors come with their traceback.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import importlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 from adjoint.errors import UserError
 
@@ -49,6 +53,14 @@ def main(argv: list[str] | None = None) -> int:
     format_before = warnings.formatwarning
     warnings.formatwarning = _format_warning
     try:
+        with _Output.everywhere():
+            return _run(argv)
+    finally:
+        warnings.formatwarning = format_before
+
+
+def _run(argv: list[str]) -> int:
+    try:
         return _dispatch(argv)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -59,8 +71,6 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"error: {line}", file=sys.stderr)
         return 2
-    finally:
-        warnings.formatwarning = format_before
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -112,6 +122,52 @@ def _explain(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError):
         return f"{text}; install what is missing (pip install {error.name})"
     return text if isinstance(error, UserError | OSError | ImportError) else None
+
+
+class _Output:
+    """A stream whose reader may go away, as under ``| head`` or when a terminal closes. What is written then
+    is dropped, and the command goes on: a run writes its metrics and checkpoints all the same."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    @staticmethod
+    @contextlib.contextmanager
+    def everywhere() -> Iterator[None]:
+        """Both streams of this process are such ones."""
+        before = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (stream and _Output(stream) for stream in before)
+        try:
+            yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, _Output):
+                    stream.flush()  # while it may still be dropped
+            sys.stdout, sys.stderr = before
+
+    def write(self, text: str) -> int:
+        with self._dropped():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropped():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _dropped(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            # what is buffered has to go somewhere, at the latest when the process ends
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 if __name__ == "__main__":

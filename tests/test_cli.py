@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -84,6 +86,37 @@ def test_ctrl_c_before_training_is_130(
     monkeypatch.setattr(TRAIN, interrupted)
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("command", [["-m", "adjoint", "train"], ["train.py"]])
+def test_ctrl_c_during_the_imports_is_one_line(command: list[str]) -> None:
+    argv = [sys.executable, *command, "--help"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        deadline = time.monotonic() + 60
+        while "libtorch" not in maps.read_text():  # half-way
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        output, error = process.communicate(timeout=60)
+    assert (process.returncode, output, error) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_is_left_to_programs_that_import_the_package() -> None:
+    code = """
+import signal, sys
+class Look:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+sys.meta_path.insert(0, Look())
+import adjoint
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "True\n"
 
 
 def test_a_full_disk_and_full_memory_are_told(

@@ -150,6 +150,7 @@ def test_split_is_by_file_and_does_not_depend_on_where_the_folder_lies(tmp_path:
         ({"a.jsonl": b'{"text": 5}'}, "a.jsonl", "a.jsonl:1: field 'text' is int"),
         ({"a.jsonl": b'{"text": "\\ud800"}'}, "a.jsonl", "a.jsonl:1: .*surrogate"),
         ({"a.jsonl": b'{"text": "\xff"}'}, "a.jsonl", "a.jsonl:1: not UTF-8"),
+        ({"a.jsonl": b'{"text": "a"}\n{"n": ' + b"1" * 5000 + b"}"}, "a.jsonl", "a.jsonl:2: not a JSON line"),
         ({"a.txt.gz": b"not gzip"}, "a.txt.gz", "a.txt.gz: damaged gzip"),
         ({"a.txt.gz": gzip.compress(b"x" * 9999)[:-20]}, "a.txt.gz", "a.txt.gz: damaged gzip"),
         ({"a.parquet": b"PAR1 nonsense PAR1"}, "a.parquet", "a.parquet: damaged parquet"),
@@ -170,6 +171,14 @@ def test_what_is_wrong_with_the_files_is_said_in_one_line(
         open_data(DataConfig(path=str(tmp_path / path), seqlen=64))
     assert "\n" not in str(error.value)
     assert not list(cache.glob("*.tmp-*"))
+
+
+def test_what_is_no_file_is_refused_before_it_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "device.txt").symlink_to("/dev/zero")
+    for name in ("pipe.txt", "device.txt"):
+        with pytest.raises(UserError, match=rf"data.path .*{name}: a pipe, socket or device"):
+            corpus.find_sources([str(tmp_path / name)])
 
 
 def test_parquet_column_and_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cli import main
 from adjoint.cluster.memory import Setup, memory
 from adjoint.train.config import TrainingConfig
+from adjoint.train.machine import StopRequest
 from adjoint.train.optimizer import learning_rate, parameter_groups
 from adjoint.train.rundir import RunFolder
 
@@ -144,7 +145,9 @@ def before_step(
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", call)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_ctrl_c_finishes_the_step_saves_and_resumes(
     reference: Path,
     tmp_path: Path,
@@ -162,6 +165,52 @@ def test_ctrl_c_finishes_the_step_saves_and_resumes(
     assert f"--run.dir {run} --resume auto" in capsys.readouterr().out
     assert train_tiny(tmp_path, run__resume="auto") == 0
     assert weights(run, 8) == weights(reference, 8)
+
+
+def test_a_terminal_that_closes_has_the_run_saved(tmp_path: Path) -> None:
+    """It says SIGHUP, more than once, and takes no more output."""
+    import pty
+
+    primary, secondary = pty.openpty()
+    argv = [sys.executable, "train.py", *tiny(tmp_path, training__steps=100000, training__log_every=1)[1:]]
+    with subprocess.Popen(argv, cwd=REPOSITORY, preexec_fn=lambda: os.login_tty(secondary)) as process:
+        try:
+            os.close(secondary)
+            shown = b""
+            while b"tokens/s" not in shown:
+                shown += os.read(primary, 4096)
+            os.close(primary)
+            for _ in range(3):
+                process.send_signal(signal.SIGHUP)
+            assert process.wait(timeout=60) == 128 + signal.SIGHUP
+        finally:
+            process.kill()
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{last:08d}"
+
+
+def test_under_nohup_a_hangup_is_not_heard() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.signal is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_output_that_nobody_reads_is_dropped_and_the_run_goes_on(reference: Path, tmp_path: Path) -> None:
+    argv = [sys.executable, "train.py", *tiny(tmp_path)[1:]]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("run: ")
+        process.stdout.close()  # as `head -1` does
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+    assert_same_run(tmp_path / "run", reference)
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +71,31 @@ def connect(shards: int, need: Need) -> bool:
             ) from None
         return False
     cpus = max(usable_cores(), shards * need.cpus)  # shards may share cores: it is the user's laptop
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": loopback()}},
-    )
+    with _deaf_to_hangups():
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": loopback()}},
+        )
     return True
+
+
+@contextlib.contextmanager
+def _deaf_to_hangups() -> Iterator[None]:
+    """Processes that start inside outlive the terminal: the run saves itself when that closes, with them."""
+    try:
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    except (AttributeError, ValueError):  # no such signal here, or not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before or signal.SIG_DFL)
 
 
 def _is_connected() -> bool:

@@ -171,6 +171,10 @@ def _expand(text: str) -> list[tuple[Path, str]]:
     if path.exists():
         if _suffix(path) is None:
             raise UserError(f"data.path {text}: unsupported kind of file; {_SUPPORTED}")
+        if not path.is_file():  # it would be waited for, and can be read but once
+            raise UserError(
+                f"data.path {text}: a pipe, socket or device, and no file; write its text to a file first"
+            )
         return [(path, path.name)]
     if glob.has_magic(text):
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
@@ -233,7 +237,7 @@ def _jsonl_documents(stream: Iterable[bytes], path: Path, field: str) -> Iterato
             raise UserError(
                 f"{place}: not UTF-8 (byte {error.start} of the line): convert the file"
             ) from None
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
             raise UserError(f"{place}: not a JSON line ({error})") from None
         if not isinstance(record, dict):
             raise UserError(f"{place}: expected a JSON object with a field {field!r}")

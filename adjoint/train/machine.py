@@ -89,8 +89,13 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
+_HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()  # its terminal has closed
+
+
 class StopRequest:
-    """Turns the first Ctrl-C or SIGTERM into a request, honoured after the step; the second one kills.
+    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a request, honoured after the step; a second Ctrl-C or
+    SIGTERM kills. A terminal that closes often sends more than one SIGHUP: the others are not heard, nor is
+    any under nohup.
 
     Attributes:
         signal: the signal's number, or None while nobody has asked.
@@ -102,7 +107,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         with contextlib.suppress(ValueError):  # not the main thread: signals stay with whoever owns them
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, *_HANGUP):
+                if number in _HANGUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._ask)
         return self
 
@@ -114,9 +121,12 @@ class StopRequest:
         self.signal = number
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)  # the default action needs no interpreter: it stops at once
-        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-        # os.write: print may be what was interrupted, and is not re-entrant
-        os.write(2, f"\n{name}: finishing this step, then saving; once more stops at once\n".encode())
+        for each in _HANGUP:
+            signal.signal(each, signal.SIG_IGN)
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        # os.write: print may be what was interrupted, and is not re-entrant. The terminal may be gone.
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{name}: finishing this step, then saving; once more stops at once\n".encode())
 
 
 def versions(*packages: str) -> dict[str, str]:
