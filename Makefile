@@ -2,7 +2,8 @@
 #
 # The environment lives in .venv. PYTHON=… picks another interpreter to build it with (3.11 or 3.12);
 # TRAIN="--training.steps 50 …" hands flags to the training run, TESTS="-m slow tests/test_x.py" to pytest,
-# FUZZ="--kinds wrapped --seed 7" flags to the fuzzer.
+# FUZZ="--kinds wrapped --seed 7" to the fuzzer; PART="kernels triton" names parts of the slow tests, JOBS=1 runs
+# them in one process.
 
 SHELL  := /bin/bash
 VENV   := .venv
@@ -11,12 +12,15 @@ TRAIN  :=
 TESTS  :=
 MINUTES := 60
 FUZZ   :=
-CODE   := adjoint benchmarks examples tests $(wildcard train.py)
+PART   :=
+JOBS   := 2
+CODE   := adjoint benchmarks examples scripts tests $(wildcard train.py)
 
 # Set-up leaves compiling a module to its first import: kept, or every process of a test compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test fuzz test-triton-3.6 test-transformers-5.21 lint format setup setup-dev clean distclean
+.PHONY: help train test test-slow fuzz test-numpy-1.26 test-triton-3.6 test-transformers-5.21 lint format setup \
+	setup-dev clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -30,6 +34,13 @@ test: setup-dev  ## run the tests (without those marked slow or gpu)
 
 fuzz: setup-dev  ## random cases against references for an hour, or MINUTES=5; prints its seed, lists what deviates
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(FUZZ)
+
+test-slow: setup-dev  ## run the tests marked slow, part by part, and record what passed in docs/slow_tests.md; PART=kernels runs one
+	JOBS=$(JOBS) $(BIN)/python scripts/slow_tests.py $(PART)
+
+test-numpy-1.26: $(VENV)/numpy-1.26/ready  ## models, data and a run under the oldest NumPy (without .parquet: pyarrow needs NumPy 2)
+	PYTHONPATH=$(VENV)/numpy-1.26 $(BIN)/python -m pytest -n 2 $(or $(TESTS),-k "not parquet") \
+		tests/test_layers.py tests/test_data.py tests/test_corpus.py tests/test_training.py
 
 test-triton-3.6: $(VENV)/triton-3.6/ready  ## the scan's compiled layout under the oldest Triton; TESTS="-m slow" for all kernels
 	TRITON_CACHE_DIR=$(VENV)/triton-3.6/cache PYTHONPATH=$(VENV)/triton-3.6 $(BIN)/python -m pytest -n 2 \
@@ -62,7 +73,7 @@ $(VENV)/ready-dev: pyproject.toml constraints.txt scripts/setup.sh
 	@touch $(VENV)/ready $@
 
 # The oldest of a library, in a folder that is put before the environment's own: pinned versions stay as they are.
-$(VENV)/triton-3.6/ready $(VENV)/transformers-5.21/ready: $(VENV)/%/ready: $(VENV)/ready-dev
+$(VENV)/numpy-1.26/ready $(VENV)/triton-3.6/ready $(VENV)/transformers-5.21/ready: $(VENV)/%/ready: $(VENV)/ready-dev
 	$(BIN)/python -m pip install -q --no-deps --no-compile --upgrade --target $(VENV)/$* $(subst -,==,$*).0
 	@touch $@
 

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint.cluster import training as cluster_training
 from adjoint.cluster.assign import make_specs
 from adjoint.cluster.devices import Device
 from adjoint.cluster.fit import Fit, needs
 from adjoint.cluster.memory import Setup
 from adjoint.cluster.partition import layer_costs
+from adjoint.cluster.placement import Need
 from adjoint.errors import UserError
-from adjoint.train.config import TrainingConfig
+from adjoint.train.config import TrainingConfig, load_config
 
 MODEL = StackConfig(vocab_size=64, d_model=64, n_layer=6, tie_embeddings=False)
 SETUP = Setup(MODEL, Exact(chunk_size=512), batch=1, seqlen=8192, reserve=False)
@@ -113,6 +115,41 @@ def test_a_group_lets_the_margin_go_where_only_that_is_missing() -> None:
     found = [look("a", gpu(1.02 * need)), look("a", gpu(1.02 * need, 1))]
     _, spans, _ = make_specs(MODEL, TrainingConfig(), Exact(chunk_size=512), found, 2, (1, 8192))
     assert spans == (range(0, 3), range(3, 6))
+
+
+@pytest.mark.parametrize(
+    ("flags", "cpus", "threads"),
+    [
+        ([], 1, None),
+        (["--cluster.cpus", "4"], 4, 4),
+        (["--cluster.cpus", "4", "--training.threads", "2"], 4, 2),
+    ],
+)
+def test_cpus_that_are_given_are_the_threads_of_a_shard(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], cpus: int, threads: int | None
+) -> None:
+    """Else a node's shards share its cores out."""
+    seen: dict[str, Any] = {}
+
+    class Given(Exception):
+        pass
+
+    def group(
+        model: Any, training: TrainingConfig, method: Any, shards: int, need: Need, *rest: Any, **more: Any
+    ) -> None:
+        seen.update(cpus=need.cpus, training=training)
+        raise Given
+
+    monkeypatch.setattr(cluster_training, "Group", group)
+    trainer = object.__new__(cluster_training.ShardedTrainer)
+    trainer.config = load_config(["--cluster.shards", "2", *flags])
+    trainer.described, trainer.method, trainer.failures, trainer.preemptions = None, None, 0, 0
+    with pytest.raises(Given):
+        trainer._make_group(None)
+    assert (seen["cpus"], seen["training"].threads) == (cpus, threads)
+    found = [look(node, None) | {"cores": 3} for node in "aab"]  # two of them share a node
+    specs = make_specs(MODEL, seen["training"], Exact(chunk_size=512), found, 3)[2]
+    assert [spec.threads for spec in specs] == ([threads] * 3 if threads else [1, 1, 3])
 
 
 def test_shards_on_cpus_are_refused_only_where_their_node_is_too_small() -> None:
