@@ -183,6 +183,8 @@ WINDOWED = "--method.name truncated --method.window 8"
             "this stack has attention",
         ),
         ("train", "--model.mixer mamba2 --model.headdim 7", "headdim"),
+        ("train", "--model.mixer nowhere:Mixer", "No module named 'nowhere'; name a class as module:Class"),
+        ("train", "--model.mixer torch.nn:Identity", "must be a torch module with initial_state"),
         ("train", f"{WINDOWED} --method.unbiased true --method.chunk_size 9", "chunk_size below window"),
     ],
 )

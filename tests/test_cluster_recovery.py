@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +14,9 @@ import cluster_faults
 import pytest
 import torch
 from cluster_faults import FLAGS, MOMENTS, files, told
-from training_helpers import train_tiny
+from training_helpers import tiny, train_tiny
 
+from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster import group as group_module
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of, rank_causes
 from adjoint.cluster.training import ShardedTrainer
@@ -156,6 +161,27 @@ def test_shards_that_live_and_do_not_get_on_are_made_anew(
     cluster_faults.ask_for(point, 1, call, "sleep")
     said = recovers(tmp_path, undisturbed, capsys, cluster__progress_timeout=10)
     assert "shard 1: hung: no progress of any shard for 10 s (cluster.progress_timeout), it is at: " in said
+
+
+@pytest.mark.slow
+def test_a_hangup_of_the_whole_session_has_the_run_saved(tmp_path: Path) -> None:
+    """A shell hands SIGHUP on to all processes of a job, Ray's among them."""
+    argv = [sys.executable, "train.py", *tiny(tmp_path, **FLAGS | {"training__steps": 10000})[1:]]
+    root = Path(__file__).parent.parent
+    with subprocess.Popen(
+        argv, cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert any("tokens/s" in line for line in process.stdout)
+            os.killpg(process.pid, signal.SIGHUP)
+            said = process.stdout.read()
+            assert process.wait(timeout=120) == 128 + signal.SIGHUP
+        finally:
+            process.kill()
+    last = told(tmp_path / "run")[-1]["step"]
+    assert f"stopped after step {last}; continue with: " in said
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{last:08d}"
 
 
 @pytest.mark.slow

@@ -104,9 +104,10 @@ def cause_of(error: BaseException, rank: int) -> Cause:
             return Cause("out of memory", rank, text)
         if _is_collateral(inner):
             return Cause("connection", rank, text)
+        if isinstance(inner, OSError) and inner.filename is not None:
+            return Cause("environment", rank, f"{inner.filename}: {inner.strerror}")
         if isinstance(inner, OSError | ImportError):
-            named = isinstance(inner, OSError) and inner.filename is not None
-            return Cause("environment", rank, f"{inner.filename}: {inner.strerror}" if named else text)
+            return Cause("environment", rank, text)
         return Cause("error", rank, text, error)
     text = f"{type(error).__name__}: {_first_line(error)}"
     if isinstance(error, known.RuntimeEnvSetupError):

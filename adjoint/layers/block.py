@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adjoint.errors import UserError
 from adjoint.layers.attention import AttentionMixer
 from adjoint.layers.config import StackConfig
 from adjoint.layers.gated_deltanet import GatedDeltaNetMixer
@@ -75,19 +76,19 @@ def _own_mixer(config: StackConfig, kind: str) -> nn.Module:
     """The mixer "module:Class": `Class(config)`.
 
     Raises:
-        ValueError: there is no such class, or it is no mixer.
+        UserError: there is no such class, or it is no mixer.
     """
     module, _, name = kind.partition(":")
     try:
         mixer: Any = getattr(importlib.import_module(module), name)(config)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"mixer {kind!r}: {error}; name a class as module:Class, the module importable"
         ) from None
     missing = [what for what in ("initial_state", "reset_parameters") if not hasattr(mixer, what)]
     is_module = isinstance(mixer, nn.Module)
     if missing or not is_module:
-        raise ValueError(f"mixer {kind!r} must be a torch module with {' and '.join(missing) or 'a forward'}")
+        raise UserError(f"mixer {kind!r} must be a torch module with {' and '.join(missing) or 'a forward'}")
     if not hasattr(mixer, "grows"):
         mixer.grows = (None,) * len(mixer.initial_state(1, torch.float32, torch.device("cpu")))
     return mixer
