@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 
 class UserError(ValueError):
     """What the user asked for cannot be done: one line that says what is wrong, where, and how to mend it."""
-
-
-@contextlib.contextmanager
-def as_user_error(kind: type[ValueError] = ValueError) -> Iterator[None]:
-    """What is refused inside, as a `kind` of ValueError, the user can mend. For doors between the command
-    line and the Python API, where it is known who refuses: elsewhere a ValueError is a bug, and keeps its
-    traceback."""
-    try:
-        yield
-    except UserError:
-        raise
-    except kind as error:
-        raise UserError(" ".join(str(error).split())) from error
 
 
 def check_whole(name: str, value: object, least: int) -> None:

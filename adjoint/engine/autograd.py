@@ -177,7 +177,7 @@ class Steps:
                 self.scheme = dataclasses.replace(scheme, chunk_size=self.seqlen)
                 self.worker = worker(self.scheme)
         self.later: Sequence[Action] = ()
-        if self.follows and self.worker.grid.chunks > 1:
+        if self.worker.grid.chunks > 1:
             compare_own_layers(stages, given[2], width, dtype, ids.device)
 
     def _measured(

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from adjoint.engine import tile
 from adjoint.engine.grid import Scheme, make_grid
 from adjoint.engine.program import Owners, Run, plan
-from adjoint.engine.run import Worker
+from adjoint.engine.run import Changed, Worker
 from adjoint.engine.stages import Chunk, Layer
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.layers import Block, State
 
 TOKENS, CHUNK = 13, 7
+WHY = "it keeps or looks at something else than its input and its state, or draws random numbers"
 # Largest relative L2 distance of what is the same but for rounding, of the precision computed in; a layer may
 # compute parts of itself in float32 whatever it is given, as transformers does its norms and scans.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -89,6 +90,8 @@ def _compare(stage: Layer, state: State, width: int, dtype: torch.dtype, device:
             return
         try:
             chunks = _results(stage, CHUNK, *given)
+        except Changed:
+            _refuse(cls, f"a chunk of {TOKENS} tokens, computed again, is another: {WHY}")
         except Exception as error:
             said = " ".join(str(error).split())[:200]
             _refuse(cls, f"it does not go on from the state it gave ({type(error).__name__}: {said})", error)
@@ -100,7 +103,7 @@ def _compare(stage: Layer, state: State, width: int, dtype: torch.dtype, device:
         _refuse(
             cls,
             f"of {TOKENS} tokens in two chunks {what} differs from the whole's, by {apart[what]:.1e} of its "
-            "size: it keeps or looks at something else than its input and its state, or draws random numbers",
+            f"size: {WHY}",
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from adjoint.errors import UserError
 from adjoint.hf.layers import class_of
 
 OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
@@ -18,7 +19,7 @@ BY_POSITION = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_ho
 ONE_PROCESS = "one process trains it: --cluster.shards 0"  # what cannot be cut into layers
 
 
-class Refused(ValueError):
+class Refused(UserError):
     """A model whose gradient by chunks is not, or is not known to be, its own."""
 
 

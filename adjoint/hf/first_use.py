@@ -290,7 +290,7 @@ def loss_ways(method: Any, counted: bool = False) -> tuple[Way, Way]:
     Args:
         counted: whether `num_items_in_batch` is given.
     """
-    more = {"num_items_in_batch": torch.tensor(7)} if counted else {}
+    more = {"num_items_in_batch": 7} if counted else {}
 
     def whole(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
         inside, leaves = following(model, followed)

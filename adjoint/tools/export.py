@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from adjoint.checkpoint import read_trainer
-from adjoint.errors import UserError, as_user_error
+from adjoint.errors import UserError
 from adjoint.files import flush, unfinished_path
 from adjoint.layers.pretrained import (
     FORMATS,
@@ -86,9 +86,8 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
 
 def _write_pretrained(work: Path, source: str, checkpoint: Path) -> str:
     """A run of a Hugging Face model: its own `save_pretrained`, with the run's weights."""
-    with as_user_error():  # transformers is missing, or too old
-        from adjoint.hf.load import load
-        from adjoint.hf.wrap import unwrap
+    from adjoint.hf.load import load
+    from adjoint.hf.wrap import unwrap
     from adjoint.methods import Backprop
     from adjoint.train.checkpoint import load_checkpoint
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shlex
@@ -16,7 +15,7 @@ import torch
 
 from adjoint.checkpoint import Tensors
 from adjoint.data.batches import Data, open_data
-from adjoint.errors import UserError, as_user_error
+from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers import State
 from adjoint.loss import IGNORE_INDEX, shift_labels
@@ -200,10 +199,9 @@ class Trainer:
                 ids, labels=ids, method=self.method, state=state, return_state=carries, seq_idx=seq_idx
             )
         self.model.train(torch.is_grad_enabled())  # it may have dropout
-        with refusals(self.model):
-            if seq_idx is None:
-                return self.model(input_ids=ids, labels=ids)
-            return self.model(input_ids=ids, shift_labels=shift_labels(ids, seq_idx), seq_idx=seq_idx)
+        if seq_idx is None:
+            return self.model(input_ids=ids, labels=ids)
+        return self.model(input_ids=ids, shift_labels=shift_labels(ids, seq_idx), seq_idx=seq_idx)
 
     def _update(self, step: int) -> float:
         """Clip the gradients and step; the gradient's norm before that."""
@@ -355,15 +353,6 @@ class Trainer:
             print("note: bfloat16 on a CPU saves memory, seldom time")
         if self.step >= settings.steps:
             print(f"note: all {settings.steps} steps are done; raise training.steps to go on")
-
-
-def refusals(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Inside, what a pretrained model is refused for on first use becomes a UserError."""
-    if isinstance(model, Stack):
-        return contextlib.nullcontext()
-    from adjoint.hf.check import Refused
-
-    return as_user_error(Refused)
 
 
 class _Progress:

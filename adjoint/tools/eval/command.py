@@ -14,7 +14,7 @@ from torch import Tensor
 from adjoint.checkpoint import read_trainer
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.data.tokenizer import load_tokenizer
-from adjoint.errors import UserError, as_user_error
+from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.methods import Exact
 from adjoint.stack import Stack
@@ -22,7 +22,6 @@ from adjoint.tools.eval import needles, positions
 from adjoint.train.flags import Flags, count
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
 from adjoint.train.rundir import find_checkpoint
-from adjoint.train.trainer import refusals
 
 LENGTHS = "4K,64K"
 TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of needles
@@ -82,7 +81,7 @@ def main(argv: list[str]) -> int:
         tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator)
         for length in lengths:
             given = text, length, budget, device
-            with autocast(precision, device), refusals(loaded.model):
+            with autocast(precision, device):
                 if request.needles:
                     found = needles.evaluate(loaded.model, tokenizer, *given)
                 else:
@@ -112,8 +111,7 @@ def load(run: str, device: torch.device, precision: str) -> Loaded:
     """
     dtype = torch.float64 if precision == "float64" else None
     if (Path(run) / "config.json").is_file():
-        with as_user_error():  # transformers is missing, or too old
-            from adjoint.hf.load import load as load_pretrained
+        from adjoint.hf.load import load as load_pretrained
 
         found = load_pretrained(run, Exact()).to(device, dtype).eval()
         return Loaded(found, DataConfig(tokenizer=run), Path("eval"))
@@ -125,8 +123,7 @@ def load(run: str, device: torch.device, precision: str) -> Loaded:
     if source is None:
         model = Stack.from_pretrained(checkpoint)
     else:
-        with as_user_error():
-            from adjoint.hf.load import load as load_pretrained
+        from adjoint.hf.load import load as load_pretrained
         from adjoint.train.checkpoint import load_checkpoint
 
         model = load_pretrained(source, Exact()).eval()
