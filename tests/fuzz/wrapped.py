@@ -109,6 +109,7 @@ class Life:
         self.calls = 0
 
     def run(self) -> dict[str, Any]:
+        self.beside = False
         with contextlib.ExitStack() as self.until_the_end:
             if self.wrapped:
                 adjoint.wrap(self.model, method_of(self.case))
@@ -294,9 +295,11 @@ class Life:
         self.model.zero_grad()
 
     def beside_another(self) -> None:
-        """A thread with an untouched model, to the end of this life."""
-        if not self.wrapped:
+        """A thread with an untouched model, to the end of this life. It is the only one: making another would
+        take float64 from the first for a while."""
+        if not self.wrapped or self.beside:
             return
+        self.beside = True
         other = make(self.case.get("model", "LlamaForCausalLM"), seed=1)
         ids, results, over = torch.randint(3, VOCAB, (2, 9)), [], threading.Event()
 
@@ -368,6 +371,8 @@ def lm_of(model: Any) -> Any:
 
 def check(case: Case) -> None:
     name = case.get("model", "LlamaForCausalLM")
+    if name.startswith("Gemma4") and case.get("call") == "embeds":
+        raise Vacuous("its own forward looks for the ids of embeddings, and does not always find them")
     try:
         model = make(name, seed=case["seed"] % 7, **case.get("options", {}))
     except (ValueError, ImportError) as error:
