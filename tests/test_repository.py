@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -193,6 +194,20 @@ def test_no_import_goes_round_in_a_circle_and_the_house_is_low() -> None:
 def test_imports_are_not_hidden_from_the_interpreter() -> None:
     hidden = [str(p) for p in python_files("adjoint") if "TYPE_CHECKING" in p.read_text()]
     assert not hidden, hidden
+
+
+def test_every_promise_has_its_tests() -> None:
+    """docs/promises.md names tests, and files of tests without their test_."""
+    text, files = (
+        (ROOT / "docs" / "promises.md").read_text(),
+        {p.stem: p.read_text() for p in python_files("tests")},
+    )
+    functions = set(re.findall(r"`(test_\w+)`", text)) - {"test_wrap_promises"}
+    assert len(functions) > 15
+    missing = [name for name in functions if not any(f"def {name}(" in source for source in files.values())]
+    rows = [line.rstrip(" |").rpartition("|")[2] for line in text.splitlines() if line.startswith("| ")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row) if not name.startswith("test_")}
+    assert not missing and not [name for name in named if f"test_{name}" not in files]
 
 
 def test_families_of_files_are_folders() -> None:

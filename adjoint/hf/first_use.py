@@ -7,7 +7,7 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,9 @@ from adjoint.engine.grid import Scheme
 from adjoint.engine.run import Changed
 from adjoint.hf.check import Refused, as_refusal, refuse
 from adjoint.hf.head import head_scale
-from adjoint.hf.layers import backbone_of, class_of
+from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of
 from adjoint.hf.noise import Noise
-from adjoint.hf.snapshot import HOOKS, Tensors, holders
+from adjoint.hf.snapshot import HOOKS, Tensors, holders, settings
 from adjoint.hf.stage import Backbone, CausalLM, Collect, probe, whole_model
 from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.memory import memory_left
@@ -148,12 +148,15 @@ def _device(model: Any) -> torch.device:
 
 def replica(model: Any) -> Any:
     """A copy of a model's modules over its own parameters' memory, in float32 where they are half precision;
-    without dropout. None where there is none."""
-    tensors = [*model.parameters(), *model.buffers()]
-    cast = sum(4 * t.numel() for t in tensors if t.dtype in HALF)
-    if cast > memory_left(_device(model)) / 4:
-        return None
-    memo: dict[int, Any] = {}
+    without dropout. Of the whole model or, where gradients and what is cast do not fit, of one layer of each
+    kind. None where there is none."""
+    room, left_out = memory_left(_device(model)) / 2, []
+    if _needed(model.parameters()) > room:
+        left_out = _alike(list(layers_of(backbone_of(model)).values()))
+        skipped = {p for layer in left_out for p in layer.parameters()}
+        if not left_out or _needed(p for p in model.parameters() if p not in skipped) > room:
+            return None
+    memo: dict[int, Any] = {id(layer): PassThrough(layer) for layer in left_out}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(_widened(p.detach()), p.requires_grad)
     for buffer in model.buffers():
@@ -170,6 +173,30 @@ def replica(model: Any) -> Any:
             if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(holder, DROPOUT))):
                 vars(holder)[name] = 0.0
     return copied
+
+
+def _needed(parameters: Iterable[Tensor]) -> int:
+    """Bytes of casts to float32 and of two gradients."""
+    found = list(parameters)
+    trained = sum(p.numel() * max(4, p.itemsize) for p in found if p.requires_grad)
+    return 2 * trained + sum(4 * p.numel() for p in found if p.dtype in HALF)
+
+
+def _alike(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of which there is one like them before: their modules, but for their own numbers."""
+    kinds: list[Any] = []
+    found = []
+    for layer in layers:
+        kind: list[Any] = [
+            (name, type(part), {a: v for a, v in settings(part).items() if not a.endswith(("idx", "index"))})
+            for name, part in layer.named_modules()
+        ]
+        kind += [(name, p.requires_grad, p.dtype) for name, p in layer.named_parameters()]
+        if kind in kinds:
+            found.append(layer)
+        else:
+            kinds.append(kind)
+    return found
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -354,7 +381,7 @@ def left_padding(model: Any) -> None:
     mask = torch.ones_like(ids)
     mask[:, : TOKENS - CHUNK] = 0
     padded = _hidden(model, ids, attention_mask=mask)[:, TOKENS - CHUNK :]
-    if not _alike(padded, _hidden(model, ids[:, TOKENS - CHUNK :])):
+    if not _same_hidden(padded, _hidden(model, ids[:, TOKENS - CHUNK :])):
         raise ValueError(
             f"rows are padded at the left, and {class_of(model).__name__} counts padding in its tokens' "
             "positions: give position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0), or pad at the "
@@ -375,7 +402,7 @@ def packing(model: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get("attention_mask") is not None:
         given["attention_mask"] = torch.ones_like(ids)
     apart = [_hidden(model, piece) for piece in ids.split([CHUNK, TOKENS - CHUNK], dim=1)]
-    if not _alike(_hidden(model, ids, **given), torch.cat(apart, dim=1)):
+    if not _same_hidden(_hidden(model, ids, **given), torch.cat(apart, dim=1)):
         warnings.warn(
             f"position_ids start again, and are read as packed documents, which are kept apart: called like "
             f"this, {class_of(model).__name__} by itself lets documents see those before them",
@@ -392,5 +419,5 @@ def _hidden(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
         return class_of(backbone).forward(backbone, input_ids=ids, return_dict=True, **given)[0]
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _same_hidden(a: Tensor, b: Tensor) -> bool:
     return float((a - b).norm()) <= tolerance([a.dtype]) * float(b.norm())

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -36,6 +36,22 @@ def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and not within:
             found[name] = module
     return found
+
+
+class PassThrough(nn.Module):
+    """Stands where a layer would: gives back what it is given, in the form in which the layer would."""
+
+    def __init__(self, layer: nn.Module, output: int | None = None) -> None:
+        super().__init__()
+        plain = {
+            name: v for name, v in vars(layer).items() if not name.startswith("_") and name != "training"
+        }
+        self.__dict__.update({name: v for name, v in plain.items() if not isinstance(v, (Tensor, nn.Module))})
+        self.__dict__["output"] = output
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        output = self.__dict__["output"]
+        return hidden_states if output is None else (hidden_states, *(None,) * (output - 1))
 
 
 @contextlib.contextmanager

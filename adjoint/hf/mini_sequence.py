@@ -108,7 +108,6 @@ def _checkpointed(forward: Callable[..., Any], *args: Any) -> Any:
 # ------------------------------------------------------------------------------------------------- first use
 
 
-@torch.no_grad()
 def token_wise(backbone: Any) -> list[str]:
     """Names of what may run in pieces: children of the layers, themselves made of modules, that make of one
     tensor (batch, tokens, hidden) one of the same shape in which no token depends on another. Seen by running
@@ -128,7 +127,7 @@ def token_wise(backbone: Any) -> list[str]:
                 hook = functools.partial(note, f"{layer}.{name}")
                 hooks.append(child.register_forward_hook(hook, with_kwargs=True))
     try:
-        with first_use.in_eval_mode(backbone):
+        with torch.inference_mode(False), torch.no_grad(), first_use.in_eval_mode(backbone):
             backbone(input_ids=first_use.some_tokens(backbone)[0], use_cache=False)
     finally:
         for registered in hooks:

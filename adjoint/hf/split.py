@@ -20,7 +20,7 @@ from adjoint.engine.grid import Scheme
 from adjoint.hf import check, first_use
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.head import head_scale
-from adjoint.hf.layers import backbone_of, class_of
+from adjoint.hf.layers import PassThrough, backbone_of, class_of
 from adjoint.hf.stage import Backbone, CausalLM, Inside, probe
 from adjoint.layers import State
 from adjoint.loss import count_valid, shift_labels
@@ -92,7 +92,7 @@ class Pretrained:
         part._modules[name] = backbone
         layers = getattr(backbone, self.layers)
         backbone._modules[self.layers] = nn.ModuleList(
-            layer if k in span else _PassThrough(layer, self.outputs[k]) for k, layer in enumerate(layers)
+            layer if k in span else PassThrough(layer, self.outputs[k]) for k, layer in enumerate(layers)
         )
         for module in self.last if span.stop < self.n_layer else ():
             backbone._modules[module] = nn.Identity()
@@ -249,22 +249,6 @@ def _compare(model: Any, found: Pretrained) -> None:
     except check.Refused:
         why = "its layers hand on more than hidden states, and spans of them have not the whole's gradient"
         check.refuse(model, why, check.ONE_PROCESS)
-
-
-class _PassThrough(nn.Module):
-    """Where another's layer would be: gives back what it is given, in the form in which the layer would."""
-
-    def __init__(self, layer: nn.Module, output: int | None) -> None:
-        super().__init__()
-        plain = {
-            name: v for name, v in vars(layer).items() if not name.startswith("_") and name != "training"
-        }
-        self.__dict__.update({name: v for name, v in plain.items() if not isinstance(v, (Tensor, nn.Module))})
-        self.__dict__["output"] = output
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        output = self.__dict__["output"]
-        return hidden_states if output is None else (hidden_states, *(None,) * (output - 1))
 
 
 def _leave_out(part: Any, weight: str) -> None:
