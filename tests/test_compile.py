@@ -297,7 +297,7 @@ def test_exact_over_compiled_blocks(mixer: str) -> None:
 
 @pytest.mark.slow
 def test_exact_inside_a_compiled_model() -> None:
-    """The sweep breaks the graph into many small ones, slow to compile; loss and gradients stay."""
+    """The sweep runs as it is, between compiled parts."""
     model, ids = make_model("mamba", n_layer=1), make_ids(2, 13)
     compiled = torch.compile(model, backend="aot_eager")
     check_loss(model, lambda ids: compiled(ids, labels=ids, method=Exact(chunk_size=5)).loss, ids, 1e-10)

@@ -818,6 +818,18 @@ def test_a_copy_begins_anew(tmp_path: Any) -> None:
     run(model)
 
 
+@pytest.mark.slow
+def test_inside_a_compiled_model() -> None:
+    """Only what is around the chunks is compiled."""
+    model = make("LlamaForCausalLM")
+    compiled = torch.compile(wrapped(copy.deepcopy(model)), backend="aot_eager")
+    found = []
+    for called, one in ((compiled, compiled._orig_mod), (model, model)):
+        loss = run(called).detach()
+        found.append((loss, {n: p.grad for n, p in one.named_parameters()}))
+    assert errors(*found).worst <= 1e-10
+
+
 def test_sharded_layers_are_refused_by_their_name(tmp_path: Any) -> None:
     from torch.distributed import destroy_process_group, init_process_group
     from torch.distributed.fsdp import fully_shard

@@ -4,8 +4,10 @@ loss."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +23,22 @@ from adjoint.kernels.checks import differentiable_once
 from adjoint.layers import State
 from adjoint.stack import Result, Stack
 
+T = TypeVar("T")
 
+
+def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
+    """A function that runs as it is inside a compiled model: a program is Python's to carry out, and compiled
+    would be a graph a tile. `torch.compiler.disable` by itself imports the compiler."""
+    disabled = functools.cache(lambda: torch.compiler.disable(function))
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> T:
+        return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return run
+
+
+@uncompiled
 def chunked_loss(
     model: Stack,
     input_ids: Tensor,

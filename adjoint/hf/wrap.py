@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from adjoint.engine.autograd import Steps, handed_over
+from adjoint.engine.autograd import Steps, handed_over, uncompiled
 from adjoint.engine.grid import Scheme
 from adjoint.hf import call as calls
 from adjoint.hf import check, first_use, mini_sequence
@@ -238,6 +238,7 @@ def _record(model: Any) -> _Record:
     return record
 
 
+@uncompiled
 def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     """The causal LM's forward: with labels, its loss by the method."""
     with _record(self).lock:
@@ -312,6 +313,7 @@ def _checked_in_backward(output: Tensor, known: _Known) -> None:
         output.register_hook(lambda _: moment.check())
 
 
+@uncompiled
 def _backbone_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     """The backbone's forward: in training, and where documents are packed, hidden states by the method."""
     with _record(self).lock:
