@@ -491,9 +491,9 @@ def test_masks_and_padding_that_are_refused() -> None:
     left = {"labels": ids.masked_fill(mask.flip(1) == 0, -100), "attention_mask": mask.flip(1)}
     four = {"labels": ids, "attention_mask": torch.ones(2, 1, 29, 29).tril()}
     for given, message in (
-        (left, "rows are padded at the left.*pad at the right"),
-        ({"labels": ids, "attention_mask": mask}, "labels count padded tokens: set them to -100"),
-        (four, "an attention_mask of two dimensions is understood, not of more"),
+        (left, "labels count padded tokens, or a first one that padding precedes"),
+        ({"labels": ids, "attention_mask": mask}, "labels count padded tokens.*set them to -100"),
+        (four, "an attention_mask of 4 dimensions is not understood"),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             model(input_ids=ids, **given)
