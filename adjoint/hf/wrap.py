@@ -38,7 +38,7 @@ from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
 CPU_TOKENS = 1024  # of a chunk where nobody says; see `adjoint.engine.chunk_size`
 CUDA_TOKENS = 8192
-REMEMBERED = 4  # states of a model of which it is remembered what was found out: adapters taken in turn
+REMEMBERED = 16  # states of a model of which it is remembered what was found out: adapters taken in turn
 
 
 class _Known:
@@ -261,9 +261,9 @@ def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
 
 def _by_chunks(model: Any, kwargs: dict[str, Any], targets: Tensor) -> Tensor:
     """The causal LM's loss by `Exact` or `Truncated`."""
-    check.refuse_what_is_known(model, kwargs)
-    call, counted = calls.read(model, kwargs, targets), kwargs.get("num_items_in_batch") is not None
-    known = _compared(model, ("loss", counted), *first_use.loss_ways(_record(model).method, counted))
+    counted = kwargs.get("num_items_in_batch") is not None
+    known = _compared(model, kwargs, ("loss", counted), *first_use.loss_ways(_record(model).method, counted))
+    call = calls.read(model, kwargs, targets)
     _also_brought(known, call, kwargs)
     stage = CausalLM(model, known.slots, known.scale, recompute=_recompute(model), inputs=call.inputs)
     loss, *_ = _steps(known, [stage], call).loss()
@@ -273,7 +273,7 @@ def _by_chunks(model: Any, kwargs: dict[str, Any], targets: Tensor) -> Tensor:
 @torch.no_grad()
 def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
     """The summed loss of each chunk of ids (batch, seqlen), of a wrapped model in its present mode."""
-    known = _compared(model, ("loss", False), *first_use.loss_ways(_record(model).method))
+    known = _compared(model, {}, ("loss", False), *first_use.loss_ways(_record(model).method))
     stage = CausalLM(model, known.slots, known.scale)
     return Steps(*whole_model([stage], ids, shift_labels(ids), 1, scheme)).chunk_losses()
 
@@ -282,7 +282,7 @@ def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
 def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
     """Logits (batch, tokens, vocab_size) of the last `tokens` of ids (batch, seqlen), of a wrapped model in
     its present mode; the sequence is run by chunks, of two tokens at least."""
-    known = _compared(model, ("loss", False), *first_use.loss_ways(_record(model).method))
+    known = _compared(model, {}, ("loss", False), *first_use.loss_ways(_record(model).method))
     last = Collect(tokens, ids.shape[1] - tokens)
     Steps(*whole_model([Backbone(model, known.slots), last], ids, ids, 1, scheme)).forward()
     assert last.hidden is not None
@@ -334,9 +334,8 @@ def _backbone_forward(self: Any, kwargs: dict[str, Any]) -> Any:
             if in_training and not any(kwargs.get(name) is not None for name in calls.CACHES):
                 warnings.warn(f"{asked}: this call is backpropagated as if not wrapped", stacklevel=3)
             return cls.forward(self, **kwargs)
-        check.refuse_what_is_known(self, kwargs)
+        known = _compared(self, kwargs, ("hidden",), *first_use.hidden_ways(record.method))
         call = calls.read(self, kwargs, None)
-        known = _compared(self, ("hidden",), *first_use.hidden_ways(record.method))
         _also_brought(known, call, kwargs)
         stage = Backbone(self, known.slots, recompute=_recompute(self), inputs=call.inputs)
         steps = _steps(known, [stage, Collect(call.ids.shape[1])], call)
@@ -439,12 +438,19 @@ def _known(model: Any) -> _Known:
     for known in record.known:
         if known.precision == precision and not known.snapshot.difference(now):
             return known
+    if len(record.known) == REMEMBERED:
+        warnings.warn(
+            f"{record.known[0].snapshot.difference(now)}, as something is at every call: gradients are "
+            "compared each time, which is slow",
+            stacklevel=5,
+        )
     record.known = [_Known(model, now, precision), *record.known[: REMEMBERED - 1]]
     return record.known[0]
 
 
-def _compared(model: Any, kind: tuple, whole: Way, by_chunks: Way) -> _Known:
+def _compared(model: Any, kwargs: dict[str, Any], kind: tuple, whole: Way, by_chunks: Way) -> _Known:
     """What is known of a model, once gradients of a few tokens have been compared for this kind of call."""
+    check.refuse_what_is_known(model, kwargs)
     known, key = _known(model), (*kind, model.training)
     if key not in known.checked:
         first_use.compare(model, whole, by_chunks, *first_use.NOT_THE_SAME)
