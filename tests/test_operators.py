@@ -162,6 +162,20 @@ def test_gradients_of_attention_are_those_of_differences(attend: Any, layout: st
     torch.autograd.gradcheck(attend, given, fast_mode=True)
 
 
+@pytest.mark.parametrize("attend", [past_attention, causal_attention])
+def test_attention_s_scale_is_of_the_width_of_queries(attend: Any) -> None:
+    """Of values that are wider than keys neither the kernel's padding nor anything else changes it."""
+    given = [randn(*s).requires_grad_() for s in ((2, 4, 5, 3), (2, 2, 9, 3), (2, 2, 9, 7))]
+    q, k, v = given
+    seen = torch.ones(5, 9, dtype=torch.bool).tril(4)
+    scores = (q @ k.repeat_interleave(2, 1).mT * 3**-0.5).masked_fill(~seen, -torch.inf)
+    expected = scores.softmax(-1) @ v.repeat_interleave(2, 1)
+    got, cotangent = attend(q, k, v), randn(2, 4, 5, 7)
+    torch.testing.assert_close(got, expected)
+    gradients = [torch.autograd.grad(y, given, cotangent) for y in (got, expected)]
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
 def with_gradients(call: Callable[..., Any], given: Sequence[Any]) -> list[Tensor]:
     outputs = call(*given)
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs

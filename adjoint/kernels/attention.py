@@ -42,6 +42,7 @@ class _PastAttention(torch.autograd.Function):
         gather: Callable[[int, Tensor, Tensor], None] | None,
     ) -> Tensor:
         groups, width = q.shape[1] // k.shape[1], v.shape[3]
+        scale = q.shape[3] ** -0.5 if scale is None else scale  # before q is padded to v's width
         q = _padded(q, max(q.shape[3], width))
         out, log = torch.ops.adjoint.past_attention(q, k, v, k_past, v_past, scale)
         ctx.save_for_backward(q, k, v, k_past, v_past, out, log)
