@@ -238,6 +238,7 @@ def test_windowed_ssd_scan_is_the_selective_scan_with_shared_decays(window):
     """Mamba-2 is Mamba-1 whose channels of a head share delta and A: an independent path to the same windowed
     gradient."""
     x, dt, A, B, C, D, bias, h = inputs = ssd_inputs(2, 131, 3, 5, 1, 8)
+    z = randn(*x.shape).requires_grad_()
     repeat = {"delta": dt.repeat_interleave(5, 2), "A": A.repeat_interleave(5)[:, None].expand(15, 8)}
     expected = selective_scan(
         x.flatten(2),
@@ -245,6 +246,7 @@ def test_windowed_ssd_scan_is_the_selective_scan_with_shared_decays(window):
         B=B.squeeze(2),
         C=C.squeeze(2),
         D=D.repeat_interleave(5),
+        z=z.flatten(2),
         delta_bias=bias.repeat_interleave(5),
         delta_softplus=True,
         initial_state=h.flatten(1, 2),
@@ -252,11 +254,11 @@ def test_windowed_ssd_scan_is_the_selective_scan_with_shared_decays(window):
         halo=4,
     )
     expected = expected[0].unflatten(2, (3, 5)), expected[1].unflatten(1, (3, 5))
-    expected_gradients = gradients(expected, inputs)
+    expected_gradients = gradients(expected, [*inputs, z])
     for backend in BACKENDS:
-        got = run_ssd(inputs, window=window, halo=4, backend=backend)
+        got = run_ssd(inputs, z=z, window=window, halo=4, backend=backend)
         assert_same(got, expected)
-        assert_same(gradients(got, inputs), expected_gradients)
+        assert_same(gradients(got, [*inputs, z]), expected_gradients)
 
 
 @pytest.mark.sampled(2)
