@@ -163,6 +163,22 @@ def test_states_and_outputs_stay_bounded_over_long_runs(mixer: str) -> None:
     assert sizes[-1] < 3 * sizes[0] + 1e-3
 
 
+@pytest.mark.parametrize("mixer", ["scalar", "diagonal", "dense", "mamba", "mamba2"])
+def test_the_state_at_a_chunk_s_edge_is_not_rounded_to_16_bits(mixer: str) -> None:
+    """Token by token in bfloat16 a scan comes to the state to which it comes at once."""
+    model = make_model(mixer, torch.float32, n_layer=1).bfloat16()
+    layer = next(iter(model.blocks())).mixer
+    *conv, h = layer.initial_state(2, torch.float32, torch.device("cpu"))
+    x = torch.randn(2, 40, model.config.d_model, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        inputs, _ = layer.scan_inputs(x, *conv)
+        y, whole = layer.scan(inputs, h)
+        for t in range(x.shape[1]):
+            _, h = layer.scan(type(inputs)(*(v[:, t : t + 1] for v in inputs)), h)
+    assert y.dtype == torch.bfloat16 and h.dtype == whole.dtype == torch.float32
+    assert relative(h, whole) < 1e-5
+
+
 def test_norm_groups_and_half_precision() -> None:
     norm = RMSNorm(12, 1e-5, group_size=4).double()
     x = torch.randn(2, 5, 12, dtype=torch.float64)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adjoint.kernels import dispatch
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.layers.config import StackConfig
 from adjoint.layers.init import inverse_softplus_steps
@@ -92,9 +93,13 @@ class SelectiveMixer(nn.Module):
         halo: int = 0,
         seq_idx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The recurrence: all states (batch, seqlen, d_state) and the last one."""
-        states = linear_scan(inputs.a, inputs.b, initial_state=h, window=window, halo=halo, seq_idx=seq_idx)
-        return states, states[:, -1].clone()  # a copy: whoever keeps the last state must not keep all of them
+        """The recurrence: all states (batch, seqlen, d_state) and the last one, which is not rounded to 16
+        bits: the next chunk goes on from it."""
+        a, b, _ = inputs
+        wide = b.to(dispatch.compute_dtype(b))
+        states = linear_scan(a, wide, initial_state=h, window=window, halo=halo, seq_idx=seq_idx)
+        last = states[:, -1].clone()  # a copy: whoever keeps the last state must not keep all of them
+        return states.to(b.dtype), last
 
     def log_decay(self, inputs: SelectiveScanInputs) -> Tensor:
         """(batch, seqlen, 1 | d_state): the log of the factor by which a token's step shrinks each channel of
