@@ -28,7 +28,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "triton": ("triton_compile", "triton_interpret"),
     "engine": ("exact", "engine", "engine_programs", "documents", "mixers", "chunk_size"),
     "compile": ("compile",),
-    "models": ("transformers", "wrap", "loops", "mini_sequence"),
+    "models": ("transformers", "wrap", "wrap_promises", "loops", "mini_sequence"),
     "shards": (
         *("cluster_shard", "cluster_sequence", "cluster_replicas", "cluster_helpers", "cluster_transport"),
         "plan",
