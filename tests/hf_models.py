@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -350,6 +350,19 @@ def loss_and_gradients(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Ten
     loss.backward()
     named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), {name: gradient.detach().clone() for name, gradient in named.items()}
+
+
+def assert_slope(model: Any, loss: Callable[[], Tensor], gradients: dict[str, Tensor]) -> None:
+    """Gradients are the loss's, by finite differences in a random direction; the loss draws what it drew."""
+    direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    slope = sum(float((gradients[name] * d).sum()) for name, d in direction.items())
+    values = []
+    with torch.no_grad():
+        for step in (1e-6, -2e-6):
+            for name, p in model.named_parameters():
+                p.add_(direction[name], alpha=step)
+            values.append(loss().item())
+    assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=1e-6)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ from tests.hf_models import (
     MODELS,
     REFUSED,
     VOCAB,
+    assert_slope,
     errors,
     float64_throughout,
     held,
@@ -175,15 +176,7 @@ def test_random_numbers_are_drawn_again(
     assert all(torch.equal(p.grad, 2 * gradients[name]) for name, p in model.named_parameters())
     assert first.item() != model.eval()(**inputs).loss.item()
     model.train()
-    direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    slope = sum(float((gradients[name] * d).sum()) for name, d in direction.items())
-    values = []
-    with torch.no_grad():
-        for step in (1e-6, -2e-6):
-            for name, p in model.named_parameters():
-                p.add_(direction[name], alpha=step)
-            values.append(loss().item())
-    assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=1e-6)
+    assert_slope(model, loss, gradients)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import adjoint
 from adjoint.engine.run import Worker
 from adjoint.hf import wrap  # noqa: F401  -- tables of precisions, before float32 is float64
-from tests.hf_models import REFUSED, VOCAB, errors, float64_throughout, make, make_batch
+from tests.hf_models import REFUSED, VOCAB, assert_slope, errors, float64_throughout, make, make_batch
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
@@ -276,6 +276,10 @@ def test_windows_longer_than_what_is_compared(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cache._Window, "__init__", lambda self, window: _narrower(self, window))
     with pytest.raises(ValueError, match="windows turned down to 5"):
         wrapped(model)(**BATCH)
+    assert {
+        model.config.sliding_window,
+        *(layer.self_attn.sliding_window for layer in model.model.layers),
+    } == {4096}
 
 
 def _narrower(layer: Any, window: int) -> None:
@@ -703,15 +707,7 @@ def test_noise_is_drawn_again(kind: str) -> None:
         return model(**BATCH).loss
 
     loss().backward()
-    direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    slope = sum(float((p.grad * direction[name]).sum()) for name, p in model.named_parameters())
-    values = []
-    with torch.no_grad():
-        for step in (1e-6, -2e-6):
-            for name, p in model.named_parameters():
-                p.add_(direction[name], alpha=step)
-            values.append(loss().item())
-    assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=1e-6)
+    assert_slope(model, loss, {name: p.grad.clone() for name, p in model.named_parameters()})
 
 
 def test_noise_from_elsewhere_is_refused() -> None:
