@@ -21,8 +21,18 @@ FILES = ("selective_scan", "ssd_scan", "light")
     "name", [f if f == "selective_scan" else pytest.param(f, marks=pytest.mark.slow) for f in FILES]
 )
 def test_under_the_interpreter(name: str, marks: str) -> None:
-    file = Path(__file__).with_name(f"test_triton_{name}.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marks, str(file)]
+    interpret([name], "-m", marks)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this process interprets kernels already")
+def test_documents_are_apart_under_the_interpreter() -> None:
+    """Of the kernels that else are left to `-m slow`."""
+    interpret(["ssd_scan", "light"], "-m", "not slow", "-k", "apart")
+
+
+def interpret(names: list[str], *which: str) -> None:
+    files = [str(Path(__file__).with_name(f"test_triton_{name}.py")) for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *which, *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]

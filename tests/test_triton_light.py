@@ -10,6 +10,7 @@ from triton_helpers import (
     INTERPRETED,
     SKIPPED,
     assert_close,
+    assert_documents_apart,
     assert_no_worse,
     bfloat16_as_hardware_has_it,  # noqa: F401
     generator,
@@ -91,6 +92,25 @@ def many_splits(monkeypatch):
 def test_linear_scan_in_splits(window, halo, many_splits, monkeypatch):
     monkeypatch.setattr(linear, "UNIT", 8)
     check_linear(19, window, halo)
+
+
+@pytest.mark.parametrize("value", [float("nan"), slow(float("inf"))])
+@pytest.mark.parametrize(
+    ("window", "halo"), [(None, 0), (5, 2), slow(1, 0), slow(2, 0), slow(9, 0), slow(None, 4)]
+)
+@pytest.mark.parametrize("scalar", [False, slow(True)])
+@pytest.mark.parametrize("split", [True, slow(False)])
+def test_documents_of_a_linear_scan_are_apart(scalar, window, halo, split, value, request, monkeypatch):
+    if split:
+        request.getfixturevalue("many_splits")
+        monkeypatch.setattr(linear, "UNIT", 8)
+    a, b, dh, initial = (v.float() for v in linear_inputs(29, scalar, batch=1, size=3))
+
+    def run(given, reset):
+        return run_linear(linear, *given.values(), reset, window, halo)
+
+    given = {"a": a, "b": b, "dh": dh, "initial_state": initial}
+    assert_documents_apart(run, given, ("h", "da", "db", "d initial_state"), [3, 1, 9, 2, 8, 1, 5], value)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from triton_helpers import (
     INTERPRETED,
     SKIPPED,
     assert_close,
+    assert_documents_apart,
     assert_no_worse,
     bfloat16_as_hardware_has_it,  # noqa: F401
     error,
@@ -135,6 +136,27 @@ def test_in_splits(many_splits, monkeypatch):
 def test_windows_in_splits(many_splits, monkeypatch):
     monkeypatch.setattr(selective, "CHECKPOINT", 8)
     check(11, window=3, halo=2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), slow(float("inf"))])
+@pytest.mark.parametrize(
+    ("window", "halo"), [(None, 0), (5, 2), slow(1, 0), slow(2, 0), slow(9, 0), slow(None, 4)]
+)
+@pytest.mark.parametrize("split", [True, slow(False)])
+def test_documents_are_apart(window, halo, split, value, request, monkeypatch):
+    if split:
+        request.getfixturevalue("many_splits")
+    monkeypatch.setattr(selective, "CHECKPOINT", 8)
+    tensors, dy, dfinal = inputs_of(19, 3, 2, batch=1)
+    given = {k: v.float() for k, v in (tensors | {"dy": dy, "dfinal": dfinal}).items()}
+
+    def run_flat(given, reset):
+        *values, dy, dfinal = given.values()
+        mine = dict(zip(tensors, values, strict=True))
+        return run(selective, mine, dy, dfinal, reset, True, window, halo)
+
+    names = ("y", "final_state", *(f"d {name}" for name in NAMES))
+    assert_documents_apart(run_flat, given, names, [3, 7, 1, 5, 3], value)
 
 
 @pytest.mark.parametrize(

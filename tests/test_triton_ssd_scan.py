@@ -9,6 +9,7 @@ from triton_helpers import (
     INTERPRETED,
     SKIPPED,
     assert_close,
+    assert_documents_apart,
     assert_no_worse,
     bfloat16_as_hardware_has_it,  # noqa: F401
     generator,
@@ -148,6 +149,23 @@ def test_long(nheads, ngroups):
 def test_chunks_of_full_size(chunk, monkeypatch):
     monkeypatch.setattr(ssd, "CHUNK", {2: chunk, 4: chunk, 8: chunk})
     check(270, 1, 64, 1, 128, batch=1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), slow(float("inf"))])
+@pytest.mark.parametrize(("window", "halo"), [(None, 0), slow(7, 5), slow(1, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
+def test_documents_are_apart(dtype, window, halo, value, short_chunks):
+    """Chunks of two tiles of 16 tokens, with edges in, between and over them."""
+    tensors, dy, dfinal = inputs_of(70, 1, 3, 1, 4, batch=1)
+    given = {k: v.to(torch.float32 if k in SMALL else dtype) for k, v in tensors.items()}
+
+    def run_flat(given, reset):
+        *values, dy, dfinal = given.values()
+        return run(ssd, dict(zip(tensors, values, strict=True)), dy, dfinal, reset, True, window, halo)
+
+    names = ("y", "final_state", *(f"d {name}" for name in NAMES))
+    given |= {"dy": dy.to(dtype), "dfinal": dfinal.float()}
+    assert_documents_apart(run_flat, given, names, [5, 11, 34, 3, 17], value)
 
 
 def autograd(tensors, dy, dfinal, dtype):

@@ -140,6 +140,46 @@ def assert_no_worse(
         assert error(x, y) <= error(z, y), (name, error(x, y), error(z, y))
 
 
+def assert_documents_apart(
+    run: Callable[..., Sequence[Any]],
+    given: dict[str, Any],
+    names: Sequence[str],
+    lengths: Sequence[int],
+    value: float = float("nan"),
+) -> None:
+    """All that one document of a row brings, and its tokens' cotangents, is ``value``: what other documents
+    get, bit for bit, is what they get without that.
+
+    run(given, reset) gives the results that ``names`` name; "initial_state" and "dfinal" in ``given`` belong
+    to the first and to the last document, and so do "d initial_state" and "final_state" among the results."""
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    begins = torch.cat([torch.zeros(1, dtype=torch.bool), numbers[1:] != numbers[:-1]])[None]
+    ends = {
+        "initial_state": 0,
+        "d initial_state": 0,
+        "dfinal": len(lengths) - 1,
+        "final_state": len(lengths) - 1,
+    }
+
+    def of_token(t: Tensor) -> bool:
+        return t.dim() > 2 and t.shape[1] == len(numbers)
+
+    expected = run(given, begins)
+    assert all(t is None or t.isfinite().all() for t in expected)
+    for document in range(len(lengths)):
+        mine = {name: None if t is None else t.clone() for name, t in given.items()}
+        for name, t in mine.items():
+            if t is not None and of_token(t):
+                t[:, numbers == document] = value
+            elif t is not None and ends.get(name) == document:
+                t.fill_(value)
+        for name, a, b in zip(names, run(mine, begins), expected, strict=True):
+            if a is not None and of_token(a):
+                assert torch.equal(a[:, numbers != document], b[:, numbers != document]), (name, document)
+            elif a is not None and ends.get(name, document) != document:
+                assert torch.equal(a, b), (name, document)
+
+
 def slow(*values: Any) -> Any:
     """A parameter's values that are left to `-m slow`."""
     return pytest.param(*values, marks=pytest.mark.slow)

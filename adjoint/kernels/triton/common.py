@@ -74,6 +74,34 @@ def softplus_slope(step):
     return tl.where(step < 0.0625, series, 1.0 - tl.exp(-step))
 
 
+@triton.jit
+def begins_at(reset, t, inside, HAS_RESET: tl.constexpr):
+    """Whether a document begins at token t."""
+    if HAS_RESET:
+        return tl.load(reset + t, mask=inside, other=0) != 0
+    else:
+        return False
+
+
+@triton.jit
+def over_edge(x, begins, HAS_RESET: tl.constexpr):
+    """``x``, which goes over a token's left edge; 0 where a document begins there, whatever x is: a product
+    with 0 would let NaN and infinities through."""
+    if HAS_RESET:
+        return tl.where(begins, 0.0, x)
+    else:
+        return x
+
+
+@triton.jit
+def times_decay(x, decay, HAS_RESET: tl.constexpr):
+    """``decay * x``; 0 where the decay is, as over an edge of documents, whatever x is (`over_edge`)."""
+    if HAS_RESET:
+        return tl.where(decay == 0.0, 0.0, decay * x)
+    else:
+        return decay * x
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def _pass_states_kernel(
     local,
@@ -86,6 +114,7 @@ def _pass_states_kernel(
     decay_size,
     group,
     HAS_INIT: tl.constexpr,
+    HAS_RESET: tl.constexpr,
     REVERSE: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -115,17 +144,18 @@ def _pass_states_kernel(
             k = first + j
             split = batch * n_splits + (n_splits - 1 - k if REVERSE else k)
             tl.store(incoming + split * size + i, state, mask=ok & (k < n_splits))
-            state = decays[j] * state + locals_[j]
+            state = times_decay(state, decays[j], HAS_RESET) + locals_[j]
     tl.store(last + batch * size + i, state, mask=ok)
 
 
 def pass_states(
-    local: torch.Tensor, decay: torch.Tensor, init: torch.Tensor | None, reverse: bool
+    local: torch.Tensor, decay: torch.Tensor, init: torch.Tensor | None, resets: bool, reverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Carry a state through the splits: ``s[k+1] = decay[k] * s[k] + local[k]``, ``s[0] = init`` or zero.
 
     ``local`` is (batch, n_splits, *state); ``decay`` (batch, n_splits, *outer), whose elements each stand for
     an equal run of the flattened state (one a head in the scalar case, one an element in the diagonal case).
+    With ``resets`` nothing passes a decay of 0, which is that over an edge of documents.
     Returns ``s`` at every split's entry (batch, n_splits, *state), and the last state (batch, *state). With
     ``reverse`` the splits run from the last to the first."""
     batch, n_splits = local.shape[:2]
@@ -147,6 +177,7 @@ def pass_states(
             decay_size,
             size // decay_size,
             HAS_INIT=init is not None,
+            HAS_RESET=resets,
             REVERSE=reverse,
             ACC=tl_dtype(local.dtype),
             BLOCK=block,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from adjoint.kernels.triton import common
+from adjoint.kernels.triton.common import begins_at, over_edge, times_decay
 
 CHANNELS = 32  # a program: one warp, one channel a thread
 UNROLL = 8  # tokens loaded at once
@@ -72,6 +73,7 @@ def _forward_kernel(
     for group in range(0, (stop - first + UNROLL - 1) // UNROLL):
         decays = ()
         inputs = ()
+        begins = ()
         for i in tl.static_range(UNROLL):
             t = first + group * UNROLL + i
             inside = t < stop
@@ -79,15 +81,14 @@ def _forward_kernel(
                 a_ = tl.load(a + t * a_t, mask=inside, other=1.0).to(ACC) + tl.zeros((CHANNELS,), ACC)
             else:
                 a_ = tl.load(a + t * a_t + d, mask=ok & inside, other=1.0).to(ACC)
-            if HAS_RESET:
-                a_ = a_ * tl.where(tl.load(reset + t, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
+            begins = begins + (begins_at(reset, t, inside, HAS_RESET),)
             decays = decays + (a_,)
             inputs = inputs + (tl.load(b + t * b_t + d, mask=ok & inside, other=0.0).to(ACC),)
         for i in tl.static_range(UNROLL):
             t = first + group * UNROLL + i
-            state = decays[i] * state + inputs[i]
+            state = over_edge(decays[i] * state, begins[i], HAS_RESET) + inputs[i]
             if LOCAL:
-                product = product * decays[i]
+                product = over_edge(product * decays[i], begins[i], HAS_RESET)
             else:
                 tl.store(h + (batch * seqlen + t) * size + d, state, mask=ok & (t < stop))
     if LOCAL:
@@ -137,13 +138,14 @@ def _prefix_kernel(
             a_ = tl.load(a + j * a_t, mask=inside, other=0.0).to(ACC) + tl.zeros((CHANNELS,), ACC)
         else:
             a_ = tl.load(a + j * a_t + d, mask=ok & inside, other=0.0).to(ACC)
-        if HAS_RESET:
-            a_ = a_ * tl.where(tl.load(reset + j, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
         if k % window == 0:
             product = tl.full((CHANNELS,), 1.0, ACC)
         else:
-            product = product * a_
-        total += product * tl.load(dh + j * dh_t + d, mask=ok & inside, other=0.0).to(ACC)
+            product = over_edge(
+                times_decay(a_, product, HAS_RESET), begins_at(reset, j, inside, HAS_RESET), HAS_RESET
+            )
+        g = tl.load(dh + j * dh_t + d, mask=ok & inside, other=0.0).to(ACC)
+        total += times_decay(g, product, HAS_RESET)
 
 
 @triton.jit(do_not_specialize=common.LENGTHS)
@@ -208,12 +210,12 @@ def _backward_kernel(
             product *= tl.load(a + stop * a_t, mask=beyond, other=1.0).to(ACC)
         else:
             product = tl.load(a + stop * a_t + d, mask=ok & beyond, other=1.0).to(ACC)
-        if HAS_RESET:
-            product *= tl.where(tl.load(reset + stop, mask=beyond, other=0) != 0, 0.0, 1.0).to(ACC)
+        product = over_edge(product, begins_at(reset, stop, beyond, HAS_RESET), HAS_RESET)
     for group in range(0, (stop - first + UNROLL - 1) // UNROLL):
         decays = ()
         grads = ()
         befores = ()
+        begins = ()
         for i in tl.static_range(UNROLL):
             t = stop - 1 - group * UNROLL - i
             inside = t >= first
@@ -221,32 +223,29 @@ def _backward_kernel(
                 a_ = tl.load(a + t * a_t, mask=inside, other=1.0).to(ACC) + tl.zeros((CHANNELS,), ACC)
             else:
                 a_ = tl.load(a + t * a_t + d, mask=ok & inside, other=1.0).to(ACC)
-            if HAS_RESET:
-                a_ = a_ * tl.where(tl.load(reset + t, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
+            begins = begins + (begins_at(reset, t, inside, HAS_RESET),)
             decays = decays + (a_,)
             grads = grads + (tl.load(dh + t * dh_t + d, mask=ok & inside, other=0.0).to(ACC),)
             if not LOCAL:
                 before = tl.load(h + (rows + t - 1) * size + d, mask=ok & inside & (t > 0), other=0.0).to(ACC)
                 if HAS_INIT:
                     before += tl.load(initial + batch * size + d, mask=ok & (t == 0), other=0.0).to(ACC)
-                if HAS_RESET:
-                    # at a reset the decay is 0 whatever a is, so a gets no gradient
-                    before *= tl.where(tl.load(reset + t, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
-                befores = befores + (before,)
+                befores = befores + (over_edge(before, begins[i], HAS_RESET),)
         for i in tl.static_range(UNROLL):
             t = stop - 1 - group * UNROLL - i
             inside = t >= first
             mu = grads[i] + c
-            c_ = decays[i] * mu
+            c_ = over_edge(decays[i] * mu, begins[i], HAS_RESET)
             if WINDOWED:
                 tail = tl.load(prefix + (rows + t) * size + d, mask=ok & inside, other=0.0)
-                mu += product * tail
-                begins = ((t + 1) % window == 0) & inside
-                c = tl.where(begins, 0.0, c_)
-                product = tl.where(begins, decays[i], product * decays[i])
+                mu += times_decay(tail, product, HAS_RESET)
+                block_begins = ((t + 1) % window == 0) & inside
+                c = tl.where(block_begins, 0.0, c_)
+                product = tl.where(block_begins, decays[i], product * decays[i])
             else:
                 c = c_
                 product = product * decays[i]
+            product = over_edge(product, begins[i], HAS_RESET)
             if not LOCAL:
                 mu = tl.where(t < seqlen - halo, mu, 0.0)
                 tl.store(db + (rows + t) * size + d, mu, mask=ok & inside)
@@ -322,7 +321,7 @@ def linear_scan_forward(
             local = torch.empty((batch, splits, size), dtype=acc, device=b.device)
             decay = torch.empty_like(local)
             launch(None, local, decay)
-            h_in, _ = common.pass_states(local, decay, h_in, reverse=False)
+            h_in, _ = common.pass_states(local, decay, h_in, reset is not None, reverse=False)
         launch(h_in, None, None)
     return h
 
@@ -419,6 +418,6 @@ def linear_scan_backward(
             local = torch.empty((batch, splits, size), dtype=acc, device=h.device)
             decay = torch.empty_like(local)
             launch(None, local, decay)
-            carried, _ = common.pass_states(local, decay, None, reverse=True)
+            carried, _ = common.pass_states(local, decay, None, reset is not None, reverse=True)
         launch(carried, dinitial, None)
     return (da.sum(1).to(a.dtype)[..., None] if scalar else da), db, dinitial

@@ -29,10 +29,13 @@ from adjoint.kernels.triton.common import (
     LENGTHS,
     LOG2E,
     a_lane_each,
+    begins_at,
     log1p_exp,
+    over_edge,
     sigmoid,
     softplus_slope,
     step_size,
+    times_decay,
 )
 
 
@@ -108,15 +111,18 @@ def adjoint_local_kernel(
                 g = g * z_ * sigmoid(z_)
             C_t_ = tl.load(C + at * C_t + n, mask=n_ok, other=0.0).to(ACC)
             a = tl.exp2(A2 * step[None, :])
-            if HAS_RESET:
-                keep = tl.where((tl.load(reset + at) != 0) & inside, 0.0, 1.0).to(ACC)
-                a = a * keep
-                kept = kept * keep
-            c = a * (g[None, :] * C_t_[:, None] + c)
+            new_c = a * (g[None, :] * C_t_[:, None] + c)
+            if HAS_RESET:  # what is read for a token outside times 0 would be NaN where it is
+                new_c = tl.where(inside, new_c, c)
+            begins = begins_at(reset, t, inside, HAS_RESET)
+            c = over_edge(new_c, begins, HAS_RESET)
+            kept = over_edge(kept, begins, HAS_RESET)
             total += step
     edge = (batch * tl.num_programs(1) + split) * d_inner * d_state
     tl.store(c_out + edge + state, c, mask=ok)
-    tl.store(decay + edge + state, tl.exp2(A2 * total[None, :]) * kept[None, :], mask=ok)
+    tl.store(
+        decay + edge + state, times_decay(tl.exp2(A2 * total[None, :]), kept[None, :], HAS_RESET), mask=ok
+    )
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -169,24 +175,25 @@ def _advance(
     ROWS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """One token on every row: (a_t, h_t = a_t h_{t-1} + d_t u_t B_t)."""
+    """One token on every row: (a_t, h_{t-1}, h_t = a_t h_{t-1} + d_t u_t B_t); h_{t-1} is 0 where a document
+    begins."""
     # Past the end, read the last token again and take d = 0: loads need no mask for that.
     at = tl.minimum(t, tokens - 1)
     live = tl.where(t < tokens, 1.0, 0.0).to(ACC)
-    if HAS_RESET:
-        keep = tl.where((tl.load(reset + at) != 0) & (t < tokens), 0.0, 1.0).to(ACC)
+    begins = begins_at(reset, at, t < tokens, HAS_RESET)
     B_ = _load(B + at * B_t + n, n_ok, EVEN).to(ACC)
     decays = ()
+    befores = ()
     hs = ()
     for r in tl.static_range(ROWS):
         step_ = _load(step + at * d_inner + r * LANES, d_ok[r], EVEN) * live
         x = step_ * _load(u + at * u_t + r * LANES, d_ok[r], EVEN).to(ACC)
         a = tl.exp2(A2[r] * step_[None, :])
-        if HAS_RESET:
-            a = a * keep
+        before = over_edge(h[r], begins, HAS_RESET)
         decays = decays + (a,)
-        hs = hs + (a * h[r] + x[None, :] * B_[:, None],)
-    return decays, hs
+        befores = befores + (before,)
+        hs = hs + (a * before + x[None, :] * B_[:, None],)
+    return decays, befores, hs
 
 
 @triton.jit
@@ -343,7 +350,7 @@ def backward_kernel(
         for group in range(0, n_groups - 1):
             for i in tl.static_range(STEPS):
                 t = group * STEPS + i
-                _, h = _advance(
+                _, _, h = _advance(
                     h,
                     t,
                     tokens,
@@ -376,8 +383,7 @@ def backward_kernel(
             states = ()
             for i in tl.static_range(STEPS):
                 t = group * STEPS + i
-                states = states + (h,)
-                a, h = _advance(
+                a, before, h = _advance(
                     h,
                     t,
                     tokens,
@@ -399,11 +405,13 @@ def backward_kernel(
                     ACC,
                 )
                 decays = decays + (a,)
+                states = states + (before,)
             for i in tl.static_range(STEPS):
                 t = group * STEPS + (STEPS - 1 - i)
                 inside = t < tokens
                 at = tl.minimum(t, tokens - 1)
                 live = tl.where(inside, 1.0, 0.0).to(ACC)
+                begins = begins_at(reset_s, at, inside, HAS_RESET)
                 B_ = _load(B_s + at * B_t + n, n_ok, EVEN).to(ACC)
                 C_ = _load(C_s + at * C_t + n, n_ok, EVEN).to(ACC)
                 mu_x = tl.zeros((N, LANES), ACC)
@@ -441,7 +449,7 @@ def backward_kernel(
                     new_A = new_A + (sum_A[r] + v * step_[None, :],)
                     new_D = new_D + (sum_D[r] + g * u_,)
                     new_bias = new_bias + (sum_bias[r] + tl.where(inside, dstep, 0.0),)
-                    new_c = new_c + (a * mu,)
+                    new_c = new_c + (over_edge(a * mu, begins, HAS_RESET),)
                 c = new_c
                 sum_A = new_A
                 sum_D = new_D

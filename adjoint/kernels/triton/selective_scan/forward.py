@@ -17,7 +17,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import LENGTHS, LOG2E, a_lane_each, sigmoid, step_size
+from adjoint.kernels.triton.common import (
+    LENGTHS,
+    LOG2E,
+    a_lane_each,
+    begins_at,
+    over_edge,
+    sigmoid,
+    step_size,
+    times_decay,
+)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -129,11 +138,10 @@ def forward_kernel(
                 u_t_ = us[i].to(ACC)
                 B_t_ = tl.load(B + at * B_t + n, mask=n_ok, other=0.0).to(ACC)
                 a = tl.exp2(A2 * step[None, :])
-                if HAS_RESET:
-                    keep = tl.where((tl.load(reset + at) != 0) & inside, 0.0, 1.0).to(ACC)
-                    a = a * keep
-                    kept = kept * keep
-                h = a * h + (step * u_t_)[None, :] * B_t_[:, None]
+                begins = begins_at(reset, t, inside, HAS_RESET)
+                h = over_edge(a * h, begins, HAS_RESET) + (step * u_t_)[None, :] * B_t_[:, None]
+                if LOCAL:
+                    kept = over_edge(kept, begins, HAS_RESET)
                 total += step
                 if not LOCAL:
                     C_t_ = tl.load(C + at * C_t + n, mask=n_ok, other=0.0).to(ACC)
@@ -153,7 +161,9 @@ def forward_kernel(
     if LOCAL:
         edge = (batch * n_splits + split) * per_batch
         tl.store(h_out + edge + state, h, mask=ok)
-        tl.store(decay + edge + state, tl.exp2(A2 * total[None, :]) * kept[None, :], mask=ok)
+        tl.store(
+            decay + edge + state, times_decay(tl.exp2(A2 * total[None, :]), kept[None, :], HAS_RESET), mask=ok
+        )
     else:
         if split == n_splits - 1:
             tl.store(h_out + batch * per_batch + state, h, mask=ok)

@@ -181,7 +181,7 @@ def selective_scan_forward(
             ACC=common.tl_dtype(acc),
             num_warps=warps,
             num_stages=1,
-            maxnreg=_registers(registers, acc) if n <= 16 or n > 128 else None,
+            maxnreg=_registers(registers, acc) if n <= 16 or n > 128 or reset is not None else None,
         )
 
     with common.on_device(u):
@@ -189,7 +189,7 @@ def selective_scan_forward(
             local = torch.empty((batch, splits, d_state, d_inner), dtype=acc, device=u.device)
             decay = torch.empty_like(local)
             launch(None, local, decay)
-            h_in, _ = common.pass_states(local, decay, h_in, reverse=False)
+            h_in, _ = common.pass_states(local, decay, h_in, reset is not None, reverse=False)
         launch(h_in, final, None)
     return y, final.transpose(1, 2).contiguous(), checkpoints
 
@@ -298,7 +298,7 @@ def selective_scan_backward(
                 num_warps=warps_local,
                 **flags,
             )
-            carried, dinitial = common.pass_states(local, decay, c_in, reverse=True)
+            carried, dinitial = common.pass_states(local, decay, c_in, reset is not None, reverse=True)
         else:
             carried = empty(batch, 1, d_state, d_inner)
             carried.copy_(torch.zeros_like(carried) if c_in is None else c_in[:, None])

@@ -20,18 +20,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import LENGTHS, LOG2E, a_lane_each, sigmoid, softplus_slope
+from adjoint.kernels.triton.common import (
+    LENGTHS,
+    LOG2E,
+    a_lane_each,
+    begins_at,
+    over_edge,
+    sigmoid,
+    softplus_slope,
+    times_decay,
+)
 from adjoint.kernels.triton.selective_scan.backward import add_recent
 
 
 @triton.jit
 def _decay(step, reset, t, inside, d, d_ok, A2, d_inner, HAS_RESET: tl.constexpr, ACC: tl.constexpr):
-    """(d_t, a_t); outside: d = 0, so a = 1."""
+    """(d_t, a_t, whether a document begins at t); outside: d = 0, so a = 1."""
     step_ = tl.load(step + t * d_inner + d, mask=d_ok & inside, other=0.0).to(ACC)
-    a = tl.exp2(A2 * step_[None, :])
-    if HAS_RESET:
-        a = a * tl.where(tl.load(reset + t, mask=inside, other=0) != 0, 0.0, 1.0).to(ACC)
-    return step_, a
+    return step_, tl.exp2(A2 * step_[None, :]), begins_at(reset, t, inside, HAS_RESET)
 
 
 @triton.jit
@@ -70,10 +76,11 @@ def _include(
         z_ = tl.load(z + i * z_t + d, mask=d_ok & inside, other=0.0).to(ACC)
         g = g * z_ * sigmoid(z_)
     C_ = tl.load(C + i * C_t + n, mask=n_ok & inside, other=0.0).to(ACC)
-    _step, a = _decay(step, reset, i, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
-    product = tl.where(begins, 1.0, product * a)
+    _step, a, cut = _decay(step, reset, i, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+    product = over_edge(times_decay(a, product, HAS_RESET), cut, HAS_RESET)
+    product = tl.where(begins, 1.0, product)
     term = g[None, :] * C_[:, None] + tl.where(i == left - 1, last, 0.0)
-    return used, used + product * term, product
+    return used, used + times_decay(term, product, HAS_RESET), product
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -301,9 +308,10 @@ def backward_kernel(
         c = tl.load(carried + (edge * 2 + state), mask=ok & again, other=0.0)
         across = tl.load(carried + (edge * 2 + per_batch + state), mask=ok & again, other=0.0)
         if back == 0:
-            step_, across = _decay(
+            step_, across, cut = _decay(
                 step_s, reset_s, tokens, tokens < to_end, d, d_ok, A2, d_inner, HAS_RESET, ACC
             )
+            across = over_edge(across, cut, HAS_RESET)
         sum_A = tl.zeros((N, LANES), ACC)
         sum_D = tl.zeros((LANES,), ACC)
         sum_bias = tl.zeros((LANES,), ACC)
@@ -318,10 +326,10 @@ def backward_kernel(
             for k in range(0, STEPS):
                 t = group * STEPS + k
                 inside = t < tokens
-                step_, a = _decay(step_s, reset_s, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+                step_, a, cut = _decay(step_s, reset_s, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
                 x = step_ * tl.load(u_s + t * u_t + d, mask=d_ok & inside, other=0.0).to(ACC)
                 B_ = tl.load(B_s + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
-                h = a * h + x[None, :] * B_[:, None]
+                h = over_edge(a * h, cut, HAS_RESET) + x[None, :] * B_[:, None]
                 used, total, product = _include(
                     total,
                     product,
@@ -358,10 +366,10 @@ def backward_kernel(
             for k in tl.static_range(STEPS):
                 t = group * STEPS + k
                 inside = t < tokens
-                step_, a = _decay(step_s, reset_s, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+                step_, a, cut = _decay(step_s, reset_s, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
                 x = step_ * tl.load(u_s + t * u_t + d, mask=d_ok & inside, other=0.0).to(ACC)
                 B_ = tl.load(B_s + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
-                p = a * h
+                p = over_edge(a * h, cut, HAS_RESET)
                 h = p + x[None, :] * B_[:, None]
                 used, total, product = _include(
                     total,
@@ -396,7 +404,7 @@ def backward_kernel(
                 inside = (t < tokens) & (t >= low)
                 own = tl.where(inside & (t < to_halo), 1.0, 0.0).to(ACC)
                 m = d_ok & inside
-                step_, a = _decay(step_s, reset_s, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
+                step_, a, cut = _decay(step_s, reset_s, t, inside, d, d_ok, A2, d_inner, HAS_RESET, ACC)
                 u_ = tl.load(u_s + t * u_t + d, mask=m, other=0.0).to(ACC)
                 g = tl.load(dy_s + t * dy_t + d, mask=m, other=0.0).to(ACC)
                 B_ = tl.load(B_s + t * B_t + n, mask=n_ok & inside, other=0.0).to(ACC)
@@ -411,10 +419,10 @@ def backward_kernel(
                     tl.store(dz_s + t * d_inner + d, dz_, mask=m)
                     g = g * z_ * gate
                 suffix = g[None, :] * C_[:, None] + tl.where(inside & (t == to_end - 1), last, 0.0) + c
-                mu = (suffix + across * prefixes[STEPS - 1 - k]) * own
+                mu = (suffix + times_decay(prefixes[STEPS - 1 - k], across, HAS_RESET)) * own
                 begins = ((phase + t) % window == 0) & inside
-                c = tl.where(begins, 0.0, a * suffix)
-                across = tl.where(begins, a, across * a)
+                c = tl.where(begins, 0.0, over_edge(a * suffix, cut, HAS_RESET))
+                across = over_edge(tl.where(begins, a, across * a), cut, HAS_RESET)
                 g = g * own
                 place = t * N + n
                 tl.store(recent_B + place, tl.sum(mu * x[None, :], axis=1), mask=n_ok & inside)

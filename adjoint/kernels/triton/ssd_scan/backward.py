@@ -17,10 +17,15 @@ import triton.language as tl
 
 from adjoint.kernels.triton.common import LENGTHS, softplus_slope
 from adjoint.kernels.triton.ssd_scan.forward import (
+    add_by_document,
     chunk_resets,
+    of_pairs,
     pair_decay,
     rows,
+    rows_of,
     segments,
+    segments_after,
+    segments_before,
     state_tile,
     tile_sums,
 )
@@ -78,9 +83,9 @@ def read_kernel(
         reads = tl.dot(C_, tl.trans(h), reads, input_precision=PRECISION, out_dtype=ACC)
     k, sums = tile_sums(prefix + line + chunk * CHUNK, Q, CHUNK)
     decay = tl.load(prefix + line + t) + tl.sum(tl.where(k < tile, sums, 0.0), axis=0)
-    weight = tl.where(segments(segment, t, HAS_RESET, Q) == 0, tl.exp(decay), 0.0)
+    own = segments(segment, t, HAS_RESET, Q) == 0
     dy_ = rows(dy + batch * dy_b + head * dy_h, first, i, p, dy_t, seqlen, headdim, ACC)
-    tl.store(read + line + t, tl.sum(reads * dy_, axis=1) * weight)
+    tl.store(read + line + t, tl.where(own, tl.sum(reads * dy_, axis=1) * tl.exp(decay), 0.0))
     if tile == 0:
         kept = tl.zeros((P,), ACC)
         for block in range(0, (d_state + N - 1) // N):
@@ -88,7 +93,7 @@ def read_kernel(
             h = state_tile(h_in + state, p, n, headdim, d_state)
             kept += tl.sum(state_tile(g_out + state, p, n, headdim, d_state) * h, axis=1)
         whole = chunk_resets(segment, chunk, HAS_RESET, CHUNK) == 0
-        total = tl.where(whole, tl.exp(tl.sum(sums, axis=0)), 0.0) * tl.sum(kept, axis=0)
+        total = tl.where(whole, tl.exp(tl.sum(sums, axis=0)) * tl.sum(kept, axis=0), 0.0)
         tl.store(through + (batch * chunks + chunk) * nheads + head, total)
 
 
@@ -167,11 +172,12 @@ def input_grad_kernel(
         dxd = tl.dot(B_, tl.trans(g), dxd, input_precision=PRECISION, out_dtype=ACC)
     feeds = count_j == chunk_resets(segment, chunk, HAS_RESET, CHUNK)
     after = suffix_j + tl.sum(tl.where(k > col, sums, 0.0), axis=0)
-    dxd *= tl.where(feeds, tl.exp(after), 0.0)[:, None]
-    tl.store(fed + line + t, tl.sum(dxd * x_.to(ACC), axis=1) * step_j)
+    dxd = tl.where(feeds[:, None], dxd * tl.exp(after)[:, None], 0.0)
+    tl.store(fed + line + t, tl.where(feeds, tl.sum(dxd * x_.to(ACC), axis=1) * step_j, 0.0))
 
     last_tile = ((tl.minimum(seqlen - chunk * CHUNK, CHUNK) + Q - 1) // Q).to(tl.int32)
-    for row in range(col, last_tile):
+    open_ = segments_after(segment, first, HAS_RESET, Q)
+    for row in range(col + 1 if HAS_RESET else col, last_tile):
         i = chunk * CHUNK + row * Q + j
         count_i = segments(segment, i, HAS_RESET, Q)
         between = tl.sum(tl.where((k > col) & (k < row), sums, 0.0), axis=0)
@@ -181,8 +187,18 @@ def input_grad_kernel(
             edge = prefix_i
         scores = tl.load(gram + (row * Q + j)[:, None] * CHUNK)
         scores *= pair_decay(prefix_i, edge, row == col, between, count_i, count_j, j, j)
-        dy_ = rows(dy, chunk * CHUNK + row * Q, j, p, dy_t, seqlen, headdim, DOT)
+        scores = of_pairs(scores, row == col, count_i, count_j, j, j, HAS_RESET)
+        own = count_i == open_
+        dy_ = rows_of(dy, chunk * CHUNK + row * Q, j, p, dy_t, seqlen, headdim, own, HAS_RESET, DOT)
         dxd = tl.dot(tl.trans(scores.to(DOT)), dy_, dxd, input_precision=PRECISION, out_dtype=ACC)
+    if HAS_RESET:
+        dxd = tl.where((count_j == open_)[:, None], dxd, 0.0)
+        prefix_j = tl.load(prefix + line + t)
+        scores = tl.load(gram + (col * Q + j)[:, None] * CHUNK)
+        scores *= pair_decay(prefix_j, prefix_j, True, 0.0, count_j, count_j, j, j)
+        scores = tl.trans(of_pairs(scores, True, count_j, count_j, j, j, HAS_RESET).to(DOT))
+        dy_ = rows(dy, first, j, p, dy_t, seqlen, headdim, DOT)
+        dxd = add_by_document(dxd, scores, dy_, count_j, segment + first, Q, PRECISION, ACC)
     tl.store(direct + line + t, tl.sum(dxd * x_.to(ACC), axis=1))
 
     dx_ = dxd * step_j[:, None]
@@ -328,6 +344,7 @@ def pair_grad_kernel(
         place = (row * Q + q)[:, None] * CHUNK + (col * Q + q)[None, :]
         square = CHUNK * CHUNK
         grams = tl.load(gram + ((batch * chunks + chunk) * ngroups + group) * square + place)
+        grams = of_pairs(grams, col == row, count_i, count_j, q, q, HAS_RESET)
         out = tl.zeros((Q, Q), ACC)
         head_0 = group * heads_a_group + share * heads_each
         for head in range(head_0, tl.minimum(head_0 + heads_each, (group + 1) * heads_a_group)):
@@ -347,15 +364,16 @@ def pair_grad_kernel(
             prefix_i = tl.load(prefix + line + i)
             part *= pair_decay(prefix_i, edge, col == row, between, count_i, count_j, q, q)
             part *= tl.load(step + line + j)[None, :]
+            part = of_pairs(part, col == row, count_i, count_j, q, q, HAS_RESET)
             out += part
-            pairs = part * grams
+            products = part * grams
             if col == row:
-                before = tl.cumsum(tl.where(q[:, None] > q[None, :], pairs, 0.0), axis=1)
+                before = tl.cumsum(tl.where(q[:, None] > q[None, :], products, 0.0), axis=1)
                 crossing = tl.sum(tl.where(q[:, None] > q[None, :], before, 0.0), axis=0)
                 tl.store(inside + line + j, crossing)
             else:
-                tl.store(by_output + line * TILES + col * (chunks * CHUNK) + i, tl.sum(pairs, axis=1))
-                tl.store(by_input + line * TILES + row * (chunks * CHUNK) + j, tl.sum(pairs, axis=0))
+                tl.store(by_output + line * TILES + col * (chunks * CHUNK) + i, tl.sum(products, axis=1))
+                tl.store(by_input + line * TILES + row * (chunks * CHUNK) + j, tl.sum(products, axis=0))
         tl.store(
             dgram + (((batch * shares + share) * chunks + chunk) * ngroups + group) * square + place, out
         )
@@ -430,15 +448,30 @@ def group_grad_kernel(
     dgram += (((batch * shares + share) * chunks + chunk) * ngroups + group) * (CHUNK * CHUNK)
     other += batch * other_b + group * other_g
     if OF_B:
+        open_ = segments_after(segment, first, HAS_RESET, Q)
+        total = tl.where((count == all_resets)[:, None], total, 0.0)
         last_tile = ((tl.minimum(seqlen - chunk * CHUNK, CHUNK) + Q - 1) // Q).to(tl.int32)
-        for row in range(tile, last_tile):
+        for row in range(tile + 1 if HAS_RESET else tile, last_tile):
             scores = tl.load(dgram + (row * Q + q)[:, None] * CHUNK + (tile * Q + q)[None, :]).to(DOT)
-            C_ = rows(other, chunk * CHUNK + row * Q, q, n, other_t, seqlen, d_state, DOT)
+            at = chunk * CHUNK + row * Q
+            own = segments(segment, at + q, HAS_RESET, Q) == open_
+            C_ = rows_of(other, at, q, n, other_t, seqlen, d_state, own, HAS_RESET, DOT)
             total = tl.dot(tl.trans(scores), C_, total, input_precision=PRECISION, out_dtype=ACC)
     else:
-        for col in range(0, tile + 1):
+        open_ = segments_before(segment, first, tile, HAS_RESET)
+        total = tl.where((count == 0)[:, None], total, 0.0)
+        for col in range(0, tile if HAS_RESET else tile + 1):
             scores = tl.load(dgram + (tile * Q + q)[:, None] * CHUNK + (col * Q + q)[None, :]).to(DOT)
-            B_ = rows(other, chunk * CHUNK + col * Q, q, n, other_t, seqlen, d_state, DOT)
+            at = chunk * CHUNK + col * Q
+            own = segments(segment, at + q, HAS_RESET, Q) == open_
+            B_ = rows_of(other, at, q, n, other_t, seqlen, d_state, own, HAS_RESET, DOT)
             total = tl.dot(scores, B_, total, input_precision=PRECISION, out_dtype=ACC)
+    if HAS_RESET:
+        total = tl.where((count == open_)[:, None], total, 0.0)
+        scores = tl.load(dgram + (tile * Q + q)[:, None] * CHUNK + (tile * Q + q)[None, :]).to(DOT)
+        if OF_B:
+            scores = tl.trans(scores)
+        own_rows = rows(other, first, q, n, other_t, seqlen, d_state, DOT)
+        total = add_by_document(total, scores, own_rows, count, segment + first, Q, PRECISION, ACC)
     at = (((batch * shares + share) * seqlen + t[:, None]) * ngroups + group) * d_state + n[None, :]
     tl.store(out + at, total, mask=(t < seqlen)[:, None] & (n < d_state)[None, :])

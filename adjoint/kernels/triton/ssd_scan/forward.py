@@ -12,6 +12,10 @@ Every S is put together from sums inside the tiles of its two ends and whole til
 one sign, so that its error is a fraction of itself. The difference of two running sums over a long chunk
 would put the rounding of the whole chunk's decay on neighbouring tokens.
 
+Of several documents in a row none gets what another one has, NaN or infinite as it may be: in a product that
+sums over tokens, weights of 0 are not enough. What crosses a tile's edge is one document's: tokens of others
+are read as 0, and what others would get is dropped. A tile with itself takes a product for each document.
+
 C_i . B_j is the same for all heads of a group: ``gram_kernel`` writes it once, (batch, chunks, ngroups,
 CHUNK, CHUNK), of which the tiles on and under the diagonal are written and read.
 """
@@ -26,11 +30,19 @@ import triton.language as tl
 from adjoint.kernels.triton.common import LENGTHS, log1p_exp
 
 
+@triton.jit
+def _add_in_document(a, begun_a, b, begun_b):
+    """Of sums that begin anew with each document: the sum of two neighbouring runs, and whether a document
+    begins in it."""
+    return tl.where(begun_b != 0, b, a + b), begun_a | begun_b
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def step_kernel(
     dt,
     A,
     bias,
+    segment,
     step,
     prefix,
     suffix,
@@ -39,13 +51,15 @@ def step_kernel(
     dt_b,
     dt_t,
     HAS_BIAS: tl.constexpr,
+    HAS_RESET: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     Q: tl.constexpr,
     HEADS: tl.constexpr,
     ACC: tl.constexpr,
 ):
     """step = softplus(dt + bias), 0 beyond the end; and, of step * A inside each tile, the sum up to and with
-    a token (prefix) and the sum after it (suffix): (batch, nheads, tiles * Q) each."""
+    a token (prefix) and the sum after it (suffix): (batch, nheads, tiles * Q) each. The prefix is that of
+    the token's document."""
     tile, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     j = tl.arange(0, Q)
     t = tile * Q + j
@@ -61,7 +75,14 @@ def step_kernel(
     decay = x * tl.load(A + head, mask=head < nheads, other=0.0).to(ACC)[None, :]
     out = (batch * nheads + head[None, :]) * (tl.num_programs(0).to(tl.int64) * Q) + t[:, None]
     tl.store(step + out, x, mask=h_ok)
-    tl.store(prefix + out, tl.cumsum(decay, axis=0), mask=h_ok)
+    if HAS_RESET:
+        segment += (batch * tl.num_programs(0) + tile) * Q
+        begins = tl.load(segment + j) != tl.load(segment + j - 1, mask=j > 0, other=0)
+        begins = ((begins & (j > 0))[:, None] & (head >= 0)[None, :]).to(tl.int32)
+        sums, begins = tl.associative_scan((decay, begins), 0, _add_in_document)
+        tl.store(prefix + out, sums, mask=h_ok)
+    else:
+        tl.store(prefix + out, tl.cumsum(decay, axis=0), mask=h_ok)
     # the sum from a token on is the sum after the one before it
     tl.store(suffix + out - 1, tl.cumsum(decay, axis=0, reverse=True), mask=h_ok & (j > 0)[:, None])
     tl.store(suffix + out, tl.zeros((Q, HEADS), ACC), mask=h_ok & (j == Q - 1)[:, None])
@@ -93,11 +114,51 @@ def chunk_resets(segment, chunk, HAS_RESET: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def segments_before(segment, first, tile, HAS_RESET: tl.constexpr):
+    """The number of resets in the chunk before a tile, whose first token is ``first``."""
+    if HAS_RESET:
+        return tl.load(segment + first - 1, mask=tile > 0, other=0)
+    else:
+        return 0
+
+
+@triton.jit
+def segments_after(segment, first, HAS_RESET: tl.constexpr, Q: tl.constexpr):
+    """The number of resets in the chunk up to a tile's end."""
+    if HAS_RESET:
+        return tl.load(segment + first + (Q - 1))
+    else:
+        return 0
+
+
+@triton.jit
 def rows(pointer, first, j, i, stride, seqlen, size, DOT: tl.constexpr):
     """The tile of tokens first + j, in the matrix products' dtype, zero outside. Offsets in it fit 32
     bits."""
     ok = (j < seqlen - first)[:, None] & (i < size)[None, :]
     return tl.load(pointer + first * stride + (j[:, None] * stride + i[None, :]), mask=ok, other=0.0).to(DOT)
+
+
+@triton.jit
+def rows_of(pointer, first, j, i, stride, seqlen, size, own, HAS_RESET: tl.constexpr, DOT: tl.constexpr):
+    """`rows`, zero also where ``own`` is false: in other documents."""
+    ok = (j < seqlen - first)[:, None] & (i < size)[None, :]
+    if HAS_RESET:
+        ok = ok & own[:, None]
+    return tl.load(pointer + first * stride + (j[:, None] * stride + i[None, :]), mask=ok, other=0.0).to(DOT)
+
+
+@triton.jit
+def add_by_document(
+    out, scores, values, count, segment, Q: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr
+):
+    """out + scores @ values in a tile with itself, a product for each document in it. ``segment``: the tile's
+    first token's."""
+    for document in range(tl.load(segment), tl.load(segment + (Q - 1)) + 1):
+        own = (count == document)[:, None]
+        part = tl.dot(scores, tl.where(own, values, 0.0), input_precision=PRECISION, out_dtype=ACC)
+        out += tl.where(own, part, 0.0)
+    return out
 
 
 @triton.jit
@@ -115,8 +176,23 @@ def pair_decay(row, col, same, between, count_i, count_j, i, j):
     suffix of j's, and ``between`` the sum over the tiles between them.
     """
     exponent = tl.where(same, row[:, None] - col[None, :], row[:, None] + col[None, :] + between)
-    pair = (count_i[:, None] == count_j[None, :]) & (tl.where(same, i[:, None] - j[None, :], 0) >= 0)
+    pair = pairs(same, count_i, count_j, i, j)
     return tl.exp(tl.where(pair, exponent, float("-inf")))
+
+
+@triton.jit
+def pairs(same, count_i, count_j, i, j):
+    """Which outputs i (rows) take of which inputs j (columns): those of their document up to their own."""
+    return (count_i[:, None] == count_j[None, :]) & (tl.where(same, i[:, None] - j[None, :], 0) >= 0)
+
+
+@triton.jit
+def of_pairs(x, same, count_i, count_j, i, j, HAS_RESET: tl.constexpr):
+    """``x``, which is 0 but for pairs or NaN or infinite."""
+    if HAS_RESET:
+        return tl.where(pairs(same, count_i, count_j, i, j), x, 0.0)
+    else:
+        return x
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -169,14 +245,20 @@ def chunk_state_kernel(
         t = first + j
         count = segments(segment, t, HAS_RESET, Q)
         if REVERSE:
+            own = count == 0
             before = tl.sum(tl.where(k < tile, sums, 0.0), axis=0)
-            weight = tl.where(count == 0, tl.exp(tl.load(prefix + line + t) + before), 0.0)
+            weight = tl.where(own, tl.exp(tl.load(prefix + line + t) + before), 0.0)
         else:
+            own = count == all_resets
             after = tl.sum(tl.where(k > tile, sums, 0.0), axis=0)
-            weight = tl.where(count == all_resets, tl.exp(tl.load(suffix + line + t) + after), 0.0)
-            weight *= tl.load(step + line + t)
-        scaled = (rows(x, first, j, p, x_t, seqlen, headdim, ACC) * weight[:, None]).to(DOT)
-        B_ = rows(B, first, j, n, B_t, seqlen, d_state, DOT)
+            weight = tl.where(own, tl.exp(tl.load(suffix + line + t) + after), 0.0)
+            if HAS_RESET:
+                weight *= tl.load(step + line + t, mask=own, other=0.0)
+            else:
+                weight *= tl.load(step + line + t)
+        x_ = rows_of(x, first, j, p, x_t, seqlen, headdim, own, HAS_RESET, ACC)
+        scaled = (x_ * weight[:, None]).to(DOT)
+        B_ = rows_of(B, first, j, n, B_t, seqlen, d_state, own, HAS_RESET, DOT)
         out = tl.dot(tl.trans(scaled), B_, out, input_precision=PRECISION, out_dtype=ACC)
     state = ((batch * chunks + chunk) * nheads + head) * (headdim * d_state)
     ok = (p < headdim)[:, None] & (n < d_state)[None, :]
@@ -284,8 +366,10 @@ def output_kernel(
     k, sums = tile_sums(prefix + line + chunk * CHUNK, Q, CHUNK)
     prefix_i = tl.load(prefix + line + t)
     before = tl.sum(tl.where(k < row, sums, 0.0), axis=0)
-    out *= tl.where(count_i == 0, tl.exp(prefix_i + before), 0.0)[:, None]
-    for col in range(0, row + 1):
+    out = tl.where((count_i == 0)[:, None], out * tl.exp(prefix_i + before)[:, None], 0.0)
+    # of the documents in earlier tiles this tile has the last one
+    open_ = segments_before(segment, first, row, HAS_RESET)
+    for col in range(0, row if HAS_RESET else row + 1):
         first_j = chunk * CHUNK + col * Q
         j = first_j + i
         count_j = segments(segment, j, HAS_RESET, Q)
@@ -297,8 +381,17 @@ def output_kernel(
         scores = tl.load(gram + (row * Q + i)[:, None] * CHUNK + (col * Q + i)[None, :])
         scores *= pair_decay(prefix_i, edge, col == row, between, count_i, count_j, i, i)
         scores *= tl.load(step + line + j)[None, :]
-        x_ = rows(x, first_j, i, p, x_t, seqlen, headdim, DOT)
+        scores = of_pairs(scores, col == row, count_i, count_j, i, i, HAS_RESET)
+        x_ = rows_of(x, first_j, i, p, x_t, seqlen, headdim, count_j == open_, HAS_RESET, DOT)
         out = tl.dot(scores.to(DOT), x_, out, input_precision=PRECISION, out_dtype=ACC)
+    if HAS_RESET:
+        out = tl.where((count_i == open_)[:, None], out, 0.0)
+        scores = tl.load(gram + (row * Q + i)[:, None] * CHUNK + (row * Q + i)[None, :])
+        scores *= pair_decay(prefix_i, prefix_i, True, 0.0, count_i, count_i, i, i)
+        scores *= tl.load(step + line + t)[None, :]
+        scores = of_pairs(scores, True, count_i, count_i, i, i, HAS_RESET)
+        x_ = rows(x, first, i, p, x_t, seqlen, headdim, DOT)
+        out = add_by_document(out, scores.to(DOT), x_, count_i, segment + first, Q, PRECISION, ACC)
     if HAS_D:
         out += tl.load(D + head).to(ACC) * rows(x, first, i, p, x_t, seqlen, headdim, ACC)
     ok = (t < seqlen)[:, None] & (p < headdim)[None, :]

@@ -5,8 +5,9 @@ its chunk's entry; the backward is its mirror image, with the state's cotangent 
 the first. So the sequence is always split over programs, whatever batch and heads are. Products take the
 inputs' 16-bit dtype (float32 inputs: three-fold TF32, as exact as float32), sums and states are float32. A
 window or halo takes the selective scan's windowed kernel, head channels side by side: exact, linear in time,
-without tensor cores. Nothing depends on values, all sums have a fixed order, and nothing waits for the device
-but the first call of a size on a GPU, which measures how deep its loops are pipelined.
+without tensor cores. Nothing depends on values (only a tile takes one more product for each document that
+begins in it), all sums have a fixed order, and nothing waits for the device but the first call of a size on a
+GPU, which measures how deep its loops are pipelined.
 
 Proven under the interpreter and by compilation (no kernel spills for sm_80 and sm_90); not measured on a GPU:
 the chunk lengths, tile sizes and warps below are reasoned, not tuned. Longer chunks write fewer states, which
@@ -133,21 +134,33 @@ class _Steps:
         padded = self.chunks * tile["CHUNK"]
         self.step = torch.empty((batch, nheads, padded), dtype=acc, device=dt.device)
         self.prefix, self.suffix = torch.empty_like(self.step), torch.empty_like(self.step)
+        self.segment = None
+        if reset is not None:
+            begins = torch.nn.functional.pad(reset.to(torch.int32), (0, padded - seqlen))
+            counts = begins.view(batch, self.chunks, -1).cumsum(-1, dtype=torch.int32)
+            self.segment = counts.view(batch, padded)
         grid = (padded // tile["Q"], triton.cdiv(nheads, STEP_HEADS), batch)
         forward.step_kernel[grid](
-            *(dt, A, dt_bias, self.step, self.prefix, self.suffix, seqlen, nheads, *dt.stride()[:2]),
+            *(
+                dt,
+                A,
+                dt_bias,
+                self.segment,
+                self.step,
+                self.prefix,
+                self.suffix,
+                seqlen,
+                nheads,
+                *dt.stride()[:2],
+            ),
             HAS_BIAS=dt_bias is not None,
+            HAS_RESET=reset is not None,
             SOFTPLUS=dt_softplus,
             Q=tile["Q"],
             HEADS=STEP_HEADS,
             ACC=tile["ACC"],
             num_warps=4,
         )
-        self.segment = None
-        if reset is not None:
-            begins = torch.nn.functional.pad(reset.to(torch.int32), (0, padded - seqlen))
-            counts = begins.view(batch, self.chunks, -1).cumsum(-1, dtype=torch.int32)
-            self.segment = counts.view(batch, padded)
 
 
 def _gram(B, C, chunks, tile, acc):
@@ -209,7 +222,7 @@ def ssd_scan_forward(
             **outer,
         )
         init = None if initial_state is None else initial_state.to(acc)
-        incoming, final = common.pass_states(local, decay, init, reverse=False)
+        incoming, final = common.pass_states(local, decay, init, reset is not None, reverse=False)
         gram = _gram(B, C, chunks, inner, acc)
         _launch(
             forward.output_kernel,
@@ -287,7 +300,7 @@ def ssd_scan_backward(
             **outer,
         )
         last = None if dfinal_state is None else dfinal_state.to(acc)
-        g_out, dinitial = common.pass_states(local, decay, last, reverse=True)
+        g_out, dinitial = common.pass_states(local, decay, last, reset is not None, reverse=True)
         _launch(
             backward.read_kernel,
             (chunks * tiles, nheads, batch),
