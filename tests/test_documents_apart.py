@@ -120,3 +120,14 @@ def test_a_document_without_a_loss_changes_no_gradient_of_others(variant: str, m
         embedded[name] = model.embedding.weight.grad[:8].clone()
     assert embedded["clean"].norm() > 0
     torch.testing.assert_close(embedded["poisoned"], embedded["clean"], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("seqlen", [1, 2, 3])
+def test_documents_in_fewer_tokens_than_the_convolution_has_taps(seqlen: int) -> None:
+    """Each token a document of its own: it sees its own input, and the first the state too."""
+    x, weight, bias, state = (t.detach() for t in TENSORS["causal_conv1d"](seqlen))
+    expected = bias + weight[:, -1] * x
+    expected[:, 0] += (weight[:, :-1] * state).sum(-1)
+    numbers = torch.arange(seqlen).expand(2, -1)
+    (got,) = run("causal_conv1d", [x, weight, bias, state], seq_idx=numbers, backend="reference")[:1]
+    torch.testing.assert_close(got, torch.nn.functional.silu(expected))

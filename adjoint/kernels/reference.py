@@ -451,7 +451,9 @@ def _taps(x: Tensor, width: int, initial_state: Tensor | None, reset: Tensor | N
         tap = padded[:, j : j + seqlen]
         apart = None
         if starts is not None and lag:
-            earlier = torch.cat([starts.new_zeros(batch, min(lag, seqlen)), starts[:, : seqlen - lag]], dim=1)
+            earlier = torch.cat(
+                [starts.new_zeros(batch, min(lag, seqlen)), starts[:, : max(seqlen - lag, 0)]], dim=1
+            )
             apart = earlier != starts[:, :seqlen]
             tap = _cut(tap, apart)
         yield j, tap, apart
