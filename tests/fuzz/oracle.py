@@ -39,17 +39,19 @@ def same(
     Args:
         each: None asks for the total alone. floor: what rounding may leave of any tensor, relative to all.
     """
-    absent = {name for name in {*got, *expected} if (got.get(name) is None) != (expected.get(name) is None)}
-    if absent:
-        raise Deviation(f"in one only: {', '.join(sorted(absent)[:4])}")
-    names = [name for name, tensor in expected.items() if tensor is not None]
-    for name in names:
-        if got[name].shape != expected[name].shape:
-            raise Deviation(f"{name}: shape {tuple(got[name].shape)}, not {tuple(expected[name].shape)}")
-    sizes = {name: expected[name].double().norm().item() for name in names}
+    sizes = {name: t.double().norm().item() for name, t in expected.items() if t is not None}
     whole = math.hypot(*sizes.values())
     if not math.isfinite(whole):
         raise Vacuous("the reference is not finite")
+    rest = {name: t.double().norm().item() for name, t in got.items() if t is not None and name not in sizes}
+    rest |= {name: size for name, size in sizes.items() if got.get(name) is None}
+    # one may have zeros where the other has no path at all
+    if found := [name for name in sorted(rest) if not rest[name] <= floor * whole]:
+        raise Deviation(f"in one only: {', '.join(found[:4])}")
+    names = [name for name in sizes if name not in rest]
+    for name in names:
+        if got[name].shape != expected[name].shape:
+            raise Deviation(f"{name}: shape {tuple(got[name].shape)}, not {tuple(expected[name].shape)}")
     apart = {name: distance(got[name], expected[name]) for name in names}
     if not math.hypot(*apart.values()) <= total * whole:
         worst = max(names, key=lambda name: apart[name] if apart[name] == apart[name] else math.inf)
@@ -137,7 +139,7 @@ class Local:
 
 
 def _block(block: Any, y: Tensor, state: Any, window: int | None, seq_idx: Any) -> tuple[Tensor, Any]:
-    if window is None:
+    if window is None or window >= y.shape[1]:
         return block(y, state, seq_idx)
     inputs, tail = block.mixer.scan_inputs(block.norm(y), state[0], seq_idx)
     scanned, h = block.mixer.scan(inputs, state[-1], window, seq_idx=seq_idx)
