@@ -851,3 +851,20 @@ def test_a_setting_that_changes_at_every_call_is_named() -> None:
         model(**short)
     with pytest.warns(UserWarning, match="backbone: count was changed, as something is at every call"):
         model(**short)
+
+
+def test_a_folder_that_lacks_weights_is_refused(tmp_path: Any) -> None:
+    """transformers leaves what is missing at random, with a warning among others."""
+    from safetensors.torch import load_file, save_file
+
+    from adjoint.hf.load import load
+
+    make("LlamaForCausalLM", torch.float32).save_pretrained(tmp_path)
+    load(str(tmp_path), adjoint.Exact())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"1 weights of LlamaForCausalLM are not there.*layers\.1\.mlp\.up_proj"
+    ):
+        load(str(tmp_path), adjoint.Exact())
