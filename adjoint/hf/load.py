@@ -51,7 +51,7 @@ def load(directory: str, method: Any) -> Any:
     """The model of a folder, in float32, wrapped.
 
     Raises:
-        UserError: it is no causal LM that transformers knows, lacks some of its weights, or cannot be wrapped.
+        UserError: it is no causal LM that transformers knows, lacks weights, or cannot be wrapped.
     """
     from transformers import AutoModelForCausalLM
 
@@ -62,8 +62,8 @@ def load(directory: str, method: Any) -> Any:
         # which transformers would leave at random
         if lacking := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
             raise UserError(
-                f"{KEY}: {directory}: {len(lacking)} weights of {type(model).__name__} are not there or of another "
-                f"shape, such as {lacking[0]}; name a folder that save_pretrained of the whole model wrote"
+                f"{KEY}: {directory}: {len(lacking)} weights of {type(model).__name__} are not there or of "
+                f"another shape, such as {lacking[0]}; name a folder that save_pretrained of the whole model wrote"
             )
         return wrap(model, method)
     except UserError:
