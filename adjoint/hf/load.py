@@ -63,7 +63,7 @@ def load(directory: str, method: Any) -> Any:
         if lacking := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
             raise UserError(
                 f"{KEY}: {directory}: {len(lacking)} weights of {type(model).__name__} are not there or of "
-                f"another shape, such as {lacking[0]}; name a folder that save_pretrained of the whole model wrote"
+                f"another shape, such as {lacking[0]}; name a folder that save_pretrained wrote of it"
             )
         return wrap(model, method)
     except UserError:
