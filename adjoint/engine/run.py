@@ -26,6 +26,7 @@ Pending = Callable[[], Tensor]  # waits for a message and gives it
 # operations whose order is not fixed, of which a GPU has more. What a mask of dropout changes is larger.
 AGAIN = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 AGAIN_CUDA = 10  # times as much
+LEAST = 0.1  # a token's loss that the change is related to
 
 
 class Changed(RuntimeError):
@@ -188,7 +189,10 @@ class Worker:
         first, second = (torch.stack([of[c] for c in again]).double() for of in (self.losses, again))
         enabled, dtype = self.autocast
         limit = AGAIN[dtype if enabled else self.narrow] * (AGAIN_CUDA if first.is_cuda else 1)
-        off = ((second - first).abs() > limit * first.abs()).tolist()  # not of what is nan
+        # of a sequence learnt by heart the loss is little but rounding itself
+        least = [LEAST * self.batch * self.grid.tokens(c) for c in again]
+        size = torch.maximum(first.abs(), first.new_tensor(least))
+        off = ((second - first).abs() > limit * size).tolist()  # not of what is nan
         for c, was, now, differs in zip(again, first.tolist(), second.tolist(), off, strict=True):
             if differs:
                 start, stop = self.grid.cuts[c : c + 2]
