@@ -217,6 +217,19 @@ def test_a_change_that_is_refused(what: str) -> None:
             model(**BATCH)
 
 
+def test_cached_parametrizations_are_refused() -> None:
+    """Their weights would be one chunk's in all others."""
+    model = make("LlamaForCausalLM")
+    weight_normed(model)
+    model = wrapped(model.double())
+    with (
+        nn.utils.parametrize.cached(),
+        pytest.raises(ValueError, match=r"parametrize\.cached\(\) keeps weights"),
+    ):
+        run(model)
+    run(model)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_evaluation_is_checked_too(name: str) -> None:
     for frozen in (False, True):
