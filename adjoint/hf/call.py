@@ -18,8 +18,9 @@ from adjoint.loss import IGNORE_INDEX, count_valid, shift_labels
 CACHES = ("past_key_values", "cache_params")
 MORE = (*CACHES, "use_cache", "output_attentions", "output_hidden_states")
 DOCUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-KNOWN = {"input_ids", "attention_mask", "return_dict", *DOCUMENTS}
-KNOWN_WITH_LABELS = {*KNOWN, "labels", "shift_labels", "num_items_in_batch"}
+# A causal LM called without labels hands on to its backbone what is its loss's.
+KNOWN = {"input_ids", "attention_mask", "return_dict", "num_items_in_batch", *DOCUMENTS}
+KNOWN_WITH_LABELS = {*KNOWN, "labels", "shift_labels"}
 # Inputs with a value a token, which a backbone may take beside ids.
 TOKEN_WISE = ("token_type_ids",)
 
