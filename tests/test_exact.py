@@ -21,9 +21,10 @@ from model_helpers import (
     make_model,
     relative,
 )
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adjoint import Backprop, Exact, StackConfig
+from adjoint import Backprop, Exact, LayerLocal, StackConfig, Truncated
 from adjoint.cluster import count
 from adjoint.engine import budget
 from adjoint.engine.autograd import steps_of
@@ -282,6 +283,22 @@ def test_parameters_changed_before_the_backward_are_noticed(keep: str, seqlen: i
             model.get_parameter(name).mul_(1.01)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize(
+    "method", [Exact(chunk_size=8), Truncated(4, chunk_size=4), LayerLocal(chunk_size=8)]
+)
+def test_parameters_of_functional_call(method: Any) -> None:
+    """They are others than the model's own, and gone by the backward."""
+    model, ids = make_model("mamba"), make_ids(2, 20)
+    others = {name: p * 1.1 for name, p in model.named_parameters()}
+    functional_call(model, others, (ids,), {"labels": ids, "method": method}).loss.backward()
+    got = current_gradients(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+    expected = gradients(model, ids, ids, method)[1]
+    assert_same(got, {name: 1.1 * gradient for name, gradient in expected.items()})
 
 
 def test_second_derivatives_are_refused() -> None:

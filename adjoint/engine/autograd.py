@@ -3,6 +3,7 @@ loss."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -19,6 +20,7 @@ from adjoint.engine.program import Action, Owners, Run, plan
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import Stage, check_windows, stage_states, stages_of
 from adjoint.engine.tile import Gradients
+from adjoint.engine.weights import Tensors
 from adjoint.kernels.checks import differentiable_once
 from adjoint.layers import State
 from adjoint.stack import Result, Stack
@@ -74,18 +76,10 @@ def steps_of(
     weight, initial = model.embedding.weight, stage_states(model, states)
     parameters: list[Tensor] = list(model.parameters())
     stages: list[Any] = stages_of(model, scheme.recompute)
-    return Steps(
-        stages,
-        input_ids,
-        targets,
-        valid,
-        initial,
-        scheme,
-        parameters,
-        weight.shape[1],
-        weight.dtype,
-        seq_idx,
-    )
+    given = stages, input_ids, targets, valid, initial, scheme, parameters
+    steps = Steps(*given, weight.shape[1], weight.dtype, seq_idx)
+    steps.tensors = Tensors(model)
+    return steps
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -139,6 +133,7 @@ class Steps:
 
     Attributes:
         inputs: what chunks are made of, and read again in the backward.
+        tensors: the model's in their places, which a caller may have changed for the forward alone.
     """
 
     def __init__(
@@ -159,6 +154,7 @@ class Steps:
         self.inputs = [t for t in (ids, targets, seq_idx) if t is not None]
         self.initial = [s for state in initial for s in state]
         self.follows = torch.is_grad_enabled() and any(t.requires_grad for t in (*parameters, *self.initial))
+        self.tensors: Tensors | None = None
         self.windows: list[int] | None = None  # of each layer, once they are picked
         self.stateful = [stage.stateful for stage in stages]
         self.reach, self.seqlen = max(stage.reach for stage in stages), ids.shape[1]
@@ -267,8 +263,10 @@ class Steps:
         worker.d_final = _grouped(worker.initial, d_final)
         worker.d_initial = [(None,) * len(state) for state in worker.initial]
         kept = {key: value for key, value in worker.store.items() if key[0] != "tape"}
+        places = contextlib.nullcontext() if self.tensors is None else self.tensors.replaced({})
         try:
-            worker.run(self.later)
+            with places:
+                worker.run(self.later)
             return worker.gradients, [d for state in worker.d_initial for d in state]
         finally:  # may be gone through again, after an interrupt too
             worker.gradients = Gradients()

@@ -6,8 +6,9 @@ tile, and each gradient is written in the narrow dtype, widened and then added."
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -85,3 +86,33 @@ class _Linear(torch.autograd.Function):
         dx = (dy @ cast).to(dtype) if ctx.needs_input_grad[0] else None
         d_bias = rows.sum(0, dtype=bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, None, d_bias, None
+
+
+class Tensors:
+    """Where a model's parameters and buffers lie, and which lie there now. A module, or a tensor, may stand
+    under several names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.places: list[tuple[dict[str, Any], str, Tensor]] = [
+            (tensors, name, tensor)
+            for module in model.modules()
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+
+    @contextlib.contextmanager
+    def replaced(self, others: dict[Tensor, Tensor]) -> Iterator[None]:
+        """Meanwhile each lies in its place again, or what `others` has for it."""
+        before = []
+        try:
+            for tensors, name, tensor in self.places:
+                wanted, there = others.get(tensor, tensor), tensors.get(name)
+                if there is not wanted:
+                    before.append((tensors, name, there, wanted))
+                    tensors[name] = wanted
+            yield
+        finally:
+            for tensors, name, was, wanted in before:
+                if tensors.get(name) is wanted:  # else the model itself has put another there
+                    tensors[name] = was

@@ -18,11 +18,12 @@ from adjoint.engine.autograd import Steps
 from adjoint.engine.first_use import COARSE, SHARE, TOLERANCES
 from adjoint.engine.grid import Scheme
 from adjoint.engine.run import Changed
+from adjoint.engine.weights import Tensors
 from adjoint.hf.check import Refused, as_refusal, refuse
 from adjoint.hf.head import head_scale
 from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of
 from adjoint.hf.noise import Noise
-from adjoint.hf.snapshot import HOOKS, Tensors, holders, settings
+from adjoint.hf.snapshot import HOOKS, holders, settings
 from adjoint.hf.stage import Backbone, CausalLM, Collect, probe, whole_model
 from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.memory import memory_left

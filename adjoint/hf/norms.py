@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from adjoint.hf.snapshot import Remembered, Tensors
+from adjoint.engine.weights import Tensors
+from adjoint.hf.snapshot import Remembered
 from adjoint.kernels.gated import gated
 from adjoint.kernels.rms_norm import rms_norm
 

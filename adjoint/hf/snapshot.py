@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from adjoint.engine.weights import Tensors
 from adjoint.hf.layers import class_of
 
 T = TypeVar("T")
@@ -251,33 +252,3 @@ def _put(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
     else:
         entries[attribute] = value
     return functools.partial(_put, holder, attribute, was)
-
-
-class Tensors:
-    """Where a model's parameters and buffers lie, and which lie there now. A module, or a tensor, may stand
-    under several names."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.places: list[tuple[dict[str, Any], str, Tensor]] = [
-            (tensors, name, tensor)
-            for module in model.modules()
-            for tensors in (module._parameters, module._buffers)
-            for name, tensor in tensors.items()
-            if tensor is not None
-        ]
-
-    @contextlib.contextmanager
-    def replaced(self, others: dict[Tensor, Tensor]) -> Iterator[None]:
-        """Meanwhile each lies in its place again, or what `others` has for it."""
-        before = []
-        try:
-            for tensors, name, tensor in self.places:
-                wanted, there = others.get(tensor, tensor), tensors.get(name)
-                if there is not wanted:
-                    before.append((tensors, name, there, wanted))
-                    tensors[name] = wanted
-            yield
-        finally:
-            for tensors, name, was, wanted in before:
-                if tensors.get(name) is wanted:  # else the model itself has put another there
-                    tensors[name] = was

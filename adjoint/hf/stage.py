@@ -15,11 +15,11 @@ from adjoint.engine import tile
 from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import Chunk
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
+from adjoint.engine.weights import Tensors
 from adjoint.hf import attention, head, mlps, norms, scans
 from adjoint.hf.cache import ChunkCache, Slot, zeros
 from adjoint.hf.layers import backbone_of, class_of, layers_of, rebound, replaced
 from adjoint.hf.noise import Noise
-from adjoint.hf.snapshot import Tensors
 from adjoint.layers import State
 
 
