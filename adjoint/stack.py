@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.documents import document_numbers
 from adjoint.errors import UserError
+from adjoint.kernels.checks import is_untouched
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.norm import RMSNorm
@@ -171,7 +172,18 @@ class Stack(nn.Module):
 
     def head_loss(self, y: Tensor, targets: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
         """Summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen); by other
-        `head_parameters` on request."""
+        `head_parameters` on request.
+
+        Raises:
+            ValueError: lm_head or norm_f is more than its weight.
+        """
+        if not is_untouched(self.lm_head, nn.Linear) or self.lm_head.bias is not None:
+            raise ValueError(
+                "the loss is made of lm_head's weight, slice by slice: lm_head must be an nn.Linear without "
+                f"bias, hooks or parametrization; got {type(self.lm_head).__name__}"
+            )
+        if [name for name, _ in self.norm_f.named_parameters()] != ["weight"]:
+            raise ValueError(f"norm_f must have a weight and no other parameter; got {self.norm_f}")
         norm, head = self.head_parameters() if parameters is None else parameters
         return linear_cross_entropy(functional_call(self.norm_f, {"weight": norm}, (y,)), head, targets)
 

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ from model_helpers import (
     make_model,
     relative,
 )
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adjoint import Backprop, Exact, LayerLocal, StackConfig, Truncated
+from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cluster import count
 from adjoint.engine import budget
 from adjoint.engine.autograd import steps_of
@@ -299,6 +301,84 @@ def test_parameters_of_functional_call(method: Any) -> None:
             p.mul_(1.1)
     expected = gradients(model, ids, ids, method)[1]
     assert_same(got, {name: 1.1 * gradient for name, gradient in expected.items()})
+
+
+class Scaled(nn.Embedding):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+def embedding(kind: type = nn.Embedding, **options: Any) -> Callable[[Stack], None]:
+    def change(model: Stack) -> None:
+        table = kind(*model.embedding.weight.shape, **options).double()
+        table.weight.data.copy_(model.embedding.weight.data)
+        model.embedding = table
+
+    return change
+
+
+def hooked(model: Stack) -> None:
+    def double(module: Any, given: Any, output: Any) -> Any:
+        return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
+
+    for module in (model.embedding, model.layers[0], model.layers[1].mixer.in_proj, model.norm_f):
+        module.register_forward_hook(double)
+
+
+def one_layer_twice(model: Stack) -> None:
+    model.layers[1] = model.layers[0]
+
+
+def reparametrised(model: Stack) -> None:
+    nn.utils.parametrizations.weight_norm(model.layers[0].mixer.in_proj)
+
+
+CHANGES = [embedding(padding_idx=3), embedding(sparse=True), embedding(Scaled), hooked, one_layer_twice]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, reparametrised])
+def test_what_users_do_to_a_stack(change: Callable[[Stack], None]) -> None:
+    ids, found = make_ids(2, 20), []
+    for method in (Exact(chunk_size=8), Backprop()):
+        model = make_model("mamba, MLP, untied")
+        change(model)
+        model(ids, labels=ids, method=method).loss.backward()
+        found.append({name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None})
+    assert_same(*found)
+
+
+def biased_head(model: Stack) -> None:
+    model.lm_head = nn.Linear(12, 17)
+
+
+def hooked_head(model: Stack) -> None:
+    model.lm_head.register_forward_hook(print)
+
+
+def other_norm(model: Stack) -> None:
+    model.norm_f = nn.LayerNorm(12)
+
+
+def dropout(model: Stack) -> None:
+    mixer = model.layers[0].mixer
+    mixer.out_proj = nn.Sequential(mixer.out_proj, nn.Dropout())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (embedding(scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (biased_head, "lm_head must be an nn.Linear without bias"),
+        (hooked_head, "lm_head must be an nn.Linear without bias"),
+        (other_norm, "norm_f must have a weight and no other"),
+        (dropout, "Dropout cannot be trained by chunks"),
+    ],
+)
+def test_what_is_refused_of_a_stack(change: Callable[[Stack], Any], message: str) -> None:
+    model, ids = make_model("mamba, MLP, untied"), make_ids(2, 20)
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        model.double()(ids, labels=ids, method=Exact(chunk_size=8)).loss.backward()
 
 
 def test_second_derivatives_are_refused() -> None:

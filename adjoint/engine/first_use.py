@@ -18,7 +18,8 @@ from adjoint.engine.program import Owners, Run, plan
 from adjoint.engine.run import Changed, Worker
 from adjoint.engine.stages import Chunk, Layer
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
-from adjoint.layers import Block, State
+from adjoint.kernels.checks import is_untouched
+from adjoint.layers import State
 
 TOKENS, CHUNK = 13, 7
 WHY = "it keeps or looks at something else than its input and its state, or draws random numbers"
@@ -30,14 +31,16 @@ COARSE = 0.1  # of bfloat16 and float16
 # this share of all: a scan that forgets its state may be off by 1e-3 in all, by half in A_log. Rounding in
 # float32 reaches 3e-6.
 SHARE = 1e-2
+PARTS = (nn.Linear, nn.Conv1d, nn.Identity, nn.ModuleList, nn.Sequential)  # of PyTorch, that our layers have
 
 
 def own_class(stage: Any) -> type | None:
-    """The class of a layer that is not ours, None of one that is."""
-    if not isinstance(stage, Layer):
-        return None
-    module = stage.block.mixer if type(stage.block) is Block else stage.block
-    return None if type(module).__module__.partition(".")[0] == "adjoint" else type(module)
+    """The class of a layer's first module that is not ours, or not as we made it; None if there is none."""
+    for module in stage.block.modules() if isinstance(stage, Layer) else ():
+        ours = type(module).__module__.partition(".")[0] == "adjoint"
+        if not is_untouched(module, *PARTS, *([type(module)] if ours else ())):
+            return type(module)
+    return None
 
 
 def compare_own_layers(
@@ -63,7 +66,13 @@ def compare_own_layers(
 
 
 def _kind(stage: Layer, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in stage.block.named_parameters())
+    shapes: tuple[Any, ...] = tuple(
+        (name, tuple(p.shape), p.requires_grad) for name, p in stage.block.named_parameters()
+    )
+    shapes += tuple(
+        (type(m), *map(id, (*m._forward_hooks.values(), *m._forward_pre_hooks.values())))
+        for m in stage.block.modules()
+    )
     narrow = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return own_class(stage), hash(shapes), dtype, narrow, device.type, stage.block.training, stage.recompute
 

@@ -17,6 +17,7 @@ from adjoint.engine.grid import Scheme
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Casts, SummedProducts
 from adjoint.errors import UserError
+from adjoint.kernels.checks import is_untouched
 from adjoint.layers import WINDOWED, Block, StackConfig, State
 from adjoint.stack import Stack
 
@@ -91,6 +92,11 @@ class Embedding:
     stateful, grows, reach, replayable = False, (), 0, True
 
     def __init__(self, table: nn.Embedding) -> None:
+        if table.scale_grad_by_freq:
+            raise ValueError(
+                "an embedding with scale_grad_by_freq counts the tokens of the whole batch, which a chunk "
+                "does not know: set it to False; Backprop() works"
+            )
         self.table = table
 
     def parameters(self) -> Iterable[Tensor]:
@@ -102,10 +108,19 @@ class Embedding:
     def linearize(
         self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        weight = self.table.weight
+        if not is_untouched(self.table, nn.Embedding):
+            named = dict(self.table.named_parameters())
+
+            def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
+                return functional_call(self.table, dict(zip(named, leaves, strict=True)), (x,)), ()
+
+            return tile.linearize(call, list(named.values()), x, (), gradients)
+        weight, padding = self.table.weight, self.table.padding_idx
 
         def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[None, Cotangents]:
             if dy is not None and weight.requires_grad:
+                if padding is not None:  # its row stays as it is
+                    dy = dy.masked_fill((x == padding).unsqueeze(-1), 0)
                 gradients.add_rows(weight, x.flatten(), dy.flatten(0, 1))
             return None, ()
 

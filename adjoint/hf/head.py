@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from adjoint.hf.layers import backbone_of
-from adjoint.hf.snapshot import HOOKS
+from adjoint.kernels.checks import is_untouched
 from adjoint.loss import IGNORE_INDEX, SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA, linear_cross_entropy
 
 
@@ -68,9 +68,7 @@ def own_logits(model: Any, forward: Any, hidden: Tensor) -> Tensor:
 
 def is_plain(head: Any) -> bool:
     """Whether a product with its weight is all that a head is: no hook of its own, no quantised weight."""
-    hooks = any(vars(head)[name] for name in HOOKS)
-    own = type(head) is nn.Linear and "forward" not in vars(head)
-    return own and not hooks and type(head.weight) in (Tensor, nn.Parameter)
+    return is_untouched(head, nn.Linear) and type(head.weight) in (Tensor, nn.Parameter)
 
 
 @torch.no_grad()

@@ -1,11 +1,19 @@
-"""Checks shared by the operations: of arguments, one clear ValueError each, and of second derivatives."""
+"""Checks shared by the operations: of arguments, one clear ValueError each, of modules, and of second
+derivatives."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def is_untouched(module: nn.Module, *kinds: type) -> bool:
+    """Whether a module is of one of these classes, and has neither hooks nor a forward of its own."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    hooks = hooks or module._backward_hooks or module._backward_pre_hooks
+    return type(module) in kinds and not hooks and "forward" not in vars(module)
 
 
 def differentiable_once(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adjoint.kernels.checks import is_untouched
+
 
 def gated(gate: Tensor, value: Tensor) -> Tensor:
     """silu(gate) * value, of one shape and dtype; keeps both and nothing else for the backward."""
@@ -42,14 +44,11 @@ def products_kept() -> Iterator[None]:
 
 def _is_plain(linear: nn.Module, x: Tensor) -> bool:
     return (
-        type(linear) is nn.Linear
+        is_untouched(linear, nn.Linear)
         and type(linear.weight) in (Tensor, nn.Parameter)  # and not quantised
         and linear.weight.dtype == x.dtype
         and linear.weight.device == x.device
         and not torch.is_autocast_enabled(x.device.type)
-        and not (linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks)
-        and not linear._backward_pre_hooks
-        and "forward" not in linear.__dict__
     )
 
 
