@@ -88,11 +88,17 @@ def test_ctrl_c_before_training_is_130(
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def heed_ctrl_c() -> None:
+    """Tests may run in the background, where it is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize("command", [["-m", "adjoint", "train"], ["train.py"]])
 def test_ctrl_c_during_the_imports_is_one_line(command: list[str]) -> None:
     argv = [sys.executable, *command, "--help"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True) as process:
+    kwargs = {"cwd": REPOSITORY, "stdout": pipe, "stderr": pipe, "text": True, "preexec_fn": heed_ctrl_c}
+    with subprocess.Popen(argv, **kwargs) as process:
         maps = Path(f"/proc/{process.pid}/maps")
         deadline = time.monotonic() + 60
         while "libtorch" not in maps.read_text():  # half-way
@@ -114,7 +120,12 @@ sys.meta_path.insert(0, Look())
 import adjoint
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=heed_ctrl_c,
     )
     assert result.stdout == "True\n"
 

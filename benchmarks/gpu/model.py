@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import adjoint
 from adjoint import memory
+from adjoint.engine.first_use import TOKENS
 from adjoint.engine.stages import Chunk, stages_of
 from adjoint.engine.tile import Gradients
 from adjoint.tools.sweep.compare import compare
@@ -269,7 +270,12 @@ class Watch:
     def begin(self, model: adjoint.Stack) -> None:
         """Follow the model's next passes."""
         self.passes, self.began = 0, time.monotonic()
-        model.layers[0].register_forward_pre_hook(self._first_layer)
+
+        def follow(module: nn.Module, inputs: Any) -> None:
+            if inputs[0].shape[1] > TOKENS:  # else a layer with a hook is being compared on first use
+                self._first_layer(module, inputs)
+
+        model.layers[0].register_forward_pre_hook(follow)
 
     def _first_layer(self, module: nn.Module, inputs: Any) -> None:
         """A chunk's forward begins, or its recomputation: as many chunks before it are done."""
