@@ -99,11 +99,11 @@ class _Found(NamedTuple):
     drawn: bool  # whether the model drew random numbers
 
 
-def _found(model: Any, way: Way) -> _Found:
-    """What comes of a few tokens."""
+def _found(model: Any, way: Way, followed: Sequence[str] = ()) -> _Found:
+    """What comes of a few tokens for the parameters `followed`, by default those that are trained."""
     named = dict(model.named_parameters())
     floating = [name for name, p in named.items() if p.is_floating_point()]
-    followed = [name for name in floating if named[name].requires_grad]
+    followed = followed or [name for name in floating if named[name].requires_grad]
     followed = followed or [name for name in floating if named[name].dim() == 1] or floating
     before = {name: p.requires_grad for name, p in named.items() if p.is_leaf}
     noise = Noise(model)
@@ -121,7 +121,7 @@ def _found(model: Any, way: Way) -> _Found:
 def _compare(model: Any, wanted: _Found, by_chunks: Way, what: str, why: str) -> None:
     with as_refusal(model):
         try:
-            got = _found(model, by_chunks)
+            got = _found(model, by_chunks, list(wanted.gradients))
         except Changed:
             refuse(model, f"{what}: {why}")
     dtypes, device = [p.dtype for p in model.parameters() if p.is_floating_point()], _device(model).type
