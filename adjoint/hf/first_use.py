@@ -44,6 +44,7 @@ NOT_THE_SAME = (
     f"the gradient of {TOKENS} tokens in chunks is not that of the whole",
     "it keeps something else than its cache between tokens, or its loss is more than cross-entropy",
 )
+COUNTED = 7  # of the labels, as `num_items_in_batch` where a call gives that
 HALF = (torch.bfloat16, torch.float16)
 DROPOUT = nn.modules.dropout._DropoutNd
 
@@ -318,7 +319,7 @@ def loss_ways(method: Any, counted: bool = False) -> tuple[Way, Way]:
     Args:
         counted: whether `num_items_in_batch` is given.
     """
-    more = {"num_items_in_batch": 7} if counted else {}
+    more = {"num_items_in_batch": COUNTED} if counted else {}
 
     def whole(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
         inside, leaves = following(model, followed)
@@ -332,14 +333,20 @@ def loss_ways(method: Any, counted: bool = False) -> tuple[Way, Way]:
             scale = head_scale(model, class_of(model).forward)
             stage = CausalLM(model, probe(model, ids), scale, recompute=getattr(method, "recompute", "none"))
             targets = shift_labels(labels)
-            divisor = 7 if counted else (targets != IGNORE_INDEX).sum()
-            steps = Steps(*whole_model([stage], ids, targets, divisor, Scheme(CHUNK, least=2)))
+            steps = Steps(
+                *whole_model([stage], ids, targets, divisor(targets, counted), Scheme(CHUNK, least=2))
+            )
             with torch.no_grad():
                 loss, _ = steps.forward()
                 gradients, _ = steps.backward(torch.ones_like(loss), [None] * len(steps.initial))
         return float(loss), [gradients.of(p) for p in followed.values()]
 
     return whole, by_chunks
+
+
+def divisor(targets: Tensor, counted: bool) -> int | Tensor:
+    """What the summed loss of these ways is divided by; arguments as `loss_ways`'s."""
+    return COUNTED if counted else (targets != IGNORE_INDEX).sum()
 
 
 def hidden_ways(method: Any) -> tuple[Way, Way]:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from adjoint.hf import first_use
 from adjoint.hf.head import head_scale, summed_loss
 from adjoint.hf.layers import backbone_of, class_of, layers_of, replaced
-from adjoint.loss import IGNORE_INDEX, shift_labels
+from adjoint.loss import shift_labels
 from adjoint.methods import MiniSequence
 
 # Arguments of a causal LM that are not its backbone's; what asks for more outputs does not get here.
@@ -138,9 +138,8 @@ def token_wise(backbone: Any) -> list[str]:
 def _tokens_are_apart(module: Any, x: Tensor) -> bool:
     """Whether pieces give the whole's output, and each output no gradient at all to another token."""
     whole, pieces = module.forward(x), _in_pieces(module.forward, 3)(x)
-    if not float((whole - pieces).norm()) <= first_use.tolerance([x.dtype, whole.dtype]) * float(
-        whole.norm()
-    ):
+    limit = first_use.tolerance([x.dtype, whole.dtype])
+    if not float((whole - pieces).norm()) <= limit * float(whole.norm()):
         return False
     middle = x.shape[1] // 2
     with torch.enable_grad():
@@ -160,7 +159,7 @@ def way(method: MiniSequence, counted: bool) -> first_use.Way:
             mlps = token_wise(backbone_of(model))
             targets = shift_labels(labels)
             loss = total_loss(model, method, mlps, scale, targets, {"input_ids": ids})
-            loss = loss / (7 if counted else (targets != IGNORE_INDEX).sum())
+            loss = loss / first_use.divisor(targets, counted)
             return float(loss.detach()), torch.autograd.grad(loss, leaves, allow_unused=True)
 
     return by_pieces
