@@ -40,15 +40,15 @@ test-slow: setup-dev  ## run the tests marked slow, part by part, and record wha
 
 test-numpy-1.26: $(VENV)/numpy-1.26/ready  ## models, data and a run under the oldest NumPy (without .parquet: pyarrow needs NumPy 2)
 	PYTHONPATH=$(VENV)/numpy-1.26 $(BIN)/python -m pytest -n 2 $(or $(TESTS),-k "not parquet") \
-		tests/test_layers.py tests/test_data.py tests/test_corpus.py tests/test_training.py
+		tests/layers/test_layers.py tests/data/test_data.py tests/data/test_corpus.py tests/train/test_training.py
 
 test-triton-3.6: $(VENV)/triton-3.6/ready  ## the scan's compiled layout under the oldest Triton; TESTS="-m slow" for all kernels
 	TRITON_CACHE_DIR=$(VENV)/triton-3.6/cache PYTHONPATH=$(VENV)/triton-3.6 $(BIN)/python -m pytest -n 2 \
-		$(or $(TESTS),-k keeps_its_layout) tests/test_triton_compile.py
+		$(or $(TESTS),-k keeps_its_layout) tests/kernels/test_triton_compile.py
 
 test-transformers-5.21: $(VENV)/transformers-5.21/ready  ## wrapped models under the oldest transformers; TESTS='-m "slow or not slow"' for all of it
 	PYTHONPATH=$(VENV)/transformers-5.21 $(BIN)/python -m pytest -n 2 \
-		$(or $(TESTS),-k "models_own or again or refused or packed") tests/test_wrap.py
+		$(or $(TESTS),-k "models_own or again or refused or packed") tests/hf/test_wrap.py
 
 lint: setup-dev  ## style, formatting and types
 	$(BIN)/ruff check $(CODE)

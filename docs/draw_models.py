@@ -1,4 +1,4 @@
-"""Writes the tables of docs/models.md anew: every class of tests/hf_models.py, and all other causal LMs that
+"""Writes the tables of docs/models.md anew: every class of tests/hf/hf_models.py, and all other causal LMs that
 transformers has, tried. Takes some minutes.
 
 python -m docs.draw_models
@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import adjoint
 from benchmarks.common import with_table
-from tests.hf_models import (
+from tests.hf.hf_models import (
     FAMILIES,
     MODELS,
     REFUSED,

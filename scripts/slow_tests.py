@@ -24,17 +24,14 @@ PACKAGES = ("torch", "triton", "transformers", "ray")
 REST = "rest"
 # The test files of each part, without test_ and .py; REST is all that no other part names.
 PARTS: dict[str, tuple[str, ...]] = {
-    "kernels": ("kernels", "norm", "trial", "libraries", "kernel_context", "benchmark_kernels"),
+    "kernels": ("kernels", "norm", "trial", "libraries", "context", "benchmark_kernels"),
     "triton": ("triton_compile", "triton_interpret"),
-    "engine": ("exact", "engine", "engine_programs", "documents", "mixers", "chunk_size"),
+    "engine": ("exact", "engine", "programs", "documents", "mixers", "chunk_size"),
     "compile": ("compile",),
     "models": ("transformers", "wrap", "wrap_promises", "loops", "mini_sequence"),
-    "shards": (
-        *("cluster_shard", "cluster_sequence", "cluster_replicas", "cluster_helpers", "cluster_transport"),
-        "plan",
-    ),
-    "ray": ("cluster_ray", "cluster_replicas_ray", "cluster_sequence_ray", "cluster_pretrained"),
-    "recovery": ("cluster_recovery", "cluster_nodes"),
+    "shards": ("shard", "sequence", "replicas", "helpers", "transport", "plan"),
+    "ray": ("ray", "replicas_ray", "sequence_ray", "shards_pretrained"),
+    "recovery": ("recovery", "nodes"),
 }
 HEADER = ("part", "passed", "skipped", "minutes", "date", "commit", "versions")
 
@@ -42,7 +39,7 @@ HEADER = ("part", "passed", "skipped", "minutes", "date", "commit", "versions")
 def files_of(part: str) -> list[Path]:
     """The test files of a part."""
     named = {name for names in PARTS.values() for name in names}
-    all_files = sorted((ROOT / "tests").glob("test_*.py"))
+    all_files = sorted((ROOT / "tests").rglob("test_*.py"))
     stems = {file: file.stem.removeprefix("test_") for file in all_files}
     if part == REST:
         return [file for file in all_files if stems[file] not in named]

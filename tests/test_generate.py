@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_helpers import VARIANTS, make_ids, make_model, relative
+
+from tests.model_helpers import VARIANTS, make_ids, make_model, relative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

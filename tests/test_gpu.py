@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from model_helpers import assert_same, gradients, make_ids, make_model
 
 import adjoint
 from adjoint.kernels import dispatch, trial
 from adjoint.kernels.attention import past_attention
 from adjoint.kernels.libraries import LIBRARIES
 from benchmarks.gpu.kernels import WIDENED, required
+from tests.model_helpers import assert_same, gradients, make_ids, make_model
 
 pytestmark = pytest.mark.gpu
 METHODS = {

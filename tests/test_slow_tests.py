@@ -25,7 +25,7 @@ def script() -> ModuleType:
 def test_every_test_file_is_in_one_part(script: ModuleType) -> None:
     parts = [*script.PARTS, script.REST]
     found = sorted(file for part in parts for file in script.files_of(part))
-    assert found == sorted((ROOT / "tests").glob("test_*.py"))
+    assert found == sorted((ROOT / "tests").rglob("test_*.py"))
     for part, names in script.PARTS.items():
         assert len(script.files_of(part)) == len(names), part
 

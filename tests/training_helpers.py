@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_helpers import assert_same
 
 from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cli import main
+from tests.model_helpers import assert_same
 
 SENTENCE = "the state of a chunk is all that next needs to know about every token"
 

@@ -6,7 +6,7 @@ doctor`. Nothing is imported before it is used.
 
 What is said of the libraries here was read in mamba-ssm 2.3.2, causal-conv1d 1.7.0 (and 1.6.1) and
 flash-linear-attention 0.6.0. The Triton kernels of the first and the last agree with the reference under
-Triton's interpreter (tests/test_libraries.py); on a GPU none of them has run here.
+Triton's interpreter (tests/kernels/test_libraries.py); on a GPU none of them has run here.
 """
 
 import functools

@@ -36,7 +36,7 @@ from tests.fuzz.oracle import (
     same,
     some,
 )
-from tests.hf_models import MODELS, VOCAB, float64_throughout, make
+from tests.hf.hf_models import MODELS, VOCAB, float64_throughout, make
 
 transformers.logging.set_verbosity_error()
 # Of Mamba's mixers PEFT takes no out_proj, which is never called.

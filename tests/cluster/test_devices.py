@@ -1,0 +1,353 @@
+"""Devices as an NVML of the tests' own describes them: no GPU is needed here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adjoint.cluster import command, devices
+from adjoint.cluster.devices import MIB, Device, backend, find, mine, shares, visible
+from adjoint.errors import UserError
+
+pynvml = pytest.importorskip("pynvml")
+
+# MiB of each product, whole ("") and by MIG profile, about as drivers report them.
+_EIGHTY = {
+    "1g.10gb": 9856,
+    "1g.20gb": 19968,
+    "2g.20gb": 19968,
+    "3g.40gb": 40192,
+    "4g.40gb": 40192,
+    "7g.80gb": 80384,
+}
+_FORTY = {
+    "1g.5gb": 4864,
+    "1g.10gb": 9856,
+    "2g.10gb": 9856,
+    "3g.20gb": 19968,
+    "4g.20gb": 19968,
+    "7g.40gb": 40192,
+}
+_H200 = {
+    "1g.18gb": 16384,
+    "1g.35gb": 33792,
+    "2g.35gb": 33792,
+    "3g.71gb": 71424,
+    "4g.71gb": 71424,
+    "7g.141gb": 143360,
+}
+SIZES = {
+    "NVIDIA A100-SXM4-40GB": {"": 40960, **_FORTY},
+    "NVIDIA A100-SXM4-80GB": {"": 81920, **_EIGHTY},
+    "NVIDIA H100 80GB HBM3": {"": 81559, **_EIGHTY},
+    "NVIDIA H200": {"": 143771, **_H200},
+}
+A100_40, A100_80, H100, H200 = SIZES
+NVMLError = pynvml.NVMLError
+
+
+class FakeNVML:
+    """pynvml's functions over a list of GPUs; its exceptions and constants are pynvml's own.
+
+    A GPU is a product and its MIG device slots: None outside MIG mode, else a list of seven at most, of
+    profiles, of None (a hole) and of exceptions to raise.
+    """
+
+    def __init__(self, *gpus: Any, init: Exception | None = None) -> None:
+        self.gpus, self.init, self.running = gpus, init, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("NVMLError", "NVML_")):
+            return getattr(pynvml, name)
+        raise AttributeError(name)
+
+    def nvmlInit(self) -> None:
+        if self.init is not None:
+            raise self.init
+        self.running += 1
+
+    def nvmlShutdown(self) -> None:
+        self.running -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        assert self.running == 1
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> tuple[int, None]:
+        if isinstance(self.gpus[index], Exception):
+            raise self.gpus[index]
+        return index, None
+
+    def nvmlDeviceGetMigMode(self, handle: tuple[int, None]) -> list[int]:
+        name, slots = self.gpus[handle[0]]
+        if name not in SIZES:
+            raise NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [int(slots is not None), int(slots is not None)]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: tuple[int, None]) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: tuple[int, None], place: int) -> tuple[int, int]:
+        slots = self.gpus[handle[0]][1]
+        if place >= len(slots) or slots[place] is None:
+            raise NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        if isinstance(slots[place], Exception):
+            raise slots[place]
+        return handle[0], place
+
+    def nvmlDeviceGetGpuInstanceId(self, handle: tuple[int, int]) -> int:
+        profile = self.gpus[handle[0]][1][handle[1]]
+        return 0 if profile.startswith("1c.") else handle[1] + 1
+
+    def nvmlDeviceGetName(self, handle: tuple[int, int | None]) -> str:
+        name, slots = self.gpus[handle[0]]
+        return name if handle[1] is None else f"{name} MIG {slots[handle[1]]}"
+
+    def nvmlDeviceGetUUID(self, handle: tuple[int, int | None]) -> str:
+        return f"GPU-{handle[0]:04d}" if handle[1] is None else f"MIG-{handle[0]:04d}-{handle[1]}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: tuple[int, int | None]) -> Any:
+        name, slots = self.gpus[handle[0]]
+        if handle[1] is None and slots is not None:
+            raise NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)  # the whole of a GPU in MIG mode: for root alone
+        profile = "" if handle[1] is None else slots[handle[1]].removeprefix("1c.")
+        return SimpleNamespace(total=SIZES.get(name, {"": 12288})[profile] * MIB, free=0, used=0)
+
+
+def test_the_fake_has_no_function_that_pynvml_has_not() -> None:
+    for name in vars(FakeNVML):
+        assert not name.startswith("nvml") or callable(getattr(pynvml, name))
+
+
+@pytest.mark.parametrize("name", list(SIZES))
+@pytest.mark.parametrize("compute", ["1g", "2g", "3g", "4g", "7g"])
+def test_profiles_of_each_product(name: str, compute: str) -> None:
+    profile = next(p for p in SIZES[name] if p.startswith(compute))
+    count = {"1g": 7, "2g": 3, "3g": 2, "4g": 1, "7g": 1}[compute]
+    nvml = FakeNVML((name, [profile] * count))
+    inventory = find(nvml)
+    assert [d.profile for d in inventory.devices] == [profile] * count
+    assert {d.memory_bytes for d in inventory.devices} == {SIZES[name][profile] * MIB}
+    assert all(d.is_slice and d.name == name and d.gpu == 0 for d in inventory.devices)
+    assert inventory.resources == {"mig_slice": count, f"mig-{profile}": count}
+    assert inventory.notes == () and nvml.running == 0
+
+
+def test_eight_gpus_of_seven_slices_are_56_workers() -> None:
+    inventory = find(FakeNVML(*[(A100_40, ["1g.5gb"] * 7)] * 8))
+    assert len(inventory.devices) == len(set(inventory.visible.split(","))) == 56
+    assert "--num-gpus=56" in inventory.ray_start("--address=10.0.0.1:6379")
+
+
+def test_holes_in_the_index_space_end_nothing() -> None:
+    inventory = find(FakeNVML((A100_80, [None, "2g.20gb", None, None, "3g.40gb"])))
+    assert [(d.uuid, d.profile) for d in inventory.devices] == [
+        ("MIG-0000-1", "2g.20gb"),
+        ("MIG-0000-4", "3g.40gb"),
+    ]
+    assert inventory.notes == ()
+
+
+def test_mixed_slices_and_whole_gpus() -> None:
+    nvml = FakeNVML((A100_40, None), (A100_40, ["3g.20gb", "1g.5gb", "1g.5gb"]), ("NVIDIA TITAN V", None))
+    inventory = find(nvml)
+    assert [d.uuid for d in inventory.devices] == [
+        "GPU-0000",
+        "MIG-0001-0",
+        "MIG-0001-1",
+        "MIG-0001-2",
+        "GPU-0002",
+    ]
+    assert inventory.resources == {"whole_gpu": 2, "mig_slice": 3, "mig-3g.20gb": 1, "mig-1g.5gb": 2}
+    words = shlex.split(inventory.ray_start())
+    assert words[0] == f"CUDA_VISIBLE_DEVICES={inventory.visible}"
+    assert words[1:5] == ["ray", "start", "--head", "--num-gpus=5"]
+    assert json.loads(words[5].removeprefix("--resources=")) == inventory.resources
+
+
+def test_compute_instances_of_one_gpu_instance_divide_its_memory() -> None:
+    inventory = find(FakeNVML((A100_40, ["1c.3g.20gb", "1c.3g.20gb", "3g.20gb"])))
+    assert [d.memory_bytes // MIB for d in inventory.devices] == [9984, 9984, 19968]
+
+
+def test_a_profile_that_the_name_does_not_tell_comes_from_the_attributes() -> None:
+    class Nameless(FakeNVML):
+        def nvmlDeviceGetName(self, handle: Any) -> bytes:
+            return self.gpus[handle[0]][0].encode()
+
+        def nvmlDeviceGetAttributes(self, handle: Any) -> Any:
+            return SimpleNamespace(memorySizeMB=9856, gpuInstanceSliceCount=2)
+
+    (device,) = find(Nameless((A100_40, ["2g.10gb"]))).devices
+    assert (device.profile, device.name) == ("2g.10gb", A100_40)
+
+
+def test_mig_mode_without_instances_is_said_and_not_counted() -> None:
+    inventory = find(FakeNVML((H100, []), (H100, None)))
+    assert [d.uuid for d in inventory.devices] == ["GPU-0001"]
+    (note,) = inventory.notes
+    assert note.startswith("GPU 0: in MIG mode without instances") and "nvidia-smi -i 0 -mig 0" in note
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("LIBRARY_NOT_FOUND", "no NVIDIA driver here"),
+        ("DRIVER_NOT_LOADED", "not loaded"),
+        ("LIB_RM_VERSION_MISMATCH", "reboot"),
+        ("NO_PERMISSION", "no permission"),
+        ("UNKNOWN", "NVML does not start"),
+    ],
+)
+def test_an_nvml_that_does_not_start_is_one_line(code: str, words: str) -> None:
+    inventory = find(FakeNVML(init=NVMLError(getattr(pynvml, f"NVML_ERROR_{code}"))))
+    (note,) = inventory.notes
+    assert inventory.devices == () and words in note and "\n" not in note
+    assert "\n" not in command.text(inventory) and "--num-gpus=0" in command.text(inventory)
+
+
+def test_devices_that_may_not_be_used_are_named_and_the_others_found() -> None:
+    forbidden, lost = (
+        NVMLError(getattr(pynvml, f"NVML_ERROR_{c}")) for c in ("NO_PERMISSION", "GPU_IS_LOST")
+    )
+    inventory = find(FakeNVML(forbidden, lost, (H200, ["1g.18gb", forbidden, "1g.18gb"]), (H200, None)))
+    assert [d.uuid for d in inventory.devices] == ["MIG-0002-0", "MIG-0002-2", "GPU-0003"]
+    assert [note.partition(":")[0] for note in inventory.notes] == ["GPU 0", "GPU 1", "GPU 2, MIG device 1"]
+    assert "/dev/nvidia*" in inventory.notes[0]
+    assert "not used: GPU 1" in command.text(inventory)
+
+
+def test_no_library_for_nvml_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert find().notes == ("nvidia-ml-py is not installed: pip install nvidia-ml-py to find GPUs",)
+
+
+# ------------------------------------------------------------------------------------- what a process sees
+
+MIXED = FakeNVML((A100_40, None), (A100_40, ["3g.20gb", None, "1g.5gb"]))
+
+
+@pytest.mark.parametrize(
+    ("listed", "uuids"),
+    [
+        (None, ["GPU-0000", "MIG-0001-0", "MIG-0001-2"]),
+        ("", []),
+        ("-1", []),
+        ("0", ["GPU-0000"]),
+        ("1", ["MIG-0001-0"]),  # CUDA's own reading: the first slice of a GPU in MIG mode
+        ("MIG-0001-2,GPU-0000", ["MIG-0001-2", "GPU-0000"]),
+        ("GPU-0", ["GPU-0000"]),
+        ("0,-1,1", ["GPU-0000"]),
+    ],
+)
+def test_visible_devices_are_kept_to(listed: str | None, uuids: list[str]) -> None:
+    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert [d.uuid for d in visible(find(MIXED), environ).devices] == uuids
+
+
+@pytest.mark.parametrize(
+    ("listed", "words"), [("7", "no device"), ("MIG-0001", "several"), ("MIG-9", "no device")]
+)
+def test_a_name_that_fits_no_device_is_an_error(listed: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"'{listed}' names {words}.*GPU-0000"):
+        visible(find(MIXED), {"CUDA_VISIBLE_DEVICES": listed})
+
+
+def test_mine_is_the_slice_ray_gave() -> None:
+    device = mine(MIXED, {"CUDA_VISIBLE_DEVICES": "MIG-0001-2"})
+    assert device is not None and (device.profile, device.memory_bytes) == ("1g.5gb", 4864 * MIB)
+    assert str(device) == "NVIDIA A100-SXM4-40GB 1g.5gb, 4864 MiB"
+    assert mine(MIXED, {"CUDA_VISIBLE_DEVICES": ""}) is None
+    assert (
+        mine(FakeNVML(init=NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)), {"CUDA_VISIBLE_DEVICES": "0"})
+        is None
+    )
+
+
+def test_a_process_with_several_slices_is_refused() -> None:
+    with pytest.raises(UserError, match=r"sees 3 devices.*can use one"):
+        mine(MIXED, {})
+
+
+def test_nccl_between_whole_gpus_only() -> None:
+    whole, other = Device("GPU-a", H100, 0, 80), Device("GPU-b", H100, 1, 80)
+    piece, sibling = Device("MIG-a", H100, 2, 10, "1g.10gb"), Device("MIG-b", H100, 2, 10, "1g.10gb")
+    assert backend(whole, other) == "nccl"
+    for pair in [(whole, piece), (piece, sibling), (whole, None), (None, None), (whole, whole)]:
+        assert backend(*pair) == backend(*reversed(pair)) == "gloo"
+
+
+def test_shares_by_memory() -> None:
+    found = find(FakeNVML((A100_80, ["3g.40gb", "1g.10gb", "2g.20gb"]))).devices
+    total = 40192 + 9856 + 19968
+    assert shares(found) == pytest.approx([40192 / total, 9856 / total, 19968 / total])
+    assert shares([None, None]) == [0.5, 0.5] and shares([]) == []
+    with pytest.raises(UserError, match="1 of 4 shards have no GPU"):
+        shares([*found, None])
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def with_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeNVML], None]:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    real = find
+    return lambda nvml: monkeypatch.setattr(devices, "find", lambda: real(nvml))
+
+
+def test_command_lists_devices(
+    with_nvml: Callable[[FakeNVML], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_nvml(MIXED)
+    assert command.main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["GPU", "kind", "memory", "UUID"]
+    assert lines[2].split() == ["1", *A100_40.split(), "3g.20gb", "19968", "MiB", "MIG-0001-0"]
+    assert lines[-1] == find(MIXED).ray_start()
+    assert command.main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(find(MIXED).as_dict()))
+
+
+def test_command_for_a_shell(
+    with_nvml: Callable[[FakeNVML], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_nvml(FakeNVML((A100_40, ["1g.5gb"]), (A100_40, [])))
+    assert command.main(["env", "--start=--address=10.0.0.1:6379 --object-manager-port=8076"]) == 0
+    out, err = capsys.readouterr()
+    said = subprocess.run(
+        ["bash", "-c", 'ray() { echo "$CUDA_VISIBLE_DEVICES"; printf "%s\\n" "$@"; }; eval "$0"', out],
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    assert said[:5] == [
+        "MIG-0000-0",
+        "start",
+        "--address=10.0.0.1:6379",
+        "--object-manager-port=8076",
+        "--num-gpus=1",
+    ]
+    assert json.loads(said[5].removeprefix("--resources=")) == {"mig_slice": 1, "mig-1g.5gb": 1}
+    assert err.startswith("not used: GPU 1")
+
+
+def test_command_where_there_is_no_driver() -> None:
+    if find().devices:
+        pytest.skip("this machine has GPUs")
+    root = Path(__file__).resolve().parents[2]
+    environ = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "-m", "adjoint.cli", "cluster", "env"],
+        cwd=root, env=environ, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = done.stdout.splitlines()
+    assert "NVIDIA driver" in line and line.endswith("ray start --head --num-gpus=0")

@@ -1,0 +1,203 @@
+"""The launch files, checked without a network: Ray's schema, EC2's API model, Kubernetes' ways."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+AWS = sorted((ROOT / "adjoint" / "cluster" / "aws").glob("*.yaml"))
+KUBERAY = sorted((ROOT / "adjoint" / "cluster" / "kuberay").glob("*.yaml"))
+PROFILE = re.compile(r"nvidia\.com/mig-(\d+g\.\d+gb)")
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def node_types(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return list(config["available_node_types"].items())
+
+
+@pytest.fixture(scope="module")
+def ec2() -> Any:
+    """EC2's API model, as botocore ships it."""
+    pytest.importorskip("botocore")
+    from botocore.loaders import Loader
+    from botocore.model import ServiceModel
+
+    return ServiceModel(Loader().load_service_model("ec2", "service-2"))
+
+
+def complaints(ec2: Any, node_config: dict[str, Any]) -> str:
+    """What botocore has against a node's configuration as arguments of RunInstances, "" if nothing."""
+    from botocore.validate import ParamValidator
+
+    counts = {"MinCount": 1, "MaxCount": 1}  # Ray's own
+    shape = ec2.operation_model("RunInstances").input_shape
+    return ParamValidator().validate({**node_config, **counts}, shape).generate_report()
+
+
+def test_there_are_files_for_both() -> None:
+    assert {path.stem for path in AWS} >= {"p4d", "g5"} and {path.stem for path in KUBERAY} >= {"mig"}
+    assert (ROOT / "cluster" / "aws" / "p4d.yaml").samefile(AWS[-1])
+
+
+@pytest.mark.parametrize("path", AWS, ids=lambda path: path.stem)
+def test_ray_takes_the_file(path: Path) -> None:
+    pytest.importorskip("ray")
+    jsonschema = pytest.importorskip("jsonschema")
+    from ray.autoscaler._private.util import fillout_defaults, validate_config
+
+    config = loaded(path)
+    validate_config(fillout_defaults(config))
+    with pytest.raises(jsonschema.ValidationError):  # the schema does look
+        validate_config(fillout_defaults(config) | {"max_worker": 1})
+
+
+@pytest.mark.parametrize("path", AWS, ids=lambda path: path.stem)
+def test_ec2_knows_every_field_and_value(path: Path, ec2: Any) -> None:
+    types = ec2.shape_for("InstanceType").enum
+    for _, node in node_types(loaded(path)):
+        node_config = node["node_config"]
+        assert complaints(ec2, node_config) == ""
+        assert node_config["InstanceType"] in types
+        assert "Unknown parameter" in complaints(ec2, node_config | {"SubnetIds": ["subnet-1"]})
+        assert "Invalid type" in complaints(ec2, node_config | {"Placement": "adjoint"})
+        for disk in node_config["BlockDeviceMappings"]:
+            assert disk["Ebs"]["VolumeType"] in ec2.shape_for("VolumeType").enum
+        market = node_config.get("InstanceMarketOptions", {}).get("MarketType", "spot")
+        assert market in ec2.shape_for("MarketType").enum
+
+
+def test_p4d_is_five_instances_of_the_size_they_have() -> None:
+    config = loaded(ROOT / "adjoint" / "cluster" / "aws" / "p4d.yaml")
+    assert 1 + config["available_node_types"]["p4d-worker"]["min_workers"] == 5
+    assert config["max_workers"] == 4
+    for _, node in node_types(config):
+        assert node["resources"] == {"CPU": 96, "GPU": 8}
+        assert node["node_config"]["Placement"] == {"GroupName": "adjoint-p4d"}
+
+
+def test_efa_interfaces_are_one_a_card_with_subnet_and_groups_of_their_own() -> None:
+    config = loaded(ROOT / "adjoint" / "cluster" / "aws" / "p4d.yaml")
+    assert config["provider"]["use_internal_ips"]  # several interfaces: no public address
+    assert "," not in config["provider"]["availability_zone"]  # the subnet's own
+    for _, node in node_types(config):
+        interfaces = node["node_config"]["NetworkInterfaces"]
+        assert [i["NetworkCardIndex"] for i in interfaces] == [0, 1, 2, 3]
+        assert [i["DeviceIndex"] for i in interfaces] == [0, 1, 1, 1]
+        assert {i["InterfaceType"] for i in interfaces} == {"efa"}
+        assert all(i["SubnetId"] == config["metadata"]["subnet"] for i in interfaces)
+        assert all(i["Groups"] == config["metadata"]["group"] for i in interfaces)
+        assert not {"SubnetId", "SubnetIds", "SecurityGroupIds"} & node["node_config"].keys()
+
+
+@pytest.mark.parametrize("path", AWS, ids=lambda path: path.stem)
+def test_what_must_be_filled_in_is_named_once(path: Path) -> None:
+    """Identifiers of somebody's account stand under `metadata` and nowhere else."""
+    text = re.sub(r"#.*", "", path.read_text())
+    for name, value in loaded(path)["metadata"].items():
+        (identifier,) = value if isinstance(value, list) else [value]
+        assert re.fullmatch(r"(ami|subnet|sg)-0{17}", identifier)
+        assert text.count(identifier) == 1 and f"*{name}" in text
+
+
+@pytest.mark.parametrize("path", AWS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("commands", ["head_start_ray_commands", "worker_start_ray_commands"])
+def test_start_commands_are_what_a_shell_and_ray_understand(path: Path, commands: str) -> None:
+    """The last command, run by bash with `adjoint` and `ray` replaced, ends in a `ray start` of options that
+    Ray has, with the devices that `adjoint cluster env` named."""
+    pytest.importorskip("ray")
+    from ray.scripts.scripts import start
+
+    stop, command = loaded(path)[commands]
+    assert stop.endswith("ray stop")
+    doubles = """
+adjoint() {
+    [ "$1 $2" = "cluster env" ] && echo "CUDA_VISIBLE_DEVICES=MIG-a ray start ${3#--start=} --num-gpus=1"
+}
+ray() { echo "$CUDA_VISIBLE_DEVICES" "$RAY_AUTH_MODE" "$@"; }
+"""
+    environ = {"HOME": "/home/ubuntu", "RAY_HEAD_IP": "10.0.0.1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        ["bash", "-c", f"{doubles}{command}"], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    device, auth, start_word, *words = shlex.split(done.stdout)
+    assert (device, auth, start_word) == ("MIG-a", "token", "start")
+    known = {option for parameter in start.params for option in parameter.opts}
+    assert {word.partition("=")[0] for word in words} <= known
+    given = dict(word.partition("=")[::2] for word in words)
+    assert given["--num-gpus"] == "1"
+    if commands.startswith("head"):
+        assert "--head" in given and given["--dashboard-host"] == "127.0.0.1"
+        assert given["--autoscaling-config"] == "/home/ubuntu/ray_bootstrap_config.yaml"
+    else:
+        assert given["--address"] == "10.0.0.1:6379"
+
+
+@pytest.mark.parametrize("path", AWS, ids=lambda path: path.stem)
+def test_setup_commands_parse_and_install_what_this_repository_offers(path: Path) -> None:
+    config = loaded(path)
+    for command in config["setup_commands"]:
+        subprocess.run(["bash", "-n", "-c", command], check=True, timeout=60)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (wanted,) = re.findall(r"adjoint\[(\w+)\]", config["setup_commands"][-1])
+    assert wanted in extras
+    assert config["file_mounts"]["/home/ubuntu/adjoint"] == "."  # where constraints.txt then lies
+    assert (ROOT / "constraints.txt").exists()
+
+
+@pytest.mark.parametrize("path", KUBERAY, ids=lambda path: path.stem)
+def test_kuberay_pods_have_one_slice_each_and_say_so_to_ray(path: Path) -> None:
+    cluster = loaded(path)
+    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+    spec = cluster["spec"]
+    assert spec["authOptions"] == {"mode": "token"}
+    head = spec["headGroupSpec"]
+    assert head["rayStartParams"]["num-gpus"] == "0" and head["serviceType"] == "ClusterIP"
+    images = {group_container(head)["image"]}
+    for group in spec["workerGroupSpecs"]:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        container = group_container(group)
+        images.add(container["image"])
+        limits = container["resources"]["limits"]
+        assert limits == container["resources"]["requests"]
+        (profile,) = (match[1] for match in map(PROFILE.fullmatch, limits) if match)
+        assert limits[f"nvidia.com/mig-{profile}"] == 1 and "nvidia.com/gpu" not in limits
+        # a string of a string: the operator pastes it into a command line as it is
+        (stated,) = shlex.split(group["rayStartParams"]["resources"])
+        assert json.loads(stated) == {"mig_slice": 1, f"mig-{profile}": 1}
+        assert group["rayStartParams"]["num-gpus"] == "1"
+    assert len(images) == 1
+
+
+def group_container(group: dict[str, Any]) -> dict[str, Any]:
+    for value in group["rayStartParams"].values():
+        assert isinstance(value, str)  # the operator's map is of strings
+    (container,) = group["template"]["spec"]["containers"]
+    return container
+
+
+def test_kuberay_image_has_the_ray_that_the_constraints_pin() -> None:
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    )
+    for path in KUBERAY:
+        assert loaded(path)["spec"]["rayVersion"] == pins["ray"]
+
+
+def test_launch_files_are_package_data() -> None:
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    package = ROOT / "adjoint" / "cluster"
+    shipped = {path for pattern in data["adjoint.cluster"] for path in package.glob(pattern)}
+    assert shipped == set(package.rglob("*.yaml")) == {*AWS, *KUBERAY}

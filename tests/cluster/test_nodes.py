@@ -1,0 +1,133 @@
+"""Runs on clusters of their own: nodes that are lost or taken back, and memory that runs out for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adjoint.checkpoint import Tensors
+from tests.cluster import cluster_faults
+from tests.cluster.cluster_faults import FLAGS, MOMENTS, files, told
+from tests.training_helpers import tiny, train_tiny
+
+pytestmark = pytest.mark.slow  # half a minute each, most of it Ray's
+REPOSITORY = Path(__file__).parents[2]
+LEAST = 6 << 30  # bytes of free memory, half of which may be filled; Ray and two shards take about one GiB
+SAID = ("failure", "preemption", "error:")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_on_loopback: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert train_tiny(folder, **FLAGS) == 0
+    return folder / "run"
+
+
+def on_nodes(folder: Path, settings: dict[str, Any], code: int = 0, **flags: Any) -> list[str]:
+    """Trains on a cluster of its own, and ends with `code`; what was said of failures."""
+    program = [sys.executable, "-m", "tests.cluster.cluster_nodes", json.dumps(settings)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), cluster_faults.VARIABLE: str(fault(folder))}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        [*program, *tiny(folder, **{**FLAGS, **flags})],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return [line for line in done.stderr.splitlines() if line.startswith(SAID)]
+
+
+def fault(folder: Path) -> Path:
+    return folder / "fault.json"
+
+
+@pytest.fixture
+def ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`cluster_faults.ask_for`, of this test's cluster."""
+    monkeypatch.setenv(cluster_faults.VARIABLE, str(fault(tmp_path)))
+    return cluster_faults.ask_for
+
+
+def assert_undisturbed(run: Path, undisturbed: Path) -> None:
+    assert told(run) == told(undisturbed)
+    assert files(run) == files(undisturbed)
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("point, call", MOMENTS)
+def test_another_node_takes_the_place_of_a_lost_one(
+    undisturbed: Path, ask_for: Any, tmp_path: Path, point: str, call: int
+) -> None:
+    ask_for(point, rank=1, call=call, how="node")
+    said = on_nodes(tmp_path, {"nodes": [1, 1, 1]})
+    assert_undisturbed(tmp_path / "run", undisturbed)
+    assert len(said) == 1
+    assert "failure 1 of at most 3 at step 5: shard 1: node lost: node " in said[0]
+
+
+def test_a_node_that_comes_later_will_do(undisturbed: Path, ask_for: Any, tmp_path: Path) -> None:
+    ask_for("backward", rank=0, call=18, how="node")
+    said = on_nodes(tmp_path, {"nodes": [1, 1], "replace": 3})
+    assert_undisturbed(tmp_path / "run", undisturbed)
+    assert len(said) == 1
+    assert "shard 0: node lost: node " in said[0]
+
+
+def test_a_node_that_is_taken_back_is_no_failure(undisturbed: Path, ask_for: Any, tmp_path: Path) -> None:
+    ask_for("backward", rank=1, call=18, how="node")
+    said = on_nodes(tmp_path, {"nodes": [1, 1, 1], "lose": "preempted"}, cluster__max_failures=0)
+    assert_undisturbed(tmp_path / "run", undisturbed)
+    assert len(said) == 1
+    assert said[0].startswith("preemption 1 at step 5: shard 1: preempted: its node was taken back")
+
+
+def test_without_a_place_the_run_stops_and_says_how_to_go_on(ask_for: Any, tmp_path: Path) -> None:
+    ask_for("forward", rank=1, call=18, how="node")
+    said = on_nodes(tmp_path, {"nodes": [1, 1]}, code=2, cluster__start_timeout=30)
+    assert len(said) == 2
+    assert "2 shards with 1 CPU each asked for, but the cluster has" in said[1]
+    assert said[1].count("--resume auto") == 1
+    assert said[1].endswith("what fits: --cluster.shards 1; then --resume auto")
+
+
+def test_auto_goes_on_with_the_nodes_that_are_left(ask_for: Any, tmp_path: Path) -> None:
+    """In float64 the number of shards makes no difference to the last bit where no table is tied."""
+    flags = {"model__n_layer": 3, "model__tie_embeddings": "false", "training__precision": "float64"}
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert train_tiny(whole, **{**FLAGS, **flags, "cluster__shards": 0}) == 0
+    ask_for("backward", rank=2, call=18, how="node")
+    said = on_nodes(tmp_path, {"nodes": [1, 1, 1]}, cluster__shards="auto", **flags)
+    assert len(said) == 1
+    assert "shard 2: node lost" in said[0]
+    mine, theirs = (Tensors(r / "run/checkpoints/step-00000006", "model") for r in (tmp_path, whole))
+    assert sorted(files(tmp_path / "run"))[0].endswith("of-00002.safetensors")
+    assert mine.where.keys() == theirs.where.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine.where)
+    assert told(tmp_path / "run") == told(whole / "run")
+
+
+@pytest.mark.parametrize("point, call", MOMENTS)
+def test_a_shard_that_takes_all_memory_is_killed_and_made_anew(
+    undisturbed: Path, ask_for: Any, tmp_path: Path, point: str, call: int
+) -> None:
+    """Killed by Ray's memory monitor, which has been given a low limit."""
+    free = next(s for s in Path("/proc/meminfo").read_text().splitlines() if s.startswith("MemAvailable"))
+    room = (int(free.split()[1]) << 10) // 2  # much, for others use this machine's memory too
+    if room < LEAST // 2:
+        pytest.skip("needs 6 GiB of free memory")
+    ask_for(point, rank=1, call=call, how="fill")
+    said = on_nodes(tmp_path, {"nodes": [2], "room": room}, cluster__max_failures=5)
+    assert_undisturbed(tmp_path / "run", undisturbed)
+    assert said, "nobody was killed"
+    assert all("out of memory: killed by Ray, its node's memory was full (" in line for line in said), said

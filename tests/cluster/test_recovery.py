@@ -1,0 +1,310 @@
+"""Shards that die, are killed, hang or fail: which cause is named, and a run that ends as if undisturbed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from adjoint.checkpoint import list_checkpoints
+from adjoint.cluster import group as group_module
+from adjoint.cluster.recovery import Cause, ShardFailure, cause_of, rank_causes
+from adjoint.cluster.training import ShardedTrainer
+from adjoint.errors import UserError
+from adjoint.train.config import Config
+from tests.cluster import cluster_faults
+from tests.cluster.cluster_faults import FLAGS, MOMENTS, files, told
+from tests.training_helpers import tiny, train_tiny
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_on_loopback: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert train_tiny(folder, **FLAGS) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "ShardActor", cluster_faults.FaultyActor)
+
+
+def recovers(
+    tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str], after: int = 0, **flags: Any
+) -> str:
+    """Trains, and compares from step `after` on; the line that tells of the failure."""
+    assert train_tiny(tmp_path, **FLAGS, **flags) == 0
+    run = tmp_path / "run"
+    assert told(run) == told(undisturbed)[after:]
+    assert files(run) == files(undisturbed)
+    assert not list((run / "checkpoints").glob(".*"))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.slow
+def test_a_shard_killed_in_backward_is_made_anew(
+    undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster_faults.ask_for("backward", rank=1, call=4 * 2 + 3, how="kill")  # in step 3
+    said = recovers(tmp_path, undisturbed, capsys)
+    assert "failure 1 of at most 3 at step 3: shard 1: died" in said
+    assert "going on after step 2" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how, rank", [("exit", 0), ("kill", 1), ("stop", 0), ("stop", 1), ("limit", 0)])
+@pytest.mark.parametrize("point, call", MOMENTS)
+def test_any_failure_at_any_moment_changes_nothing(
+    undisturbed: Path,
+    faulty: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    rank: int,
+    how: str,
+    point: str,
+    call: int,
+) -> None:
+    cluster_faults.ask_for(point, rank, call, how)
+    said = recovers(tmp_path, undisturbed, capsys)
+    kind = {"exit": "died", "kill": "died", "stop": "hung", "limit": "out of memory"}[how]
+    assert f"shard {rank}: {kind}" in said
+
+
+@pytest.mark.slow
+def test_before_the_first_checkpoint_the_run_begins_again(
+    undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster_faults.ask_for("forward", rank=0, call=6, how="exit")
+    assert "going on after step 0" in recovers(tmp_path, undisturbed, capsys)
+
+
+@pytest.mark.slow
+def test_a_shard_may_be_lost_while_the_first_group_is_made(
+    undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster_faults.ask_for("build", rank=1, call=1, how="kill")
+    said = recovers(tmp_path, undisturbed, capsys)
+    assert "at step 1: shard 1: died" in said
+    assert "(during build); going on after step 0" in said
+
+
+@pytest.mark.slow
+def test_a_run_that_went_on_from_another_one_falls_back_on_it(
+    undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster_faults.ask_for("backward", rank=0, call=2, how="kill")  # before it has a checkpoint of its own
+    beginning = undisturbed / "checkpoints" / "step-00000004"
+    said = recovers(tmp_path, undisturbed, capsys, after=4, run__resume=beginning)
+    assert "at step 5: shard 0: died" in said
+    assert "going on after step 4" in said
+
+
+@pytest.mark.slow
+def test_a_step_that_always_fails_stops_the_run_with_its_cause(
+    ray_on_loopback: None, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster_faults.ask_for("backward", rank=1, call=3, how="exit", again=True)
+    assert train_tiny(tmp_path, **FLAGS, cluster__max_failures=1) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2, lines  # the first was recovered from
+    assert "shard 1: died" in lines[1]
+    assert "that is failure 2 and cluster.max_failures is 1" in lines[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point, call", [("build", 1), *MOMENTS])
+def test_an_exception_of_the_code_is_a_bug_and_not_tried_again(
+    ray_on_loopback: None,
+    faulty: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    point: str,
+    call: int,
+) -> None:
+    cluster_faults.ask_for(point, 1, call, "error")  # once: tried again, it would pass
+    with pytest.raises(ShardFailure, match="shard 1: error: ZeroDivisionError: division by zero") as raised:
+        train_tiny(tmp_path, **FLAGS)
+    assert '"error": lambda: 1 / 0' in str(raised.value.__cause__)  # the shard's own traceback
+    assert "failure 1" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_told_at_once_in_one_line(
+    ray_on_loopback: None, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster_faults.ask_for("save", rank=1, call=1, how="disk")
+    assert train_tiny(tmp_path, **FLAGS) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "shard 1: environment: runs/x: No space left on device (during save), at step 3; it would" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point, call", [m for m in MOMENTS if m[0] != "save"])
+def test_shards_that_live_and_do_not_get_on_are_made_anew(
+    undisturbed: Path,
+    faulty: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    point: str,
+    call: int,
+) -> None:
+    """One sleeps while the other waits for it: both hearts beat."""
+    cluster_faults.ask_for(point, 1, call, "sleep")
+    said = recovers(tmp_path, undisturbed, capsys, cluster__progress_timeout=10)
+    assert "shard 1: hung: no progress of any shard for 10 s (cluster.progress_timeout), it is at: " in said
+
+
+@pytest.mark.slow
+def test_a_hangup_of_the_whole_session_has_the_run_saved(tmp_path: Path) -> None:
+    """A shell hands SIGHUP on to all processes of a job, Ray's among them."""
+    argv = [sys.executable, "train.py", *tiny(tmp_path, **FLAGS | {"training__steps": 10000})[1:]]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        argv, cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert any("tokens/s" in line for line in process.stdout)
+            os.killpg(process.pid, signal.SIGHUP)
+            said = process.stdout.read()
+            assert process.wait(timeout=120) == 128 + signal.SIGHUP
+        finally:
+            process.kill()
+    last = told(tmp_path / "run")[-1]["step"]
+    assert f"stopped after step {last}; continue with: " in said
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{last:08d}"
+
+
+@pytest.mark.slow
+def test_carried_states_come_back_with_the_checkpoint(
+    ray_on_loopback: None, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    carries = {"training__carry_state": "previous", "training__precision": "float64"}
+    for name in ("alone", "undisturbed"):
+        (tmp_path / name).mkdir()
+    assert train_tiny(tmp_path / "alone", **FLAGS | {"cluster__shards": 0}, **carries) == 0
+    assert train_tiny(tmp_path / "undisturbed", **FLAGS, **carries) == 0
+    found, alone = (told(tmp_path / name / "run") for name in ("undisturbed", "alone"))
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in alone], rel=1e-12)
+    capsys.readouterr()
+    cluster_faults.ask_for("backward", rank=1, call=4 * 2 + 3, how="kill")  # in step 3
+    said = recovers(tmp_path, tmp_path / "undisturbed" / "run", capsys, **carries)
+    assert "going on after step 2" in said
+
+
+# ------------------------------------------------------------------------------------------- causes alone
+
+
+def test_the_cause_that_explains_the_others_is_named() -> None:
+    causes = [
+        Cause("connection", 0, "RuntimeError: Connection closed by peer"),
+        Cause("hung", 3, ""),
+        Cause("died", 2, "SIGKILL"),
+        Cause("error", 1, "ZeroDivisionError"),
+    ]
+    assert [c.rank for c in rank_causes(causes)] == [2, 3, 1, 0]
+    failure = ShardFailure(causes, "accumulate")
+    assert str(failure) == "shard 2: died: SIGKILL (during accumulate)"
+    assert not failure.preempted
+    worse = [*causes, Cause("out of memory", 0, ""), Cause("node lost", 5, "")]
+    assert rank_causes(worse)[0] == Cause("out of memory", 0, "")
+
+
+def failing_trainer(folder: Path) -> ShardedTrainer:
+    """One that is asked what to do about a failure, and nothing else."""
+    trainer = object.__new__(ShardedTrainer)
+    trainer.config, trainer.folder = Config(), SimpleNamespace(path=folder)  # type: ignore[assignment]
+    trainer.step, trainer.failures, trainer.preemptions = 4, 0, 0
+    return trainer
+
+
+def test_what_would_come_again_is_not_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, collateral = failing_trainer(tmp_path), Cause("connection", 0, "Connection closed by peer")
+    for kind in ("died", "node lost", "out of memory", "preempted", "hung", "unreachable", "connection"):
+        trainer._reckon(ShardFailure([Cause(kind, 1, ""), collateral], "accumulate"), None)
+        assert "going on after step 0" in capsys.readouterr().err
+        trainer.failures = 0
+    full = Cause("environment", 1, "/runs/x: No space left on device")
+    with pytest.raises(
+        UserError, match=r"shard 1: environment: /runs/x: No space left .* come again: .* mend"
+    ):
+        trainer._reckon(ShardFailure([full, collateral], "save"), None)
+    bug = Cause("error", 1, "TypeError: no", TypeError("no"))
+    with pytest.raises(ShardFailure, match="shard 1: error: TypeError: no") as raised:
+        trainer._reckon(ShardFailure([bug, collateral], "accumulate"), None)
+    assert raised.value.__cause__ is bug.error
+    # what a dead shard does to the code of others is no bug
+    trainer._reckon(ShardFailure([bug, Cause("died", 0, "")], "accumulate"), None)
+    assert capsys.readouterr().err.count("shard 0: died") == 1
+
+
+def test_nobody_getting_on_names_who_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(group_module.time, "monotonic", lambda: now[0])
+    watch = group_module.Watch([], [0, 1])
+    watch.said = {0: (7, ("receive y[1,2] from 1", True)), 1: (3, ("F[2,2]", False))}
+    now[0] = 110.0
+    assert watch.stuck([0, 1], 10) == []
+    now[0] = 110.5
+    (cause,) = watch.stuck([0, 1], 10)
+    assert (cause.rank, cause.kind) == (1, "hung")
+    assert cause.detail.endswith("for 10 s (cluster.progress_timeout), it is at: F[2,2]")
+    watch.said[1] = (3, ("sum of gradients", True))
+    assert [cause.rank for cause in watch.stuck([0, 1], 10)] == [0, 1]  # nobody knows who is to blame
+
+
+def test_exceptions_of_ray_are_told_apart() -> None:
+    exceptions = pytest.importorskip("ray.exceptions")
+
+    def task_error(cause: Exception) -> Any:
+        return exceptions.RayTaskError("call", "Traceback\n", cause)
+
+    assert cause_of(exceptions.OutOfMemoryError("memory"), 1).kind == "out of memory"
+    assert cause_of(exceptions.ActorDiedError(), 1).kind == "died"
+    assert cause_of(exceptions.NodeDiedError("gone"), 1).kind == "node lost"
+    assert cause_of(task_error(RuntimeError("[gloo] Connection closed by peer")), 1).kind == "connection"
+    assert (
+        cause_of(task_error(torch.distributed.DistStoreError("wait timeout, keys: /0")), 1).kind
+        == "connection"
+    )
+    assert cause_of(exceptions.ObjectLostError("00", "127.0.0.1", ""), 1).kind == "connection"
+    bugs = ZeroDivisionError("by zero"), TypeError("peer"), ValueError("the socket"), RuntimeError("no store")
+    assert {cause_of(task_error(bug), 1).kind for bug in bugs} == {"error"}
+    missing = FileNotFoundError(2, "No such file or directory", "/runs/x")
+    assert str(cause_of(task_error(missing), 1)) == "shard 1: environment: /runs/x: No such file or directory"
+    full = OSError(None, "I/O error: No space left on device", "/runs/x/model")  # as `write_file` raises it
+    assert cause_of(task_error(full), 1).detail == "/runs/x/model: I/O error: No space left on device"
+    assert cause_of(task_error(ModuleNotFoundError("No module named 'torchao'")), 1).kind == "environment"
+    assert cause_of(exceptions.RuntimeEnvSetupError("no"), 1).kind == "environment"
+    assert cause_of(task_error(torch.OutOfMemoryError("CUDA out of memory")), 1).kind == "out of memory"
+    no_room = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes"
+    assert cause_of(task_error(RuntimeError(no_room)), 1).kind == "out of memory"
+    assert cause_of(task_error(MemoryError()), 1).kind == "out of memory"
+    assert cause_of(exceptions.ActorUnavailableError("socket closed", b"0" * 16), 1).kind == "unreachable"
+    assert cause_of(exceptions.RayActorError(b"0" * 16, "gone", False, preempted=True), 1).kind == "preempted"
+    assert "\n" not in str(cause_of(task_error(ValueError("two\nlines")), 1))
+
+
+def test_what_ray_says_of_a_lost_node_and_of_full_memory_is_told_in_short() -> None:
+    exceptions = pytest.importorskip("ray.exceptions")
+    died = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: A\n"
+        "The actor died because its node has died. Node Id: 953f461976c281fb83d2f4229aa1f2104417\n"
+        "\tthe actor's node was terminated expectedly: received SIGTERM"
+    )
+    lost = cause_of(exceptions.RayActorError(b"0" * 16, died, False), 1)
+    assert str(lost) == "shard 1: node lost: node 953f461976c2 ended expectedly: received SIGTERM"
+    taken = died.replace("terminated expectedly: received SIGTERM", "preempted: taken back")
+    assert cause_of(exceptions.RayActorError(b"0" * 16, taken, False), 1).kind == "preempted"
+    full = "Memory on the node (IP: 127.0.0.1, ID: edab) was 4.33GB used / 23.54GB limit (0.183939)"
+    killed = str(cause_of(exceptions.OutOfMemoryError(full), 0))
+    assert killed.endswith("killed by Ray, its node's memory was full (4.33GB used / 23.54GB)")

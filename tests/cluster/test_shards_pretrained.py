@@ -1,0 +1,193 @@
+"""Hugging Face models in layer shards: the same losses, gradients and training as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import adjoint
+from adjoint.cluster import group as group_module
+from adjoint.hf.split import examine
+from adjoint.train.config import TrainingConfig
+from adjoint.train.optimizer import learning_rate, make_optimizer
+from tests.cluster import cluster_faults
+from tests.cluster.cluster_faults import FLAGS, MOMENTS, files, told
+from tests.cluster.cluster_helpers import TRAINING, make_shards, together, train_shards
+from tests.hf.hf_models import float64_throughout, make
+from tests.model_helpers import assert_same
+from tests.training_helpers import train_tiny
+
+HYBRID = {"num_hidden_layers": 4, "attn_layer_indices": [1]}
+CASES = [
+    ("BambaForCausalLM", HYBRID),
+    ("Mamba2ForCausalLM", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    ("GraniteMoeHybridForCausalLM", {}),  # scales embeddings and logits
+]
+
+
+def in_one_process(
+    model: Any, method: Any, training: TrainingConfig, batches: list[torch.Tensor]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, and the first batch's gradients, of a wrapped model's training."""
+    adjoint.wrap(model, method)
+    optimizer, losses, first = make_optimizer(model, training), [], dict[str, torch.Tensor]()
+    for step, ids in enumerate(batches, 1):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        first = first or {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, training)
+        optimizer.step()
+    return losses, first
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name, options", CASES)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_shards_are_one_process(name: str, options: dict[str, Any], replicas: int, one_thread: None) -> None:
+    method = adjoint.Exact(7)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(3, 61, (2, 24), generator=generator) for _ in range(3)]  # 7 does not divide 24
+    with float64_throughout():
+        model = make(name, **options)
+        found = examine(model, batches[0][:1, :13])
+        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+        shards = make_shards(found, 3, method, TRAINING, replicas=replicas)
+        for shard in shards:
+            with torch.no_grad():
+                for n, p in shard.named_weights().items():
+                    p.copy_(weights[n])
+        together(shards, lambda shard: shard.share_table())
+        losses, gradients = in_one_process(model, method, TRAINING, batches)
+        got_losses, got = train_shards(shards, TRAINING, batches)
+    assert got_losses == pytest.approx(losses, rel=1e-12)
+    assert got.keys() == gradients.keys()
+    assert_same(got, gradients, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("GPT2LMHeadModel", "adds to the embeddings"),
+        ("Zamba2ForCausalLM", "hand on more than hidden states"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} .*{why}.*--cluster.shards 0"):
+        examine(make(name, torch.float32), torch.arange(13)[None] % 61)
+
+
+def test_every_replica_and_batch_draws_masks_of_its_own(one_thread: None) -> None:
+    """The same on every worker that does that batch again, whatever it has drawn before; chunks that are
+    recomputed draw what they drew."""
+    ids = torch.arange(24)[None].expand(2, -1) % 61  # both replicas have the same row
+    with float64_throughout():
+        model = make("BambaForCausalLM", attention_dropout=0.5, **HYBRID)
+        weights = {n: p.detach() for n, p in model.named_parameters()}
+        shards = make_shards(examine(model, ids[:1, :13]), 1, adjoint.Exact(7), TRAINING, replicas=2)
+
+        def gradient(replica: int, number: int, chunk_size: int = 7) -> torch.Tensor:
+            shard = shards[replica]
+            with torch.no_grad():
+                for name, parameter in shard.named_weights().items():
+                    parameter.copy_(weights[name])
+            shard.zero_grad()
+            shard.accumulate(ids, chunk_size, final=False, number=number)
+            return torch.cat([p.grad.flatten() for p in shard.part.parameters()])
+
+        torch.manual_seed(0)
+        first = gradient(0, 5)
+        found = [first, gradient(1, 5), gradient(0, 6), gradient(0, 5), gradient(0, 0)]
+    apart = [float((other - first).norm() / first.norm()) for other in found]
+    assert apart[0] == apart[3] == 0.0
+    assert min(apart[1], apart[2], apart[4]) > 0.01, apart
+
+
+# ------------------------------------------------------------------------------------------------- over Ray
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("pretrained")
+    make("BambaForCausalLM", torch.float32, vocab_size=256, **HYBRID).save_pretrained(folder)
+    return str(folder)
+
+
+def options(pretrained: str) -> dict[str, Any]:
+    return {**FLAGS, "model__from_pretrained": pretrained, "model__d_model": 24, "model__n_layer": 4}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_on_loopback: None, pretrained: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert train_tiny(folder, **options(pretrained)) == 0
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_a_run_over_shards_is_one_in_one_process(undisturbed: Path, pretrained: str, tmp_path: Path) -> None:
+    assert train_tiny(tmp_path, **{**options(pretrained), "cluster__shards": 0}) == 0
+    rows, others = told(tmp_path / "run"), told(undisturbed)
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in others], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point, call", MOMENTS)
+def test_a_shard_killed_at_any_moment_changes_nothing(
+    undisturbed: Path,
+    pretrained: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    point: str,
+    call: int,
+) -> None:
+    monkeypatch.setattr(group_module, "ShardActor", cluster_faults.FaultyActor)
+    cluster_faults.ask_for(point, rank=1, call=call, how="kill")
+    assert train_tiny(tmp_path, **options(pretrained)) == 0
+    assert told(tmp_path / "run") == told(undisturbed)
+    assert files(tmp_path / "run") == files(undisturbed)
+    assert "shard 1: died" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_with_dropout_ends_as_if_undisturbed(
+    ray_on_loopback: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two batches a step."""
+    directory = tmp_path / "dropout"
+    model = make("BambaForCausalLM", torch.float32, vocab_size=256, attention_dropout=0.2, **HYBRID)
+    model.save_pretrained(directory)
+    more = {"training__grad_accumulation": 2}
+    for name in ("disturbed", "undisturbed"):
+        (tmp_path / name).mkdir()
+    assert train_tiny(tmp_path / "undisturbed", **options(str(directory)), **more) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(group_module, "ShardActor", cluster_faults.FaultyActor)
+    cluster_faults.ask_for("step", rank=1, call=4, how="kill")
+    assert train_tiny(tmp_path / "disturbed", **options(str(directory)), **more) == 0
+    assert "shard 1: died" in capsys.readouterr().err
+    runs = [tmp_path / name / "run" for name in ("disturbed", "undisturbed")]
+    assert told(runs[0]) == told(runs[1])
+    assert files(runs[0]) == files(runs[1])
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ({"method__name": "layer-local", "method__chunk_size": 20}, "takes Exact"),
+        ({"model__d_model": 32}, "model.d_model: 32 was given, and comes with model.from_pretrained"),
+        ({"model__from_pretrained": "nowhere"}, "nowhere has no config.json"),
+    ],
+)
+def test_bad_input_is_one_line(
+    flags: dict[str, Any], said: str, pretrained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_tiny(tmp_path, **{**options(pretrained), "cluster__shards": 0, **flags}) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,315 @@
+"""Messages in order and sums of the same bits on every rank, over threads, processes and an object store."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adjoint import Exact, LayerLocal, StackConfig, Truncated
+from adjoint.cluster.spec import grid_of, step_plan
+from adjoint.cluster.transport import (
+    DistributedTransport,
+    LocalTransport,
+    Mailbox,
+    ObjectStoreTransport,
+    ReplicaTransport,
+    Transport,
+    join,
+    local_transports,
+)
+from adjoint.engine.program import Owners, Recv, Send
+from tests.cluster.cluster_helpers import in_threads, split
+
+WORKERS = 4
+GROUPS = [[0, 2], [1, 3], [0, 1, 2, 3], [3]]
+
+
+def drawn(rank: int, turn: int, size: int = 1000) -> torch.Tensor:
+    """Numbers of very different sizes, so that the order of a sum can be seen in its last bits."""
+    generator = torch.Generator().manual_seed(100 * turn + rank)
+    exponents = torch.randint(-20, 20, (size,), generator=generator)
+    return torch.randn(size, generator=generator) * 2.0**exponents
+
+
+def collectives(transport: Transport, rank: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Sums and gathers among several groups, in place and one behind the other."""
+    found = []
+    for turn in range(5):
+        for ranks in GROUPS:
+            if rank not in ranks:
+                continue
+            tensor = drawn(rank, turn).view(10, 100)
+            gathered = transport.all_gather(tensor, ranks)
+            assert transport.all_reduce(tensor, ranks).data_ptr() == tensor.data_ptr()
+            gathered[0] += 1  # its own memory, whatever the transport
+            found.append((tensor, gathered))
+    return found
+
+
+def check(by_rank: list[list[tuple[torch.Tensor, list[torch.Tensor]]]]) -> None:
+    at = [0] * WORKERS
+    for turn in range(5):
+        for ranks in GROUPS:
+            whole = sum(drawn(rank, turn).double() for rank in ranks)
+            sums = []
+            for rank in ranks:
+                total, gathered = by_rank[rank][at[rank]]
+                at[rank] += 1
+                sums.append(total)
+                expected = [drawn(source, turn).view(10, 100) for source in ranks]
+                expected[0] += 1
+                assert all(torch.equal(a, b) for a, b in zip(gathered, expected, strict=True))
+            assert all(torch.equal(total, sums[0]) for total in sums), "ranks disagree in the last bits"
+            scale = sum(drawn(rank, turn).abs() for rank in ranks)
+            assert ((sums[0].flatten() - whole).abs() <= 1e-6 * scale).all()
+
+
+def between_threads(call: Callable[[LocalTransport, int], Any]) -> list[Any]:
+    ends = local_transports(WORKERS)
+    return in_threads([functools.partial(call, end, rank) for rank, end in enumerate(ends)], ends[0].broken)
+
+
+def messages(transport: Transport, rank: int, count: int = 20) -> None:
+    """Every rank to every other, more than a channel holds: those of a channel arrive in the order they were
+    sent, in receives posted ahead."""
+
+    def message(sender: int, receiver: int, i: int) -> torch.Tensor:
+        return torch.full((1 + i % 3, 5), 100 * sender + 10 * receiver + i / 32, dtype=torch.bfloat16)
+
+    others = [other for other in range(WORKERS) if other != rank]
+    transport.connect(list(itertools.permutations(range(WORKERS), 2)))
+    posted = collections.deque[tuple[torch.Tensor, Callable[[], torch.Tensor]]]()
+    for i in range(count):
+        for other in others:
+            expected = message(other, rank, i)
+            posted.append((expected, transport.post(other, torch.zeros_like(expected))))
+        for other in others:
+            transport.send(other, message(rank, other, i))
+        while len(posted) > (len(others) if i + 1 < count else 0):
+            expected, wait = posted.popleft()
+            assert torch.equal(wait(), expected)
+    transport.flush()
+
+
+def test_messages_between_threads() -> None:
+    between_threads(messages)
+
+
+def test_a_channel_between_threads_holds_no_more_than_it_may() -> None:
+    one, other = local_transports(2, buffers=2)
+    sender = threading.Thread(target=lambda: [one.send(1, torch.tensor([i])) for i in range(3)], daemon=True)
+    sender.start()
+    sender.join(0.2)
+    assert sender.is_alive()
+    assert [other.post(0, torch.empty(1, dtype=torch.int64))().item() for _ in range(3)] == [0, 1, 2]
+    sender.join(60)
+    assert not sender.is_alive()
+
+
+def test_a_message_is_what_it_was_when_it_was_sent() -> None:
+    one, other = local_transports(2)
+    tensor = torch.ones(3)
+    one.send(1, tensor)
+    tensor.zero_()
+    assert torch.equal(other.post(0, torch.empty(3))(), torch.ones(3))
+
+
+def test_collectives_between_threads() -> None:
+    runs = [between_threads(collectives) for _ in range(3)]
+    check(runs[0])
+    for again in runs[1:]:
+        for one, two in zip(runs[0], again, strict=True):
+            assert all(torch.equal(a[0], b[0]) for a, b in zip(one, two, strict=True))
+
+
+def test_a_replica_counts_its_workers_from_zero() -> None:
+    """Of two replicas of two workers each: messages stay inside, sums go across."""
+
+    def call(transport: LocalTransport, rank: int) -> tuple[float, float]:
+        own, other = ReplicaTransport(transport, rank - rank % 2), 1 - rank % 2
+        own.send(other, torch.tensor([float(rank)]))
+        own.flush()
+        message = own.post(other, torch.empty(1))()
+        total = transport.all_reduce(torch.tensor([float(rank)]), [rank % 2, rank % 2 + 2])
+        return message.item(), total.item()
+
+    assert between_threads(call) == [(1, 2), (0, 4), (3, 2), (2, 4)]
+
+
+def over_gloo(rank: int, meeting: str, folder: str) -> None:
+    transport = join(f"file://{meeting}", rank, WORKERS, "gloo", 60.0, GROUPS)
+    for group in transport.among.values():
+        if isinstance(group, torch.distributed.ProcessGroup):  # this rank is in it
+            backend = group._get_backend(torch.device("cpu"))
+            assert backend.options._timeout.total_seconds() == 60, "PyTorch's own would be half an hour"
+    messages(transport, rank)
+    runs = [collectives(transport, rank) for _ in range(2)]
+    torch.save(runs, Path(folder) / f"{rank}.pt")
+
+
+def test_messages_and_collectives_between_processes(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(over_gloo, (str(tmp_path / "meeting"), str(tmp_path)), WORKERS)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORKERS)]
+    check([runs[0] for runs in found])
+    for one, two in found:
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(one, two, strict=True))
+
+
+def test_a_mailbox_gives_messages_in_order_though_deliveries_overtake_each_other() -> None:
+    """A sender with two messages under way, of which the second is delivered first."""
+    mailbox, buffers, count = Mailbox(2), 2, 8
+    delivered = [threading.Event() for _ in range(count)]
+
+    def deliver(number: int) -> None:
+        mailbox.put(0, number, f"message {number}")
+        delivered[number].set()
+
+    def send() -> None:
+        for first in range(0, count, buffers):  # the later of each pair first
+            overtaken, quick = (
+                threading.Thread(target=deliver, args=(number,), daemon=True) for number in (first, first + 1)
+            )
+            quick.start()
+            assert delivered[first + 1].wait(60)
+            overtaken.start()
+            assert delivered[first].wait(60) and delivered[first + 1].wait(60)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    for number in range(count):
+        assert mailbox.take(0, number) == f"message {number}"
+    sender.join(60)
+    assert not sender.is_alive()
+    assert not any(mailbox.held.values())
+
+
+def test_a_mailbox_holds_no_more_than_it_may() -> None:
+    mailbox = Mailbox(2)
+    mailbox.put(0, 5, "five")
+    mailbox.put(0, 6, "six")
+    mailbox.put(1, 7, "another channel's")
+    third = threading.Thread(target=mailbox.put, args=(0, 7, "seven"), daemon=True)
+    third.start()
+    with pytest.raises(RuntimeError, match="message 4 from 0: other messages came first"):
+        mailbox.take(0, 4)
+    third.join(0.2)
+    assert third.is_alive() and 7 not in mailbox.held[0]
+    assert mailbox.take(0, 6) == "six"
+    third.join(60)
+    assert mailbox.take(0, 7) == "seven"
+
+
+class Actor:
+    """A worker that has nothing but a mailbox."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox()
+
+    def deliver(self, source: int, number: int, message: list[Any]) -> None:
+        self.mailbox.put(source, number, message[0])
+
+    def call(self, rank: int, peers: list[Any]) -> Any:
+        transport = ObjectStoreTransport(rank, peers, self.mailbox)
+        messages(transport, rank)
+        found = collectives(transport, rank)
+        return [(total.numpy(), [part.numpy() for part in gathered]) for total, gathered in found]
+
+
+@pytest.mark.slow
+def test_messages_and_collectives_through_the_object_store(ray_on_loopback: None) -> None:
+    import ray
+
+    actors = [ray.remote(concurrency_groups={"mail": 4})(Actor).remote() for _ in range(WORKERS)]
+    try:
+        found = ray.get([actor.call.remote(rank, actors) for rank, actor in enumerate(actors)])
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+    check([[(torch.tensor(t), [torch.tensor(p) for p in parts]) for t, parts in part] for part in found])
+
+
+def test_a_failed_thread_ends_the_wait_of_the_others() -> None:
+    transports = local_transports(2)
+    timer = threading.Timer(0.2, transports[0].broken.set)
+    timer.start()
+    with pytest.raises(RuntimeError, match="another worker has failed"):
+        transports[0].all_reduce(torch.ones(3), [0, 1])
+    timer.join()
+
+
+# ------------------------------------------------------------------------------------- connections made ahead
+
+
+class Rendezvous:
+    """What NCCL's first message of a pair is: both ends wait for each other."""
+
+    def __init__(self, rank: int, barriers: dict[Any, threading.Barrier], lock: threading.Lock) -> None:
+        self.rank, self.barriers, self.lock = rank, barriers, lock
+        self.made: list[Any] = []
+
+    def get_rank(self) -> int:
+        return self.rank
+
+    def _both(self, pair: tuple[int, int], group: str) -> None:
+        with self.lock:
+            barrier = self.barriers.setdefault((*pair, group), threading.Barrier(2))
+        barrier.wait(timeout=5)
+        self.made.append((*pair, group))
+
+    def send(self, note: torch.Tensor, to: int, group: str) -> None:
+        self._both((self.rank, to), group)
+
+    def recv(self, note: torch.Tensor, source: int, group: str) -> None:
+        self._both((source, self.rank), group)
+
+
+WAYS = {
+    "exact": (Exact(10), 3, 1, ()),
+    "truncated": (Truncated(5, 10), 3, 1, ()),
+    "layer-local": (LayerLocal(5, 10), 3, 1, (2, 0, 0)),
+    "in turn": (Exact(10), 1, 4, ()),
+    "both": (Truncated(5, 10), 2, 2, ()),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_all_connections_come_about(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two replicas at once; twice, which connects nothing anew. Upwards and downwards in groups apart."""
+    method, shards, in_turn, helpers = WAYS[name]
+    owners, config = Owners.of(split(6, shards), in_turn), StackConfig(vocab_size=17, d_model=12, n_layer=6)
+    scheme = method.scheme(40, 10)
+    made = step_plan(scheme, grid_of(config, scheme, 40, owners, helpers), owners, helpers)
+    zeros, workers = torch.zeros, owners.workers
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    barriers: dict[Any, threading.Barrier] = {}
+    lock, ends = threading.Lock(), []
+    for rank in range(2 * workers):
+        transport = DistributedTransport.__new__(DistributedTransport)
+        transport.dist, transport.nccl, transport.rank = Rendezvous(rank, barriers, lock), True, rank
+        transport.connected, transport.up, transport.down = set(), "up", "down"
+        ends.append(transport)
+
+    def connect(transport: DistributedTransport) -> None:
+        for _ in range(2):
+            transport.connect([(r + a, r + b) for r in (0, workers) for a, b in made.channels()])
+
+    with ThreadPoolExecutor(len(ends)) as pool:
+        for future in [pool.submit(connect, end) for end in ends]:
+            future.result(timeout=20)
+    for rank, end in enumerate(ends):
+        first, program = rank - rank % workers, made.programs[rank % workers]
+        sent = {(rank, first + a.to) for a in program if isinstance(a, Send)}
+        received = {(first + a.source, rank) for a in program if isinstance(a, Recv)}
+        assert {(*pair, "up" if pair[0] < pair[1] else "down") for pair in sent | received} == set(
+            end.dist.made
+        )
+        assert len(end.dist.made) == len(sent | received)

@@ -1,0 +1,192 @@
+"""Where the text comes from: the default, files, folders, globs, and what can be wrong with them."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from adjoint.data import sources as corpus
+from adjoint.data.batches import DataConfig, open_data
+from adjoint.errors import UserError
+from tests.data.text_helpers import TEXTS, own_cache, packed, stream, words, write  # noqa: F401  (own_cache: autouse)
+
+
+def test_default_is_the_standard_library_split_by_file() -> None:
+    data = open_data(DataConfig(seqlen=16384))
+    share = data.n_eval_tokens / (data.n_train_tokens + data.n_eval_tokens)
+    assert data.n_train_tokens > 3_000_000
+    assert 0.02 < share < 0.08
+    assert data.vocab_size == 256
+    text = data.tokenizer.decode(data.train.tokens)
+    held_out = data.tokenizer.decode(data.eval.tokens).split("\0")[:-1]
+    assert len(held_out) > 5
+    own = (Path(sysconfig.get_path("stdlib")) / "abc.py").read_text("utf-8")
+    assert own in text or own in held_out
+    long = [document for document in held_out if len(document) > 500]
+    assert long
+    assert not any(document in text for document in long)
+    assert 2.0 < data.unigram_entropy < 4.0
+
+
+def test_default_leaves_out_tests_packages_and_what_is_no_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = ["ast.py", "email/mime.py", "json/tool.py"]
+    skipped = ["test/t.py", "idlelib/idle_test/t.py", "site-packages/p.py", "lib2to3/tests/data/d.py"]
+    for name in kept + skipped:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\n")
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    sources = corpus.find_sources(None)
+    assert [file.name for file in sources.files] == [*kept, "latin.py"]
+    data = open_data(DataConfig(seqlen=2))
+    assert sorted(data.tokenizer.decode(stream(data)).split("\0")) == ["", *(f"# {name}\n" for name in kept)]
+
+
+def test_standard_library_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
+    with pytest.raises(UserError, match=r"--data.path"):
+        open_data(DataConfig())
+
+
+@pytest.mark.parametrize("compressed", ["", ".gz"])
+@pytest.mark.parametrize("kind", ["txt", "md", "py", "jsonl", "parquet"])
+def test_every_kind_of_file(tmp_path: Path, kind: str, compressed: str) -> None:
+    texts = TEXTS if kind in ("jsonl", "parquet") else TEXTS[1:2]
+    file = write(tmp_path / f"corpus.{kind}{compressed}", texts)
+    data = open_data(DataConfig(path=str(file), seqlen=8))
+    assert stream(data) == packed(texts)
+    assert data.n_documents == len(texts)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_text_field_and_texts_that_are_null(tmp_path: Path, kind: str) -> None:
+    file = write(tmp_path / f"a.{kind}", [TEXTS[0], None, "", TEXTS[2]], field="body")  # type: ignore[list-item]
+    data = open_data(DataConfig(path=str(file), seqlen=8, text_field="body"))
+    assert stream(data) == packed([TEXTS[0], TEXTS[2]])
+
+
+def test_byte_order_mark_and_blank_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello there")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one more"}\n\n  \n{"text": "and two"}\n')
+    data = open_data(DataConfig(path=str(tmp_path), seqlen=4))
+    assert stream(data) == packed(["hello there", "one more", "and two"])
+
+
+def test_folder_is_recursive_sorted_and_skips_hidden(tmp_path: Path) -> None:
+    for name in ["b.txt", "a/z.md", "a/a.py", ".git/x.txt", ".hidden.txt", "a/image.png", "__pycache__/y.py"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = corpus.find_sources(str(tmp_path)).files
+    assert [file.name for file in found] == ["a/a.py", "a/z.md", "b.txt"]
+
+
+def test_links_are_followed_once_and_may_not_dangle(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.txt").write_text("b")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "a.txt").write_text("a")
+    (root / "z.txt").symlink_to(root / "a.txt")
+    (root / "linked").symlink_to(tmp_path / "elsewhere")
+    (root / "circle").symlink_to(root)
+    os.mkfifo(root / "pipe.txt")
+    assert [file.name for file in corpus.find_sources(str(root)).files] == ["a.txt", "linked/b.txt"]
+    (root / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"gone.txt: cannot be read \(No such file"):
+        corpus.find_sources(str(root))
+
+
+def test_lists_globs_and_the_same_file_twice(tmp_path: Path) -> None:
+    words(tmp_path, 4)
+    (tmp_path / "001.txt").rename(tmp_path / "x.md")
+    entries = [str(tmp_path / "003.txt"), str(tmp_path / "0*.txt"), str(tmp_path)]
+    found = [file.path.name for file in corpus.find_sources(entries).files]
+    assert found == ["003.txt", "000.txt", "002.txt", "x.md"]
+    deep = tmp_path / "deep" / "er"
+    deep.mkdir(parents=True)
+    (deep / "y.md").write_text("y")
+    found = [file.name for file in corpus.find_sources(str(tmp_path / "**" / "*.md")).files]
+    assert found == ["deep/er/y.md", "x.md"]
+
+
+def test_split_is_by_file_and_does_not_depend_on_where_the_folder_lies(tmp_path: Path) -> None:
+    splits = []
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        files = corpus.find_sources(str(words(tmp_path / place, 100))).files
+        train, held = corpus.split_sources(files, 0.05)
+        assert len(held) == 5
+        assert len(train) == 95
+        assert sorted(file.name for file in train) == [file.name for file in train]
+        splits.append([file.name for file in held])
+    assert splits[0] == splits[1]
+    assert splits[0] != sorted(splits[0])  # a mixture, not the first of the folder
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "message"),
+    [
+        ({}, "nothing.txt", "no such file or folder"),
+        ({"corpus.txt": b"x"}, "korpus.txt", "did you mean .*corpus.txt"),
+        ({"folder/": b""}, "folder", "the folder is empty"),
+        ({"folder/a.pdf": b"x"}, "folder", "none of its 1 files.*supported are .txt"),
+        ({"a.pdf": b"x"}, "a.pdf", "unsupported kind of file"),
+        ({"a.txt": b"x"}, "*.md", "matches nothing"),
+        ({"a.pdf": b"x"}, "*.pdf", "matches 1 entries but none"),
+        ({"a.txt": b""}, "a.txt", "no text"),
+        ({"a.txt": b"x"}, "a.txt", "has 2 tokens.*needs at least 65"),
+        ({"a.txt": b"x" * 60}, "a.txt", "61 tokens, 58 of them for training.*data.seqlen to at most 57"),
+        ({"a.txt": b"good \xff bad"}, "a.txt", r"a.txt: not UTF-8 \(byte 5\)"),
+        ({"a.jsonl": b'{"text": "a"}\n{"text": '}, "a.jsonl", "a.jsonl:2: not a JSON line"),
+        ({"a.jsonl": b'{"text": "a"}\n\n[1]'}, "a.jsonl", "a.jsonl:3: expected a JSON object"),
+        ({"a.jsonl": b'{"body": "a"}'}, "a.jsonl", "a.jsonl:1: no field 'text'; there are 'body'"),
+        ({"a.jsonl": b'{"text": 5}'}, "a.jsonl", "a.jsonl:1: field 'text' is int"),
+        ({"a.jsonl": b'{"text": "\\ud800"}'}, "a.jsonl", "a.jsonl:1: .*surrogate"),
+        ({"a.jsonl": b'{"text": "\xff"}'}, "a.jsonl", "a.jsonl:1: not UTF-8"),
+        ({"a.jsonl": b'{"text": "a"}\n{"n": ' + b"1" * 5000 + b"}"}, "a.jsonl", "a.jsonl:2: not a JSON line"),
+        ({"a.txt.gz": b"not gzip"}, "a.txt.gz", "a.txt.gz: damaged gzip"),
+        ({"a.txt.gz": gzip.compress(b"x" * 9999)[:-20]}, "a.txt.gz", "a.txt.gz: damaged gzip"),
+        ({"a.parquet": b"PAR1 nonsense PAR1"}, "a.parquet", "a.parquet: damaged parquet"),
+    ],
+)
+def test_what_is_wrong_with_the_files_is_said_in_one_line(
+    tmp_path: Path, cache: Path, make: dict[str, bytes], path: str, message: str
+) -> None:
+    if path.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    for name, content in make.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if name.endswith("/"):
+            (tmp_path / name).mkdir()
+        else:
+            (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        open_data(DataConfig(path=str(tmp_path / path), seqlen=64))
+    assert "\n" not in str(error.value)
+    assert not list(cache.glob("*.tmp-*"))
+
+
+def test_what_is_no_file_is_refused_before_it_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "device.txt").symlink_to("/dev/zero")
+    for name in ("pipe.txt", "device.txt"):
+        with pytest.raises(UserError, match=rf"data.path .*{name}: a pipe, socket or device"):
+            corpus.find_sources([str(tmp_path / name)])
+
+
+def test_parquet_column_and_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "a.parquet", TEXTS, field="body")
+    with pytest.raises(UserError, match=r"no column 'text'; there are 'id', 'body': choose with data.text_f"):
+        open_data(DataConfig(path=str(file), seqlen=8))
+    with pytest.raises(UserError, match="column 'id' is int64, not text"):
+        open_data(DataConfig(path=str(file), seqlen=8, text_field="id"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match="pip install pyarrow"):
+        open_data(DataConfig(path=str(file), seqlen=8, text_field="body"))

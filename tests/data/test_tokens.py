@@ -1,0 +1,260 @@
+"""Tokenisers, and the cache of tokenised text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from adjoint.data import cache as token_cache
+from adjoint.data import sources as corpus
+from adjoint.data.batches import DataConfig, open_data
+from adjoint.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from adjoint.errors import UserError
+from tests.data.text_helpers import TEXTS, own_cache, packed, stream, words, write  # noqa: F401  (own_cache: autouse)
+
+
+def test_bytes_round_trip_and_never_fail_to_decode() -> None:
+    tokenizer = ByteTokenizer()
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(torch.tensor([104, 105, 255])) == "hi\ufffd"
+    assert tokenizer.separator_ids == (0,)
+    assert ByteTokenizer("\n\n").separator_ids == (10, 10)
+    assert ByteTokenizer("").separator_ids == ()
+
+
+@pytest.fixture
+def bpe(tmp_path: Path) -> Path:
+    """A tokenizer.json trained on the spot, saved with the truncation that Hugging Face files often carry."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<pad>", "<stop>", "<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS * 5, trainer)
+    tokenizer.enable_truncation(max_length=4)
+    tokenizer.enable_padding(length=8)
+    folder = tmp_path / "bpe"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_tokenizer_file_is_not_truncated_and_goes_both_ways(tmp_path: Path, bpe: Path) -> None:
+    path = str(bpe / "tokenizer.json")
+    tokenizer = load_tokenizer(path)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert len(ids) > 4
+        assert tokenizer.decode(ids) == text
+    file = write(tmp_path / "a.jsonl", TEXTS)
+    data = open_data(DataConfig(path=str(file), seqlen=8, tokenizer=path))
+    assert data.vocab_size == 300
+    assert data.train.tokens.dtype == np.uint16
+    assert stream(data) == [i for text in TEXTS for i in [*tokenizer.encode(text), 2]]
+
+
+def test_separator_of_a_tokenizer(bpe: Path) -> None:
+    assert load_tokenizer(str(bpe)).separator_ids == (2,)  # <|endoftext|>, a name everyone uses
+    assert load_tokenizer(str(bpe), "<pad>").separator_ids == (0,)
+    assert load_tokenizer(str(bpe), "").separator_ids == ()
+    for eos in ("<stop>", {"content": "<stop>", "special": True}):
+        (bpe / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        assert load_tokenizer(str(bpe)).separator_ids == (1,)
+    with pytest.raises(UserError, match=r"data.separator '<none>' is not a token"):
+        load_tokenizer(str(bpe), "<none>")
+
+
+def test_tokenizer_without_a_separator_asks_for_one(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    file = tmp_path / "t.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 70000})).save(str(file))
+    with pytest.raises(UserError, match=r"data.separator"):
+        load_tokenizer(str(file))
+    assert load_tokenizer(str(file), "b").vocab_size == 70001  # ids may have holes
+
+
+def test_hugging_face_folder_without_tokenizer_json(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "state", "space", "##s"]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "BertTokenizer", "model_max_length": 2}'
+    )
+    tokenizer = FileTokenizer(str(folder))
+    assert tokenizer.encode("state spaces state space") == [5, 6, 7, 5, 6]  # no [CLS], no truncation
+    assert tokenizer.separator_ids == (3,)
+    assert tokenizer.vocab_size == len(vocabulary)
+    assert "state space" in tokenizer.decode(np.array([5, 6]))
+
+
+@pytest.mark.parametrize("content", [b"{}", b"not json", b"\xff\xfe"])
+def test_what_is_no_tokenizer(tmp_path: Path, content: bytes) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"not a tokenizer.json"):
+        load_tokenizer(str(tmp_path / "t.json"))
+    with pytest.raises(UserError, match="no such file or folder"):
+        load_tokenizer(str(tmp_path / "gpt2"))
+
+
+def test_missing_tokenizers_package(bpe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="pip install tokenizers"):
+        load_tokenizer(str(bpe))
+
+
+def test_vocab_size_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ascii only " * 20)
+    config = DataConfig(path=str(tmp_path), seqlen=8)
+    highest = max(b"ascii only ")
+    assert open_data(config).vocab_size == 256
+    assert open_data(config, vocab_size=highest + 1).vocab_size == highest + 1
+    with pytest.raises(UserError, match=rf"token id {highest} .* model.vocab_size {highest}: .* 256"):
+        open_data(config, vocab_size=highest)
+
+
+# The cache
+
+
+def tokenised_again(monkeypatch: pytest.MonkeyPatch, config: DataConfig) -> bool:
+    """Whether opening reads the sources; the tokens must come out right either way."""
+    reads = []
+    read = corpus.read_documents
+    with monkeypatch.context() as patch:
+        patch.setattr(token_cache, "read_documents", lambda *a: reads.append(a) or read(*a))
+        data = open_data(config)
+    assert stream(data) == packed([Path(str(config.path)).read_text()])
+    return bool(reads)
+
+
+def test_cache_is_used_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("some text " * 30)
+    config = DataConfig(path=str(file), seqlen=8)
+    assert tokenised_again(monkeypatch, config)
+    assert not tokenised_again(monkeypatch, config)
+    assert not tokenised_again(monkeypatch, dataclasses.replace(config, seqlen=16, batch=3, eval_tokens=7))
+    assert tokenised_again(monkeypatch, dataclasses.replace(config, eval_fraction=0.1))
+    before = open_data(config).fingerprint
+    file.write_text("other text" * 30)
+    os.utime(file, ns=(1, 1))
+    assert tokenised_again(monkeypatch, config)
+    assert open_data(config).fingerprint != before
+    os.utime(file, ns=(2, 2))
+    assert tokenised_again(monkeypatch, config)
+
+
+def cut(tokens: Path, description: Path) -> None:
+    tokens.write_bytes(tokens.read_bytes()[:-1])
+
+
+def flip(tokens: Path, description: Path) -> None:
+    content = bytearray(tokens.read_bytes())
+    content[len(content) // 2] ^= 1
+    tokens.write_bytes(content)
+
+
+def drop_key(tokens: Path, description: Path) -> None:
+    meta = json.loads(description.read_text())
+    del meta["n_train"]
+    description.write_text(json.dumps(meta))
+
+
+DAMAGE = {
+    "cut": cut,
+    "flip": flip,
+    "empty": lambda tokens, description: tokens.write_bytes(b""),
+    "missing": lambda tokens, description: tokens.unlink(),
+    "description cut": lambda tokens, description: description.write_text('{"digest": '),
+    "description without a key": drop_key,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_damaged_cache_is_made_anew(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, damage: str, sampled: bool
+) -> None:
+    if sampled:
+        monkeypatch.setattr(token_cache, "_HASH_WHOLE", 256)  # the way of a very large file
+    (tmp_path / "a.txt").write_text("some text " * 300)
+    config = DataConfig(path=str(tmp_path / "a.txt"), seqlen=8)
+    assert tokenised_again(monkeypatch, config)
+    DAMAGE[damage](next(cache.glob("*.bin")), next(cache.glob("*.json")))
+    assert tokenised_again(monkeypatch, config)
+    assert not tokenised_again(monkeypatch, config)
+
+
+def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 30)
+    config = DataConfig(path=str(tmp_path / "a.txt"), seqlen=8)
+    open_data(dataclasses.replace(config, cache_dir=str(tmp_path / "own" / "cache")))
+    monkeypatch.delenv("ADJOINT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    open_data(config)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    open_data(config)
+    for folder in ("own/cache", "xdg/adjoint", "home/.cache/adjoint"):
+        assert len(list((tmp_path / folder).glob("*.bin"))) == 1
+    with pytest.raises(UserError, match=r"data.cache_dir"):
+        open_data(dataclasses.replace(config, cache_dir=str(tmp_path / "a.txt")))
+
+
+def test_processes_that_build_the_same_cache_at_once(tmp_path: Path, cache: Path) -> None:
+    words(tmp_path, 30, 5000)
+    code = (
+        "import sys; from adjoint.data.batches import *\n"
+        "sys.stdin.readline()\n"  # all start together
+        f"d = open_data(DataConfig(path={str(tmp_path)!r}, seqlen=64))\n"
+        "print(d.fingerprint, int(d.train.tokens.sum()), d.n_eval_tokens)"
+    )
+    argv, root = [sys.executable, "-c", code], Path(__file__).parents[2]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    processes = [subprocess.Popen(argv, text=True, cwd=root, **pipes) for _ in range(2)]
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert len({out for out, _ in outputs}) == 1
+    assert len(outputs[0][0].split()) == 3
+    assert sorted(file.suffix for file in cache.iterdir()) == [".bin", ".json"]
+
+
+def test_leftovers_of_killed_processes_go(tmp_path: Path, cache: Path) -> None:
+    old, new = cache / "k.tmp-1-ab", cache / "k.tmp-2-cd"
+    old.touch()
+    new.touch()
+    os.utime(old, (1, 1))
+    (tmp_path / "a.txt").write_text("some text " * 30)
+    open_data(DataConfig(path=str(tmp_path), seqlen=8))
+    assert not old.exists()
+    assert new.exists()  # may be another process at work
+
+
+def test_long_documents_go_to_the_tokenizer_in_pieces(
+    tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_cache, "_PIECE", 50)
+    texts = [*TEXTS, "no line end at all, " * 20]
+    file = write(tmp_path / "a.jsonl", texts)
+    assert stream(open_data(DataConfig(path=str(file), seqlen=8))) == packed(texts)
+    data = open_data(DataConfig(path=str(file), seqlen=8, tokenizer=str(bpe)))
+    assert data.tokenizer.decode(stream(data)) == "".join(text + "<|endoftext|>" for text in texts)

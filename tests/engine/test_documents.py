@@ -1,0 +1,241 @@
+"""Packed documents are the documents one by one: loss and every gradient; and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adjoint import Backprop, Exact, LayerLocal, StackConfig, Truncated
+from adjoint.data.batches import DataConfig, open_data
+from adjoint.documents import document_numbers, from_separator
+from adjoint.errors import UserError
+from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.loss import shift_labels
+from tests.cluster.cluster_helpers import TRAINING, disturbed_shards, disturbed_stack, together
+from tests.model_helpers import SIZES, VARIANTS, current_gradients, make_ids, make_model, relative
+
+METHODS = {
+    "backprop": Backprop(),
+    "checkpointing": Backprop(checkpoint=True),
+    "exact": Exact(7),
+    "inputs": Exact(5, keep="inputs"),
+    "truncated": Truncated(6, chunk_size=4),
+    "layer-local": LayerLocal(chunk_size=7),
+    "layer-local, windowed": LayerLocal(5, chunk_size=4),
+}
+MIXED = {"mixer": ["mamba", "mamba2", "diagonal", "dense"], "n_layer": 4, "ngroups": 2}
+# Of two rows: documents of one token, longer than chunks, ends on chunks' edges; the first row's other than
+# the second's.
+PACKED = [[1, 1, 12, 7, 7, 3, 1, 4], [9, 20, 5, 2]]
+
+
+UNWINDOWED = {  # mixers without windows
+    "attention": {"mixer": "attention", "num_attention_heads": 2, "num_key_value_heads": 1},
+    "sliding": {"mixer": "attention", "num_attention_heads": 2, "sliding_window": 5},
+    "gated_deltanet": {"mixer": "gated_deltanet"},
+    "mamba3": {"mixer": "mamba3"},
+    "mamba3, mimo": {"mixer": "mamba3", "is_mimo": True, "mimo_rank": 3},
+    "attention, conv": {"mixer": "attention", "num_attention_heads": 2, "attention_d_conv": 4},
+}
+
+
+QUICK = ("mamba, MLP, untied", "mixed, untied")
+
+
+def numbers(lengths: list[list[int]]) -> torch.Tensor:
+    rows = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    return torch.stack(rows)
+
+
+def one_by_one(model: Any, ids: torch.Tensor, lengths: list[list[int]], method: Any) -> tuple[float, dict]:
+    """The mean loss over all predictions, and its gradients, each document by itself."""
+    model.zero_grad()
+    pieces = [piece for row, mine in zip(ids, lengths, strict=True) for piece in row.split(mine)]
+    total = sum(len(piece) - 1 for piece in pieces)
+    loss = 0.0
+    for piece in pieces:
+        if len(piece) > 1:
+            part = model(piece[None], labels=piece[None], method=method).loss * (len(piece) - 1) / total
+            part.backward()
+            loss += part.item()
+    return loss, current_gradients(model)
+
+
+def assert_equal(model: Any, ids: torch.Tensor, lengths: list[list[int]], method: Any) -> None:
+    loss, expected = one_by_one(model, ids, lengths, method)
+    model.zero_grad()
+    got = model(ids, labels=ids, method=method, seq_idx=numbers(lengths)).loss
+    got.backward()
+    assert abs(got.item() - loss) <= 1e-12 * abs(loss)
+    worst = {name: relative(g, expected[name]) for name, g in current_gradients(model).items()}
+    assert max(worst.values()) <= 1e-12, worst
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "variant", [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_packed_equals_one_by_one(variant: str, method: str) -> None:
+    model = make_model(variant)
+    ids = make_ids(2, sum(PACKED[0]), seed=3)
+    assert_equal(model, ids, PACKED, METHODS[method])
+
+
+@pytest.mark.sampled(5)  # each variant once
+@pytest.mark.parametrize("variant", UNWINDOWED)
+@pytest.mark.parametrize(
+    "method", [name for name in METHODS if name not in ("truncated", "layer-local, windowed")]
+)
+def test_packed_equals_one_by_one_without_windows(variant: str, method: str) -> None:
+    model = make_model("mamba", **UNWINDOWED[variant])
+    ids = make_ids(2, sum(PACKED[0]), seed=3)
+    assert_equal(model, ids, PACKED, METHODS[method])
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    st.integers(1, 12),
+    st.sampled_from(sorted(METHODS)),
+    st.integers(0, 3),
+)
+def test_packed_equals_one_by_one_whatever_the_lengths(
+    lengths: list[int], chunk_size: int, name: str, seed: int
+) -> None:
+    """Rows with the documents in this order and in the reverse one."""
+    method = METHODS[name]
+    if name != "backprop" and name != "checkpointing":
+        method = type(method)(**{**vars(method), "chunk_size": chunk_size})
+    model = make_model("mixed, untied", seed=seed, **MIXED)
+    if max(lengths) == 1:
+        lengths = [*lengths, 2]
+    assert_equal(model, make_ids(2, sum(lengths), seed=seed), [lengths, lengths[::-1]], method)
+
+
+@pytest.mark.parametrize("method", ["exact", "truncated", "layer-local, windowed"])
+def test_the_initial_state_belongs_to_the_first_document(method: str) -> None:
+    """Its gradient is that of the first document alone; the final state is that of the last one."""
+    more = {} if method != "exact" else {"mixer": [*MIXED["mixer"], "mamba3", "gated_deltanet"], "n_layer": 6}
+    model = make_model("mixed, untied", **MIXED | more)
+    ids, lengths = make_ids(1, 20, seed=1), [6, 14]
+    state = [
+        tuple(torch.randn_like(s, requires_grad=True) for s in layer) for layer in model.initial_state(1)
+    ]
+    leaves = [s for layer in state for s in layer]
+    out = model(
+        ids, labels=ids, method=METHODS[method], state=state, seq_idx=numbers([lengths]), return_state=True
+    )
+    got = torch.autograd.grad(out.loss, leaves)
+    first = model(ids[:, :6], labels=ids[:, :6], method=METHODS[method], state=state)
+    expected = torch.autograd.grad(first.loss * 5 / 18, leaves)
+    assert max(map(relative, got, expected)) <= 1e-12
+    last = model(ids[:, 6:], return_state=True)
+    for a, b in zip(itertools.chain(*out.state), itertools.chain(*last.state), strict=True):
+        assert relative(a, b) <= 1e-12
+
+
+def test_auto_windows_keep_documents_apart() -> None:
+    """A window as long as the sequence is picked where nothing decays to nothing: then all is exact."""
+    model = make_model("mamba")
+    ids, lengths = make_ids(2, 24), [[5, 19], [17, 7]]
+    _, expected = one_by_one(model, ids, lengths, Backprop())
+    model.zero_grad()
+    model(
+        ids, labels=ids, method=Truncated("auto", 6, tolerance=1e-30), seq_idx=numbers(lengths)
+    ).loss.backward()
+    assert max(relative(g, expected[name]) for name, g in current_gradients(model).items()) <= 1e-12
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("method", ["exact", "truncated", "layer-local"])
+@pytest.mark.parametrize(
+    "layout", [{"shards": 1}, {"shards": 3}, {"shards": 1, "sequence": 2}, {"shards": 2, "replicas": 2}]
+)
+def test_shards_keep_documents_apart(method: str, layout: dict[str, int]) -> None:
+    config = StackConfig(**{**SIZES, **MIXED})
+    layout = {"replicas": 1, "sequence": 1, **layout}
+    shards = disturbed_shards(config, layout.pop("shards"), METHODS[method], TRAINING, **layout)
+    stack, ids = disturbed_stack(config), make_ids(2, sum(PACKED[0]), seed=3)
+    loss, expected = one_by_one(stack, ids, PACKED, METHODS[method])
+    seq_idx = numbers(PACKED)
+    losses = together(shards, lambda shard: shard.accumulate(ids, seq_idx=seq_idx))
+    assert abs(sum(share or 0 for share in losses) - loss) <= 1e-12 * loss
+    for shard in shards:
+        for name, parameter in shard.named_weights().items():
+            assert relative(parameter.grad, expected[name]) <= 1e-12, name
+    together(shards, lambda shard: shard.zero_grad())
+    losses = together(shards, lambda shard: shard.evaluate(ids, seq_idx=seq_idx))
+    assert abs(sum(share or 0 for share in losses) - loss) <= 1e-12 * loss
+
+
+def test_helpers_keep_documents_apart() -> None:
+    config = StackConfig(**{**SIZES, **MIXED})
+    method = METHODS["layer-local, windowed"]
+    shards = disturbed_shards(config, 1, method, TRAINING, helpers=(0, 0))
+    stack, ids = disturbed_stack(config), make_ids(2, sum(PACKED[0]), seed=3)
+    _, expected = one_by_one(stack, ids, PACKED, method)
+    together(shards, lambda shard: shard.accumulate(ids, seq_idx=numbers(PACKED)))
+    for name, parameter in shards[0].named_weights().items():
+        assert relative(parameter.grad, expected[name]) <= 1e-12, name
+
+
+def test_the_convolutions_state_holds_the_last_document_alone() -> None:
+    x, weight = torch.randn(2, 6, 3), torch.randn(3, 5)
+    seq_idx = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0]])
+    tail = causal_conv1d(x, weight, None, None, seq_idx=seq_idx)[1]
+    assert torch.equal(tail[0, :, :2], torch.zeros(3, 2)) and torch.equal(tail[0, :, 2:], x[0, 4:].T)
+    assert torch.equal(tail[1], x[1, 2:].T)
+    before = torch.randn(2, 3, 4)
+    tail = causal_conv1d(x[:, :2], weight, None, before, seq_idx=torch.tensor([[0, 1], [0, 0]]))[1]
+    assert torch.equal(tail[0, :, :3], torch.zeros(3, 3)) and torch.equal(tail[1, :, :2], before[1, :, 2:])
+
+
+def test_both_forms_say_the_same() -> None:
+    ids = make_ids(1, 9)
+    packed = document_numbers(ids, cu_seqlens=torch.tensor([0, 2, 3, 9]))
+    assert packed is not None and packed.tolist() == [[0, 0, 1, 2, 2, 2, 2, 2, 2]]
+    same = document_numbers(ids, torch.tensor([[7, 7, 1, 7, 7, 7, 7, 7, 7]]))
+    assert same is not None and torch.equal(packed, same)
+    targets = shift_labels(ids, packed)
+    assert (targets == -100).tolist() == [[False, True, True, *[False] * 5, True]]
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"cu_seqlens": torch.tensor([1, 4, 9])}, "cu_seqlens must rise from 0 to the 9 tokens"),
+        ({"cu_seqlens": torch.tensor([0, 5, 4, 9])}, "cu_seqlens must rise"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens must rise"),
+        ({"seq_idx": torch.zeros(1, 8, dtype=torch.int64)}, r"seq_idx must be integers of input_ids' shape"),
+        ({"seq_idx": torch.zeros(1, 9)}, "seq_idx must be integers"),
+        ({"seq_idx": torch.zeros(1, 9, dtype=torch.int64), "cu_seqlens": torch.tensor([0, 9])}, "not both"),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], message: str) -> None:
+    ids = make_ids(1, 9)
+    with pytest.raises(ValueError, match=message) as refused:
+        make_model()(ids, labels=ids, **given)
+    assert "\n" not in str(refused.value)
+
+
+def test_documents_of_a_stream_end_with_its_separator(tmp_path: Any) -> None:
+    ids = torch.tensor([[5, 0, 6, 0, 0, 7], [0, 5, 5, 5, 5, 0]])
+    assert from_separator(ids, (0,)).tolist() == [[0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1]]
+    assert from_separator(ids, (5, 0)).tolist() == [[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text("abc" * (5 + i))
+    config = DataConfig(str(tmp_path), seqlen=32, documents="packed", cache_dir=str(tmp_path / "cache"))
+    data = open_data(config)
+    ids = next(data.train)
+    found = data.seq_idx(ids)
+    assert found is not None and torch.equal(found[:, 1:], (ids == 0).cumsum(1)[:, :-1])
+    with pytest.raises(UserError, match=r"data\.documents"):
+        DataConfig(documents="apart")
+    with pytest.raises(UserError, match=r"data\.separator"):
+        DataConfig(documents="packed", separator="")

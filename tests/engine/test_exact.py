@@ -1,0 +1,661 @@
+"""Exact against plain backpropagation: gradients, states, memory, and the manners of any module."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint.cluster import count
+from adjoint.engine import budget
+from adjoint.engine.autograd import steps_of
+from adjoint.engine.tile import Gradients
+from adjoint.engine.weights import Casts, SummedProducts
+from adjoint.methods import RECOMPUTE
+from tests.model_helpers import (
+    ALL_MIXERS,
+    VARIANTS,
+    assert_same,
+    current_gradients,
+    error,
+    gradients,
+    make_ids,
+    make_model,
+    relative,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KEEP = ("edges", "inputs", "offload")
+CHUNKS = {2: (1, 2, 5), 63: (8, 62, 64), 257: (64, 100, None), 1000: (333, 512, None)}
+EVERY_METHOD = [Backprop(), Backprop(checkpoint=True), *(Exact(chunk_size=8, keep=keep) for keep in KEEP)]
+
+
+def labels_with_gaps(input_ids: torch.Tensor) -> torch.Tensor:
+    """A tenth of the labels ignored, but never the second, so that two tokens leave something to learn."""
+    labels = input_ids.masked_fill(
+        torch.rand(input_ids.shape, generator=torch.Generator().manual_seed(5)) < 0.1, -100
+    )
+    labels[:, 1] = input_ids[:, 1]
+    return labels
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("seqlen", CHUNKS)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_equal_backprop(variant: str, batch: int, seqlen: int) -> None:
+    model, input_ids = make_model(variant), make_ids(batch, seqlen)
+    labels = labels_with_gaps(input_ids)
+    loss, expected = gradients(model, input_ids, labels, Backprop())
+    assert all(g.isfinite().all() for g in expected.values())
+    methods = [Backprop(checkpoint=True), *(Exact(chunk, keep) for chunk in CHUNKS[seqlen] for keep in KEEP)]
+    for method in methods:
+        got_loss, got = gradients(model, input_ids, labels, method)
+        assert relative(got_loss, loss) <= 1e-13, method
+        assert_same(got, expected)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("keep", KEEP)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_chunks_of_one_token(variant: str, keep: str) -> None:
+    model, input_ids = make_model(variant), make_ids(2, 11)
+    _, expected = gradients(model, input_ids, input_ids, Backprop())
+    assert_same(gradients(model, input_ids, input_ids, Exact(chunk_size=1, keep=keep))[1], expected)
+
+
+def test_gradient_is_the_derivative_of_the_loss() -> None:
+    """Finite differences along a random direction, so that a mistake shared with Backprop would show."""
+    for variant in VARIANTS:
+        model, input_ids = make_model(variant), make_ids(2, 23)
+        _, found = gradients(model, input_ids, input_ids, Exact(chunk_size=7))
+        directions = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+        losses = []
+        for step in (1e-5, -2e-5):
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.add_(directions[name], alpha=step)
+                losses.append(model(input_ids, labels=input_ids).loss)
+        slope = (losses[0] - losses[1]) / 2e-5
+        assert relative(sum((found[name] * directions[name]).sum() for name in found), slope) <= 1e-6, variant
+
+
+@pytest.mark.parametrize("method", EVERY_METHOD[1:], ids=str)
+def test_ignored_labels_at_chunk_edges_and_a_whole_chunk_ignored(method: object) -> None:
+    model, input_ids = make_model("mixed, untied"), make_ids(2, 61)
+    labels = input_ids.clone()
+    for position in (7, 8, 9, 16, 23, 24, 60):
+        labels[0, position] = -100
+    labels[1, 30:44] = -100
+    labels[:, 48:57] = -100
+    loss, expected = gradients(model, input_ids, labels, Backprop())
+    by_hand = torch.nn.functional.cross_entropy(
+        model(input_ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
+    assert relative(loss, by_hand.detach()) <= 1e-13
+    got_loss, got = gradients(model, input_ids, labels, method)
+    assert relative(got_loss, loss) <= 1e-13
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("method", EVERY_METHOD, ids=str)
+def test_all_labels_ignored_is_zero_with_a_warning(method: object) -> None:
+    model, input_ids = make_model("mamba"), make_ids(2, 20)
+    with pytest.warns(UserWarning, match="every label is ignored"):
+        loss, got = gradients(model, input_ids, torch.full_like(input_ids, -100), method)
+    assert loss == 0
+    assert all((g == 0).all() for g in got.values())
+
+
+# ----------------------------------------------------------------------------------------------------- states
+
+
+def random_states(model: torch.nn.Module, batch: int) -> list[tuple[torch.Tensor, ...]]:
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda s: torch.randn(s.shape, dtype=s.dtype, generator=generator).requires_grad_()  # noqa: E731
+    return [tuple(draw(s) for s in state) for state in model.initial_state(batch)]
+
+
+def flat(states: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    return [s for state in states for s in state]
+
+
+@pytest.mark.parametrize("with_loss", [True, False])
+@pytest.mark.parametrize("variant", ["mixed, untied", "mamba, MLP, untied"])
+def test_initial_and_final_states_carry_gradients(variant: str, with_loss: bool) -> None:
+    model, input_ids = make_model(variant), make_ids(3, 29)
+    found = []
+    for method in EVERY_METHOD:
+        model.zero_grad()
+        states = random_states(model, 3)
+        out = model(input_ids, labels=input_ids, method=method, state=states, return_state=True)
+        total = sum((s * torch.arange(s.numel()).view_as(s).sin()).sum() for s in flat(out.state))
+        (total + out.loss if with_loss else total).backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        grads = {
+            name: g.clone() for name, g in grads.items() if g.any()
+        }  # no gradient and a gradient of 0 are alike
+        assert ("lm_head.weight" in grads) is with_loss
+        grads |= {f"initial state {i}": s.grad for i, s in enumerate(flat(states))}
+        found.append(grads | {f"final state {i}": s.detach() for i, s in enumerate(flat(out.state))})
+    for got in found[1:]:
+        assert_same(got, found[0])
+
+
+def in_two_calls(model, input_ids, labels, cut, methods):
+    """The mean loss of both pieces. No call predicts the second piece's first token."""
+    first = model(input_ids[:, :cut], labels=labels[:, :cut], method=methods[0], return_state=True)
+    second = model(input_ids[:, cut:], labels=labels[:, cut:], method=methods[1], state=first.state)
+    sizes = [int((piece[:, 1:] != -100).sum()) for piece in (labels[:, :cut], labels[:, cut:])]
+    return (first.loss * sizes[0] + second.loss * sizes[1]) / sum(sizes)
+
+
+@pytest.mark.parametrize("cut", [2, 37])
+@pytest.mark.parametrize("variant", ["mamba", "mamba2", "mixed, untied"])
+def test_two_calls_with_the_state_passed_equal_one(variant: str, cut: int) -> None:
+    model, input_ids = make_model(variant), make_ids(2, 61)
+    labels = labels_with_gaps(input_ids)
+    labels[:, cut] = -100
+    loss, expected = gradients(model, input_ids, labels, Backprop())
+    for methods in itertools.product(
+        (Backprop(), Exact(chunk_size=8), Exact(chunk_size=9, keep="inputs")), repeat=2
+    ):
+        model.zero_grad()
+        total = in_two_calls(model, input_ids, labels, cut, methods)
+        total.backward()
+        assert relative(total.detach(), loss) <= 1e-13
+        assert_same(current_gradients(model), expected)
+
+
+# -------------------------------------------------------------------------------------- like any other module
+
+
+def test_gradients_accumulate_over_backwards() -> None:
+    model = make_model("mamba")
+    pieces = [make_ids(2, 30, seed=seed) for seed in (1, 2)]
+    single = [gradients(model, ids, ids, Exact(chunk_size=8))[1] for ids in pieces]
+    model.zero_grad()
+    for ids in pieces:
+        model(ids, labels=ids, method=Exact(chunk_size=8)).loss.backward()
+    assert_same(
+        current_gradients(model), {name: single[0][name] + single[1][name] for name in single[0]}, 1e-14
+    )
+
+
+@pytest.mark.parametrize("keep", KEEP)
+def test_scaled_loss_and_loss_inside_a_larger_expression(keep: str) -> None:
+    model, ids = make_model("mamba2"), make_ids(2, 30)
+    _, expected = gradients(model, ids, ids, Backprop())
+    model.zero_grad()
+    loss = model(ids, labels=ids, method=Exact(chunk_size=8, keep=keep)).loss
+    (3 * loss + 0.1 * model.norm_f.weight.sum()).backward()
+    expected = {name: 3 * g + (0.1 if name == "norm_f.weight" else 0) for name, g in expected.items()}
+    assert_same(current_gradients(model), expected)
+
+
+@pytest.mark.parametrize("keep", KEEP)
+def test_retained_graph_gives_the_same_gradient_again(keep: str) -> None:
+    model, ids = make_model("mixed, untied"), make_ids(2, 30)
+    loss = model(ids, labels=ids, method=Exact(chunk_size=8, keep=keep)).loss
+    loss.backward(retain_graph=True)
+    first = current_gradients(model)
+    model.zero_grad()
+    loss.backward()
+    assert_same(current_gradients(model), first, 1e-14)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_gradient_hooks_run_and_may_change_the_gradient() -> None:
+    model, ids = make_model("mamba"), make_ids(2, 30)
+    _, expected = gradients(model, ids, ids, Backprop())
+    model.zero_grad()
+    accumulated: list[str] = []
+    for name, p in model.named_parameters():
+        p.register_hook(lambda g: 2 * g)
+        p.register_post_accumulate_grad_hook(lambda _, name=name: accumulated.append(name))
+    model(ids, labels=ids, method=Exact(chunk_size=8)).loss.backward()
+    assert sorted(accumulated) == sorted(expected)  # once each, the tied weight too
+    assert_same(current_gradients(model), {name: 2 * g for name, g in expected.items()})
+
+
+def test_clipping_and_autograd_grad() -> None:
+    model, ids = make_model("mamba"), make_ids(2, 30)
+    _, expected = gradients(model, ids, ids, Backprop())
+    norm = torch.cat([g.flatten() for g in expected.values()]).norm()
+    gradients(model, ids, ids, Exact(chunk_size=8))
+    assert relative(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5 * norm.item()), norm) <= 1e-10
+    assert_same(
+        current_gradients(model), {name: g / 2 for name, g in expected.items()}, 1e-5
+    )  # clip adds an epsilon
+    loss = model(ids, labels=ids, method=Exact(chunk_size=8)).loss
+    asked = torch.autograd.grad(loss, [model.layers[0].mixer.A_log, model.embedding.weight])
+    assert_same(
+        dict(enumerate(asked)), {0: expected["layers.0.mixer.A_log"], 1: expected["embedding.weight"]}
+    )
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("keep", KEEP)
+@pytest.mark.parametrize("frozen", ["embedding.", "layers.0.", "layers.1.", "lm_head.", "norm_f.", "layers."])
+@pytest.mark.parametrize("variant", ["mamba", "mamba, MLP, untied"])
+def test_frozen_parameters_get_no_gradient_and_change_no_other(variant: str, frozen: str, keep: str) -> None:
+    model, ids = make_model(variant), make_ids(2, 30)
+    _, expected = gradients(model, ids, ids, Backprop())
+    for name, p in model.named_parameters(remove_duplicate=False):
+        p.requires_grad_(not name.startswith(frozen) and p.requires_grad)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trainable != set(expected)
+    _, got = gradients(model, ids, ids, Exact(chunk_size=8, keep=keep))
+    assert got.keys() == trainable
+    assert_same(got, {name: expected[name] for name in trainable})
+
+
+@pytest.mark.parametrize("keep", KEEP)
+def test_without_gradients_there_is_no_graph_and_nothing_is_kept(keep: str) -> None:
+    model, ids = make_model("mamba"), make_ids(2, 30)
+    expected, _ = gradients(model, ids, ids, Backprop())
+    with torch.no_grad():
+        out = model(ids, labels=ids, method=Exact(chunk_size=8, keep=keep), return_state=True)
+    assert relative(out.loss, expected) <= 1e-13
+    assert not out.loss.requires_grad
+    assert not any(s.requires_grad for s in flat(out.state))
+    model.requires_grad_(False)
+    assert not model(ids, labels=ids, method=Exact(chunk_size=8, keep=keep)).loss.requires_grad
+
+
+@pytest.mark.parametrize("keep", KEEP)
+@pytest.mark.parametrize("seqlen", [6, 30])
+def test_parameters_changed_before_the_backward_are_noticed(keep: str, seqlen: int) -> None:
+    for name in ("embedding.weight", "layers.0.mixer.A_log", "layers.1.norm.weight", "norm_f.weight"):
+        model, ids = make_model("mamba"), make_ids(1, seqlen)
+        loss = model(ids, labels=ids, method=Exact(chunk_size=8, keep=keep)).loss
+        with torch.no_grad():
+            model.get_parameter(name).mul_(1.01)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize(
+    "method", [Exact(chunk_size=8), Truncated(4, chunk_size=4), LayerLocal(chunk_size=8)]
+)
+def test_parameters_of_functional_call(method: Any) -> None:
+    """They are others than the model's own, and gone by the backward."""
+    model, ids = make_model("mamba"), make_ids(2, 20)
+    others = {name: p * 1.1 for name, p in model.named_parameters()}
+    functional_call(model, others, (ids,), {"labels": ids, "method": method}).loss.backward()
+    got = current_gradients(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+    expected = gradients(model, ids, ids, method)[1]
+    assert_same(got, {name: 1.1 * gradient for name, gradient in expected.items()})
+
+
+class Scaled(nn.Embedding):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+def embedding(kind: type = nn.Embedding, **options: Any) -> Callable[[Stack], None]:
+    def change(model: Stack) -> None:
+        table = kind(*model.embedding.weight.shape, **options).double()
+        table.weight.data.copy_(model.embedding.weight.data)
+        model.embedding = table
+
+    return change
+
+
+def hooked(model: Stack) -> None:
+    def double(module: Any, given: Any, output: Any) -> Any:
+        return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
+
+    for module in (model.embedding, model.layers[0], model.layers[1].mixer.in_proj, model.norm_f):
+        module.register_forward_hook(double)
+
+
+def one_layer_twice(model: Stack) -> None:
+    model.layers[1] = model.layers[0]
+
+
+def reparametrised(model: Stack) -> None:
+    nn.utils.parametrizations.weight_norm(model.layers[0].mixer.in_proj)
+
+
+CHANGES = [embedding(padding_idx=3), embedding(sparse=True), embedding(Scaled), hooked, one_layer_twice]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, reparametrised])
+def test_what_users_do_to_a_stack(change: Callable[[Stack], None]) -> None:
+    ids, found = make_ids(2, 20), []
+    for method in (Exact(chunk_size=8), Backprop()):
+        model = make_model("mamba, MLP, untied")
+        change(model)
+        model(ids, labels=ids, method=method).loss.backward()
+        found.append({name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None})
+    assert_same(*found)
+
+
+def biased_head(model: Stack) -> None:
+    model.lm_head = nn.Linear(12, 17)
+
+
+def hooked_head(model: Stack) -> None:
+    model.lm_head.register_forward_hook(print)
+
+
+def other_norm(model: Stack) -> None:
+    model.norm_f = nn.LayerNorm(12)
+
+
+def dropout(model: Stack) -> None:
+    mixer = model.layers[0].mixer
+    mixer.out_proj = nn.Sequential(mixer.out_proj, nn.Dropout())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (embedding(scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (biased_head, "lm_head must be an nn.Linear without bias"),
+        (hooked_head, "lm_head must be an nn.Linear without bias"),
+        (other_norm, "norm_f must have a weight and no other"),
+        (dropout, "Dropout cannot be trained by chunks"),
+    ],
+)
+def test_what_is_refused_of_a_stack(change: Callable[[Stack], Any], message: str) -> None:
+    model, ids = make_model("mamba, MLP, untied"), make_ids(2, 20)
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        model.double()(ids, labels=ids, method=Exact(chunk_size=8)).loss.backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    """Before a first one is taken for a constant."""
+    model, ids = make_model("mamba"), make_ids(1, 20)
+    for method in (Exact(chunk_size=8), Backprop()):
+        loss = model(ids, labels=ids, method=method).loss
+        with pytest.raises(RuntimeError, match="is differentiable once"):
+            torch.autograd.grad(loss, [model.norm_f.weight], create_graph=True)
+
+
+# -------------------------------------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float32_gradients(variant: str) -> None:
+    model, ids = make_model(variant, dtype=torch.float32), make_ids(2, 257)
+    exact = gradients(model, ids, ids, Exact(chunk_size=50))[1]
+    expected = gradients(model.double(), ids, ids, Backprop())[1]
+    assert error(exact, expected) <= 1e-5
+
+
+def assert_no_worse(ours: list[float], theirs: list[float]) -> None:
+    """Errors of the same draws in pairs: the mean difference is not above zero by three standard errors."""
+    difference = torch.tensor(ours) - torch.tensor(theirs)
+    assert difference.mean() <= 3 * difference.std() / len(ours) ** 0.5, (ours, theirs)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("pure", [False, True], ids=["autocast", "bfloat16 parameters"])
+@pytest.mark.parametrize("mixer", ALL_MIXERS)
+def test_bfloat16_error_is_no_larger_than_backprop_s(mixer: str, pure: bool) -> None:
+    methods = {"backprop": Backprop(), **{keep: Exact(chunk_size=40, keep=keep) for keep in KEEP}}
+    errors: dict[str, list[float]] = {name: [] for name in methods}
+    for seed in range(6):
+        model = make_model(mixer, torch.float32, seed, d_model=32, headdim=16, d_state=8)
+        ids = make_ids(2, 200, seed=seed)
+        model.to(torch.bfloat16 if pure else torch.float32)
+        found = {}
+        for name, method in methods.items():
+            model.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not pure):
+                loss = model(ids, labels=ids, method=method).loss
+            assert loss.dtype == torch.float32
+            loss.backward()
+            found[name] = current_gradients(model)
+        _, expected = gradients(model.double(), ids, ids, Backprop())
+        for name, got in found.items():
+            errors[name].append(error(got, expected))
+    assert max(errors["backprop"]) < 0.2  # else the comparison says nothing
+    for keep in KEEP:
+        assert sum(errors[keep]) > 0.5 * sum(errors["backprop"])  # else it ran in float32
+        assert_no_worse(errors[keep], errors["backprop"])
+
+
+@pytest.mark.slow
+def test_bfloat16_gradients_do_not_lose_small_terms_over_many_chunks() -> None:
+    """200 chunks of 2 tokens: summed in bfloat16 their gradients would be twice as far off."""
+    errors: list[list[float]] = [[], []]
+    for seed in range(3):
+        model = make_model("mamba", torch.bfloat16, seed, d_model=32, d_state=8)
+        ids = make_ids(1, 400, seed=seed)
+        found = [gradients(model, ids, ids, method)[1] for method in (Backprop(), Exact(chunk_size=2))]
+        _, expected = gradients(model.double(), ids, ids, Backprop())
+        for kept, got in zip(errors, found, strict=True):
+            kept.append(error(got, expected))
+    assert_no_worse(errors[1], errors[0])
+
+
+@pytest.mark.slow
+def test_a_hundred_steps_give_backprop_s_losses() -> None:
+    losses = []
+    for method in (Backprop(), Exact(chunk_size=24)):
+        torch.manual_seed(0)
+        model = make_model("mamba, MLP, untied", dtype=torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        run = []
+        for step in range(100):
+            ids = (
+                make_ids(2, 65, seed=step).cumsum(1) % 17
+            )  # something to learn: the next id is near the last
+            loss = model(ids, labels=ids, method=method).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.append(loss.item())
+        losses.append(torch.tensor(run, dtype=torch.float64))
+    assert losses[0][-1] < losses[0][0] - 0.1
+    assert ((losses[1] - losses[0]) / losses[0]).abs().max() < 1e-5
+
+
+# ----------------------------------------------------------------------------------------------------- memory
+
+PEAKS = """
+import sys, torch
+from adjoint import Backprop, Exact, Stack, StackConfig
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+def step(method, seqlen):
+    model(ids[:, :seqlen], labels=ids[:, :seqlen], method=method).loss.backward()
+
+torch.set_num_threads(1)
+model = Stack(StackConfig(vocab_size=64, d_model=64, n_layer=2, mixer=sys.argv[1], d_state=16, headdim=32))
+ids = torch.randint(64, (1, 65536))
+step(Exact(512), 64)
+baseline = peak()
+for method, seqlen in ((Exact(2048), 8192), (Exact(2048), 65536), (Backprop(), 16384)):
+    step(method, seqlen)
+    print(peak() - baseline)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        "mamba",
+        pytest.param("mamba2", marks=pytest.mark.slow),
+        pytest.param("diagonal", marks=pytest.mark.slow),
+    ],
+)
+def test_peak_memory_does_not_grow_with_the_sequence(mixer: str) -> None:
+    # glibc then gives blocks from 64 KiB on back at once: the peak is what is alive, not how the heap broke
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", PEAKS, mixer],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+        env=environment,
+    )
+    short, long, backprop = (int(line) / 1024 for line in done.stdout.split())
+    assert long < 1.2 * short, f"{short:.1f} MiB at 8,192 tokens, {long:.1f} at 65,536"
+    assert backprop > 3 * long, f"{long:.1f} MiB, {backprop:.1f} by backpropagation: nothing measured"
+
+
+def test_the_backward_imports_nothing():
+    """`torch.autograd.grad` with cotangents imports SymPy: tens of MiB that no tile needs."""
+    code = """
+import sys, torch, adjoint
+model = adjoint.Stack(adjoint.StackConfig(vocab_size=7, d_model=8, n_layer=1))
+ids = torch.zeros(1, 9, dtype=torch.int64)
+model(ids, labels=ids, method=adjoint.Backprop()).loss.backward()
+before = set(sys.modules)
+for method in (adjoint.Exact(4), adjoint.Truncated(3, 4)):
+    model(ids, labels=ids, method=method).loss.backward()
+print(sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", done.stdout
+
+
+def tapes_of(
+    monkeypatch: pytest.MonkeyPatch, model: Any, ids: torch.Tensor, memory: Any, chunk: int = 64
+) -> int:
+    """How many chunks a step left linearised; its gradients are checked."""
+    taken: list[int] = []
+    within = budget.tapes_within
+    monkeypatch.setattr(budget, "tapes_within", lambda *a: taken.append(within(*a)) or taken[-1])
+    _, expected = gradients(model, ids, ids, Backprop())
+    _, got = gradients(model, ids, ids, Exact(chunk, memory=memory))
+    assert_same(got, expected)
+    return taken[0]
+
+
+def test_a_memory_budget_is_filled_with_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None fits: one, as without a budget; room for all: all; a chunk more for each tape's bytes more."""
+    model, ids = make_model("mixed, untied"), make_ids(2, 1000)
+    assert tapes_of(monkeypatch, model, ids, "1kB") == 1
+    assert tapes_of(monkeypatch, model, ids, "8GB") == 16
+    assert tapes_of(monkeypatch, model, ids, "auto") == 16
+    gradients(model, ids, ids, Exact(64, memory="8GB", recompute="full"))  # measured by itself: it takes less
+    measured, less = budget.of_model(list(model.parameters())).values()
+    assert less.tape < 0.5 * measured.tape
+    fixed, share = budget.RESERVED_CPU
+    edges = sum(s.numel() for state in model.initial_state(2) for s in state) * 8 * 16
+    for tapes in (1, 5, 11):
+        room = fixed + (1 + share) * (1.15 * edges + measured.beside + (tapes + 0.5) * measured.tape)
+        assert abs(tapes_of(monkeypatch, model, ids, int(room)) - tapes) <= 1
+
+
+def test_with_room_for_it_the_sequence_is_one_chunk() -> None:
+    """Where nobody gave a chunk size: then there is nothing that backpropagation would do less."""
+    model, ids = make_model("mamba"), make_ids(1, 3000)
+    chunks = []
+    for method in (Exact(memory="8GB"), Exact(memory="1MB"), Exact(1000, memory="8GB")):
+        scheme = method.scheme(3000, 1408)
+        steps = steps_of(model, ids, ids, 3000, model.initial_state(1), scheme)
+        chunks.append((steps.worker.grid.chunks, min(steps.tapes, steps.worker.grid.chunks)))
+    assert chunks == [(1, 1), (3, 1), (3, 3)]
+    _, expected = gradients(model, ids, ids, Backprop())
+    _, got = gradients(model, ids, ids, Exact(memory="8GB"))
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{"memory": "much"}, {"memory": 0}, {"memory": True}, {"memory": "1GB", "keep": "inputs"}]
+)
+def test_a_budget_that_is_none_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="memory"):
+        Exact(**options)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_a_tile_computes_again_changes_no_bit(variant: str) -> None:
+    model, ids = make_model(variant, torch.float32), make_ids(2, 257)
+    _, expected = gradients(model, ids, ids, Exact(64))
+    for recompute in ("selective", "full"):
+        _, got = gradients(model, ids, ids, Exact(64, recompute=recompute))
+        assert all(torch.equal(got[name], expected[name]) for name in expected), recompute
+
+
+def test_a_tile_that_computes_more_again_keeps_less() -> None:
+    """Of mamba at real proportions, beside its input: all; its output, in_proj's and the scan's results; its
+    output."""
+    config = StackConfig(d_model=256, n_layer=1, mixer="mamba")
+    kept = {how: count.stage(config, 1, 1024, "float32", "cpu", recompute=how).saved for how in RECOMPUTE}
+    states = 1024 // 64 * config.d_inner * 16 * 4
+    stream, inner = 1024 * 256 * 4, 1024 * 512 * 4
+    assert kept["none"] > 1.5 * kept["selective"]
+    # beside them x_proj's narrow results
+    assert 0 <= kept["selective"] - (stream + 3 * inner + states) <= 0.2 * inner
+    assert 0 <= kept["full"] - stream <= 0.1 * stream
+
+
+def test_under_autocast_weights_are_cast_once_a_step() -> None:
+    """No tile but the first casts a weight; the gradients are those of casts in every tile, to the bit."""
+
+    class MadeNarrow(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made: list[tuple[int, ...]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
+                self.made.append(tuple(out.shape))
+            return out
+
+    model, ids = make_model("mamba", torch.float32, d_model=40), make_ids(1, 60)
+    widths = {tuple(p.shape) for layer in model.layers for p in layer.parameters() if p.dim() == 2}
+    with torch.autocast("cpu", torch.bfloat16), MadeNarrow() as seen:
+        _, got = gradients(model, ids, ids, Exact(10))
+        made = [shape for shape in seen.made if shape in widths]
+    linear = [m for m in model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    assert len(made) == len(linear)
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+        patch.setattr(Casts, "of", lambda self, module, device: {})
+        _, expected = gradients(model, ids, ids, Exact(10))
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_a_product_adds_its_weight_s_gradient() -> None:
+    """A linear map with a bias, over three chunks: no further from float64 than autograd's own gradients."""
+    linear, gradients = torch.nn.Linear(40, 24), Gradients()
+    chunks = [(torch.randn(2, 7, 40), torch.randn(2, 7, 24)) for _ in range(3)]
+    exact = {
+        "weight": sum(dy.double().flatten(0, 1).T @ x.double().flatten(0, 1) for x, dy in chunks),
+        "bias": sum(dy.double().flatten(0, 1).sum(0) for _, dy in chunks),
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = Casts().of(linear, torch.device("cpu"))["weight"].requires_grad_()
+        for x, dy in chunks:
+            x.requires_grad_()
+            with SummedProducts({cast: linear.weight}, gradients):
+                y = torch.nn.functional.linear(x, cast, linear.bias)
+            inputs = [x, cast, linear.bias]
+            dx, d_cast, d_bias = torch.autograd.grad(y, inputs, dy.bfloat16(), allow_unused=True)
+            gradients.add(linear.bias, d_bias)
+            expected = linear(x)
+            assert d_cast is None and torch.equal(y, expected)
+            assert torch.equal(dx, torch.autograd.grad(expected, x, dy.bfloat16(), retain_graph=True)[0])
+            expected.backward(dy.bfloat16())
+    for name, parameter in linear.named_parameters():
+        ours, autograd_s = gradients.of(parameter), parameter.grad
+        assert ours is not None and autograd_s is not None
+        assert relative(ours, exact[name]) <= min(1e-2, 1.01 * relative(autograd_s, exact[name]))

@@ -1,0 +1,564 @@
+"""Programs as data: every tile once and after what it reads, messages matched and bounded; their times."""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adjoint.engine.grid import Grid, Key, Scheme, Tile, make_grid
+from adjoint.engine.program import Action, Owners, Plan, Recv, Run, Send, Share, keys_of, plan
+from adjoint.engine.simulate import Timeline, held_at_most, simulate, uniform
+from tests.cluster.cluster_helpers import split
+
+REACH = 3
+
+
+def grid_of(n_layer: int, scheme: Scheme, seqlen: int, owners: Owners | None = None, **more: Any) -> Grid:
+    stateful = [False, *[True] * n_layer, False]
+    return make_grid(scheme, seqlen, stateful, REACH, None if owners is None else owners.shards, **more)
+
+
+def wavefront(shards: int, chunks: int, **how: Any) -> Plan:
+    """Exact over shards of a layer each."""
+    owners = Owners.of(split(shards, shards))
+    return plan(grid_of(shards, Scheme(4), 4 * chunks, owners), owners, **how)
+
+
+def layers_alone(worker: int, tile: Tile, n_layer: int = 0) -> float:
+    """Embedding and head take no time: they write no state."""
+    return 0.0 if tile.stage in (0, n_layer + 1) else uniform(worker, tile)
+
+
+# ------------------------------------------------------------------------------------------- what must hold
+
+
+def check(
+    made: Plan, owners: Owners, forward: bool = True, backward: bool = True, tile: Any = uniform
+) -> Timeline:
+    """Every tile once, by its owner, when all that it reads is there; every message once, in order, in a
+    channel that is never fuller than `buffers`; what is held is let go at its last use, and not before."""
+    grid = made.grid
+    ran: collections.Counter[tuple[str, int, int]] = collections.Counter()
+    sent, received = (collections.defaultdict[tuple[int, int], list[Key]](list) for _ in range(2))
+    for worker, program in enumerate(made.programs):
+        here: set[Key] = set()
+        if not forward:
+            mine = [t for t in grid.forward_tiles() if owners(t.stage, t.chunk) == worker]
+            here = {key for t in mine for key in (*grid.reads(t), *grid.writes(t))}
+        for action in program:
+            reads, writes = keys_of(grid, action)
+            assert here.issuperset(reads), f"{action} by worker {worker} misses something"
+            assert here.isdisjoint(writes), f"{action} by worker {worker} comes twice"
+            here.update(writes)
+            assert here.issuperset(action.frees)
+            here.difference_update(action.frees)
+            if isinstance(action, Run):
+                t = action.tile
+                assert owners(t.stage, t.chunk) == worker
+                ran.update((t.kind, t.stage, c) for c in range(t.chunk, t.chunk + t.count))
+            elif isinstance(action, Send):
+                sent[worker, action.to].append(action.key)
+            elif isinstance(action, Recv):
+                received[action.source, worker].append(action.key)
+        assert not (forward and here), f"worker {worker} keeps {here}"
+    assert sent == received
+    for k, c in itertools.product(range(grid.stages), range(grid.chunks)):
+        times = {kind: ran[kind, k, c] for kind in "FLRBW"}
+        windowed = grid.window(k) is not None
+        assert times["F"] + times["L"] == forward
+        assert times["R"] + times["L"] == times["B"] == (backward and not windowed)
+        assert times["W"] == (backward and windowed)
+    found = simulate(made, tile, spans=True)
+    assert all(held <= made.buffers for _, held in found.fullest)
+    assert [pair for pair, _ in found.fullest] == sorted(sent)
+    writer = {key: span for span in found.spans for key in grid.writes(span.tile)}
+    assert len(writer) == sum(len(grid.writes(span.tile)) for span in found.spans), "written twice"
+    for span in found.spans:
+        for key in grid.reads(span.tile):
+            if forward or key in writer:
+                assert writer[key].stop <= span.start, f"{span.tile} begins before {key} is there"
+    return found
+
+
+def when(found: Timeline) -> dict[tuple[str, int, int], tuple[float, float]]:
+    """Start and stop of each tile, by kind, stage and chunk; L is F and R in one."""
+    at = {}
+    for span in found.spans:
+        for kind in "FR" if span.tile.kind == "L" else span.tile.kind:
+            at[kind, span.tile.stage, span.tile.chunk] = span.start, span.stop
+    return at
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Grid, Owners, dict[str, Any]]:
+    """Any grid that a method makes or could make, owners of its tiles, and how it is planned."""
+    n_layer = draw(st.integers(1, 5))
+    shards = draw(st.integers(1, min(3, n_layer)))
+    owners = Owners.of(split(n_layer, shards), draw(st.integers(1, 3)))
+    chunk_size, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 7))
+    seqlen = max(1, chunk_size * chunks - draw(st.integers(0, chunk_size - 1)))
+    cuts = Scheme(chunk_size).cuts(seqlen)
+    stateful = (False, *(draw(st.integers(0, 4)) > 0 for _ in range(n_layer)), False)
+    window = st.one_of(st.none(), st.integers(1, seqlen))
+    if draw(st.booleans()):
+        window = st.just(draw(window))
+    windows = tuple(draw(window) if s else None for s in stateful)
+    segments = list(range(n_layer + 2))  # as long as nothing is windowed, coarser ones within a shard too
+    if all(w is None for w in windows):
+        for k in range(1, n_layer + 2):
+            joined = owners.shards[k] == owners.shards[k - 1] and draw(st.booleans())
+            segments[k] = segments[k - 1] + (not joined)
+    dy_from = draw(st.sampled_from(["above", "head"]))
+    costs = draw(st.one_of(st.just(()), st.tuples(*[st.floats(0.1, 3)] * (n_layer + 2))))
+    grid = Grid(cuts, stateful, tuple(segments), dy_from, windows, draw(st.integers(0, 3)), costs)
+    how = {
+        "tapes": draw(st.integers(0, 4)),
+        "stream": draw(st.booleans()),
+        "buffers": draw(st.integers(1, 3)),
+    }
+    return grid, owners, how
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), st.integers(0, 2**32))
+def test_programs_run_every_tile_after_what_it_reads(problem: Any, seed: int) -> None:
+    grid, owners, how = problem
+    draw = random.Random(seed)
+    seconds = collections.defaultdict[tuple[int, Tile], float](lambda: draw.choice([0.0, 1.0, 9.0]))
+    for some in ({}, {"backward": False}, {"forward": False}):
+        made = plan(grid, owners, **how, **some)
+        check(made, owners, **some)
+        check(made, owners, **some, tile=lambda w, t: seconds[w, t])  # and however long anything takes
+
+
+SHAPES = [(1, 1), (1, 5), (2, 1), (2, 7), (3, 2), (4, 9), (7, 3)]
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+@pytest.mark.parametrize("shards, chunks", SHAPES)
+def test_exact_carries_the_adjoint_state_from_the_last_chunk_on(
+    shards: int, chunks: int, buffers: int
+) -> None:
+    made = wavefront(shards, chunks, buffers=buffers)
+    at = when(check(made, Owners.of(split(shards, shards))))
+    for k, c in itertools.product(range(shards + 2), range(chunks)):
+        assert at["F", k, c][1] <= at["R", k, c][1] <= at["B", k, c][0]
+        if k:
+            assert at["F", k - 1, c][1] <= at["F", k, c][0] and at["B", k, c][1] <= at["B", k - 1, c][0]
+        if c and 0 < k <= shards:
+            assert at["F", k, c - 1][1] <= at["F", k, c][0] and at["B", k, c][1] <= at["B", k, c - 1][0]
+    both = {(s, s + 1) for s in range(shards - 1)} | {(s + 1, s) for s in range(shards - 1)}
+    assert set(made.channels()) == both
+
+
+GEOMETRIES = [
+    (8, 40, 10, 3),  # window below a chunk
+    (4, 41, 10, 25),  # halos over several chunks, a last chunk of one token
+    (5, 30, 2, 7),  # chunks shorter than the convolution
+    (3, 20, 20, 5),  # one chunk
+    (6, 33, 8, 1),  # no halo
+]
+
+
+def tasks(made: Plan) -> list[tuple[int, range, range, range]]:
+    """Of each windowed tile its layer, its tokens, and those whose inputs and whose cotangents it needs."""
+    found, cuts = [], made.grid.cuts
+    for program in made.programs:
+        for t in (a.tile for a in program if isinstance(a, Run) and a.tile.kind == "W"):
+            window = made.grid.windows[t.stage]
+            assert window is not None
+            start, stop = cuts[t.chunk], cuts[t.chunk + t.count]
+            halo = min(cuts[-1], stop + window - 1)
+            found.append(
+                (t.stage, range(start, stop), range(max(0, start - REACH), halo), range(start, halo))
+            )
+    return found
+
+
+def overlap(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop
+
+
+@pytest.mark.parametrize("n_layer, seqlen, chunk_size, window", GEOMETRIES)
+@pytest.mark.parametrize("owned", [(1, 1), (2, 1), (3, 1), (1, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("dy_from", ["above", "head"])
+def test_windowed_tasks_run_once_their_cotangents_are_whole(
+    n_layer: int,
+    seqlen: int,
+    chunk_size: int,
+    window: int,
+    owned: tuple[int, int],
+    buffers: int,
+    dy_from: Any,
+) -> None:
+    owners = Owners.of(split(n_layer, owned[0]), owned[1])
+    scheme = Scheme(chunk_size, dy_from=dy_from, window=window)
+    made = plan(grid_of(n_layer, scheme, seqlen, owners), owners, stream=True, buffers=buffers)
+    at, cuts = when(check(made, owners)), made.grid.cuts
+    chunk_of = {cut: c for c, cut in enumerate(cuts)}
+    all_tasks = tasks(made)
+    tokens = collections.Counter((k, token) for k, own, _, _ in all_tasks for token in own)
+    assert tokens == dict.fromkeys(itertools.product(range(1, n_layer + 1), range(seqlen)), 1)
+    for k, own, x, dy in all_tasks:
+        begins, ends = at["W", k, chunk_of[own.start]]
+        for c in range(len(cuts) - 1):
+            chunk = range(cuts[c], cuts[c + 1])
+            if overlap(chunk, x):  # of the stage below
+                assert at["F", k - 1, c][1] <= begins
+            if overlap(chunk, dy) and (k == n_layer or dy_from == "head"):
+                assert at["B", n_layer + 1, c][1] <= begins
+            if k == 1 and overlap(
+                chunk, range(x.start, own.stop)
+            ):  # the embedding needs all of its cotangents
+                assert ends <= at["B", 0, c][0]
+        for other, other_own, other_x, _ in all_tasks:
+            if other == k + 1 and dy_from == "above" and overlap(range(other_x.start, other_own.stop), dy):
+                assert at["W", other, chunk_of[other_own.start]][1] <= begins
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_layer_local_tasks_wait_for_the_head_alone(window: int | None) -> None:
+    grid = grid_of(4, Scheme(8, dy_from="head", window=window), 40)
+    for t in grid.backward_tiles():
+        if 0 < t.stage < 5:
+            assert {key[1] for key in grid.reads(t) if key[0] in ("dy", "spill")} <= {4}
+            written = {key[:2] for key in grid.writes(t) if key[0] in ("dy", "spill")}
+            assert written <= {("dy", 0), ("spill", 0)} and bool(written) == (t.kind in "BW" and t.stage == 1)
+
+
+def test_truncated_hands_chunks_down_before_a_shard_is_through() -> None:
+    owners = Owners.of(split(4, 2))
+    made = plan(grid_of(4, Scheme(10, window=5), 80, owners), owners)
+    program = [str(action) for action in made.programs[1]]
+    assert program.index("send dy[2,0] to 0") < program.index("W(3,3)"), "the lower shard waits for all of it"
+
+
+@pytest.mark.parametrize("tapes", [0, 1, 3])
+def test_a_segment_is_recomputed_from_what_its_first_stage_read(tapes: int) -> None:
+    owners = Owners((0,) * 6)
+    made = plan(
+        Grid(Scheme(4).cuts(20), (False, *[True] * 4, False), (0, 0, 1, 1, 1, 2)), owners, tapes=tapes
+    )
+    check(made, owners)
+    linearized = [str(a) for a in made.programs[0] if isinstance(a, Run) and a.tile.kind == "L"]
+    columns = [(4, [5]), (4, [2, 3, 4]), (4, [0, 1])]  # the last chunk's segments, from the top
+    assert linearized == sorted(
+        (f"L({k},{c})" for c, stages in columns[:tapes] for k in stages), key=lambda name: name[2]
+    )
+    again = [a.tile for a in made.programs[0] if isinstance(a, Run) and a.tile.kind == "R"]
+    inputs = {key[:2] for t in again for key in made.grid.reads(t) if key[0] in "yz"}
+    assert inputs == {("z", 0), ("y", 1), ("z", 2), ("z", 3), ("y", 4)}
+
+
+def test_plans_print_and_name_their_channels() -> None:
+    made = wavefront(2, 2, tapes=0)
+    assert "worker 1\n  receive y[1,0] from 0\n  F(2,0)\n" in str(made)
+    assert made.channels() == [(0, 1), (1, 0)]
+    windowed = Scheme(4, window=6)
+    assert "W(1,2+2)" in str(plan(grid_of(1, windowed, 16), Owners((0, 0, 0))))
+
+
+def test_large_programs_take_no_time() -> None:
+    began = time.process_time()
+    made = wavefront(64, 60)
+    assert sum(len(program) for program in made.programs) > 64 * 60 * 4
+    assert wavefront(64, 60) is made, "plans are cached"
+    assert simulate(made, lambda w, t: layers_alone(w, t, 64)).idle_share < 0.52
+    assert time.process_time() - began < 20
+
+
+# --------------------------------------------------------------------------------------------- closed forms
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+@pytest.mark.parametrize("shards", [1, 2, 3, 8, 33])
+@pytest.mark.parametrize("chunks", [1, 2, 5, 64])
+def test_idle_share_of_the_wavefront(shards: int, chunks: int, buffers: int) -> None:
+    """Forward 1 a tile, recomputed and backward 3, of which the next shard needs the last two alone."""
+    seconds = lambda worker, tile: layers_alone(worker, tile, shards)  # noqa: E731
+    forward = simulate(wavefront(shards, chunks, backward=False, buffers=buffers), seconds)
+    assert forward.seconds == chunks + shards - 1
+    assert forward.idle_share == pytest.approx((shards - 1) / (chunks + shards - 1), abs=1e-12)
+    for tapes in (0, 1):
+        found = simulate(wavefront(shards, chunks, tapes=tapes, buffers=buffers), seconds)
+        work, waits = 4 * chunks - tapes, 3 * (shards - 1)
+        assert found.seconds == work + waits and found.busy == (work,) * shards
+        assert found.idle_share == pytest.approx(waits / (work + waits), abs=1e-12)
+
+
+@pytest.mark.parametrize("n_layer, chunks, workers", [(4, 8, 2), (8, 12, 4), (48, 32, 8), (9, 33, 3)])
+def test_idle_share_of_chunks_in_turn(n_layer: int, chunks: int, workers: int) -> None:
+    """Worker d begins d tiles after the first, and nobody waits again as long as there are as many layers as
+    workers: then the chunk before is always far enough ahead."""
+    owners = Owners((0,) * (n_layer + 2), workers)
+    grid = grid_of(n_layer, Scheme(4), 4 * chunks)
+    seconds = lambda worker, tile: layers_alone(worker, tile, n_layer)  # noqa: E731
+    forward = simulate(plan(grid, owners, backward=False, buffers=n_layer), seconds)
+    assert forward.seconds == n_layer * chunks / workers + workers - 1
+    found = simulate(plan(grid, owners, buffers=n_layer), seconds)
+    work = sum(found.busy) / workers
+    assert found.seconds <= work + 4 * (workers - 1) + n_layer
+    assert (
+        simulate(plan(grid, owners), seconds).seconds <= 1.05 * found.seconds
+    )  # two buffers do nearly as well
+
+
+def test_windowed_tasks_over_shards_start_before_the_forward_ends() -> None:
+    owners = Owners.of(split(8, 4))
+    grid = grid_of(8, Scheme(8, dy_from="head", window=8), 256, owners)
+    held = {}
+    for stream in (False, True):
+        made = plan(grid, owners, stream=stream)
+        check(made, owners)
+        held[stream] = max(held_at_most(made, lambda key: key[0] == "y"))
+    assert held[True] < held[False] / 2
+
+
+def test_a_slow_receiver_holds_its_sender_back_by_the_channels_bound() -> None:
+    """Sender: 1 s a tile, receiver: 10 s. With one message in the channel, tile c + 2 cannot be handed over
+    before the receiver took c + 1, that is after its tile c."""
+    seconds = lambda worker, tile: 0.0 if tile.stage in (0, 3) else 10.0 if worker else 1.0  # noqa: E731
+
+    def stops(buffers: int) -> list[list[float]]:
+        found = simulate(wavefront(2, 4, backward=False, buffers=buffers), seconds, spans=True)
+        return [[s.stop for s in found.spans if s.worker == w and s.tile.stage == w + 1] for w in (0, 1)]
+
+    assert stops(1) == [[1, 2, 3, 12], [11, 21, 31, 41]]
+    assert stops(3)[0] == [1, 2, 3, 4]
+
+
+def test_messages_overlap_with_computing_and_queue_at_the_senders_port() -> None:
+    made = wavefront(2, 3, backward=False, buffers=8)
+    seconds = lambda worker, tile: 2.0 * (tile.stage in (1, 2))  # noqa: E731
+
+    def starts(message: float, latency: float = 0.0) -> list[float]:
+        found = simulate(made, seconds, lambda key: message, latency=latency, spans=True)
+        return [s.start for s in found.spans if s.tile.stage == 2]
+
+    assert starts(2.0, latency=0.5) == [
+        4.5,
+        6.5,
+        8.5,
+    ]  # the first leaves at 2; the others as fast as consumed
+    assert starts(3.0) == [5, 8, 11]  # the port is the bottleneck
+
+
+@pytest.mark.parametrize("chunks", [1, 20])
+def test_the_heads_cotangent_is_relayed(chunks: int) -> None:
+    """Over four shards every port carries it once, where a broadcast from one port would take 3 s a chunk."""
+    owners = Owners.of(split(4, 4))
+    made = plan(grid_of(4, Scheme(8, dy_from="head", window=4), 8 * chunks, owners), owners)
+    for program in made.programs:
+        sent = [action.key for action in program if isinstance(action, Send) and action.key[:2] == ("dy", 4)]
+        assert len(sent) == len(set(sent))
+    found = simulate(made, lambda w, t: 0.0, lambda key: float(key[:2] == ("dy", 4)))
+    assert chunks + 2 <= found.seconds <= chunks + 3
+
+
+# ----------------------------------------------------------------------------------------- what is held
+
+
+def test_what_a_worker_holds_in_turn_does_not_grow_with_the_sequence() -> None:
+    """But for the edges: of everything as long as a chunk, a few at a time; and tapes of one chunk."""
+    n_layer, workers, found = 6, 3, set()
+    owners = Owners((0,) * (n_layer + 2), workers)
+    for chunks in (9, 30, 60):
+        grid = grid_of(n_layer, Scheme(4), 4 * chunks)
+        made = plan(grid, owners)
+        assert {action.key[0] for p in made.programs for action in p if isinstance(action, Send)} == {
+            "S",
+            "dS",
+        }
+        between = held_at_most(made, lambda key: key[0] in ("y", "z", "dy"))
+        taped = held_at_most(made, lambda key: key[0] == "tape")
+        alone = held_at_most(plan(grid, owners, backward=False), lambda key: key[0] == "y")
+        assert max(*between, *alone) <= workers + 1 and max(taped) == n_layer + 2
+        found.add((*between, *taped, *alone))
+        edges = held_at_most(made, lambda key: key[0] == "S")
+        assert max(edges) <= n_layer * 2 * (
+            -(-chunks // workers) + 1
+        )  # its chunks' own, and those before them
+    assert len(found) == 1, "the sequence's length shows"
+
+
+@pytest.mark.parametrize("keep, tapes, inputs", [("edges", 6, 2), ("inputs", 1, 5 * 10)])
+def test_what_one_worker_holds_is_what_the_method_keeps(keep: Any, tapes: int, inputs: int) -> None:
+    made = plan(grid_of(4, Scheme(4, keep=keep), 40), Owners((0,) * 6))
+    held = lambda name: held_at_most(made, lambda key: key[0] == name)[0]  # noqa: E731
+    assert held("S") == 4 * 9 + 1  # that at the sequence's end goes at once
+    assert held("tape") == tapes and held("y") == inputs and held("dy") == 2
+    many = plan(grid_of(4, Scheme(4, keep=keep), 40), Owners((0,) * 6), tapes=10**6)
+    assert held_at_most(many, lambda key: key[0] == "tape") == [60]
+    assert not any(a.tile.kind in "FR" for a in many.programs[0] if isinstance(a, Run))
+
+
+# ------------------------------------------------------------------------------- against a clock that ticks
+
+
+def ticking(made: Plan, tile: Callable[[int, Tile], int], message: Callable[[Key], int], latency: int) -> int:
+    """The end of programs whose times are whole numbers, found by looking at every worker at every tick."""
+    workers = len(made.programs)
+    at, until, port = [0] * workers, [0] * workers, [0] * workers
+    inside: dict[tuple[int, int], collections.deque[int]] = collections.defaultdict(collections.deque)
+    now = last = 0
+    while any(at[w] < len(p) for w, p in enumerate(made.programs)):
+        moved = True
+        while moved:
+            moved = False
+            for worker, program in enumerate(made.programs):
+                if until[worker] > now or at[worker] == len(program):
+                    continue
+                action = program[at[worker]]
+                if isinstance(action, Run):
+                    until[worker] = now + tile(worker, action.tile)
+                elif isinstance(action, Send):
+                    channel = inside[worker, action.to]
+                    if len(channel) == made.buffers:
+                        continue
+                    port[worker] = max(now, port[worker]) + message(action.key)
+                    channel.append(port[worker] + latency)
+                else:
+                    channel = inside[action.source, worker]  # type: ignore[union-attr]
+                    if not channel or channel[0] > now:
+                        continue
+                    channel.popleft()
+                at[worker] += 1
+                moved = True
+                last = max(last, now, until[worker])
+        now += 1
+        assert now < 100_000
+    return last
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(), st.integers(0, 2**32))
+def test_equals_a_clock_that_ticks(problem: Any, seed: int) -> None:
+    (grid, owners, how), draw = problem, random.Random(seed)
+    made = plan(grid, owners, **how)
+    times = collections.defaultdict[Any, int](lambda: draw.randint(0, 9))
+    tile, message = (lambda w, t: times[w, t]), times.__getitem__
+    latency = draw.randint(0, 3)
+    found = simulate(made, tile, message, latency=latency, spans=True)
+    assert found.seconds == ticking(made, tile, message, latency)
+    for worker, program in enumerate(made.programs):
+        tiles = [action.tile for action in program if isinstance(action, Run)]
+        assert found.busy[worker] == sum(tile(worker, t) for t in tiles)
+        assert [s.tile for s in found.spans if s.worker == worker] == tiles or 0 in times.values()
+    # as many slots as workers are no limit, nor is one for each of as many hosts
+    for slots, hosts in ((owners.workers, None), (1, range(owners.workers))):
+        shared_slots = simulate(made, tile, message, latency=latency, slots=slots, hosts=hosts)
+        assert shared_slots.seconds == pytest.approx(found.seconds)
+
+
+# ------------------------------------------------------------------------------------------------- helpers
+
+
+def pooled(units: Sequence[tuple[Tile, ...]]) -> Plan:
+    return Plan(grid_of(9, Scheme(8, window=4), 64), ((Share(tuple(units)),),))
+
+
+def list_scheduled(units: Sequence[Any], seconds: Callable[[int, Any], float], workers: int) -> float:
+    """When all units are done if whoever is free takes the next: the owner from the front, others from the
+    back."""
+    left, free, last = collections.deque(units), [(0.0, worker) for worker in range(workers)], 0.0
+    while left:
+        now, worker = heapq.heappop(free)
+        stop = now + seconds(worker, left.pop() if worker else left.popleft())
+        last = max(last, stop)
+        heapq.heappush(free, (stop, worker))
+    return last
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_is_free_takes_the_next_unit(seed: int) -> None:
+    draw = random.Random(seed)
+    helpers = draw.randint(0, 5)
+    units = [(Tile("W", k, c),) for k in range(2, 2 + draw.randint(1, 5)) for c in range(draw.randint(1, 6))]
+    speed = [draw.choice([1.0, 1.0, 5.0]) for _ in range(helpers + 1)]
+    times = {(w, unit[0]): draw.uniform(1, 2) * speed[w] for w in range(helpers + 1) for unit in units}
+    tile = lambda w, t: times[w, t]  # noqa: E731
+    found = simulate(pooled(units), tile, helpers=(0,) * helpers, spans=True)
+    assert found.seconds == pytest.approx(
+        list_scheduled(units, lambda w, unit: times[w, unit[0]], helpers + 1)
+    )
+    assert sorted(str(s.tile) for s in found.spans) == sorted(str(t) for unit in units for t in unit)
+    slots = simulate(pooled(units), tile, helpers=(0,) * helpers, slots=helpers + 1)
+    assert slots.seconds == pytest.approx(found.seconds)
+
+
+# -------------------------------------------------------------------------------------------- shared slots
+
+
+def alone(*programs: tuple[Action, ...]) -> Plan:
+    return Plan(grid_of(1, Scheme(4), 8), programs, buffers=1)
+
+
+def test_tiles_share_the_slots_of_their_host() -> None:
+    tile = lambda worker, tile: 3.0  # noqa: E731
+    four = alone(*[(Run(Tile("F", 1, 0)),)] * 4)
+    assert simulate(four, tile, slots=2).seconds == pytest.approx(6)
+    assert simulate(four, tile, slots=1).seconds == pytest.approx(12)
+    assert simulate(four, tile, slots=1.5).seconds == pytest.approx(8)
+    assert simulate(alone((Run(Tile("F", 1, 0)),)), tile, slots=0.5).seconds == pytest.approx(6)
+    assert simulate(four, tile, slots=2, hosts=[0, 0, 1, 1]).seconds == pytest.approx(3)
+
+
+def test_processor_sharing_worked_out() -> None:
+    """One slot, tiles of 1, 2 and 4 s begun together: thirds until 3 s, halves until 5 s, then the last alone
+    until 7 s."""
+    made = alone(*[(Run(Tile("F", 1, 0)),)] * 3)
+    found = simulate(made, lambda worker, tile: (1.0, 2.0, 4.0)[worker], slots=1, spans=True)
+    assert [span.stop for span in found.spans] == pytest.approx([3, 5, 7])
+    assert found.seconds == pytest.approx(7)
+
+
+def test_a_wavefront_on_too_few_cores_is_bound_by_the_work() -> None:
+    found = simulate(wavefront(4, 32, tapes=0), lambda w, t: layers_alone(w, t, 4), slots=2)
+    work = 4 * 32 * 4 / 2
+    ramp = 2 * (1 + 3)  # at each end of either sweep only one shard, then two, have something to do
+    assert work < found.seconds <= work + ramp
+
+
+# -------------------------------------------------------------------------------------------------- errors
+
+
+def test_programs_that_cannot_end_are_named() -> None:
+    def send(to: int, k: int, c: int = 0) -> Send:
+        return Send(("y", k, c), to)
+
+    def receive(source: int, k: int, c: int = 0) -> Recv:
+        return Recv(("y", k, c), source)
+
+    cases: Iterable[tuple[str, tuple[tuple[Action, ...], ...]]] = [
+        (r"worker 0 waits for ever: receive y\[0,0\] from 1", ((receive(1, 0),), (receive(0, 0),))),
+        (r"y\[0,0\] from 0 to 1 is never received", ((send(1, 0),), ())),
+        (r"receive y\[0,1\] from 0, but y\[0,0\] comes first", ((send(1, 0),), (receive(0, 0, 1),))),
+        (  # one message too many for the channel, since both send before they receive
+            "waits for ever: send",
+            ((send(1, 0), send(1, 0, 1), receive(1, 1)), (send(0, 1), send(0, 1, 1), receive(0, 0))),
+        ),
+    ]
+    for message, programs in cases:
+        with pytest.raises(ValueError, match=message):
+            simulate(alone(*programs))
+
+
+def test_wrong_arguments_are_named() -> None:
+    made = wavefront(2, 2)
+    with pytest.raises(ValueError, match="slots must be more than 0"):
+        simulate(made, slots=0)
+    with pytest.raises(ValueError, match="2 workers, but 1 values"):
+        simulate(made, slots=1, hosts=[0])
+    with pytest.raises(ValueError, match="a time of -1 s"):
+        simulate(made, lambda worker, tile: -1)

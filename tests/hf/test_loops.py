@@ -1,0 +1,501 @@
+"""`adjoint.wrap` in other people's training loops: transformers' Trainer, TRL, PEFT, accelerate, DDP, and the
+examples; each against the same loop around the untouched model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import adjoint
+from tests.hf.test_transformers import float64_throughout
+from tests.model_helpers import current_gradients, error, make_ids
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB = 61
+STEPS = 50
+METHOD = adjoint.Exact(chunk_size=16)
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": (  # Mamba-2, then attention
+        "Bamba",
+        {
+            "intermediate_size": 40,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 12,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+            "attn_layer_indices": [1],
+        },
+    ),
+    "mamba": ("Mamba", {"state_size": 8}),
+    "mamba2": ("Mamba2", {"state_size": 8, "num_heads": 4, "head_dim": 12, "n_groups": 2, "chunk_size": 16}),
+}
+
+
+def tiny(name: str, seed: int = 0) -> Any:
+    """A model in training mode, its parameters away from where they begin."""
+    kind, options = MODELS[name]
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCAB, hidden_size=24, num_hidden_layers=2, **tokens, **options
+    )
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.05)
+    return model.train()
+
+
+def is_wrapped(model: Any) -> bool:
+    """Labels given, a wrapped model makes no logits."""
+    ids = make_ids(1, 20, vocab_size=VOCAB)
+    with torch.no_grad():
+        return model(input_ids=ids, labels=ids).logits is None
+
+
+def step_gradients(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """(loss, gradients of what is trained) of one call."""
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), current_gradients(model)
+
+
+def documents(count: int) -> list[list[int]]:
+    """Of 12 to 32 tokens, each going round the vocabulary in a stride of its own: a thing to learn."""
+    draw = torch.Generator().manual_seed(5)
+    lengths = torch.randint(12, 33, (count,), generator=draw).tolist()
+    strides = torch.randint(1, 5, (count,), generator=draw).tolist()
+    return [
+        [3 + (7 * i + stride * t) % (VOCAB - 3) for t in range(length)]
+        for i, (length, stride) in enumerate(zip(lengths, strides, strict=True))
+    ]
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """A batch of ragged rows, padded at the right."""
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
+    mask = (ids != 0).long()
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def logged(trainer: Any, key: str) -> Tensor:
+    entries = [entry[key] for entry in trainer.state.log_history if key in entry]
+    return torch.tensor(entries, dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------ transformers' Trainer
+
+
+def with_trainer(model: Any, folder: Path, resume: Path | None = None) -> Any:
+    """The Trainer after 50 steps of ragged batches."""
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-3,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=STEPS // 2,
+        save_steps=STEPS // 2,
+        seed=3,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to="none",
+    )
+    rows = [{"input_ids": ids} for ids in documents(72)]
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=rows[8:], eval_dataset=rows[:8], data_collator=padded
+    )
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    """Trainers of an untouched and of a wrapped model, and where the latter's checkpoints are."""
+    folder = tmp_path_factory.mktemp("trainer")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    plain = with_trainer(tiny("bamba"), folder / "plain")
+    wrapped = with_trainer(adjoint.wrap(tiny("bamba"), METHOD), folder / "wrapped")
+    torch.set_num_threads(threads)
+    return plain, wrapped, folder / "wrapped"
+
+
+@pytest.mark.xdist_group("trained")  # by one process, once
+def test_trainer_with_accumulation_clipping_and_evaluation(trained: tuple[Any, Any, Path]) -> None:
+    plain, wrapped, _ = trained
+    assert is_wrapped(wrapped.model) and not is_wrapped(plain.model)
+    losses, expected = logged(wrapped, "loss"), logged(plain, "loss")
+    assert len(expected) == STEPS and expected[-5:].mean() < expected[:5].mean() - 0.5  # it learns
+    assert (losses - expected).abs().max() <= 1e-5
+    evaluated = logged(plain, "eval_loss")
+    assert len(evaluated) == 2 and (logged(wrapped, "eval_loss") - evaluated).abs().max() <= 1e-5
+    norms = logged(plain, "grad_norm")
+    assert norms.min() > 0.5  # all are clipped
+    assert ((logged(wrapped, "grad_norm") - norms) / norms).abs().max() <= 1e-4
+
+
+@pytest.mark.xdist_group("trained")
+def test_trainer_resumes_bitwise(trained: tuple[Any, Any, Path], tmp_path: Path) -> None:
+    _, wrapped, folder = trained
+    model = adjoint.wrap(tiny("bamba", seed=1), METHOD)  # other weights: all must come from the checkpoint
+    resumed = with_trainer(model, tmp_path, resume=folder / f"checkpoint-{STEPS // 2}")
+    assert torch.equal(logged(resumed, "loss"), logged(wrapped, "loss"))
+    ends = wrapped.model.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, ends[name]), name
+
+
+# ----------------------------------------------------------------------------------------- TRL's SFTTrainer
+
+
+def tokenizer() -> Any:
+    """Words are numbers, each its own token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    names = ["<pad>", "<bos>", "<eos>", *(str(i) for i in range(3, VOCAB))]
+    by_word = tokenizers.Tokenizer(tokenizers.models.WordLevel({n: i for i, n in enumerate(names)}, "<pad>"))
+    by_word.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=by_word, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+
+
+def with_sft(model: Any, folder: Path, **options: Any) -> Any:
+    """The SFTTrainer after 50 steps and an evaluation, activations checkpointed, as is its default."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    arguments = trl.SFTConfig(
+        str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        max_length=None,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="no",
+        per_device_eval_batch_size=2,
+        seed=3,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to="none",
+        **options,
+    )
+    rows = datasets.Dataset.from_dict({"input_ids": documents(72)})
+    trainer = trl.SFTTrainer(
+        model,
+        args=arguments,
+        train_dataset=rows.select(range(8, 72)),
+        eval_dataset=rows.select(range(8)),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    trainer.evaluate()
+    return trainer
+
+
+def test_sft_trainer_padded_and_packed(tmp_path: Path) -> None:
+    """Padding-free, the documents of a batch lie end to end: the losses are those of padded rows."""
+    plain = with_sft(tiny("bamba"), tmp_path)
+    expected = logged(plain, "loss")
+    assert len(expected) == STEPS and expected[-5:].mean() < expected[:5].mean() - 0.3
+    for options in ({}, {"padding_free": True}):
+        trainer = with_sft(adjoint.wrap(tiny("bamba"), METHOD), tmp_path, **options)
+        assert trainer.padding_free == bool(options)
+        assert (logged(trainer, "loss") - expected).abs().max() <= 1e-5, options
+        assert (logged(trainer, "eval_loss") - logged(plain, "eval_loss")).abs().max() <= 1e-5, options
+
+
+# ------------------------------------------------------------------------------------------------ PEFT
+
+
+LORA: dict[str, dict[str, Any]] = {
+    "projections": {"target_modules": ["in_proj", "q_proj"]},
+    "head": {"target_modules": ["in_proj", "lm_head"]},
+    "head saved whole": {"target_modules": ["in_proj", "v_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+@pytest.mark.parametrize("case", LORA)
+def test_lora_gradients(case: str, wrapped_first: bool) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=3, init_lora_weights=False, task_type="CAUSAL_LM", **LORA[case])
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, config)
+
+    ids = make_ids(2, 37, vocab_size=VOCAB)
+    with float64_throughout():
+        expected, wanted = step_gradients(adapted(tiny("bamba").double()), input_ids=ids, labels=ids)
+        model = tiny("bamba").double()
+        model = (
+            adapted(adjoint.wrap(model, METHOD)) if wrapped_first else adjoint.wrap(adapted(model), METHOD)
+        )
+        assert is_wrapped(model)
+        loss, got = step_gradients(model, input_ids=ids, labels=ids)
+    assert got.keys() == wanted.keys() and all(g.norm() > 0 for g in wanted.values())
+    assert abs(loss - expected) <= 1e-12
+    assert error(got, wanted) <= 1e-10
+
+
+def test_an_adapter_is_saved_and_loaded(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    tiny("mamba2").save_pretrained(tmp_path / "base")
+
+    def base() -> Any:
+        return transformers.Mamba2ForCausalLM.from_pretrained(tmp_path / "base").train()
+
+    config = peft.LoraConfig(
+        r=3, target_modules=["in_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(adjoint.wrap(base(), METHOD), config)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    ids = make_ids(2, 37, vocab_size=VOCAB)
+    first, _ = step_gradients(model, input_ids=ids, labels=ids)
+    optimizer.step()
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "adapter", is_trainable=True)
+    assert not is_wrapped(loaded)
+    loss, wanted = step_gradients(model, input_ids=ids, labels=ids)
+    again, got = step_gradients(adjoint.wrap(loaded, METHOD), input_ids=ids, labels=ids)
+    assert torch.equal(again, loss) and loss < first
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+# ---------------------------------------------------------------------------------------------- accelerate
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps its settings for the life of a process."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_accelerate_in_bfloat16() -> None:
+    """As far from float32 as the untouched model under the same autocast."""
+    from accelerate import Accelerator
+
+    ids = make_ids(2, 70, vocab_size=VOCAB)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    single_loss, single = step_gradients(tiny("bamba"), input_ids=ids, labels=ids)
+    distances = []
+    for wrapped in (False, True):
+        model = tiny("bamba")
+        prepared, optimizer = accelerator.prepare(
+            adjoint.wrap(model, METHOD) if wrapped else model, torch.optim.AdamW(model.parameters())
+        )
+        loss = prepared(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        distances.append(error(current_gradients(model), single))
+        assert abs(loss.item() - single_loss) < 0.01
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        assert accelerator.unwrap_model(prepared) is model and is_wrapped(model) == wrapped
+    plain, ours = distances
+    assert 1e-4 < plain < 0.1, "the untouched model is not in bfloat16"
+    assert ours <= 1.5 * plain
+
+
+# ------------------------------------------------------------------------------------------------------ DDP
+
+
+def batch_with_ignored_labels() -> dict[str, Tensor]:
+    ids = make_ids(4, 37, vocab_size=VOCAB)
+    return {"input_ids": ids, "labels": ids.masked_fill(make_ids(4, 37, vocab_size=VOCAB, seed=1) < 20, -100)}
+
+
+def ddp_process(rank: int, folder: str) -> None:
+    """One of two processes: the gradient of its half of the batch, averaged by DDP."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=100),
+    )
+    batch = batch_with_ignored_labels()
+    valid = (batch["labels"][:, 1:] != -100).sum()
+    mine = {name: rows[2 * rank : 2 * rank + 2] for name, rows in batch.items()}
+    fired: dict[str, int] = {}
+
+    def note(name: str) -> Callable[[Tensor], None]:
+        return lambda _: fired.update({name: fired.get(name, 0) + 1})
+
+    with float64_throughout():
+        lm = adjoint.wrap(tiny("bamba").double(), METHOD)
+        model = DistributedDataParallel(lm, bucket_cap_mb=0.01)  # several buckets
+        for name, p in lm.named_parameters():
+            p.register_post_accumulate_grad_hook(note(name))
+        with model.no_sync():
+            model(**mine, num_items_in_batch=valid).loss.backward()
+        model(**mine, num_items_in_batch=valid).loss.backward()
+    # twice the gradient of each half, of which DDP has taken the mean: their sum
+    torch.save({"gradients": current_gradients(lm), "fired": fired}, f"{folder}/{rank}.pt")
+    del model  # first: freed after the group, DDP may wait for ever for a thread that waits for Python's lock
+    dist.destroy_process_group()
+
+
+def test_ddp_on_two_processes(tmp_path: Path) -> None:
+    other = mp.get_context("spawn").Process(target=ddp_process, args=(1, str(tmp_path)))
+    other.start()
+    ddp_process(0, str(tmp_path))
+    other.join(100)
+    assert other.exitcode == 0
+    with float64_throughout():
+        _, expected = step_gradients(tiny("bamba").double(), **batch_with_ignored_labels())
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert found["fired"] == dict.fromkeys(expected, 2)  # once a parameter and pass
+        assert found["gradients"].keys() == expected.keys()
+        assert error(found["gradients"], expected) <= 1e-12
+
+
+# ------------------------------------------------------------------------- the model stays what it is
+
+
+def through_torch_save(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": through_torch_save,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_are_wrapped_and_have_their_own_weights(how: str) -> None:
+    model, ids = adjoint.wrap(tiny("bamba"), METHOD), make_ids(2, 37, vocab_size=VOCAB)
+    expected, wanted = step_gradients(model, input_ids=ids, labels=ids)
+    made = COPIES[how](model)
+    assert type(made) is type(model) and is_wrapped(made)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    loss, got = step_gradients(made, input_ids=ids, labels=ids)
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_wrapping_leaves_alone(name: str, tmp_path: Path) -> None:
+    plain, model, ids = tiny(name), adjoint.wrap(tiny(name), METHOD), make_ids(2, 37, vocab_size=VOCAB)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    for one, folder in ((plain, "plain"), (model, "wrapped")):
+        one.save_pretrained(tmp_path / folder)
+    config = (tmp_path / "wrapped" / "config.json").read_text()
+    assert config == (tmp_path / "plain" / "config.json").read_text()
+    files = [{f.name for f in (tmp_path / folder).iterdir()} for folder in ("plain", "wrapped")]
+    assert files[0] == files[1]
+    written = [one.eval().generate(ids[:, :5], max_new_tokens=8, do_sample=False) for one in (plain, model)]
+    assert torch.equal(*written)
+    adjoint.unwrap(model)
+    assert type(model) is type(plain) and type(model.base_model) is type(plain.base_model)
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert not is_wrapped(model)
+
+
+def test_training_goes_on_from_a_saved_model_bitwise(tmp_path: Path) -> None:
+    model, ids = adjoint.wrap(tiny("bamba"), METHOD), make_ids(2, 37, vocab_size=VOCAB)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train(model: Any, optimizer: Any) -> None:
+        for _ in range(3):
+            step_gradients(model, input_ids=ids, labels=ids)
+            optimizer.step()
+
+    train(model, optimizer)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.BambaForCausalLM.from_pretrained(tmp_path).train()
+    assert not is_wrapped(loaded)
+    second = torch.optim.AdamW(adjoint.wrap(loaded, METHOD).parameters(), lr=1e-2)
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer)
+    train(loaded, second)
+    ends = model.state_dict()
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, ends[name]), name
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    plain, ids = tiny("bamba").double(), make_ids(2, 37, vocab_size=VOCAB)
+    model = adjoint.wrap(copy.deepcopy(plain), METHOD)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with float64_throughout():
+        _, wanted = step_gradients(plain, input_ids=ids, labels=ids)
+        _, got = step_gradients(model, input_ids=ids, labels=ids)
+    assert error(got, wanted) <= 1e-10
+    assert model.is_gradient_checkpointing
+
+
+# ------------------------------------------------------------------------------------------------- examples
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("own_loop", None),
+        ("transformers_trainer", "accelerate"),
+        pytest.param("accelerate_loop", "accelerate", marks=pytest.mark.slow),
+        pytest.param("ddp", None, marks=pytest.mark.slow),
+        pytest.param("peft_lora", "peft", marks=pytest.mark.slow),
+        pytest.param("trl_sft", "trl", marks=pytest.mark.slow),
+    ],
+)
+def test_example(name: str, needs: str | None, tmp_path: Path) -> None:
+    """It runs from anywhere without a network, and leaves nothing behind."""
+    if needs is not None:
+        pytest.importorskip(needs)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--steps", "2", "--seqlen", "512"],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,521 @@
+"""`adjoint.wrap`: loss and gradients by chunks against those of the untouched model, in float64."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import importlib
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import adjoint
+from adjoint.engine.grid import Tile
+from adjoint.engine.run import Worker
+from adjoint.hf import mlps, norms, scans, wrap  # noqa: F401  -- tables of precisions, before float32 is float64
+from adjoint.hf.layers import layers_of
+from adjoint.loss import shift_labels
+from tests.hf.hf_models import (
+    MODELS,
+    REFUSED,
+    VOCAB,
+    assert_slope,
+    errors,
+    float64_throughout,
+    held,
+    loss_and_gradients,
+    make,
+    make_batch,
+    reason,
+)
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"tie_word_embeddings": True},
+    "MistralForCausalLM": {"tie_word_embeddings": False},
+    "MambaForCausalLM": {"tie_word_embeddings": True},
+    "Mamba2ForCausalLM": {"tie_word_embeddings": False},
+}
+# Much like others: tried with -m slow only.
+ALIKE = {
+    "BailingHybridForCausalLM",
+    "Cohere2ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Gemma2ForCausalLM",
+    "GraniteForCausalLM",
+    "Inkling2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "Lfm3ForCausalLM",
+    "MixtralForCausalLM",
+    "MptForCausalLM",
+    "OPTForCausalLM",
+    "Olmo3ForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Zamba2ForCausalLM",
+    "ZayaForCausalLM",
+}
+# One class of each family.
+ONE_OF_EACH = [
+    "MambaForCausalLM",
+    "Mamba2ForCausalLM",
+    "BambaForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Lfm2ForCausalLM",
+    "MistralForCausalLM",  # a sliding window
+    "DeepseekV3ForCausalLM",  # MLA
+]
+TABLE = Path(__file__).parents[1] / "docs" / "models.md"
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    with float64_throughout():
+        yield
+
+
+def table() -> dict[str, list[str]]:
+    """Class → the other cells of its row in docs/models.md."""
+    rows = (line.strip("|\n ").split(" | ") for line in TABLE.read_text().splitlines() if "| `" in line)
+    return {row[1].strip("`"): [row[0], *row[2:]] for row in rows}
+
+
+# --------------------------------------------------------------------------------- the untouched model's own
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in MODELS]
+)
+def test_loss_and_gradients_are_the_models_own(name: str, double: None) -> None:
+    """Chunks that divide the length and do not, a last one of a single token (33 = 4 · 8 + 1); padding at the
+    right, labels ignored; each hook fires once."""
+    options = OPTIONS.get(name, {})
+    model = make(name, **options)
+    for option, value in options.items():
+        assert getattr(model.config, option) == value
+    wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8))
+    fired: list[str] = []
+    for parameter_name, p in wrapped.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, n=parameter_name: fired.append(n))
+    for seqlen, chunk_size in ((29, 8), (29, 5), (33, 8)):
+        adjoint.wrap(wrapped, adjoint.Exact(chunk_size=chunk_size))
+        inputs, fired[:] = make_batch(seqlen, seed=seqlen), []
+        expected, got = (loss_and_gradients(m, **inputs) for m in (model, wrapped))
+        found = errors(got, expected)
+        assert found.loss <= 1e-12
+        assert found.total <= 1e-10
+        assert found.worst <= 1e-10, found
+        # PyTorch calls the hooks of parameters without a gradient too: of an indexer's alone
+        indexers = [n for n, _ in model.named_parameters() if n not in expected[1] and ".indexer." in n]
+        assert sorted(fired) == sorted([*expected[1], *indexers])
+    assert held(wrapped) == table()[name][1]
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Mamba2ForCausalLM"])
+def test_bfloat16_is_no_further_off_than_the_models_own(name: str) -> None:
+    """Gradients under bfloat16 autocast against those of the same weights in float64, over six seeds, between
+    which the ratio varies by 5% either way."""
+    ours, theirs = [], []
+    for seed in range(6):
+        model = make(name, torch.float32, seed)
+        inputs = make_batch(65, seed=seed)
+        exact = copy.deepcopy(model).double()
+        with float64_throughout():
+            expected = loss_and_gradients(exact, **inputs)
+        for wrapped, found in ((False, theirs), (True, ours)):
+            one = copy.deepcopy(model)
+            if wrapped:
+                adjoint.wrap(one, adjoint.Exact(chunk_size=16))
+            with torch.autocast("cpu", torch.bfloat16):
+                loss, gradients = loss_and_gradients(one, **inputs)
+            gradients = {name: gradient.double() for name, gradient in gradients.items()}
+            found.append(errors((loss.double(), gradients), expected).total)
+    assert min(theirs) > 1e-4  # it is bfloat16 that is measured
+    assert sum(ours) <= 1.05 * sum(theirs), (ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "noise", "recompute"),
+    [
+        ("LlamaForCausalLM", {"attention_dropout": 0.2}, "none"),
+        ("GPT2LMHeadModel", {"resid_pdrop": 0.2}, "none"),
+        ("GPT2LMHeadModel", {"resid_pdrop": 0.2}, "full"),
+        ("MixtralForCausalLM", {"router_jitter_noise": 0.2}, "none"),
+        ("MixtralForCausalLM", {"router_jitter_noise": 0.2}, "full"),
+    ],
+)
+def test_random_numbers_are_drawn_again(
+    name: str, noise: dict[str, float], recompute: str, double: None
+) -> None:
+    """The gradient is that of the loss that was returned, by finite differences under a fixed seed; a second
+    backward pass gives it again."""
+    model, inputs = make(name, **noise), make_batch(29)
+    adjoint.wrap(model, adjoint.Exact(chunk_size=8, recompute=recompute))
+    model(**inputs)  # the comparison on first use lies behind us
+
+    def loss() -> Tensor:
+        torch.manual_seed(5)
+        return model(**inputs).loss
+
+    first = loss()
+    first.backward(retain_graph=True)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    first.backward()
+    assert all(torch.equal(p.grad, 2 * gradients[name]) for name, p in model.named_parameters())
+    assert first.item() != model.eval()(**inputs).loss.item()
+    model.train()
+    assert_slope(model, loss, gradients)
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("BambaForCausalLM", "selective"),
+        ("MambaForCausalLM", "full"),
+        ("LlamaForCausalLM", "selective"),
+        ("DeepseekV3ForCausalLM", "full"),
+        pytest.param("Qwen3NextForCausalLM", "full", marks=pytest.mark.slow),
+        pytest.param("Mamba2ForCausalLM", "selective", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_are_computed_again_if_asked(name: str, recompute: str, double: None) -> None:
+    """From the chunk's own state, in the backward, once: 3 chunks are run forward, 2 of them again when they
+    are linearised, and each layer of the 3 once more."""
+    model = make(name)
+    wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=11, recompute=recompute))
+    inputs, runs = make_batch(29), collections.Counter()
+    first, *_ = layers_of(wrapped.base_model).values()
+    for module in first.modules():
+        module.register_forward_hook(lambda module, *_: runs.update([module]))
+    wrapped(**inputs).loss.backward()  # the comparison on first use
+    runs.clear()
+    found = errors(loss_and_gradients(wrapped, **inputs), loss_and_gradients(model, **inputs))
+    assert (found.loss <= 1e-12, found.worst <= 1e-10) == (True, True), found
+    assert statistics.mode(runs.values()) == 3 + 2 + 3  # of its modules; experts may run several times
+
+
+def test_norms_are_known_by_what_they_compute() -> None:
+    """Ours take their places: of an RMSNorm, gated or not, whatever it is called; of nothing else."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+    like = make("MistralForCausalLM", torch.float32).model.norm
+    found = norms.forwards(nn.ModuleList([
+        like, gated := Qwen3NextRMSNormGated(8), nn.RMSNorm(8, 1e-5), nn.LayerNorm(8, bias=False),
+        nn.RMSNorm(8), nn.PReLU(8),
+    ]))  # fmt: skip
+    assert [type(m).__name__ for m in found] == ["MistralRMSNorm", "Qwen3NextRMSNormGated", "RMSNorm"]
+    x, gate = torch.randn(2, 3, 5, 8)
+    with torch.no_grad():
+        gated.weight.copy_(torch.randn(8))
+        assert torch.allclose(found[gated](x, gate), gated(x, gate), atol=1e-6)
+        x = torch.randn(3, like.weight.numel()).bfloat16()  # rounded where the class rounds it
+        assert torch.equal(found[like.bfloat16()](x), like(x))
+
+
+def test_mlps_are_known_by_what_they_compute() -> None:
+    """Ours takes the place of silu-gated ones, whatever they are called; of no other activation's or form."""
+    found = {
+        name: len(mlps.forwards(make(name, torch.float32)))
+        for name in ("LlamaForCausalLM", "BambaForCausalLM", "Gemma2ForCausalLM", "NemotronHForCausalLM")
+    }
+    layers = make("LlamaForCausalLM", torch.float32).config.num_hidden_layers
+    assert found["LlamaForCausalLM"] == layers
+    assert found["BambaForCausalLM"] > 0
+    assert found["Gemma2ForCausalLM"] == found["NemotronHForCausalLM"] == 0
+
+
+def test_a_state_does_not_keep_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions' states are the last tokens of what they read; only these stay, with their cotangents."""
+    model = adjoint.wrap(make("Mamba2ForCausalLM", torch.float32), adjoint.Exact(chunk_size=64))
+    inputs, kept, backward = make_batch(256), [], Worker.backward
+
+    def watched(worker: Worker, tile: Tile) -> None:
+        backward(worker, tile)
+        states = [*worker.final, *(v for key, v in worker.store.items() if key[0] == "dS")]
+        kept.extend((s.nbytes, s.untyped_storage().nbytes()) for state in states for s in state)
+
+    monkeypatch.setattr(Worker, "backward", watched)
+    model(**inputs).loss.backward()
+    assert len(kept) > 20 and all(storage < 2 * own for own, storage in kept)
+
+
+# -------------------------------------------------------------------------------------------------- documents
+
+# Lengths of documents: one of a single token, edges that are chunks' and edges that are not.
+ONE_ROW = [8, 1, 7, 13]
+TWO_ROWS = [ONE_ROW, [3, 21, 1, 4]]
+
+
+def starts_and_positions(lengths: list[int]) -> tuple[list[int], Tensor]:
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return starts, torch.cat([torch.arange(n) for n in lengths])
+
+
+def one_by_one(
+    model: Any, ids: Tensor, targets: Tensor, rows: list[list[int]]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The untouched model on each document by itself: the mean loss over all targets, and its gradients."""
+    model.zero_grad()
+    total = torch.zeros(())
+    for row, lengths in enumerate(rows):
+        for i, t in zip(ids[row].split(lengths), targets[row].split(lengths), strict=True):
+            logits = model(input_ids=i[None], use_cache=False).logits[0]
+            loss = F.cross_entropy(logits, t, reduction="sum") / targets.numel()
+            loss.backward()
+            total = total + loss.detach()
+    return total, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_packed_documents_are_as_one_by_one(name: str, double: None) -> None:
+    """Every token has a target, so that a document's last token and one of a single token count."""
+    model = make(name)
+    ids, targets = torch.randint(3, VOCAB, (2, 2, 29), generator=torch.Generator().manual_seed(3))
+    wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8))
+    alike = starts_and_positions(ONE_ROW)[1][None]
+    positions = torch.stack([starts_and_positions(lengths)[1] for lengths in TWO_ROWS])
+    edges = torch.tensor([0, *torch.tensor([n for row in TWO_ROWS for n in row]).cumsum(0)])
+    cases: list[tuple[list[list[int]], list[dict[str, Tensor]]]] = [
+        ([ONE_ROW] * 2, [{"position_ids": alike}, {"seq_idx": (alike == 0).cumsum(1)}]),
+        (
+            TWO_ROWS,
+            [
+                {"position_ids": positions},
+                {"seq_idx": (positions == 0).cumsum(1)},
+                {"cu_seq_lens_q": edges.int(), "cu_seq_lens_k": edges.int()},
+            ],
+        ),
+    ]
+    for rows, forms in cases:
+        expected = one_by_one(model, ids, targets, rows)
+        for form in forms:
+            found = errors(loss_and_gradients(wrapped, input_ids=ids, shift_labels=targets, **form), expected)
+            assert found.loss <= 1e-12
+            assert found.worst <= 1e-10, (rows, list(form), found)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"position_ids": torch.arange(1, 30)[None]}, "position_ids must count up from 0 in each document"),
+        ({"position_ids": torch.arange(29)}, r"position_ids must have .* shape \(2, 29\), got \(29,\)"),
+        ({"seq_idx": torch.zeros(3, 29)}, r"seq_idx must have input_ids' shape \(2, 29\), got \(3, 29\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9, 4, 58])}, "cu_seq_lens_q must rise from 0 to the 58 tokens"),
+        ({"cu_seq_lens_q": torch.tensor([0, 29])}, "cu_seq_lens_q must rise from 0 to the 58 tokens"),
+    ],
+)
+def test_documents_that_cannot_be(form: dict[str, Tensor], message: str) -> None:
+    model = adjoint.wrap(make("LlamaForCausalLM"), adjoint.Exact(chunk_size=8))
+    with pytest.raises(ValueError, match=message) as caught:
+        model(**make_batch(29), **form)
+    assert "\n" not in str(caught.value)
+
+
+# -------------------------------------------------------------------------------------------------- truncated
+
+
+@contextlib.contextmanager
+def kept_as_they_were(cache: Any) -> Iterator[None]:
+    """transformers writes new recurrent states over the old, which the backward still needs."""
+    for layer in cache.layers:
+        if hasattr(layer, "recurrent_states"):
+            layer.update_recurrent_state = lambda state, *_, **__: state
+    yield
+
+
+def by_spans(model: Any, ids: Tensor, targets: Tensor, span: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The untouched model span by span, each going on from transformers' own cache of all that is before it,
+    which is a constant: the mean loss over all targets, and the sum of the spans' gradients."""
+    model.zero_grad()
+    total = torch.zeros(())
+    mamba = "cache_params" in model.forward.__code__.co_varnames
+    for start in range(0, ids.shape[1], span):
+        cache = transformers.DynamicCache(config=model.config)
+        given = {("cache_params" if mamba else "past_key_values"): cache, "use_cache": True}
+        if start:
+            with torch.no_grad():
+                model(input_ids=ids[:, :start], **given)
+        if not mamba:
+            given["position_ids"] = torch.arange(start, min(start + span, ids.shape[1]))[None]
+        with kept_as_they_were(cache):
+            logits = model(input_ids=ids[:, start : start + span], **given).logits
+        target = targets[:, start : start + span].flatten()
+        loss = F.cross_entropy(logits.flatten(0, 1), target, reduction="sum") / targets.numel()
+        loss.backward()
+        total = total + loss.detach()
+    return total, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "MistralForCausalLM", "Mamba2ForCausalLM", "BambaForCausalLM"]
+)
+def test_truncated_drops_what_crosses_a_spans_start(name: str, double: None) -> None:
+    """A window of 12 and chunks of 5: spans of two chunks, 10 tokens."""
+    model = make(name)
+    ids, targets = torch.randint(3, VOCAB, (2, 2, 29), generator=torch.Generator().manual_seed(3))
+    inputs = {"input_ids": ids, "shift_labels": targets}
+    whole = by_spans(model, ids, targets, 29)
+    for window, span in ((12, 10), (5, 5), (29, 29), (1000, 1000)):
+        expected = by_spans(model, ids, targets, span)
+        wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Truncated(window, chunk_size=5))
+        got = loss_and_gradients(wrapped, **inputs)
+        assert errors(got, expected).loss <= 1e-12
+        assert errors(got, expected).worst <= 1e-10, (window, errors(got, expected))
+        if span < 29:
+            assert errors(got, whole).total > 1e-4  # something was dropped
+    exact = loss_and_gradients(adjoint.wrap(wrapped, adjoint.Exact(chunk_size=5)), **inputs)
+    assert errors(got, exact).worst <= 1e-14
+
+
+# ------------------------------------------------------------------------------------------- the two ways in
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_loss_above_the_backbone(name: str, double: None) -> None:
+    """Trainers that fuse the head call the backbone; any loss of its hidden states will do."""
+    model = make(name)
+    wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8))
+    ids = make_batch(29)["input_ids"]
+    weight = torch.randn(2, 29, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    results = []
+    for one in (model, wrapped):
+        hidden = one.base_model(input_ids=ids).last_hidden_state
+        loss = (hidden * weight).sum() + hidden.square().mean()
+        loss.backward()
+        used = {n: p.grad for n, p in one.base_model.named_parameters() if p.grad is not None}
+        results.append((loss.detach(), used))
+    found = errors(results[1], results[0])
+    assert found.loss <= 1e-12
+    assert found.worst <= 1e-10, found
+
+
+def test_the_forms_of_a_call(double: None) -> None:
+    model, inputs = make("LlamaForCausalLM"), make_batch(29)
+    wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8))
+    ids, labels, mask = (inputs[name] for name in ("input_ids", "labels", "attention_mask"))
+    expected = model(**inputs).loss.item()
+    out = wrapped(**inputs)
+    assert out.loss.item() == pytest.approx(expected, rel=1e-12)
+    assert out.logits is None
+    (loss,) = wrapped(**inputs, return_dict=False)
+    assert loss.item() == out.loss.item()
+    assert wrapped(ids, mask, None, None, None, labels).loss.item() == out.loss.item()
+    for count in (7, torch.tensor(7)):
+        summed = [m(**inputs, num_items_in_batch=count) for m in (model, wrapped)]
+        assert summed[1].loss.item() == pytest.approx(summed[0].loss.item(), rel=1e-12)
+    shifted = wrapped(input_ids=ids, attention_mask=mask, shift_labels=shift_labels(labels))
+    assert shifted.loss.item() == out.loss.item()
+    with torch.no_grad():
+        quiet = wrapped.eval()(**inputs).loss
+    assert quiet.item() == out.loss.item()
+    assert not quiet.requires_grad
+    assert torch.equal(wrapped(ids).logits, model.eval()(ids).logits)  # no labels: transformers' own
+
+
+# -------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_class_that_is_refused(name: str) -> None:
+    """On first use at the latest, in one line that is the table's too; what can be wrapped at all still
+    trains by Backprop."""
+    model, inputs = make(name), make_batch(29)
+    plain = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=name) as caught:
+        adjoint.wrap(model, adjoint.Exact(chunk_size=8))(**inputs)
+    assert "\n" not in str(caught.value)
+    assert table()[name][2].replace("&lt;", "<") == f"refused: {reason(caught.value)}"
+    assert "adjoint.wrap(model, adjoint.Backprop()) works" in str(caught.value)
+    adjoint.wrap(model, adjoint.Backprop())
+    got, expected = (loss_and_gradients(m, **inputs) for m in (model, plain))
+    assert errors(got, expected).worst <= 1e-6
+
+
+def test_a_scan_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own scan of Mamba-1: the loss is hardly off, the gradient is."""
+    monkeypatch.setattr(scans, "OURS", {})
+    model = adjoint.wrap(make("MambaForCausalLM", torch.float32), adjoint.Exact(chunk_size=8))
+    with pytest.raises(ValueError, match="the gradient of 13 tokens in chunks is not that of the whole"):
+        model(**make_batch(29))
+
+
+WINDOWED = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+LONG = {**WINDOWED, "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Qwen3MoeForCausalLM", {"output_router_logits": True}, "set config.output_router_logits to False"),
+        ("BambaForCausalLM", {"z_loss_coefficient": 1e-3}, "z_loss_coefficient is on.*set it to 0"),
+        (
+            "LlamaForCausalLM",
+            {"rope_parameters": {**WINDOWED, "rope_type": "dynamic"}},
+            "rope_type 'dynamic'",
+        ),
+        ("LlamaForCausalLM", {"rope_parameters": {**LONG, "rope_type": "longrope"}}, "rope_type 'longrope'"),
+    ],
+)
+def test_an_option_that_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    model = make(name, **options)
+    plain, inputs = copy.deepcopy(model), make_batch(29)
+    with pytest.raises(ValueError, match=message) as caught:
+        adjoint.wrap(model, adjoint.Exact(chunk_size=8))(**inputs)
+    assert "\n" not in str(caught.value)
+    got = adjoint.wrap(model, adjoint.Backprop())(**inputs).loss
+    assert got.item() == plain(**inputs).loss.item()
+
+
+def test_masks_and_padding_that_are_refused() -> None:
+    model, inputs = adjoint.wrap(make("LlamaForCausalLM"), adjoint.Exact(chunk_size=8)), make_batch(29)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    left = {"labels": ids.masked_fill(mask.flip(1) == 0, -100), "attention_mask": mask.flip(1)}
+    four = {"labels": ids, "attention_mask": torch.ones(2, 1, 29, 29).tril()}
+    for given, message in (
+        (left, "labels count padded tokens, or a first one that padding precedes"),
+        ({"labels": ids, "attention_mask": mask}, "labels count padded tokens.*set them to -100"),
+        (four, "an attention_mask of 4 dimensions is not understood"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            model(input_ids=ids, **given)
+        assert "\n" not in str(caught.value)
+
+
+def test_models_and_methods_that_are_refused() -> None:
+    model, two = make("LlamaForCausalLM"), make("LlamaForCausalLM")
+    two.base_model_prefix, two.another = "neither", model.model
+    for wrong, method, message in (
+        (torch.nn.Linear(2, 2), None, "takes a causal LM of transformers with a head, this is a Linear"),
+        (model.model, None, "with a head, this is a LlamaModel"),
+        (two, None, "LlamaForCausalLM has no backbone apart from its head"),
+        (model, adjoint.Truncated("auto"), r"takes Truncated\(window\) with a window in tokens"),
+        (model, adjoint.LayerLocal(), r"got LayerLocal\("),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adjoint.wrap(wrong, method)
+    assert type(model) is transformers.LlamaForCausalLM
+
+
+def test_another_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "5.0.0")
+    with pytest.raises(ValueError, match=r"needs transformers 5\.\d+ or later, 5\.0\.0 is installed: pip"):
+        importlib.reload(adjoint.hf)
+
+
+def test_the_table_lists_what_is_tried() -> None:
+    rows = table()
+    assert list(rows) == [*MODELS, *REFUSED]
+    assert {name for name, row in rows.items() if row[2].startswith("refused: ")} == set(REFUSED)
+    assert all(re.fullmatch(r"\de-\d\d", rows[name][2]) for name in MODELS)

@@ -1,0 +1,885 @@
+"""Exact, or refused by name: what a call of a wrapped model may bring, what may have been done to the model
+before, between calls and between forward and backward, and what random numbers it may draw. See
+docs/promises.md."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import adjoint
+from adjoint.engine.run import Worker
+from adjoint.hf import wrap  # noqa: F401  -- tables of precisions, before float32 is float64
+from tests.hf.hf_models import REFUSED, VOCAB, assert_slope, errors, float64_throughout, make, make_batch
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread", "double")
+
+BATCH = make_batch(29)
+IDS = BATCH["input_ids"]
+NEW_IDS = torch.randint(3, VOCAB, IDS.shape, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    with float64_throughout():
+        yield
+
+
+def wrapped(model: Any) -> Any:
+    return adjoint.wrap(model, adjoint.Exact(chunk_size=8))
+
+
+def nothing(model: Any) -> None:
+    pass
+
+
+def run(model: Any, **inputs: Any) -> Tensor:
+    """Forward and backward of the batch, with these inputs in the places of its own."""
+    given = {name: value for name, value in {**BATCH, **inputs}.items() if value is not None}
+    loss = model(**given).loss
+    loss.backward()
+    return loss
+
+
+def both(name: str, change: Callable[[Any], Any], call: Callable[[Any], Tensor], **options: Any) -> Any:
+    """(loss, gradients) of a model that has been changed, wrapped and not."""
+    found = []
+    for prepare in (wrapped, nothing):
+        model = make(name, **options)
+        torch.manual_seed(1)
+        change(model)
+        model.double()
+        prepare(model)
+        model.zero_grad()
+        torch.manual_seed(2)
+        loss = call(model).detach()
+        found.append((loss, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}))
+    return found
+
+
+def line(error: BaseException) -> str:
+    said = str(error)
+    assert "\n" not in said
+    return said
+
+
+# ------------------------------------------------------------------------------------------------- the model
+
+
+def one_mlp_for_two(model: Any) -> None:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def smoothed(model: Any) -> None:
+    def loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1)
+
+    model.loss_function = loss
+
+
+def hooked_head(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, given, output: output * 0.5)
+
+
+def other_scale(model: Any) -> None:
+    model.logit_scale = 0.3
+
+
+def other_scaling(model: Any) -> None:
+    model.logits_scaling = model.config.logits_scaling = 7.0
+
+
+def other_activation(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+
+
+def other_forward(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: mlp.down_proj(torch.tanh(mlp.gate_proj(x)) * mlp.up_proj(x))
+
+
+def other_head(model: Any) -> None:
+    torch.manual_seed(3)
+    model.lm_head = nn.Linear(24, VOCAB, dtype=torch.float64)
+
+
+def fewer_layers(model: Any) -> None:
+    model.model.layers = model.model.layers[:-1]
+
+
+def not_causal(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+
+
+def with_batch_norm(model: Any) -> None:
+    class Normed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.norm = inner, nn.BatchNorm1d(24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.inner(x).transpose(1, 2)).transpose(1, 2)
+
+    model.model.layers[1].mlp = Normed(model.model.layers[1].mlp)
+
+
+def spectral(model: Any) -> None:
+    nn.utils.parametrizations.spectral_norm(model.model.layers[1].mlp.up_proj)
+
+
+def weight_normed(model: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.model.layers[1].mlp.up_proj)
+
+
+def with_neftune(model: Any) -> None:
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    model.model.embed_tokens.neftune_noise_alpha = 5.0
+    model.model.embed_tokens.register_forward_hook(neftune_post_forward_hook)
+
+
+def embedding(**options: Any) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for name, value in options.items():
+            setattr(model.model.embed_tokens, name, value)
+
+    return change
+
+
+CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "one module under two names": ("LlamaForCausalLM", one_mlp_for_two),
+    "a hook on the head": ("LlamaForCausalLM", hooked_head),
+    "logit_scale": ("CohereForCausalLM", other_scale),
+    "logits_scaling": ("GraniteForCausalLM", other_scaling),
+    "an activation": ("LlamaForCausalLM", other_activation),
+    "a forward": ("LlamaForCausalLM", other_forward),
+    "a head with a bias": ("LlamaForCausalLM", other_head),
+    "a layer dropped": ("LlamaForCausalLM", fewer_layers),
+    "weight_norm": ("LlamaForCausalLM", weight_normed),
+}
+CHANGES_REFUSED: dict[str, tuple[str, Callable[[Any], None], str]] = {
+    "label smoothing": ("LlamaForCausalLM", smoothed, "its loss is more than cross-entropy"),
+    "attention that is not causal": ("LlamaForCausalLM", not_causal, "in chunks is not that of the whole"),
+    "BatchNorm": ("LlamaForCausalLM", with_batch_norm, "BatchNorm in training takes statistics"),
+    "spectral_norm": ("LlamaForCausalLM", spectral, "in chunks is not that of the whole"),
+    "NEFTune": ("LlamaForCausalLM", with_neftune, "set neftune_noise_alpha to None"),
+    "scale_grad_by_freq": ("LlamaForCausalLM", embedding(scale_grad_by_freq=True), "scale_grad_by_freq"),
+    "sparse": ("LlamaForCausalLM", embedding(sparse=True), "set sparse=False"),
+    "max_norm": ("LlamaForCausalLM", embedding(max_norm=0.5), "max_norm changes weights"),
+}
+
+
+@pytest.mark.parametrize("when", ["before the first call", "after it"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of_the_model_is_seen(what: str, when: str) -> None:
+    name, change = CHANGES[what]
+
+    def changed_later(model: Any) -> Tensor:
+        run(model)
+        change(model)
+        model.zero_grad()
+        return run(model)
+
+    got, expected = both(name, *((change, run) if when.startswith("before") else (nothing, changed_later)))
+    found = errors(got, expected)
+    assert (found.loss <= 1e-12, found.worst <= 1e-10) == (True, True), found
+
+
+@pytest.mark.parametrize("what", CHANGES_REFUSED)
+def test_a_change_that_is_refused(what: str) -> None:
+    """Whether gradients are asked for or not, also after calls that went well."""
+    name, change, message = CHANGES_REFUSED[what]
+    model = wrapped(make(name))
+    run(model)
+    change(model)
+    model.double()
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        run(model)
+    line(caught.value)
+    if what in ("label smoothing", "attention that is not causal"):
+        with torch.no_grad(), pytest.raises(ValueError, match=re.escape(message)):
+            model(**BATCH)
+
+
+def test_cached_parametrizations_are_refused() -> None:
+    """Their weights would be one chunk's in all others."""
+    model = make("LlamaForCausalLM")
+    weight_normed(model)
+    model = wrapped(model.double())
+    with (
+        nn.utils.parametrize.cached(),
+        pytest.raises(ValueError, match=r"parametrize\.cached\(\) keeps weights"),
+    ):
+        run(model)
+    run(model)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_evaluation_is_checked_too(name: str) -> None:
+    for frozen in (False, True):
+        model = wrapped(make(name, torch.float32)).requires_grad_(not frozen)
+        with torch.set_grad_enabled(frozen), pytest.raises(ValueError, match="cannot be trained by chunks"):
+            model.eval()(**BATCH)
+
+
+def test_a_short_first_call_is_not_the_one_that_is_compared() -> None:
+    model = wrapped(make("RecurrentGemmaForCausalLM", torch.float32))
+    with pytest.raises(ValueError, match="in chunks is not that of the whole"):
+        model(**{name: value[:, :3] for name, value in BATCH.items()})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bfloat16_is_compared_in_float32(seed: int) -> None:
+    """A state outside of the cache, and 5% of a loss: both within what bfloat16 itself is off by."""
+    off, smooth = (
+        make("RecurrentGemmaForCausalLM", torch.bfloat16, seed),
+        make("LlamaForCausalLM", torch.bfloat16),
+    )
+    smoothed(smooth)
+    for model in (off, smooth):
+        with pytest.raises(ValueError, match="in chunks is not that of the whole"):
+            wrapped(model)(**BATCH)
+    wrapped(make("LlamaForCausalLM", torch.bfloat16, seed))(**BATCH)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_layer_of_each_kind_is_compared_where_all_do_not_fit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from adjoint.hf import first_use
+
+    layers = ["mamba", "attention", "mamba", "mamba", "attention", "mamba"]
+    model = make("GraniteMoeHybridForCausalLM", dtype, num_hidden_layers=6, layer_types=layers)
+    every, few = (
+        first_use._needed(p for name, p in model.named_parameters() if which(name))
+        for which in (lambda name: True, lambda name: ".layers." not in name or name.split(".")[2] in "01")
+    )
+    copies, replica = [], first_use.replica
+    monkeypatch.setattr(first_use, "replica", lambda model: copies.append(replica(model)) or copies[-1])
+    for room, kept in ((every, 6), (few, 2), (few - 1, 0)):
+        monkeypatch.setattr(first_use, "memory_left", lambda device, room=room: 2 * room)
+        wrapped(model)(**BATCH)
+        got = [] if copies[-1] is None else copies[-1].model.layers
+        assert sum(any(True for _ in layer.parameters()) for layer in got) == kept
+
+
+def test_windows_longer_than_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that forgets the past beyond a window of 4,096: 13 tokens cannot see it, a turned-down copy
+    can."""
+    from adjoint.hf import cache
+
+    model = make("MistralForCausalLM", sliding_window=4096)
+    wrapped(copy.deepcopy(model))(**BATCH)
+    monkeypatch.setattr(cache._Window, "__init__", lambda self, window: _narrower(self, window))
+    with pytest.raises(ValueError, match="windows turned down to 5"):
+        wrapped(model)(**BATCH)
+    assert model.config.sliding_window == 4096  # it was a copy's that was turned down
+
+
+def _narrower(layer: Any, window: int) -> None:
+    transformers.cache_utils.DynamicSlidingWindowLayer.__init__(layer, sliding_window=window)
+    layer.window = window if window > 100 else window - 2
+
+
+# -------------------------------------------------------------------------------------------------- the call
+
+LEFT = torch.ones_like(IDS)
+LEFT[1, :6] = 0
+TEXT = IDS.clamp(min=3)
+LEFT_LABELS = TEXT.clone()
+LEFT_LABELS[1, :7] = -100
+LEFT_PADDED = {"input_ids": TEXT, "labels": LEFT_LABELS, "attention_mask": LEFT}
+RIGHT_POSITIONS = torch.arange(29).repeat(2, 1)
+RIGHT_POSITIONS[1, -7:] = 1
+INSIDE = BATCH["attention_mask"].clone()
+INSIDE[0, 5] = 0
+PIXELS = torch.zeros(1, 3, 8, 8)
+
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "token_type_ids": ("GPT2LMHeadModel", {"token_type_ids": NEW_IDS}),
+    "int32": ("LlamaForCausalLM", {"input_ids": IDS.int(), "attention_mask": BATCH["attention_mask"].int()}),
+    "positions of padding": ("LlamaForCausalLM", {"position_ids": RIGHT_POSITIONS}),
+    "return_dict in the configuration": (
+        "LlamaForCausalLM",
+        {"output_attentions": False, "logits_to_keep": 0},
+    ),
+    "padding at the left, rotary": ("LlamaForCausalLM", LEFT_PADDED),
+    "padding at the left, Mamba-2 and attention": ("BambaForCausalLM", LEFT_PADDED),
+    "padding at the left, with positions": (
+        "GPT2LMHeadModel",
+        {**LEFT_PADDED, "position_ids": (LEFT.cumsum(1) - 1).clamp(min=0)},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_an_input_is_honoured(what: str) -> None:
+    name, inputs = CALLS[what]
+    found = errors(*both(name, nothing, lambda model: run(model, **inputs)))
+    assert (found.loss <= 1e-12, found.worst <= 1e-10) == (True, True), found
+
+
+CALLS_REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "pixel_values": ("LlamaForCausalLM", {"pixel_values": PIXELS}, "pixel_values is not an input"),
+    "token_type_ids": ("LlamaForCausalLM", {"token_type_ids": IDS}, "token_type_ids is not an input"),
+    "encoder_hidden_states": (
+        "GPT2LMHeadModel",
+        {"encoder_hidden_states": torch.randn(2, 3, 24)},
+        "encoder_hidden_states is not an input that chunks know",
+    ),
+    "ignore_index": ("LlamaForCausalLM", {"ignore_index": 5}, "set the labels that do not count to -100"),
+    "logits_to_keep": ("LlamaForCausalLM", {"logits_to_keep": 3}, "logits_to_keep is not an input"),
+    "a dictionary of masks": (
+        "Gemma3ForCausalLM",
+        {"attention_mask": {"full_attention": None}},
+        "an attention_mask that is a dict is not understood",
+    ),
+    "a mask that numbers documents": (
+        "LlamaForCausalLM",
+        {"attention_mask": 2 * BATCH["attention_mask"]},
+        "attention_mask has other values than 0 and 1",
+    ),
+    "zeros inside a mask": ("LlamaForCausalLM", {"attention_mask": INSIDE}, "zeros between ones"),
+    "padding at the left, learned positions": (
+        "GPT2LMHeadModel",
+        LEFT_PADDED,
+        "GPT2LMHeadModel counts padding in its tokens' positions: give position_ids",
+    ),
+    "labels of another shape": (
+        "LlamaForCausalLM",
+        {"labels": IDS[:, :-1]},
+        "labels must be whole numbers of",
+    ),
+    "documents told in two ways": (
+        "LlamaForCausalLM",
+        {"position_ids": torch.arange(29)[None], "seq_idx": torch.arange(29)[None] // 9},
+        "position_ids and seq_idx do not tell the same documents",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CALLS_REFUSED)
+def test_an_input_that_is_refused(what: str) -> None:
+    name, inputs, message = CALLS_REFUSED[what]
+    model = wrapped(make(name))
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        run(model, **inputs)
+    line(caught.value)
+    run(model)  # and is none the worse for it
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["GPT2LMHeadModel", "MambaForCausalLM", "Gemma4ForCausalLM", "BambaForCausalLM", "MixtralForCausalLM"],
+)
+def test_a_call_without_labels_in_training(name: str) -> None:
+    """What the causal LM makes of its backbone's output besides hidden states, it finds none of."""
+
+    def call(model: Any) -> Tensor:
+        loss = model(IDS, **given).logits.square().mean()
+        loss.backward()
+        return loss
+
+    # with which the Trainer calls where it makes the loss itself
+    given = {} if name == "MambaForCausalLM" else {"num_items_in_batch": torch.tensor(7)}
+    found = errors(*both(name, nothing, call))
+    assert (found.loss <= 1e-12, found.worst <= 1e-10) == (True, True), found
+
+
+def test_documents_that_the_model_by_itself_does_not_keep_apart() -> None:
+    positions = torch.cat([torch.arange(11), torch.arange(18)])[None].expand(2, -1)
+    for name, differs in (
+        ("BloomForCausalLM", None),
+        ("BambaForCausalLM", True),
+        ("LlamaForCausalLM", False),
+    ):
+        model = wrapped(make(name))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                given = {"position_ids": positions, "attention_mask": None, "use_cache": False}
+                if differs is None:
+                    given.pop("position_ids")
+                run(model, **given)
+        said = [w for w in caught if "by itself lets documents see" in str(w.message)]
+        assert len(said) == bool(differs), name
+
+
+def test_labels_that_are_all_ignored() -> None:
+    with pytest.warns(UserWarning, match="every label is ignored"):
+        assert run(wrapped(make("LlamaForCausalLM")), labels=torch.full_like(IDS, -100)).item() == 0
+
+
+def test_methods_that_a_chunk_is_too_short_for() -> None:
+    for method in (adjoint.Truncated(1), adjoint.Exact(chunk_size=1), adjoint.Truncated(8, chunk_size=1)):
+        with pytest.raises(ValueError, match="chunks have two tokens at least"):
+            adjoint.wrap(make("LlamaForCausalLM"), method)
+
+
+@pytest.mark.parametrize(
+    "name", ["MistralForCausalLM", "Llama4ForCausalLM", "DeepseekV32ForCausalLM", "Qwen4ExpForCausalLM"]
+)
+def test_windows_and_picked_keys_with_selective_recomputation(name: str) -> None:
+    model = make(name)
+    again = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8, recompute="selective"))
+    found = []
+    for one in (again, model):
+        loss = run(one).detach()
+        found.append((loss, {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}))
+    assert errors(*found).worst <= 1e-10
+
+
+# ------------------------------------------------------------------------------- between forward and backward
+
+
+def evaluated(model: Any) -> None:
+    model.eval()
+
+
+def checkpointing(model: Any) -> None:
+    model.gradient_checkpointing_enable()
+
+
+def without_hook(model: Any) -> None:
+    model.handle.remove()
+
+
+def other_settings(model: Any) -> None:
+    model.config.use_cache = False
+    model.model.layers[0].self_attn.scaling = 0.1
+
+
+def unwrapped(model: Any) -> None:
+    adjoint.unwrap(model)
+
+
+BETWEEN = {
+    "eval()": evaluated,
+    "gradient_checkpointing_enable()": checkpointing,
+    "a hook removed": without_hook,
+    "settings": other_settings,
+    "unwrap": unwrapped,
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_the_backward_finds_the_model_as_it_was(what: str) -> None:
+    def hook(model: Any) -> None:
+        model.handle = model.model.layers[1].register_forward_hook(lambda module, given, output: output * 1.5)
+
+    def call(model: Any) -> Tensor:
+        loss = model(**BATCH).loss
+        training = model.training
+        BETWEEN[what](model)
+        after = model.training, model.config.use_cache, len(model.model.layers[1]._forward_hooks)
+        loss.backward()
+        assert after == (model.training, model.config.use_cache, len(model.model.layers[1]._forward_hooks))
+        assert training
+        return loss
+
+    found = errors(*both("LlamaForCausalLM", hook, call))
+    assert (found.loss <= 1e-12, found.worst <= 1e-10) == (True, True), found
+
+
+def test_dropout_is_as_it_was_after_eval() -> None:
+    model, found = wrapped(make("GPT2LMHeadModel", resid_pdrop=0.2)), []
+    for change in (nothing, evaluated):
+        model.train().zero_grad()
+        torch.manual_seed(5)
+        loss = model(**BATCH).loss
+        change(model)
+        loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def with_adapters(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    first = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, first)
+    adapted.add_adapter("b", LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False))
+    return adapted
+
+
+@pytest.mark.parametrize("what", ["disable_adapter", "two adapters"])
+def test_adapters_are_as_they_were(what: str) -> None:
+    pytest.importorskip("peft")
+    found = []
+    for prepare in (wrapped, nothing):
+        torch.manual_seed(1)
+        model = with_adapters(make("LlamaForCausalLM")).double()
+        prepare(model)
+        if what == "disable_adapter":
+            model.requires_grad_(True)
+            with model.disable_adapter():
+                loss = model(**BATCH).loss
+        else:
+            loss = torch.zeros(())
+            for adapter in ("default", "b"):
+                model.set_adapter(adapter)
+                loss = loss + model(**BATCH).loss
+        loss.backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append((loss.detach(), gradients))
+    assert len(found[0][1]) > 5
+    assert errors(*found).worst <= 1e-10
+
+
+def test_one_adapter_for_some_rows() -> None:
+    peft = pytest.importorskip("peft")
+    model = make("LlamaForCausalLM")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"
+    )
+    adapted = wrapped(peft.get_peft_model(model, config).double())
+    ids = IDS.clone()
+    ids[:, 10], ids[:, 11] = 5, 6
+    with pytest.raises(ValueError, match="aLoRA"):
+        adapted(input_ids=ids, labels=ids)
+
+
+def test_trainable_tokens_of_a_tied_table() -> None:
+    """PEFT's module for them stands under two names."""
+    peft = pytest.importorskip("peft")
+    found = []
+    for prepare in (wrapped, nothing):
+        torch.manual_seed(1)
+        model = make("LlamaForCausalLM", tie_word_embeddings=True)
+        tokens = {"trainable_token_indices": [3, 4, 5], "init_lora_weights": False}
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **tokens)).double()
+        prepare(model)
+        loss = run(model).detach()
+        found.append((loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    assert errors(*found).worst <= 1e-10
+
+
+def test_parameters_of_functional_call() -> None:
+    """They are others than the model's own, and gone by the backward."""
+
+    def call(model: Any) -> Tensor:
+        others = {name: p * 1.1 for name, p in model.named_parameters()}
+        loss = functional_call(model, others, (), BATCH).loss
+        loss.backward()
+        return loss
+
+    found = errors(*both("LlamaForCausalLM", nothing, call))
+    assert (found.loss <= 1e-12, found.worst <= 1e-10) == (True, True), found
+
+
+def ids_refilled(model: Any, inputs: dict[str, Tensor]) -> None:
+    inputs["input_ids"].copy_(NEW_IDS)
+
+
+def labels_refilled(model: Any, inputs: dict[str, Tensor]) -> None:
+    inputs["shift_labels"].copy_(NEW_IDS)
+
+
+def constant_changed(model: Any, inputs: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(2)
+
+
+def head_replaced(model: Any, inputs: dict[str, Tensor]) -> None:
+    other_head(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (ids_refilled, "modified by an inplace operation"),
+        (labels_refilled, "modified by an inplace operation"),
+        (constant_changed, "model.embed_tokens.weight was changed in place between forward and backward"),
+        (head_replaced, "module lm_head was replaced between forward and backward"),
+    ],
+)
+def test_what_cannot_be_undone_is_an_error(change: Callable[[Any, Any], None], message: str) -> None:
+    model = wrapped(make("LlamaForCausalLM"))
+    model.model.embed_tokens.weight.requires_grad_(False)
+    inputs = {"input_ids": IDS.clone(), "shift_labels": IDS.clone()}
+    loss = model(**inputs).loss
+    change(model, inputs)
+    with pytest.raises(RuntimeError, match=message):
+        loss.backward()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_second_derivative_is_refused(hidden: bool) -> None:
+    model = wrapped(make("LlamaForCausalLM"))
+    loss = model.model(IDS)[0].square().mean() if hidden else model(**BATCH).loss
+    with pytest.raises(RuntimeError, match="is differentiable once"):
+        loss.backward(create_graph=True)
+
+
+def test_a_backward_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found, backward = wrapped(make("BambaForCausalLM")), [], Worker.backward
+    for fails in (False, True):
+        model.zero_grad()
+        loss, tiles = model(**BATCH).loss, iter(range(100))
+
+        def interrupted(self: Worker, tile: Any, tiles: Any = tiles) -> None:
+            if next(tiles) == 2:
+                raise KeyboardInterrupt
+            backward(self, tile)
+
+        if fails:
+            monkeypatch.setattr(Worker, "backward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+            monkeypatch.setattr(Worker, "backward", backward)
+        loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_hidden_states_leave_nothing_behind() -> None:
+    model = wrapped(make("LlamaForCausalLM"))
+    gc.collect()
+    gc.disable()
+    try:
+        model.model(IDS)[0].sum().backward()
+        assert not [o for o in gc.get_objects() if type(o) is Worker]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_first_call(reentrant: bool) -> None:
+    def call(model: Any) -> Tensor:
+        x = torch.zeros(1, requires_grad=True)
+        loss = checkpoint(lambda x: model(**BATCH).loss + 0 * x.sum(), x, use_reentrant=reentrant)
+        loss.backward()
+        return loss
+
+    found = errors(*both("LlamaForCausalLM", nothing, call))
+    assert (found.loss <= 1e-12, found.worst <= 1e-10) == (True, True), found
+
+
+# ---------------------------------------------------------------------------------------------------- noise
+
+
+class Noisy(nn.Module):
+    """An MLP that adds random numbers in training, from one of several generators."""
+
+    def __init__(self, inner: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = inner, kind
+        self.generator, self.rng = torch.Generator(), np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if not self.training:
+            return y
+        return (
+            y
+            + 0.1
+            * {
+                "NumPy's": lambda: torch.from_numpy(np.random.randn(*y.shape)),  # noqa: NPY002
+                "NumPy's, the module's own": lambda: torch.from_numpy(self.rng.standard_normal(y.shape)),
+                "the module's own": lambda: torch.randn(y.shape, generator=self.generator),
+                "in some chunks": lambda: torch.randn(y.shape) if float(x.sum()) > 0 else 0,
+                "somebody's": lambda: torch.randn(y.shape, generator=SOMEBODYS),
+            }[self.kind]()
+        )
+
+
+SOMEBODYS = torch.Generator()
+
+
+@pytest.mark.parametrize(
+    "kind", ["NumPy's", "NumPy's, the module's own", "the module's own", "in some chunks"]
+)
+def test_noise_is_drawn_again(kind: str) -> None:
+    """The gradient is that of the loss that was returned, by finite differences under a fixed seed."""
+    model = make("LlamaForCausalLM")
+    noisy = model.model.layers[1].mlp = Noisy(model.model.layers[1].mlp, kind)
+    wrapped(model)(**BATCH)
+
+    def loss() -> Tensor:
+        torch.manual_seed(5)
+        np.random.seed(5)  # noqa: NPY002
+        noisy.generator.manual_seed(5)
+        noisy.rng = np.random.default_rng(5)
+        return model(**BATCH).loss
+
+    loss().backward()
+    assert_slope(model, loss, {name: p.grad.clone() for name, p in model.named_parameters()})
+
+
+def test_noise_from_elsewhere_is_refused() -> None:
+    """On first use, and where it begins later, in the backward."""
+    model = make("LlamaForCausalLM")
+    quiet = wrapped(copy.deepcopy(model))
+    model.model.layers[1].mlp = Noisy(model.model.layers[1].mlp, "somebody's")
+    with pytest.raises(ValueError, match="in chunks is not that of the whole"):
+        run(wrapped(model))
+    run(quiet)
+    with contextlib.ExitStack() as around:
+        around.callback(setattr, F, "silu", F.silu)
+        own = F.silu
+        F.silu = lambda x, *a, **k: own(x, *a, **k) + 0.1 * torch.randn(x.shape, generator=SOMEBODYS)
+        with pytest.raises(RuntimeError, match="when they were computed again for the backward"):
+            run(quiet)
+
+
+# --------------------------------------------------------------------------------------------------- threads
+
+
+def test_a_model_in_another_thread_is_left_alone() -> None:
+    """It begins while a chunk of the wrapped one runs, and goes on when that is over: all of it is
+    transformers' own, its mask and its attention."""
+    plain, trained = make("LlamaForCausalLM").eval(), wrapped(make("LlamaForCausalLM"))
+    run(trained)
+    ids, found, begun, over = NEW_IDS[:1, :12], [], threading.Event(), threading.Event()
+    with torch.no_grad():
+        expected = plain(ids).logits[:, 6:]
+        cache = transformers.DynamicCache(config=plain.config)
+        plain(ids[:, :6], past_key_values=cache, use_cache=True)
+
+    def go_on() -> None:
+        with torch.no_grad():
+            found.append(plain(ids[:, 6:], past_key_values=cache, use_cache=True).logits)
+
+    def wait(*_: Any) -> None:
+        begun.set()
+        assert over.wait(60)
+
+    plain.model.layers[0].register_forward_pre_hook(wait)
+    thread = threading.Thread(target=go_on)
+
+    def begin(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and not begun.is_set() and chunks:
+            thread.start()
+            assert begun.wait(60)
+
+    chunks: list[int] = []
+    trained.model.layers[1].register_forward_pre_hook(begin)
+    run(trained)  # the comparison on first use of a model with this hook
+    chunks.append(1)
+    run(trained)
+    over.set()
+    thread.join()
+    assert torch.allclose(found[0], expected, atol=1e-9)
+
+
+def test_threads_that_train_one_model() -> None:
+    model = wrapped(make("LlamaForCausalLM"))
+    run(model)
+    once = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    threads = [threading.Thread(target=run, args=(model,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(
+        torch.allclose(p.grad, 4 * g, rtol=1e-12) for p, g in zip(model.parameters(), once, strict=True)
+    )
+
+
+# ----------------------------------------------------------------------------------------- reasons and copies
+
+
+def test_an_error_of_ones_own_is_told_as_it_is() -> None:
+    model = wrapped(make("LlamaForCausalLM"))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("my own hook failed")
+
+    model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match=r"^my own hook failed$"):
+        run(model)
+
+
+def test_a_forward_on_the_instance_is_refused() -> None:
+    """As accelerate.prepare leaves one for mixed precision: it would be called, and not ours."""
+    model = make("LlamaForCausalLM")
+    for module in (model, model.model):
+        module.forward = module.forward
+        with pytest.raises(ValueError, match=r"wrap a model before accelerate\.prepare"):
+            wrapped(model)
+        del module.forward
+    wrapped(model)
+
+
+def test_a_copy_begins_anew(tmp_path: Any) -> None:
+    """What was found out about a model is not its copy's."""
+    model = wrapped(make("LlamaForCausalLM"))
+    run(model)
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        smoothed(other)
+        with pytest.raises(ValueError, match="its loss is more than cross-entropy"):
+            run(other)
+    run(model)
+
+
+@pytest.mark.slow
+def test_inside_a_compiled_model() -> None:
+    """Only what is around the chunks is compiled."""
+    model = make("LlamaForCausalLM")
+    compiled = torch.compile(wrapped(copy.deepcopy(model)), backend="aot_eager")
+    found = []
+    for called, one in ((compiled, compiled._orig_mod), (model, model)):
+        loss = run(called).detach()
+        found.append((loss, {n: p.grad for n, p in one.named_parameters()}))
+    assert errors(*found).worst <= 1e-10
+
+
+def test_sharded_layers_are_refused_by_their_name(tmp_path: Any) -> None:
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.fsdp import fully_shard
+
+    init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = make("LlamaForCausalLM", torch.float32)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        with pytest.raises(ValueError, match="parameters of its layers are sharded"):
+            run(wrapped(fully_shard(model, mesh=mesh)))
+    finally:
+        destroy_process_group()
+
+
+def test_a_setting_that_changes_at_every_call_is_named() -> None:
+    model = wrapped(make("MambaForCausalLM", num_hidden_layers=1))
+    model.backbone.register_forward_pre_hook(lambda module, _: setattr(module, "count", module.count + 1))
+    model.backbone.count, short = 0, {name: value[:, :4] for name, value in BATCH.items()}
+    for _ in range(16):
+        model(**short)
+    with pytest.warns(UserWarning, match="backbone: count was changed, as something is at every call"):
+        model(**short)
+
+
+def test_a_folder_that_lacks_weights_is_refused(tmp_path: Any) -> None:
+    """transformers leaves what is missing at random, with a warning among others."""
+    from safetensors.torch import load_file, save_file
+
+    from adjoint.hf.load import load
+
+    make("LlamaForCausalLM", torch.float32).save_pretrained(tmp_path)
+    load(str(tmp_path), adjoint.Exact())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"1 weights of LlamaForCausalLM are not there.*layers\.1\.mlp\.up_proj"
+    ):
+        load(str(tmp_path), adjoint.Exact())

@@ -1,0 +1,293 @@
+"""Every Triton kernel compiles for A100 and H100/H200 without a GPU, and the main ones keep everything in
+registers (``triton_aot`` lists them, and prints the table)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
+
+from triton.runtime.jit import JITFunction
+
+from adjoint.kernels import trial
+from adjoint.kernels.triton import backend as triton_backend
+from tests.kernels import triton_aot as aot
+
+HALF = {80: 81 * 1024, 90: 113 * 1024}  # of a multiprocessor's shared memory, less what the system takes
+# What crosses lanes because the algorithm asks for it; other shuffles, and shared memory, come of layouts.
+TOKENS, ROWS = 4, 2  # that a thread of the selective scan's backward holds at once
+OVER_STATES = 2 * 3 * TOKENS * ROWS  # 4 lanes of states: du, ddelta, dz of every token and row
+OVER_CHANNELS = 3 * 4 * 2 * TOKENS  # 8 lanes of channels: a thread's 4 states of dB and dC, every token
+SHUFFLES = {
+    "selective scan": {"backward_kernel": OVER_STATES + OVER_CHANNELS},
+    "selective scan, resets": {"backward_kernel": (OVER_STATES + OVER_CHANNELS) // 2},  # two tokens
+    # one row, two tokens
+    "selective scan, window": {"backward_kernel": 2 * 3 * 2 + 3 * 4 * 2 * 2},
+    "linear scan": {},
+    "linear scan, window": {"_backward_kernel": 5 * 8},  # a decay's gradient, over 32 channels, of 8 tokens
+    "convolution": {"_backward_kernel": 8},
+    "RMSNorm": {"_forward_kernel": 8, "_backward_kernel": 8},
+}
+
+
+def check(name, capability, only=frozenset()):
+    """Nothing spills, and where the layout is ours (not the matrix products') it is the one meant."""
+    built = aot.compile_call(aot.MAIN[name], capability, only)
+    assert {k.name: k.spills for k in built if k.spills} == {}
+    kind = name.partition(",")[0] + (", window" if "window" in name else "")
+    if "resets" in name and f"{kind}, resets" in SHUFFLES:
+        kind += ", resets"
+    if kind in SHUFFLES and "d_state 64" not in name and "d_state 128" not in name:
+        shuffles = SHUFFLES[kind]
+        assert {k.name: k.shuffles for k in built} == {k.name: shuffles.get(k.name, 0) for k in built}
+        if kind != "RMSNorm":
+            silent = [k for k in built if k.name not in shuffles and k.name != "step_kernel"]
+            assert {k.name: k.barriers for k in silent if k.barriers or k.shared} == {}
+    return built
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", aot.MAIN)
+def test_main_kernels_keep_to_registers(name, capability):
+    built = check(name, capability)
+    assert {k.name for k in built} == aot.main_kernels(name)
+
+
+@pytest.mark.parametrize("name", ["convolution, bf16", "RMSNorm, bf16, gate", "linear scan, fp32"])
+def test_light_kernels_keep_to_registers(name):
+    check(name, 90)
+
+
+# Triton's versions lay the selective scan's tiles out each in its own way, with the same values and several
+# times slower where it is the wrong one: `make test-triton-3.6` runs the tests of this name with the oldest.
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_the_selective_scan_keeps_its_layout(capability):
+    """As a model runs it: bfloat16, no resets, even sizes."""
+    names = frozenset({"forward_kernel", "adjoint_local_kernel", "backward_kernel"})
+    built = check("selective scan, bf16, d_state 16", capability, names)
+    assert {k.name for k in built} == names
+    passes = [k for k in built if k.name == "forward_kernel"]
+    assert len(passes) == 2, "one pass for the splits' own states, one for the outputs"
+    # sixteen one-warp programs share a multiprocessor's 64K registers
+    assert all(k.registers <= 128 for k in passes)
+
+
+def test_the_windowed_selective_scan_keeps_its_layout():
+    check("selective scan, bf16, d_state 16, window", 90, frozenset({"marks_kernel", "backward_kernel"}))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_ssd_backward_does_not_spill(capability):
+    """The heaviest kernels, in bfloat16; the rest of the shapes and kernels are in the slow test."""
+    names = {"input_grad_kernel", "pair_grad_kernel", "group_grad_kernel"}
+    built = check("SSD scan, bf16, headdim 64, d_state 128, chunk 256", capability, frozenset(names))
+    assert {k.name for k in built} == names
+    assert all(k.shared <= HALF[capability] and "cp.async" in k.ptx for k in built), "loads run ahead"
+
+
+def ssd_launches(name):
+    with aot.record_launches() as launches, aot.on_a_big_device():
+        aot.MAIN[name]()
+    return [launch for launch in launches if launch[2].get("num_stages", 1) > 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", [n for n in aot.MAIN if n.startswith("SSD scan, bf16")])
+def test_every_depth_of_the_ssd_pipelines_fits(name, capability):
+    """Whatever number of stages is picked: nothing spills, and two programs share a multiprocessor."""
+    built = [
+        aot.compile_launch((kernel, args, {**kwargs, "num_stages": stages}), capability)
+        for kernel, args, kwargs in ssd_launches(name)
+        for stages in aot.ssd.candidates(kwargs["num_stages"], capability)
+    ]
+    assert [(k.name, k.spills, k.shared) for k in built if k.spills or k.shared > HALF[capability]] == []
+
+
+def test_stages_are_measured_once_for_a_size(monkeypatch):
+    """On a GPU, with the launch's own arguments, and never while a graph is captured."""
+    autotune, capturing, times = aot.ssd.triton.autotune, True, iter([2.0, 1.0])
+
+    def bench(call, quantiles):
+        call()
+        return [next(times)] * 3
+
+    def in_memory(configs, key, cache_results):
+        return autotune(configs, key=key, do_bench=bench)
+
+    monkeypatch.setattr(aot.ssd.triton, "autotune", in_memory)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(aot.ssd, "_PICKED", {})
+    kernel, args, constants = ssd_launches("SSD scan, bf16, resets")[0]
+    with aot.record_launches() as launches:
+        assert aot.ssd._stages(kernel, (1,), args, constants) == 3
+        assert launches == []
+        capturing = False
+        assert [aot.ssd._stages(kernel, (1,), args, constants) for _ in range(2)] == [4, 4]
+    assert [launch[2]["num_stages"] for launch in launches] == [3, 4, 4]
+    assert all({**launch[2], "num_stages": 3} == {**launch[2], **constants} for launch in launches)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_other_dtypes_compile(dtype):
+    names = frozenset({"forward_kernel", "output_kernel", "chunk_state_kernel", "_forward_kernel"})
+
+    def call():
+        aot.call_selective(dtype, seqlen=4096, d_inner=64)
+        aot.call_ssd(dtype, seqlen=4096, nheads=2, d_state=16)
+        aot.call_linear(dtype, seqlen=4096, size=64)
+        aot.call_conv(dtype, seqlen=4096, channels=64)
+        aot.call_norm(dtype, rows=64, width=64)
+
+    assert {k.name for k in aot.compile_call(call, 80, names)} == names
+
+
+@pytest.mark.slow
+def test_a_single_token_and_channel_compile():
+    """Sizes and strides of 1 become constants of the kernel, which then has other types in it."""
+
+    def call():
+        for reset in (False, True):
+            aot.call_selective(seqlen=1, d_inner=1, d_state=1, reset=reset)
+            aot.call_ssd(seqlen=1, nheads=1, headdim=1, d_state=1, reset=reset)
+            aot.call_linear(seqlen=1, size=1, reset=reset)
+            aot.call_conv(seqlen=1, channels=1, reset=reset)
+        aot.call_linear(seqlen=1, size=1, window=1)
+        aot.call_selective(seqlen=1, d_inner=1, d_state=1, window=1)
+        aot.call_norm(rows=1, width=1)
+
+    assert {k.name for k in aot.compile_call(call, 90)} == set().union(
+        *aot.MAIN_KERNELS.values(), {"_pass_states_kernel"}
+    ) - {"adjoint_local_kernel"}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", aot.MAIN)
+def test_every_launch_is_on_its_tensors_device(name, monkeypatch):
+    """The current device may be another one."""
+    entered = []
+
+    @contextlib.contextmanager
+    def on_device(x):
+        entered.append(x.device)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(aot.common, "on_device", on_device)
+    outside = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: entered or outside.append(self.__name__))
+    with aot.on_a_big_device():
+        aot.MAIN[name]()
+    assert outside == []
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("operation", "windowed", "resets", "calls"),
+    [
+        ("selective_scan", False, False, ["selective scan, bf16, d_state 16"]),
+        ("selective_scan", True, False, ["selective scan, bf16, d_state 16, window"]),
+        ("selective_scan", False, True, ["selective scan, bf16, d_state 16, resets"]),
+        ("ssd_scan", False, False, ["SSD scan, bf16, headdim 64, d_state 128, chunk 256"]),
+        ("ssd_scan", False, True, ["SSD scan, bf16, resets"]),
+        ("linear_scan", False, False, ["linear scan, fp32"]),
+        ("linear_scan", True, False, ["linear scan, fp32, scalar, window"]),
+        ("linear_scan", False, True, ["linear scan, fp32, resets"]),
+        ("causal_conv1d", False, False, ["convolution, bf16"]),
+        ("causal_conv1d", False, True, ["convolution, bf16, resets"]),
+    ],
+)
+def test_what_was_tried_is_what_runs(operation, windowed, resets, calls):
+    """Models of usual sizes launch what the trial has compiled: nothing else, so nothing untried, and nothing
+    is compiled twice. (A norm's kernels are compiled for its width.)"""
+
+    def kernels(launches):
+        return {
+            (launch[0].__name__, *(repr(sorted(v.items())) for v in aot.specialise(launch).values()))
+            for launch in launches
+        }
+
+    dtype, window = aot.FP32 if operation == "linear_scan" else aot.BF16, trial.WINDOW if windowed else None
+    with aot.record_launches() as tried, aot.on_a_big_device():
+        trial._PROBLEMS[operation](triton_backend, window, resets, torch.device("meta"), dtype)
+    with aot.record_launches() as launched, aot.on_a_big_device():
+        for name in calls:
+            aot.MAIN[name]()
+    assert kernels(launched) <= kernels(tried)
+
+
+def test_the_norms_of_a_model_under_autocast_were_tried():
+    """But for widths, for which they are compiled anew: of every layer's norm and those that follow."""
+
+    def kinds(launches):
+        found = set()
+        for launch in launches:
+            of = aot.specialise(launch)
+            for size in ("GROUP", "BLOCK"):
+                del of["constexprs"][size]
+            found.add((launch[0].__name__, repr(of["signature"]), repr(of["constexprs"])))
+        return found
+
+    with aot.record_launches() as tried, aot.on_a_big_device():
+        trial._PROBLEMS["rms_norm"](triton_backend, None, False, torch.device("meta"), aot.BF16)
+    names = ("bf16 of a fp32 stream", "bf16, residual in fp32", "bf16, gate")
+    with aot.record_launches() as launched, aot.on_a_big_device():
+        for name in names:
+            aot.MAIN[f"RMSNorm, {name}"]()
+    assert len(kinds(launched)) == 2 * len(names)
+    assert kinds(launched) <= kinds(tried)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 128, 256, 1100, 5000])
+@pytest.mark.parametrize("seqlen", [1, 100, 1792, 65536, 65537, 1_000_000])
+def test_splits_fill_the_device_once(seqlen, programs):
+    """No second wave of programs, which would begin when the first is done; and no idle device where the
+    sequence is long enough for more splits."""
+    wanted, unit, shortest = 2112, 64, 128
+    length = aot.common.split_length(seqlen, programs, wanted, unit, shortest)
+    splits = -(-seqlen // length)
+    assert length % unit == 0 and (splits == 1 or splits * programs <= wanted)
+    most = min(wanted // programs, seqlen // shortest)
+    assert splits >= most * 2 // 3, "rounding up to units leaves out a few"
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("seqlen", [65536, 1_000_000])
+def test_few_partial_sums_leave_the_selective_backward(seqlen, window):
+    """dB and dC are summed over 64 channels and more before they go to memory, and the device is as full as
+    with programs of a block each."""
+    with aot.record_launches() as launches, aot.on_a_big_device():
+        aot.call_selective(window=window, seqlen=seqlen)
+    (values,) = [
+        dict(zip(launch[0].arg_names, launch[1], strict=False))
+        for launch in launches
+        if launch[0].__name__ == "backward_kernel"
+    ]
+    held = sum(values[name].numel() * values[name].element_size() for name in ("dB", "dC"))
+    _, rows, lanes, warps, _ = aot.selective.backward_tile(16, window is not None)
+    programs = values["dB"].shape[1]
+    assert held == aot.selective.partial_bytes(1, seqlen, 16, programs)
+    assert held <= aot.selective.partial_bytes(1, seqlen, 16, 4096 // 64)
+    wanted = aot.MULTIPROCESSORS * (8 // warps)
+    tokens = seqlen + (window is not None)
+    running = programs * -(-tokens // values["split_len"])
+    assert 0.9 * wanted <= running <= wanted
+    blocks = 4096 // (rows * lanes)
+    assert -(-blocks // programs) * programs <= 1.1 * blocks, "all take about as many"
+
+
+def test_spills_are_seen():
+    """The report is read right: a kernel held to 32 registers a thread has to spill, and does so in the
+    report."""
+    with aot.record_launches() as launches:
+        aot.call_selective(d_inner=64)
+    kernel, args, kwargs = next(launch for launch in launches if launch[0].__name__ == "forward_kernel")
+    assert aot.compile_launch((kernel, args, {**kwargs, "maxnreg": 32}), 90).spills > 0

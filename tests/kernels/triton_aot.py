@@ -1,0 +1,338 @@
+"""Compile Triton kernels ahead of time, without a GPU, exactly as a call would launch them.
+
+A launch is recorded instead of run (tensors may be on the ``meta`` device, so any size will do); its
+arguments give the kernel's signature, and the PTX goes through the ptxas in Triton's wheel, which reports
+registers and spills.
+
+    python -m tests.kernels.triton_aot [--out benchmarks/results/triton-resources.md] [NAME …]
+
+writes the table of every call in ``MAIN`` (or of those whose name contains a NAME): kernel, target,
+registers, spills, shared memory, shuffles, barriers. Takes some minutes. Another version of Triton on
+PYTHONPATH is the one that compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from adjoint.kernels.triton import common
+from adjoint.kernels.triton import conv1d as conv
+from adjoint.kernels.triton import linear_scan as linear
+from adjoint.kernels.triton import rms_norm as norm
+from adjoint.kernels.triton.selective_scan import launch as selective
+from adjoint.kernels.triton.ssd_scan import launch as ssd
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+BF16, FP32 = torch.bfloat16, torch.float32
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+MULTIPROCESSORS = 132  # of the device that launches are made for: enough that sequences are split
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A kernel as assembled: registers a thread, bytes spilled (stores + loads), shared memory a program, and
+    of its instructions the shuffles between lanes and the barriers: what layouts cost."""
+
+    name: str
+    registers: int
+    spills: int
+    shared: int
+    shuffles: int
+    barriers: int
+    num_warps: int
+    ptx: str
+
+
+@contextlib.contextmanager
+def record_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
+    """Within the block, kernels are not run: (kernel, args, kwargs) of every launch are collected."""
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append((self, args, kwargs))
+
+    original = JITFunction.run
+    JITFunction.run = run
+    try:
+        yield launches
+    finally:
+        JITFunction.run = original
+
+
+def specialise(launch: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> dict[str, dict[Any, Any]]:
+    """What Triton compiles a kernel anew for: the arguments' types, values that become constants, multiples
+    of 16, and the launch's options."""
+    kernel, args, kwargs = launch
+    options = {k: v for k, v in kwargs.items() if k in OPTIONS and v is not None}
+    values = dict(zip(kernel.arg_names, args, strict=False))
+    values.update({k: v for k, v in kwargs.items() if k in kernel.arg_names})
+    signature, constants, attrs = {}, {}, {}
+    for i, param in enumerate(kernel.params):
+        value = values[param.name]
+        if (
+            param.is_constexpr
+            or value is None
+            or (isinstance(value, int) and value == 1 and not param.do_not_specialize)
+        ):
+            signature[param.name] = "constexpr"
+            constants[param.name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name] = POINTERS[value.dtype]
+            attrs[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not param.do_not_specialize:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[param.name] = "fp32"
+        else:
+            raise TypeError(f"{kernel.__name__}: argument {param.name} is {value!r}")
+    return {"signature": signature, "constexprs": constants, "attrs": attrs, "options": options}
+
+
+def compile_launch(launch: tuple[Any, tuple[Any, ...], dict[str, Any]], capability: int) -> Compiled:
+    """Compile one recorded launch for ``sm_<capability>`` and assemble it with ptxas."""
+    kernel, of = launch[0], specialise(launch)
+    options = of.pop("options")
+    target = GPUTarget("cuda", capability, 32)
+    built = triton.compile(ASTSource(fn=kernel, **of), target=target, options=options)
+    ptx = built.asm["ptx"]
+    registers, spills = assemble(ptx)
+    shuffles, barriers = len(re.findall(r"\bshfl\.", ptx)), len(re.findall(r"\b(?:bar|barrier)\.", ptx))
+    resources = registers, spills, built.metadata.shared, shuffles, barriers, built.metadata.num_warps
+    return Compiled(kernel.__name__, *resources, ptx)
+
+
+def assemble(ptx: str, cubin: Path | None = None) -> tuple[int, int]:
+    """(registers a thread, spilled bytes) that ptxas reports for the one kernel in ``ptx``."""
+    arch = re.search(r"^\.target (sm_\w+)", ptx, re.M).group(1)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        out = cubin or Path(folder) / "kernel.cubin"
+        command = [str(PTXAS), "-v", f"--gpu-name={arch}", str(source), "-o", str(out)]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
+    return registers, spills
+
+
+@contextlib.contextmanager
+def on_a_big_device() -> Iterator[None]:
+    """Launches as on a device of MULTIPROCESSORS, so that the passes over splits of the sequence are among
+    them."""
+    original = common._multiprocessors
+    common._multiprocessors = lambda device: MULTIPROCESSORS
+    try:
+        yield
+    finally:
+        common._multiprocessors = original
+
+
+def compile_call(
+    call: Callable[[], Any], capability: int, only: frozenset[str] = frozenset()
+) -> list[Compiled]:
+    """Every kernel that ``call`` launches on a big device, compiled, or of those the ones in ``only``; those
+    that came out alike once."""
+    with record_launches() as launches, on_a_big_device():
+        call()
+    built: dict[Compiled, None] = {}
+    for launch in launches:
+        if not only or launch[0].__name__ in only:
+            built[compile_launch(launch, capability)] = None
+    return list(built)
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """A tensor without memory: only its shape, strides and dtype reach the compiler."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def call_selective(dtype=BF16, window=None, seqlen=65536, d_inner=4096, d_state=16, reset=False):
+    u, B = empty(1, seqlen, d_inner, dtype=dtype), empty(1, seqlen, d_state, dtype=dtype)
+    A, D = empty(d_inner, d_state, dtype=FP32), empty(d_inner, dtype=FP32)
+    begins = empty(1, seqlen, dtype=torch.bool) if reset else None
+    h0 = empty(1, d_inner, d_state, dtype=FP32)
+    inputs = (u, u, A, B, B, D, u, D, True, h0, begins)
+    y, final, checkpoints = selective.selective_scan_forward(*inputs)
+    selective.selective_scan_backward(y, final, *inputs, checkpoints, window)
+
+
+def call_ssd(
+    dtype=BF16, seqlen=65536, nheads=64, headdim=64, ngroups=1, d_state=128, reset=False, chunk=None
+):
+    x, dt = empty(1, seqlen, nheads, headdim, dtype=dtype), empty(1, seqlen, nheads, dtype=dtype)
+    A, B = empty(nheads, dtype=FP32), empty(1, seqlen, ngroups, d_state, dtype=dtype)
+    begins = empty(1, seqlen, dtype=torch.bool) if reset else None
+    h0 = empty(1, nheads, headdim, d_state, dtype=FP32)
+    inputs = (x, dt, A, B, B, A, A, True, h0, begins)
+    original = ssd.CHUNK
+    ssd.CHUNK = original if chunk is None else {x.element_size(): chunk}
+    try:
+        y, final, checkpoints = ssd.ssd_scan_forward(*inputs)
+        ssd.ssd_scan_backward(y, final, *inputs, checkpoints, None)
+    finally:
+        ssd.CHUNK = original
+
+
+def call_linear(dtype=FP32, window=None, scalar=False, seqlen=65536, size=4096, reset=False):
+    b = empty(1, seqlen, size, dtype=dtype)
+    a = empty(1, seqlen, 1, dtype=dtype) if scalar else b
+    h0 = empty(1, size, dtype=dtype)
+    begins = empty(1, seqlen, dtype=torch.bool) if reset else None
+    h = linear.linear_scan_forward(a, b, h0, begins)
+    linear.linear_scan_backward(h, a, h, h0, begins, window)
+
+
+def call_conv(dtype=BF16, seqlen=65536, channels=4096, d_conv=4, reset=False):
+    x, weight = empty(1, seqlen, channels, dtype=dtype), empty(channels, d_conv, dtype=FP32)
+    bias, state = empty(channels, dtype=FP32), empty(1, channels, d_conv - 1, dtype=FP32)
+    begins = empty(1, seqlen, dtype=torch.bool) if reset else None
+    y = conv.causal_conv1d_forward(x, weight, bias, state, True, begins)
+    conv.causal_conv1d_backward(y, x, weight, bias, state, True, begins)
+
+
+def call_norm(dtype=BF16, rows=65536, width=2048, gated=True, stream=FP32, out=None):
+    """`stream`: the residual's dtype, None for no residual; `out`: y's dtype, None for x's."""
+    x, weight = empty(rows, width, dtype=dtype), empty(width, dtype=FP32)
+    gate = x if gated else None
+    residual = None if stream is None else empty(rows, width, dtype=stream)
+    y, s, rstd = norm.rms_norm_forward(x, weight, gate, residual, dtype=out)
+    norm.rms_norm_backward(y, residual, x if s is None else s, weight, gate, rstd, x_dtype=dtype)
+
+
+def _calls() -> dict[str, Callable[[], Any]]:
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, dtype in (("bf16", BF16), ("fp32", FP32)):
+        for d_state in (16, 64, 128):
+            of = f"selective scan, {name}, d_state {d_state}"
+            calls[of] = partial(call_selective, dtype, d_state=d_state)
+            calls[f"{of}, window"] = partial(call_selective, dtype, d_state=d_state, window=1000)
+            calls[f"{of}, resets"] = partial(call_selective, dtype, d_state=d_state, reset=True)
+        for d_state in (64, 128):
+            for chunk in (64, 128, 256):
+                of = f"SSD scan, {name}, headdim 64, d_state {d_state}, chunk {chunk}"
+                calls[of] = partial(call_ssd, dtype, d_state=d_state, chunk=chunk)
+        calls[f"SSD scan, {name}, resets"] = partial(call_ssd, dtype, reset=True)
+        calls[f"linear scan, {name}"] = partial(call_linear, dtype)
+        calls[f"linear scan, {name}, scalar, window"] = partial(call_linear, dtype, 100, scalar=True)
+        calls[f"linear scan, {name}, resets"] = partial(call_linear, dtype, reset=True)
+        calls[f"convolution, {name}"] = partial(call_conv, dtype)
+        calls[f"convolution, {name}, resets"] = partial(call_conv, dtype, reset=True)
+        calls[f"RMSNorm, {name}"] = partial(call_norm, dtype, gated=False, stream=None)
+        calls[f"RMSNorm, {name}, gate"] = partial(call_norm, dtype, stream=None)
+        calls[f"RMSNorm, {name}, residual"] = partial(call_norm, dtype, gated=False, stream=dtype)
+        if dtype == BF16:  # as under autocast
+            calls[f"RMSNorm, {name}, residual in fp32"] = partial(call_norm, dtype, gated=False)
+            stream = partial(call_norm, FP32, gated=False, stream=None, out=dtype)
+            calls[f"RMSNorm, {name} of a fp32 stream"] = stream
+    return calls
+
+
+MAIN = _calls()
+# The kernels that may not spill: all that these calls launch.
+MAIN_KERNELS = {
+    "selective scan": {"forward_kernel", "adjoint_local_kernel", "step_kernel", "backward_kernel"},
+    "selective scan, window": {"forward_kernel", "step_kernel", "marks_kernel", "backward_kernel"},
+    "SSD scan": {
+        "step_kernel",
+        "chunk_state_kernel",
+        "gram_kernel",
+        "output_kernel",
+        "read_kernel",
+        "input_grad_kernel",
+        "pair_grad_kernel",
+        "step_grad_kernel",
+        "group_grad_kernel",
+    },
+    "linear scan": {"_forward_kernel", "_backward_kernel"},
+    "linear scan, window": {"_forward_kernel", "_prefix_kernel", "_backward_kernel"},
+    "convolution": {"_forward_kernel", "_backward_kernel"},
+    "RMSNorm": {"_forward_kernel", "_backward_kernel"},
+}
+PASSES_STATES = {"selective scan", "SSD scan", "linear scan"}  # whose sequence is split over programs
+
+
+def main_kernels(name: str) -> set[str]:
+    """Names of the kernels that the call ``name`` of MAIN launches."""
+    kind = name.partition(",")[0]
+    key = f"{kind}, window" if f"{kind}, window" in MAIN_KERNELS and "window" in name else kind
+    return MAIN_KERNELS[key] | ({"_pass_states_kernel"} if kind in PASSES_STATES else set())
+
+
+INTRODUCTION = f"""\
+Compiled ahead of time, no GPU involved, as launched for one sequence of 65,536 tokens on a device of
+{MULTIPROCESSORS} multiprocessors: a selective scan with d_inner 4,096, an SSD scan with 64 heads, a linear
+scan and a convolution with 4,096 channels, a norm over 2,048. Registers are a thread's, spilled bytes a
+thread's stores and loads, shared bytes a program's; shuffles and barriers are instructions in the code. Made
+by `python -m tests.kernels.triton_aot --out FILE`.
+"""
+
+
+def table(names: Sequence[str] = (), capabilities: Sequence[int] = (80, 90)) -> Iterator[str]:
+    """Rows of a Markdown table of the resources of every call in MAIN whose name contains one of
+    ``names``."""
+    columns = "warps", "registers", "spilled bytes", "shared bytes", "shuffles", "barriers"
+    yield f"| call | kernel | target | {' | '.join(columns)} |"
+    yield f"| --- | --- | --- |{' ---: |' * len(columns)}"
+    for name, call in MAIN.items():
+        if names and not any(part in name for part in names):
+            continue
+        for capability in capabilities:
+            for k in compile_call(call, capability):
+                start = f"| {name} | {k.name} | sm_{capability} | {k.num_warps} "
+                yield f"{start}| {k.registers} | {k.spills} | {k.shared} | {k.shuffles} | {k.barriers} |"
+
+
+def versions() -> str:
+    """Triton, its ptxas and torch, and today's date."""
+    report = subprocess.run([str(PTXAS), "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release [\d.]+, (V[\d.]+)", report)
+    ptxas = release.group(1) if release else "of unknown version"
+    return (
+        f"Triton {triton.__version__} with its ptxas {ptxas}, torch {torch.__version__}, "
+        f"{datetime.date.today().isoformat()}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Registers, spills and shared memory of the Triton kernels.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only calls whose name contains it")
+    parser.add_argument("--out", type=Path, help="write a Markdown file too")
+    options = parser.parse_args()
+    lines = ["# Resources of the Triton kernels", "", INTRODUCTION, versions(), ""]
+    print("\n".join(lines))
+    for row in table(options.names):
+        print(row, flush=True)
+        lines.append(row)
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Layers: initial values, stability, sizes; and what the model says of arguments that do not fit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from adjoint import Backprop, Exact, Stack, StackConfig
+from adjoint.layers.norm import RMSNorm
+from adjoint.stack import seed_of
+from tests.model_helpers import ALL_MIXERS, SIZES, VARIANTS, make_ids, make_model, relative
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# --------------------------------------------------------------------------------------------- initial values
+
+
+def test_mamba_starts_as_in_mamba_ssm() -> None:
+    """The values of mamba_ssm/modules/mamba_simple.py."""
+    torch.manual_seed(0)
+    config = StackConfig(vocab_size=50, d_model=64, n_layer=4, d_state=16, dt_rank=4)
+    for block in Stack(config).layers:
+        mixer = block.mixer
+        assert torch.allclose(mixer.A_log.exp(), torch.arange(1.0, 17.0).expand(128, 16))
+        assert (mixer.D == 1).all()
+        assert mixer.dt_proj.weight.abs().max() <= 4**-0.5
+        assert mixer.dt_proj.weight.abs().max() > 0.95 * 4**-0.5
+        steps = F.softplus(mixer.dt_proj.bias)
+        assert steps.min() >= 0.001 * (1 - 1e-4)
+        assert steps.max() <= 0.1 * (1 + 1e-4)
+        assert abs(steps.log().mean() - math.log(0.01)) < 0.5  # log-uniform: the middle is the geometric mean
+        assert mixer.in_proj.bias is None
+        # out_proj is divided by the square root of the number of layers
+        bound = 1 / math.sqrt(128) / math.sqrt(4)
+        assert 0.95 * bound < mixer.out_proj.weight.abs().max() <= bound
+        assert 0.95 / math.sqrt(64) < mixer.in_proj.weight.abs().max() <= 1 / math.sqrt(64)
+
+
+def test_mamba2_starts_as_in_mamba_ssm() -> None:
+    """The values of mamba_ssm/modules/mamba2.py."""
+    torch.manual_seed(0)
+    config = StackConfig(vocab_size=50, d_model=256, n_layer=1, mixer="mamba2", headdim=4, d_state=8)
+    mixer = Stack(config).layers[0].mixer
+    A, steps = mixer.A_log.exp(), F.softplus(mixer.dt_bias)
+    assert 1 <= A.min() < 2
+    assert 15 < A.max() <= 16
+    assert steps.min() >= 0.001 * (1 - 1e-4)
+    assert steps.max() <= 0.1 * (1 + 1e-4)
+    assert abs(steps.log().mean() - math.log(0.01)) < 0.5
+    assert (mixer.D == 1).all()
+    assert (mixer.norm.weight == 1).all()
+    assert mixer.in_proj.weight.shape == (2 * 512 + 2 * 8 + 128, 256)
+
+
+def test_seeds_need_no_arithmetic_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy 1 refuses to shift a uint64 by an int, which NumPy 2 does: `make test-numpy-1.26` tries it."""
+    expected = seed_of(3, 1)
+
+    class Word(int):
+        def __rshift__(self, other: int) -> int:
+            raise TypeError("ufunc 'right_shift' not supported for the input types")
+
+    class Sequence(np.random.SeedSequence):
+        def generate_state(self, *arguments: Any) -> list[Word]:  # type: ignore[override]
+            return [Word(word) for word in super().generate_state(*arguments)]
+
+    monkeypatch.setattr(np.random, "SeedSequence", Sequence)
+    assert seed_of(3, 1) == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_head_and_residual_scales(tied: bool) -> None:
+    torch.manual_seed(0)
+    model = Stack(StackConfig(vocab_size=500, d_model=64, n_layer=3, d_intermediate=96, tie_embeddings=tied))
+    assert abs(model.embedding.weight.std() - 0.02) < 1e-3
+    assert (model.lm_head.weight is model.embedding.weight) is tied
+    if not tied:
+        assert 0.95 / 8 < model.lm_head.weight.abs().max() <= 1 / 8
+    bound = 1 / math.sqrt(96) / math.sqrt(6)  # two residual branches a layer
+    assert 0.95 * bound < model.layers[1].mlp.out_proj.weight.abs().max() <= bound
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_reset_parameters_draws_anew_and_from_the_seed(variant: str) -> None:
+    model = make_model(variant, dtype=torch.float32)  # away from its initial values
+    draws = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        model.reset_parameters()
+        draws.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert all(torch.equal(draws[0][name], draws[1][name]) for name in draws[0])
+    constant = ("norm.weight", "norm2.weight", "norm_f.weight", "mixer.D", "A_log", "proj.bias")
+    for name in draws[0]:
+        same = torch.equal(draws[0][name], draws[2][name])
+        assert not same or name.endswith(constant), name  # some mixers draw A_log and biases
+    for name, p in Stack(model.config).named_parameters():  # the same distribution as a new model's
+        drawn = draws[2][name]
+        if p.numel() >= 90:  # else too few to tell
+            assert abs(drawn.mean() - p.mean()) <= 0.4 * p.std(), name
+            assert abs(drawn.std() - p.std()) <= 0.25 * p.std(), name
+        elif p.numel() > 1 and p.std(correction=0) == 0:  # constants
+            assert torch.equal(drawn, p), name
+    if model.config.tie_embeddings:
+        assert model.lm_head.weight is model.embedding.weight
+
+
+# ------------------------------------------------------------------------------------------------ generic SSM
+
+
+@pytest.mark.parametrize("structure", ["scalar", "diagonal", "dense"])
+def test_generic_ssm_equals_its_equations(structure: str) -> None:
+    model = make_model(structure)
+    mixer, x = model.layers[0].mixer, torch.randn(2, 9, 12, dtype=torch.float64)
+    h, outputs = torch.randn(2, 4, dtype=torch.float64), []
+    start = h
+    for t in range(9):
+        A, B, C = mixer.transition(x[:, t]), mixer.input_matrix(x[:, t]), mixer.output_matrix(x[:, t])
+        Ah = (A @ h.unsqueeze(-1)).squeeze(-1) if structure == "dense" else A * h
+        h = Ah + (B @ x[:, t].unsqueeze(-1)).squeeze(-1)
+        outputs.append((C @ h.unsqueeze(-1)).squeeze(-1))
+    y, (final,) = mixer(x, (start,))
+    assert relative(y.detach(), torch.stack(outputs, dim=1).detach()) <= 1e-13
+    assert relative(final.detach(), h.detach()) <= 1e-13
+
+
+@pytest.mark.parametrize("structure", ["scalar", "diagonal", "dense"])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
+def test_generic_ssm_is_stable_whatever_its_weights(structure: str, scale: float) -> None:
+    """No transition enlarges a state in the maximum norm, and long products of them stay bounded."""
+    mixer = make_model(structure, d_state=6).layers[0].mixer
+    with torch.no_grad():
+        for p in mixer.parameters():
+            p.add_(torch.randn_like(p), alpha=scale)
+        x = torch.randn(1, 5000, 12, dtype=torch.float64)
+        A = mixer.transition(x)
+        gain = A.abs().sum(-1) if structure == "dense" else A.abs()
+        assert gain.max() <= 1
+        assert gain.isfinite().all()
+        h = torch.ones(1, 6, dtype=torch.float64)
+        for At in A[0]:
+            h = (At @ h.unsqueeze(-1)).squeeze(-1) if structure == "dense" else At * h
+            assert h.abs().max() <= 1
+
+
+@pytest.mark.parametrize("mixer", ALL_MIXERS)
+def test_states_and_outputs_stay_bounded_over_long_runs(mixer: str) -> None:
+    torch.manual_seed(0)
+    model = Stack(StackConfig(**{**SIZES, "mixer": mixer}))
+    with torch.no_grad():
+        sizes = []
+        state = None
+        for seed in range(4):
+            out = model(make_ids(1, 5000, seed=seed), state=state, return_state=True)
+            state = out.state
+            assert out.logits.isfinite().all()
+            sizes.append(max(s.abs().max().item() for layer in state for s in layer))
+    assert sizes[-1] < 3 * sizes[0] + 1e-3
+
+
+@pytest.mark.parametrize("mixer", ["scalar", "diagonal", "dense", "mamba", "mamba2"])
+def test_the_state_at_a_chunk_s_edge_is_not_rounded_to_16_bits(mixer: str) -> None:
+    """Token by token in bfloat16 a scan comes to the state to which it comes at once."""
+    model = make_model(mixer, torch.float32, n_layer=1).bfloat16()
+    layer = next(iter(model.blocks())).mixer
+    *conv, h = layer.initial_state(2, torch.float32, torch.device("cpu"))
+    x = torch.randn(2, 40, model.config.d_model, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        inputs, _ = layer.scan_inputs(x, *conv)
+        y, whole = layer.scan(inputs, h)
+        for t in range(x.shape[1]):
+            _, h = layer.scan(type(inputs)(*(v[:, t : t + 1] for v in inputs)), h)
+    assert y.dtype == torch.bfloat16 and h.dtype == whole.dtype == torch.float32
+    assert relative(h, whole) < 1e-5
+
+
+def test_norm_groups_and_half_precision() -> None:
+    norm = RMSNorm(12, 1e-5, group_size=4).double()
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(12))
+        grouped = x.view(2, 5, 3, 4)
+        expected = norm.weight * (grouped / (grouped.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).view(
+            2, 5, 12
+        )
+        assert relative(norm(x), expected) <= 1e-14
+        whole = RMSNorm(12, 1e-5).double()
+        assert relative(whole(x), F.rms_norm(x, (12,), eps=1e-5)) <= 1e-14
+        half = whole.bfloat16()(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert relative(half.double(), F.rms_norm(x.bfloat16().double(), (12,), eps=1e-5)) < 4e-3  # one rounding
+
+
+# ---------------------------------------------------------------------------------------------- configuration
+
+
+def test_number_of_parameters() -> None:
+    model = Stack(StackConfig(vocab_size=50, d_model=8, n_layer=2, d_state=4, dt_rank=2, d_conv=3))
+    d, inner, n, r = 8, 16, 4, 2
+    mixer = (
+        d * 2 * inner
+        + inner * 3
+        + inner
+        + inner * (r + 2 * n)
+        + r * inner
+        + inner
+        + inner * n
+        + inner
+        + inner * d
+    )
+    assert model.num_parameters() == 50 * d + 2 * (mixer + d) + d
+    assert model.num_parameters(embeddings=False) == 2 * (mixer + d) + d
+    untied = Stack(
+        StackConfig(vocab_size=50, d_model=8, n_layer=2, d_state=4, dt_rank=2, d_conv=3, tie_embeddings=False)
+    )
+    assert untied.num_parameters() == model.num_parameters() + 50 * d
+
+
+def test_defaults_by_mixer() -> None:
+    config = StackConfig(mixer=["mamba", "mamba2", "dense", "scalar"])
+    assert [config.state_size(kind) for kind in config.mixers] == [16, 128, 16, 16]
+    assert (config.d_inner, config.nheads, config.step_rank) == (512, 8, 16)
+    assert StackConfig(d_model=40).step_rank == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be a whole number, 1 or more; got 0"),
+        ({"d_model": 2.5}, "d_model must be a whole number, 1 or more; got 2.5"),
+        ({"n_layer": True}, "n_layer must be a whole number"),
+        ({"d_state": 0}, "d_state must be a whole number"),
+        ({"dt_rank": -1}, "dt_rank must be a whole number"),
+        ({"d_conv": 17}, "d_conv must be at most 16, got 17"),
+        ({"d_intermediate": -1}, "d_intermediate must be 0"),
+        ({"norm_eps": 0.0}, "norm_eps must be positive"),
+        ({"dt_min": 0.2}, "0 < dt_min <= dt_max, got 0.2 and 0.1"),
+        ({"mixer": "mamba4"}, "mixer must be one of mamba, mamba2, diagonal, scalar, dense.*got 'mamba4'"),
+        ({"mixer": ["mamba"] * 3}, "mixer lists 3 layers but n_layer is 4"),
+        ({"mixer": "mamba2", "headdim": 100}, "headdim 100 must divide d_inner = expand . d_model = 512"),
+        ({"mixer": "mamba2", "ngroups": 3}, "ngroups 3 must divide the number of heads, 8"),
+    ],
+)
+def test_wrong_sizes_are_named(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StackConfig(**wrong)
+
+
+def test_a_mixer_without_heads_does_not_mind_headdim() -> None:
+    assert StackConfig(d_model=12, headdim=64).d_inner == 24
+
+
+# -------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize("method", [Backprop(), Exact(chunk_size=4)], ids=str)
+def test_arguments_that_do_not_fit_are_named(method: object) -> None:
+    model, ids = make_model("mamba"), make_ids(2, 10)
+    wrong = [
+        ((ids.clone().fill_(17), ids), {}, "input_ids holds 17, but the model knows ids 0 to 16"),
+        ((ids - 20, ids), {}, r"input_ids holds -\d+, but"),
+        ((ids, ids + 5000), {}, r"labels holds 50\d\d, but"),
+        ((ids, torch.where(ids > 3, -1, ids)), {}, "labels holds -1, but"),
+        ((ids[0], ids[0]), {}, r"input_ids must have shape \(batch, seqlen\)"),
+        ((ids[:, :0], ids[:, :0]), {}, "neither of them 0"),
+        ((ids, ids[:, 1:]), {}, r"labels must have input_ids' shape \(2, 10\), got \(2, 9\)"),
+        ((ids.double(), ids), {}, "input_ids must be int64, got torch.float64"),
+        ((ids, ids), {"state": model.initial_state(3)}, "initial_state must have shape"),
+        ((ids, ids), {"state": model.initial_state(2)[:1]}, "state must have 2 entries, one a layer; got 1"),
+        ((ids, ids), {"method": "exact"}, r"method must be an object such as adjoint.Exact\(\), got 'exact'"),
+    ]
+    for (input_ids, labels), options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            model(input_ids, labels=labels, **{"method": method, **options})
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1, 2.0, True, "8"])
+def test_wrong_chunk_sizes_are_refused(chunk_size: object) -> None:
+    with pytest.raises(ValueError, match="chunk_size must be a whole number of tokens"):
+        Exact(chunk_size=chunk_size)
+
+
+def test_wrong_keep_is_refused() -> None:
+    with pytest.raises(ValueError, match="keep must be one of edges, inputs, offload; got 'all'"):
+        Exact(keep="all")
+
+
+@pytest.mark.parametrize("method", [None, Backprop(), Exact(chunk_size=4)], ids=str)
+def test_outputs_are_there_only_when_asked_for(method: object) -> None:
+    model, ids = make_model("mamba"), make_ids(2, 10)
+    out = model(ids, labels=ids, method=method)
+    assert out.loss.shape == ()
+    assert out.logits is None
+    assert out.state is None
+    out = model(ids, labels=ids, method=method, return_logits=True, return_state=True)
+    plain = model(ids)
+    assert plain.loss is None
+    assert plain.state is None
+    assert relative(out.logits.detach(), plain.logits.detach()) <= 1e-13
+    assert [len(layer) for layer in out.state] == [2, 2]
+    int32 = model(ids.int(), labels=ids.int(), method=method)
+    assert relative(int32.loss.detach(), out.loss.detach()) <= 1e-13
+    int32.loss.backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -1,0 +1,505 @@
+"""Attention, Gated DeltaNet and Mamba-3 as layers of a stack: their equations, every chunked method that they
+have, and what the cluster and the planner know of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint.cluster.memory import Setup
+from adjoint.cluster.shard import check_method
+from adjoint.engine.autograd import Steps
+from adjoint.engine.chunk_size import kept_bytes
+from adjoint.engine.stages import stage_states, stages_of
+from adjoint.errors import UserError
+from adjoint.kernels.attention import BAND, causal_attention
+from tests.cluster.cluster_helpers import (
+    TRAINING,
+    disturbed_shards,
+    disturbed_stack,
+    together,
+    train_shards,
+    train_stack,
+)
+from tests.engine.test_chunk_size import kept_by_autograd
+from tests.model_helpers import SIZES, assert_same, current_gradients, gradients, make_ids, relative
+from tests.training_helpers import train_tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "attention": {"mixer": "attention", **HEADS},
+    "attention, window": {"mixer": "attention", **HEADS, "sliding_window": 5, "bias": True},
+    "attention, conv": {
+        "mixer": "attention",
+        **HEADS,
+        "attention_d_conv": 4,
+        "rotary_emb_dim": 4,
+        "attention_bias": True,
+    },
+    "gated_deltanet": {"mixer": "gated_deltanet", "linear_num_key_heads": 2},
+    "mamba3": {"mixer": "mamba3", "ngroups": 2},
+    "mamba3, mimo": {"mixer": "mamba3", "is_mimo": True, "mimo_rank": 3, "ngroups": 2},
+    "mamba3, norm": {"mixer": "mamba3", "is_outproj_norm": True, "rope_fraction": 1.0, "bias": True},
+    "hybrid": {
+        "mixer": ["mamba", "attention", "gated_deltanet", "mamba3", "diagonal"],
+        "n_layer": 5,
+        "d_intermediate": 10,
+        "tie_embeddings": False,
+        "is_mimo": True,
+        "mimo_rank": 2,
+        "attention_d_conv": 3,
+        **HEADS,
+    },
+}
+
+
+def make(variant: str, seed: int = 0, **sizes: Any) -> Stack:
+    torch.manual_seed(seed)
+    model = Stack(StackConfig(**{**SIZES, **VARIANTS[variant], **sizes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model.double()
+
+
+def states_before(model: Stack, batch: int, tokens: int) -> list[tuple[torch.Tensor, ...]]:
+    """Random states, of attention keys and values of so many tokens."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(s: torch.Tensor) -> torch.Tensor:
+        shape = [*s.shape[:2], tokens, s.shape[3]] if s.dim() == 4 and not s.shape[2] else s.shape
+        return torch.randn(shape, dtype=s.dtype, generator=generator).requires_grad_()
+
+    return [tuple(draw(s) for s in state) for state in model.initial_state(batch)]
+
+
+# ----------------------------------------------------------------------------------------------- the gradient
+
+
+METHODS = [
+    Backprop(),
+    Backprop(checkpoint=True),
+    Exact(7),
+    Exact(8, "inputs"),
+    Exact(9, "offload"),
+    Exact(29),
+]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("seed, before", [(0, None), (1, 3), (2, 3)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_exact_equals_backprop_states_included(variant: str, seed: int, before: int | None) -> None:
+    model, ids = make(variant, seed), make_ids(3, 29, seed=seed)
+    labels = ids.masked_fill(make_ids(3, 29, seed=seed + 9) == 4, -100)
+    found = []
+    for method in [*METHODS, *[Exact(1)] * (seed == 1)]:
+        model.zero_grad()
+        given = None if before is None else states_before(model, 3, before)
+        out = model(ids, labels=labels, method=method, state=given, return_state=True)
+        final = [s for state in out.state for s in state]
+        (out.loss + sum((s * torch.arange(s.numel()).view_as(s).sin()).sum() for s in final)).backward()
+        initial = [s.grad for state in given or [] for s in state]
+        found.append(current_gradients(model) | {f"initial {i}": g for i, g in enumerate(initial)})
+        found[-1] |= {f"final {i}": s.detach() for i, s in enumerate(final)} | {"loss": out.loss.detach()}
+    for got in found[1:]:
+        assert_same(got, found[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_gradient_is_the_derivative_of_the_loss(variant: str) -> None:
+    """Finite differences along a random direction, so that a mistake shared with Backprop would show."""
+    model, ids = make(variant), make_ids(2, 23)
+    _, found = gradients(model, ids, ids, Exact(chunk_size=7))
+    directions = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    losses = []
+    for step in (1e-7, -2e-7):
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.add_(directions[name], alpha=step)
+            losses.append(model(ids, labels=ids).loss)
+    slope = (losses[0] - losses[1]) / 2e-7
+    assert relative(sum((found[name] * directions[name]).sum() for name in found), slope) <= 1e-7
+
+
+@pytest.mark.parametrize("variant", ["mamba3", "mamba3, norm", "mamba3, mimo", "gated_deltanet"])
+def test_gradcheck_of_one_mixer(variant: str) -> None:
+    mixer = make(variant, d_model=4, headdim=4, d_state=4, n_layer=1).layers[0].mixer
+    state = [torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu"))]
+    names, parameters = zip(*mixer.named_parameters(), strict=True)
+
+    def call(x: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        named = dict(zip(names, leaves[len(state) :], strict=True))
+        y, after = torch.func.functional_call(mixer, named, (x, leaves[: len(state)]))
+        return y, *after
+
+    inputs = [torch.randn(2, 3, 4, dtype=torch.float64), *state, *parameters]
+    assert torch.autograd.gradcheck(call, [t.detach().requires_grad_() for t in inputs], fast_mode=True)
+
+
+def test_layer_local_is_exact_for_the_last_layer() -> None:
+    model, ids = make("hybrid"), make_ids(2, 41)
+    _, expected = gradients(model, ids, ids, Backprop())
+    _, got = gradients(model, ids, ids, LayerLocal(chunk_size=7))
+    last = {name for name in expected if name.startswith(("layers.4.", "norm_f.", "lm_head."))}
+    assert_same({name: got[name] for name in last}, {name: expected[name] for name in last})
+    assert relative(got["layers.1.mixer.in_proj.weight"], expected["layers.1.mixer.in_proj.weight"]) > 0.01
+
+
+# --------------------------------------------------------------------------------------------- the equations
+
+
+def in_pieces(mixer: Any, x: torch.Tensor, state: tuple, sizes: list[int]) -> tuple[torch.Tensor, tuple]:
+    found = []
+    for piece in x.split(sizes, dim=1):
+        y, state = mixer(piece, state)
+        found.append(y)
+    return torch.cat(found, dim=1), state
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 200])
+@torch.no_grad()
+def test_attention_equals_torch_s_with_a_rotation_by_hand(window: int | None) -> None:
+    tokens = 2 * BAND + 13
+    model = make("attention", sliding_window=window, rope_theta=500.0)
+    mixer, x = model.layers[0].mixer, torch.randn(2, tokens, 12, dtype=torch.float64)
+    q, k, v = (t.unflatten(-1, (-1, 6)).transpose(1, 2) for t in mixer.in_proj(x).split([24, 12, 12], dim=-1))
+    angles = torch.arange(tokens).double()[:, None] * 500.0 ** (-torch.arange(3).double() / 3)
+    turn = torch.polar(torch.ones_like(angles), angles)
+
+    def turned(t: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(torch.stack([t[..., :3], t[..., 3:]], dim=-1)) * turn
+        return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+    back = torch.arange(tokens)[:, None] - torch.arange(tokens)[None]
+    mask = (back >= 0) & (back < (window or tokens))
+    heads = turned(q), turned(k)[:, [0, 0, 1, 1]], v[:, [0, 0, 1, 1]]
+    expected = mixer.out_proj(F.scaled_dot_product_attention(*heads, mask).transpose(1, 2).flatten(2))
+    empty = mixer.initial_state(2, torch.float64, torch.device("cpu"))
+    for sizes in ([tokens], [5, 1, 150, 1, tokens - 157]):
+        y, (keys, values) = in_pieces(mixer, x, empty, sizes)
+        assert relative(y, expected) <= 1e-13
+        assert relative(keys, turned(k)) <= 1e-13
+        assert relative(values, v) <= 1e-15
+
+
+def test_attention_in_half_precision_reads_a_wide_state() -> None:
+    q, k, v = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
+    narrow = q.bfloat16(), k, v
+    for tokens, window in ((40, None), (9, None), (1, None), (9, 5)):
+        got = causal_attention(narrow[0][:, :, -tokens:], *narrow[1:], window)
+        assert got.dtype == torch.bfloat16
+        assert relative(got.float(), causal_attention(q[:, :, -tokens:], k, v, window)) < 2e-2
+        got.sum().backward()
+    assert k.grad is not None and k.grad.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_gated_deltanet_equals_its_recurrence() -> None:
+    mixer = make("gated_deltanet", conv_bias=True).layers[0].mixer
+    x, d_k = torch.randn(2, 70, 12, dtype=torch.float64), 4
+    start = [torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu"))]
+    qkv, z, b, a = mixer.in_proj(x).split([8 + 8 + 24, 24, 4, 4], dim=-1)
+    seen = torch.cat([start[0], qkv.transpose(1, 2)], dim=2)
+    qkv = F.silu(F.conv1d(seen, mixer.conv1d.weight, mixer.conv1d.bias, groups=40)).transpose(1, 2)
+    parts = [token.split([8, 8, 24], dim=-1) for token in qkv.unbind(1)]
+    S, outputs = start[1], []
+    for t in range(70):
+        q, k, v = (part.unflatten(1, (-1, 6 if part.shape[1] == 24 else 4)) for part in parts[t])
+        q, k = ((u / (u.square().sum(-1, keepdim=True) + 1e-6).sqrt())[:, [0, 0, 1, 1]] for u in (q, k))
+        decay = torch.exp(-mixer.A_log.exp() * F.softplus(a[:, t] + mixer.dt_bias))
+        S = S * decay[..., None, None]
+        error = v - torch.einsum("bhkv,bhk->bhv", S, k)
+        S = S + torch.einsum("bh,bhk,bhv->bhkv", b[:, t].sigmoid(), k, error)
+        o = torch.einsum("bhkv,bhk->bhv", S, q) / math.sqrt(d_k)
+        o = mixer.norm.weight * o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        outputs.append(mixer.out_proj(o.flatten(1) * F.silu(z[:, t])))
+    for sizes in ([70], [3, 64, 1, 2]):
+        y, state = in_pieces(mixer, x, tuple(start), sizes)
+        assert relative(y, torch.stack(outputs, dim=1)) <= 1e-12
+        assert relative(state[1], S) <= 1e-12
+        assert relative(state[0], seen[:, :, -3:]) <= 1e-13
+
+
+def mamba3_step(mixer: Any, u: torch.Tensor, state: tuple) -> tuple[torch.Tensor, tuple]:
+    """One token (batch, d_model) by the recurrence, as the step references of mamba-ssm's tests have it: the
+    trapezoidal rule written out, for each of the token's inputs."""
+    c, nheads, n, rank = mixer.config, mixer.config.nheads, mixer.d_state, mixer.rank
+    angle, h, k_last, v_last = state
+    z, x, B, C, dt, a, trap, turn = mixer.in_proj(u).split(mixer.sizes, dim=-1)
+
+    def norm(t: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return weight * t / (t.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+    def heads(t: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        groups = norm(t.reshape(-1, rank, c.ngroups, n), weight)
+        return torch.stack([groups[:, :, i * c.ngroups // nheads] + bias[i] for i in range(nheads)], dim=1)
+
+    def rotated(t: torch.Tensor) -> torch.Tensor:  # pairs are neighbours, or with is_mimo of the two halves
+        turns = torch.polar(torch.ones_like(angle), angle)
+        turns = torch.cat([turns, turns.new_ones(*angle.shape[:2], n // 2 - angle.shape[2])], dim=2)
+        pairs = t.unflatten(-1, (2, -1)).mT if c.is_mimo else t.unflatten(-1, (-1, 2))
+        pairs = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns[:, :, None])
+        return (pairs.mT if c.is_mimo else pairs).flatten(-2)
+
+    def spread(t: torch.Tensor, weight: torch.Tensor | None) -> list[torch.Tensor]:
+        return [t] if weight is None else [t * weight[:, r] for r in range(rank)]
+
+    dt, lam = F.softplus(dt + mixer.dt_bias), trap.sigmoid()
+    A = -torch.where(a >= 0, 1 + a, 1 / (1 - a)).clamp(min=c.A_floor)
+    angle = angle + math.pi * turn.tanh()[:, None] * dt[..., None]
+    k, q = (rotated(heads(t, m.weight, bias)) for t, m, bias in (
+        (B, mixer.B_norm, mixer.B_bias), (C, mixer.C_norm, mixer.C_bias)))  # fmt: skip
+    v, z, alpha = x.unflatten(-1, (nheads, -1)), z.unflatten(-1, (nheads, -1)), torch.exp(A * dt)
+    values, before, gates = spread(v, mixer.mimo_x), spread(v_last, mixer.mimo_x), spread(z, mixer.mimo_z)
+    h = alpha[..., None, None] * h
+    for r in range(rank):
+        h = h + ((1 - lam) * dt * alpha)[..., None, None] * before[r][..., None] * k_last[:, :, r, None]
+        h = h + (lam * dt)[..., None, None] * values[r][..., None] * k[:, :, r, None]
+    total = torch.zeros_like(v)
+    for r in range(rank):
+        y = (h * q[:, :, r, None]).sum(-1) + mixer.D[:, None] * values[r]
+        if mixer.norm is not None:
+            y = norm(y, mixer.norm.weight.unflatten(0, (nheads, -1)))
+        total += y * F.silu(gates[r]) * (1 if mixer.mimo_o is None else mixer.mimo_o[:, r])
+    return mixer.out_proj(total.flatten(1)), (angle, h, k, v)
+
+
+MIMO = {"is_mimo": True, "mimo_rank": 3}
+
+
+@pytest.mark.parametrize(
+    ("variant", "more"), [("mamba3", {}), ("mamba3, norm", {}), ("mamba3, mimo", {}), ("mamba3, norm", MIMO)]
+)
+@torch.no_grad()
+def test_mamba3_equals_its_recurrence(variant: str, more: dict[str, Any]) -> None:
+    mixer = make(variant, d_state=10, **more).layers[0].mixer
+    x = 3 * torch.randn(2, 70, 12, dtype=torch.float64)
+    start = tuple(torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu")))
+    state, outputs = start, []
+    for t in range(70):
+        y, state = mamba3_step(mixer, x[:, t], state)
+        outputs.append(y)
+    for sizes in ([70], [3, 64, 1, 2]):
+        y, (angle, *rest) = in_pieces(mixer, x, start, sizes)
+        assert relative(y, torch.stack(outputs, dim=1)) <= 1e-12
+        assert relative((angle - state[0]).cos(), torch.ones_like(angle)) <= 1e-12
+        assert all(relative(a, b) <= 1e-12 for a, b in zip(rest, state[1:], strict=True))
+
+
+@pytest.mark.parametrize("variant", ["mamba3", "mamba3, mimo"])
+def test_mamba3_of_steps_that_vanish_or_wipe_out_stays_finite(variant: str) -> None:
+    mixer, x = make(variant).layers[0].mixer, torch.randn(2, 9, 12, dtype=torch.float64)
+    with torch.no_grad():
+        mixer.dt_bias[:3] = torch.tensor([-800.0, -40.0, 300.0])
+    mixer = mixer.float()
+    empty = mixer.initial_state(2, torch.float32, torch.device("cpu"))
+    y, _ = mixer(x.float(), empty)
+    y.square().sum().backward()
+    assert y.isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in mixer.parameters())
+
+
+# ------------------------------------------------------------------------------------------------ generation
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_generation_equals_the_whole_sequence_read_anew(variant: str) -> None:
+    model, ids = make(variant), make_ids(3, 9)
+    expected = ids
+    for _ in range(12):
+        expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
+    for chunk_size in (1024, 4, 1):
+        assert torch.equal(model.generate(ids, 12, temperature=0, chunk_size=chunk_size), expected)
+    whole, state, logits = model(expected, return_state=True), None, []
+    for token in expected.split(1, dim=1):
+        out = model(token, state=state, return_state=True)
+        state = out.state
+        logits.append(out.logits)
+        assert all(
+            s.untyped_storage().nbytes() == s.numel() * s.itemsize for layer in out.state for s in layer
+        )
+    assert relative(torch.cat(logits, dim=1), whole.logits) <= 1e-12
+
+
+def test_a_run_is_trained_stopped_and_read_back(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {
+        "model__mixer": '["attention","mamba3","gated_deltanet"]',
+        "model__n_layer": 3,
+        "model__headdim": 8,
+        "model__d_state": 8,
+        "method__chunk_size": 24,
+        "training__sample_tokens": 4,
+    }
+    assert train_tiny(tmp_path, **flags) == 0
+    model, again = (Stack.from_pretrained(tmp_path / "run") for _ in range(2))
+    assert model.config.mixers == ("attention", "mamba3", "gated_deltanet")
+    fresh = Stack(model.config)
+    fresh.load_state_dict(model.state_dict())
+    ids = make_ids(2, 30)
+    assert torch.equal(fresh(ids, labels=ids).loss, again(ids, labels=ids).loss)
+
+
+# --------------------------------------------------------------------------------------- workers and planning
+
+
+@pytest.mark.parametrize("shards", [2, 5])
+def test_shards_equal_one_process(shards: int) -> None:
+    config = StackConfig(**{**SIZES, **VARIANTS["hybrid"]})
+    batches = [make_ids(2, 24, seed=step) for step in range(2)]
+    stack = disturbed_stack(config)
+    losses, expected = train_stack(stack, Exact(7), TRAINING, batches)
+    made = disturbed_shards(config, shards, Exact(7), TRAINING)
+    found_losses, found = train_shards(made, TRAINING, batches)
+    assert found_losses == pytest.approx(losses, rel=1e-12)
+    assert_same(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("variant", ["attention", "gated_deltanet", "mamba3"])
+def test_windows_are_refused(variant: str) -> None:
+    model, ids = make(variant), make_ids(2, 20)
+    message = f"a window cuts the recurrences of .* and this stack has {variant}: use Exact"
+    for method in (Truncated(5), Truncated("auto"), Truncated(9, unbiased=True), LayerLocal(5)):
+        with pytest.raises(ValueError, match=message):
+            model(ids, labels=ids, method=method)
+        with pytest.raises(ValueError, match=message):
+            _ = Setup(model.config, method, 2, 20).scheme
+    _, expected = gradients(model, ids, ids, Backprop())
+    assert_same(gradients(model, ids, ids, Truncated(20, 7))[1], expected)  # nothing is cut
+
+
+def test_keys_and_values_stay_with_one_worker() -> None:
+    config = StackConfig(**{**SIZES, **VARIANTS["hybrid"]})
+    with pytest.raises(UserError, match=r"cluster.sequence: keys and values stay .* give --cluster.shards"):
+        check_method(Exact(), 0, 2, config)
+    with pytest.raises(UserError, match=r"cluster.helpers: keys and values stay .* give --cluster.shards"):
+        check_method(LayerLocal(), 1, 1, config)
+    check_method(Exact(), 0, 2, StackConfig(**{**SIZES, **VARIANTS["mamba3"]}))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixer": "attention"},
+        {"mixer": "attention", "num_attention_heads": 4, "num_key_value_heads": 1},
+        {"mixer": "attention", "sliding_window": 100},
+        {"mixer": "gated_deltanet"},
+        {"mixer": "gated_deltanet", "d_state": 16, "linear_num_key_heads": 1},
+        {"mixer": "mamba3", "d_state": 16},
+        {"mixer": "mamba3", "d_state": 32, "is_outproj_norm": True},
+        {"mixer": "mamba3", "d_state": 32, "is_mimo": True},
+        {"mixer": "attention", "attention_d_conv": 4},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kept_bytes_are_those_that_autograd_keeps(options: dict[str, Any], dtype: torch.dtype) -> None:
+    config = StackConfig(**{"vocab_size": 8, "d_model": 64, "n_layer": 1, "headdim": 32, **options})
+    measured = (kept_by_autograd(config, 1024, dtype) - kept_by_autograd(config, 512, dtype)) / 512
+    assert kept_bytes(config, dtype.itemsize) == pytest.approx(measured, rel=0.2)
+
+
+def test_the_plan_counts_keys_and_values() -> None:
+    """What the slabs of a real run take, and work that grows with the past on a GPU alone."""
+    config = StackConfig(**{**SIZES, "mixer": ["mamba", "attention"], **HEADS})
+    setup = Setup(config, Exact(16), 2, 64, "float64")
+    model, ids = Stack(config).double(), make_ids(2, 64)
+    steps = Steps(stages_of(model), ids, ids, 1, stage_states(model, model.initial_state(2)),
+                  setup.scheme, list(model.parameters()), 12, torch.float64)  # fmt: skip
+    steps.loss()[0].backward()
+    held = [s.values.nbytes + s.cotangents.nbytes for s in steps.worker.slabs[2]]
+    assert setup.past([0, 1], True) == sum(held)
+    assert setup.past([0], True) == setup.state(1) == 0
+    assert setup.flops().pairs == (0, 4 * 4 * 6)
+
+    def work(device: str, seqlen: int) -> int:
+        return Setup(config, Exact(512), 1, seqlen, device=device).layer(1, 512).pulled
+
+    assert work("cpu", 1 << 17) == work("cpu", 1 << 14)
+    assert 4 < work("cuda", 1 << 17) / work("cuda", 1 << 14) < 9
+
+
+DIVIDE = "must divide the number of heads"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"mixer": "attention", "num_attention_heads": 4, "num_key_value_heads": 3},
+         "num_key_value_heads 3 must divide num_attention_heads, which is 4"),
+        ({"mixer": "attention", "head_dim": 5}, "head_dim must be even, .* got 5"),
+        ({"mixer": "attention", "num_attention_heads": 0}, "num_attention_heads must be a whole number"),
+        ({"mixer": "attention", "sliding_window": 0}, "sliding_window must be a whole number, 1 .* 0"),
+        ({"mixer": "attention", "rope_theta": 0.5}, "rope_theta must be a number above 1"),
+        ({"mixer": "attention", "head_dim": 4, "rotary_emb_dim": 6},
+         "rotary_emb_dim must be even, and at most head_dim 4; got 6"),
+        ({"mixer": "attention", "attention_d_conv": 17}, "attention_d_conv must be at most 16, got 17"),
+        ({"mixer": "gated_deltanet", "headdim": 100}, "headdim 100 must divide d_inner"),
+        ({"mixer": "gated_deltanet", "linear_num_key_heads": 3},
+         f"linear_num_key_heads 3 {DIVIDE}, d_inner / headdim = 8"),
+        ({"mixer": "mamba3", "ngroups": 3}, f"ngroups 3 {DIVIDE}, 8"),
+        ({"mixer": "mamba3", "rope_fraction": 0.7}, "rope_fraction must be 0.5 or 1, got 0.7"),
+        ({"mixer": "mamba3", "d_state": 3}, "d_state must be at least 4, .* got 3"),
+        ({"mixer": "mamba3", "d_state": 5, "is_mimo": True}, "d_state must be even with is_mimo, .* got 5"),
+        ({"mixer": "mamba3", "mimo_rank": 0}, "mimo_rank must be a whole number, 1 or more; got 0"),
+        ({"mixer": "mamba3", "A_floor": 0.0}, "A_floor must be positive, got 0.0"),
+    ],
+)  # fmt: skip
+def test_wrong_sizes_are_named(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StackConfig(**wrong)
+
+
+def test_states_that_do_not_fit_are_named() -> None:
+    for variant in ("attention", "gated_deltanet", "mamba3"):
+        model, ids = make(variant), make_ids(2, 10)
+        with pytest.raises(ValueError, match="initial_state must have shape"):
+            model(ids, labels=ids, state=states_before(model, 3, 4))
+
+
+def test_reset_parameters_draws_what_the_constructor_drew() -> None:
+    for variant in VARIANTS:
+        model = make(variant).float()
+        model.reset_parameters(seed=5)
+        expected = Stack(model.config, seed=5)
+        assert all(map(torch.equal, model.parameters(), expected.parameters())), variant
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_layer_of_ones_own_trains_exactly(
+    shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example of docs/own_layer.md as it stands there, among others and over shards."""
+    page = (Path(__file__).parents[2] / "docs" / "own_layer.md").read_text()
+    (tmp_path / "my_layers.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    config = StackConfig(**{**SIZES, "n_layer": 4, "mixer": ["my_layers:MinGRU", "mamba2"] * 2})
+    stack, ids = disturbed_stack(config), make_ids(3, 23)
+    loss, expected = gradients(stack, ids, ids, Backprop())
+    _, got = gradients(stack, ids, ids, Exact(7))
+    assert_same(got, expected)
+    made = disturbed_shards(config, shards, Exact(7), TRAINING)
+    losses = together(made, lambda shard: shard.accumulate(ids))
+    assert abs(sum(share or 0 for share in losses) - float(loss)) <= 1e-12 * float(loss)
+    for shard in made:
+        for name, parameter in shard.named_weights().items():
+            assert relative(parameter.grad, expected[name]) <= 1e-10, name
+
+
+@pytest.mark.parametrize(
+    "mixer, message", [("nowhere:Layer", "nowhere"), ("torch:Nothing", "Nothing"), ("lstm", "one of")]
+)
+def test_a_layer_that_is_none_is_refused(mixer: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        Stack(StackConfig(**{**SIZES, "mixer": mixer}))
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,237 @@
+"""The command line: exit codes, and one line on stderr for what the user can mend."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from adjoint.cli import COMMANDS, main
+from tests.training_helpers import tiny, train_tiny
+
+REPOSITORY = Path(__file__).parents[2]
+TRAIN = COMMANDS["train"][0].replace(":", ".")  # patched anywhere else, it would really train
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, str]:
+    """Files and folders that cannot be trained on, by the names used below."""
+    (tmp_path / "short.txt").write_text("abc")
+    (tmp_path / "type.yaml").write_text("training:\n  steps: many\n")
+    damaged = tmp_path / "other" / "checkpoints" / "step-00000003"
+    damaged.mkdir(parents=True)
+    (damaged / "MANIFEST.json").write_text("{")
+    return {path.name: str(path) for path in (*tmp_path.iterdir(), damaged)}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--training.stepz", "3", "did you mean training.steps?"),
+        ("--config", "type.yaml", "expected a whole number"),
+        ("--data.path", "nowhere", "no such file"),
+        ("--data.path", "short.txt", "data.seqlen"),
+        ("--data.tokenizer", "nowhere.json", "no such file"),
+        ("--model.vocab_size", "50", "out of range"),
+        ("--run.resume", "step-00000003", "damaged checkpoint"),
+        ("--run.resume", "nowhere", "no such checkpoint"),
+        ("--run.dir", "short.txt", "is a file"),
+        ("--data.seqlen", "1G", "seqlen"),
+        ("--training.device", "nothing", "is no device"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    places: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    flag: str,
+    value: str,
+    said: str,
+) -> None:
+    argv = [*tiny(tmp_path), flag, places.get(value, value)]
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    try:
+        assert main(argv) == 2
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_num_threads(before[1])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_train_py_is_adjoint_train_and_shows_no_traceback(tmp_path: Path) -> None:
+    argv = [sys.executable, "train.py", "--training.lrr", "1"]
+    result = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == [
+        "error: --training.lrr: unknown key training.lrr; did you mean training.lr? (--help lists all keys)"
+    ]
+
+
+def test_ctrl_c_before_training_is_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TRAIN, interrupted)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def heed_ctrl_c() -> None:
+    """Tests may run in the background, where it is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.parametrize("command", [["-m", "adjoint", "train"], ["train.py"]])
+def test_ctrl_c_during_the_imports_is_one_line(command: list[str]) -> None:
+    argv = [sys.executable, *command, "--help"]
+    pipe = subprocess.PIPE
+    kwargs = {"cwd": REPOSITORY, "stdout": pipe, "stderr": pipe, "text": True, "preexec_fn": heed_ctrl_c}
+    with subprocess.Popen(argv, **kwargs) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        deadline = time.monotonic() + 60
+        while "libtorch" not in maps.read_text():  # half-way
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        output, error = process.communicate(timeout=60)
+    assert (process.returncode, output, error) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_is_left_to_programs_that_import_the_package() -> None:
+    code = """
+import signal, sys
+class Look:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+sys.meta_path.insert(0, Look())
+import adjoint
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=heed_ctrl_c,
+    )
+    assert result.stdout == "True\n"
+
+
+def test_a_full_disk_and_full_memory_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+    errors = {
+        OSError(28, "No space left on device", "runs/x"): "runs/x: No space left",
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"): "--method.chunk_size",
+        RuntimeError(cpu): "--method.chunk_size",
+    }
+    for error, said in errors.items():
+
+        def failing(argv: list[str], error: BaseException = error) -> int:
+            raise error
+
+        monkeypatch.setattr(TRAIN, failing)
+        assert main(["train"]) == 2
+        line = capsys.readouterr().err
+        assert said in line
+        assert line.count("\n") == 1
+
+
+def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def warning(argv: list[str]) -> int:
+        warnings.showwarning("two\nlines", UserWarning, "file.py", 1)
+        return 0
+
+    monkeypatch.setattr(TRAIN, warning)
+    shown = warnings.formatwarning
+    with warnings.catch_warnings():  # pytest collects warnings; this is Python's own way of showing them
+        monkeypatch.setattr(warnings, "showwarning", python_showwarning)
+        assert main(["train"]) == 0
+    assert capsys.readouterr().err == "warning: two lines\n"
+    assert warnings.formatwarning is shown
+
+
+def python_showwarning(message: str, category: type, filename: str, line: int) -> None:
+    sys.stderr.write(warnings.formatwarning(message, category, filename, line))
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyError])
+def test_what_is_our_fault_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def broken(argv: list[str]) -> int:
+        raise kind("a bug")
+
+    monkeypatch.setattr(TRAIN, broken)
+    with pytest.raises(kind, match="a bug"):
+        main(["train"])
+
+
+WINDOWED = "--method.name truncated --method.window 8"
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "said"),
+    [
+        ("train", f"--model.mixer attention {WINDOWED}", "this stack has attention"),
+        (
+            "sweep",
+            "--data random --batches 1 --model.mixer attention --windows 8",
+            "this stack has attention",
+        ),
+        ("train", "--model.mixer mamba2 --model.headdim 7", "headdim"),
+        ("train", "--model.mixer nowhere:Mixer", "No module named 'nowhere'; name a class as module:Class"),
+        ("train", "--model.mixer torch.nn:Identity", "must be a torch module with initial_state"),
+        ("train", f"{WINDOWED} --method.unbiased true --method.chunk_size 9", "chunk_size below window"),
+    ],
+)
+def test_what_methods_and_models_refuse_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, flags: str, said: str
+) -> None:
+    """As they are made, and as they meet."""
+    small = ["--model.d_model", "16", "--data.seqlen", "64", "--out", str(tmp_path)]
+    argv = tiny(tmp_path) if command == "train" else [command, *small]
+    assert main([*argv, *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_tracebacks_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADJOINT_DEBUG", "1")
+    with pytest.raises(ValueError, match=r"training\.steps"):
+        train_tiny(tmp_path, training__steps=0)
+
+
+def test_commands_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("adjoint ")
+    assert main(["trian"]) == 2
+    error = capsys.readouterr().err
+    assert "did you mean train?" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_exists_and_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    assert "usage:" in capsys.readouterr().out

@@ -1,0 +1,229 @@
+"""Configuration: YAML ↔ dataclasses ↔ flags, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from adjoint.errors import UserError
+from adjoint.methods import METHODS
+from adjoint.stack import Stack
+from adjoint.train.config import Config, known_keys, load_config
+from adjoint.train.flags import whole_number
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PAPER_SIZES = {f"mamba-{size}m": size * 1e6 for size in (32, 63, 127, 225)} | {"mamba-1.27b": 1.27e9}
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(list(argv))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_default_yaml_is_the_built_in_default_and_complete() -> None:
+    assert load_config(["--config", str(CONFIGS / "default.yaml")]) == load_config([])
+    assert load_config([]).data.seqlen == 16384
+    assert load_config([]).method.name == "exact"
+
+
+@pytest.mark.parametrize("name", PAPER_SIZES)
+def test_the_papers_sizes_have_their_stated_parameter_counts(name: str) -> None:
+    file = CONFIGS / f"{name}.yaml"
+    config = load_config(["--config", str(file)])
+    with torch.device("meta"):
+        parameters = Stack(config.model).num_parameters()
+    assert abs(parameters / PAPER_SIZES[name] - 1) < 0.02
+    assert f"{parameters:,}" in file.read_text()
+
+
+def test_every_config_file_is_tested() -> None:
+    assert {file.stem for file in CONFIGS.glob("*.yaml")} == {"default", *PAPER_SIZES}
+
+
+def test_written_configuration_reads_back_equal(tmp_path: Path) -> None:
+    argv = ["--training.eps", "1e-05", "--method.chunk_size", "4K", "--run.name", "x"]
+    config = load_config([*argv, "--data.path", "[a.txt, b]"])
+    assert config.training.eps == 1e-5
+    assert config.data.path == ["a.txt", "b"]
+    assert config.method.build().chunk_size == 4096
+    file = tmp_path / "again.yaml"
+    file.write_text(config.to_yaml())
+    again = load_config(["--config", str(file)])
+    assert again.to_dict() == config.to_dict()
+    assert (again.training, again.data, again.model) == (config.training, config.data, config.model)
+    written = {f"{section}.{key}" for section, keys in config.to_dict().items() for key in keys}
+    assert {key for key in known_keys() if not key.startswith("method.")} < written
+
+
+@pytest.mark.parametrize("place", ["file", "flag"])
+def test_keys_of_older_versions_are_left_out_with_a_warning(tmp_path: Path, place: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("cluster: {cpus: 2, exchange: affine}\n" if place == "file" else "cluster: {cpus: 2}\n")
+    argv = ["--config", str(file)] + ["--cluster.exchange", "affine"] * (place == "flag")
+    with pytest.warns(UserWarning, match=r"cluster\.exchange: is left out") as warned:
+        config = load_config(argv)
+    assert len(warned) == 1
+    assert config.cluster.cpus == 2
+    assert "exchange" not in config.to_yaml()
+
+
+def test_flags_win_over_files_wherever_they_stand_and_later_files_over_earlier(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "training: {lr: 1e-3, steps: 7}\nmodel: {n_layer: 2, mixer: [mamba, mamba2]}"
+    )
+    (tmp_path / "b.yaml").write_text("training: {steps: 9}\n")
+    argv = ["--training.lr", "0.5", "--config", str(tmp_path / "a.yaml"), f"--config={tmp_path / 'b.yaml'}"]
+    config = load_config(argv)
+    assert (config.training.lr, config.training.steps) == (0.5, 9)
+    assert config.model.mixers == ("mamba", "mamba2")
+    assert config.run.name == "b"
+
+
+@pytest.mark.parametrize(
+    ("written", "number"),
+    [("16K", 16384), ("1M", 1048576), ("1.5k", 1536), ("16_384", 16384), (5, 5), ("2G", 2**31)],
+)
+def test_counts(written: object, number: int) -> None:
+    assert whole_number(written) == number
+
+
+@pytest.mark.parametrize("written", ["", "K", "1.5", "1.0001K", 2.0, True, "1e3", "0x10", "4x", None])
+def test_what_is_no_count(written: object) -> None:
+    with pytest.raises(ValueError, match="whole number"):
+        whole_number(written)
+
+
+def test_counts_in_yaml_and_flags(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("data: {seqlen: 32K}\nmethod: {chunk_size: 2K}\n")
+    config = load_config(["--config", str(tmp_path / "a.yaml"), "--data.eval_tokens=1M"])
+    assert (config.data.seqlen, config.data.eval_tokens) == (32768, 2**20)
+    assert config.method.arguments["chunk_size"] == 2048
+
+
+def test_resume_is_short_for_run_resume() -> None:
+    assert load_config(["--resume", "auto"]).run.resume == "auto"
+    assert load_config(["--resume=some/where"]).run.resume == "some/where"
+    assert load_config(["--run.resume", "auto"]).run.resume == "auto"
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--training.lrr", "training.lr"),
+        ("--lr", "training.lr"),
+        ("--learning_rate", "training.lr"),
+        ("--data.seq_len", "data.seqlen"),
+        ("--model.dmodel", "model.d_model"),
+        ("--method.chunksize", "method.chunk_size"),
+        ("--trainin.steps", "training.steps"),
+    ],
+)
+def test_unknown_flags_name_the_nearest_key(flag: str, meant: str) -> None:
+    message = refused(flag, "3")
+    assert message.startswith(f"{flag}: unknown key")
+    assert f"did you mean {meant}?" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("training:\n  stepz: 3\n", "unknown key training.stepz; did you mean training.steps?"),
+        ("training:\n  lr: null\n", "training.lr: expected a number, got null"),
+        ("training:\n  steps: two\n", "training.steps: expected a whole number, got 'two'"),
+        ("training:\n  lr: [1]\n", "training.lr: expected a number"),
+        ("training:\n", "training is a section"),
+        ("training: 5\n", "training is a section"),
+        ("- training\n", "holds no sections"),
+        ("", "holds no sections"),
+        ("training: [\n", "not valid YAML"),
+        ("seqlen: 5\n", "did you mean data.seqlen?"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(content)
+    message = refused("--config", str(file), "--training.steps", "3")
+    assert message.startswith(str(file))
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--training.steps", "two"], "--training.steps: expected a whole number, got 'two'"),
+        (["--training.lr", "high"], "--training.lr: expected a number, got 'high'"),
+        (["--training.deterministic", "maybe"], "expected true or false or null"),
+        (["--training.precision", "fp8"], "one of auto, float32, bfloat16, float64"),
+        (["--training.steps"], "--training.steps: needs a value"),
+        (["--config"], "--config: needs the path"),
+        (["--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
+        (["stray"], "'stray': not a flag"),
+        (["--training.steps", "3", "stray"], "'stray': not a flag"),
+        (["--training.steps", "0"], "training.steps: must be at least 1"),
+        (["--training.lr", "0"], "training.lr: must be a positive"),
+        (["--training.lr", ".inf"], "training.lr: must be a positive"),
+        (["--training.min_lr", "1"], "training.min_lr: 1.0 is above"),
+        (["--training.betas", "[0.9, 1]"], "training.betas: two numbers in [0, 1)"),
+        (["--training.seed", "-1"], "training.seed: must be at least 0"),
+        (["--data.seqlen", "1"], "data.seqlen"),
+        (["--model.d_model", "0"], "d_model"),
+        (["--model.mixer", "nothing"], "mixer"),
+        (["--method.name", "magic"], "--method.name"),
+        (["--method.chunk_size", "0"], "chunk_size"),
+        (["--method.keep", "all"], "edges"),
+        (["--run.name", "a/b"], "run.name"),
+        (["--cluster.shards", "-1"], "must be 0 (no Ray)"),
+    ],
+)
+def test_bad_flags_say_what_is_wrong(argv: list[str], said: str) -> None:
+    assert said in refused(*argv)
+
+
+def test_arguments_a_method_does_not_take_name_those_that_do() -> None:
+    message = refused("--method.name", "backprop", "--method.chunk_size", "4096")
+    fields = {name: {field.name for field in dataclasses.fields(cls)} for name, cls in METHODS.items()}
+    takers = [name for name in METHODS if "chunk_size" in fields[name]]
+    assert "backprop" in message
+    assert f"taken by: {', '.join(takers)}" in message
+
+
+def test_arguments_a_method_needs_are_asked_for() -> None:
+    for name, cls in METHODS.items():
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING:
+                assert f"method.{field.name}" in refused("--method.name", name)
+
+
+def test_another_method_can_be_chosen_beside_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "exact.yaml"
+    file.write_text(Config().to_yaml())
+    argv = ["--config", str(file), "--method.name", "backprop"]
+    assert load_config(argv).method.build() == METHODS["backprop"]()
+    file.write_text(load_config(["--method.keep", "inputs"]).to_yaml())
+    assert "--method.keep null" in refused(*argv)  # it would be lost
+    assert load_config([*argv, "--method.keep", "null"]).method.build() == METHODS["backprop"]()
+
+
+def test_arguments_left_out_take_the_methods_own_default() -> None:
+    for name, cls in METHODS.items():
+        if all(f.default is not dataclasses.MISSING for f in dataclasses.fields(cls)):
+            assert load_config(["--method.name", name]).method.build() == cls()
+
+
+def test_every_key_has_a_help_text() -> None:
+    assert not [name for name, key in known_keys().items() if not key.help]
+
+
+def test_help_shows_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_config(["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    for key in "model.d_model", "method.chunk_size", "data.seqlen", "training.lr", "run.dir", "resume":
+        assert f"--{key}" in shown

@@ -1,0 +1,509 @@
+"""The training loop: what a run writes, and that stopping it in any way changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from adjoint import Exact, Stack, StackConfig
+from adjoint.checkpoint import Tensors, list_checkpoints
+from adjoint.cli import main
+from adjoint.cluster.memory import Setup, memory
+from adjoint.train.config import TrainingConfig
+from adjoint.train.machine import StopRequest
+from adjoint.train.optimizer import learning_rate, parameter_groups
+from adjoint.train.rundir import RunFolder
+from tests.cluster.cluster_helpers import train_in_threads
+from tests.training_helpers import metrics, tiny, train_tiny, weights
+
+REPOSITORY = Path(__file__).parents[2]
+KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory_bytes"}
+
+
+@pytest.fixture(autouse=True)
+def _process_settings_restored() -> Iterator[None]:
+    """A run sets threads and determinism for its process: the other tests shall not notice."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("reference")
+    assert train_tiny(folder) == 0
+    return folder / "run"
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    """Final weights bit for bit, and the same metrics at every step but for time and memory."""
+    assert weights(run, 8) == weights(reference, 8)
+    machine = {"tokens_per_second": 0, "peak_memory_bytes": 0}
+    assert [row | machine for row in metrics(run)] == [row | machine for row in metrics(reference)]
+
+
+def test_a_run_leaves_what_is_promised(reference: Path) -> None:
+    rows = metrics(reference)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert all(row.keys() - {"eval_loss"} == KEYS for row in rows)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8]
+    assert [row["tokens"] for row in rows] == [64 * step for step in range(1, 9)]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["eval_loss"] < math.log(256)
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert rows[-1]["peak_memory_bytes"] > 50e6  # the interpreter with torch alone is more
+    kept = [path.name for path in list_checkpoints(reference / "checkpoints")]
+    assert kept == ["step-00000006", "step-00000008"]
+    assert (reference / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (reference / "sample.txt").read_text().startswith("def ")
+    assert yaml.safe_load((reference / "config.yaml").read_text())["data"]["seqlen"] == 64
+
+
+def test_its_config_repeats_the_run_and_lines_carry_the_figures(
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["train", "--config", str(reference / "config.yaml"), "--run.dir", str(tmp_path / "again")]
+    assert main(argv) == 0
+    assert_same_run(tmp_path / "again", reference)
+    output = capsys.readouterr().out
+    lines = [line for line in output.splitlines() if line.startswith("step ")]
+    assert len(lines) == 8
+    assert all(word in lines[0] for word in ("loss", "tokens/s", "peak", "left"))
+    trainer = json.loads((reference / "checkpoints/step-00000008/trainer.json").read_text())
+    assert f"unigram entropy {trainer['unigram_entropy']:.4f}" in output
+
+
+# A training process that kills itself: CALL counts the calls of a function of the process, in which it dies.
+SUICIDAL = """
+import os, signal, sys
+import adjoint.train.checkpoint, torch
+from adjoint.cli import main
+owner, name, fatal = {owner}, {name!r}, {fatal}
+original, calls = getattr(owner, name), 0
+def call(*arguments, **keywords):
+    global calls
+    calls += 1
+    if calls == fatal:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments, **keywords)
+setattr(owner, name, call)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def killed(folder: Path, owner: str, name: str, fatal: int, **flags: str) -> None:
+    program = SUICIDAL.format(owner=owner, name=name, fatal=fatal)
+    argv = [sys.executable, "-c", program, *tiny(folder, **flags)]
+    result = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+
+
+def test_kill_in_a_step_and_in_a_checkpoint_write_then_resume_is_the_undisturbed_run(
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    # In step 5, between backward and optimizer step; the last checkpoint is that of step 3.
+    killed(tmp_path, "torch.nn.utils", "clip_grad_norm_", fatal=5)
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000003"]
+    # Resumed, and killed while it writes the second file of the checkpoint of step 6.
+    killed(tmp_path, "adjoint.train.checkpoint", "flush", fatal=2, run__resume="auto")
+    assert metrics(run)[-1]["step"] == 6
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000003"]
+    assert train_tiny(tmp_path, run__resume="auto") == 0
+    assert "resuming after step 3" in capsys.readouterr().out
+    assert_same_run(run, reference)
+
+
+def before_step(
+    monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[list[nn.Parameter]], object]
+) -> None:
+    """Has ``do`` done to the parameters of a run between the backward and the optimizer step of one step."""
+    original, calls = torch.nn.utils.clip_grad_norm_, itertools.count(1)
+
+    def call(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
+        parameters = list(parameters)
+        if next(calls) == step:
+            do(parameters)
+        return original(parameters, limit)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", call)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_ctrl_c_finishes_the_step_saves_and_resumes(
+    reference: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    code: int,
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        before_step(patch, 5, lambda _: signal.raise_signal(number))
+        assert train_tiny(tmp_path) == code
+    assert metrics(run)[-1]["step"] == 5
+    assert list_checkpoints(run / "checkpoints")[-1].name == "step-00000005"
+    assert f"--run.dir {run} --resume auto" in capsys.readouterr().out
+    assert train_tiny(tmp_path, run__resume="auto") == 0
+    assert weights(run, 8) == weights(reference, 8)
+
+
+def test_a_terminal_that_closes_has_the_run_saved(tmp_path: Path) -> None:
+    """It says SIGHUP, more than once, and takes no more output."""
+    import pty
+
+    primary, secondary = pty.openpty()
+    argv = [sys.executable, "train.py", *tiny(tmp_path, training__steps=100000, training__log_every=1)[1:]]
+    with subprocess.Popen(argv, cwd=REPOSITORY, preexec_fn=lambda: os.login_tty(secondary)) as process:
+        try:
+            os.close(secondary)
+            shown = b""
+            while b"tokens/s" not in shown:
+                shown += os.read(primary, 4096)
+            os.close(primary)
+            for _ in range(3):
+                process.send_signal(signal.SIGHUP)
+            assert process.wait(timeout=60) == 128 + signal.SIGHUP
+        finally:
+            process.kill()
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{last:08d}"
+
+
+def test_under_nohup_a_hangup_is_not_heard() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.signal is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_output_that_nobody_reads_is_dropped_and_the_run_goes_on(reference: Path, tmp_path: Path) -> None:
+    argv = [sys.executable, "train.py", *tiny(tmp_path)[1:]]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("run: ")
+        process.stdout.close()  # as `head -1` does
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+    assert_same_run(tmp_path / "run", reference)
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    program = """
+import sys, time, torch
+from adjoint.cli import main
+def stuck(*_):
+    open(sys.argv[1], "w").close()
+    while True:
+        time.sleep(0.05)
+torch.nn.utils.clip_grad_norm_ = stuck
+sys.exit(main(sys.argv[2:]))
+"""
+    sign = tmp_path / "stuck"
+    argv = [sys.executable, "-c", program, str(sign), *tiny(tmp_path)]
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=null, stderr=pipe, text=True) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not sign.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            assert any("once more stops at once" in process.stderr.readline() for _ in range(2))
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=10) == -signal.SIGINT
+        finally:
+            process.kill()
+
+
+def test_resuming_a_damaged_run_uses_the_checkpoint_before(
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_tiny(tmp_path) == 0
+    damaged = tmp_path / "run" / "checkpoints" / "step-00000008"
+    (damaged / "model.safetensors").write_bytes(b"")
+    capsys.readouterr()
+    assert train_tiny(tmp_path, run__resume="auto") == 0
+    captured = capsys.readouterr()
+    assert len(captured.err.splitlines()) == 1
+    assert str(damaged) in captured.err
+    assert "resuming after step 6" in captured.out
+    assert_same_run(tmp_path / "run", reference)
+
+
+def test_resuming_from_a_checkpoint_of_another_run_starts_a_run_of_its_own(
+    reference: Path, tmp_path: Path
+) -> None:
+    before = (reference / "metrics.jsonl").read_text()
+    checkpoint = reference / "checkpoints" / "step-00000006"
+    assert train_tiny(tmp_path, run__resume=checkpoint, data__path=reference.parent / "text.txt") == 0
+    assert weights(tmp_path / "run", 8) == weights(reference, 8)
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [7, 8]
+    assert (reference / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"model__d_model": 32}, "model.d_model 16, this run has 32"),
+        ({"data__seqlen": 32}, "seqlen"),
+        ({"training__seed": 1}, "seed"),
+    ],
+)
+def test_a_checkpoint_of_another_configuration_is_refused(
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, int], said: str
+) -> None:
+    checkpoint = reference / "checkpoints" / "step-00000006"
+    flags = {"data__path": reference.parent / "text.txt", **flags}  # type: ignore[dict-item]
+    assert train_tiny(tmp_path, run__resume=checkpoint, **flags) == 2
+    captured = capsys.readouterr()
+    assert len(captured.err.splitlines()) == 1
+    assert said in captured.err
+    assert not (tmp_path / "run").exists()  # nothing was started
+
+
+def test_a_folder_that_holds_a_run_is_not_written_to(
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in reference.rglob("*")}
+    assert train_tiny(tmp_path, run__dir=reference) == 2
+    assert "holds another run" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in reference.rglob("*")} == before
+
+
+def test_two_processes_never_write_to_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path / "run")
+    assert train_tiny(tmp_path, run__resume="auto") == 2
+    assert "another process is writing to it" in capsys.readouterr().err
+    folder.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_runs_without_a_folder_get_one_each_and_resume_finds_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = tiny(tmp_path, training__steps=1, training__sample_tokens=0, data__eval_tokens=0)
+    where = argv.index("--run.dir")
+    argv[where : where + 2] = ["--run.name", "mine"]
+    assert [main(argv), main(argv)] == [0, 0]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["mine", "mine-2"]
+    capsys.readouterr()
+    assert main([*argv, "--resume", "auto", "--training.steps", "2"]) == 0
+    assert "run: runs/mine-2" in capsys.readouterr().out
+    assert [row["step"] for row in metrics(tmp_path / "runs" / "mine-2")] == [1, 2]
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before_step(monkeypatch, 5, lambda parameters: parameters[0].grad.fill_(math.inf))  # type: ignore[union-attr]
+    assert train_tiny(tmp_path) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert "gradient norm became" in error
+    assert "step 5" in error
+    assert "checkpoint of step 3 is kept" in error
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step-00000003"
+    assert metrics(tmp_path / "run")[-1]["step"] == 4
+
+
+def test_accumulated_gradients_are_those_of_one_larger_batch(tmp_path: Path) -> None:
+    for name, batch, parts in (("whole", 4, 1), ("parts", 2, 2)):
+        folder = tmp_path / name
+        folder.mkdir()
+        flags = {"data__batch": batch, "training__grad_accumulation": parts, "training__precision": "float64"}
+        assert train_tiny(folder, **flags, training__steps=3) == 0
+    whole, parts_ = (metrics(tmp_path / name / "run") for name in ("whole", "parts"))
+    for one, other in zip(whole, parts_, strict=True):
+        assert one["tokens"] == other["tokens"] == one["step"] * 4 * 64
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-10)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
+
+
+def test_exact_and_backprop_train_alike(reference: Path, tmp_path: Path) -> None:
+    assert train_tiny(tmp_path, method__name="backprop") == 0
+    for one, other in zip(metrics(tmp_path / "run"), metrics(reference), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_tensorboard_files_are_written_when_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    assert train_tiny(tmp_path, training__tensorboard=True, training__steps=2) == 0
+    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_end() -> None:
+    config = TrainingConfig(steps=100, lr=1.0, min_lr=0.1, warmup_steps=10)
+    rates = [learning_rate(step, config) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
+    assert rates[9] == max(rates)
+    assert rates[54] == pytest.approx(0.55)  # half-way down the cosine
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[9:]))
+    only = TrainingConfig(steps=1, lr=1.0, min_lr=0.1, warmup_steps=10)
+    assert learning_rate(1, only) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("mixer", ["mamba", "mamba2"])
+def test_only_matrices_of_projections_decay(mixer: str) -> None:
+    model = Stack(StackConfig(vocab_size=256, d_model=32, n_layer=2, mixer=mixer, headdim=16))
+    decayed, spared = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed_names = {names[id(parameter)] for parameter in decayed["params"]}  # type: ignore[attr-defined]
+    spared_names = {names[id(parameter)] for parameter in spared["params"]}  # type: ignore[attr-defined]
+    assert decayed_names | spared_names == set(names.values())
+    for part in ("in_proj.weight", "out_proj.weight"):
+        assert sum(name.endswith(part) for name in decayed_names) == 2
+    for part in ("A_log", "D", "bias", "norm.weight"):
+        assert not any(name.endswith(part) for name in decayed_names)
+    assert any("embed" in name for name in spared_names)
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path: Path) -> None:
+    import pty
+
+    primary, secondary = pty.openpty()
+    argv = [sys.executable, "train.py", *tiny(tmp_path, training__steps=3)[1:]]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=pipe, stderr=secondary, text=True) as process:
+        os.close(secondary)
+        output, _ = process.communicate(timeout=120)
+    bar = b""
+    with os.fdopen(primary, "rb", buffering=0) as terminal:
+        try:
+            while part := terminal.read(4096):
+                bar += part
+        except OSError:  # how Linux says that nobody is at the other end any more
+            pass
+    assert process.returncode == 0
+    assert b"3/3" in bar
+    assert b"tokens/s" in bar
+    assert b"peak" in bar
+    assert "tokens/s" not in output
+    assert output.count(str(tmp_path / "run")) >= 2  # at the start and at the end
+
+
+def test_muon_has_the_matrices_and_resumes_bitwise(tmp_path: Path) -> None:
+    flags = {"training__optimizer": "muon", "training__lr": 1e-2}
+    assert train_tiny(tmp_path, **flags) == 0
+    first = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    assert train_tiny(tmp_path, **flags, run__dir=tmp_path / "again", run__resume=first) == 0
+    assert weights(tmp_path / "again", 8) == weights(tmp_path / "run", 8)
+    rows = metrics(tmp_path / "run")
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
+    kept = set(Tensors(first, "optimizer").where)
+    assert "layers.0.mixer.in_proj.weight|momentum_buffer" in kept
+    assert {"embedding.weight|exp_avg", "layers.0.mixer.A_log|exp_avg"} <= kept
+    assert "layers.0.mixer.in_proj.weight|exp_avg" not in kept
+
+
+def test_moments_in_8_bits_resume_bitwise_over_shards_too(
+    tmp_path: Path, one_thread: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And take what the plan says."""
+    pytest.importorskip("torchao")
+    flags = {
+        "training__optimizer": "adamw8bit",
+        "training__steps": 6,
+        "training__lr": 1e-2,
+        "training__sample_tokens": 0,
+        "model__d_model": 32,
+        "model__tie_embeddings": "false",
+    }
+    run, shards = tmp_path / "run", tmp_path / "shards"
+    assert train_tiny(tmp_path, **flags) == 0
+    train_in_threads(tiny(tmp_path, **flags, cluster__shards=2, run__dir=shards))
+    rows = metrics(run)
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
+    assert [r["loss"] for r in metrics(shards)] == pytest.approx([r["loss"] for r in rows], rel=1e-3)
+    for whole, more, train in (
+        (run, {}, train_tiny),
+        (shards, {"cluster__shards": 2}, lambda folder, **flags: train_in_threads(tiny(folder, **flags))),
+    ):
+        first, last = list_checkpoints(whole / "checkpoints")
+        train(tmp_path, **flags, **more, run__dir=tmp_path / f"{whole.name} again", run__resume=first)
+        again = tmp_path / f"{whole.name} again" / "checkpoints" / last.name
+        assert len(list(last.glob("*.safetensors"))) == (4 if more else 2)
+        for file in last.glob("*.safetensors"):
+            assert (again / file.name).read_bytes() == file.read_bytes()
+    stored = Tensors(last, "optimizer")
+    assert stored["layers.0.mixer.in_proj.weight|exp_avg_sq.codes"].dtype == torch.uint8
+    assert stored["layers.0.mixer.A_log|exp_avg"].dtype == torch.float32  # too small
+    kept = sum(stored[n].nbytes for n in stored.where if "|exp_avg" in n and not n.endswith(".qmap"))
+    config = StackConfig(vocab_size=256, d_model=32, n_layer=2, tie_embeddings=False)
+    setup = Setup(config, Exact(), 1, 64, optimizer="adamw8bit")
+    assert abs(memory(setup, range(2)).parts["optimizer"] - kept) <= 1
+    assert kept < 0.5 * 8 * Stack(config).num_parameters()
+    capsys.readouterr()
+    assert train_tiny(tmp_path, **{**flags, "training__optimizer": "adamw"}, run__resume="auto") == 2
+    assert "has training.optimizer adamw8bit, this run has adamw" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "precision, said", [("float32", "pip install torchao"), ("float64", "take adamw for")]
+)
+def test_8_bits_that_cannot_be_are_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    precision: str,
+    said: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    flags = {"training__optimizer": "adamw8bit", "training__precision": precision}
+    assert train_tiny(tmp_path, **flags) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_every_row_of_a_run_over_shards_is_shown_as_gauges(
+    tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with a window a layer, too."""
+    ray_metrics = pytest.importorskip("ray.util.metrics")
+    shown: list[tuple[str, float, str | None]] = []
+
+    class Gauge(ray_metrics.Gauge):
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            super().set(value, tags)  # which refuses what is no number, and tags it does not know
+            shown.append((self.info["name"], value, tags.get("layer")))
+
+    monkeypatch.setattr(ray_metrics, "Gauge", Gauge)
+    flags = {"method__name": "truncated", "method__window": "auto", "training__steps": 2}
+    train_in_threads(tiny(tmp_path, **flags, cluster__shards=2))
+    expected = []
+    for row in metrics(tmp_path / "run"):
+        windows = row.pop("windows")
+        assert len(windows) == 2
+        expected += [(f"adjoint_{key}", value, None) for key, value in row.items()]
+        expected += [("adjoint_windows", window, str(k)) for k, window in enumerate(windows)]
+    assert sorted(map(str, shown)) == sorted(map(str, [(n, float(v), k) for n, v, k in expected]))
