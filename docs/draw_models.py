@@ -1,5 +1,5 @@
-"""Writes the tables of docs/models.md anew: every class of tests/hf/hf_models.py, and all other causal LMs that
-transformers has, tried. Takes some minutes.
+"""Writes the tables of docs/models.md again: every class of tests/hf/hf_models.py, and all other causal LMs
+that transformers has, tried. Takes some minutes.
 
 python -m docs.draw_models
 """
