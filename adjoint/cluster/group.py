@@ -19,11 +19,12 @@ from typing import Any
 from adjoint.cluster import placement
 from adjoint.cluster.helpers import Task, as_arrays, as_tensors
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
-from adjoint.cluster.shard import HelperShard, Shard, check_method
+from adjoint.cluster.shard import HelperShard, Shard
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import Mailbox, ObjectStoreTransport, Transport, join
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
+from adjoint.plan.schedule import check_method
 from adjoint.train.config import TrainingConfig
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has

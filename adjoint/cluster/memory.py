@@ -18,7 +18,6 @@ import torch
 
 from adjoint.cluster import count
 from adjoint.cluster.count import Counted
-from adjoint.cluster.spec import chunk_size_of
 from adjoint.engine.budget import RESERVED_CPU
 from adjoint.engine.chunk_size import chunk_size_for
 from adjoint.engine.grid import Grid, Scheme
@@ -26,6 +25,7 @@ from adjoint.engine.program import BUFFERS
 from adjoint.engine.stages import check_windows, stage_costs
 from adjoint.layers import StackConfig
 from adjoint.methods import Backprop
+from adjoint.plan.schedule import chunk_size_of
 from adjoint.stack import Stack
 from adjoint.train.config import plain
 from adjoint.train.optimizer import moment_bytes, share_in_8bit

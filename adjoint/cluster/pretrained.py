@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from adjoint.cluster.shard import Shard
-from adjoint.cluster.spec import two_each
 from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
 from adjoint.hf.wrap import chunk_size_for, scheme_of
 from adjoint.layers import State
+from adjoint.plan.schedule import two_each
 from adjoint.stack import drawn_from
 
 

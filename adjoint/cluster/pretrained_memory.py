@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from adjoint.cluster import count
 from adjoint.cluster.count import Counted, Uncountable
 from adjoint.cluster.memory import Flops, Setup
-from adjoint.cluster.spec import two_each
 from adjoint.engine.grid import Scheme
 from adjoint.engine.kept import by_itself
 from adjoint.engine.stages import Chunk
@@ -37,6 +36,7 @@ from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.hf.wrap import check_method, chunk_size_for, scheme_of
 from adjoint.layers import State
 from adjoint.methods import Backprop
+from adjoint.plan.schedule import two_each
 from adjoint.train.optimizer import share_in_8bit
 
 EMBEDDING, HEAD = -2, -1  # pieces beside the layers, which have their numbers

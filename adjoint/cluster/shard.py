@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from adjoint.checkpoint import Tensors
 from adjoint.cluster import helpers
 from adjoint.cluster.replicas import check_rows, rows_of, sum_gradients
-from adjoint.cluster.spec import ShardSpec, check_chunks, chunk_size_of, forward_plan, grid_of, step_plan
+from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import ReplicaTransport, Transport
 from adjoint.engine import graphs
 from adjoint.engine.chunk_size import default_chunk_size
@@ -29,11 +29,17 @@ from adjoint.engine.grid import Grid, Scheme
 from adjoint.engine.program import Plan, Recv, Send
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import stage_costs, stage_states, stages_of
-from adjoint.errors import UserError
 from adjoint.layers import State
 from adjoint.loss import count_valid, shift_labels
 from adjoint.memory import peak_memory_bytes
-from adjoint.methods import Backprop, LayerLocal, Truncated
+from adjoint.plan.schedule import (
+    check_chunks,
+    check_method,
+    chunk_size_of,
+    forward_plan,
+    grid_of,
+    step_plan,
+)
 from adjoint.stack import Stack, draw_seed
 from adjoint.train.carry import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
@@ -526,31 +532,3 @@ def total_norm(norms: list[float], precision: str) -> float:
     `torch.nn.utils.clip_grad_norm_` does in one process."""
     dtype = torch.float64 if precision == "float64" else torch.float32
     return torch.nn.utils.get_total_norm(torch.tensor(norms, dtype=dtype).unbind()).item()
-
-
-def check_method(method: Any, helper_count: int, sequence: int, model: Any) -> None:
-    """Raises a UserError where a method cannot be distributed as asked."""
-    if "attention" in getattr(model, "mixers", ()) and (helper_count or sequence > 1):
-        raise UserError(
-            f"cluster.{'helpers' if helper_count else 'sequence'}: keys and values stay with one worker, and "
-            "this model's attention has some; give --cluster.shards instead"
-        )
-    if helper_count and not isinstance(method, LayerLocal):
-        raise UserError(
-            f"cluster.helpers: method {method.name} has no tasks to share; use layer-local, or "
-            "--cluster.helpers 0"
-        )
-    if sequence == 1:
-        return
-    if helper_count:
-        raise UserError("cluster.helpers: go without cluster.sequence; leave one of them out")
-    if isinstance(method, Backprop):
-        raise UserError(
-            "cluster.sequence: backprop has one chunk, and there is nothing to deal out; use exact, or more "
-            "--cluster.shards"
-        )
-    if isinstance(method, Truncated) and method.window == "auto":
-        raise UserError(
-            'cluster.sequence: window "auto" needs the decays of the whole sequence in one place; give a '
-            "window in tokens, or use more --cluster.shards"
-        )

@@ -24,10 +24,10 @@ from adjoint.cluster import placement
 from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.replicas import check_rows
-from adjoint.cluster.shard import check_method, total_norm
-from adjoint.cluster.spec import check_chunks
+from adjoint.cluster.shard import total_norm
 from adjoint.engine.autograd import draw_passing
 from adjoint.errors import UserError
+from adjoint.plan.schedule import check_chunks, check_method
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import begin_checkpoint, check_config, commit_checkpoint
 from adjoint.train.config import Config, load_config

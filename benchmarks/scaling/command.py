@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.cluster.partition import partition
-from adjoint.cluster.spec import grid_of, step_plan
 from adjoint.engine.grid import Key, Tile
 from adjoint.engine.program import Owners
 from adjoint.engine.simulate import simulate
 from adjoint.layers import StackConfig
+from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.tools.sweep.compare import truncated_products
 from benchmarks import common
 from benchmarks.scaling import measured, report

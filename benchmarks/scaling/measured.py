@@ -25,13 +25,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from adjoint.cluster.spec import grid_of, step_plan
 from adjoint.engine.grid import Tile
 from adjoint.engine.program import Action, Owners, Plan, Recv, Run, Send
 from adjoint.engine.simulate import Timeline, simulate
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import Exact, LayerLocal, Truncated
+from adjoint.plan.schedule import grid_of, step_plan
 
 TOLERANCE = 0.20  # of the measured time
 

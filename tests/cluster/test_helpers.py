@@ -16,12 +16,12 @@ import torch
 from adjoint import LayerLocal, StackConfig
 from adjoint.cluster import helpers
 from adjoint.cluster.shard import HelperShard, Shard
-from adjoint.cluster.spec import grid_of, step_plan
 from adjoint.engine import tile
 from adjoint.engine.grid import Tile
 from adjoint.engine.program import Action, Owners, Plan, Run, Share
 from adjoint.engine.run import Worker
 from adjoint.engine.simulate import simulate
+from adjoint.plan.schedule import grid_of, step_plan
 from tests.cluster.cluster_helpers import (
     TRAINING,
     ThreadCrew,

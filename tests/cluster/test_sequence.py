@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from adjoint import Backprop, Exact, LayerLocal, StackConfig, Truncated
-from adjoint.cluster.spec import grid_of, step_plan
 from adjoint.engine.program import Owners, Send
 from adjoint.errors import UserError
+from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.train.config import TrainingConfig
 from tests.cluster.cluster_helpers import (
     TRAINING,

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from adjoint import Exact, LayerLocal, StackConfig, Truncated
-from adjoint.cluster.spec import grid_of, step_plan
 from adjoint.cluster.transport import (
     DistributedTransport,
     LocalTransport,
@@ -27,6 +26,7 @@ from adjoint.cluster.transport import (
     local_transports,
 )
 from adjoint.engine.program import Owners, Recv, Send
+from adjoint.plan.schedule import grid_of, step_plan
 from tests.cluster.cluster_helpers import in_threads, split
 
 WORKERS = 4

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cluster.memory import Setup
-from adjoint.cluster.shard import check_method
 from adjoint.engine.autograd import Steps
 from adjoint.engine.chunk_size import kept_bytes
 from adjoint.engine.stages import stage_states, stages_of
 from adjoint.errors import UserError
 from adjoint.kernels.attention import BAND, causal_attention
+from adjoint.plan.schedule import check_method
 from tests.cluster.cluster_helpers import (
     TRAINING,
     disturbed_shards,

@@ -20,12 +20,13 @@ from adjoint.cluster import count
 from adjoint.cluster.fit import make_setup
 from adjoint.cluster.memory import Setup, memory
 from adjoint.cluster.shard import Shard
-from adjoint.cluster.spec import ShardSpec, grid_of, step_plan
+from adjoint.cluster.spec import ShardSpec
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.grid import Key, Tile
 from adjoint.engine.program import BUFFERS, Owners, plan
 from adjoint.engine.simulate import Span, held_at_most
 from adjoint.loss import shift_labels
+from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.tools.plan import estimate as plan_time
 from adjoint.tools.plan.plot import joined_spans
 from adjoint.train.config import TrainingConfig

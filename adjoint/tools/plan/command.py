@@ -16,9 +16,8 @@ from adjoint.cluster.fit import Fit, make_setup
 from adjoint.cluster.gpus import GPUS
 from adjoint.cluster.memory import Setup
 from adjoint.cluster.partition import layer_costs
-from adjoint.cluster.shard import check_method
-from adjoint.cluster.spec import check_chunks
 from adjoint.errors import UserError
+from adjoint.plan.schedule import check_chunks, check_method
 from adjoint.stack import Stack
 from adjoint.tools.plan import estimate as plan_time
 from adjoint.tools.plan.report import as_dict, labels_of, text

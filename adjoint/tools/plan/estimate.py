@@ -20,11 +20,11 @@ import torch
 from adjoint.cluster.count import example
 from adjoint.cluster.fit import needs
 from adjoint.cluster.memory import Setup
-from adjoint.cluster.spec import forward_plan, grid_of, owners_of, step_plan
 from adjoint.engine.grid import Grid, Key, Tile
 from adjoint.engine.program import Plan, Send
 from adjoint.engine.simulate import Span, Timeline, simulate
 from adjoint.engine.tile import Gradients
+from adjoint.plan.schedule import forward_plan, grid_of, owners_of, step_plan
 from adjoint.train.machine import autocast
 
 LATENCY = 50e-6  # seconds of a message, besides its bytes
