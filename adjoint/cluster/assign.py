@@ -18,17 +18,16 @@ from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.stack import Stack
 from adjoint.train.config import TrainingConfig
+from adjoint.train.layout import Layout
 
 
 def make_specs(
     model: Any,
     training: TrainingConfig,
     method: Any,
+    layout: Layout,
     found: list[dict[str, Any]],
-    shards: int,
     ids: tuple[int, int] | None = None,
-    replicas: int = 1,
-    sequence: int = 1,
 ) -> tuple[str, tuple[range, ...], list[ShardSpec]]:
     """Layers by the devices' shares, within their memory; one precision for all; cores shared among the
     workers of a node.
@@ -36,7 +35,6 @@ def make_specs(
     Args:
         found: what each worker's process has, by rank: see `ShardActor.look`.
         ids: (batch, seqlen), to see whether the memory suffices; None to leave that out.
-        sequence: workers of a shard, to whom the chunks are dealt out in turn.
 
     Returns:
         The first worker's device, each shard's layers, and every worker's specification.
@@ -47,23 +45,21 @@ def make_specs(
     """
     precisions = {look["precision"] for look in found}
     precision = precisions.pop() if len(precisions) == 1 else "float32"
-    workers = len(found) // replicas
-    helpers = tuple(i % shards for i in range(workers - shards * sequence))
-    owners = [look for rank, look in enumerate(found) if rank % workers < shards * sequence]
+    shards, owners = layout.shards, [found[rank] for rank in layout.everyone]
     # of each shard the smallest device of the workers that have its layers; None where one of them is a CPU
-    alike = [[o["gpu"] for i, o in enumerate(owners) if i // sequence % shards == s] for s in range(shards)]
+    alike = [[found[rank]["gpu"] for rank in layout.ranks(shard)] for shard in range(shards)]
     gpus: list[Device | None] = [
         None if None in each else min(each, key=lambda gpu: gpu.memory_bytes) for each in alike
     ]
     sizes = [gpu.memory_bytes for gpu in gpus if gpu is not None]
-    rows, seqlen = (1, 1) if ids is None else (-(-ids[0] // replicas), ids[1])  # of the replica that has most
+    rows, seqlen = (1, 1) if ids is None else (layout.rows(ids[0]), ids[1])
     given = (
         method, rows, seqlen, precision, "cuda" if sizes else "cpu", min(sizes, default=None),
         training.grad_accumulation,
     )  # fmt: skip
     limits = sizes if ids is not None and len(sizes) == shards else None
     try:
-        more = {"sequence": sequence, "helpers": len(helpers), "optimizer": training.optimizer}
+        more = {"sequence": layout.sequence, "helpers": layout.helpers, "optimizer": training.optimizer}
         setup = make_setup(model, *given, **more)
         fit = Fit(setup, _costs(model), shards, shares(gpus), limits)
         # where only the margin for libraries is missing, the shards get their way
@@ -84,11 +80,9 @@ def make_specs(
             model,
             training,
             method,
+            layout,
             spans,
             rank,
-            helpers,
-            replicas,
-            sequence,
             device=look["device"],
             precision=precision,
             threads=training.threads or max(1, look["cores"] // nodes.count(look["node"])),

@@ -24,8 +24,7 @@ from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import Mailbox, ObjectStoreTransport, Transport, join
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
-from adjoint.plan.schedule import check_method
-from adjoint.train.config import TrainingConfig
+from adjoint.train.config import ClusterConfig, TrainingConfig
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has
 SEARCH = 15.0  # the same where only connections are known to have broken, but not yet who broke them
@@ -99,13 +98,12 @@ class ShardActor:
         transport: Transport | None = None
         if backend == OBJECT_STORE:
             transport = ObjectStoreTransport(spec.rank, actors, self.mailbox)
-        elif spec.world > 1:
-            transport = join(meeting, spec.rank, spec.world, backend, patience, spec.groups)
+        elif spec.layout.world > 1:
+            transport = join(meeting, spec.rank, spec.layout.world, backend, patience, spec.layout.groups)
         if spec.helps:
             self.shard = HelperShard(spec)
             return
-        first = spec.replica * spec.workers + len(spec.spans)
-        mine = [actors[first + i] for i, shard in enumerate(spec.helpers) if shard == spec.shard]
+        mine = [actors[rank] for rank in spec.layout.helpers_of(spec.rank)]
         kind: Any = Shard
         if not isinstance(spec.model, StackConfig):
             from adjoint.cluster.pretrained import PretrainedShard as kind
@@ -207,20 +205,13 @@ class Group:
     """Shards that live in actors.
 
     Args:
+        model: the whole stack's sizes, or a `Pretrained`.
         training: optimizer, seed, device, precision.
-        model: the whole stack's sizes, or a `Pretrained`; method: how the gradient is computed.
-        shards: how many, or "auto": what the cluster has room for.
-        need: what each asks of its node.
-        helpers: how many more share layer-local's tasks, dealt out to the shards in turn.
+        method: how the gradient is computed.
+        cluster: how many workers, what each asks of its node, and how long they are waited for.
+        ids: (batch, seqlen) of the token ids to come, whose memory is counted beforehand; None counts none.
         checkpoint: folder to fill the shards from; None draws the weights.
-        transport: "gloo", "nccl", "object-store", or "auto": NCCL between whole GPUs, gloo elsewhere.
-        start_timeout: seconds within which the shards must have their place.
-        hang_timeout: seconds without a heartbeat after which a shard counts as hung.
-        progress_timeout: seconds in which nobody gets on after which shards count as hung.
         await_nodes: whether nodes may still come within `start_timeout`, in place of lost ones.
-        ids: (batch, seqlen) of the token ids to come, by which memory is reckoned; None reckons with nothing.
-        replicas: how many pipelines of that many shards and helpers, each of which takes rows of every batch.
-        sequence: workers of a shard, to whom the chunks of a sequence are dealt out in turn.
 
     Raises:
         UserError: the cluster has not what is asked for.
@@ -232,70 +223,50 @@ class Group:
         model: Any,
         training: TrainingConfig,
         method: Any,
-        shards: int | str,
-        need: placement.Need | None = None,
-        helpers: int = 0,
-        checkpoint: str | None = None,
-        transport: str = "auto",
-        start_timeout: float = 120.0,
-        hang_timeout: float = 60.0,
-        progress_timeout: float = 1800.0,
-        await_nodes: bool = False,
+        cluster: ClusterConfig,
         ids: tuple[int, int] | None = None,
-        replicas: int = 1,
-        sequence: int = 1,
+        checkpoint: str | None = None,
+        await_nodes: bool = False,
     ) -> None:
         import ray
 
         from adjoint.cluster.assign import make_specs  # shards do not need what plans
 
-        need = need or placement.Need()
-        check_method(method, helpers, sequence, model)
-        if shards == "auto":
-            room = placement.how_many(need, placement.nodes()) // (replicas * sequence)
-            shards = max(1, min(room - helpers, model.n_layer))
-        assert isinstance(shards, int)
-        if shards > model.n_layer:
-            raise UserError(
-                f"cluster.shards: {shards} shards for {model.n_layer} layers; a shard needs a layer: take at "
-                f"most {model.n_layer}"
-            )
-        self.start_timeout, self.hang_timeout = start_timeout, hang_timeout
-        self.progress_timeout = progress_timeout
-        self.shards, self.sequence, self.replicas = shards, sequence, replicas
-        self.owners = shards * sequence  # of a replica
-        self.workers = self.owners + helpers
-        wanted = placement.Wanted(shards, helpers, sequence, replicas)
-        self.place = placement.place(wanted, need, start_timeout, await_nodes)
+        self.cluster, self.layout = cluster, cluster.layout
+        each = placement.resources(training.device, cluster.cpus)
+        if cluster.shards == "auto":
+            room = placement.how_many(each, placement.nodes()) // (cluster.replicas * cluster.sequence)
+            shards = max(1, min(room - cluster.helpers, model.n_layer))
+            self.layout = dataclasses.replace(self.layout, shards=shards)
+        self.layout.check(model, method)
+        self.place = placement.place(self.layout, each, cluster.start_timeout, await_nodes)
         self.actors: list[Any] = []
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:
-            self.actors = [self._actor(ray, rank, need) for rank in range(replicas * self.workers)]
+            self.actors = [self._actor(ray, rank, each) for rank in range(self.layout.world)]
             found = self.all("look", training, direct=True, helpers=True)
-            self.device, self.spans, specs = make_specs(
-                model, training, method, found, shards, ids, replicas, sequence
-            )
-            backend = _backend(transport, [look["gpu"] for look in found])
+            self.device, self.spans, specs = make_specs(model, training, method, self.layout, found, ids)
+            backend = _backend(cluster.transport, [look["gpu"] for look in found])
             one_node = len({look["node"] for look in found} | {ray.get_runtime_context().get_node_id()}) == 1
             # A file needs no port, but every shard must see it.
             meeting = f"file://{self.meeting}"
             if not one_node:
                 meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
             self.precision = specs[0].precision
-            rest = (meeting, backend, self.actors, checkpoint, max(PATIENCE, 2 * progress_timeout))
+            rest = (meeting, backend, self.actors, checkpoint, max(PATIENCE, 2 * cluster.progress_timeout))
             self.each("build", {spec.rank: (spec, *rest) for spec in specs}, direct=True)
         except BaseException:
             self.kill()
             raise
 
-    def _actor(self, ray: Any, rank: int, need: placement.Need) -> Any:
+    def _actor(self, ray: Any, rank: int, each: placement.Resources) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         # Ray leaves an actor without GPUs the whole list of its node.
-        hidden = {} if need.gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        hidden = {} if each.gpus else {"CUDA_VISIBLE_DEVICES": ""}
         options = {
-            "num_cpus": need.cpus,
-            "num_gpus": need.gpus,
+            "num_cpus": each.cpus,
+            "num_gpus": each.gpus,
             "max_restarts": 0,  # a restarted actor would be blank: the group is made anew as a whole
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.place, rank),
@@ -322,13 +293,11 @@ class Group:
         Returns:
             The results, by rank.
         """
-        workers = range(self.workers if helpers else self.owners)
-        given = {
-            self.workers * replica + worker: arguments
-            for replica in range(1 if first else self.replicas)
-            for worker in (workers[: self.owners : self.sequence] if first else workers)
-        }
-        return self.each(name, given, direct, **keywords)
+        layout = self.layout
+        ranks = range(layout.world) if helpers else layout.everyone
+        if first:
+            ranks = range(0, layout.owning, layout.sequence)
+        return self.each(name, dict.fromkeys(ranks, arguments), direct, **keywords)
 
     def each(
         self, name: str, arguments: Mapping[int, tuple[Any, ...]], direct: bool = False, **keywords: Any
@@ -351,13 +320,13 @@ class Group:
     def _collect(self, references: Mapping[int, Any], during: str, limit: str) -> list[Any]:
         import ray
 
-        patience = getattr(self, limit)
+        patience = getattr(self.cluster, limit)
         failed: dict[int, Cause] = {}
         results: dict[int, Any] = {}
         rank_of = {reference: rank for rank, reference in references.items()}
         # Helpers are called by their shards alone, and watched while they may be.
-        helpers = [rank for rank in range(len(self.actors)) if rank % self.workers >= self.owners]
-        helpers = helpers if during == "accumulate" else []
+        watched = during == "accumulate"
+        helpers = [rank for rank in range(self.layout.world) if watched and self.layout.helps(rank)]
         watch = Watch(self.actors, [*references, *helpers])
         deadline = float("inf")
         waiting = list(references.values())
@@ -382,7 +351,7 @@ class Group:
                         failed[rank] = Cause("hung", rank, quiet)
                         deadline = min(deadline, time.monotonic())
                 if limit == "hang_timeout" and during not in UNTIMED and not failed:
-                    stuck = watch.stuck([*pending, *helpers], self.progress_timeout)
+                    stuck = watch.stuck([*pending, *helpers], self.cluster.progress_timeout)
                     failed |= {cause.rank: cause for cause in stuck}
                     deadline = time.monotonic() if stuck else deadline
         if failed:

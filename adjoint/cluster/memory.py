@@ -25,9 +25,9 @@ from adjoint.engine.program import BUFFERS
 from adjoint.engine.stages import check_windows, stage_costs
 from adjoint.layers import StackConfig
 from adjoint.methods import Backprop
-from adjoint.plan.schedule import chunk_size_of
 from adjoint.stack import Stack
 from adjoint.train.config import plain
+from adjoint.train.layout import Layout
 from adjoint.train.optimizer import moment_bytes, share_in_8bit
 
 # Beside what tensors hold: bytes that libraries take, and what the allocator leaves unused, as a share. Those
@@ -108,7 +108,7 @@ class Setup:
         element = 2 if self.precision == "bfloat16" and self.device == "cuda" else self.element
         recompute = getattr(self.method, "recompute", "none")
         default = chunk_size_for(self.model, self.batch, self.device, element, self.device_memory, recompute)
-        size = chunk_size_of(self.method, self.seqlen, default, self.sequence)
+        size = Layout(sequence=self.sequence).chunk_size(self.method, self.seqlen, default)
         scheme = self.method.scheme(self.seqlen, size)
         check_windows(self.model, scheme)
         return scheme

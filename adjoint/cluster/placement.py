@@ -12,13 +12,14 @@ from typing import Any
 
 from adjoint.errors import UserError
 from adjoint.memory import usable_cores
+from adjoint.train.layout import Layout
 
 OBJECT_STORE = 200 << 20  # bytes; ids and small results pass through it, tensors do not
 
 
 @dataclass(frozen=True)
-class Need:
-    """What one shard asks of its node."""
+class Resources:
+    """What one worker asks of its node."""
 
     cpus: int = 1
     gpus: int = 0
@@ -34,12 +35,29 @@ class Need:
     def bundle(self) -> dict[str, float]:
         return {key: float(count) for count, key in self._counts() if count}
 
-    def times_in(self, resources: Mapping[str, float]) -> int:
+    def times_in(self, node: Mapping[str, float]) -> int:
         """How many of these a node has room for."""
-        return min(int(resources.get(key, 0) // amount) for key, amount in self.bundle.items())
+        return min(int(node.get(key, 0) // amount) for key, amount in self.bundle.items())
 
 
-def connect(shards: int, need: Need) -> bool:
+def resources(device: str, cpus: int | None) -> Resources:
+    """What one worker asks of its node: ``training.device`` and ``cluster.cpus`` say it."""
+    return Resources(cpus or 1, int(_is_gpu(device)))
+
+
+def _is_gpu(device: str) -> bool:
+    if device != "auto":
+        return device.startswith("cuda")
+    if _is_connected():
+        import ray
+
+        return bool(ray.cluster_resources().get("GPU"))
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def connect(workers: int, each: Resources) -> bool:
     """Joins the cluster of RAY_ADDRESS (set inside a job) or one that this process is connected to already;
     else starts one on this machine that listens on loopback alone.
 
@@ -70,7 +88,7 @@ def connect(shards: int, need: Need) -> bool:
                 f"({' '.join(str(error).split())[:200]}); unset it to start one on this machine"
             ) from None
         return False
-    cpus = max(usable_cores(), shards * need.cpus)  # shards may share cores: it is the user's laptop
+    cpus = max(usable_cores(), workers * each.cpus)  # they may share cores: it is the user's laptop
     with _deaf_to_hangups():
         ray.init(
             address="local",
@@ -119,64 +137,49 @@ def nodes() -> list[dict[str, float]]:
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
-def how_many(need: Need, resources: Sequence[Mapping[str, float]]) -> int:
-    """How many shards these nodes have room for."""
-    return sum(need.times_in(node) for node in resources)
+def how_many(each: Resources, nodes: Sequence[Mapping[str, float]]) -> int:
+    """How many workers these nodes have room for."""
+    return sum(each.times_in(node) for node in nodes)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """How many workers a run asks for.
-
-    Attributes:
-        shards: of a replica. helpers: of a replica, besides. sequence: workers of a shard.
-    """
-
-    shards: int
-    helpers: int = 0
-    sequence: int = 1
-    replicas: int = 1
-
-    @property
-    def each(self) -> int:
-        """Workers of a replica."""
-        return self.shards * self.sequence + self.helpers
-
-    def __str__(self) -> str:
-        name = f"{self.each} workers" if self.sequence > 1 else f"{self.each} shards"
-        if self.replicas > 1:
-            return f"cluster.replicas: {self.replicas} replicas of {name}"
-        return f"cluster.{'sequence' if self.sequence > 1 else 'shards'}: {name}"
-
-    def fewer(self, most: int) -> list[str]:
-        """Flags with which `most` workers would do."""
-        found = [("replicas", most // self.each if self.replicas > 1 else 0)]
-        if self.sequence > 1:
-            found.append(("sequence", (most // self.replicas - self.helpers) // self.shards))
-        else:
-            found.append(("shards", most // self.replicas))
-        flags = [f"--cluster.{key} {count}" for key, count in found if count > 0]
-        return flags or [f"--cluster.shards {most} --cluster.replicas 1"]
+def _asked(layout: Layout) -> str:
+    """What a layout asks for, by the key that says most of it."""
+    name = f"{layout.workers} {'workers' if layout.sequence > 1 else 'shards'}"
+    if layout.replicas > 1:
+        return f"cluster.replicas: {layout.replicas} replicas of {name}"
+    return f"cluster.{'sequence' if layout.sequence > 1 else 'shards'}: {name}"
 
 
-def check_feasible(wanted: Wanted, need: Need, resources: Sequence[Mapping[str, float]]) -> None:
+def _fewer(layout: Layout, most: int) -> list[str]:
+    """Flags with which `most` workers would do."""
+    found = [("replicas", most // layout.workers if layout.replicas > 1 else 0)]
+    each = most // layout.replicas
+    if layout.sequence > 1:
+        found.append(("sequence", (each - layout.helpers) // layout.shards))
+    else:
+        found.append(("shards", each))
+    flags = [f"--cluster.{key} {count}" for key, count in found if count > 0]
+    return flags or [f"--cluster.shards {most} --cluster.replicas 1"]
+
+
+def check_feasible(layout: Layout, each: Resources, nodes: Sequence[Mapping[str, float]]) -> None:
     """Ray would wait for ever for what no node has.
 
     Raises:
         UserError: saying what there is and what would fit.
     """
-    most = how_many(need, resources)
-    if wanted.replicas * wanted.each <= most:
+    most = how_many(each, nodes)
+    if layout.world <= most:
         return
-    there = "; ".join(f"{node.get('CPU', 0):.0f} CPUs, {node.get('GPU', 0):.0f} GPUs" for node in resources)
+    there = "; ".join(f"{node.get('CPU', 0):.0f} CPUs, {node.get('GPU', 0):.0f} GPUs" for node in nodes)
     would = "fewer CPUs a shard (--cluster.cpus), or another device"
     raise UserError(
-        f"{wanted} with {need} each asked for, but the cluster has {there}; "
-        f"what fits: {' or '.join(wanted.fewer(most)) if most else would}"
+        f"{_asked(layout)} with {each} each asked for, but the cluster has {there}; "
+        f"what fits: {' or '.join(_fewer(layout, most)) if most else would}"
     )
 
 
-def place(wanted: Wanted, need: Need, timeout: float, await_nodes: bool = False) -> Any:
+def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = False) -> Any:
     """A placement group with a bundle a worker, close together.
 
     Args:
@@ -191,15 +194,14 @@ def place(wanted: Wanted, need: Need, timeout: float, await_nodes: bool = False)
     from ray.util.placement_group import placement_group, remove_placement_group
 
     if not await_nodes:
-        check_feasible(wanted, need, nodes())
-    bundles = [need.bundle] * wanted.replicas * wanted.each
-    group = placement_group(bundles, strategy="PACK")  # an autoscaler sees it wait
+        check_feasible(layout, each, nodes())
+    group = placement_group([each.bundle] * layout.world, strategy="PACK")  # an autoscaler sees it wait
     if not group.wait(timeout):
         remove_placement_group(group)
-        check_feasible(wanted, need, nodes())
+        check_feasible(layout, each, nodes())
         free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
         raise UserError(
-            f"{wanted} with {need} each got no place within {timeout:.0f} s, free are "
+            f"{_asked(layout)} with {each} each got no place within {timeout:.0f} s, free are "
             f"{free or 'no CPUs and no GPUs'}; wait for other jobs to end, or take fewer shards"
         )
     return group

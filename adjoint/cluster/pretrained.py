@@ -13,7 +13,6 @@ from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
 from adjoint.hf.wrap import chunk_size_for, scheme_of
 from adjoint.layers import State
-from adjoint.plan.schedule import two_each
 from adjoint.stack import drawn_from
 
 
@@ -58,7 +57,7 @@ class PretrainedShard(Shard):
         return scheme_of(self.spec.method, batch, seqlen, self.device.type, chunk_size=chunk_size)
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        size = two_each(chunk_size_for(batch, self.device.type), seqlen, self.spec.sequence)
+        size = self.spec.layout.at_most(chunk_size_for(batch, self.device.type), seqlen)
         return scheme_of(self.spec.method, batch, seqlen, self.device.type, chunk_size=size).chunk_size
 
     def generate(

@@ -36,7 +36,7 @@ from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.hf.wrap import check_method, chunk_size_for, scheme_of
 from adjoint.layers import State
 from adjoint.methods import Backprop
-from adjoint.plan.schedule import two_each
+from adjoint.train.layout import Layout
 from adjoint.train.optimizer import share_in_8bit
 
 EMBEDDING, HEAD = -2, -1  # pieces beside the layers, which have their numbers
@@ -295,7 +295,7 @@ class PretrainedSetup(Setup):
 
     @functools.cached_property
     def scheme(self) -> Scheme:
-        size = two_each(chunk_size_for(self.batch, self.device), self.seqlen, self.sequence)
+        size = Layout(sequence=self.sequence).at_most(chunk_size_for(self.batch, self.device), self.seqlen)
         return scheme_of(self.method, self.batch, self.seqlen, self.device, chunk_size=size)
 
     @functools.cached_property

@@ -14,18 +14,13 @@ import torch
 from torch import Tensor
 
 from adjoint.cluster.transport import Transport
-from adjoint.errors import UserError
+from adjoint.train.layout import Layout
 
 BUCKET = 1 << 20  # elements: small gradients travel together
 
 
 def check_rows(batch: int, replicas: int) -> None:
-    """Raises a UserError where some replica would have nothing to do."""
-    if batch < replicas:
-        raise UserError(
-            f"cluster.replicas: {replicas} replicas for a batch of {batch}, and each needs a row; "
-            f"--data.batch {replicas}, or --cluster.replicas {batch}"
-        )
+    Layout(replicas=replicas).check_rows(batch)
 
 
 def rows_of(ids: Tensor, replica: int, replicas: int) -> Tensor:

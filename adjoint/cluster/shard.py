@@ -32,14 +32,7 @@ from adjoint.engine.stages import stage_costs, stage_states, stages_of
 from adjoint.layers import State
 from adjoint.loss import count_valid, shift_labels
 from adjoint.memory import peak_memory_bytes
-from adjoint.plan.schedule import (
-    check_chunks,
-    check_method,
-    chunk_size_of,
-    forward_plan,
-    grid_of,
-    step_plan,
-)
+from adjoint.plan.schedule import check_chunks, forward_plan, grid_of, step_plan
 from adjoint.stack import Stack, draw_seed
 from adjoint.train.carry import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
@@ -87,10 +80,10 @@ class Shard:
         drawn: bool = True,
         crew: helpers.Crew | None = None,
     ) -> None:
-        check_method(spec.method, len(spec.helpers), spec.sequence, spec.model)
+        spec.layout.check(spec.model, spec.method)
         self.spec, self.everyone, self.crew = spec, transport, crew
         self.transport = (
-            None if transport is None else ReplicaTransport(transport, spec.replica * spec.workers)
+            None if transport is None else ReplicaTransport(transport, spec.replica * spec.layout.workers)
         )
         self.device = torch.device(spec.device)
         self.part = self._make_part(drawn)
@@ -350,7 +343,7 @@ class Shard:
         self.at = "sum of gradients", True
         table = (self.table if self.is_first else self.tied_head) if self.shards > 1 else None
         if table is not None:
-            sum_gradients([_gradient(table)], self.everyone, self.spec.table_peers)
+            sum_gradients([_gradient(table)], self.everyone, self.spec.layout.tied)
         if len(self.spec.peers) > 1:
             mine = [_gradient(p) for p in self.part.parameters() if p is not table and p.requires_grad]
             sum_gradients(mine, self.everyone, self.spec.peers)
@@ -380,7 +373,7 @@ class Shard:
 
     def share_table(self) -> None:
         """Sends a tied table from the shard that owns it to the one with the embedding."""
-        away = (self.shards - 1) * self.spec.sequence
+        away = (self.shards - 1) * self.spec.layout.sequence
         if self.tied_head is not None and away:
             self._send(self.spec.worker - away, self.tied_head.detach())
         elif self.table is not None:
@@ -430,8 +423,9 @@ class Shard:
             (batch, seqlen + max_new_tokens) int64 on the last shard, None elsewhere.
         """
         part, states = self.part, self.part.initial_state(prompt.shape[0])
-        above, below = self.spec.worker + self.spec.sequence, self.spec.worker - self.spec.sequence
-        first, last = self.spec.worker % self.spec.sequence, (self.shards - 1) * self.spec.sequence
+        worker, sequence = self.spec.worker, self.spec.layout.sequence
+        above, below = worker + sequence, worker - sequence
+        first, last = worker % sequence, (self.shards - 1) * sequence
         dtype = next(part.parameters()).dtype
         generator = torch.Generator(self.device).manual_seed(seed)
         tokens, chunks = [prompt.to(self.device)], prompt.to(self.device).split(chunk_size, dim=1)
@@ -479,7 +473,7 @@ class Shard:
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
         with autocast(self.spec.precision, self.device):  # what layers keep of a chunk depends on it
             default = default_chunk_size(self.part, ids, getattr(self.spec.method, "recompute", "none"))
-        return chunk_size_of(self.spec.method, seqlen, default, self.spec.sequence)
+        return self.spec.layout.chunk_size(self.spec.method, seqlen, default)
 
     def picked_windows(self) -> list[int] | None:
         """Each layer's window of the last batch, where the method picked them."""

@@ -8,6 +8,7 @@ from typing import Any
 from adjoint.engine.program import Owners
 from adjoint.plan.schedule import owners_of
 from adjoint.train.config import TrainingConfig
+from adjoint.train.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,8 @@ class ShardSpec:
         model: the whole stack; or a `Pretrained`.
         training: optimizer and seed.
         method: how the gradient is computed.
-        spans: every shard's layers, bottom up.
-        rank: which worker this is: those of replica 0 come first, of a replica the workers of its first
-            shard, its helpers last.
-        helpers: for each helper of a replica the shard whose layer-local tasks it shares.
-        replicas: each with the same layers, each of which takes rows of every batch.
-        sequence: workers of a shard, each with all of its layers, to whom the chunks are dealt out in turn.
+        layout: all workers. spans: every shard's layers, bottom up.
+        rank: which worker this is.
         device: a torch device. precision: float32, bfloat16 (autocast) or float64.
         threads: CPU threads; None leaves PyTorch's choice.
     """
@@ -31,11 +28,9 @@ class ShardSpec:
     model: Any
     training: TrainingConfig
     method: Any
+    layout: Layout
     spans: tuple[range, ...]
     rank: int
-    helpers: tuple[int, ...] = ()
-    replicas: int = 1
-    sequence: int = 1
     device: str = "cpu"
     precision: str = "float32"
     threads: int | None = None
@@ -43,60 +38,51 @@ class ShardSpec:
     @property
     def owners(self) -> Owners:
         """Who has which tile, in a replica."""
-        return owners_of(self.model, self.spans, self.sequence)
-
-    @property
-    def workers(self) -> int:
-        """Those of one replica, helpers among them."""
-        return len(self.spans) * self.sequence + len(self.helpers)
-
-    @property
-    def world(self) -> int:
-        """Workers of all replicas."""
-        return self.workers * self.replicas
+        return owners_of(self.model, self.spans, self.layout.sequence)
 
     @property
     def worker(self) -> int:
         """Which of its replica's workers this is, the number that programs know."""
-        return self.rank % self.workers
+        return self.layout.worker(self.rank)
 
     @property
     def shard(self) -> int:
         """Which shard's layers this worker has."""
-        owned = len(self.spans) * self.sequence
-        return self.helpers[self.worker - owned] if self.helps else self.worker // self.sequence
+        return self.layout.shard(self.rank)
 
     @property
     def helps(self) -> bool:
         """Whether this is a helper: it shares a shard's tasks and owns nothing."""
-        return self.worker >= len(self.spans) * self.sequence
+        return self.layout.helps(self.rank)
 
     @property
     def replica(self) -> int:
         """Which replica this is of."""
-        return self.rank // self.workers
-
-    @property
-    def groups(self) -> list[list[int]]:
-        """Ranks that have something in common: for each shard those that have its layers; those that have a
-        tied table; all but the helpers."""
-        n, turns = len(self.spans), self.sequence
-        replicas = [self.workers * r for r in range(self.replicas)]
-        shards = [[r + s * turns + t for r in replicas for t in range(turns)] for s in range(n)]
-        table = sorted({*shards[0], *shards[-1]})
-        return [*shards, table, [r + w for r in replicas for w in range(n * turns)]]
+        return self.layout.replica(self.rank)
 
     @property
     def peers(self) -> list[int]:
         """The ranks that have the same layers as this one."""
-        return self.groups[self.shard]
+        return self.layout.ranks(self.shard)
+
+    # Used by `Shard.accumulate` and what it calls.
 
     @property
-    def table_peers(self) -> list[int]:
-        """The ranks that have a tied table."""
-        return self.groups[-2]
+    def replicas(self) -> int:
+        return self.layout.replicas
+
+    @property
+    def sequence(self) -> int:
+        return self.layout.sequence
+
+    @property
+    def workers(self) -> int:
+        return self.layout.workers
+
+    @property
+    def helpers(self) -> tuple[int, ...]:
+        return self.layout.helped
 
     @property
     def everyone(self) -> list[int]:
-        """The ranks of all workers but the helpers."""
-        return self.groups[-1]
+        return self.layout.everyone

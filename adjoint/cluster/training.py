@@ -23,11 +23,9 @@ from adjoint.checkpoint import newest_checkpoint, read_trainer
 from adjoint.cluster import placement
 from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
-from adjoint.cluster.replicas import check_rows
 from adjoint.cluster.shard import total_norm
 from adjoint.engine.autograd import draw_passing
 from adjoint.errors import UserError
-from adjoint.plan.schedule import check_chunks, check_method
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import begin_checkpoint, check_config, commit_checkpoint
 from adjoint.train.config import Config, load_config
@@ -50,34 +48,19 @@ def train(config: Config) -> Outcome:
     Raises:
         UserError: something the user can mend; also more failures than ``cluster.max_failures``.
     """
-    settings = config.cluster
-    if settings.shards == 0:
+    if config.cluster.shards == 0:
         return train_in_one_process(config)
-    method = config.method.build()
-    check_method(method, settings.helpers, settings.sequence, config.model)
-    check_rows(config.data.batch, settings.replicas)
-    check_chunks(method, config.data.seqlen, None, settings.sequence)
-    if getattr(method, "memory", None) is not None:
-        raise UserError(
-            "method.memory: a budget is for one process, shards keep one chunk each; leave it out, or set "
-            "cluster.shards to 0"
-        )
-    if config.training.carry_state != "none" and settings.replicas * settings.sequence + settings.helpers > 1:
-        raise UserError(
-            "training.carry_state: a layer's states stay with one worker; leave out cluster.replicas, "
-            "cluster.sequence and cluster.helpers"
-        )
-    if config.data.documents == "packed" and config.model.from_pretrained is not None:
-        raise UserError(
-            "data.documents: packed documents of a pretrained model are for one process; set cluster.shards "
-            'to 0, or data.documents to "stream"'
-        )
-    shards = 1 if settings.shards == "auto" else settings.shards
-    wanted = settings.replicas * (shards * settings.sequence + settings.helpers)
+    layout, method, data = config.cluster.layout, config.method.build(), config.data
+    layout.check(config.model, method)
+    layout.check_rows(data.batch)
+    layout.check_chunks(method, data.seqlen)
+    packed = data.documents == "packed" and config.model.from_pretrained is not None
+    layout.check_run(method, config.training.carry_state, packed)
+    each = placement.resources(config.training.device, config.cluster.cpus)
     folder, checkpoint = open_run(config.run)
     ours, trainer = False, None
     try:
-        ours = placement.connect(wanted, _need(config))
+        ours = placement.connect(layout.world, each)
         trainer = ShardedTrainer(config, folder, checkpoint)
         return trainer.run()
     finally:
@@ -88,20 +71,6 @@ def train(config: Config) -> Outcome:
             import ray
 
             ray.shutdown()
-
-
-def _need(config: Config) -> placement.Need:
-    return placement.Need(config.cluster.cpus or 1, int(_wants_gpus(config)))
-
-
-def _wants_gpus(config: Config) -> bool:
-    device = config.training.device
-    if device != "auto":
-        return device.startswith("cuda")
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        return bool(ray.cluster_resources().get("GPU"))
-    return torch.cuda.is_available()
 
 
 class ShardedTrainer(Trainer):
@@ -226,21 +195,13 @@ class ShardedTrainer(Trainer):
             self.described,
             dataclasses.replace(config.training, threads=threads),
             self.method,
-            settings.shards,
-            _need(config),
-            settings.helpers,
+            settings,
+            (config.data.batch, config.data.seqlen),
             None if checkpoint is None else str(checkpoint.absolute()),
-            settings.transport,
-            settings.start_timeout,
-            settings.hang_timeout,
-            settings.progress_timeout,
             await_nodes=self.failures + self.preemptions > 0,
-            ids=(config.data.batch, config.data.seqlen),
-            replicas=settings.replicas,
-            sequence=settings.sequence,
         )
         self.precision = self.group.precision
-        rows = -(-config.data.batch // settings.replicas)  # of the replica that has most
+        rows = settings.layout.rows(config.data.batch)
         self.chunk_size = min(self._all("chunk_size", rows, config.data.seqlen))
 
     def _all(self, name: str, *arguments: Any, **keywords: Any) -> list[Any]:
@@ -343,10 +304,10 @@ class ShardedTrainer(Trainer):
             return
         self.announced = True
         super()._announce()
-        settings, group = self.config.cluster, self.group
+        group, layout = self.group, self.group.layout
         layers = ", ".join(f"{span.start}-{span.stop - 1}" for span in group.spans)
-        helpers = f", helpers: {settings.helpers}" if settings.helpers else ""
-        split = f", each sequence over {group.sequence} workers in turn" if group.sequence > 1 else ""
-        replicas = f", replicas of all this: {settings.replicas}" if settings.replicas > 1 else ""
+        helpers = f", helpers: {layout.helpers}" if layout.helpers else ""
+        split = f", each sequence over {layout.sequence} workers in turn" if layout.sequence > 1 else ""
+        replicas = f", replicas of all this: {layout.replicas}" if layout.replicas > 1 else ""
         where = f"layers {layers}, on {group.device}{helpers}{split}{replicas}"
-        print(f"shards: {group.shards}, {where}", flush=True)
+        print(f"shards: {layout.shards}, {where}", flush=True)

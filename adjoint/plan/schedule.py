@@ -1,4 +1,4 @@
-"""The rules by which workers go about a batch: who owns which tile, how long a chunk is, which programs run.
+"""The rules by which workers go about a batch: who owns which tile, which programs run.
 
 Workers follow them, and so does everything that plans for workers."""
 
@@ -9,9 +9,8 @@ from typing import Any
 
 from adjoint.engine.grid import Grid, Scheme, make_grid
 from adjoint.engine.program import BUFFERS, CAPACITY, Owners, Plan, plan, shared
-from adjoint.errors import UserError
 from adjoint.layers import StackConfig
-from adjoint.methods import Backprop, LayerLocal, Truncated
+from adjoint.train.layout import Layout
 
 
 def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
@@ -21,29 +20,9 @@ def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
     return Owners.of(spans, sequence)
 
 
-def chunk_size_of(method: Any, seqlen: int, default: int, sequence: int = 1) -> int:
-    """Tokens of a chunk; where the method does not say, so few that every worker of a sequence has two."""
-    return method.scheme(seqlen, two_each(default, seqlen, sequence)).chunk_size
-
-
-def two_each(chunk_size: int, seqlen: int, sequence: int) -> int:
-    """Tokens of a chunk, fewer where else some worker of a sequence would not have two of them."""
-    return min(chunk_size, -(-seqlen // (2 * sequence))) if sequence > 1 else chunk_size
-
-
 def check_chunks(method: Any, seqlen: int, chunk_size: int | None, sequence: int) -> None:
-    """Raises a UserError where some worker of a sequence would have nothing to do.
-
-    Args:
-        chunk_size: tokens; None where it is not known yet, and the shortest there may be counts.
-    """
-    size = chunk_size or chunk_size_of(method, seqlen, seqlen, sequence)
-    chunks = -(-seqlen // size)
-    if chunks < sequence:
-        raise UserError(
-            f"cluster.sequence: {sequence} workers, and {chunks} chunks of {size} tokens to deal out; lower "
-            f"--method.chunk_size to {max(1, seqlen // sequence)} or less, or take at most {chunks} workers"
-        )
+    """See `Layout.check_chunks`."""
+    Layout(sequence=sequence).check_chunks(method, seqlen, chunk_size)
 
 
 def grid_of(
@@ -83,31 +62,3 @@ def step_plan(scheme: Scheme, grid: Grid, owners: Owners, helpers: Sequence[int]
     # less; else it would only make others wait.
     stream = scheme.window is not None and scheme.dy_from == "head"
     return plan(grid, owners, tapes=scheme.tapes, stream=stream, buffers=buffers)
-
-
-def check_method(method: Any, helper_count: int, sequence: int, model: Any) -> None:
-    """Raises a UserError where a method cannot be distributed as asked."""
-    if "attention" in getattr(model, "mixers", ()) and (helper_count or sequence > 1):
-        raise UserError(
-            f"cluster.{'helpers' if helper_count else 'sequence'}: keys and values stay with one worker, and "
-            "this model's attention has some; give --cluster.shards instead"
-        )
-    if helper_count and not isinstance(method, LayerLocal):
-        raise UserError(
-            f"cluster.helpers: method {method.name} has no tasks to share; use layer-local, or "
-            "--cluster.helpers 0"
-        )
-    if sequence == 1:
-        return
-    if helper_count:
-        raise UserError("cluster.helpers: go without cluster.sequence; leave one of them out")
-    if isinstance(method, Backprop):
-        raise UserError(
-            "cluster.sequence: backprop has one chunk, and there is nothing to deal out; use exact, or more "
-            "--cluster.shards"
-        )
-    if isinstance(method, Truncated) and method.window == "auto":
-        raise UserError(
-            'cluster.sequence: window "auto" needs the decays of the whole sequence in one place; give a '
-            "window in tokens, or use more --cluster.shards"
-        )

@@ -24,6 +24,7 @@ from adjoint.errors import UserError, check_finite, check_whole
 from adjoint.layers import StackConfig
 from adjoint.methods import METHODS
 from adjoint.train.flags import Flags, in_words, nearest, read_value
+from adjoint.train.layout import Layout
 
 # What other trainers call some of the keys.
 _ELSEWHERE = {
@@ -224,19 +225,17 @@ class ClusterConfig:
             raise UserError(
                 f'cluster.shards: must be 0 (no Ray), a number of processes or "auto", got {self.shards}'
             )
-        least = {"replicas": 1, "sequence": 1, "helpers": 0, "max_failures": 0}
-        least |= {} if self.cpus is None else {"cpus": 1}
-        for key, lowest in least.items():
+        _ = self.layout  # which refuses what cannot be
+        for key, lowest in ({"max_failures": 0} | ({} if self.cpus is None else {"cpus": 1})).items():
             check_whole(f"cluster.{key}", getattr(self, key), lowest)
-        for key in ("replicas", "sequence"):
-            number = getattr(self, key)
-            if self.shards == 0 and number > 1:
-                raise UserError(
-                    f"cluster.{key}: {number} of them need processes of their own; "
-                    f"give --cluster.shards 1 or more, or --cluster.{key} 1"
-                )
         for key in ("start_timeout", "hang_timeout", "progress_timeout"):
             check_finite(f"cluster.{key}", getattr(self, key))
+
+    @property
+    def layout(self) -> Layout:
+        """How the run is spread over workers; of one shard where that is "auto" and not known yet."""
+        shards = 1 if self.shards == "auto" else self.shards
+        return Layout(shards, self.sequence, self.replicas, self.helpers)
 
 
 @dataclass(frozen=True)

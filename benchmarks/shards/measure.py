@@ -17,7 +17,7 @@ from adjoint.engine.stages import stage_costs
 from adjoint.layers import StackConfig
 from adjoint.memory import PeakMemory
 from adjoint.stack import Stack
-from adjoint.train.config import TrainingConfig
+from adjoint.train.config import ClusterConfig, TrainingConfig
 from benchmarks.scaling.measured import method_of
 
 WARM_UP = 2
@@ -34,7 +34,6 @@ def run_group(
         UserError: the sizes are not possible. ShardFailure: a shard was lost.
     """
     from adjoint.cluster.group import Group
-    from adjoint.cluster.placement import Need
 
     size = options.chunk_size
     window = None if method == "exact" else options.window
@@ -48,7 +47,8 @@ def run_group(
     ids = torch.randint(model.vocab_size, (options.batch, options.seqlen), generator=generator).numpy()
     training = TrainingConfig(device="cpu", precision="float32", threads=1)
     name = f"{shards} shard{'s' * (shards > 1)}" if sequence == 1 else f"{sequence} workers in turn"
-    group = Group(model, training, method_of(method, size, window), shards, Need(1, 0), sequence=sequence)
+    cluster = ClusterConfig(shards=shards, sequence=sequence)
+    group = Group(model, training, method_of(method, size, window), cluster)
     try:
         run: dict[str, Any] = {
             "name": f"{method}, {name}",
@@ -184,7 +184,7 @@ def ray_running(workers: int) -> Iterator[None]:
     """A Ray of our own on loopback, or the one this process is connected to."""
     from adjoint.cluster import placement
 
-    ours = placement.connect(workers, placement.Need(1, 0))
+    ours = placement.connect(workers, placement.Resources(1))
     try:
         yield
     finally:

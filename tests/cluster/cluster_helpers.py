@@ -21,6 +21,7 @@ from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import local_transports
 from adjoint.engine.grid import Tile
 from adjoint.train.config import TrainingConfig, load_config
+from adjoint.train.layout import Layout
 from adjoint.train.optimizer import learning_rate, make_optimizer
 from adjoint.train.rundir import open_run
 
@@ -64,17 +65,16 @@ def make_shards(
     training: TrainingConfig,
     precision: str = "float64",
     drawn: bool = True,
-    helpers: tuple[int, ...] = (),
-    replicas: int = 1,
-    sequence: int = 1,
+    **more: int,
 ) -> list[Shard]:
-    """Shards of one model and of every other replica, joined by queues; helpers are in their crews."""
-    transports = local_transports(replicas * (shards * sequence + len(helpers)))
+    """Shards of one model and of every other replica, joined by queues; helpers are in their crews. `more`
+    is the rest of the layout."""
+    layout = Layout(shards, **more)
+    transports = local_transports(layout.world)
     spans = tuple(split(config.n_layer, shards))
-    rest = {"replicas": replicas, "sequence": sequence, "precision": precision}
     specs = [
-        ShardSpec(config, training, method, spans, rank, helpers, **rest)  # type: ignore[arg-type]
-        for rank in range(len(transports))
+        ShardSpec(config, training, method, layout, spans, rank, precision=precision)
+        for rank in range(layout.world)
     ]
     made: list[Shard] = []
     kind: Any = Shard
@@ -117,15 +117,19 @@ def together(shards: list[Shard], call: Callable[[Shard], Any]) -> list[Any]:
 class ThreadGroup:
     """Stands in for `adjoint.cluster.group.Group`: its shards are threads of this process."""
 
-    device, sequence, replicas = "cpu", 1, 1
+    device = "cpu"
 
-    def __init__(self, model: Any, training: Any, method: Any, shards: int, *rest: Any, **_: Any) -> None:
-        checkpoint = rest[2]
+    def __init__(
+        self, model: Any, training: Any, method: Any, cluster: Any, ids: Any, checkpoint: Any, **_: Any
+    ) -> None:
+        self.layout = cluster.layout
         self.precision = "float64" if training.precision == "float64" else "float32"
-        self.made = make_shards(model, shards, method, training, self.precision, checkpoint is None)
+        self.made = make_shards(
+            model, self.layout.shards, method, training, self.precision, checkpoint is None
+        )
         if checkpoint is not None:
             together(self.made, lambda shard: shard.load(checkpoint))
-        self.shards, self.spans = shards, self.made[0].spec.spans
+        self.spans = self.made[0].spec.spans
 
     def all(self, name: str, *arguments: Any, first: bool = False) -> list[Any]:
         own = [torch.from_numpy(a.copy()) if isinstance(a, np.ndarray) else a for a in arguments]

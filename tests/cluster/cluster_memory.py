@@ -22,7 +22,7 @@ from adjoint.cluster import group as group_module
 from adjoint.cluster.group import Group, ShardActor
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.memory import peak_memory_bytes
-from adjoint.train.config import TrainingConfig
+from adjoint.train.config import ClusterConfig, TrainingConfig
 from adjoint.train.optimizer import make_optimizer
 from tests.model_helpers import make_ids
 
@@ -71,7 +71,7 @@ def shards(sizes: dict[str, Any], seqlen: int, count: int) -> list[int]:
         runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}},
     )
     group_module.ShardActor = WatchedActor  # type: ignore[misc]
-    group = Group(StackConfig(**sizes), TRAINING, METHOD, count)
+    group = Group(StackConfig(**sizes), TRAINING, METHOD, ClusterConfig(count))
     try:
         for step in (1, 2):
             group.all("accumulate", make_ids(1, seqlen, 256, seed=step).numpy())

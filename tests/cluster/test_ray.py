@@ -23,10 +23,11 @@ import torch
 from adjoint import Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.checkpoint import Tensors
 from adjoint.cluster import placement
-from adjoint.cluster.placement import Need, Wanted
+from adjoint.cluster.placement import Resources
 from adjoint.errors import UserError
 from adjoint.train.checkpoint import begin_checkpoint, commit_checkpoint
-from adjoint.train.config import TrainingConfig
+from adjoint.train.config import ClusterConfig, TrainingConfig
+from adjoint.train.layout import Layout
 from adjoint.train.optimizer import learning_rate, make_optimizer
 from tests.model_helpers import SIZES, VARIANTS, assert_same, make_ids
 from tests.training_helpers import metrics, tiny, train_tiny
@@ -48,7 +49,7 @@ def train_both(
     stack = Stack(config).double()
     optimizer = make_optimizer(stack, TRAINING)
     names = [name for name, _ in stack.named_parameters()]
-    group = Group(config, TRAINING, method, shards, helpers=helpers, transport=transport)
+    group = Group(config, TRAINING, method, ClusterConfig(shards, helpers=helpers, transport=transport))
     try:
         for step in (1, 2):
             ids = make_ids(2, 24, seed=step)
@@ -149,18 +150,21 @@ def test_a_shard_of_four_needs_less_than_a_third_of_the_memory() -> None:
 NODES = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0}]
 
 
-ROOM = [(Need(1), 6), (Need(2), 3), (Need(3), 1), (Need(1, 1), 2), (Need(4, 1), 1), (Need(1, 3), 0)]
+ROOM = [
+    (Resources(*each), room)
+    for each, room in (((1,), 6), ((2,), 3), ((3,), 1), ((1, 1), 2), ((4, 1), 1), ((1, 3), 0))
+]
 
 
-@pytest.mark.parametrize(("need", "room"), ROOM, ids=str)
-def test_what_fits_is_counted_node_by_node(need: Need, room: int) -> None:
-    assert placement.how_many(need, NODES) == room
+@pytest.mark.parametrize(("each", "room"), ROOM, ids=str)
+def test_what_fits_is_counted_node_by_node(each: Resources, room: int) -> None:
+    assert placement.how_many(each, NODES) == room
     for shards in range(1, room + 1):
-        placement.check_feasible(Wanted(shards), need, NODES)
+        placement.check_feasible(Layout(shards), each, NODES)
     with pytest.raises(UserError) as refusal:
-        placement.check_feasible(Wanted(room + 1), need, NODES)
+        placement.check_feasible(Layout(room + 1), each, NODES)
     said = str(refusal.value)
-    assert f"{room + 1} shards with {need} each" in said
+    assert f"{room + 1} shards with {each} each" in said
     assert (f"--cluster.shards {room}" in said) == (room > 0)
     assert "4 CPUs, 2 GPUs; 2 CPUs, 0 GPUs" in said
 

@@ -9,9 +9,10 @@ import pytest
 
 from adjoint.cluster import group as group_module
 from adjoint.cluster import placement
-from adjoint.cluster.placement import Need, Wanted
+from adjoint.cluster.placement import Resources
 from adjoint.errors import UserError
 from adjoint.train.config import ClusterConfig
+from adjoint.train.layout import Layout
 from tests.cluster import cluster_faults
 from tests.cluster.cluster_faults import files, told
 from tests.training_helpers import same_training, train_tiny
@@ -156,13 +157,13 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 def test_what_would_fit_does(shards: int, replicas: int, would: str) -> None:
     nodes = [{"CPU": 4.0}, {"CPU": 2.0}]
     with pytest.raises(UserError) as refusal:
-        placement.check_feasible(Wanted(shards, replicas=replicas), Need(1), nodes)
+        placement.check_feasible(Layout(shards, replicas=replicas), Resources(1), nodes)
     assert str(refusal.value).endswith(f"what fits: {would}")
     for choice in would.split(" or "):
         words = choice.replace("--cluster.", "").split()
         asked = {"shards": shards, "replicas": replicas}
         asked |= {key: int(n) for key, n in zip(words[::2], words[1::2], strict=True)}
-        placement.check_feasible(Wanted(**asked), Need(1), nodes)
+        placement.check_feasible(Layout(**asked), Resources(1), nodes)
 
 
 def test_one_process_has_no_replicas() -> None:

@@ -196,7 +196,7 @@ def test_what_cannot_be_dealt_out_is_refused() -> None:
         with pytest.raises(UserError, match=message):
             make_shards(config, 1, method, TRAINING, sequence=2)
     with pytest.raises(UserError, match=r"^cluster\.helpers: go without cluster\.sequence"):
-        make_shards(config, 1, LayerLocal(None, 4), TRAINING, sequence=2, helpers=(0,))
+        make_shards(config, 1, LayerLocal(None, 4), TRAINING, sequence=2, helpers=1)
 
 
 @pytest.mark.parametrize("seqlen, chunk_size, workers", [(11, 7, 3), (8, 8, 2), (20, 5, 7)])

@@ -10,7 +10,7 @@ import torch
 
 from adjoint import Exact, StackConfig
 from adjoint.cluster import group as group_module
-from adjoint.train.config import TrainingConfig
+from adjoint.train.config import ClusterConfig, TrainingConfig
 from tests.cluster import cluster_faults
 from tests.cluster.cluster_faults import files, told
 from tests.training_helpers import same_training, train_tiny
@@ -84,7 +84,7 @@ def test_the_sequence_may_be_as_much_longer_as_there_are_workers(ray_on_loopback
     training = TrainingConfig(device="cpu", threads=1, precision="float32")
 
     def peak(workers: int, seqlen: int) -> int:
-        group = group_module.Group(config, training, Exact(512), 1, sequence=workers)
+        group = group_module.Group(config, training, Exact(512), ClusterConfig(1, sequence=workers))
         try:
             group.all("accumulate", torch.zeros(1, seqlen, dtype=torch.int64).numpy())
             return max(group.all("peak_memory_bytes"))

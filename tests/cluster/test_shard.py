@@ -16,6 +16,7 @@ from adjoint.errors import UserError
 from adjoint.train import machine as runtime
 from adjoint.train.checkpoint import begin_checkpoint, commit_checkpoint, load_checkpoint
 from adjoint.train.config import TrainingConfig
+from adjoint.train.layout import Layout
 from adjoint.train.optimizer import make_optimizer
 from tests.cluster.cluster_helpers import (
     TRAINING,
@@ -32,7 +33,7 @@ from tests.model_helpers import SIZES, VARIANTS, assert_same, make_ids
 
 def alone(config: StackConfig, spans: list[range], worker: int, seed: int, drawn: bool = True) -> Shard:
     training = TrainingConfig(seed=seed)
-    spec = ShardSpec(config, training, Exact(7), tuple(spans), worker, precision="float32")
+    spec = ShardSpec(config, training, Exact(7), Layout(len(spans)), tuple(spans), worker)
     return Shard(spec, drawn=drawn)
 
 
@@ -218,4 +219,4 @@ def test_evaluation_is_the_loss_and_leaves_no_trace(shards: int, one_thread: Non
 
 def test_helpers_are_for_layer_local_alone() -> None:
     with pytest.raises(UserError, match="has no tasks to share; use layer-local"):
-        make_shards(StackConfig(**SIZES), 1, Exact(7), TRAINING, helpers=(0,))
+        make_shards(StackConfig(**SIZES), 1, Exact(7), TRAINING, helpers=1)

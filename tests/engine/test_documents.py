@@ -177,7 +177,7 @@ def test_shards_keep_documents_apart(method: str, layout: dict[str, int]) -> Non
 def test_helpers_keep_documents_apart() -> None:
     config = StackConfig(**{**SIZES, **MIXED})
     method = METHODS["layer-local, windowed"]
-    shards = disturbed_shards(config, 1, method, TRAINING, helpers=(0, 0))
+    shards = disturbed_shards(config, 1, method, TRAINING, helpers=2)
     stack, ids = disturbed_stack(config), make_ids(2, sum(PACKED[0]), seed=3)
     _, expected = one_by_one(stack, ids, PACKED, method)
     together(shards, lambda shard: shard.accumulate(ids, seq_idx=numbers(PACKED)))

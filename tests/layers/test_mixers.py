@@ -18,7 +18,7 @@ from adjoint.engine.chunk_size import kept_bytes
 from adjoint.engine.stages import stage_states, stages_of
 from adjoint.errors import UserError
 from adjoint.kernels.attention import BAND, causal_attention
-from adjoint.plan.schedule import check_method
+from adjoint.train.layout import Layout
 from tests.cluster.cluster_helpers import (
     TRAINING,
     disturbed_shards,
@@ -380,10 +380,10 @@ def test_windows_are_refused(variant: str) -> None:
 def test_keys_and_values_stay_with_one_worker() -> None:
     config = StackConfig(**{**SIZES, **VARIANTS["hybrid"]})
     with pytest.raises(UserError, match=r"cluster.sequence: keys and values stay .* give --cluster.shards"):
-        check_method(Exact(), 0, 2, config)
+        Layout(sequence=2).check(config, Exact())
     with pytest.raises(UserError, match=r"cluster.helpers: keys and values stay .* give --cluster.shards"):
-        check_method(LayerLocal(), 1, 1, config)
-    check_method(Exact(), 0, 2, StackConfig(**{**SIZES, **VARIANTS["mamba3"]}))
+        Layout(helpers=1).check(config, LayerLocal())
+    Layout(sequence=2).check(StackConfig(**{**SIZES, **VARIANTS["mamba3"]}), Exact())
 
 
 @pytest.mark.sampled(4)

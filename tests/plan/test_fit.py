@@ -16,9 +16,10 @@ from adjoint.cluster.devices import Device
 from adjoint.cluster.fit import Fit, needs
 from adjoint.cluster.memory import Setup
 from adjoint.cluster.partition import layer_costs
-from adjoint.cluster.placement import Need
+from adjoint.cluster.placement import resources
 from adjoint.errors import UserError
-from adjoint.train.config import TrainingConfig, load_config
+from adjoint.train.config import ClusterConfig, TrainingConfig, load_config
+from adjoint.train.layout import Layout
 
 MODEL = StackConfig(vocab_size=64, d_model=64, n_layer=6, tie_embeddings=False)
 SETUP = Setup(MODEL, Exact(chunk_size=512), batch=1, seqlen=8192, reserve=False)
@@ -103,9 +104,9 @@ def test_a_group_refuses_a_slice_too_small_for_its_shard() -> None:
     method, ids = Exact(chunk_size=512), (1, 8192)
     found = [look("a", gpu(10e6)), look("a", gpu(10e6, 1))]
     with pytest.raises(UserError, match=r"cluster.shards: shard .* its device has 0\.01.*what fits"):
-        make_specs(MODEL, TrainingConfig(), method, found, 2, ids)
+        make_specs(MODEL, TrainingConfig(), method, Layout(2), found, ids)
     roomy = [look("a", gpu(4e9)), look("a", gpu(4e9, 1))]
-    _, spans, _ = make_specs(MODEL, TrainingConfig(), method, roomy, 2, ids)
+    _, spans, _ = make_specs(MODEL, TrainingConfig(), method, Layout(2), roomy, ids)
     assert spans == (range(0, 3), range(3, 6))
 
 
@@ -113,7 +114,7 @@ def test_a_group_lets_the_margin_go_where_only_that_is_missing() -> None:
     setup = dataclasses.replace(SETUP, device="cuda")
     need = max(totals(setup, [range(0, 3), range(3, 6)]))
     found = [look("a", gpu(1.02 * need)), look("a", gpu(1.02 * need, 1))]
-    _, spans, _ = make_specs(MODEL, TrainingConfig(), Exact(chunk_size=512), found, 2, (1, 8192))
+    _, spans, _ = make_specs(MODEL, TrainingConfig(), Exact(chunk_size=512), Layout(2), found, (1, 8192))
     assert spans == (range(0, 3), range(3, 6))
 
 
@@ -135,9 +136,9 @@ def test_cpus_that_are_given_are_the_threads_of_a_shard(
         pass
 
     def group(
-        model: Any, training: TrainingConfig, method: Any, shards: int, need: Need, *rest: Any, **more: Any
+        model: Any, training: TrainingConfig, method: Any, cluster: ClusterConfig, *_: Any, **more: Any
     ) -> None:
-        seen.update(cpus=need.cpus, training=training)
+        seen.update(cpus=resources(training.device, cluster.cpus).cpus, training=training)
         raise Given
 
     monkeypatch.setattr(cluster_training, "Group", group)
@@ -148,7 +149,7 @@ def test_cpus_that_are_given_are_the_threads_of_a_shard(
         trainer._make_group(None)
     assert (seen["cpus"], seen["training"].threads) == (cpus, threads)
     found = [look(node, None) | {"cores": 3} for node in "aab"]  # two of them share a node
-    specs = make_specs(MODEL, seen["training"], Exact(chunk_size=512), found, 3)[2]
+    specs = make_specs(MODEL, seen["training"], Exact(chunk_size=512), Layout(3), found)[2]
     assert [spec.threads for spec in specs] == ([threads] * 3 if threads else [1, 1, 3])
 
 
@@ -157,21 +158,21 @@ def test_shards_on_cpus_are_refused_only_where_their_node_is_too_small() -> None
     both = sum(totals(SETUP, [range(0, 3), range(3, 6)]))
     small = int(0.75 * both)
     apart = [look("a", None, small), look("b", None, small)]
-    assert make_specs(MODEL, training, method, apart, 2, ids)[1] == (range(0, 3), range(3, 6))
+    assert make_specs(MODEL, training, method, Layout(2), apart, ids)[1] == (range(0, 3), range(3, 6))
     together = [look("a", None, small), look("a", None, small)]
     with pytest.raises(UserError, match=r"2 shards on a node of 0\.\d GB need"):
-        make_specs(MODEL, training, method, together, 2, ids)
-    assert make_specs(MODEL, training, method, together, 2)[1] == (
+        make_specs(MODEL, training, method, Layout(2), together, ids)
+    assert make_specs(MODEL, training, method, Layout(2), together)[1] == (
         range(0, 3),
         range(3, 6),
     )  # nothing to reckon
 
 
 def test_workers_in_turn_each_take_their_memory() -> None:
-    setup = dataclasses.replace(SETUP, sequence=2)
+    setup, layout = dataclasses.replace(SETUP, sequence=2), Layout(sequence=2)
     each = totals(setup, [range(0, 6)])[0]
     found = [look("a", None, int(2.1 * each))] * 2
-    assert make_specs(MODEL, TrainingConfig(), Exact(512), found, 1, (1, 8192), 1, 2)[1] == (range(0, 6),)
+    assert make_specs(MODEL, TrainingConfig(), Exact(512), layout, found, (1, 8192))[1] == (range(0, 6),)
     found = [look("a", None, int(1.9 * each))] * 2
     with pytest.raises(UserError, match=r"2 shards on a node of 0\.\d GB need"):
-        make_specs(MODEL, TrainingConfig(), Exact(512), found, 1, (1, 8192), 1, 2)
+        make_specs(MODEL, TrainingConfig(), Exact(512), layout, found, (1, 8192))

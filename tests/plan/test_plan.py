@@ -30,6 +30,7 @@ from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.tools.plan import estimate as plan_time
 from adjoint.tools.plan.plot import joined_spans
 from adjoint.train.config import TrainingConfig
+from adjoint.train.layout import Layout
 
 METHODS = [
     Backprop(),
@@ -104,7 +105,7 @@ def test_memory_of_a_shard_in_the_middle(method: Any, sequence: int) -> None:
         pytest.skip("does not go over a sequence's workers")
     model = StackConfig(vocab_size=64, d_model=64, n_layer=6, tie_embeddings=False)
     spans, seqlen = (range(0, 2), range(2, 4), range(4, 6)), 2048 * sequence
-    spec = ShardSpec(model, TrainingConfig(), method, spans, sequence, sequence=sequence)
+    spec = ShardSpec(model, TrainingConfig(), method, Layout(3, sequence), spans, sequence)
     shard: Any = Shard(spec, Zeros())
     passing = torch.ones(6, seqlen // 512) if getattr(method, "unbiased", False) else None
     with count.LiveBytes() as live:
@@ -237,7 +238,7 @@ def test_the_chunk_is_the_one_that_training_takes(batch: int, monkeypatch: pytes
 
 def test_workers_in_turn_have_two_chunks_each() -> None:
     model = StackConfig(vocab_size=8, d_model=16, n_layer=2)
-    shard = Shard(ShardSpec(model, TrainingConfig(), Exact(), (range(2),), 0, sequence=4), Zeros())
+    shard = Shard(ShardSpec(model, TrainingConfig(), Exact(), Layout(sequence=4), (range(2),), 0), Zeros())
     setup = Setup(model, Exact(), 1, 1024, sequence=4)
     assert setup.scheme.chunk_size == shard.chunk_size(1, 1024) == 128 and setup.chunks == 8
 

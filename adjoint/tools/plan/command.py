@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ from adjoint.cluster.gpus import GPUS
 from adjoint.cluster.memory import Setup
 from adjoint.cluster.partition import layer_costs
 from adjoint.errors import UserError
-from adjoint.plan.schedule import check_chunks, check_method
 from adjoint.stack import Stack
 from adjoint.tools.plan import estimate as plan_time
 from adjoint.tools.plan.report import as_dict, labels_of, text
@@ -110,13 +110,14 @@ def setup_of(given: Any, config: Config) -> Setup:
     Raises:
         UserError: the method does not run on so many devices.
     """
-    method, cluster = config.method.build(), config.cluster
+    method = config.method.build()
     if given.devices > config.model.n_layer:
         raise UserError(
             f"--devices {given.devices}: the model has {config.model.n_layer} layers and a device needs "
             f"one; take at most {config.model.n_layer}"
         )
-    check_method(method, cluster.helpers, cluster.sequence, config.model)
+    layout = dataclasses.replace(config.cluster.layout, shards=given.devices)
+    layout.check(config.model, method)
     precision: str = config.training.precision
     if precision == "auto":
         here = pick_precision("auto", torch.device("cpu"))
@@ -131,17 +132,17 @@ def setup_of(given: Any, config: Config) -> Setup:
     setup = make_setup(
         model,
         method,
-        -(-config.data.batch // cluster.replicas),  # rows of the replica that has most
+        layout.rows(config.data.batch),
         config.data.seqlen,
         precision,
         given.kind,
         None if given.limits is None else min(given.limits),
         config.training.grad_accumulation,
-        sequence=cluster.sequence,
-        helpers=cluster.helpers,
+        sequence=layout.sequence,
+        helpers=layout.helpers,
         optimizer=config.training.optimizer,
     )
-    check_chunks(method, setup.seqlen, setup.scheme.chunk_size, setup.sequence)
+    layout.check_chunks(method, setup.seqlen, setup.scheme.chunk_size)
     return setup
 
 

@@ -1,0 +1,204 @@
+"""How a run is spread over workers, and what does not go together with that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from adjoint.errors import UserError, check_whole
+from adjoint.methods import Backprop, LayerLocal, Truncated
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread over workers.
+
+    Workers have ranks: replica by replica, in each of them shard by shard, the helpers last.
+
+    Args:
+        shards: into which the layers are cut.
+        sequence: workers of a shard, each with all of its layers, to whom chunks are dealt out in turn.
+        replicas: each with all shards; they share the rows of every batch out.
+        helpers: of each replica; they own no layers, and share the layer-local tasks of the shards, to which
+            they are dealt out in turn.
+
+    Raises:
+        UserError: one of them is out of range, or there are no shards to be multiplied.
+    """
+
+    shards: int = 1
+    sequence: int = 1
+    replicas: int = 1
+    helpers: int = 0
+
+    def __post_init__(self) -> None:
+        for key, least in (("replicas", 1), ("sequence", 1), ("helpers", 0)):
+            check_whole(f"cluster.{key}", getattr(self, key), least)
+        for key in ("replicas", "sequence"):
+            number = getattr(self, key)
+            if self.shards == 0 and number > 1:
+                raise UserError(
+                    f"cluster.{key}: {number} of them need processes of their own; "
+                    f"give --cluster.shards 1 or more, or --cluster.{key} 1"
+                )
+
+    # ------------------------------------------------------------------------------------ workers and ranks
+
+    @property
+    def owning(self) -> int:
+        """Workers of a replica that own layers: all but its helpers."""
+        return self.shards * self.sequence
+
+    @property
+    def workers(self) -> int:
+        """Workers of a replica."""
+        return self.owning + self.helpers
+
+    @property
+    def world(self) -> int:
+        """Workers of all replicas."""
+        return self.workers * self.replicas
+
+    @property
+    def helped(self) -> tuple[int, ...]:
+        """For each helper of a replica the shard whose tasks it shares."""
+        return tuple(i % self.shards for i in range(self.helpers))
+
+    def replica(self, rank: int) -> int:
+        """Which replica a worker is of."""
+        return rank // self.workers
+
+    def worker(self, rank: int) -> int:
+        """A worker's number within its replica, which is what programs know."""
+        return rank % self.workers
+
+    def helps(self, rank: int) -> bool:
+        """Whether a worker is a helper."""
+        return self.worker(rank) >= self.owning
+
+    def shard(self, rank: int) -> int:
+        """Which shard's layers a worker has, or helps with."""
+        worker = self.worker(rank)
+        return self.helped[worker - self.owning] if self.helps(rank) else worker // self.sequence
+
+    def ranks(self, shard: int) -> list[int]:
+        """The workers that own a shard's layers, in all replicas."""
+        return [rank for rank in range(self.world) if not self.helps(rank) and self.shard(rank) == shard]
+
+    def helpers_of(self, rank: int) -> list[int]:
+        """The helpers that share a worker's tasks."""
+        first = self.workers * self.replica(rank) + self.owning
+        return [first + i for i, shard in enumerate(self.helped) if shard == self.shard(rank)]
+
+    @property
+    def everyone(self) -> list[int]:
+        """All workers but the helpers."""
+        return [rank for rank in range(self.world) if not self.helps(rank)]
+
+    @property
+    def tied(self) -> list[int]:
+        """The workers that have a tied table: those of the first and of the last shard."""
+        return sorted({*self.ranks(0), *self.ranks(self.shards - 1)})
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The ranks between which there are collectives."""
+        return [*map(self.ranks, range(self.shards)), self.tied, self.everyone]
+
+    # --------------------------------------------------------------------------------------------- batches
+
+    def rows(self, batch: int) -> int:
+        """Rows of a batch that a replica has, of the one that has most."""
+        return -(-batch // self.replicas)
+
+    def at_most(self, chunk_size: int, seqlen: int) -> int:
+        """Tokens of a chunk, fewer where else some worker of a sequence would not have two of them."""
+        return min(chunk_size, -(-seqlen // (2 * self.sequence))) if self.sequence > 1 else chunk_size
+
+    def chunk_size(self, method: Any, seqlen: int, default: int) -> int:
+        """Tokens of a chunk; where the method does not say, `default` or fewer (`at_most`)."""
+        return method.scheme(seqlen, self.at_most(default, seqlen)).chunk_size
+
+    # ------------------------------------------------------------------------------ what does not go together
+
+    def check(self, model: Any, method: Any) -> None:
+        """Raises a UserError where a model or a method cannot be spread so.
+
+        Args:
+            model: a StackConfig, or what is known of a pretrained model: with `n_layer`.
+        """
+        if self.shards > model.n_layer:
+            raise UserError(
+                f"cluster.shards: {self.shards} shards for {model.n_layer} layers; a shard needs a layer: "
+                f"take at most {model.n_layer}"
+            )
+        if "attention" in getattr(model, "mixers", ()) and (self.helpers or self.sequence > 1):
+            raise UserError(
+                f"cluster.{'helpers' if self.helpers else 'sequence'}: keys and values stay with one worker, "
+                "and this model's attention has some; give --cluster.shards instead"
+            )
+        if self.helpers and not isinstance(method, LayerLocal):
+            raise UserError(
+                f"cluster.helpers: method {method.name} has no tasks to share; use layer-local, or "
+                "--cluster.helpers 0"
+            )
+        if self.sequence == 1:
+            return
+        if self.helpers:
+            raise UserError("cluster.helpers: go without cluster.sequence; leave one of them out")
+        if isinstance(method, Backprop):
+            raise UserError(
+                "cluster.sequence: backprop has one chunk, and there is nothing to deal out; use exact, or "
+                "more --cluster.shards"
+            )
+        if isinstance(method, Truncated) and method.window == "auto":
+            raise UserError(
+                'cluster.sequence: window "auto" needs the decays of the whole sequence in one place; give a '
+                "window in tokens, or use more --cluster.shards"
+            )
+
+    def check_rows(self, batch: int) -> None:
+        """Raises a UserError where some replica would have no row of a batch."""
+        if batch < self.replicas:
+            raise UserError(
+                f"cluster.replicas: {self.replicas} replicas for a batch of {batch}, and each needs a row; "
+                f"--data.batch {self.replicas}, or --cluster.replicas {batch}"
+            )
+
+    def check_chunks(self, method: Any, seqlen: int, chunk_size: int | None = None) -> None:
+        """Raises a UserError where some worker of a sequence would have no chunk.
+
+        Args:
+            chunk_size: tokens; None where it is not known yet, and the shortest there may be counts.
+        """
+        size = chunk_size or self.chunk_size(method, seqlen, seqlen)
+        chunks = -(-seqlen // size)
+        if chunks < self.sequence:
+            raise UserError(
+                f"cluster.sequence: {self.sequence} workers, and {chunks} chunks of {size} tokens to deal "
+                f"out; lower --method.chunk_size to {max(1, seqlen // self.sequence)} or less, or take at "
+                f"most {chunks} workers"
+            )
+
+    def check_run(self, method: Any, carry_state: str, packed: bool) -> None:
+        """Raises a UserError for what only one process can do.
+
+        Args:
+            carry_state: as ``training.carry_state``.
+            packed: whether several documents of a pretrained model lie in a row.
+        """
+        if getattr(method, "memory", None) is not None:
+            raise UserError(
+                "method.memory: a budget is for one process, shards keep one chunk each; leave it out, or "
+                "set cluster.shards to 0"
+            )
+        if carry_state != "none" and self.workers * self.replicas > self.shards:
+            raise UserError(
+                "training.carry_state: a layer's states stay with one worker; leave out cluster.replicas, "
+                "cluster.sequence and cluster.helpers"
+            )
+        if packed:
+            raise UserError(
+                "data.documents: packed documents of a pretrained model are for one process; set "
+                'cluster.shards to 0, or data.documents to "stream"'
+            )
