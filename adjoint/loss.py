@@ -58,6 +58,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (d_hidden * d_loss).to(d_hidden.dtype), (d_weight * d_loss).to(ctx.dtype), None, None, None
 
 
+def tokens_per_slice(tokens: int, vocab_size: int, on_gpu: bool, slices: int | None = None) -> int:
+    """Of how many tokens logits exist at a time.
+
+    Args:
+        tokens: in all. slices: into how many they are cut; by default as many as keep a slice's logits below
+            16 MiB, or 256 MiB on a GPU.
+    """
+    if slices is not None:
+        return max(1, -(-tokens // slices))
+    return max(1, (SLICE_ELEMENTS_CUDA if on_gpu else SLICE_ELEMENTS) // vocab_size)
+
+
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int | None = None
 ) -> Tensor:
@@ -69,8 +81,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: (…, d_model). weight: (vocab_size, d_model). targets: (…,) int64; -100 is ignored.
-        slice_tokens: tokens whose logits exist at a time; by default what keeps them below 16 MiB, or
-            256 MiB on a GPU. It need not divide anything.
+        slice_tokens: tokens whose logits exist at a time, by default of `tokens_per_slice`. It need not
+            divide anything.
 
     Raises:
         ValueError: slice_tokens is not positive, or targets do not match hidden.
@@ -81,8 +93,7 @@ def linear_cross_entropy(
             f"{tuple(hidden.shape)}"
         )
     if slice_tokens is None:
-        elements = SLICE_ELEMENTS_CUDA if hidden.is_cuda else SLICE_ELEMENTS
-        slice_tokens = max(1, elements // weight.shape[0])
+        slice_tokens = tokens_per_slice(targets.numel(), weight.shape[0], hidden.is_cuda)
     if slice_tokens < 1:
         raise ValueError(f"slice_tokens must be 1 or more, got {slice_tokens}")
     dtype = dispatch.autocast_dtype(hidden.device)

@@ -69,12 +69,12 @@ def outlined(directory: str) -> Pretrained:
 
 def _scale(model: Any) -> float | None:
     """`head_scale` of a model of fake tensors: of a small real table in its head's place."""
-    head, forward = model.get_output_embeddings(), type(model).forward
+    head = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None:
         return None
     model.set_output_embeddings(nn.Linear(head.in_features, 8, bias=False))
     try:
-        return head_scale(model, forward)
+        return head_scale(model)
     finally:
         model.set_output_embeddings(head)
 

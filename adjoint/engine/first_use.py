@@ -1,13 +1,15 @@
-"""Layers of one's own are compared on first use: a few tokens in two chunks against the same in one, by the
-engine itself. What the two ways have in common is `Layer`; what may differ is the user's code."""
+"""On first use, some tokens are computed in chunks and whole, and the gradients compared: here of layers of
+one's own, by the engine itself; of wrapped models in `adjoint.hf.first_use`. What the two ways have in common
+is ours; what may differ is the user's code."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +18,8 @@ from adjoint.engine import tile
 from adjoint.engine.grid import Scheme, make_grid
 from adjoint.engine.program import Owners, Run, plan
 from adjoint.engine.run import Changed, Worker
-from adjoint.engine.stages import Chunk, Layer
-from adjoint.engine.tile import Cotangents, Gradients, Pullback
+from adjoint.engine.stages import Chunk, Embedding, Layer
+from adjoint.engine.tile import Gradients, Pullback
 from adjoint.kernels.checks import is_untouched
 from adjoint.layers import State
 
@@ -32,6 +34,111 @@ COARSE = 0.1  # of bfloat16 and float16
 # float32 reaches 3e-6.
 SHARE = 1e-2
 PARTS = (nn.Linear, nn.Conv1d, nn.Identity, nn.ModuleList, nn.Sequential)  # of PyTorch, that our layers have
+
+
+@dataclasses.dataclass
+class Results:
+    """What came of some tokens in one of two ways.
+
+    Attributes:
+        gradients: by name, None where there is none. loss: of which they are.
+        outputs: whatever else must be the same, by name.
+    """
+
+    gradients: dict[str, Tensor | None]
+    loss: float = 0.0
+    outputs: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+class Difference(NamedTuple):
+    """Of two `Results`, by relative L2 distances.
+
+    Attributes:
+        name: of the first output that differs, else of the gradient that does most; by `alone`.
+        total: of all gradients together. loss: absolute.
+    """
+
+    name: str
+    alone: float
+    total: float
+    loss: float
+
+
+def difference(whole: Results, other: Results, limit: float, each: bool = True) -> Difference | None:
+    """What differs in `other` by more than the limit; None if nothing does. What is no number differs.
+
+    Args:
+        limit: of `tolerance`. each: whether each gradient must be within it, or only all of them together.
+    """
+    for name, output in whole.outputs.items():
+        apart = _distance(output, other.outputs[name])
+        size = float(output.double().norm())
+        if apart and not apart <= limit * size:
+            return Difference(name, apart / size if size else math.inf, 0.0, 0.0)
+    pairs = [(a, other.gradients[name]) for name, a in whole.gradients.items()]
+    distances = [_distance(a, b) for a, b in pairs]
+    sizes = [0.0 if a is None else float(a.double().norm()) for a, _ in pairs]
+    size, error = math.hypot(*sizes), math.hypot(*distances)
+    total = error / size if size else float(error > 0)
+    relative = [d / max(n, SHARE * size) if size else d for d, n in zip(distances, sizes, strict=True)]
+    alone, name = max(zip(relative, whole.gradients, strict=True), default=(0.0, ""))
+    loss = abs(other.loss - whole.loss)
+    same = total <= limit and (alone <= limit or not each) and loss <= limit * max(1.0, abs(whole.loss))
+    return None if same else Difference(name, alone, total, loss)
+
+
+def _distance(a: Tensor | None, b: Tensor | None) -> float:
+    """Of L2; infinite where it is no number, or where shapes differ."""
+    if a is None or b is None:
+        found = sum(float(t.double().norm()) for t in (a, b) if t is not None)
+    else:
+        found = float((b - a).double().norm()) if a.shape == b.shape else math.inf
+    return found if math.isfinite(found) else math.inf
+
+
+def tolerance(dtypes: Iterable[torch.dtype], device: torch.device | None = None) -> float:
+    """For what was computed in several precisions, autocast's on a device among them."""
+    found = list(dtypes)
+    if device is not None and torch.is_autocast_enabled(device.type):
+        found.append(torch.get_autocast_dtype(device.type))
+    return max(TOLERANCES.get(dtype, COARSE) for dtype in found)
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same but for rounding."""
+    return _distance(b, a) <= tolerance([a.dtype, b.dtype]) * float(b.double().norm())
+
+
+class Weighted:
+    """In the place of a loss: a sum over what it is given, (1, some of TOKENS, width), with weights that are
+    as good as any; notes what it was given, by the chunks' first tokens."""
+
+    stateful, grows, reach, replayable = False, (), 0, False
+
+    def __init__(self) -> None:
+        self.seen = dict[int, Tensor]()
+
+    def parameters(self) -> Iterable[Tensor]:
+        return ()
+
+    @staticmethod
+    def sum(x: Tensor, start: int = 0) -> Tensor:
+        """Of tokens of which the first is number `start`."""
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randn(TOKENS, x.shape[-1], generator=generator, dtype=torch.float32)
+        return (x * weights[start : start + x.shape[1]].to(x)).sum()
+
+    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+        self.seen[chunk.start] = x.detach()
+        return self.sum(x, chunk.start), ()
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        return tile.linearize(lambda _, x, state: self.forward(x, state, chunk), [], x, (), gradients)
+
+
+# ------------------------------------------------------------------------------------- layers of one's own
 
 
 def own_class(stage: Any) -> type | None:
@@ -54,15 +161,17 @@ def compare_own_layers(
     Raises:
         ValueError: its output, its state or a gradient depends on where the chunks are cut.
     """
+    kinds: dict[Any, list[tuple[Layer, State]]] = {}
     for stage, state in zip(stages, initial, strict=True):
-        if own_class(stage) is None:
-            continue
-        key = _kind(stage, dtype, device)
-        alike = [s.block for s in stages if own_class(s) is not None and _kind(s, dtype, device) == key]
-        if not any(key in block.__dict__.get("_adjoint_compared", ()) for block in alike):
-            _compare(stage, tuple(s[:1] for s in state), width, dtype, device)
-        for block in alike:
-            block.__dict__.setdefault("_adjoint_compared", set()).add(key)
+        if (cls := own_class(stage)) is not None:
+            kinds.setdefault((cls, *_kind(stage, dtype, device)), []).append((stage, state))
+    for kind, alike in kinds.items():
+        noted = [stage.block.__dict__.setdefault("_adjoint_compared", set()) for stage, _ in alike]
+        if not any(kind in compared for compared in noted):
+            stage, state = alike[0]
+            _compare(kind[0], stage, state, width, dtype, device)
+        for compared in noted:
+            compared.add(kind)
 
 
 def _kind(stage: Layer, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
@@ -74,22 +183,20 @@ def _kind(stage: Layer, dtype: torch.dtype, device: torch.device) -> tuple[Any, 
         for m in stage.block.modules()
     )
     narrow = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return own_class(stage), hash(shapes), dtype, narrow, device.type, stage.block.training, stage.recompute
+    return hash(shapes), dtype, narrow, device.type, stage.block.training, stage.recompute
 
 
-def _compare(stage: Layer, state: State, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    cls = own_class(stage)
-    assert cls is not None
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
-
-    given = drawn(1, TOKENS, width), drawn(1, TOKENS, width), state
+def _compare(
+    cls: type, stage: Layer, state: State, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
     cuda = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(cuda), _buffers_as_they_were(stage.block):
+    alone = torch.random.fork_rng(cuda), _buffers_as_they_were(stage.block)
+    with torch.inference_mode(False), torch.no_grad(), alone[0], alone[1]:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(TOKENS, width, generator=generator, dtype=torch.float64).to(device, dtype)
+        state = tuple(s[:1].clone() for s in state)
         try:
-            whole = _results(Layer(stage.block, stage.reach, stage.grows), TOKENS, *given)
+            whole = _results(Layer(stage.block, stage.reach, stage.grows), TOKENS, x, state)
         except Exception as error:  # such as where the number of tokens must be a multiple of another
             warnings.warn(
                 f"{cls.__qualname__} fails on {TOKENS} tokens ({type(error).__name__}): its gradients by "
@@ -98,28 +205,19 @@ def _compare(stage: Layer, state: State, width: int, dtype: torch.dtype, device:
             )
             return
         try:
-            chunks = _results(stage, CHUNK, *given)
+            chunks = _results(stage, CHUNK, x, state)
         except Changed:
             _refuse(cls, f"a chunk of {TOKENS} tokens, computed again, is another: {WHY}")
         except Exception as error:
             said = " ".join(str(error).split())[:200]
             _refuse(cls, f"it does not go on from the state it gave ({type(error).__name__}: {said})", error)
-    limit = max(TOLERANCES.get(d, COARSE) for d in _precisions(dtype, device))
-    apart = {name: _distance(name, whole, chunks) for name in whole}
-    first = [name for name in apart if "gradient" not in name and apart[name] > limit]
-    what = first[0] if first else max(apart, key=apart.__getitem__)
-    if apart[what] > limit:
+    if found := difference(whole, chunks, tolerance([dtype], device)):
+        what = found.name if found.name in whole.outputs else f"the gradient of {found.name}"
         _refuse(
             cls,
-            f"of {TOKENS} tokens in two chunks {what} differs from the whole's, by {apart[what]:.1e} of its "
+            f"of {TOKENS} tokens in two chunks {what} differs from the whole's, by {found.alone:.1e} of its "
             f"size: {WHY}",
         )
-
-
-def _precisions(dtype: torch.dtype, device: torch.device) -> Iterator[torch.dtype]:
-    yield dtype
-    if torch.is_autocast_enabled(device.type):
-        yield torch.get_autocast_dtype(device.type)
 
 
 def _refuse(cls: type, why: str, cause: Exception | None = None) -> None:
@@ -136,17 +234,18 @@ def _buffers_as_they_were(module: nn.Module) -> Iterator[None]:
             buffer.copy_(values)
 
 
-def _results(
-    stage: Layer, chunk_size: int, x: Tensor, weights: Tensor, state: State
-) -> dict[str, Tensor | None]:
-    """Output, final state, and the gradients of a weighted sum of both, by names for people."""
-    x = x.clone().requires_grad_()
-    inputs, outputs = _Inputs(x), _Weighted(weights)
-    stages: list[Any] = [inputs, stage, outputs]
+def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
+    """Output, final state, and the gradients of a weighted sum of both, by names for people.
+
+    Args:
+        x: its input (TOKENS, width), which the engine looks up as an embedding.
+    """
+    table, outputs = nn.Embedding.from_pretrained(x.clone(), freeze=False), Weighted()
+    stages: list[Any] = [Embedding(table), stage, outputs]
     grid = make_grid(Scheme(chunk_size), TOKENS, [each.stateful for each in stages], 0)
-    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=x.device)
+    ids = torch.arange(TOKENS, device=x.device)[None]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    worker = Worker(stages, grid, ids, ids, [(), tuple(s.detach() for s in state), ()], x.shape[2], wide)
+    worker = Worker(stages, grid, ids, ids, [(), tuple(s.detach() for s in state), ()], x.shape[1], wide)
     program = plan(grid, Owners((0,) * len(stages))).programs[0]
     first = next(i for i, a in enumerate(program) if not (isinstance(a, Run) and a.tile.kind in "FL"))
     worker.run(program[:first])
@@ -154,79 +253,9 @@ def _results(
     worker.scale = torch.ones((), dtype=wide, device=x.device)
     worker.d_final[1] = tuple(torch.ones_like(s) if s.is_floating_point() else None for s in final)
     worker.run(program[first:])
-    gradients, d_initial = worker.gradients, worker.d_initial[1]
-    found: dict[str, Tensor | None] = {
-        "its output": torch.cat([outputs.seen[c] for c in sorted(outputs.seen)], 1)
-    }
-    found |= {f"final state {i}": s for i, s in enumerate(final)}
-    found |= {f"the gradient of initial state {i}": d for i, d in enumerate(d_initial)}
-    found["the gradient of its input"] = gradients.of(x)
-    named = stage.block.named_parameters()
-    return found | {f"the gradient of {name}": gradients.of(p) for name, p in named if p.requires_grad}
-
-
-def _distance(name: str, whole: dict[str, Tensor | None], chunks: dict[str, Tensor | None]) -> float:
-    """Relative, of gradients to at least a share of all of them; infinite for what is no number."""
-    a, b = whole[name], chunks[name]
-    if a is None and b is None:
-        return 0.0
-    like = a if a is not None else b
-    assert like is not None
-    a, b = (torch.zeros_like(like) if t is None else t for t in (a, b))
-    if a.shape != b.shape:
-        return math.inf
-    size = float(a.double().norm())
-    if "gradient" in name:
-        each = [float(t.double().norm()) for n, t in whole.items() if "gradient" in n and t is not None]
-        size = max(size, SHARE * math.hypot(*each))
-    apart = float((b - a).double().norm())
-    found = apart / size if size else float(apart > 0)
-    return found if math.isfinite(found) else math.inf
-
-
-class _Inputs:
-    """Gives a tensor (1, tokens, width) in the place of an embedding."""
-
-    stateful, grows, reach, replayable = False, (), 0, False
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def parameters(self) -> Iterable[Tensor]:
-        return (self.x,)
-
-    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
-        return self.x.detach()[:, chunk.start : chunk.start + x.shape[1]], ()
-
-    def linearize(
-        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
-    ) -> tuple[Tensor, State, Pullback]:
-        def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[None, Cotangents]:
-            if dy is not None:
-                d = torch.zeros_like(self.x)
-                d[:, chunk.start : chunk.start + x.shape[1]] = dy
-                gradients.add(self.x, d)
-            return None, ()
-
-        return *self.forward(x, state, chunk), pullback
-
-
-class _Weighted:
-    """A weighted sum in the place of a loss; notes what it was given, by the chunks' first tokens."""
-
-    stateful, grows, reach, replayable = False, (), 0, False
-
-    def __init__(self, weights: Tensor) -> None:
-        self.weights, self.seen = weights, dict[int, Tensor]()
-
-    def parameters(self) -> Iterable[Tensor]:
-        return ()
-
-    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
-        self.seen[chunk.start] = x.detach()
-        return (x * self.weights[:, chunk.start : chunk.start + x.shape[1]]).sum(), ()
-
-    def linearize(
-        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
-    ) -> tuple[Tensor, State, Pullback]:
-        return tile.linearize(lambda _, x, state: self.forward(x, state, chunk), [], x, (), gradients)
+    gradients = worker.gradients
+    found = {f"initial state {i}": d for i, d in enumerate(worker.d_initial[1])}
+    found["its input"] = gradients.of(table.weight)
+    found |= {name: gradients.of(p) for name, p in stage.block.named_parameters() if p.requires_grad}
+    seen = {"its output": torch.cat([outputs.seen[c] for c in sorted(outputs.seen)], 1)}
+    return Results(found, outputs=seen | {f"final state {i}": s for i, s in enumerate(final)})

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers import cache_utils as theirs
 
 from adjoint.engine.kept import Past
-from adjoint.hf import scans
+from adjoint.hf import functions
 from adjoint.kernels.attention import join
 from adjoint.layers import State
 
@@ -196,7 +196,7 @@ class ChunkCache(DynamicCache):
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         state = super().get_recurrent_state(layer_idx, state_idx)
-        scans.handed.state = state  # Mamba-1's mixers do not give it to their scan
+        functions.handed.state = state  # Mamba-1's mixers do not give it to their scan
         return state
 
     def begun(self, slots: Sequence[Slot], state: State, seen: int) -> list[Any]:

@@ -1,35 +1,34 @@
-"""The comparison on first use: the gradient of a few tokens by chunks against that of the whole."""
+"""The comparison on first use of a wrapped model: the gradient of a few tokens by chunks against that of the
+whole; and what else is tried on a few tokens."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from adjoint.engine.autograd import Steps
-from adjoint.engine.first_use import COARSE, SHARE, TOLERANCES
+from adjoint.engine.first_use import COARSE, TOKENS, Results, Weighted, alike, difference, tolerance
 from adjoint.engine.grid import Scheme
 from adjoint.engine.run import Changed
 from adjoint.engine.weights import Tensors
 from adjoint.hf.check import Refused, as_refusal, refuse
 from adjoint.hf.head import head_scale
-from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of
+from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of, put
 from adjoint.hf.noise import Noise
 from adjoint.hf.snapshot import HOOKS, holders, settings
-from adjoint.hf.stage import Backbone, CausalLM, Collect, probe, whole_model
+from adjoint.hf.stage import Backbone, CausalLM, probe, whole_model
 from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.memory import memory_left
 
-TOKENS = 13  # compared on first use, in chunks of CHUNK
-CHUNK = 5
+CHUNK = 5  # of the TOKENS that are compared
 # Windows and numbers of picked keys are turned down to this in a copy, so that TOKENS reach beyond them.
 WINDOW = 5
 WINDOWS = (
@@ -44,12 +43,13 @@ NOT_THE_SAME = (
     f"the gradient of {TOKENS} tokens in chunks is not that of the whole",
     "it keeps something else than its cache between tokens, or its loss is more than cross-entropy",
 )
+SCHEME = Scheme(CHUNK, least=2)
 COUNTED = 7  # of the labels, as `num_items_in_batch` where a call gives that
 HALF = (torch.bfloat16, torch.float16)
 DROPOUT = nn.modules.dropout._DropoutNd
 
 # (model, ids and labels (1, TOKENS), the parameters to follow) → loss and gradients, None where there is none
-Way = Callable[[Any, Tensor, Tensor, dict[str, Tensor]], tuple[float, Sequence[Tensor | None]]]
+Way = Callable[[Any, Tensor, Tensor, Sequence[Tensor]], tuple[float, Sequence[Tensor | None]]]
 
 
 def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> None:
@@ -68,40 +68,34 @@ def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> None
     """
     with _isolated(model):
         copied = replica(model)
-        wanted = None
         if copied is not None:
             with contextlib.suppress(Exception), _no_autocast(model):
-                wanted = _found(copied, whole)
-        if copied is None or wanted is None:
+                wanted, drawn = _results(copied, whole)
+                model = copied
+        if model is not copied:
             with in_eval_mode(model):
-                wanted = _found(model, whole)  # what it raises is the model's own
-                _compare(model, wanted, by_chunks, what, why)
-            return
+                wanted, _ = _results(model, whole)  # what it raises is the model's own
+                return _compare(model, wanted, by_chunks, what, why)
         with _no_autocast(model):
             try:
-                _compare(copied, wanted, by_chunks, what, why)
+                _compare(model, wanted, by_chunks, what, why)
             except Refused:
-                if not wanted.drawn:
+                if not drawn:
                     raise
-                with in_eval_mode(copied):  # noise is drawn chunk by chunk; without it they must be the same
-                    _compare(copied, _found(copied, whole), by_chunks, what, why)
-            if not _turned_down(copied):
-                return
-            narrow = None
-            with contextlib.suppress(Exception):
-                narrow = _found(copied, whole)
-            if narrow is not None and narrow.loss != wanted.loss:  # else windows were no use
-                _compare(copied, narrow, by_chunks, f"{what}, its windows turned down to {WINDOW},", why)
+                with in_eval_mode(model):  # noise is drawn chunk by chunk; without it they must be the same
+                    _compare(model, _results(model, whole)[0], by_chunks, what, why)
+            if _turned_down(model):
+                narrow = wanted
+                with contextlib.suppress(Exception):
+                    narrow, _ = _results(model, whole)
+                if narrow.loss != wanted.loss:  # else windows were no use
+                    what = f"{what}, its windows turned down to {WINDOW},"
+                    _compare(model, narrow, by_chunks, what, why)
 
 
-class _Found(NamedTuple):
-    loss: float
-    gradients: dict[str, Tensor | None]
-    drawn: bool  # whether the model drew random numbers
-
-
-def _found(model: Any, way: Way, followed: Sequence[str] = ()) -> _Found:
-    """What comes of a few tokens for the parameters `followed`, by default those that are trained."""
+def _results(model: Any, way: Way, followed: Sequence[str] = ()) -> tuple[Results, bool]:
+    """What comes of a few tokens for the parameters `followed`, by default those that are trained; and
+    whether the model drew random numbers."""
     named = dict(model.named_parameters())
     floating = [name for name, p in named.items() if p.is_floating_point()]
     followed = followed or [name for name in floating if named[name].requires_grad]
@@ -112,23 +106,27 @@ def _found(model: Any, way: Way, followed: Sequence[str] = ()) -> _Found:
         for name in before:
             named[name].requires_grad_(name in followed)
         with noise.undone(), noise.of(0):
-            loss, gradients = way(model, *some_tokens(model), {name: named[name] for name in followed})
+            loss, gradients = way(model, *some_tokens(model), [named[name] for name in followed])
     finally:
         for name, trained in before.items():
             named[name].requires_grad_(trained)
-    return _Found(loss, dict(zip(followed, gradients, strict=True)), bool(noise.before))
+    return Results(dict(zip(followed, gradients, strict=True)), loss), bool(noise.before)
 
 
-def _compare(model: Any, wanted: _Found, by_chunks: Way, what: str, why: str) -> None:
+def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -> None:
     with as_refusal(model):
         try:
-            got = _found(model, by_chunks, list(wanted.gradients))
+            got, _ = _results(model, by_chunks, list(wanted.gradients))
         except Changed:
             refuse(model, f"{what}: {why}")
-    dtypes, device = [p.dtype for p in model.parameters() if p.is_floating_point()], _device(model).type
-    if torch.is_autocast_enabled(device):
-        dtypes.append(torch.get_autocast_dtype(device))
-    same_gradients(model, wanted, got, tolerance(dtypes), what, why)
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    limit = tolerance(dtypes, _device(model))
+    if found := difference(wanted, got, limit, each=limit != COARSE):
+        refuse(
+            model,
+            f"{what} (relative distance {found.total:.1e}, most in {found.name}: {found.alone:.1e}; the loss "
+            f"differs by {found.loss:.1e}): {why}",
+        )
 
 
 @contextlib.contextmanager
@@ -235,82 +233,55 @@ def _token_ids(settings: dict[str, Any]) -> Iterator[int]:
             yield from (v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
 
 
-def following(model: Any, followed: dict[str, Tensor]) -> tuple[Any, list[Tensor]]:
-    """Leaves in the places of a model's parameters, whose hooks are nobody's: the context, and the leaves."""
-    leaves = {p: p.detach().requires_grad_() for p in followed.values()}
-    return Tensors(model).replaced(leaves), list(leaves.values())
-
-
-def cotangent(hidden: Tensor) -> Tensor:
-    """Of hidden states (batch, tokens, hidden_size), as good as any."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(hidden.shape, generator=generator, dtype=torch.float32).to(hidden)
-
-
 @contextlib.contextmanager
 def in_eval_mode(model: Any) -> Iterator[None]:
     """No dropout."""
-    training = [m for m in model.modules() if m.training]
-    for module in training:
-        module.training = False
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if module.training:
+                stack.callback(put(module, "training", False))
         yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def same_gradients(model: Any, wanted: _Found, got: _Found, limit: float, what: str, why: str) -> None:
-    """Two gradients by the parameters' names.
-
-    Args:
-        limit: of `tolerance`.
-
-    Raises:
-        Refused: they differ, as a whole or, but for bfloat16 and float16, in one parameter, with `what` and
-            `why`.
-    """
-    zero = torch.zeros((), dtype=torch.float64)
-    lengths, distances = [], []
-    for name, a in wanted.gradients.items():
-        b = got.gradients[name]
-        lengths.append(0.0 if a is None else float(a.double().norm()))
-        apart = lengths[-1] if b is None else float((b - (zero.to(b) if a is None else a)).double().norm())
-        distances.append(apart)
-    size, error = math.hypot(*lengths), math.hypot(*distances)
-    relative = error / size if size else float(error > 0)
-    each = [d / max(n, SHARE * size) if size else d for d, n in zip(distances, lengths, strict=True)]
-    alone, name = max(zip(each, wanted.gradients, strict=True))
-    difference = abs(got.loss - wanted.loss)
-    same_loss = difference <= limit * max(1.0, abs(wanted.loss))
-    if not relative <= limit or not (alone <= limit or limit == COARSE) or not same_loss:
-        refuse(
-            model,
-            f"{what} (relative distance {relative:.1e}, most in {name}: {alone:.1e}; the loss differs by "
-            f"{difference:.1e}): {why}",
-        )
-
-
-def tolerance(dtypes: Sequence[torch.dtype]) -> float:
-    """For what was computed in several precisions."""
-    return max(TOLERANCES.get(dtype, COARSE) for dtype in dtypes)
 
 
 @contextlib.contextmanager
 def plainly(model: Any) -> Iterator[None]:
     """Meanwhile calls go to transformers' own forward, in the backbone too."""
-    records = [m.__dict__["_adjoint"] for m in (model, backbone_of(model)) if "_adjoint" in m.__dict__]
-    before = [record.plain for record in records]
-    for record in records:
-        record.plain = True
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in (model, backbone_of(model)):
+            if "_adjoint" in vars(module):
+                stack.callback(put(vars(module)["_adjoint"], "plain", True))
         yield
-    finally:
-        for record, was in zip(records, before, strict=True):
-            record.plain = was
 
 
 # ------------------------------------------------------------------------------------------------------ ways
+
+
+def by_autograd(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Way:
+    """The way of a loss (model, ids, labels) → (); followed are leaves in the places of the parameters, whose
+    hooks are nobody's."""
+
+    def way(model: Any, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]) -> Any:
+        leaves = [p.detach().requires_grad_() for p in followed]
+        places = Tensors(model).replaced(dict(zip(followed, leaves, strict=True)))
+        with places, plainly(model):
+            found = loss(model, ids, labels)
+            return float(found.detach()), torch.autograd.grad(found, leaves, allow_unused=True)
+
+    return way
+
+
+def by_engine(steps: Callable[[Any, Tensor, Tensor], Steps]) -> Way:
+    """The way of a program that (model, ids, labels) make."""
+
+    def way(model: Any, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]) -> Any:
+        with plainly(model):
+            made = steps(model, ids, labels)
+            with torch.no_grad():
+                loss, _ = made.forward()
+                gradients, _ = made.backward(torch.ones_like(loss), [None] * len(made.initial))
+        return float(loss), [gradients.of(p) for p in followed]
+
+    return way
 
 
 def loss_ways(method: Any, counted: bool = False) -> tuple[Way, Way]:
@@ -321,27 +292,16 @@ def loss_ways(method: Any, counted: bool = False) -> tuple[Way, Way]:
     """
     more = {"num_items_in_batch": COUNTED} if counted else {}
 
-    def whole(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
-        inside, leaves = following(model, followed)
-        with inside, plainly(model):
-            given = {"input_ids": ids, "labels": labels, "use_cache": False, "return_dict": True, **more}
-            loss = class_of(model).forward(model, **given)["loss"]
-            return float(loss.detach()), torch.autograd.grad(loss, leaves, allow_unused=True)
+    def whole(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        given = {"input_ids": ids, "labels": labels, "use_cache": False, "return_dict": True, **more}
+        return class_of(model).forward(model, **given)["loss"]
 
-    def by_chunks(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
-        with plainly(model):
-            scale = head_scale(model, class_of(model).forward)
-            stage = CausalLM(model, probe(model, ids), scale, recompute=getattr(method, "recompute", "none"))
-            targets = shift_labels(labels)
-            steps = Steps(
-                *whole_model([stage], ids, targets, divisor(targets, counted), Scheme(CHUNK, least=2))
-            )
-            with torch.no_grad():
-                loss, _ = steps.forward()
-                gradients, _ = steps.backward(torch.ones_like(loss), [None] * len(steps.initial))
-        return float(loss), [gradients.of(p) for p in followed.values()]
+    def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
+        scale, targets = head_scale(model), shift_labels(labels)
+        stage = CausalLM(model, probe(model, ids), scale, recompute=_recompute(method))
+        return Steps(*whole_model([stage], ids, targets, divisor(targets, counted), SCHEME))
 
-    return whole, by_chunks
+    return by_autograd(whole), by_engine(by_chunks)
 
 
 def divisor(targets: Tensor, counted: bool) -> int | Tensor:
@@ -352,27 +312,20 @@ def divisor(targets: Tensor, counted: bool) -> int | Tensor:
 def hidden_ways(method: Any) -> tuple[Way, Way]:
     """A loss of a backbone's hidden states and its gradient, of the whole and by chunks."""
 
-    def whole(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
-        inside, leaves = following(model, followed)
-        with inside, plainly(model):
-            hidden = class_of(model).forward(model, input_ids=ids, use_cache=False, return_dict=True)[0]
-            loss = (hidden * cotangent(hidden)).sum()
-            return float(loss.detach()), torch.autograd.grad(loss, leaves, allow_unused=True)
+    def whole(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        return Weighted.sum(
+            class_of(model).forward(model, input_ids=ids, use_cache=False, return_dict=True)[0]
+        )
 
-    def by_chunks(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
-        with plainly(model):
-            stage = Backbone(model, probe(model, ids), recompute=getattr(method, "recompute", "none"))
-            top = Collect(ids.shape[1])
-            steps = Steps(*whole_model([stage, top], ids, ids, 1, Scheme(CHUNK, least=2)))
-            with torch.no_grad():
-                steps.forward()
-                assert top.hidden is not None
-                top.cotangent = cotangent(top.hidden)
-                loss = (top.hidden * top.cotangent).sum()
-                gradients, _ = steps.backward(None, [None] * len(steps.initial))
-        return float(loss), [gradients.of(p) for p in followed.values()]
+    def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
+        stage = Backbone(model, probe(model, ids), recompute=_recompute(method))
+        return Steps(*whole_model([stage, Weighted()], ids, ids, 1, SCHEME))
 
-    return whole, by_chunks
+    return by_autograd(whole), by_engine(by_chunks)
+
+
+def _recompute(method: Any) -> str:
+    return getattr(method, "recompute", "none")
 
 
 # ------------------------------------------------------------------------------- what else a call may bring
@@ -389,7 +342,7 @@ def left_padding(model: Any) -> None:
     mask = torch.ones_like(ids)
     mask[:, : TOKENS - CHUNK] = 0
     padded = _hidden(model, ids, attention_mask=mask)[:, TOKENS - CHUNK :]
-    if not _same_hidden(padded, _hidden(model, ids[:, TOKENS - CHUNK :])):
+    if not alike(padded, _hidden(model, ids[:, TOKENS - CHUNK :])):
         raise ValueError(
             f"rows are padded at the left, and {class_of(model).__name__} counts padding in its tokens' "
             "positions: give position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0), or pad at the "
@@ -410,7 +363,7 @@ def packing(model: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get("attention_mask") is not None:
         given["attention_mask"] = torch.ones_like(ids)
     apart = [_hidden(model, piece) for piece in ids.split([CHUNK, TOKENS - CHUNK], dim=1)]
-    if not _same_hidden(_hidden(model, ids, **given), torch.cat(apart, dim=1)):
+    if not alike(_hidden(model, ids, **given), torch.cat(apart, dim=1)):
         warnings.warn(
             f"position_ids start again, and are read as packed documents, which are kept apart: called like "
             f"this, {class_of(model).__name__} by itself lets documents see those before them",
@@ -425,7 +378,3 @@ def _hidden(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     given = {name: value for name, value in kwargs.items() if name in takes}
     with plainly(model), plainly(backbone):
         return class_of(backbone).forward(backbone, input_ids=ids, return_dict=True, **given)[0]
-
-
-def _same_hidden(a: Tensor, b: Tensor) -> bool:
-    return float((a - b).norm()) <= tolerance([a.dtype]) * float(b.norm())

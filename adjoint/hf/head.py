@@ -1,4 +1,4 @@
-"""A causal LM's head and loss on one slice of the sequence at a time."""
+"""A causal LM's head and loss, on one slice of the tokens at a time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from adjoint.hf.layers import backbone_of
+from adjoint.hf.layers import backbone_of, class_of
 from adjoint.kernels.checks import is_untouched
-from adjoint.loss import IGNORE_INDEX, SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA, linear_cross_entropy
+from adjoint.loss import IGNORE_INDEX, linear_cross_entropy, tokens_per_slice
 
 
 class Output(MoeModelOutputWithPast):
@@ -55,15 +55,11 @@ def _stubbed(model: Any, hidden: Tensor) -> Iterator[None]:
         model._modules[name] = real
 
 
-def own_logits(model: Any, forward: Any, hidden: Tensor) -> Tensor:
-    """What the model makes of hidden states (batch, tokens, hidden_size): logits (batch, tokens, vocab).
-
-    Args:
-        forward: the class's own, not bound.
-    """
+def own_logits(model: Any, hidden: Tensor) -> Tensor:
+    """What the model makes of hidden states (batch, tokens, hidden_size): logits (batch, tokens, vocab)."""
     ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
     with _stubbed(model, hidden):
-        return forward(model, input_ids=ids, use_cache=False, return_dict=True).logits
+        return class_of(model).forward(model, input_ids=ids, use_cache=False, return_dict=True).logits
 
 
 def is_plain(head: Any) -> bool:
@@ -72,7 +68,7 @@ def is_plain(head: Any) -> bool:
 
 
 @torch.no_grad()
-def head_scale(model: Any, forward: Any) -> float | None:
+def head_scale(model: Any) -> float | None:
     """The number by which the model multiplies logits of a plain linear head, usually 1; None where its head
     is something else, such as a softcap.
 
@@ -85,7 +81,7 @@ def head_scale(model: Any, forward: Any) -> float | None:
     hidden = torch.randn(1, 4, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
     hidden = hidden / F.linear(hidden, weight).abs().mean()
     hidden = torch.cat([hidden * 0.1, hidden * 10, hidden * 1000], dim=1)
-    found, plain = own_logits(model, forward, hidden).double(), F.linear(hidden, weight).double()
+    found, plain = own_logits(model, hidden).double(), F.linear(hidden, weight).double()
     scale = ((found * plain).sum() / (plain * plain).sum()).item()
     if not torch.allclose(found, scale * plain, rtol=1e-3, atol=1e-6 * abs(scale)):
         return None
@@ -93,38 +89,27 @@ def head_scale(model: Any, forward: Any) -> float | None:
 
 
 def summed_loss(
-    model: Any,
-    forward: Any,
-    hidden: Tensor,
-    targets: Tensor,
-    scale: float | None,
-    slices: int | None = None,
+    model: Any, hidden: Tensor, targets: Tensor, scale: float | None, slices: int | None = None
 ) -> Tensor:
     """The loss of hidden states (batch, tokens, hidden_size) against targets (batch, tokens) that are already
     shifted, summed over those not ignored, in float32 at least.
 
     Args:
-        scale: of `head_scale`.
-        slices: how many; by default as many as keep a slice's logits below `SLICE_ELEMENTS`.
+        scale: of `head_scale`. slices: of `tokens_per_slice`.
     """
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
     if scale is not None:
         weight = model.get_output_embeddings().weight
         hidden = hidden.to(weight.dtype)  # Mamba's residual stream, and so what comes of it, is float32
-        tokens = None if slices is None else max(1, -(-targets.numel() // slices))
         return linear_cross_entropy(hidden if scale == 1 else hidden * scale, weight, targets, tokens)
-    elements = SLICE_ELEMENTS_CUDA if hidden.is_cuda else SLICE_ELEMENTS
-    tokens = max(1, elements // (model.config.get_text_config().vocab_size * hidden.shape[0]))
-    if slices is not None:
-        tokens = max(1, -(-targets.shape[1] // slices))
 
     def of(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = own_logits(model, forward, hidden)
+        logits = own_logits(model, hidden[None])[0]
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        )
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
     total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
-    for h, t in zip(hidden.split(tokens, dim=1), targets.split(tokens, dim=1), strict=True):
+    for h, t in zip(hidden.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True):
         total = total + (checkpoint(of, h, t, use_reentrant=False) if torch.is_grad_enabled() else of(h, t))
     return total

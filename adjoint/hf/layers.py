@@ -1,12 +1,9 @@
-"""The backbone of a transformers model, its layers, and other forwards and functions in the places of their
-own."""
+"""The backbone of a transformers model and its layers; and attributes of modules for a while."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,57 +51,16 @@ class PassThrough(nn.Module):
         return hidden_states if output is None else (hidden_states, *(None,) * (output - 1))
 
 
-@contextlib.contextmanager
-def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Meanwhile modules have other forwards: on the instances, which may have such ones already."""
-    before = [(module, module.__dict__.get("forward")) for module in forwards]
-    for module, forward in forwards.items():
-        module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, own in before:
-            module.__dict__.pop("forward")
-            if own is not None:
-                module.__dict__["forward"] = own
+def put(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
+    """Sets an entry of `vars(holder)`, or takes it away where the value is `MISSING`; gives what undoes
+    that."""
+    entries = vars(holder)
+    undo = functools.partial(put, holder, attribute, entries.get(attribute, MISSING))
+    if value is MISSING:
+        entries.pop(attribute, None)
+    else:
+        entries[attribute] = value
+    return undo
 
 
-class _Running(threading.local):
-    chunks = 0  # of wrapped models that this thread is in
-
-
-_running = _Running()
-_lock = threading.Lock()
-_inside: dict[int, int] = {}  # of each mapping, how many threads want other values in it
-_before: dict[int, dict[str, Any]] = {}
-
-
-@contextlib.contextmanager
-def rebound(places: Sequence[tuple[MutableMapping[str, Any], dict[str, Any]]]) -> Iterator[None]:
-    """Meanwhile names have other functions in this thread: (mapping, {name: function}) each, the names of a
-    module or a registry. Every thread sees these mappings, so what stands there asks whose call it is; models
-    that run in other threads get what was there before. A mapping is always given the same functions."""
-    with _lock:
-        for mapping, functions in places:
-            if not _inside.get(id(mapping)):
-                _before[id(mapping)] = {name: mapping[name] for name in functions}
-                mapping.update({name: _told_apart(ours, mapping[name]) for name, ours in functions.items()})
-            _inside[id(mapping)] = _inside.get(id(mapping), 0) + 1
-    _running.chunks += 1
-    try:
-        yield
-    finally:
-        _running.chunks -= 1
-        with _lock:
-            for mapping, _ in places:
-                _inside[id(mapping)] -= 1
-                if not _inside[id(mapping)]:
-                    mapping.update(_before.pop(id(mapping)))
-
-
-def _told_apart(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def either(*args: Any, **kwargs: Any) -> Any:
-        return (ours if _running.chunks else theirs)(*args, **kwargs)
-
-    return either
+MISSING = object()

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from adjoint.engine.first_use import TOKENS, alike
 from adjoint.hf import first_use
 from adjoint.hf.head import head_scale, summed_loss
-from adjoint.hf.layers import backbone_of, class_of, layers_of, replaced
+from adjoint.hf.layers import backbone_of, class_of, layers_of, put
+from adjoint.hf.replacements import replaced
 from adjoint.loss import shift_labels
 from adjoint.methods import MiniSequence
 
@@ -26,7 +28,7 @@ from adjoint.methods import MiniSequence
 HEADS_OWN = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
 
 NOT_THE_SAME = (
-    f"the gradient of {first_use.TOKENS} tokens by mini-sequences is not the model's own",
+    f"the gradient of {TOKENS} tokens by mini-sequences is not the model's own",
     "its loss is more than the labels' cross-entropy, or it computes something else each time",
 )
 
@@ -51,8 +53,7 @@ def total_loss(
     given = {k: v for k, v in given.items() if any_kind or k in takes}
     with splitting(backbone_of(model), mlps, method.mlp_chunks):
         hidden = backbone_of(model)(**given, use_cache=False)[0]
-    forward, targets = class_of(model).forward, targets.to(hidden.device)
-    return summed_loss(model, forward, hidden, targets, scale, method.head_chunks)
+    return summed_loss(model, hidden, targets.to(hidden.device), scale, method.head_chunks)
 
 
 @contextlib.contextmanager
@@ -75,12 +76,10 @@ def _recomputed(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[
     split = {mlp: _in_pieces(mlp.forward, chunks) for mlp in mlps} if chunks > 1 else {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        own, layer.gradient_checkpointing = layer.gradient_checkpointing, False  # once is enough
-        try:
-            with replaced(split):
-                return forward(*args, **kwargs)
-        finally:
-            layer.gradient_checkpointing = own
+        with contextlib.ExitStack() as stack:
+            stack.callback(put(layer, "gradient_checkpointing", False))  # once is enough
+            stack.enter_context(replaced(split))
+            return forward(*args, **kwargs)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return _checkpointed(functools.partial(run, **kwargs), *args)
@@ -138,8 +137,7 @@ def token_wise(backbone: Any) -> list[str]:
 def _tokens_are_apart(module: Any, x: Tensor) -> bool:
     """Whether pieces give the whole's output, and each output no gradient at all to another token."""
     whole, pieces = module.forward(x), _in_pieces(module.forward, 3)(x)
-    limit = first_use.tolerance([x.dtype, whole.dtype])
-    if not float((whole - pieces).norm()) <= limit * float(whole.norm()):
+    if not alike(pieces, whole):
         return False
     middle = x.shape[1] // 2
     with torch.enable_grad():
@@ -152,14 +150,10 @@ def _tokens_are_apart(module: Any, x: Tensor) -> bool:
 def way(method: MiniSequence, counted: bool) -> first_use.Way:
     """The loss of a causal LM and its gradient by mini-sequences, for `first_use.compare`."""
 
-    def by_pieces(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
-        inside, leaves = first_use.following(model, followed)
-        with inside, first_use.plainly(model):
-            scale = head_scale(model, class_of(model).forward)
-            mlps = token_wise(backbone_of(model))
-            targets = shift_labels(labels)
-            loss = total_loss(model, method, mlps, scale, targets, {"input_ids": ids})
-            loss = loss / first_use.divisor(targets, counted)
-            return float(loss.detach()), torch.autograd.grad(loss, leaves, allow_unused=True)
+    def by_pieces(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        scale, mlps = head_scale(model), token_wise(backbone_of(model))
+        targets = shift_labels(labels)
+        total = total_loss(model, method, mlps, scale, targets, {"input_ids": ids})
+        return total / first_use.divisor(targets, counted)
 
-    return by_pieces
+    return first_use.by_autograd(by_pieces)

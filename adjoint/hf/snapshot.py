@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from adjoint.engine.weights import Tensors
-from adjoint.hf.layers import class_of
+from adjoint.hf.layers import MISSING, class_of, put
 
 T = TypeVar("T")
 
@@ -150,7 +150,7 @@ class Remembered(Generic[T]):
         self.found: WeakKeyDictionary[nn.Module, tuple[Any, T]] = WeakKeyDictionary()
 
     def of(self, module: nn.Module, find: Callable[[Any], T]) -> T:
-        now = [(type(part), settings(part)) for part in (module, *module.children())]
+        now = [(type(p), p.training, settings(p)) for p in (module, *module.children())]
         if module not in self.found or self.found[module][0] != now:
             self.found[module] = now, find(module)
         return self.found[module][1]
@@ -204,7 +204,7 @@ class Moment:
             try:
                 for module, mode in self.modes:
                     if module.training != mode:
-                        undo.append(_put(module, "training", mode))
+                        undo.append(put(module, "training", mode))
                 for parameter, trained in self.trained:
                     if parameter.requires_grad != trained and parameter.is_leaf:
                         undo.append(functools.partial(parameter.requires_grad_, not trained))
@@ -213,13 +213,13 @@ class Moment:
                 if not self.snapshot.structure_differs(now):
                     changes = list(self.snapshot.changes(now))
                     for name, attribute in changes:
-                        was = self.attributes[name].get(attribute, _MISSING)
+                        was = self.attributes[name].get(attribute, MISSING)
                         if (
-                            was is _MISSING
+                            was is MISSING
                             and type(there := vars(self.holders[name])[attribute]) in CONTAINERS
                         ):
                             was = type(there)()
-                        undo.append(_put(self.holders[name], attribute, was))
+                        undo.append(put(self.holders[name], attribute, was))
                     now = Snapshot(self.model) if changes else now
                 if difference := self.snapshot.difference(now):
                     raise RuntimeError(f"{difference} {BETWEEN}")
@@ -230,7 +230,6 @@ class Moment:
 
 
 BETWEEN = "between forward and backward, which computes chunks again: call backward before the change"
-_MISSING = object()
 
 
 def _kept(value: Any) -> Any:
@@ -241,14 +240,3 @@ def _kept(value: Any) -> Any:
 def version(tensor: Tensor) -> int:
     """How often a tensor was written to; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _put(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
-    """Sets an entry of `vars(holder)`, or takes it away, and gives what undoes that."""
-    entries = vars(holder)
-    was = entries.get(attribute, _MISSING)
-    if value is _MISSING:
-        entries.pop(attribute, None)
-    else:
-        entries[attribute] = value
-    return functools.partial(_put, holder, attribute, was)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.engine.autograd import Steps
-from adjoint.engine.grid import Scheme
 from adjoint.hf import check, first_use
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.head import head_scale
 from adjoint.hf.layers import PassThrough, backbone_of, class_of
-from adjoint.hf.stage import Backbone, CausalLM, Inside, probe
+from adjoint.hf.replacements import Inside
+from adjoint.hf.stage import Backbone, CausalLM, probe
 from adjoint.layers import State
 from adjoint.loss import count_valid, shift_labels
 
@@ -126,7 +126,7 @@ def examine(model: Any, input_ids: Tensor) -> Pretrained:
         Refused: it cannot be cut, with the reason.
     """
     found = describe(model, input_ids)
-    found = dataclasses.replace(found, scale=head_scale(model, class_of(model).forward))
+    found = dataclasses.replace(found, scale=head_scale(model))
     with check.as_refusal(model), first_use.in_eval_mode(model):
         found = dataclasses.replace(found, multiplier=_multiplier(model, found, input_ids.device))
         _compare(model, found)
@@ -231,21 +231,17 @@ def _compare(model: Any, found: Pretrained) -> None:
     cuts = [n * i // pieces for i in range(pieces + 1)]
     spans = [range(a, b) for a, b in itertools.pairwise(cuts)]
 
-    def by_spans(model: Any, ids: Tensor, labels: Tensor, followed: dict[str, Tensor]) -> Any:
+    def by_spans(model: Any, ids: Tensor, labels: Tensor) -> Steps:
         stages = [found.stage(found.part(model, span), span) for span in spans]
         initial = [stage.initial_state(1, ids.device) for stage in stages]
         parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
         targets, dtype = shift_labels(labels), next(model.parameters()).dtype
-        scheme, valid = Scheme(first_use.CHUNK, least=2), float(count_valid(targets))
-        steps = Steps(stages, ids, targets, valid, initial, scheme, parameters, found.d_model, dtype)
-        with torch.no_grad():
-            loss, _ = steps.forward()
-            gradients, _ = steps.backward(torch.ones_like(loss), [None] * len(steps.initial))
-        return float(loss), [gradients.of(p) for p in followed.values()]
+        given = stages, ids, targets, float(count_valid(targets)), initial, first_use.SCHEME, parameters
+        return Steps(*given, found.d_model, dtype)
 
     whole, _ = first_use.loss_ways(None)
     try:
-        first_use.compare(model, whole, by_spans, *first_use.NOT_THE_SAME)
+        first_use.compare(model, whole, first_use.by_engine(by_spans), *first_use.NOT_THE_SAME)
     except check.Refused:
         why = "its layers hand on more than hidden states, and spans of them have not the whole's gradient"
         check.refuse(model, why, check.ONE_PROCESS)

@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjoint.engine import tile
 from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import Chunk
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Tensors
-from adjoint.hf import attention, head, mlps, norms, scans
+from adjoint.hf import head
 from adjoint.hf.cache import ChunkCache, Slot, zeros
-from adjoint.hf.layers import backbone_of, class_of, layers_of, rebound, replaced
+from adjoint.hf.layers import backbone_of, class_of, layers_of
 from adjoint.hf.noise import Noise
+from adjoint.hf.replacements import Inside, replaced
 from adjoint.layers import State
-
-
-class Inside:
-    """What holds while a chunk runs: our scans, norms, gated products and attention; no gradient
-    checkpointing, which would throw the cache away."""
-
-    def __init__(self, model: nn.Module) -> None:
-        modules: list[Any] = list(model.modules())
-        self.functions = scans.places(model) + attention.OURS
-        self.may_checkpoint = [m for m in modules if hasattr(m, "gradient_checkpointing")]
-        self.forwards = norms.forwards(model) | mlps.forwards(model)
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        checkpointing = [m for m in self.may_checkpoint if m.gradient_checkpointing]
-        for module in checkpointing:
-            module.gradient_checkpointing = False
-        try:
-            with rebound(self.functions), replaced(self.forwards):
-                yield
-        finally:
-            scans.handed.state = None
-            for module in checkpointing:
-                module.gradient_checkpointing = True
 
 
 class Backbone:
@@ -163,8 +139,7 @@ class CausalLM(Backbone):
 
     def run(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         hidden, state = super().run(x, state, chunk)
-        forward = class_of(self.model).forward
-        return head.summed_loss(self.model, forward, hidden, chunk.targets, self.scale), state
+        return head.summed_loss(self.model, hidden, chunk.targets, self.scale), state
 
 
 class Collect:

@@ -66,7 +66,7 @@ class _Known:
     @functools.cached_property
     def scale(self) -> float | None:
         with plainly(self.model):
-            return head_scale(self.model, class_of(self.model).forward)
+            return head_scale(self.model)
 
     @functools.cached_property
     def mlps(self) -> list[str]:
@@ -286,7 +286,7 @@ def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
     last = Collect(tokens, ids.shape[1] - tokens)
     Steps(*whole_model([Backbone(model, known.slots), last], ids, ids, 1, scheme)).forward()
     assert last.hidden is not None
-    return own_logits(model, class_of(model).forward, last.hidden)
+    return own_logits(model, last.hidden)
 
 
 def _by_mini_sequences(model: Any, kwargs: dict[str, Any], targets: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ def test_refused(kind: type, method: Any) -> None:
         with torch.set_grad_enabled(follows), pytest.raises(ValueError) as refusal:
             model(ids, labels=ids, method=method)
         said = str(refusal.value)
-        assert said.startswith(f"test_first_use:{kind.__name__} cannot be trained by chunks: ")
+        assert said.startswith(f"{__name__}:{kind.__name__} cannot be trained by chunks: ")
         assert REFUSED[kind] in said and said.endswith("; Backprop() works") and "\n" not in said
     if kind is not Remembers:  # which can be trained by nothing
         model.zero_grad()

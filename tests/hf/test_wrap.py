@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import adjoint
 from adjoint.engine.grid import Tile
 from adjoint.engine.run import Worker
-from adjoint.hf import mlps, norms, scans, wrap  # noqa: F401  -- tables of precisions, before float32 is float64
+from adjoint.hf import functions, replacements, wrap  # noqa: F401  -- tables of precisions, before float32 is float64
 from adjoint.hf.layers import layers_of
 from adjoint.loss import shift_labels
 from tests.hf.hf_models import (
@@ -76,7 +76,7 @@ ONE_OF_EACH = [
     "MistralForCausalLM",  # a sliding window
     "DeepseekV3ForCausalLM",  # MLA
 ]
-TABLE = Path(__file__).parents[1] / "docs" / "models.md"
+TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 @pytest.fixture
@@ -206,34 +206,47 @@ def test_layers_are_computed_again_if_asked(name: str, recompute: str, double: N
     assert statistics.mode(runs.values()) == 3 + 2 + 3  # of its modules; experts may run several times
 
 
-def test_norms_are_known_by_what_they_compute() -> None:
-    """Ours take their places: of an RMSNorm, gated or not, whatever it is called; of nothing else."""
+class Mlp(nn.Module):
+    """A gated MLP, and what is not quite one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(8, 8) for _ in range(3))
+        self.kind, self.dropout, self.more = kind, nn.Dropout(0.5 * (kind == "dropout")), nn.Module()
+        if kind == "adapter":
+            self.more.weight = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate = gate.clamp(max=10) if self.kind == "clamped" else gate
+        act = F.gelu(gate) if self.kind == "gelu" else F.silu(gate)
+        y = self.down_proj(self.dropout(act * up))
+        return y + x * self.more.weight if self.kind == "adapter" else y
+
+
+def test_modules_are_known_by_what_they_compute() -> None:
+    """Ours take the places of RMSNorms, gated or not, and of silu-gated MLPs, whatever they are called; of
+    nothing else."""
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
     like = make("MistralForCausalLM", torch.float32).model.norm
-    found = norms.forwards(nn.ModuleList([
-        like, gated := Qwen3NextRMSNormGated(8), nn.RMSNorm(8, 1e-5), nn.LayerNorm(8, bias=False),
-        nn.RMSNorm(8), nn.PReLU(8),
-    ]))  # fmt: skip
-    assert [type(m).__name__ for m in found] == ["MistralRMSNorm", "Qwen3NextRMSNormGated", "RMSNorm"]
+    gated, mlp = Qwen3NextRMSNormGated(8), Mlp("silu")
+    others = [nn.LayerNorm(8, bias=False), nn.RMSNorm(8), nn.PReLU(8), nn.Linear(8, 8, bias=False)]
+    others += [Mlp(kind) for kind in ("gelu", "clamped", "adapter", "dropout")]
+    found = replacements.forwards(nn.ModuleList([like, gated, nn.RMSNorm(8, 1e-5), mlp, *others]))
+    assert [type(m).__name__ for m in found] == ["MistralRMSNorm", "Qwen3NextRMSNormGated", "RMSNorm", "Mlp"]
     x, gate = torch.randn(2, 3, 5, 8)
     with torch.no_grad():
         gated.weight.copy_(torch.randn(8))
         assert torch.allclose(found[gated](x, gate), gated(x, gate), atol=1e-6)
+        assert torch.allclose(found[mlp](x), mlp(x), atol=1e-6)
         x = torch.randn(3, like.weight.numel()).bfloat16()  # rounded where the class rounds it
         assert torch.equal(found[like.bfloat16()](x), like(x))
-
-
-def test_mlps_are_known_by_what_they_compute() -> None:
-    """Ours takes the place of silu-gated ones, whatever they are called; of no other activation's or form."""
-    found = {
-        name: len(mlps.forwards(make(name, torch.float32)))
-        for name in ("LlamaForCausalLM", "BambaForCausalLM", "Gemma2ForCausalLM", "NemotronHForCausalLM")
-    }
-    layers = make("LlamaForCausalLM", torch.float32).config.num_hidden_layers
-    assert found["LlamaForCausalLM"] == layers
-    assert found["BambaForCausalLM"] > 0
-    assert found["Gemma2ForCausalLM"] == found["NemotronHForCausalLM"] == 0
+    quiet = Mlp("dropout").eval()
+    assert replacements.forwards(quiet) and not replacements.forwards(quiet.train())
+    for name, some in (("LlamaForCausalLM", True), ("BambaForCausalLM", True), ("Gemma2ForCausalLM", False)):
+        kinds = {type(m).__name__ for m in replacements.forwards(make(name, torch.float32))}
+        assert any(kind.endswith("MLP") for kind in kinds) == some, (name, kinds)
 
 
 def test_a_state_does_not_keep_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,7 +458,7 @@ def test_a_class_that_is_refused(name: str) -> None:
 
 def test_a_scan_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' own scan of Mamba-1: the loss is hardly off, the gradient is."""
-    monkeypatch.setattr(scans, "OURS", {})
+    monkeypatch.setattr(functions, "OURS", {})
     model = adjoint.wrap(make("MambaForCausalLM", torch.float32), adjoint.Exact(chunk_size=8))
     with pytest.raises(ValueError, match="the gradient of 13 tokens in chunks is not that of the whole"):
         model(**make_batch(29))

@@ -1,9 +1,10 @@
-"""Our scans and convolution in the places of transformers' own, for the time of a chunk.
+"""Our scans, convolution and attention behind the names and signatures of transformers' own, to which they
+are bound for the time of a chunk.
 
 transformers' Mamba-1 scan starts from zero whatever the cache holds; its Mamba scans keep every step, or
 every pair of steps of a block, in memory; its gated delta rule takes chunks out of a long tensor one by one,
-each of which gets a gradient of full length; its convolution keeps what goes into SiLU. The mixers call them
-by names of their modules, and those names are rebound while a chunk runs."""
+each of which gets a gradient of full length; its convolution keeps what goes into SiLU; its attention, given
+no mask, is causal at the upper left, which drops the past."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from adjoint.kernels import attention
 from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.selective_scan import selective_scan
@@ -122,17 +127,61 @@ def _causal_conv1d(
     return y.to(hidden_states.dtype).transpose(1, 2)
 
 
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    tokens, seen = query.shape[2], key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and 1 < tokens < seen and causal:
+        if torch.is_autocast_enabled(query.device.type):  # which does not reach into a function of one's own
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query = query.to(dtype)
+            if query.is_cuda or dropout:
+                key, value = key.to(dtype), value.to(dtype)
+        if not dropout and kwargs.get("position_bias") is None:
+            return attention.past_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None
+        attention_mask = torch.ones(tokens, seen, dtype=torch.bool, device=query.device).tril(seen - tokens)
+        attention_mask = attention_mask[None, None]
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+    )
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """No mask where attention is plainly causal: `_attention` knows where the diagonal is."""
+    plain = kwargs.get("local_size") is None and kwargs.get("allow_is_causal_skip", True)
+    if plain and kwargs.get("attention_mask") is None:
+        return None
+    return sdpa_mask(*args, **kwargs)
+
+
+# By the names that the Python modules of mixers have for them.
 OURS = {
     "causal_conv1d_fn": _causal_conv1d,
     "mamba_selective_scan": _mamba_selective_scan,
     "mamba2_chunk_scan": _mamba2_chunk_scan,
     "torch_chunk_gated_delta_rule": _chunk_gated_delta_rule,
 }
+# In registries. The configuration goes on saying "sdpa": models look there for what to hand over, such as a
+# mask of the keys that sparse attention has picked.
+REGISTRIES: list[tuple[Any, dict[str, Any]]] = [
+    (ALL_ATTENTION_FUNCTIONS, {"sdpa": _attention}),
+    (ALL_MASK_ATTENTION_FUNCTIONS, {"sdpa": _mask}),
+]
 
 
 def places(model: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
-    """The names of the Python modules of a model's classes that are scans, and ours for each."""
+    """Mappings from names to functions, of the Python modules of a model's classes and of transformers'
+    registries, and ours for each."""
     modules = {cls.__module__ for m in model.modules() for cls in type(m).__mro__}
     found = [vars(sys.modules[name]) for name in sorted(modules) if name in sys.modules]
     pairs = [(names, {name: OURS[name] for name in OURS if name in names}) for names in found]
-    return [(names, ours) for names, ours in pairs if ours]
+    return [(names, ours) for names, ours in pairs if ours] + REGISTRIES
