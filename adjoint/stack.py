@@ -3,16 +3,14 @@ its backward runs is a method's matter (`adjoint.methods`), who owns which part 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,11 +19,14 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.documents import document_numbers
 from adjoint.errors import UserError
+from adjoint.formats.folders import from_pretrained
+from adjoint.formats.names import Weights, assign
+from adjoint.formats.transformers import from_model
 from adjoint.kernels.checks import is_untouched
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, StackConfig, State
+from adjoint.layers.init import draw_seed, drawn_from
 from adjoint.layers.norm import RMSNorm
-from adjoint.layers.pretrained import from_pretrained, from_transformers
 from adjoint.loss import IGNORE_INDEX, count_valid, linear_cross_entropy, shift_labels
 
 
@@ -377,7 +378,7 @@ class Stack(nn.Module):
         Raises:
             ValueError: the model is neither, or uses an option this stack does not have.
         """
-        return _with_weights(*from_transformers(hf_model))
+        return _with_weights(*from_model(hf_model))
 
     @staticmethod
     def from_pretrained(directory: str | Path) -> Stack:
@@ -420,38 +421,11 @@ def _read(directory: str | Path, layout: str | None = None) -> Stack:
         raise UserError(f"{directory}: {error}") from None
 
 
-def _with_weights(config: StackConfig, weights: Mapping[str, Tensor]) -> Stack:
+def _with_weights(config: StackConfig, weights: Weights) -> Stack:
     """A stack made of these tensors; none is copied."""
     with torch.device("meta"):
         stack = Stack(config, seed=0)
-    own = {name: tuple(tensor.shape) for name, tensor in stack.state_dict().items()}
-    given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    for name in [*own, *given]:
-        if own.get(name) != given.get(name):
-            shapes = [f"shape {shapes[name]}" if name in shapes else "none" for shapes in (own, given)]
-            raise ValueError(f"{name}: its configuration asks for {shapes[0]}, its weights have {shapes[1]}")
-    stack.load_state_dict(weights, assign=True)
+    assign(stack, weights)
     if config.tie_embeddings:
         stack.lm_head.weight = stack.embedding.weight
     return stack
-
-
-def draw_seed() -> int:
-    """A seed for weights, from PyTorch's generator."""
-    return int(torch.randint(2**62, (), device="cpu"))
-
-
-def seed_of(seed: int, *piece: int) -> int:
-    """The seed of one piece of what a seed stands for, by its number or several."""
-    # as Python's whole number: NumPy 1 shifts no uint64 by an int
-    return int(np.random.SeedSequence([seed, *piece]).generate_state(1, np.uint64)[0]) >> 1
-
-
-@contextlib.contextmanager
-def drawn_from(seed: int, *piece: int) -> Iterator[None]:
-    """Random numbers from a generator seeded by (seed, *piece); the global one goes on as if nothing had been
-    drawn."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed_of(seed, *piece))
-        yield

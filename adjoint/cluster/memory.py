@@ -23,7 +23,7 @@ from adjoint.engine.chunk_size import chunk_size_for
 from adjoint.engine.grid import Grid, Scheme
 from adjoint.engine.program import BUFFERS
 from adjoint.engine.stages import check_windows, stage_costs
-from adjoint.layers import StackConfig
+from adjoint.layers import MIXERS, Mixer, StackConfig
 from adjoint.methods import Backprop
 from adjoint.stack import Stack
 from adjoint.train.config import plain
@@ -166,19 +166,19 @@ class Setup:
     def flops(self) -> Flops:
         """Operations of a forward pass: two a weight of a matrix, eight an element of the recurrent state,
         and as many for each of a token's inputs and outputs that share it."""
-        kinds, (heads, _, dim) = self.model.mixers, self.model.attention_heads
+        mixers = [MIXERS.get(kind, Mixer) for kind in self.model.mixers]
         ones = [self.layer(k, 64) for k in range(self.model.n_layer)]
-        ranks = [self.model.mamba3_rank if kind == "mamba3" else 1 for kind in kinds]
+        ranks = [mixer.inputs_per_token(self.model) for mixer in mixers]
         layers = [
             2 * one.parameters + 8 * rank * one.state / self.batch / 4
             for one, rank in zip(ones, ranks, strict=True)
         ]
         head = 2.0 * self.model.vocab_size * self.model.d_model
-        if "attention" not in kinds:
-            return Flops(tuple(layers), head)
         # of each query head, two a channel of keys and of values
-        pairs = tuple(4.0 * heads * dim if kind == "attention" else 0.0 for kind in kinds)
-        return Flops(tuple(layers), head, pairs, (self.model.sliding_window,) * len(kinds))
+        pairs = tuple(4.0 * mixer.attended_channels(self.model) for mixer in mixers)
+        if not any(pairs):
+            return Flops(tuple(layers), head)
+        return Flops(tuple(layers), head, pairs, (self.model.sliding_window,) * len(pairs))
 
     def described(self) -> dict[str, Any]:
         """The model in plain types."""
@@ -210,10 +210,10 @@ class Setup:
         Args:
             alone: whether one process has the whole stack, under autograd.
         """
-        _, kv_heads, dim = self.model.attention_heads
-        growing = sum(self.model.mixers[k] == "attention" for k in layers)
+        mixers = (MIXERS.get(self.model.mixers[k], Mixer) for k in layers)
+        grown = sum(mixer.past_per_token(self.model) for mixer in mixers)
         both = 1 if alone and isinstance(self.method, Backprop) else 2  # autograd's cotangents are its own
-        return self.batch * self.seqlen * growing * both * 2 * kv_heads * dim * self.element
+        return self.batch * self.seqlen * both * grown * self.element
 
     def largest(self, layers: Sequence[int], first: bool, last: bool) -> int:
         """Bytes of the largest weight of some layers."""

@@ -13,7 +13,7 @@ from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
 from adjoint.hf.wrap import chunk_size_for, scheme_of
 from adjoint.layers import State
-from adjoint.stack import drawn_from
+from adjoint.layers.init import drawn_from
 
 
 class PretrainedShard(Shard):

@@ -30,10 +30,11 @@ from adjoint.engine.program import Plan, Recv, Send
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import stage_costs, stage_states, stages_of
 from adjoint.layers import State
+from adjoint.layers.init import draw_seed
 from adjoint.loss import count_valid, shift_labels
 from adjoint.memory import peak_memory_bytes
 from adjoint.plan.schedule import check_chunks, forward_plan, grid_of, step_plan
-from adjoint.stack import Stack, draw_seed
+from adjoint.stack import Stack
 from adjoint.train.carry import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
 from adjoint.train.machine import autocast

@@ -330,7 +330,7 @@ class _Windowed(nn.Module):
                 before = None if tail is None else begun((tail,), begins)[0]
                 ahead, _ = mixer.scan_inputs(block.norm(x_halo), before, ahead_idx)
             joined = type(scanned)(*(torch.cat(pair, dim=1) for pair in zip(scanned, ahead, strict=True)))
-        y_scan, h_final = mixer.scan(joined, h[0], window, halo, joined_idx)
+        y_scan, h_final = mixer.scan(joined, h[0], window=window, halo=halo, seq_idx=joined_idx)
         scan_own, scan_halo = y_scan.split([x_own.shape[1], halo], dim=1)
         y = block.feed_forward(mixer.scan_outputs(scan_own, scanned), residual=x_own)
         return y, scan_halo, ahead, (None if halo else tail, h_final) if conv else (h_final,)

@@ -2,25 +2,25 @@
 tensors, across calls; a block puts norms, residual sums and an MLP around it."""
 
 from adjoint.layers.attention import AttentionMixer
-from adjoint.layers.block import Block, State, make_mixer
-from adjoint.layers.config import MIXERS, WINDOWED, StackConfig
+from adjoint.layers.block import Block
+from adjoint.layers.config import MIXERS, StackConfig
 from adjoint.layers.gated_deltanet import GatedDeltaNetMixer
 from adjoint.layers.mamba import MambaMixer
 from adjoint.layers.mamba2 import Mamba2Mixer
 from adjoint.layers.mamba3 import Mamba3Mixer
-from adjoint.layers.selective import SelectiveMixer
+from adjoint.layers.mixer import Mixer, ScanMixer, State
+from adjoint.layers.selective import DenseMixer, DiagonalMixer, ScalarMixer
 
-__all__ = [
-    "MIXERS",
-    "WINDOWED",
-    "AttentionMixer",
-    "Block",
-    "GatedDeltaNetMixer",
-    "Mamba2Mixer",
-    "Mamba3Mixer",
-    "MambaMixer",
-    "SelectiveMixer",
-    "StackConfig",
-    "State",
-    "make_mixer",
-]
+MIXERS |= {
+    "mamba": MambaMixer,
+    "mamba2": Mamba2Mixer,
+    "diagonal": DiagonalMixer,
+    "scalar": ScalarMixer,
+    "dense": DenseMixer,
+    "attention": AttentionMixer,
+    "gated_deltanet": GatedDeltaNetMixer,
+    "mamba3": Mamba3Mixer,
+}
+WINDOWED = tuple(kind for kind, mixer in MIXERS.items() if mixer.windowed)
+
+__all__ = ["MIXERS", "WINDOWED", "Block", "Mixer", "ScanMixer", "StackConfig", "State"]

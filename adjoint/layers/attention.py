@@ -3,44 +3,100 @@ parameters are named as in mamba-ssm's attention. Its state is append-only: keys
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from adjoint.kernels import checks
 from adjoint.kernels.attention import causal_attention, join
-from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.kernels.dispatch import compute_dtype
 from adjoint.layers.config import StackConfig
+from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import reset
+from adjoint.layers.mixer import Mixer
 
 
-class AttentionMixer(nn.Module):
+class AttentionSizes(NamedTuple):
+    """Heads of queries, heads of keys and values, channels a head, how many of them the rotary embedding
+    turns, and whether in_proj and out_proj have biases."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    bias: bool
+
+    @property
+    def channels(self) -> int:
+        """in_proj's, of queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+class AttentionMixer(Mixer):
     """in_proj → (conv1d →) rotated q, k and v → causal attention → out_proj. State: (conv tail,) keys and
     values, (batch, num_key_value_heads, tokens so far, head_dim) each, the keys rotated."""
 
+    projected = True
+
     def __init__(self, config: StackConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.heads, self.kv_heads, self.head_dim = config.attention_heads
-        channels, taps = (self.heads + 2 * self.kv_heads) * self.head_dim, config.attention_d_conv
-        self.in_proj = nn.Linear(config.d_model, channels, bias=config.attention_has_bias)
-        self.conv1d = nn.Conv1d(channels, channels, taps, groups=channels) if taps else None
-        width = self.heads * self.head_dim
-        self.out_proj = nn.Linear(width, config.d_model, bias=config.attention_has_bias)
-        self.grows = (2, 2) if self.conv1d is None else (None, 2, 2)
+        super().__init__(config)
+        self.sizes = sizes = self.sizes_of(config)
+        self.in_proj = nn.Linear(config.d_model, sizes.channels, bias=sizes.bias)
+        taps = config.attention_d_conv
+        self.conv1d = CausalConv1d(sizes.channels, taps) if taps else None
+        self.out_proj = nn.Linear(sizes.heads * sizes.head_dim, config.d_model, bias=sizes.bias)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         reset(self.in_proj, self.conv1d, self.out_proj)
 
-    def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        """Zeros, the conv tail (batch, channels, attention_d_conv - 1) where there is a convolution; keys and
-        values of no token, (batch, num_key_value_heads, 0, head_dim) each."""
-        tail = (batch, self.in_proj.out_features, self.config.attention_d_conv - 1)
-        shapes = (() if self.conv1d is None else (tail,)) + ((batch, self.kv_heads, 0, self.head_dim),) * 2
-        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+    @classmethod
+    def sizes_of(cls, config: StackConfig) -> AttentionSizes:
+        heads = config.num_attention_heads or max(1, config.d_model // 64)
+        dim = config.head_dim or max(2, config.d_model // heads // 2 * 2)
+        rotary_dim = dim if config.rotary_emb_dim is None else config.rotary_emb_dim
+        bias = config.bias if config.attention_bias is None else config.attention_bias
+        return AttentionSizes(heads, config.num_key_value_heads or heads, dim, rotary_dim, bias)
+
+    @classmethod
+    def check(cls, config: StackConfig) -> None:
+        heads, kv_heads, dim, rotary_dim, _ = cls.sizes_of(config)
+        if heads % kv_heads:
+            raise ValueError(
+                f"num_key_value_heads {kv_heads} must divide num_attention_heads, which is {heads}"
+            )
+        if config.rotary_emb_dim is None and dim % 2:
+            raise ValueError(f"head_dim must be even, as rotary embedding turns pairs; got {dim}")
+        if rotary_dim % 2 or rotary_dim > dim:
+            raise ValueError(f"rotary_emb_dim must be even, and at most head_dim {dim}; got {rotary_dim}")
+        if not config.rope_theta > 1:
+            raise ValueError(f"rope_theta must be a number above 1, such as 10000; got {config.rope_theta}")
+
+    @classmethod
+    def state_shapes(cls, config: StackConfig) -> tuple[tuple[int | None, ...], ...]:
+        """The conv tail (channels, attention_d_conv - 1) where there is a convolution; keys and values,
+        (num_key_value_heads, tokens so far, head_dim) each."""
+        sizes, taps = cls.sizes_of(config), config.attention_d_conv
+        past = sizes.kv_heads, None, sizes.head_dim
+        return (past, past) if not taps else ((sizes.channels, taps - 1), past, past)
+
+    @classmethod
+    def attended_channels(cls, config: StackConfig) -> int:
+        sizes = cls.sizes_of(config)
+        return sizes.heads * sizes.head_dim
+
+    @classmethod
+    def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
+        """Queries, keys and values, repeated for each head, the output, and in_proj's if there is a
+        convolution."""
+        heads, kv_heads, dim, rotary_dim, _ = sizes = cls.sizes_of(config)
+        bands = 2 if config.sliding_window else 1  # keys and values lie there twice, and queries in bands
+        convolved = sizes.channels if config.attention_d_conv else 0
+        if selective:  # products as wide as the residual stream are made again
+            return (2 * kv_heads * dim * (kv_heads < heads) + convolved) * element
+        return (5 * bands * heads * dim + convolved) * element + (rotary_dim + heads) * max(element, 4)
 
     def forward(
         self, x: Tensor, state: tuple[Any, ...], seq_idx: Tensor | None = None
@@ -55,18 +111,17 @@ class AttentionMixer(nn.Module):
         *tail, _, _ = state
         state, qkv = state[-2:], self.in_proj(x)
         if self.conv1d is not None:
-            qkv, *tail = causal_conv1d(
-                qkv, self.conv1d.weight.squeeze(1), self.conv1d.bias, tail[0], seq_idx=seq_idx
-            )
-        sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in qkv.split(sizes, dim=-1))
+            qkv, *tail = self.conv1d(qkv, tail[0], seq_idx=seq_idx)
+        heads, kv_heads, dim, rotary_dim, _ = self.sizes
+        each = [n * dim for n in (heads, kv_heads, kv_heads)]
+        q, k, v = (t.unflatten(-1, (-1, dim)).transpose(1, 2) for t in qkv.split(each, dim=-1))
         before, window = state[0], self.config.sliding_window
         seen = before.shape[2] if isinstance(before, Tensor) else len(before)
-        turns = rotary(seen, x.shape[1], self.config.rotary_dim, self.config.rope_theta, q)
+        turns = rotary(seen, x.shape[1], rotary_dim, self.config.rope_theta, q)
         q, k = rotate(q, *turns), rotate(k, *turns)
         if isinstance(before, Tensor):
             for t in state:
-                checks.shape("initial_state", t, x.shape[0], self.kv_heads, seen, self.head_dim)
+                checks.shape("initial_state", t, x.shape[0], kv_heads, seen, dim)
             keys, values = (torch.cat([s, t.to(s.dtype)], dim=2) for s, t in zip(state, (k, v), strict=True))
             after = keys, values
         else:
@@ -108,8 +163,8 @@ def rotary(first: int, tokens: int, dim: int, theta: float, like: Tensor) -> tup
     pairs = torch.arange(0, dim, 2, dtype=torch.float64, device=like.device)
     places = torch.arange(first, first + tokens, dtype=torch.float64, device=like.device)
     angles = places[:, None] * theta ** (-pairs / dim)
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return angles.cos().to(wide), angles.sin().to(wide)
+    dtype = compute_dtype(like)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

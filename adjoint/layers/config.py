@@ -1,13 +1,11 @@
 """What a stack is made of: one frozen dataclass, checked when it is made."""
 
 import dataclasses
-import math
+from typing import Any
 
-MIXERS = ("mamba", "mamba2", "diagonal", "scalar", "dense", "attention", "gated_deltanet", "mamba3")
-# Those whose recurrences can be cut to a window.
-WINDOWED = ("mamba", "mamba2", "diagonal", "scalar", "dense")
-_DEFAULT_D_STATE = {"mamba": 16, "mamba2": 128, "diagonal": 16, "scalar": 16, "dense": 16}
-_DEFAULT_D_STATE |= {"gated_deltanet": 64, "mamba3": 128}
+# The built-in mixers' classes by name (`adjoint.layers.mixer.Mixer`), entered in adjoint/layers/__init__.py.
+MIXERS: dict[str, Any] = {}
+_MAY_BE_ZERO = ("d_intermediate", "attention_d_conv", "rotary_emb_dim")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,29 +92,13 @@ class StackConfig:
     mimo_rank: int = 4
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "d_model",
-            "n_layer",
-            "d_conv",
-            "expand",
-            "headdim",
-            "ngroups",
-            "mimo_rank",
-        ):
-            _whole(name, getattr(self, name))
-        attention = ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
-        for name in ("d_state", "dt_rank", *attention, "linear_num_key_heads"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name))
-        _whole("attention_d_conv", self.attention_d_conv, least=0)
-        if self.rotary_emb_dim is not None:
-            _whole("rotary_emb_dim", self.rotary_emb_dim, least=0)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int or (field.type == int | None and value is not None):
+                _whole(field.name, value, least=0 if field.name in _MAY_BE_ZERO else 1)
         for name in ("d_conv", "attention_d_conv"):
             if getattr(self, name) > 16:
                 raise ValueError(f"{name} must be at most 16, got {getattr(self, name)}")
-        if self.d_intermediate < 0:
-            raise ValueError(f"d_intermediate must be 0 (no MLP) or more, got {self.d_intermediate}")
         if self.norm_eps <= 0:
             raise ValueError(f"norm_eps must be positive, got {self.norm_eps}")
         if not 0 < self.dt_min <= self.dt_max:
@@ -132,49 +114,9 @@ class StackConfig:
             raise ValueError(
                 f"mixer lists {len(self.mixers)} layers but n_layer is {self.n_layer}: give one a layer"
             )
-        self._check_heads()
-
-    def _check_heads(self) -> None:
-        kinds = set(self.mixers)
-        if kinds & {"mamba2", "mamba3", "gated_deltanet"} and self.d_inner % self.headdim:
-            raise ValueError(
-                f"headdim {self.headdim} must divide d_inner = expand * d_model = {self.d_inner}"
-            )
-        if kinds & {"mamba2", "mamba3"} and self.nheads % self.ngroups:
-            raise ValueError(f"ngroups {self.ngroups} must divide the number of heads, {self.nheads}")
-        if "gated_deltanet" in kinds and self.nheads % self.key_heads:
-            raise ValueError(
-                f"linear_num_key_heads {self.key_heads} must divide the number of heads, d_inner / headdim = "
-                f"{self.nheads}"
-            )
-        if "mamba3" in kinds:
-            if self.rope_fraction not in (0.5, 1.0):
-                raise ValueError(f"rope_fraction must be 0.5 or 1, got {self.rope_fraction}")
-            if self.rope_angles < 1:
-                least = int(2 / self.rope_fraction)
-                raise ValueError(
-                    f"d_state must be at least {least}, so that there is a pair to turn; got "
-                    f"{self.state_size('mamba3')}"
-                )
-            if self.is_mimo and self.state_size("mamba3") % 2:
-                size = self.state_size("mamba3")
-                raise ValueError(f"d_state must be even with is_mimo, which turns its halves; got {size}")
-            if not self.A_floor > 0:
-                raise ValueError(f"A_floor must be positive, got {self.A_floor}")
-        if "attention" in kinds:
-            heads, kv_heads, dim = self.attention_heads
-            if heads % kv_heads:
-                raise ValueError(
-                    f"num_key_value_heads {kv_heads} must divide num_attention_heads, which is {heads}"
-                )
-            if self.rotary_emb_dim is None and dim % 2:
-                raise ValueError(f"head_dim must be even, as rotary embedding turns pairs; got {dim}")
-            if self.rotary_dim % 2 or self.rotary_dim > dim:
-                raise ValueError(
-                    f"rotary_emb_dim must be even, and at most head_dim {dim}; got {self.rotary_emb_dim}"
-                )
-            if not self.rope_theta > 1:
-                raise ValueError(f"rope_theta must be a number above 1, such as 10000; got {self.rope_theta}")
+        for kind in dict.fromkeys(self.mixers):
+            if kind in MIXERS:
+                MIXERS[kind].check(self)
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -189,46 +131,7 @@ class StackConfig:
     def nheads(self) -> int:
         return self.d_inner // self.headdim
 
-    @property
-    def attention_heads(self) -> tuple[int, int, int]:
-        """Attention's heads of queries, heads of keys and values, and channels a head."""
-        heads = self.num_attention_heads or max(1, self.d_model // 64)
-        dim = self.head_dim or max(2, self.d_model // heads // 2 * 2)
-        return heads, self.num_key_value_heads or heads, dim
 
-    @property
-    def rotary_dim(self) -> int:
-        """Channels of attention's heads that the rotary embedding turns."""
-        return self.attention_heads[2] if self.rotary_emb_dim is None else self.rotary_emb_dim
-
-    @property
-    def attention_has_bias(self) -> bool:
-        return self.bias if self.attention_bias is None else self.attention_bias
-
-    @property
-    def key_heads(self) -> int:
-        """gated_deltanet's heads of queries and keys."""
-        return self.linear_num_key_heads or self.nheads
-
-    @property
-    def rope_angles(self) -> int:
-        """Pairs of channels that mamba3 turns."""
-        return int(self.state_size("mamba3") * self.rope_fraction) // 2
-
-    @property
-    def mamba3_rank(self) -> int:
-        """mamba3's inputs and outputs of a token."""
-        return self.mimo_rank if self.is_mimo else 1
-
-    def state_size(self, kind: str) -> int:
-        """d_state of a mixer of that kind."""
-        return _DEFAULT_D_STATE[kind] if self.d_state is None else self.d_state
-
-    @property
-    def step_rank(self) -> int:
-        return math.ceil(self.d_model / 16) if self.dt_rank is None else self.dt_rank
-
-
-def _whole(name: str, value: object, least: int = 1) -> None:
+def _whole(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number, {least} or more; got {value!r}")

@@ -6,29 +6,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adjoint.kernels import checks
-from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.kernels.dispatch import compute_dtype
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.layers.config import StackConfig
+from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import inverse_softplus_steps, reset
+from adjoint.layers.mixer import Mixer, State, check_heads, rates
 from adjoint.layers.norm import RMSNorm
 
 
-class GatedDeltaNetMixer(nn.Module):
+class GatedDeltaNetMixer(Mixer):
     """in_proj → conv1d + SiLU over (q, k, v), q and k normalised → gated delta rule → RMSNorm a head, gated →
     out_proj. State: (conv tail, S)."""
 
-    grows = (None, None)
+    default_d_state = 64
+    projected = True
 
     def __init__(self, config: StackConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.d_state, self.key_heads = config.state_size("gated_deltanet"), config.key_heads
-        # q and k, v; and beside them, not convolved: gate, beta, decay
-        self.sizes = [self.key_heads * self.d_state] * 2 + [config.d_inner]
-        channels = self.d_conv_channels = sum(self.sizes)
+        super().__init__(config)
+        self.d_state, self.key_heads = self.state_size(config), self.count_key_heads(config)
+        self.sizes = [self.key_heads * self.d_state] * 2 + [config.d_inner]  # of q, k and v
+        channels = self.d_conv_channels = sum(self.sizes)  # and not convolved: gate, beta, decay
         width = channels + config.d_inner + 2 * config.nheads
         self.in_proj = nn.Linear(config.d_model, width, bias=config.bias)
-        self.conv1d = nn.Conv1d(channels, channels, config.d_conv, groups=channels, bias=config.conv_bias)
+        self.conv1d = CausalConv1d(channels, config.d_conv, config.conv_bias)
         self.dt_bias = nn.Parameter(torch.empty(config.nheads))
         self.A_log = nn.Parameter(torch.empty(config.nheads))
         self.norm = RMSNorm(config.headdim, config.norm_eps)
@@ -41,26 +42,50 @@ class GatedDeltaNetMixer(nn.Module):
         self.dt_bias.copy_(inverse_softplus_steps(self.config, self.dt_bias))
         self.A_log.copy_(torch.empty_like(self.A_log).uniform_(0, 16).clamp_min(1e-3).log())
 
-    def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        """Zeros: the conv tail (batch, channels, d_conv - 1) and S (batch, nheads, d_state, headdim)."""
-        c = self.config
-        conv = torch.zeros(batch, self.d_conv_channels, c.d_conv - 1, dtype=dtype, device=device)
-        return conv, torch.zeros(batch, c.nheads, self.d_state, c.headdim, dtype=dtype, device=device)
+    @classmethod
+    def count_key_heads(cls, config: StackConfig) -> int:
+        """Heads of queries and keys."""
+        return config.linear_num_key_heads or config.nheads
 
-    def forward(
-        self, x: Tensor, state: tuple[Tensor, ...], seq_idx: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    @classmethod
+    def check(cls, config: StackConfig) -> None:
+        check_heads(config)
+        key_heads = cls.count_key_heads(config)
+        if config.nheads % key_heads:
+            raise ValueError(
+                f"linear_num_key_heads {key_heads} must divide the number of heads, d_inner / headdim = "
+                f"{config.nheads}"
+            )
+
+    @classmethod
+    def state_shapes(cls, config: StackConfig) -> tuple[tuple[int, ...], ...]:
+        """The conv tail (channels of q, k and v, d_conv - 1) and S (nheads, d_state, headdim)."""
+        n = cls.state_size(config)
+        channels = 2 * cls.count_key_heads(config) * n + config.d_inner
+        return (channels, config.d_conv - 1), (config.nheads, n, config.headdim)
+
+    @classmethod
+    def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
+        """in_proj's and the convolution's channels, what is made of values, keys and queries of each head,
+        and the states, one in 64 tokens."""
+        (channels, _), (nheads, n, headdim) = cls.state_shapes(config)
+        d_inner, states, accumulated = config.d_inner, n * headdim // 64, max(element, 4)
+        if selective:
+            return (channels + d_inner) * element + (d_inner + nheads * states) * accumulated
+        return (2 * channels + 5 * d_inner) * element + nheads * (2 * n + states) * accumulated
+
+    def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
         """x (batch, seqlen, d_model) → the same shape, and the new state; where seq_idx (batch, seqlen)
         changes another document begins."""
         c, (tail, S) = self.config, state
         checks.shape("initial_state", S, x.shape[0], c.nheads, self.d_state, c.headdim)
         qkv, z, b, a = self.in_proj(x).split([self.d_conv_channels, c.d_inner, c.nheads, c.nheads], dim=-1)
-        qkv, tail = causal_conv1d(qkv, self.conv1d.weight.squeeze(1), self.conv1d.bias, tail, True, seq_idx)
+        qkv, tail = self.conv1d(qkv, tail, True, seq_idx)
         q, k, v = qkv.split(self.sizes, dim=-1)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        q, k = (self._key_heads(t.to(wide)) for t in (q, k))
-        g = -self.A_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias.to(wide))
-        beta = torch.sigmoid(b.to(wide))
+        dtype = compute_dtype(x)
+        q, k = (self._key_heads(t.to(dtype)) for t in (q, k))
+        g = rates(self.A_log) * F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
+        beta = torch.sigmoid(b.to(dtype))
         v = v.unflatten(-1, (c.nheads, -1))
         y, S = gated_delta_rule(q * self.d_state**-0.5, k, v, g, beta, S, seq_idx)
         y = self.norm(y.to(z.dtype)) * F.silu(z.unflatten(-1, (c.nheads, -1)))

@@ -15,33 +15,35 @@ from torch import Tensor, nn
 
 from adjoint.kernels import checks
 from adjoint.kernels.checks import differentiable_once
+from adjoint.kernels.dispatch import compute_dtype
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.ssd_scan import ssd_scan
 from adjoint.layers.config import StackConfig
 from adjoint.layers.init import inverse_softplus_steps, reset
+from adjoint.layers.mixer import Mixer, State, check_heads
 from adjoint.layers.norm import RMSNorm
 
 TINY = 1e-12  # at least so much is -A d, by which inputs are divided: exp(-TINY) is 1 but for rounding
 
 
-class Mamba3Mixer(nn.Module):
+class Mamba3Mixer(Mixer):
     """in_proj → B and C normalised, with biases, turned → SSD scan → (norm,) gate → out_proj. State: (angle,
     h, last k, last v).
 
     With `is_mimo` x and the gate are spread over the inputs and outputs by mimo_x and mimo_z, and what comes
     out is summed up by mimo_o, all three (nheads, mimo_rank, headdim)."""
 
-    grows = (None, None, None, None)
+    default_d_state = 128
+    projected = True
     mimo_x: Tensor | None
     mimo_z: Tensor | None
     mimo_o: Tensor | None
 
     def __init__(self, config: StackConfig) -> None:
-        super().__init__()
-        self.config = c = config
-        self.d_state = n = c.state_size("mamba3")
-        self.angles, self.rank = c.rope_angles, c.mamba3_rank
-        d_inner, nheads, keys = c.d_inner, c.nheads, self.rank * c.ngroups * n
+        super().__init__(config)
+        c = config
+        (nheads, self.angles), _, (_, self.rank, self.d_state), _ = self.state_shapes(c)
+        d_inner, n, keys = c.d_inner, self.d_state, self.rank * c.ngroups * self.d_state
         # z, x, B, C, dt, A, trap, angle
         self.sizes = [d_inner, d_inner, keys, keys, nheads, nheads, nheads, self.angles]
         self.in_proj = nn.Linear(c.d_model, sum(self.sizes), bias=c.bias)
@@ -68,32 +70,68 @@ class Mamba3Mixer(nn.Module):
             if weight is not None:
                 nn.init.constant_(weight, value)
 
-    def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        """Zeros: angle (batch, nheads, angles), h (batch, nheads, headdim, d_state), and of the last token k,
-        turned, (batch, nheads, rank, d_state) and v, before mimo_x, (batch, nheads, headdim); rank is 1 but
-        for `is_mimo`."""
-        nheads, headdim, n = self.config.nheads, self.config.headdim, self.d_state
-        shapes = (nheads, self.angles), (nheads, headdim, n), (nheads, self.rank, n), (nheads, headdim)
-        return tuple(torch.zeros(batch, *shape, dtype=dtype, device=device) for shape in shapes)
+    @classmethod
+    def count_angles(cls, config: StackConfig) -> int:
+        """Pairs of channels that are turned."""
+        return int(cls.state_size(config) * config.rope_fraction) // 2
 
-    def forward(
-        self, x: Tensor, state: tuple[Tensor, ...], seq_idx: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    @classmethod
+    def inputs_per_token(cls, config: StackConfig) -> int:
+        return config.mimo_rank if config.is_mimo else 1
+
+    @classmethod
+    def check(cls, config: StackConfig) -> None:
+        check_heads(config, config.ngroups)
+        fraction, size = config.rope_fraction, cls.state_size(config)
+        if fraction not in (0.5, 1.0):
+            raise ValueError(f"rope_fraction must be 0.5 or 1, got {fraction}")
+        if cls.count_angles(config) < 1:
+            raise ValueError(
+                f"d_state must be at least {int(2 / fraction)}, so that there is a pair to turn; got {size}"
+            )
+        if config.is_mimo and size % 2:
+            raise ValueError(f"d_state must be even with is_mimo, which turns its halves; got {size}")
+        if not config.A_floor > 0:
+            raise ValueError(f"A_floor must be positive, got {config.A_floor}")
+
+    @classmethod
+    def state_shapes(cls, config: StackConfig) -> tuple[tuple[int, ...], ...]:
+        """angle (nheads, angles), h (nheads, headdim, d_state), and of the last token k, turned, (nheads,
+        rank, d_state) and v, before mimo_x, (nheads, headdim); rank is 1 but for `is_mimo`."""
+        nheads, headdim, n = config.nheads, config.headdim, cls.state_size(config)
+        rank, angles = cls.inputs_per_token(config), cls.count_angles(config)
+        return (nheads, angles), (nheads, headdim, n), (nheads, rank, n), (nheads, headdim)
+
+    @classmethod
+    def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
+        """in_proj's and what is made of it for each of a token's inputs, turned or in the scan's dtype, and
+        the scan's states."""
+        d_inner, nheads, n, mimo = config.d_inner, config.nheads, cls.state_size(config), config.is_mimo
+        rank, accumulated = cls.inputs_per_token(config), max(element, 4)
+        states = rank * d_inner * n * accumulated * element // 512
+        if selective:
+            return 2 * (d_inner + rank * n * config.ngroups) * element + rank * d_inner * accumulated + states
+        turned = nheads * (2 * cls.count_angles(config) + 10) + 2 * rank * (nheads * n + d_inner)
+        narrow = rank * (4 + config.is_outproj_norm + mimo) * d_inner + 2 * mimo * d_inner
+        narrow += 2 * rank * n * (config.ngroups + nheads)
+        return turned * accumulated + narrow * element + states
+
+    def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
         """x (batch, seqlen, d_model) → the same shape, and the new state; where seq_idx (batch, seqlen)
         changes another document begins."""
         c, (angle, h, k_before, v_before) = self.config, state
         checks.shape("initial_state", h, x.shape[0], c.nheads, c.headdim, self.d_state)
         z, v, B, C, dt, a, trap, turns = self.in_proj(x).split(self.sizes, dim=-1)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
-        decay = (_heavy_tail(a.to(wide)).clamp_min(c.A_floor) * dt).clamp_min(TINY)  # -A d
-        trap = torch.sigmoid(trap.to(wide))
-        turns = math.pi * torch.tanh(turns.to(wide))[:, :, None] * dt[..., None]
+        dtype = compute_dtype(x)
+        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))
+        decay = (_heavy_tail(a.to(dtype)).clamp_min(c.A_floor) * dt).clamp_min(TINY)  # -A d
+        trap = torch.sigmoid(trap.to(dtype))
+        turns = math.pi * torch.tanh(turns.to(dtype))[:, :, None] * dt[..., None]
         once = turns.new_ones(*x.shape[:2], 1)
         angles = linear_scan(once, turns.flatten(2), angle.flatten(1), seq_idx=seq_idx).view_as(turns)
         reset_at = checks.reset_of(seq_idx, *x.shape[:2])
         k, q = (
-            self._heads(t, norm, bias.to(wide))
+            self._heads(t, norm, bias.to(dtype))
             for t, norm, bias in ((B, self.B_norm, self.B_bias), (C, self.C_norm, self.C_bias))
         )
         by = angles[..., None, :]
@@ -101,7 +139,7 @@ class Mamba3Mixer(nn.Module):
         (k_turned, k_last), (q_turned, _) = (_Turned.apply(t, by, turn, c.is_mimo) for t in (k, q))
         v, z = (t.unflatten(-1, (c.nheads, c.headdim)) for t in (v, z))
         v_last = v[:, -1].clone()  # a copy: whoever keeps the last token's must not keep all of them
-        v, v_before = (_spread(t.to(wide), self.mimo_x) for t in (v, v_before))
+        v, v_before = (_spread(t.to(dtype), self.mimo_x) for t in (v, v_before))
         # A token's k and v enter h when it is read and once more with the next token, whose share this is; of
         # the last token that share is the next chunk's, and of the token before the first it is still due.
         shares, own = (1 - trap) * dt, trap * dt
@@ -109,10 +147,10 @@ class Mamba3Mixer(nn.Module):
         if reset_at is not None:  # nor is anything due to another document
             due = due.masked_fill(F.pad(reset_at[:, 1:], (0, 1))[..., None], 0)
         v_before = shares[:, 0, :, None, None] * v_before
-        h = h.to(wide) + (v_before[..., None] * k_before.to(wide)[..., None, :]).sum(2)
+        h = h.to(dtype) + (v_before[..., None] * k_before.to(dtype)[..., None, :]).sum(2)
         # Both shares at once: h as if the next token had been read already, which the output then takes back.
-        y, h = _scan(own + due, decay, v, k_turned, q_turned, h, seq_idx, z.dtype)
-        y = y + _within(own, due, self.D.to(wide), v, k, q).transpose(2, 3)
+        y, h = _scan(own + due, decay, v, k_turned.to(z.dtype), q_turned.to(z.dtype), h, seq_idx)
+        y = y + _within(own, due, self.D.to(dtype), v, k, q).transpose(2, 3)
         y = y.to(z.dtype)
         if self.norm is not None:
             y = self.norm(y.flatten(-2)).unflatten(-1, (c.nheads, -1))
@@ -143,10 +181,9 @@ def _scan(
     q: Tensor,
     h: Tensor,
     seq_idx: Tensor | None,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """y_r = h_r q_r, where h_r has decayed and has been given v ⊗ k of a token's inputs up to r; and the last
-    h. By the SSD scan, run in `dtype` over tokens taken apart into their inputs.
+    h. By the SSD scan, run in k's dtype over tokens taken apart into their inputs.
 
     A token's decay falls on the first of its inputs but for ε on each of the others: none can have 0, as what
     the scan is given is divided by its decay. So input r is written, and output r read, too early by
@@ -170,7 +207,7 @@ def _scan(
         share = share * early
         seq_idx = None if seq_idx is None else seq_idx.repeat_interleave(rank, dim=1)
     written = (share / steps)[..., None] * v.transpose(2, 3)
-    x, B, C = (t.to(dtype).flatten(1, 2) for t in (written, k.transpose(2, 3), q.transpose(2, 3)))
+    x, B, C = (t.to(k.dtype).flatten(1, 2) for t in (written, k.transpose(2, 3), q.transpose(2, 3)))
     A = -torch.ones_like(decay[0, 0])
     y, h = ssd_scan(x, steps.flatten(1, 2), A, B, C, initial_state=h, seq_idx=seq_idx)
     y = y.unflatten(1, (-1, rank))

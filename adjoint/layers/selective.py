@@ -2,21 +2,22 @@
 networks of x_t (eq. 1–3).
 
 The recurrence is kept stable by construction: a scalar or diagonal A_t is exp(-softplus(·)), in (0, 1); a
-    dense A_t has rows
-whose absolute values add up to a number in (0, 1), so no product of them ever grows in the maximum norm.
+dense A_t has rows whose absolute values add up to a number in (0, 1), so no product of them ever grows in the
+maximum norm.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adjoint.kernels import dispatch
+from adjoint.kernels.dispatch import compute_dtype
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.layers.config import StackConfig
 from adjoint.layers.init import inverse_softplus_steps
+from adjoint.layers.mixer import ScanMixer
 
 
 class SelectiveScanInputs(NamedTuple):
@@ -28,17 +29,20 @@ class SelectiveScanInputs(NamedTuple):
     C: Tensor
 
 
-class SelectiveMixer(nn.Module):
-    """A, B, C networks → linear scan → C h. State: (h,), (batch, d_state)."""
+class SelectiveMixer(ScanMixer):
+    """A, B, C networks → linear scan → C h. State: (h,), (batch, d_state).
 
-    grows = (None,)
+    Attributes:
+        structure: of A: "scalar", "diagonal" or "dense", a subclass each.
+    """
 
-    def __init__(self, config: StackConfig, structure: str) -> None:
-        super().__init__()
-        self.config = config
-        self.structure = structure
-        self.d_state = n = config.state_size(structure)
-        self.A_proj = nn.Linear(config.d_model, {"scalar": 1, "diagonal": n, "dense": n + n * n}[structure])
+    structure: ClassVar[str]
+
+    def __init__(self, config: StackConfig) -> None:
+        super().__init__(config)
+        self.d_state = n = self.state_size(config)
+        numbers = {"scalar": 1, "diagonal": n, "dense": n + n * n}[self.structure]
+        self.A_proj = nn.Linear(config.d_model, numbers)
         self.B_proj = nn.Linear(config.d_model, n * config.d_model)
         self.C_proj = nn.Linear(config.d_model, config.d_model * n)
         self.reset_parameters()
@@ -55,9 +59,15 @@ class SelectiveMixer(nn.Module):
             nn.init.normal_(proj.weight, std=std)
             nn.init.normal_(proj.bias, std=std)
 
-    def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        """Zeros: h (batch, d_state)."""
-        return (torch.zeros(batch, self.d_state, dtype=dtype, device=device),)
+    @classmethod
+    def state_shapes(cls, config: StackConfig) -> tuple[tuple[int, ...], ...]:
+        return ((cls.state_size(config),),)
+
+    @classmethod
+    def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
+        """B and C, and a dense A."""
+        n = cls.state_size(config)
+        return (2 * n * config.d_model + (3 * n * n if cls.structure == "dense" else 0)) * element
 
     def transition(self, x: Tensor) -> Tensor:
         """A_t for inputs (…, d_model): (…, 1), (…, d_state) or (…, d_state, d_state)."""
@@ -78,43 +88,42 @@ class SelectiveMixer(nn.Module):
         return self.C_proj(x).unflatten(-1, (self.config.d_model, self.d_state))
 
     def scan_inputs(
-        self, x: Tensor, conv_state: None = None, seq_idx: Tensor | None = None
+        self, x: Tensor, conv_tail: None = None, seq_idx: Tensor | None = None
     ) -> tuple[SelectiveScanInputs, None]:
-        """Everything before the scan: x (batch, seqlen, d_model) → the scan's inputs. There is no
-        convolution."""
         b = (self.input_matrix(x) @ x.unsqueeze(-1)).squeeze(-1)
         return SelectiveScanInputs(self.transition(x), b, self.output_matrix(x)), None
 
-    def scan(
-        self,
-        inputs: SelectiveScanInputs,
-        h: Tensor,
-        window: int | None = None,
-        halo: int = 0,
-        seq_idx: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The recurrence: all states (batch, seqlen, d_state) and the last one, which is not rounded to 16
-        bits: the next chunk goes on from it."""
+    def scan(self, inputs: SelectiveScanInputs, h: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
+        """All states (batch, seqlen, d_state) and the last one, which is not rounded to 16 bits: the next
+        chunk goes on from it."""
         a, b, _ = inputs
-        wide = b.to(dispatch.compute_dtype(b))
-        states = linear_scan(a, wide, initial_state=h, window=window, halo=halo, seq_idx=seq_idx)
+        states = linear_scan(a, b.to(compute_dtype(b)), initial_state=h, **where)
         last = states[:, -1].clone()  # a copy: whoever keeps the last state must not keep all of them
         return states.to(b.dtype), last
 
     def log_decay(self, inputs: SelectiveScanInputs) -> Tensor:
-        """(batch, seqlen, 1 | d_state): the log of the factor by which a token's step shrinks each channel of
-        the adjoint state, 0 or less; for a dense A the log of its maximum norm, by which the adjoint state
-        shrinks in the sum norm."""
+        """(batch, seqlen, 1 | d_state), of each channel; of a dense A the log of its maximum norm, by which
+        the adjoint state shrinks in the sum norm."""
         a = inputs.a.abs().sum(-1).amax(-1, keepdim=True) if self.structure == "dense" else inputs.a
-        return torch.log(a if a.dtype == torch.float64 else a.float())
+        return torch.log(a.to(compute_dtype(a)))
 
     def scan_outputs(self, y: Tensor, inputs: SelectiveScanInputs) -> Tensor:
-        """Everything after the scan: C_t h_t, (batch, seqlen, d_model)."""
         return (inputs.C @ y.unsqueeze(-1)).squeeze(-1)
 
-    def forward(
-        self, x: Tensor, state: tuple[Tensor, ...], seq_idx: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        inputs, _ = self.scan_inputs(x)
-        y, h = self.scan(inputs, state[0], seq_idx=seq_idx)
-        return self.scan_outputs(y, inputs), (h,)
+
+class ScalarMixer(SelectiveMixer):
+    """A_t a number, the same of all channels."""
+
+    structure = "scalar"
+
+
+class DiagonalMixer(SelectiveMixer):
+    """A_t a number for each channel of the state."""
+
+    structure = "diagonal"
+
+
+class DenseMixer(SelectiveMixer):
+    """A_t a matrix (d_state, d_state)."""
+
+    structure = "dense"

@@ -13,15 +13,9 @@ import torch
 from adjoint.checkpoint import read_trainer
 from adjoint.errors import UserError
 from adjoint.files import flush, unfinished_path
-from adjoint.layers.pretrained import (
-    FORMATS,
-    Weights,
-    checkpoint_config,
-    from_checkpoint,
-    to_mamba_ssm,
-    to_transformers,
-    why_not,
-)
+from adjoint.formats import FORMATS
+from adjoint.formats.folders import checkpoint_config, from_checkpoint
+from adjoint.formats.names import Weights
 from adjoint.train.checkpoint import write_file
 from adjoint.train.flags import Flags
 from adjoint.train.rundir import find_checkpoint
@@ -38,7 +32,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="a run's folder (its newest checkpoint) or a checkpoint")
     parser.add_argument("--to", metavar="DIR", required=True, help="folder to write: a new or an empty one")
-    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s")
+    parser.add_argument("--format", choices=FORMATS, default="transformers", help="default: %(default)s")
     request = parser.parse_args(argv)
     checkpoint = find_checkpoint(request.run)
     told = export(checkpoint, Path(request.to), request.format)
@@ -57,9 +51,9 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
     if source is not None and layout != "transformers":
         raise UserError(f"--format {layout}: the run is of transformers' model in {source}; leave it out")
     config = checkpoint_config(checkpoint) if source is None else None
-    reason = None if config is None else why_not(config, layout)
+    reason = None if config is None else FORMATS[layout].why_not(config)
     if config is not None and reason is not None:
-        others = [other for other in FORMATS if why_not(config, other) is None]
+        others = [other for other, its in FORMATS.items() if its.why_not(config) is None]
         remedy = f"give --format {others[0]}" if others else "adjoint.Stack.from_pretrained reads the run"
         raise UserError(f"--format {layout}: {reason}; {remedy}")
     folder = folder.resolve()  # a link to an empty folder leads to where things are written
@@ -71,8 +65,7 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
     work.mkdir(parents=True)
     try:
         if source is None:
-            convert = {"transformers": to_transformers, "mamba-ssm": to_mamba_ssm}[layout]
-            told = _write(work, layout, *convert(*from_checkpoint(checkpoint)))
+            told = _write(work, layout, *FORMATS[layout].convert(*from_checkpoint(checkpoint)))
         else:
             told = _write_pretrained(work, source, checkpoint)
         flush(work)

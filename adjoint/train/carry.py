@@ -10,7 +10,7 @@ from torch import Tensor
 from adjoint.checkpoint import Tensors
 from adjoint.engine.tile import begun
 from adjoint.layers import State
-from adjoint.stack import seed_of
+from adjoint.layers.init import seed_of
 
 STEM = "state"  # of their files in a checkpoint
 

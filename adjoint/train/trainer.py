@@ -18,9 +18,10 @@ from adjoint.data.batches import Data, open_data
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers import State
+from adjoint.layers.init import draw_seed
 from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.memory import peak_memory_bytes
-from adjoint.stack import Stack, draw_seed
+from adjoint.stack import Stack
 from adjoint.train.carry import STEM, Carried
 from adjoint.train.checkpoint import load_checkpoint, save_checkpoint, set_aside_after
 from adjoint.train.config import Config, TrainingConfig

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from adjoint.cluster.gpus import by_driver_name
-from adjoint.layers import StackConfig
+from adjoint.layers import MIXERS, StackConfig
 from adjoint.stack import Stack
 
 _SCAN = {"mamba": 7, "mamba2": 5}  # FLOPs a state element and token, forward
@@ -64,7 +64,7 @@ def forward_flops(config: StackConfig) -> Forward:
     head = 2 * model.lm_head.weight.numel()
     weights = sum(m.weight.numel() for m in model.layers.modules() if isinstance(m, nn.Linear))
     conv = sum(2 * m.weight.numel() for m in model.layers.modules() if isinstance(m, nn.Conv1d))
-    scan = sum(_SCAN[kind] * config.d_inner * config.state_size(kind) for kind in config.mixers)
+    scan = sum(_SCAN[kind] * config.d_inner * MIXERS[kind].state_size(config) for kind in config.mixers)
     products = ((b.mixer if b.mlp is None else b.mlp).out_proj for b in model.blocks())
     last = sum(2 * product.weight.numel() for product in products if product is not None)
     return Forward(2 * weights + conv + scan, head, last)

@@ -77,7 +77,7 @@ def test_shards_are_read_and_weights_are_the_stacks_own(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in again.items())
     first = sorted(tmp_path.glob("model-*.safetensors"))[0]
     first.write_bytes(first.read_bytes()[:100])
-    with pytest.raises(UserError, match=rf"{first.name}: cannot be read \(.*\); download it anew"):
+    with pytest.raises(UserError, match=rf"{first.name}: cannot be read \(.*\); download it again"):
         Stack.from_pretrained(tmp_path)
     first.unlink()
     with pytest.raises(UserError, match=rf"{first.name}: no such file, but the index beside it lists it"):

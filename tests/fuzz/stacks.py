@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adjoint import Stack, StackConfig
-from adjoint.layers.config import MIXERS, WINDOWED
+from adjoint.layers import MIXERS, WINDOWED
 from adjoint.methods import KEEP, RECOMPUTE
 from tests.fuzz.oracle import Case, Deviation, documents, error, method_of, reference_of, same, some
 
@@ -49,7 +49,7 @@ def draw(rng: random.Random) -> Case:
     return case
 
 
-def draw_config(rng: random.Random, kinds: tuple[str, ...] = MIXERS) -> Case:
+def draw_config(rng: random.Random, kinds: tuple[str, ...] = tuple(MIXERS)) -> Case:
     while True:
         n_layer = rng.randint(1, 4)
         pick = rng.choice(kinds)

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from adjoint import Backprop, Exact, Stack, StackConfig
+from adjoint.layers import MIXERS
+from adjoint.layers.init import seed_of
+from adjoint.layers.mamba import MambaMixer
 from adjoint.layers.norm import RMSNorm
-from adjoint.stack import seed_of
 from tests.model_helpers import ALL_MIXERS, SIZES, VARIANTS, make_ids, make_model, relative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -223,9 +225,9 @@ def test_number_of_parameters() -> None:
 
 def test_defaults_by_mixer() -> None:
     config = StackConfig(mixer=["mamba", "mamba2", "dense", "scalar"])
-    assert [config.state_size(kind) for kind in config.mixers] == [16, 128, 16, 16]
-    assert (config.d_inner, config.nheads, config.step_rank) == (512, 8, 16)
-    assert StackConfig(d_model=40).step_rank == 3
+    assert [MIXERS[kind].state_size(config) for kind in config.mixers] == [16, 128, 16, 16]
+    assert (config.d_inner, config.nheads) == (512, 8)
+    assert [MambaMixer.step_rank(StackConfig(d_model=d)) for d in (256, 40)] == [16, 3]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ def test_defaults_by_mixer() -> None:
         ({"d_state": 0}, "d_state must be a whole number"),
         ({"dt_rank": -1}, "dt_rank must be a whole number"),
         ({"d_conv": 17}, "d_conv must be at most 16, got 17"),
-        ({"d_intermediate": -1}, "d_intermediate must be 0"),
+        ({"d_intermediate": -1}, "d_intermediate must be a whole number, 0 or more; got -1"),
         ({"norm_eps": 0.0}, "norm_eps must be positive"),
         ({"dt_min": 0.2}, "0 < dt_min <= dt_max, got 0.2 and 0.1"),
         ({"mixer": "mamba4"}, "mixer must be one of mamba, mamba2, diagonal, scalar, dense.*got 'mamba4'"),

@@ -22,8 +22,8 @@ import torch
 from adjoint.data.batches import open_data
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
+from adjoint.formats.folders import checkpoint_config
 from adjoint.layers import StackConfig
-from adjoint.layers.pretrained import checkpoint_config
 from adjoint.memory import PeakMemory
 from adjoint.methods import (
     METHODS,

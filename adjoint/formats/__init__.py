@@ -1,0 +1,11 @@
+"""Models in and out: a stack's sizes and weights as those of other libraries' models, and of runs.
+
+A format is a module with `read_config`, `why_not` and `convert`, and a row of `FORMATS`. Files are read as
+they are: neither transformers nor mamba-ssm need be installed.
+"""
+
+from adjoint.formats import mamba_ssm, transformers
+
+FORMATS = {"transformers": transformers, "mamba-ssm": mamba_ssm}
+
+__all__ = ["FORMATS"]

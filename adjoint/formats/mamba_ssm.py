@@ -1,0 +1,156 @@
+"""MambaLMHeadModel of mamba-ssm, version 2 or later: its config.json, and its weights' names."""
+
+import math
+from typing import Any
+
+from adjoint.formats.names import HEAD, Weights, as_given, halves_swapped, sizes
+from adjoint.layers import StackConfig
+
+# Of each of mamba-ssm's recurrent layers, our mixer, and the keys of ssm_cfg that a stack has too, by the
+# same names; then what others must be, since a stack has nothing else; and those that say how weights begin
+# or how fast things go, not what is computed.
+_LAYERS = {"Mamba1": "mamba", "Mamba2": "mamba2", "Mamba3": "mamba3"}
+_COMMON = ("d_state", "expand", "dt_min", "dt_max", "dt_init_floor")
+_CONVOLVED = (*_COMMON, "d_conv", "bias", "conv_bias")
+_OF_MAMBA3 = ("rope_fraction", "A_floor", "is_outproj_norm", "is_mimo", "mimo_rank")
+_SHARED = {
+    "mamba": (*_CONVOLVED, "dt_rank"),
+    "mamba2": (*_CONVOLVED, "headdim", "ngroups"),
+    "mamba3": (*_COMMON, "headdim", "ngroups", *_OF_MAMBA3),
+}
+_FIXED: dict[str, Any] = {
+    "d_ssm": None,
+    "D_has_hdim": False,
+    "rmsnorm": True,
+    "norm_before_gate": False,
+    "dt_limit": [0.0, math.inf],
+}
+_FREE: tuple[str, ...] = ("conv_init", "A_init_range", "dt_init", "dt_scale", "chunk_size", "use_fast_path")
+_FREE += ("use_mem_eff_path", "sequence_parallel", "fuse_pregate_headwise_norm", "dropout")
+# Keys of mamba-ssm's attn_cfg, what it takes for those that are left out, and the names that a stack has for
+# them; None where it has but one value, below.
+_ATTN: dict[str, tuple[Any, str | None]] = {
+    "num_heads": (None, "num_attention_heads"),
+    "num_heads_kv": (None, "num_key_value_heads"),
+    "head_dim": (None, "head_dim"),
+    "qkv_proj_bias": (True, "attention_bias"),
+    "out_proj_bias": (True, "attention_bias"),
+    "d_conv": (0, "attention_d_conv"),
+    "rotary_emb_dim": (0, "rotary_emb_dim"),
+    "rotary_emb_base": (10000.0, "rope_theta"),
+    "causal": (False, None),
+    "mlp_dim": (0, None),
+    "softmax_scale": (None, None),
+    "rotary_emb_interleaved": (False, None),
+}
+_ATTN_FIXED = {"causal": True, "mlp_dim": 0, "softmax_scale": None, "rotary_emb_interleaved": False}
+
+
+def read_config(given: dict[str, Any]) -> StackConfig:
+    """The sizes of a config.json.
+
+    Raises:
+        ValueError: the model has what a stack does not have. KeyError: a key is missing.
+    """
+    ssm_cfg = dict(given.get("ssm_cfg") or {})
+    layer = ssm_cfg.pop("layer", "Mamba1")
+    if layer not in _LAYERS:
+        raise ValueError(f"ssm_cfg.layer is {layer!r}; {', '.join(_LAYERS)} are read into a Stack")
+    kind = _LAYERS[layer]
+    if not given.get("rms_norm", True):
+        raise ValueError("rms_norm is false: the model has LayerNorms, a Stack has RMS norms")
+    for name, value in ssm_cfg.items():
+        if name in _FIXED and value != _FIXED[name]:
+            raise ValueError(f"ssm_cfg.{name} is {value!r}, a Stack has {_FIXED[name]!r} alone")
+        if name not in (*_FIXED, *_SHARED[kind], *_FREE):
+            raise ValueError(f"ssm_cfg.{name} is an option that a Stack does not know of {layer}")
+    own = as_given({"expand": 2, **{n: v for n, v in ssm_cfg.items() if n in _SHARED[kind]}})
+    width = given.get("d_intermediate", 0)
+    if width and own.get("bias"):
+        raise ValueError("ssm_cfg.bias is true and the MLPs have no biases, a Stack has both or neither")
+    at = set(given.get("attn_layer_idx") or ())
+    return StackConfig(
+        mixer=["attention" if k in at else kind for k in range(given["n_layer"])] if at else kind,
+        vocab_size=_rounded_up(given["vocab_size"], given.get("pad_vocab_size_multiple", 8)),
+        d_model=given["d_model"],
+        n_layer=given["n_layer"],
+        d_intermediate=_rounded_up(width, 128),
+        tie_embeddings=given.get("tie_embeddings", True),
+        **own,
+        **(_attention_sizes(given) if at else {}),
+    )
+
+
+def _attention_sizes(given: dict[str, Any]) -> dict[str, Any]:
+    attn_cfg = dict(given.get("attn_cfg") or {})
+    for name in attn_cfg:
+        if name not in _ATTN:
+            raise ValueError(f"attn_cfg.{name} is an option that a Stack does not know")
+    heads = attn_cfg["num_heads"]
+    attn_cfg = {name: attn_cfg.get(name, default) for name, (default, _) in _ATTN.items()}
+    if attn_cfg["head_dim"] is None:
+        attn_cfg["head_dim"] = given["d_model"] // heads
+    if attn_cfg["softmax_scale"] == attn_cfg["head_dim"] ** -0.5:
+        attn_cfg["softmax_scale"] = None
+    for name, value in _ATTN_FIXED.items():
+        if attn_cfg[name] != value:
+            raise ValueError(f"attn_cfg.{name} is {attn_cfg[name]!r}, a Stack has {value!r} alone")
+    if attn_cfg["qkv_proj_bias"] != attn_cfg["out_proj_bias"]:
+        raise ValueError("attn_cfg.qkv_proj_bias and out_proj_bias differ, a Stack has both or neither")
+    return {ours: attn_cfg[name] for name, (_, ours) in _ATTN.items() if ours is not None}
+
+
+def why_not(config: StackConfig) -> str | None:
+    """Why a stack of this configuration is no model of mamba-ssm; None if it is one."""
+    kinds, width = dict.fromkeys(config.mixers), config.d_intermediate
+    recurrent = set(kinds) - {"attention"}
+    if len(recurrent) != 1 or not recurrent <= set(_SHARED):
+        return (
+            "a mamba-ssm model's mixers are mamba, mamba2 or mamba3, one of them, besides attention, this "
+            f"model's are {', '.join(kinds)}"
+        )
+    if config.norm_eps != 1e-5:
+        return f"mamba-ssm's norms have epsilon 1e-05, this model's norm_eps is {config.norm_eps}"
+    if width % 128:
+        return f"mamba-ssm's MLPs are multiples of 128 wide, this model's d_intermediate is {width}"
+    if width and config.bias:
+        return "mamba-ssm's MLPs have no biases, this model's have (bias true)"
+    if config.bias and "mamba3" in kinds:
+        return "mamba-ssm's Mamba-3 has no biases, this model's has (bias true)"
+    if config.sliding_window and "attention" in kinds:
+        return f"mamba-ssm's attention has no window, this model's sliding_window is {config.sliding_window}"
+    return None
+
+
+def convert(config: StackConfig, weights: Weights) -> tuple[dict[str, Any], Weights]:
+    """config.json and weights of the model that a stack is, where `why_not` has no reason against it."""
+    (kind,) = set(config.mixers) - {"attention"}
+    (layer,) = (name for name, ours in _LAYERS.items() if ours == kind)
+    own = sizes(config, kind)
+    at = [k for k, mixer in enumerate(config.mixers) if mixer == "attention"]
+    attn_cfg = {name: _ATTN_FIXED[name] if ours is None else own[ours] for name, (_, ours) in _ATTN.items()}
+    given = {
+        "d_model": config.d_model,
+        "d_intermediate": config.d_intermediate,
+        "n_layer": config.n_layer,
+        "vocab_size": config.vocab_size,
+        "ssm_cfg": {"layer": layer, **{name: own[name] for name in _SHARED[kind]}},
+        "attn_layer_idx": at,
+        "attn_cfg": attn_cfg if at else {},
+        "rms_norm": True,
+        "residual_in_fp32": True,
+        "fused_add_norm": True,
+        "pad_vocab_size_multiple": 1,
+        "tie_embeddings": config.tie_embeddings,
+    }
+    renamed: Weights = {}
+    for name, tensor in weights.items():
+        if ".mlp.in_proj." in name:
+            tensor = halves_swapped(tensor)
+        name = name.replace(".mlp.in_proj.", ".mlp.fc1.").replace(".mlp.out_proj.", ".mlp.fc2.")
+        renamed[name if name == HEAD else f"backbone.{name}"] = tensor
+    return given, renamed
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

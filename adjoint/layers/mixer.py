@@ -1,0 +1,150 @@
+"""What a mixer is, and what else has to be known of one: each says it of itself, as a class."""
+
+import importlib
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from adjoint.errors import UserError
+from adjoint.kernels.dispatch import compute_dtype
+from adjoint.layers.config import MIXERS, StackConfig
+
+State = tuple[Tensor, ...]
+
+
+class Mixer(nn.Module):
+    """(x, state) → (y, state) with x, y (batch, seqlen, d_model): a subclass and a row of `MIXERS`.
+
+    A subclass has `forward(x, state, seq_idx=None)`, where a document starts wherever seq_idx (batch, seqlen)
+    changes, `reset_parameters()`, which draws all of its weights, and `state_shapes`. It overrides what is
+    not as here. A user's class "module:Class" need not be a subclass: then what is said here holds of it.
+
+    Attributes:
+        default_d_state: `d_state` where the configuration gives none.
+        projected: whether its input goes into in_proj and nowhere else.
+        windowed: whether its recurrence can be cut to a window: as a `ScanMixer`.
+        grows: of each tensor of the state the dimension along which it grows by a chunk's tokens; None of one
+            that keeps its size.
+    """
+
+    default_d_state: ClassVar[int] = 16
+    projected: ClassVar[bool] = False
+    windowed: ClassVar[bool] = False
+
+    def __init__(self, config: StackConfig) -> None:
+        super().__init__()
+        self.config = config
+        shapes = self.state_shapes(config)
+        self.grows = tuple(1 + shape.index(None) if None in shape else None for shape in shapes)
+
+    @classmethod
+    def check(cls, config: StackConfig) -> None:
+        """Raises a ValueError where sizes do not go together in such a mixer."""
+
+    @classmethod
+    def state_size(cls, config: StackConfig) -> int:
+        """d_state."""
+        return cls.default_d_state if config.d_state is None else config.d_state
+
+    @classmethod
+    def state_shapes(cls, config: StackConfig) -> tuple[tuple[int | None, ...], ...]:
+        """Of each tensor of the state the shape behind the batch, None being the tokens so far."""
+        return ()
+
+    @classmethod
+    def past_per_token(cls, config: StackConfig) -> int:
+        """Elements by which the state grows with each token."""
+        shapes = cls.state_shapes(config)
+        return sum(math.prod(n for n in shape if n is not None) for shape in shapes if None in shape)
+
+    @classmethod
+    def inputs_per_token(cls, config: StackConfig) -> int:
+        """How many inputs and outputs of a token share the state."""
+        return 1
+
+    @classmethod
+    def attended_channels(cls, config: StackConfig) -> int:
+        """Channels, of all heads, in which a token is compared with each one before it; 0 of a recurrence."""
+        return 0
+
+    @classmethod
+    def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
+        """Bytes a token that its backward keeps, beside the residual stream; within a fifth of what autograd
+        was seen to keep.
+
+        Args:
+            element: bytes of an activation.
+            selective: whether products and scans alone are kept (`recompute="selective"`).
+        """
+        return 8 * config.d_model * element  # a guess, for a layer of one's own
+
+    def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> State:
+        """Zeros of `state_shapes`, each with the batch in front; of what grows, none yet."""
+        shapes = [[batch, *(n or 0 for n in shape)] for shape in self.state_shapes(self.config)]
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+
+
+class ScanMixer(Mixer):
+    """A mixer whose recurrence is a scan that can be cut to a window. State: (conv tail, h), or (h,).
+
+    A subclass has, with x (batch, seqlen, d_model):
+
+        scan_inputs(x, conv_tail, seq_idx=None)   a named tuple of what the scan reads, token by token, and
+            the new conv tail (batch, channels, d_conv - 1): None in and out where there is no convolution
+        scan(inputs, h, window=None, halo=0, seq_idx=None)   the scan's outputs and the last h
+        scan_outputs(y, inputs)   everything after the scan: the mixer's output from the scan's
+        log_decay(inputs)   the log of the factor by which each token shrinks the adjoint state, 0 or less
+        conv_tail(x)   the conv tail that the d_conv - 1 tokens x leave
+    """
+
+    windowed = True
+    scan_inputs: Any
+    scan: Any
+    scan_outputs: Any
+
+    def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
+        inputs, tail = self.scan_inputs(x, state[0] if len(state) > 1 else None, seq_idx)
+        y, h = self.scan(inputs, state[-1], seq_idx=seq_idx)
+        return self.scan_outputs(y, inputs), ((h,) if tail is None else (tail, h))
+
+
+def make_mixer(config: StackConfig, layer: int) -> nn.Module:
+    """The mixer of layer `layer`, parameters initialised.
+
+    Raises:
+        UserError: there is no class "module:Class", or it is no mixer.
+    """
+    kind = config.mixers[layer]
+    if kind in MIXERS:
+        return MIXERS[kind](config)
+    module, _, name = kind.partition(":")
+    try:
+        mixer: Any = getattr(importlib.import_module(module), name)(config)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"mixer {kind!r}: {error}; name a class as module:Class, the module importable"
+        ) from None
+    missing = [what for what in ("initial_state", "reset_parameters") if not hasattr(mixer, what)]
+    is_module = isinstance(mixer, nn.Module)
+    if missing or not is_module:
+        raise UserError(f"mixer {kind!r} must be a torch module with {' and '.join(missing) or 'a forward'}")
+    if not hasattr(mixer, "grows"):
+        mixer.grows = (None,) * len(mixer.initial_state(1, torch.float32, torch.device("cpu")))
+    return mixer
+
+
+def check_heads(config: StackConfig, ngroups: int = 1) -> None:
+    """Raises a ValueError where heads do not divide d_inner, or groups of them not the heads."""
+    if config.d_inner % config.headdim:
+        raise ValueError(
+            f"headdim {config.headdim} must divide d_inner = expand * d_model = {config.d_inner}"
+        )
+    if config.nheads % ngroups:
+        raise ValueError(f"ngroups {ngroups} must divide the number of heads, {config.nheads}")
+
+
+def rates(A_log: Tensor) -> Tensor:
+    """A, below 0, from its logarithm: float32, of a float64 model float64."""
+    return -A_log.to(compute_dtype(A_log)).exp()
