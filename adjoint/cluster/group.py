@@ -21,7 +21,7 @@ from adjoint.cluster.helpers import Task, as_arrays, as_tensors
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
 from adjoint.cluster.shard import HelperShard, Shard
 from adjoint.cluster.spec import ShardSpec
-from adjoint.cluster.transport import Mailbox, ObjectStoreTransport, Transport, join
+from adjoint.cluster.transport import join
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.train.config import ClusterConfig, TrainingConfig
@@ -34,16 +34,12 @@ BEAT = 1.0  # seconds between questions whether a shard is alive
 # nobody gets on is noticed sooner (`Watch`).
 PATIENCE = 3600.0
 UNTIMED = ("save",)  # calls in which no shard waits for another, and nothing counts what is done
-OBJECT_STORE = "object-store"
 
 
 class ShardActor:
-    """The process of one shard: a thin wrapper that Ray calls. Its heart beats in a thread of its own."""
+    """The process of one worker: a thin wrapper that Ray calls. Heartbeats have a thread of their own."""
 
     shard: Shard | HelperShard | None = None
-
-    def __init__(self) -> None:
-        self.mailbox = Mailbox()
 
     def look(self, training: TrainingConfig) -> dict[str, Any]:
         """What this process has: its node, device, precision, cores and memory."""
@@ -95,10 +91,8 @@ class ShardActor:
         from adjoint.train.machine import set_up
 
         set_up(dataclasses.replace(spec.training, threads=spec.threads), torch.device(spec.device))
-        transport: Transport | None = None
-        if backend == OBJECT_STORE:
-            transport = ObjectStoreTransport(spec.rank, actors, self.mailbox)
-        elif spec.layout.world > 1:
+        transport = None
+        if spec.layout.world > 1:
             transport = join(meeting, spec.rank, spec.layout.world, backend, patience, spec.layout.groups)
         if spec.helps:
             self.shard = HelperShard(spec)
@@ -126,10 +120,6 @@ class ShardActor:
         self.shard.at = name, False
         own = [torch.from_numpy(a.copy()) if isinstance(a, np.ndarray) else a for a in arguments]
         return getattr(self.shard, name)(*own, **keywords)
-
-    def deliver(self, source: int, number: int, message: list[Any]) -> None:
-        """Takes a message of another worker in; waits while its channel is full."""
-        self.mailbox.put(source, number, message[0])
 
     def beat(self) -> tuple[int, tuple[str, bool]]:
         """Answers, whatever else this process is doing: how much it has done, what it is at, and whether that
@@ -272,7 +262,7 @@ class Group:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.place, rank),
             "runtime_env": {"env_vars": hidden},
         }
-        return ray.remote(concurrency_groups={"watch": 1, "mail": 16})(ShardActor).options(**options).remote()
+        return ray.remote(concurrency_groups={"watch": 1})(ShardActor).options(**options).remote()
 
     # --------------------------------------------------------------------------------------------- calls
 

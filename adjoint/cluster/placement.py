@@ -14,7 +14,7 @@ from adjoint.errors import UserError
 from adjoint.memory import usable_cores
 from adjoint.train.layout import Layout
 
-OBJECT_STORE = 200 << 20  # bytes; ids and small results pass through it, tensors do not
+OBJECT_STORE = 200 << 20  # bytes; ids and small results pass through it, and helpers' tasks
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def _is_collateral(error: BaseException) -> bool:
 
     if isinstance(error, ConnectionError | TimeoutError | getattr(dist, "DistError", ConnectionError)):
         return True
-    if isinstance(error, known.RayError):  # the peer's, through the object store; not an error of its code
+    if isinstance(error, known.RayError):  # a helper's, and not an error of its code
         return not isinstance(error, known.RayTaskError)
     return isinstance(error, RuntimeError) and _COLLATERAL.search(str(error)) is not None
 

@@ -2,12 +2,7 @@
 
 A transport is what a worker's program sends and receives with (`adjoint.engine.run.Transport`). The messages
 of a channel, a sender and a receiver, arrive in the order they were sent; at most `buffers` of them are under
-way at a time, so that one can be filled while another travels. Three of them:
-
-    DistributedTransport   torch.distributed isend and irecv: gloo wherever an end is a CPU or a MIG slice,
-                           NCCL between whole GPUs
-    ObjectStoreTransport   arrays in Ray's object store; slower for small messages, but needs no process group
-    LocalTransport         queues between the threads of one process
+way at a time, so that one can be filled while another travels.
 
 Besides messages there are two collectives, `all_reduce` and `all_gather`. All of `ranks` must call them, in
 the same order, with tensors of the same shape and dtype."""
@@ -17,9 +12,7 @@ from __future__ import annotations
 import collections
 import datetime
 import functools
-import queue
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -65,7 +58,7 @@ class Transport(run.Transport, Protocol):
 
 class DistributedTransport:
     """Point-to-point messages and collectives of `torch.distributed`, whose default process group must be
-    there.
+    there: gloo wherever an end is a CPU or a MIG slice, NCCL between whole GPUs.
 
     gloo carries CPU tensors: those of a GPU are staged through pinned host memory. NCCL runs the messages of
     a pair one after the other, so that a receive posted early would block the sends behind it: messages to
@@ -192,176 +185,6 @@ def join(
     wait = datetime.timedelta(seconds=timeout)
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=workers, timeout=wait)
     return DistributedTransport(groups=groups, timeout=wait)
-
-
-class Mailbox:
-    """What has been delivered to an actor and not yet been taken. Deliveries that wait for room overtake each
-    other, so that a message is taken by its number in its channel.
-
-    Args:
-        buffers: messages a channel holds; whoever delivers one more waits. A sender may have as many on their
-            way: then there is always room for the next one in order.
-    """
-
-    def __init__(self, buffers: int = CAPACITY) -> None:
-        self.buffers, self.changed = buffers, threading.Condition()
-        self.held: dict[int, dict[int, Any]] = collections.defaultdict(dict)
-
-    def put(self, source: int, number: int, message: Any) -> None:
-        """Takes a message in; waits while its channel is full."""
-        with self.changed:
-            held = self.held[source]
-            self.changed.wait_for(lambda: len(held) < self.buffers and number not in held)
-            held[number] = message
-            self.changed.notify_all()
-
-    def take(self, source: int, number: int) -> Any:
-        """Waits for a message.
-
-        Raises:
-            RuntimeError: the channel is full of others, so that it cannot come.
-        """
-        with self.changed:
-            held = self.held[source]
-            self.changed.wait_for(lambda: number in held or len(held) == self.buffers)
-            if number not in held:
-                raise RuntimeError(f"message {number} from {source}: other messages came first")
-            message = held.pop(number)
-            self.changed.notify_all()
-            return message
-
-
-class _Exchange:
-    """Collectives made of messages: everyone sends to everyone, and sums in the order of the ranks. Nothing
-    has to be connected."""
-
-    rank: int
-    post: Callable[[int, Tensor], Pending]
-    send: Callable[[int, Tensor], None]
-    flush: Callable[[], None]
-
-    def connect(self, channels: Sequence[Channel]) -> None:
-        pass
-
-    def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
-        own = tensor.detach()
-        total = torch.zeros_like(own)
-        for part in self._exchange(own, ranks):
-            total += part
-        own.copy_(total)
-        return tensor
-
-    def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        return [part.clone() for part in self._exchange(tensor.detach(), ranks)]
-
-    def _exchange(self, own: Tensor, ranks: Sequence[int]) -> Iterator[Tensor]:
-        """The tensors of all, one after the other in the same room but for the own one."""
-        others = [rank for rank in ranks if rank != self.rank]
-        for rank in others:
-            self.send(rank, own)
-        room = torch.empty_like(own) if others else own
-        for rank in ranks:
-            yield own if rank == self.rank else self.post(rank, room)()
-        self.flush()
-
-
-class ObjectStoreTransport(_Exchange):
-    """Arrays in Ray's object store, whose references are delivered by calls from actor to actor.
-
-    Bytes are copied into the store and out of it, never pickled; what lies there is read-only and shared, so
-    nothing of it is handed out.
-
-    Args:
-        rank: whose messages these are.
-        peers: handles of all workers' actors, with a method `deliver` in a concurrency group "mail".
-        mailbox: what `deliver` fills here.
-    """
-
-    def __init__(self, rank: int, peers: Sequence[Any], mailbox: Mailbox) -> None:
-        self.rank, self.peers, self.mailbox, self.buffers = rank, peers, mailbox, mailbox.buffers
-        self.sent, self.posted = collections.Counter[int](), collections.Counter[int]()
-        self.under_way: dict[int, collections.deque[Any]] = collections.defaultdict(collections.deque)
-
-    def post(self, source: int, out: Tensor) -> Pending:
-        number = self.posted[source]
-        self.posted[source] += 1
-
-        def wait() -> Tensor:
-            import numpy as np
-            import ray
-
-            array = ray.get(self.mailbox.take(source, number))
-            if out.is_cuda:
-                return out.copy_(
-                    torch.from_numpy(array.copy()).view(out.dtype).view(out.shape), non_blocking=True
-                )
-            np.copyto(out.detach().view(-1).view(torch.uint8).numpy(), array)
-            return out
-
-        return wait
-
-    def send(self, to: int, tensor: Tensor) -> None:
-        import ray
-
-        # as bytes: NumPy knows no bfloat16
-        reference = ray.put(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        under_way = self.under_way[to]
-        while len(under_way) >= self.buffers:
-            ray.get(under_way.popleft())
-        deliver = self.peers[to].deliver.options(concurrency_group="mail")
-        # in a list, so that Ray hands over the reference and not the array
-        under_way.append(deliver.remote(self.rank, self.sent[to], [reference]))
-        self.sent[to] += 1
-
-    def flush(self) -> None:
-        import ray
-
-        for under_way in self.under_way.values():
-            ray.get(list(under_way))
-            under_way.clear()
-
-
-class LocalTransport(_Exchange):
-    """Queues between threads, for workers in one process.
-
-    Args:
-        rank: whose messages these are.
-        queues: shared by all: one bounded queue a channel, made by `local_transports`.
-        broken: set when a thread has failed, so that the others do not wait for it for ever.
-    """
-
-    def __init__(
-        self, rank: int, queues: Mapping[Channel, queue.Queue[Tensor]], broken: threading.Event
-    ) -> None:
-        self.rank, self.queues, self.broken = rank, queues, broken
-        self.buffers = CAPACITY  # the queues' own size holds
-
-    def _insist(self, attempt: Callable[[], Any]) -> Any:
-        while not self.broken.is_set():
-            try:
-                return attempt()
-            except (queue.Empty, queue.Full):
-                continue
-        raise RuntimeError("another worker has failed")
-
-    def post(self, source: int, out: Tensor) -> Pending:
-        channel = self.queues[source, self.rank]
-        return lambda: out.copy_(self._insist(lambda: channel.get(timeout=0.5)))
-
-    def send(self, to: int, tensor: Tensor) -> None:
-        message, channel = tensor.detach().clone(), self.queues[self.rank, to]
-        self._insist(lambda: channel.put(message, timeout=0.5))
-
-    def flush(self) -> None:
-        pass
-
-
-def local_transports(workers: int, buffers: int = CAPACITY) -> list[LocalTransport]:
-    """A transport for each of `workers` threads of this process."""
-    pairs = [(a, b) for a in range(workers) for b in range(workers) if a != b]
-    queues = {pair: queue.Queue[Tensor](buffers) for pair in pairs}
-    broken = threading.Event()
-    return [LocalTransport(rank, queues, broken) for rank in range(workers)]
 
 
 class ReplicaTransport:

@@ -199,8 +199,7 @@ class ClusterConfig:
         helpers: further processes that share the shards' tasks, for the method layer-local; of each replica.
         cpus: CPUs a process asks for, and threads it computes with; null asks for one, and the processes of a
             node share its cores out. training.threads says other threads.
-        transport: how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere;
-            object-store is Ray's, slower for small chunks, without a process group.
+        transport: how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere.
         max_failures: how many times lost shards are made anew from the last checkpoint before the run stops;
             machines that are taken away on purpose do not count.
         start_timeout: seconds within which the shards must have got their place.
@@ -214,7 +213,7 @@ class ClusterConfig:
     sequence: int = 1
     helpers: int = 0
     cpus: int | None = None
-    transport: Literal["auto", "gloo", "nccl", "object-store"] = "auto"
+    transport: Literal["auto", "gloo", "nccl"] = "auto"
     max_failures: int = 3
     start_timeout: float = 300.0
     hang_timeout: float = 60.0

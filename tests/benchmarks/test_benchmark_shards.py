@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from adjoint.cluster.shard import Traced
-from adjoint.cluster.transport import local_transports
 from adjoint.engine.grid import Tile
 from adjoint.engine.program import Plan, Recv, Run, Send
 from adjoint.engine.simulate import simulate, uniform
 from benchmarks.scaling import command as scaling
 from benchmarks.scaling import measured
 from benchmarks.shards import command, measure, report
+from tests.cluster.threads import local_transports
 
 RUN: dict[str, Any] = {
     "name": "exact, 2 shards",

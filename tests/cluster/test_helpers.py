@@ -22,7 +22,7 @@ from adjoint.engine.program import Action, Owners, Plan, Run, Share
 from adjoint.engine.run import Worker
 from adjoint.engine.simulate import simulate
 from adjoint.plan.schedule import grid_of, step_plan
-from tests.cluster.cluster_helpers import (
+from tests.cluster.threads import (
     TRAINING,
     ThreadCrew,
     disturbed_shards,
@@ -112,7 +112,7 @@ def test_whoever_takes_what_the_result_is_the_same(
     losses, expected = train_stack(disturbed_stack(CONFIG), method, TRAINING, BATCHES)
     found = []
     for crew, units in ((ThreadCrew, OWNER_ALONE), (ThreadCrew, HELPERS_ALONE), (OneSlow, 2), (ByChance, 2)):
-        monkeypatch.setattr("tests.cluster.cluster_helpers.ThreadCrew", crew)
+        monkeypatch.setattr("tests.cluster.threads.ThreadCrew", crew)
         monkeypatch.setattr(helpers, "AHEAD", units)
         made = disturbed_shards(CONFIG, shards, method, TRAINING, helpers=count)
         found.append(trained(made))
@@ -167,7 +167,7 @@ def test_tasks_read_memory_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_slow_helper_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the units that it was handed at the start, and no more."""
-    monkeypatch.setattr("tests.cluster.cluster_helpers.ThreadCrew", OneSlow)
+    monkeypatch.setattr("tests.cluster.threads.ThreadCrew", OneSlow)
     made = disturbed_shards(CONFIG, 1, LayerLocal(7, 8), TRAINING, helpers=2)
     trained(made, BATCHES[:1])
     units = [tiles for _, tiles, _ in crews(made)[0].taken]

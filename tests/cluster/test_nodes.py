@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from adjoint.checkpoint import Tensors
-from tests.cluster import cluster_faults
-from tests.cluster.cluster_faults import FLAGS, MOMENTS, files, told
+from tests.cluster import faults
+from tests.cluster.faults import FLAGS, MOMENTS, files, told
 from tests.training_helpers import tiny, train_tiny
 
 pytestmark = pytest.mark.slow  # half a minute each, most of it Ray's
@@ -32,8 +32,8 @@ def undisturbed(ray_on_loopback: None, tmp_path_factory: pytest.TempPathFactory)
 
 def on_nodes(folder: Path, settings: dict[str, Any], code: int = 0, **flags: Any) -> list[str]:
     """Trains on a cluster of its own, and ends with `code`; what was said of failures."""
-    program = [sys.executable, "-m", "tests.cluster.cluster_nodes", json.dumps(settings)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), cluster_faults.VARIABLE: str(fault(folder))}
+    program = [sys.executable, "-m", "tests.cluster.nodes", json.dumps(settings)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), faults.VARIABLE: str(fault(folder))}
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
         [*program, *tiny(folder, **{**FLAGS, **flags})],
@@ -53,9 +53,9 @@ def fault(folder: Path) -> Path:
 
 @pytest.fixture
 def ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`cluster_faults.ask_for`, of this test's cluster."""
-    monkeypatch.setenv(cluster_faults.VARIABLE, str(fault(tmp_path)))
-    return cluster_faults.ask_for
+    """`faults.ask_for`, of this test's cluster."""
+    monkeypatch.setenv(faults.VARIABLE, str(fault(tmp_path)))
+    return faults.ask_for
 
 
 def assert_undisturbed(run: Path, undisturbed: Path) -> None:

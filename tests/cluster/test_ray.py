@@ -38,9 +38,7 @@ TRAINING = TrainingConfig(
 )
 
 
-def train_both(
-    config: StackConfig, method: Any, shards: int, tmp_path: Path, helpers: int = 0, transport: str = "auto"
-) -> None:
+def train_both(config: StackConfig, method: Any, shards: int, tmp_path: Path, helpers: int = 0) -> None:
     """Two steps in one process and over shards: losses, norms and weights, and a sample, must agree."""
     from adjoint.cluster.group import Group
     from adjoint.cluster.shard import total_norm
@@ -49,7 +47,7 @@ def train_both(
     stack = Stack(config).double()
     optimizer = make_optimizer(stack, TRAINING)
     names = [name for name, _ in stack.named_parameters()]
-    group = Group(config, TRAINING, method, ClusterConfig(shards, helpers=helpers, transport=transport))
+    group = Group(config, TRAINING, method, ClusterConfig(shards, helpers=helpers))
     try:
         for step in (1, 2):
             ids = make_ids(2, 24, seed=step)
@@ -106,26 +104,18 @@ def test_windowed_methods_over_shards(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window, transport", [(5, "gloo"), (None, "gloo"), (5, "object-store")])
+@pytest.mark.parametrize("window", [5, None])
 def test_helpers_in_actors(
-    ray_on_loopback: None, tmp_path: Path, one_thread: None, window: int | None, transport: str
+    ray_on_loopback: None, tmp_path: Path, one_thread: None, window: int | None
 ) -> None:
     config = StackConfig(**{**SIZES, "n_layer": 5})
-    train_both(config, LayerLocal(window, 8), 2, tmp_path, helpers=2, transport=transport)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [Exact(1), LayerLocal(5, 8)], ids=str)
-def test_messages_through_the_object_store(
-    ray_on_loopback: None, tmp_path: Path, one_thread: None, method: Any
-) -> None:
-    train_both(StackConfig(**{**SIZES, "n_layer": 4}), method, 3, tmp_path, transport="object-store")
+    train_both(config, LayerLocal(window, 8), 2, tmp_path, helpers=2)
 
 
 def peaks(sizes: dict[str, Any], seqlen: int, shards: int) -> list[int]:
     """Of each process above its imports, with a malloc that gives back what is freed: what is needed, without
     the holes of a heap, which come and go with the order in which threads happen to run."""
-    argv = [sys.executable, "-m", "tests.cluster.cluster_memory", json.dumps(sizes), str(seqlen), str(shards)]
+    argv = [sys.executable, "-m", "tests.cluster.memory", json.dumps(sizes), str(seqlen), str(shards)]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10), "PYTHONPATH": str(REPOSITORY)}
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(argv, cwd=REPOSITORY, env=environment, capture_output=True, text=True)

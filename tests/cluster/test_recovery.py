@@ -19,8 +19,8 @@ from adjoint.cluster.recovery import Cause, ShardFailure, cause_of, rank_causes
 from adjoint.cluster.training import ShardedTrainer
 from adjoint.errors import UserError
 from adjoint.train.config import Config
-from tests.cluster import cluster_faults
-from tests.cluster.cluster_faults import FLAGS, MOMENTS, files, told
+from tests.cluster import faults
+from tests.cluster.faults import FLAGS, MOMENTS, files, told
 from tests.training_helpers import tiny, train_tiny
 
 
@@ -33,7 +33,7 @@ def undisturbed(ray_on_loopback: None, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "ShardActor", cluster_faults.FaultyActor)
+    monkeypatch.setattr(group_module, "ShardActor", faults.FaultyActor)
 
 
 def recovers(
@@ -54,7 +54,7 @@ def recovers(
 def test_a_shard_killed_in_backward_is_made_anew(
     undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster_faults.ask_for("backward", rank=1, call=4 * 2 + 3, how="kill")  # in step 3
+    faults.ask_for("backward", rank=1, call=4 * 2 + 3, how="kill")  # in step 3
     said = recovers(tmp_path, undisturbed, capsys)
     assert "failure 1 of at most 3 at step 3: shard 1: died" in said
     assert "going on after step 2" in said
@@ -73,7 +73,7 @@ def test_any_failure_at_any_moment_changes_nothing(
     point: str,
     call: int,
 ) -> None:
-    cluster_faults.ask_for(point, rank, call, how)
+    faults.ask_for(point, rank, call, how)
     said = recovers(tmp_path, undisturbed, capsys)
     kind = {"exit": "died", "kill": "died", "stop": "hung", "limit": "out of memory"}[how]
     assert f"shard {rank}: {kind}" in said
@@ -83,7 +83,7 @@ def test_any_failure_at_any_moment_changes_nothing(
 def test_before_the_first_checkpoint_the_run_begins_again(
     undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster_faults.ask_for("forward", rank=0, call=6, how="exit")
+    faults.ask_for("forward", rank=0, call=6, how="exit")
     assert "going on after step 0" in recovers(tmp_path, undisturbed, capsys)
 
 
@@ -91,7 +91,7 @@ def test_before_the_first_checkpoint_the_run_begins_again(
 def test_a_shard_may_be_lost_while_the_first_group_is_made(
     undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster_faults.ask_for("build", rank=1, call=1, how="kill")
+    faults.ask_for("build", rank=1, call=1, how="kill")
     said = recovers(tmp_path, undisturbed, capsys)
     assert "at step 1: shard 1: died" in said
     assert "(during build); going on after step 0" in said
@@ -101,7 +101,7 @@ def test_a_shard_may_be_lost_while_the_first_group_is_made(
 def test_a_run_that_went_on_from_another_one_falls_back_on_it(
     undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster_faults.ask_for("backward", rank=0, call=2, how="kill")  # before it has a checkpoint of its own
+    faults.ask_for("backward", rank=0, call=2, how="kill")  # before it has a checkpoint of its own
     beginning = undisturbed / "checkpoints" / "step-00000004"
     said = recovers(tmp_path, undisturbed, capsys, after=4, run__resume=beginning)
     assert "at step 5: shard 0: died" in said
@@ -112,7 +112,7 @@ def test_a_run_that_went_on_from_another_one_falls_back_on_it(
 def test_a_step_that_always_fails_stops_the_run_with_its_cause(
     ray_on_loopback: None, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster_faults.ask_for("backward", rank=1, call=3, how="exit", again=True)
+    faults.ask_for("backward", rank=1, call=3, how="exit", again=True)
     assert train_tiny(tmp_path, **FLAGS, cluster__max_failures=1) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2, lines  # the first was recovered from
@@ -130,7 +130,7 @@ def test_an_exception_of_the_code_is_a_bug_and_not_tried_again(
     point: str,
     call: int,
 ) -> None:
-    cluster_faults.ask_for(point, 1, call, "error")  # once: tried again, it would pass
+    faults.ask_for(point, 1, call, "error")  # once: tried again, it would pass
     with pytest.raises(ShardFailure, match="shard 1: error: ZeroDivisionError: division by zero") as raised:
         train_tiny(tmp_path, **FLAGS)
     assert '"error": lambda: 1 / 0' in str(raised.value.__cause__)  # the shard's own traceback
@@ -141,7 +141,7 @@ def test_an_exception_of_the_code_is_a_bug_and_not_tried_again(
 def test_a_full_disk_is_told_at_once_in_one_line(
     ray_on_loopback: None, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster_faults.ask_for("save", rank=1, call=1, how="disk")
+    faults.ask_for("save", rank=1, call=1, how="disk")
     assert train_tiny(tmp_path, **FLAGS) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "shard 1: environment: runs/x: No space left on device (during save), at step 3; it would" in line
@@ -158,7 +158,7 @@ def test_shards_that_live_and_do_not_get_on_are_made_anew(
     call: int,
 ) -> None:
     """One sleeps while the other waits for it: both hearts beat."""
-    cluster_faults.ask_for(point, 1, call, "sleep")
+    faults.ask_for(point, 1, call, "sleep")
     said = recovers(tmp_path, undisturbed, capsys, cluster__progress_timeout=10)
     assert "shard 1: hung: no progress of any shard for 10 s (cluster.progress_timeout), it is at: " in said
 
@@ -196,7 +196,7 @@ def test_carried_states_come_back_with_the_checkpoint(
     found, alone = (told(tmp_path / name / "run") for name in ("undisturbed", "alone"))
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in alone], rel=1e-12)
     capsys.readouterr()
-    cluster_faults.ask_for("backward", rank=1, call=4 * 2 + 3, how="kill")  # in step 3
+    faults.ask_for("backward", rank=1, call=4 * 2 + 3, how="kill")  # in step 3
     said = recovers(tmp_path, tmp_path / "undisturbed" / "run", capsys, **carries)
     assert "going on after step 2" in said
 

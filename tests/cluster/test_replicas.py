@@ -11,13 +11,13 @@ from adjoint import Exact, LayerLocal, StackConfig, Truncated
 from adjoint.cluster import replicas as replicas_module
 from adjoint.cluster.replicas import rows_of, sum_gradients
 from adjoint.cluster.shard import Shard
-from adjoint.cluster.transport import local_transports
 from adjoint.errors import UserError
 from adjoint.train.config import TrainingConfig
-from tests.cluster.cluster_helpers import (
+from tests.cluster.threads import (
     TRAINING,
     disturbed_shards,
     disturbed_stack,
+    local_transports,
     together,
     train_shards,
     train_stack,

@@ -13,8 +13,8 @@ from adjoint.cluster.placement import Resources
 from adjoint.errors import UserError
 from adjoint.train.config import ClusterConfig
 from adjoint.train.layout import Layout
-from tests.cluster import cluster_faults
-from tests.cluster.cluster_faults import files, told
+from tests.cluster import faults
+from tests.cluster.faults import files, told
 from tests.training_helpers import same_training, train_tiny
 
 FLAGS: dict[str, Any] = {"data__batch": 3, "training__precision": "float64", "training__steps": 4}
@@ -42,11 +42,10 @@ def test_two_replicas_of_two_shards_train_as_one_process(
     [
         {"cluster__shards": 1, "cluster__replicas": 3},
         {"cluster__shards": "auto", "cluster__replicas": 2},
-        {"cluster__shards": 2, "cluster__replicas": 2, "cluster__transport": "object-store"},
     ],
     ids=str,
 )
-def test_other_numbers_and_transports(
+def test_other_numbers(
     ray_on_loopback: None, in_one_process: Path, tmp_path: Path, flags: dict[str, Any]
 ) -> None:
     assert train_tiny(tmp_path, **FLAGS, **flags) == 0
@@ -107,8 +106,8 @@ def test_a_lost_shard_of_the_second_replica_changes_nothing(
     point: str,
     call: int,
 ) -> None:
-    monkeypatch.setattr(group_module, "ShardActor", cluster_faults.FaultyActor)
-    cluster_faults.ask_for(point, rank, call, "kill")
+    monkeypatch.setattr(group_module, "ShardActor", faults.FaultyActor)
+    faults.ask_for(point, rank, call, "kill")
     assert train_tiny(tmp_path, **FAILING) == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines

@@ -13,7 +13,7 @@ from adjoint.engine.program import Owners, Send
 from adjoint.errors import UserError
 from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.train.config import TrainingConfig
-from tests.cluster.cluster_helpers import (
+from tests.cluster.threads import (
     TRAINING,
     disturbed_shards,
     disturbed_stack,

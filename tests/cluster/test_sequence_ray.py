@@ -11,8 +11,8 @@ import torch
 from adjoint import Exact, StackConfig
 from adjoint.cluster import group as group_module
 from adjoint.train.config import ClusterConfig, TrainingConfig
-from tests.cluster import cluster_faults
-from tests.cluster.cluster_faults import files, told
+from tests.cluster import faults
+from tests.cluster.faults import files, told
 from tests.training_helpers import same_training, train_tiny
 
 TWO: dict[str, Any] = {"cluster__shards": 1, "cluster__sequence": 2}
@@ -40,13 +40,13 @@ def test_two_workers_on_one_sequence_train_as_one_process(
     "flags",
     [
         {"cluster__sequence": 4},
-        {"cluster__sequence": 3, "cluster__transport": "object-store"},
+        {"cluster__sequence": 3, "cluster__transport": "gloo"},
         {"cluster__sequence": 2, "cluster__replicas": 2, "method__keep": "offload"},
         {"cluster__sequence": 2, "cluster__shards": 2},
     ],
     ids=str,
 )
-def test_other_numbers_and_transports(
+def test_other_numbers(
     ray_on_loopback: None, in_one_process: Path, tmp_path: Path, flags: dict[str, Any]
 ) -> None:
     assert train_tiny(tmp_path, **{**FLAGS, "cluster__shards": 1, **flags}) == 0
@@ -67,8 +67,8 @@ def test_a_lost_worker_changes_nothing(
     flags |= {"training__save_every": 2, "training__sample_tokens": 0}
     (tmp_path / "undisturbed").mkdir()
     assert train_tiny(tmp_path / "undisturbed", **flags) == 0
-    monkeypatch.setattr(group_module, "ShardActor", cluster_faults.FaultyActor)
-    cluster_faults.ask_for(point, 1, call, "kill")
+    monkeypatch.setattr(group_module, "ShardActor", faults.FaultyActor)
+    faults.ask_for(point, 1, call, "kill")
     assert train_tiny(tmp_path, **flags) == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines

@@ -18,7 +18,7 @@ from adjoint.train.checkpoint import begin_checkpoint, commit_checkpoint, load_c
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import make_optimizer
-from tests.cluster.cluster_helpers import (
+from tests.cluster.threads import (
     TRAINING,
     disturbed_shards,
     disturbed_stack,

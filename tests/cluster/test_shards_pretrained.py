@@ -13,9 +13,9 @@ from adjoint.cluster import group as group_module
 from adjoint.hf.split import examine
 from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import learning_rate, make_optimizer
-from tests.cluster import cluster_faults
-from tests.cluster.cluster_faults import FLAGS, MOMENTS, files, told
-from tests.cluster.cluster_helpers import TRAINING, make_shards, together, train_shards
+from tests.cluster import faults
+from tests.cluster.faults import FLAGS, MOMENTS, files, told
+from tests.cluster.threads import TRAINING, make_shards, together, train_shards
 from tests.hf.hf_models import float64_throughout, make
 from tests.model_helpers import assert_same
 from tests.training_helpers import train_tiny
@@ -148,8 +148,8 @@ def test_a_shard_killed_at_any_moment_changes_nothing(
     point: str,
     call: int,
 ) -> None:
-    monkeypatch.setattr(group_module, "ShardActor", cluster_faults.FaultyActor)
-    cluster_faults.ask_for(point, rank=1, call=call, how="kill")
+    monkeypatch.setattr(group_module, "ShardActor", faults.FaultyActor)
+    faults.ask_for(point, rank=1, call=call, how="kill")
     assert train_tiny(tmp_path, **options(pretrained)) == 0
     assert told(tmp_path / "run") == told(undisturbed)
     assert files(tmp_path / "run") == files(undisturbed)
@@ -169,8 +169,8 @@ def test_a_run_with_dropout_ends_as_if_undisturbed(
         (tmp_path / name).mkdir()
     assert train_tiny(tmp_path / "undisturbed", **options(str(directory)), **more) == 0
     capsys.readouterr()
-    monkeypatch.setattr(group_module, "ShardActor", cluster_faults.FaultyActor)
-    cluster_faults.ask_for("step", rank=1, call=4, how="kill")
+    monkeypatch.setattr(group_module, "ShardActor", faults.FaultyActor)
+    faults.ask_for("step", rank=1, call=4, how="kill")
     assert train_tiny(tmp_path / "disturbed", **options(str(directory)), **more) == 0
     assert "shard 1: died" in capsys.readouterr().err
     runs = [tmp_path / name / "run" for name in ("disturbed", "undisturbed")]

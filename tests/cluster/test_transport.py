@@ -1,4 +1,4 @@
-"""Messages in order and sums of the same bits on every rank, over threads, processes and an object store."""
+"""Messages in order and sums of the same bits on every rank, over threads and processes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,10 @@ import pytest
 import torch
 
 from adjoint import Exact, LayerLocal, StackConfig, Truncated
-from adjoint.cluster.transport import (
-    DistributedTransport,
-    LocalTransport,
-    Mailbox,
-    ObjectStoreTransport,
-    ReplicaTransport,
-    Transport,
-    join,
-    local_transports,
-)
+from adjoint.cluster.transport import DistributedTransport, ReplicaTransport, Transport, join
 from adjoint.engine.program import Owners, Recv, Send
 from adjoint.plan.schedule import grid_of, step_plan
-from tests.cluster.cluster_helpers import in_threads, split
+from tests.cluster.threads import LocalTransport, in_threads, local_transports, split
 
 WORKERS = 4
 GROUPS = [[0, 2], [1, 3], [0, 1, 2, 3], [3]]
@@ -100,35 +91,10 @@ def messages(transport: Transport, rank: int, count: int = 20) -> None:
     transport.flush()
 
 
-def test_messages_between_threads() -> None:
+def test_messages_and_collectives_between_threads() -> None:
+    """Those of the tests themselves."""
     between_threads(messages)
-
-
-def test_a_channel_between_threads_holds_no_more_than_it_may() -> None:
-    one, other = local_transports(2, buffers=2)
-    sender = threading.Thread(target=lambda: [one.send(1, torch.tensor([i])) for i in range(3)], daemon=True)
-    sender.start()
-    sender.join(0.2)
-    assert sender.is_alive()
-    assert [other.post(0, torch.empty(1, dtype=torch.int64))().item() for _ in range(3)] == [0, 1, 2]
-    sender.join(60)
-    assert not sender.is_alive()
-
-
-def test_a_message_is_what_it_was_when_it_was_sent() -> None:
-    one, other = local_transports(2)
-    tensor = torch.ones(3)
-    one.send(1, tensor)
-    tensor.zero_()
-    assert torch.equal(other.post(0, torch.empty(3))(), torch.ones(3))
-
-
-def test_collectives_between_threads() -> None:
-    runs = [between_threads(collectives) for _ in range(3)]
-    check(runs[0])
-    for again in runs[1:]:
-        for one, two in zip(runs[0], again, strict=True):
-            assert all(torch.equal(a[0], b[0]) for a, b in zip(one, two, strict=True))
+    check(between_threads(collectives))
 
 
 def test_a_replica_counts_its_workers_from_zero() -> None:
@@ -162,88 +128,6 @@ def test_messages_and_collectives_between_processes(tmp_path: Path) -> None:
     check([runs[0] for runs in found])
     for one, two in found:
         assert all(torch.equal(a[0], b[0]) for a, b in zip(one, two, strict=True))
-
-
-def test_a_mailbox_gives_messages_in_order_though_deliveries_overtake_each_other() -> None:
-    """A sender with two messages under way, of which the second is delivered first."""
-    mailbox, buffers, count = Mailbox(2), 2, 8
-    delivered = [threading.Event() for _ in range(count)]
-
-    def deliver(number: int) -> None:
-        mailbox.put(0, number, f"message {number}")
-        delivered[number].set()
-
-    def send() -> None:
-        for first in range(0, count, buffers):  # the later of each pair first
-            overtaken, quick = (
-                threading.Thread(target=deliver, args=(number,), daemon=True) for number in (first, first + 1)
-            )
-            quick.start()
-            assert delivered[first + 1].wait(60)
-            overtaken.start()
-            assert delivered[first].wait(60) and delivered[first + 1].wait(60)
-
-    sender = threading.Thread(target=send, daemon=True)
-    sender.start()
-    for number in range(count):
-        assert mailbox.take(0, number) == f"message {number}"
-    sender.join(60)
-    assert not sender.is_alive()
-    assert not any(mailbox.held.values())
-
-
-def test_a_mailbox_holds_no_more_than_it_may() -> None:
-    mailbox = Mailbox(2)
-    mailbox.put(0, 5, "five")
-    mailbox.put(0, 6, "six")
-    mailbox.put(1, 7, "another channel's")
-    third = threading.Thread(target=mailbox.put, args=(0, 7, "seven"), daemon=True)
-    third.start()
-    with pytest.raises(RuntimeError, match="message 4 from 0: other messages came first"):
-        mailbox.take(0, 4)
-    third.join(0.2)
-    assert third.is_alive() and 7 not in mailbox.held[0]
-    assert mailbox.take(0, 6) == "six"
-    third.join(60)
-    assert mailbox.take(0, 7) == "seven"
-
-
-class Actor:
-    """A worker that has nothing but a mailbox."""
-
-    def __init__(self) -> None:
-        self.mailbox = Mailbox()
-
-    def deliver(self, source: int, number: int, message: list[Any]) -> None:
-        self.mailbox.put(source, number, message[0])
-
-    def call(self, rank: int, peers: list[Any]) -> Any:
-        transport = ObjectStoreTransport(rank, peers, self.mailbox)
-        messages(transport, rank)
-        found = collectives(transport, rank)
-        return [(total.numpy(), [part.numpy() for part in gathered]) for total, gathered in found]
-
-
-@pytest.mark.slow
-def test_messages_and_collectives_through_the_object_store(ray_on_loopback: None) -> None:
-    import ray
-
-    actors = [ray.remote(concurrency_groups={"mail": 4})(Actor).remote() for _ in range(WORKERS)]
-    try:
-        found = ray.get([actor.call.remote(rank, actors) for rank, actor in enumerate(actors)])
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-    check([[(torch.tensor(t), [torch.tensor(p) for p in parts]) for t, parts in part] for part in found])
-
-
-def test_a_failed_thread_ends_the_wait_of_the_others() -> None:
-    transports = local_transports(2)
-    timer = threading.Timer(0.2, transports[0].broken.set)
-    timer.start()
-    with pytest.raises(RuntimeError, match="another worker has failed"):
-        transports[0].all_reduce(torch.ones(3), [0, 1])
-    timer.join()
 
 
 # ------------------------------------------------------------------------------------- connections made ahead

@@ -16,7 +16,7 @@ from adjoint.documents import document_numbers, from_separator
 from adjoint.errors import UserError
 from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.loss import shift_labels
-from tests.cluster.cluster_helpers import TRAINING, disturbed_shards, disturbed_stack, together
+from tests.cluster.threads import TRAINING, disturbed_shards, disturbed_stack, together
 from tests.model_helpers import SIZES, VARIANTS, current_gradients, make_ids, make_model, relative
 
 METHODS = {

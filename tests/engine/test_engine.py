@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
-from adjoint.cluster.transport import ReplicaTransport, local_transports
+from adjoint.cluster.transport import ReplicaTransport
 from adjoint.engine import tile
 from adjoint.engine.autograd import draw_passing
 from adjoint.engine.budget import LiveBytes
@@ -32,11 +32,12 @@ from adjoint.engine.tile import Gradients, Pullback
 from adjoint.layers import State
 from adjoint.loss import count_valid, shift_labels
 from adjoint.stack import Result
-from tests.cluster.cluster_helpers import (
+from tests.cluster.threads import (
     TRAINING,
     disturbed_shards,
     disturbed_stack,
     in_threads,
+    local_transports,
     split,
     together,
 )

@@ -13,7 +13,7 @@ from adjoint.engine import first_use
 from adjoint.layers import State
 from adjoint.layers.mamba import MambaMixer
 from adjoint.train.config import TrainingConfig
-from tests.cluster.cluster_helpers import make_shards, together
+from tests.cluster.threads import make_shards, together
 from tests.model_helpers import assert_same, gradients, make_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")

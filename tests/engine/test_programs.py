@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from adjoint.engine.grid import Grid, Key, Scheme, Tile, make_grid
 from adjoint.engine.program import Action, Owners, Plan, Recv, Run, Send, Share, keys_of, plan
 from adjoint.engine.simulate import Timeline, held_at_most, simulate, uniform
-from tests.cluster.cluster_helpers import split
+from tests.cluster.threads import split
 
 REACH = 3
 

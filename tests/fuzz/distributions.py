@@ -9,7 +9,7 @@ import torch
 
 from adjoint import StackConfig
 from adjoint.train.config import TrainingConfig
-from tests.cluster.cluster_helpers import disturbed_shards, disturbed_stack, together
+from tests.cluster.threads import disturbed_shards, disturbed_stack, together
 from tests.fuzz import stacks
 from tests.fuzz.oracle import Case, Deviation, documents, method_of, reference_of, same, some
 

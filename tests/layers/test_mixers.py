@@ -19,7 +19,7 @@ from adjoint.engine.stages import stage_states, stages_of
 from adjoint.errors import UserError
 from adjoint.kernels.attention import BAND, causal_attention
 from adjoint.train.layout import Layout
-from tests.cluster.cluster_helpers import (
+from tests.cluster.threads import (
     TRAINING,
     disturbed_shards,
     disturbed_stack,

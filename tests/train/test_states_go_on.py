@@ -16,7 +16,7 @@ from adjoint.cli import main
 from adjoint.data.batches import Batches
 from adjoint.loss import shift_labels
 from adjoint.tools.eval import command
-from tests.cluster.cluster_helpers import train_in_threads
+from tests.cluster.threads import train_in_threads
 from tests.model_helpers import make_ids, make_model
 from tests.training_helpers import metrics, tiny, train_tiny, weights
 

@@ -26,7 +26,7 @@ from adjoint.train.config import TrainingConfig
 from adjoint.train.machine import StopRequest
 from adjoint.train.optimizer import learning_rate, parameter_groups
 from adjoint.train.rundir import RunFolder
-from tests.cluster.cluster_helpers import train_in_threads
+from tests.cluster.threads import train_in_threads
 from tests.training_helpers import metrics, tiny, train_tiny, weights
 
 REPOSITORY = Path(__file__).parents[2]

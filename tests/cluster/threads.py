@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -18,8 +19,10 @@ from adjoint.cluster import training as sharded
 from adjoint.cluster.helpers import Task, as_arrays, as_tensors
 from adjoint.cluster.shard import HelperShard, Shard, total_norm
 from adjoint.cluster.spec import ShardSpec
-from adjoint.cluster.transport import local_transports
+from adjoint.cluster.transport import Channel
 from adjoint.engine.grid import Tile
+from adjoint.engine.program import CAPACITY
+from adjoint.engine.run import Pending
 from adjoint.train.config import TrainingConfig, load_config
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import learning_rate, make_optimizer
@@ -30,6 +33,70 @@ TRAINING = TrainingConfig(steps=3, warmup_steps=1, lr=0.05, grad_clip=0.5)
 
 def split(n_layer: int, shards: int) -> list[range]:
     return [range(n_layer * s // shards, n_layer * (s + 1) // shards) for s in range(shards)]
+
+
+class LocalTransport:
+    """Queues between threads, for workers in one process. Collectives are made of messages: everyone sends to
+    everyone, and sums in the order of the ranks.
+
+    Args:
+        rank: whose messages these are.
+        queues: shared by all: one bounded queue a channel, made by `local_transports`.
+        broken: set when a thread has failed, so that the others do not wait for it for ever.
+    """
+
+    buffers = CAPACITY  # the queues' own size holds
+
+    def __init__(
+        self, rank: int, queues: Mapping[Channel, queue.Queue[torch.Tensor]], broken: threading.Event
+    ) -> None:
+        self.rank, self.queues, self.broken = rank, queues, broken
+
+    def connect(self, channels: Sequence[Channel]) -> None:
+        pass
+
+    def _insist(self, attempt: Callable[[], Any]) -> Any:
+        while not self.broken.is_set():
+            try:
+                return attempt()
+            except (queue.Empty, queue.Full):
+                continue
+        raise RuntimeError("another worker has failed")
+
+    def post(self, source: int, out: torch.Tensor) -> Pending:
+        channel = self.queues[source, self.rank]
+        return lambda: out.copy_(self._insist(lambda: channel.get(timeout=0.5)))
+
+    def send(self, to: int, tensor: torch.Tensor) -> None:
+        message, channel = tensor.detach().clone(), self.queues[self.rank, to]
+        self._insist(lambda: channel.put(message, timeout=0.5))
+
+    def flush(self) -> None:
+        pass
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
+        total = torch.zeros_like(tensor)
+        for part in self.all_gather(tensor, ranks):
+            total += part
+        tensor.detach().copy_(total)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
+        own = tensor.detach()
+        for rank in ranks:
+            if rank != self.rank:
+                self.send(rank, own)
+        return [
+            own.clone() if rank == self.rank else self.post(rank, torch.empty_like(own))() for rank in ranks
+        ]
+
+
+def local_transports(workers: int, buffers: int = CAPACITY) -> list[LocalTransport]:
+    """A transport for each of `workers` threads of this process."""
+    pairs = [(a, b) for a in range(workers) for b in range(workers) if a != b]
+    queues = {pair: queue.Queue[torch.Tensor](buffers) for pair in pairs}
+    broken = threading.Event()
+    return [LocalTransport(rank, queues, broken) for rank in range(workers)]
 
 
 class ThreadCrew:

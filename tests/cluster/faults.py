@@ -34,7 +34,7 @@ VARIABLE = "ADJOINT_TEST_FAULT"  # the file's path; in the environment before Ra
 
 
 def lose_node() -> None:
-    """Asks `cluster_nodes` to take this node away, and stays where it is until that has happened."""
+    """Asks `nodes` to take this node away, and stays where it is until that has happened."""
     import ray
 
     asked = Path(os.environ[VARIABLE]).with_suffix(".node")

@@ -1,6 +1,6 @@
 """How much memory two steps take, in a process of its own: peak resident sets, above those after imports.
 
-    python -m tests.cluster.cluster_memory SIZES SEQLEN SHARDS
+    python -m tests.cluster.memory SIZES SEQLEN SHARDS
 
 SIZES are those of `StackConfig`, as JSON; 0 SHARDS is one process without Ray. Prints a JSON list of bytes, a
 number a process.

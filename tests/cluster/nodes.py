@@ -1,7 +1,7 @@
 """A training run on a Ray of its own, in a process of its own: simulated nodes that are taken away, or a
 node whose memory runs out.
 
-    python -m tests.cluster.cluster_nodes SETTINGS train --run.dir …
+    python -m tests.cluster.nodes SETTINGS train --run.dir …
 
 SETTINGS are JSON: "nodes" (CPUs of each node beside the head, which has none), "room" (bytes of memory on
 top of what is used now, beyond which Ray ends a process), "lose" (how a node is lost: "removed", or
@@ -29,7 +29,7 @@ from ray.cluster_utils import Cluster
 from adjoint.cli import main
 from adjoint.cluster import group as group_module
 from adjoint.cluster.placement import loopback
-from tests.cluster import cluster_faults
+from tests.cluster import faults
 
 
 def lose_node(cluster: Any, name: str, how: str, replace: float | None) -> None:
@@ -67,15 +67,15 @@ def run(settings: dict[str, Any], argv: list[str]) -> int:
         for cpus in settings["nodes"]:
             cluster.add_node(num_cpus=cpus)
         environment = {"GLOO_SOCKET_IFNAME": loopback(), "PYTHONPATH": str(Path(__file__).parents[2])}
-        environment[cluster_faults.VARIABLE] = os.environ[cluster_faults.VARIABLE]
+        environment[faults.VARIABLE] = os.environ[faults.VARIABLE]
         ray.init(
             address=cluster.address,
             logging_level="error",
             log_to_driver=False,
             runtime_env={"env_vars": environment},
         )
-        group_module.ShardActor = cluster_faults.FaultyActor  # type: ignore[misc]
-        asked = Path(os.environ[cluster_faults.VARIABLE]).with_suffix(".node")
+        group_module.ShardActor = faults.FaultyActor  # type: ignore[misc]
+        asked = Path(os.environ[faults.VARIABLE]).with_suffix(".node")
         how, replace = settings.get("lose", "removed"), settings.get("replace")
         with ThreadPoolExecutor(1) as thread:  # Ray adds nodes in the main thread only
             training = thread.submit(main, argv)
