@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The house from the ground up: a file imports only from entries before its own, and within its own folder.
 FLOORS = [
     "errors",
+    "settings",
     "interrupt",
     "memory",
     "files",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,12 @@ from adjoint.cluster.shard import total_norm
 from adjoint.engine.autograd import draw_passing
 from adjoint.errors import UserError
 from adjoint.stack import Stack
-from adjoint.train.checkpoint import begin_checkpoint, check_config, commit_checkpoint
+from adjoint.train.checkpoint import check_config
 from adjoint.train.config import Config, load_config
 from adjoint.train.machine import rng_state, set_rng_state
 from adjoint.train.optimizer import learning_rate
 from adjoint.train.rundir import open_run
-from adjoint.train.trainer import Outcome, Trainer
+from adjoint.train.trainer import Gradients, Outcome, Trainer
 from adjoint.train.trainer import train as train_in_one_process
 
 
@@ -208,31 +207,22 @@ class ShardedTrainer(Trainer):
         assert self.group is not None
         return self.group.all(name, *arguments, **keywords)
 
-    def _gradients(self, step: int) -> tuple[float, int, list[int] | None]:
-        batches = self.settings.grad_accumulation
+    def _zero_grad(self) -> None:
         self._all("zero_grad")
-        loss, tokens, windows = 0.0, 0, None
-        for i in range(batches):
-            start = self._start()
-            ids = next(self.data.train)
-            scheme = self.method.scheme(ids.shape[1], self.chunk_size)
-            passing = None
-            if scheme.cut:
-                chunks = len(scheme.cuts(ids.shape[1])) - 1
-                passing = draw_passing(self.config.model.n_layer, chunks, scheme.cut).numpy()
-            number = (step - 1) * batches + i
-            rest = [batches, i + 1 == batches, passing, self._seq_idx(ids), number]
-            if self.settings.carry_state != "none":
-                rest += [start, self.data.ended(ids).numpy()]
-            found = self._all("accumulate", ids.numpy(), self.chunk_size, *rest)
-            loss += sum(share for share in found if share is not None)
-            if not math.isfinite(loss):
-                self._diverged("loss", loss, step)
-            if scheme.window == "auto":  # the widest of the batches
-                picked = self._all("picked_windows", first=True)[0]
-                windows = list(map(max, windows or picked, picked))
-            tokens += ids.numel()
-        return loss, tokens, windows
+
+    def _gradients(self, ids: torch.Tensor, start: tuple[bool, int], number: int) -> Gradients:
+        batches, scheme = self.settings.grad_accumulation, self.method.scheme(ids.shape[1], self.chunk_size)
+        passing = None
+        if scheme.cut:
+            chunks = len(scheme.cuts(ids.shape[1])) - 1
+            passing = draw_passing(self.config.model.n_layer, chunks, scheme.cut).numpy()
+        rest = [batches, (number + 1) % batches == 0, passing, self._seq_idx(ids), number]
+        if self.settings.carry_state != "none":
+            rest += [start, self.data.ended(ids).numpy()]
+        found = self._all("accumulate", ids.numpy(), self.chunk_size, *rest)
+        auto = scheme.window == "auto"
+        picked = self._all("picked_windows", first=True)[0] if auto else None
+        return sum(share for share in found if share is not None), picked
 
     def _seq_idx(self, ids: torch.Tensor) -> Any:
         found = self.data.seq_idx(ids)
@@ -251,15 +241,9 @@ class ShardedTrainer(Trainer):
         found = self._all("evaluate", ids.numpy(), chunk_size, self._seq_idx(ids))
         return sum(share for share in found if share is not None)
 
-    def _write(self, directory: Path, trainer: dict[str, Any], keep: int) -> None:
-        work = begin_checkpoint(directory.absolute(), self.step)
-        try:
-            written = self._all("save", str(work), first=True)
-        except BaseException:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
-        files = {name: entry for entries in written for name, entry in entries.items()}
-        commit_checkpoint(work, files, {"step": self.step, **trainer}, rng_state(), keep)
+    def _write(self, folder: Path) -> dict[str, dict[str, Any]]:
+        written = self._all("save", str(folder.absolute()), first=True)
+        return {name: entry for entries in written for name, entry in entries.items()}
 
     def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         rng = torch.load(checkpoint / "rng.pt", weights_only=True, map_location="cpu")

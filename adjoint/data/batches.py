@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,12 @@ from adjoint.data.cache import open_tokens
 from adjoint.data.sources import find_sources
 from adjoint.data.tokenizer import Tokenizer, load_tokenizer
 from adjoint.documents import document_ends, from_separator
-from adjoint.errors import UserError, check_whole
+from adjoint.errors import UserError
+from adjoint.settings import Must, NotNegative, Positive, Text, check_fields
+
+
+def _are_paths(path: str | list[str] | None) -> bool:
+    return path is None or all([path] if isinstance(path, str) else path or [""])
 
 
 @dataclass(frozen=True)
@@ -52,39 +57,21 @@ class DataConfig:
         UserError: A value is out of range or of the wrong type.
     """
 
-    path: str | list[str] | None = None
-    seqlen: int = 16384
-    batch: int = 1
-    tokenizer: str = "byte"
-    text_field: str = "text"
-    documents: str = "stream"
+    path: Annotated[str | list[str] | None, Must("a path, a list of paths or null", _are_paths)] = None
+    seqlen: Annotated[int, Must("a whole number (2 or more)", lambda n: 1 < n < 2**63)] = 16384
+    batch: Positive = 1
+    tokenizer: Text = "byte"
+    text_field: Text = "text"
+    documents: Literal["stream", "packed"] = "stream"
     separator: str | None = None
-    eval_fraction: float = 0.05
-    eval_tokens: int = 65536
+    eval_fraction: Annotated[float, Must("a number above 0 and at most 0.5", lambda x: 0 < x <= 0.5)] = 0.05
+    eval_tokens: NotNegative = 65536
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for key, least in (("seqlen", 2), ("batch", 1), ("eval_tokens", 0)):
-            check_whole(f"data.{key}", getattr(self, key), least)
-        for key in ("tokenizer", "text_field"):
-            value = getattr(self, key)
-            if not isinstance(value, str) or not value:
-                raise UserError(f"data.{key}: must be a text that is not empty, got {value!r}")
-        if self.documents not in ("stream", "packed"):
-            raise UserError(f'data.documents: must be "stream" or "packed", got {self.documents!r}')
+        check_fields("data", self)
         if self.documents == "packed" and self.separator == "":
             raise UserError('data.documents: packed documents need a data.separator that closes each, not ""')
-        for key in ("separator", "cache_dir"):
-            value = getattr(self, key)
-            if not isinstance(value, str | None):
-                raise UserError(f"data.{key}: must be a text or unset, got {value!r}")
-        fraction = self.eval_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 0.5:
-            raise UserError(f"data.eval_fraction: must be above 0 and at most 0.5, got {fraction!r}")
-        paths = [self.path] if isinstance(self.path, str) else self.path
-        named = isinstance(paths, list | tuple) and paths and all(isinstance(p, str) and p for p in paths)
-        if paths is not None and not named:
-            raise UserError(f"data.path: must be a path, a list of paths or unset, got {self.path!r}")
 
 
 class Batches:
@@ -110,7 +97,6 @@ class Batches:
         consecutive: bool = False,
     ) -> None:
         """tokens: (n,) unsigned integers, n > seqlen, named by their fingerprint; seed: at least 0."""
-        check_whole("the seed", seed, 0)
         if consecutive and len(tokens) < batch * seqlen:
             raise UserError(
                 f"{len(tokens)} tokens are too few for {batch} rows that read on, of data.seqlen {seqlen}: "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from adjoint.checkpoint import (
 from adjoint.errors import UserError
 from adjoint.files import flush
 from adjoint.train.carry import STEM
-from adjoint.train.optimizer import flattened, restored
+from adjoint.train.optimizer import flattened, parts_of, restored
 
 _WRITING, _REMOVING = ".writing-", ".removing-"  # folders that a kill may leave; the next save deletes them
 
@@ -38,80 +38,43 @@ _WRITING, _REMOVING = ".writing-", ".removing-"  # folders that a kill may leave
 def save_checkpoint(
     directory: str | Path,
     step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    trainer: dict[str, Any],
-    rng: dict[str, Any] | None = None,
+    write: Callable[[Path], Mapping[str, dict[str, Any]]],
+    trainer: Mapping[str, Any],
+    rng: Mapping[str, Any] | None = None,
     keep: int | None = None,
-    states: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write ``directory/step-XXXXXXXX`` and return its path.
 
     Args:
         directory: the run's folder of checkpoints; made if missing.
         step: optimizer steps done.
-        model: its ``state_dict`` is saved; tensors that are shared (a tied head) once.
-        optimizer: its per-parameter state is saved by the parameter's name; None saves none.
+        write: writes the tensors' files to the folder that it is given, flushed, and returns their entries of
+            the manifest by name: `model_files` in one process.
         trainer: what JSON can hold: data cursor, configuration, …
         rng: random generator states, tensors and plain values only.
         keep: afterwards, delete all but the newest ``keep`` checkpoints; None keeps all.
-        states: recurrent states that the next batch goes on from, by name.
 
     Raises:
         OSError: the disk refused; earlier checkpoints are as they were.
     """
-    own = model.state_dict(keep_vars=True)
-    first_names = {id(tensor): name for name, tensor in reversed(own.items())}
-    weights = {name: own[name] for name in first_names.values()}
-    work = begin_checkpoint(directory, step)
-    try:
-        state = optimizer_tensors(optimizer, dict(model.named_parameters()))
-        contents = {"model": weights, "optimizer": state} | ({STEM: states} if states else {})
-        files = {
-            f"{stem}.safetensors": write_file(work / f"{stem}.safetensors", tensors)
-            for stem, tensors in contents.items()
-        }
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)  # a full disk needs the room back
-        raise
-    return commit_checkpoint(work, files, {"step": step, **trainer}, rng or {}, keep)
-
-
-def begin_checkpoint(directory: str | Path, step: int) -> Path:
-    """Make the hidden folder that a checkpoint's files are written to before `commit_checkpoint`."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in directory.iterdir():
+    final = Path(directory) / f"step-{step:08d}"
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for path in final.parent.iterdir():
         if path.name.startswith((_WRITING, _REMOVING)):
             shutil.rmtree(path)
-    work = directory / f"{_WRITING}step-{step:08d}"
+    work = final.with_name(f"{_WRITING}{final.name}")
     work.mkdir()
-    return work
-
-
-def commit_checkpoint(
-    work: Path,
-    files: dict[str, dict[str, Any]],
-    trainer: dict[str, Any],
-    rng: dict[str, Any],
-    keep: int | None = None,
-) -> Path:
-    """Add what is not tensors to the folder of `begin_checkpoint`, then the manifest; make it appear.
-
-    Args:
-        files: name → entry of the manifest, of files that others have written and flushed (`write_file`).
-    """
-    final = work.with_name(work.name.removeprefix(_WRITING))
     try:
-        torch.save(rng, work / "rng.pt")
-        (work / "trainer.json").write_text(json.dumps(trainer, indent=1), encoding="utf-8")
-        files = files | {name: _flushed(work / name) for name in ("rng.pt", "trainer.json")}
-        manifest = {"format": FORMAT, "step": trainer["step"], "files": files}
+        files = dict(write(work))
+        torch.save(dict(rng or {}), work / "rng.pt")
+        (work / "trainer.json").write_text(json.dumps({"step": step, **trainer}, indent=1), encoding="utf-8")
+        files |= {name: _flushed(work / name) for name in ("rng.pt", "trainer.json")}
+        manifest = {"format": FORMAT, "step": step, "files": files}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         flush(work / MANIFEST)
         flush(work)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)  # a full disk needs the room back
         raise
     if final.exists():  # only a damaged one, or one of a future that a resume went back behind
         _remove(final)
@@ -121,6 +84,32 @@ def commit_checkpoint(
         for old in list_checkpoints(final.parent)[:-keep]:
             _remove(old)
     return final
+
+
+def model_files(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    states: Mapping[str, torch.Tensor] | None = None,
+) -> Callable[[Path], dict[str, dict[str, Any]]]:
+    """What `save_checkpoint` writes of a model in one process.
+
+    Args:
+        model: its ``state_dict`` is saved; tensors that are shared (a tied head) once.
+        optimizer: its per-parameter state is saved by the parameter's name; None saves none.
+        states: recurrent states that the next batch goes on from, by name.
+    """
+
+    def write(folder: Path) -> dict[str, dict[str, Any]]:
+        own = model.state_dict(keep_vars=True)
+        first_names = {id(tensor): name for name, tensor in reversed(own.items())}
+        contents: dict[str, Mapping[str, torch.Tensor]] = {
+            "model": {name: own[name] for name in first_names.values()},
+            "optimizer": optimizer_tensors(optimizer, dict(model.named_parameters())),
+        } | ({STEM: states} if states else {})
+        names = {f"{stem}.safetensors": tensors for stem, tensors in contents.items()}
+        return {name: write_file(folder / name, tensors) for name, tensors in names.items()}
+
+    return write
 
 
 def write_file(
@@ -219,9 +208,10 @@ def load_optimizer(
 ) -> None:
     """Fill an optimizer with the state of its parameters, whatever groups they are in."""
     names = {parameter: name for name, parameter in named.items()}
-    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    by_index = {i: restored(state[name], named[name]) for i, name in enumerate(ordered) if state.get(name)}
-    optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
+    for part in parts_of(optimizer):
+        ordered = [names[parameter] for group in part.param_groups for parameter in group["params"]]
+        own = {i: restored(state[name], named[name]) for i, name in enumerate(ordered) if state.get(name)}
+        part.load_state_dict({"state": own, "param_groups": part.state_dict()["param_groups"]})
 
 
 def _flushed(file: Path) -> dict[str, Any]:

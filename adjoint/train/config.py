@@ -12,18 +12,29 @@ import functools
 import inspect
 import json
 import re
-import typing
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from adjoint.data.batches import DataConfig
-from adjoint.errors import UserError, check_finite, check_whole
+from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import METHODS
-from adjoint.train.flags import Flags, in_words, nearest, read_value
+from adjoint.settings import (
+    Must,
+    NotNegative,
+    NotNegativeNumber,
+    Positive,
+    PositiveNumber,
+    Text,
+    check_fields,
+    hints_of,
+    in_words,
+    read_value,
+)
+from adjoint.train.flags import Flags, nearest
 from adjoint.train.layout import Layout
 
 # What other trainers call some of the keys.
@@ -38,6 +49,14 @@ _ELSEWHERE = {
 }
 # Keys of older versions, and why they are gone. The config.yaml of an older run still has them.
 _RETIRED = {"cluster.exchange": "a sequence over several workers is dealt out to them in chunks in turn"}
+
+
+def _below_one(values: tuple[float, ...]) -> bool:
+    return all(0 <= value < 1 for value in values)
+
+
+def _is_name(text: str) -> bool:
+    return bool(text) and Path(text).name == text
 
 
 @dataclass(frozen=True)
@@ -114,53 +133,39 @@ class TrainingConfig:
         tensorboard: also write TensorBoard event files to the run's folder.
     """
 
-    steps: int = 200
-    seed: int = 0
+    steps: Positive = 200
+    seed: NotNegative = 0
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    lr: float = 6e-3
-    min_lr: float | None = None
-    warmup_steps: int = 10
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    grad_clip: float = 1.0
-    grad_accumulation: int = 1
+    lr: PositiveNumber = 6e-3
+    min_lr: NotNegativeNumber | None = None
+    warmup_steps: NotNegative = 10
+    weight_decay: NotNegativeNumber = 0.1
+    betas: Annotated[tuple[float, float], Must("two numbers in [0, 1)", _below_one)] = (0.9, 0.95)
+    eps: PositiveNumber = 1e-8
+    grad_clip: NotNegativeNumber = 1.0
+    grad_accumulation: Positive = 1
     carry_state: Literal["none", "previous", "other", "noise"] = "none"
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     device: str = "auto"
     deterministic: bool | None = None
-    threads: int | None = None
-    eval_every: int = 50
-    save_every: int = 50
-    keep_checkpoints: int = 2
-    log_every: int = 1
-    sample_tokens: int = 400
+    threads: Positive | None = None
+    eval_every: NotNegative = 50
+    save_every: NotNegative = 50
+    keep_checkpoints: Positive = 2
+    log_every: Positive = 1
+    sample_tokens: NotNegative = 400
     sample_prompt: str = "def "
-    sample_temperature: float = 0.8
+    sample_temperature: PositiveNumber = 0.8
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("steps", "grad_accumulation", "keep_checkpoints", "log_every"), 1)
-        least |= dict.fromkeys(("seed", "warmup_steps", "eval_every", "save_every", "sample_tokens"), 0)
-        least |= {} if self.threads is None else {"threads": 1}
-        for key, lowest in least.items():
-            check_whole(f"training.{key}", getattr(self, key), lowest)
-        for key in ("lr", "eps", "sample_temperature"):
-            check_finite(f"training.{key}", getattr(self, key))
-        for key in ("weight_decay", "grad_clip"):
-            check_finite(f"training.{key}", getattr(self, key), positive=False)
-        if self.seed >= 2**63:
-            raise UserError(f"training.seed: must be below 2**63, got {self.seed}")
-        if self.min_lr is not None:
-            check_finite("training.min_lr", self.min_lr, positive=False)
-            if self.min_lr > self.lr:
-                raise UserError(f"training.min_lr: {self.min_lr} is above training.lr {self.lr}; lower it")
+        check_fields("training", self)
+        if self.min_lr is not None and self.min_lr > self.lr:
+            raise UserError(f"training.min_lr: {self.min_lr} is above training.lr {self.lr}; lower it")
         if self.optimizer == "adamw8bit" and self.precision == "float64":
             raise UserError(
                 "training.optimizer: adamw8bit computes in float32; take adamw for training.precision float64"
             )
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"training.betas: two numbers in [0, 1), got {list(self.betas)}")
 
 
 @dataclass(frozen=True)
@@ -175,14 +180,11 @@ class RunConfig:
     """
 
     dir: str | None = None
-    name: str | None = None
-    resume: str = "never"
+    name: Annotated[str, Must("a folder's name (a path goes to --run.dir)", _is_name)] | None = None
+    resume: Text = "never"
 
     def __post_init__(self) -> None:
-        if self.name is not None and (not self.name or Path(self.name).name != self.name):
-            raise UserError(f"run.name: {self.name!r} is not a folder's name; a path goes to --run.dir")
-        if not self.resume:
-            raise UserError("run.resume: is empty; use auto, never or the path of a checkpoint")
+        check_fields("run", self)
 
 
 @dataclass(frozen=True)
@@ -208,27 +210,20 @@ class ClusterConfig:
             lost that are not waiting for others, or all: more than a tile or the sum of gradients ever takes.
     """
 
-    shards: int | Literal["auto"] = 0
-    replicas: int = 1
-    sequence: int = 1
-    helpers: int = 0
-    cpus: int | None = None
+    shards: NotNegative | Literal["auto"] = 0
+    replicas: Positive = 1
+    sequence: Positive = 1
+    helpers: NotNegative = 0
+    cpus: Positive | None = None
     transport: Literal["auto", "gloo", "nccl"] = "auto"
-    max_failures: int = 3
-    start_timeout: float = 300.0
-    hang_timeout: float = 60.0
-    progress_timeout: float = 1800.0
+    max_failures: NotNegative = 3
+    start_timeout: PositiveNumber = 300.0
+    hang_timeout: PositiveNumber = 60.0
+    progress_timeout: PositiveNumber = 1800.0
 
     def __post_init__(self) -> None:
-        if self.shards != "auto" and self.shards < 0:
-            raise UserError(
-                f'cluster.shards: must be 0 (no Ray), a number of processes or "auto", got {self.shards}'
-            )
+        check_fields("cluster", self)
         _ = self.layout  # which refuses what cannot be
-        for key, lowest in ({"max_failures": 0} | ({} if self.cpus is None else {"cpus": 1})).items():
-            check_whole(f"cluster.{key}", getattr(self, key), lowest)
-        for key in ("start_timeout", "hang_timeout", "progress_timeout"):
-            check_finite(f"cluster.{key}", getattr(self, key))
 
     @property
     def layout(self) -> Layout:
@@ -303,11 +298,10 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
             raise _unknown(name, file)
         try:
             values[name] = read_value(value, keys[name].hint)
-        except ValueError:
-            wanted, default = in_words(keys[name].hint), keys[name].default
-            got = "null" if value is None else repr(value)
+        except ValueError as error:
+            default = keys[name].default
             example = "" if default is None else f"; its default is {json.dumps(default)}"
-            raise UserError(f"{where}: expected {wanted}, got {got}{example}") from None
+            raise UserError(f"{where}: {error}{example}") from None
     if values.get("run.name") is None:
         values["run.name"] = Path(options.config[-1]).stem if options.config else "default"
     config = _build(values)
@@ -367,11 +361,13 @@ def _documented(cls: type, defaults: object) -> dict[str, Key]:
         arguments = inspect.cleandoc(parent.__doc__ or "").partition("Args:\n")[2]
         for names, text in re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {5}.*)*)", arguments, re.MULTILINE):
             texts |= dict.fromkeys(names.split(", "), " ".join(text.split()))  # several keys may share a text
-    hints, names = typing.get_type_hints(cls), [field.name for field in dataclasses.fields(cls)]
-    return {name: Key(hints[name], getattr(defaults, name, None), texts.get(name, "")) for name in names}
+    return {
+        name: Key(hint, getattr(defaults, name, None), texts.get(name, ""))
+        for name, hint in hints_of(cls).items()
+    }
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
+def _parser(prog: str) -> Flags:
     parser = Flags(
         prog=prog,
         usage="%(prog)s [--config FILE] [--section.key VALUE ...] [--resume auto]",

@@ -30,23 +30,19 @@ def parameter_groups(
     ``dt_bias``, ``B_bias``, ``C_bias``; parameters marked ``_no_weight_decay``; embeddings, and so a head
     tied to one: the rows of rare tokens see hardly any gradient, and decay alone would wear them away.
     """
+    left_out = {id(tensor) for tensor in without}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
+    groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
     for name, parameter in model.named_parameters():
-        if any(parameter is other for other in without):
-            continue
         spared = (
             parameter.ndim < 2
             or name.rpartition(".")[2] in _UNDECAYED
             or getattr(parameter, "_no_weight_decay", False)
             or id(parameter) in embeddings
         )
-        (undecayed if spared else decayed).append(parameter)
-    return [
-        {"params": decayed, "weight_decay": weight_decay, "decays": True},
-        {"params": undecayed, "weight_decay": 0.0, "decays": False},
-    ]
+        if id(parameter) not in left_out:
+            groups[spared].append(parameter)
+    return [{"params": groups[0], "weight_decay": weight_decay}, {"params": groups[1], "weight_decay": 0.0}]
 
 
 def make_optimizer(
@@ -60,15 +56,12 @@ def make_optimizer(
     Raises:
         UserError: torchao is asked for and not installed.
     """
-    fused = next(model.parameters()).is_cuda
-    groups = parameter_groups(model, config.weight_decay, without)
-    matrices: list[Any] = []
+    decayed, spared = parameter_groups(model, config.weight_decay, without)
+    matrices: list[nn.Parameter] = []
     if config.optimizer == "muon":
-        for group in groups:
-            if group["decays"]:
-                matrices = [p for p in group["params"] if p.ndim == 2]
-                group["params"] = [p for p in group["params"] if p.ndim != 2]
-    groups = [{k: v for k, v in group.items() if k != "decays"} for group in groups if group["params"]]
+        matrices = [p for p in decayed["params"] if p.ndim == 2]
+        decayed["params"] = [p for p in decayed["params"] if p.ndim != 2]
+    groups = [group for group in (decayed, spared) if group["params"]]
     if config.optimizer == "adamw8bit":
         try:
             from torchao.optim import AdamW8bit
@@ -78,6 +71,7 @@ def make_optimizer(
                 "take adamw"
             ) from None
         return AdamW8bit(groups, config.lr, config.betas, config.eps)
+    fused = next(model.parameters()).is_cuda
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
     if not matrices:
         return adamw
@@ -111,26 +105,10 @@ class Several(torch.optim.Optimizer):
         for part in self.parts:
             part.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters are numbered part after part."""
-        state, groups, first = dict[int, Any](), list[dict[str, Any]](), 0
-        for part in self.parts:
-            own = part.state_dict()
-            state |= {first + i: s for i, s in own["state"].items()}
-            groups += [{**g, "params": [first + i for i in g["params"]]} for g in own["param_groups"]]
-            first += sum(len(g["params"]) for g in own["param_groups"])
-        return {"state": state, "param_groups": groups}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The reverse."""
-        groups, first = list(state_dict["param_groups"]), 0
-        for part in self.parts:
-            mine, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
-            count = sum(len(g["params"]) for g in mine)
-            state = {i - first: s for i, s in state_dict["state"].items() if first <= i < first + count}
-            own = [{**g, "params": [i - first for i in g["params"]]} for g in mine]
-            part.load_state_dict({"state": state, "param_groups": own})
-            first += count
+def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that `Several` is made of; another one by itself."""
+    return optimizer.parts if isinstance(optimizer, Several) else [optimizer]
 
 
 def take_step(optimizer: torch.optim.Optimizer, lr: float) -> None:

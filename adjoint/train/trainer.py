@@ -23,7 +23,7 @@ from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.memory import peak_memory_bytes
 from adjoint.stack import Stack
 from adjoint.train.carry import STEM, Carried
-from adjoint.train.checkpoint import load_checkpoint, save_checkpoint, set_aside_after
+from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint, set_aside_after
 from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.machine import (
     StopRequest,
@@ -37,6 +37,10 @@ from adjoint.train.machine import (
 from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
 from adjoint.train.rundir import RunFolder, open_run
+
+Gradients = tuple[
+    float, list[int] | None
+]  # what comes back of a batch: its loss, each layer's window if picked
 
 
 @dataclass(frozen=True)
@@ -160,36 +164,24 @@ class Trainer:
                 "training.carry_state: attention's keys and values would grow for ever; leave it out"
             )
 
-    def _gradients(self, step: int) -> tuple[float, int, list[int] | None]:
-        """Fill the gradients from the next batches: the mean loss, tokens, each layer's window if picked."""
-        settings = self.settings
+    def _zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        loss, tokens = 0.0, 0
-        windows: list[int] | None = None
-        carries = settings.carry_state != "none"
-        for _ in range(settings.grad_accumulation):
-            start = self._start()
-            ids = next(self.data.train).to(self.device)
-            with autocast(self.precision, self.device):
-                output = self._run(ids, self.carried.start(*start) if carries else None)
-            if carries:
-                self.carried.end(output.state, self.data.ended(ids))
-            picked = getattr(output, "windows", None)
-            if picked is not None:  # the widest of the batches
-                windows = list(map(max, windows or picked, picked))
-            # Every batch weighs the same; they hold as many predictions, but for packed documents.
-            part = output.loss / settings.grad_accumulation
-            loss += part.item()
-            if not math.isfinite(loss):
-                self._diverged("loss", loss, step)
-            part.backward()
-            tokens += ids.numel()
-        return loss, tokens, windows
 
-    def _start(self) -> tuple[bool, int]:
-        """Whether the next batch may start from carried states, and the seed of noise."""
-        how = self.settings.carry_state
-        return how != "previous" or not self.data.train.begins, draw_seed() if how == "noise" else 0
+    def _gradients(self, ids: torch.Tensor, start: tuple[bool, int], number: int) -> Gradients:
+        """Add a batch's gradients, divided by the batches of a step, to those there are.
+
+        Args:
+            ids: (batch, seqlen). start: `Carried.start`'s arguments. number: of the batch, from 0.
+        """
+        ids, carries = ids.to(self.device), self.settings.carry_state != "none"
+        with autocast(self.precision, self.device):
+            output = self._run(ids, self.carried.start(*start) if carries else None)
+        if carries:
+            self.carried.end(output.state, self.data.ended(ids))
+        # Every batch weighs the same; they hold as many predictions, but for packed documents.
+        loss = output.loss / self.settings.grad_accumulation
+        loss.backward()
+        return loss.item(), getattr(output, "windows", None)
 
     def _run(self, ids: torch.Tensor, state: list[State] | None = None) -> Any:
         """The model's output on a batch, by the method."""
@@ -220,10 +212,9 @@ class Trainer:
         with autocast(self.precision, self.device):
             return self._run(ids).loss.item()
 
-    def _write(self, directory: Path, trainer: dict[str, Any], keep: int) -> None:
-        """Write a checkpoint."""
-        states = self.carried.tensors()
-        save_checkpoint(directory, self.step, self.model, self.optimizer, trainer, rng_state(), keep, states)
+    def _write(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """Write the tensors of a checkpoint; `save_checkpoint`'s argument."""
+        return model_files(self.model, self.optimizer, self.carried.tensors())(folder)
 
     def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a checkpoint that is known to be whole; its (trainer, rng) dictionaries."""
@@ -250,7 +241,7 @@ class Trainer:
     def _train_step(self) -> dict[str, Any]:
         started = time.perf_counter()
         step, settings = self.step + 1, self.settings
-        loss, tokens, windows = self._gradients(step)
+        loss, tokens, windows = self._accumulate(step)
         norm = self._update(step)
         self.step, self.tokens = step, self.tokens + tokens
         if self.device.type == "cuda":
@@ -270,6 +261,24 @@ class Trainer:
             row["eval_loss"] = self._evaluate()
         return row
 
+    def _accumulate(self, step: int) -> tuple[float, int, list[int] | None]:
+        """Fill the gradients from the next batches: the mean loss, tokens, each layer's window if picked."""
+        how, batches = self.settings.carry_state, self.settings.grad_accumulation
+        self._zero_grad()
+        loss, tokens, windows = 0.0, 0, None
+        for i in range(batches):
+            # whether the batch may start from carried states, and the seed of noise
+            start = how != "previous" or not self.data.train.begins, draw_seed() if how == "noise" else 0
+            ids = next(self.data.train)
+            part, picked = self._gradients(ids, start, (step - 1) * batches + i)
+            loss += part
+            if not math.isfinite(loss):
+                self._diverged("loss", loss, step)
+            if picked is not None:  # the widest of the batches
+                windows = list(map(max, windows or picked, picked))
+            tokens += ids.numel()
+        return loss, tokens, windows
+
     @torch.no_grad()
     def _evaluate(self) -> float:
         """Mean loss over the held-out text, nats a token."""
@@ -288,7 +297,8 @@ class Trainer:
             "torch": torch.__version__,
             "config": self.config.to_dict(),
         }
-        self._write(self.folder.path / "checkpoints", trainer, self.settings.keep_checkpoints)
+        folder = self.folder.path / "checkpoints"
+        save_checkpoint(folder, self.step, self._write, trainer, rng_state(), self.settings.keep_checkpoints)
         self.saved_step = self.step
 
     def _resume(self, checkpoint: Path) -> None:

@@ -25,7 +25,7 @@ from adjoint.checkpoint import Tensors
 from adjoint.cluster import placement
 from adjoint.cluster.placement import Resources
 from adjoint.errors import UserError
-from adjoint.train.checkpoint import begin_checkpoint, commit_checkpoint
+from adjoint.train.checkpoint import save_checkpoint
 from adjoint.train.config import ClusterConfig, TrainingConfig
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import learning_rate, make_optimizer
@@ -66,9 +66,11 @@ def train_both(config: StackConfig, method: Any, shards: int, tmp_path: Path, he
             total = total_norm([norms[name] for name in names], "float64")
             assert total == pytest.approx(norm, rel=1e-12)
             group.all("step", learning_rate(step, TRAINING), total)
-        work = begin_checkpoint(tmp_path, 2)
-        files = {name: entry for part in group.all("save", str(work)) for name, entry in part.items()}
-        stored = Tensors(commit_checkpoint(work, files, {"step": 2}, {}), "model")
+
+        def write(folder: Path) -> dict[str, Any]:
+            return {name: entry for part in group.all("save", str(folder)) for name, entry in part.items()}
+
+        stored = Tensors(save_checkpoint(tmp_path, 2, write, {}), "model")
         expected = dict(stack.named_parameters())
         assert stored.where.keys() == expected.keys()
         assert_same({name: stored[name] for name in expected}, expected, 1e-12)

@@ -14,7 +14,7 @@ from adjoint.cluster.shard import Shard
 from adjoint.cluster.spec import ShardSpec
 from adjoint.errors import UserError
 from adjoint.train import machine as runtime
-from adjoint.train.checkpoint import begin_checkpoint, commit_checkpoint, load_checkpoint
+from adjoint.train.checkpoint import load_checkpoint, save_checkpoint
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import make_optimizer
@@ -178,9 +178,11 @@ def test_a_checkpoint_goes_on_bit_for_bit_under_any_number_of_shards(
     training = TrainingConfig(steps=9, warmup_steps=1, lr=0.05, grad_clip=0.5)
     made = make_shards(config, before, Exact(7), training)
     train_shards(made, training, [make_ids(2, 20, seed=step) for step in range(2)])
-    work = begin_checkpoint(tmp_path, 2)
-    files = {name: entry for shard in made for name, entry in shard.save(str(work)).items()}
-    path = commit_checkpoint(work, files, {"step": 2}, {})
+
+    def write(folder: Path) -> dict[str, Any]:
+        return {name: entry for shard in made for name, entry in shard.save(str(folder)).items()}
+
+    path = save_checkpoint(tmp_path, 2, write, {})
     verify_checkpoint(path)
     others = make_shards(config, after, Exact(7), training, drawn=False)
     for shard in others:

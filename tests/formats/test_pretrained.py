@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from adjoint import Stack, StackConfig
 from adjoint.cli import main
 from adjoint.errors import UserError
-from adjoint.train.checkpoint import save_checkpoint
+from adjoint.train.checkpoint import model_files, save_checkpoint
 from tests.hf.test_transformers import CASES, MAMBA, MAMBA2, float64_throughout, hf_model
 from tests.layers.test_mixers import mamba3_step
 from tests.model_helpers import make_ids, make_model, relative
@@ -34,7 +34,7 @@ IDS = make_ids(2, 19, vocab_size=61)
 def as_run(folder: Path, stack: Stack) -> Path:
     """A run's folder with one checkpoint of this stack."""
     trainer = {"config": {"model": dataclasses.asdict(stack.config)}}
-    save_checkpoint(folder / "checkpoints", 1, stack, None, trainer)
+    save_checkpoint(folder / "checkpoints", 1, model_files(stack), trainer)
     return folder
 
 

@@ -20,7 +20,7 @@ from adjoint.checkpoint import (
     verify_checkpoint,
 )
 from adjoint.errors import UserError
-from adjoint.train.checkpoint import load_checkpoint, save_checkpoint, set_aside_after
+from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint, set_aside_after
 
 
 class Tied(nn.Module):
@@ -54,7 +54,8 @@ def save(directory: Path, step: int, keep: int | None = None) -> Path:
     model, optimizer = stepped(step)
     config = {"model": {"d_model": 4, "n_layer": 1}}
     trainer = {"data": {"epoch": 1}, "config": config}
-    return save_checkpoint(directory, step, model, optimizer, trainer, {"torch": generator_state(step)}, keep)
+    rng = {"torch": generator_state(step)}
+    return save_checkpoint(directory, step, model_files(model, optimizer), trainer, rng, keep)
 
 
 def exit_code(child: int, seconds: float = 60) -> int:

@@ -1,0 +1,147 @@
+"""Settings: dataclasses whose annotations say which values they take, in YAML, as flags and from Python.
+
+@dataclass(frozen=True)
+class Config:
+    steps: Positive = 200
+
+    def __post_init__(self) -> None:
+        check_fields("training", self)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import types
+import typing
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Annotated, Any, Literal
+
+from adjoint.errors import UserError
+
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+_UNIONS = (typing.Union, types.UnionType)
+
+
+@dataclass(frozen=True)
+class Must:
+    """What holds of a value besides its type, as in ``Annotated[int, Must("an even number", is_even)]``.
+
+    Args:
+        words: the type and what holds, in words a user can act on.
+        holds: whether it does.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+Positive = Annotated[int, Must("a whole number (1 or more)", lambda n: 0 < n < 2**63)]
+NotNegative = Annotated[int, Must("a whole number (0 or more)", lambda n: 0 <= n < 2**63)]
+PositiveNumber = Annotated[float, Must("a finite number above 0", lambda x: 0 < x < math.inf)]
+NotNegativeNumber = Annotated[float, Must("a finite number (0 or more)", lambda x: 0 <= x < math.inf)]
+Text = Annotated[str, Must("a text that is not empty", bool)]
+
+
+def whole_number(value: object) -> int:
+    """Read ``16384``, ``"16K"``, ``"1.5M"`` or ``"16_384"``, with K, M and G for 2¹⁰, 2²⁰ and 2³⁰.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"([+-]?\d[\d_]*(?:\.\d+)?)([KMG]?)", str(value).strip(), re.IGNORECASE)
+    if match and not isinstance(value, float):
+        number = Fraction(match[1].replace("_", "")) * 1024 ** " KMG".index(match[2].upper() or " ")
+        if number.denominator == 1:
+            return int(number)
+    raise ValueError(f"{value!r} is not a whole number")
+
+
+def read_value(value: Any, hint: Any) -> Any:
+    """A value out of a YAML file, a flag's text or a value from Python, as the annotation ``hint`` asks.
+
+    Raises:
+        ValueError: it does not fit: "expected …, got …".
+    """
+    origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    with suppress(ValueError):
+        if origin is Annotated:
+            found = read_value(value, parts[0])
+            if parts[1].holds(found):
+                return found
+        elif origin in _UNIONS:
+            # Text last, as null and [a, b] are texts too. Beside text only digits are a whole number: 18G of
+            # memory is a size.
+            for part in sorted(parts, key=lambda part: part is str):
+                if part is int and str in parts and isinstance(value, str) and not value.isdigit():
+                    continue
+                with suppress(ValueError):
+                    return read_value(value, part)
+        elif origin in (list, tuple):
+            items = _from_yaml(value) if isinstance(value, str) else value
+            if isinstance(items, list | tuple) and (origin is list or len(items) == len(parts)):
+                hints = parts * len(items) if origin is list else parts
+                return origin(read_value(item, part) for item, part in zip(items, hints, strict=True))
+        elif origin is int:
+            return whole_number(value)
+        elif origin is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+            return float(str(value).replace(".inf", "inf"))  # .inf is how YAML writes it
+        elif origin is bool and str(value).lower() in _TRUTH:
+            return _TRUTH[str(value).lower()]
+        elif (origin is Literal and value in parts) or (origin is str and isinstance(value, str)):
+            return value
+        elif origin is types.NoneType and value in (None, "null"):
+            return None
+    raise ValueError(f"expected {in_words(hint)}, got {'null' if value is None else repr(value)}")
+
+
+def in_words(hint: Any) -> str:
+    """An annotation in words a user can act on."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint in _WORDS:
+        return _WORDS[hint]
+    if origin is Annotated:
+        return parts[1].words
+    if origin is Literal:
+        choices = [str(part) for part in parts]
+        return " or ".join(choices) if len(choices) <= 2 else f"one of {', '.join(choices)}"
+    if origin in _UNIONS:
+        return " or ".join(map(in_words, parts))
+    return "a list such as [0.9, 0.95]" if float in parts else "a list"
+
+
+@functools.cache
+def hints_of(cls: type) -> dict[str, Any]:
+    """The annotations of a dataclass's fields."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def check_fields(section: str, config: Any) -> None:
+    """Bring every field of a dataclass to the type that its annotation says.
+
+    Raises:
+        UserError: a value does not fit; the message begins with ``section`` and the field's name.
+    """
+    for name, hint in hints_of(type(config)).items():
+        try:
+            object.__setattr__(config, name, read_value(getattr(config, name), hint))
+        except ValueError as error:
+            raise UserError(f"{section}.{name}: {error}") from None
+
+
+def _from_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is not YAML") from error
