@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from adjoint.errors import UserError
+from adjoint.memory import out_of_memory
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("adjoint.cluster.training:main", "train a model: python train.py is the same"),
@@ -112,8 +113,7 @@ def _format_warning(message: Warning | str, *where: object, **more: object) -> s
 def _explain(error: Exception) -> str | None:
     """What the user can mend as one line: what, where, how. None for an error that is ours."""
     text = " ".join(str(error).split()) or type(error).__name__
-    full = any(words in text.lower() for words in ("out of memory", "can't allocate memory"))
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and full):
+    if out_of_memory(error):
         return f"out of memory: {text[:200]}; lower --method.chunk_size, --data.batch or --data.seqlen"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}; check the path, its permissions and the space left"

@@ -37,6 +37,13 @@ def write_atomically(path: Path, text: str) -> None:
         unfinished.write_text(text, encoding="utf-8")
 
 
+def new_figure(width: float, height: float) -> Any:
+    """A Matplotlib figure to draw on, sizes in inches; without pyplot: nothing global, no display."""
+    from matplotlib.figure import Figure
+
+    return Figure((width, height), dpi=130, layout="constrained")
+
+
 def save_figure(figure: Any, path: str | Path) -> None:
     """Write a Matplotlib figure in one piece; the path's suffix gives the format, PNG where it has none."""
     with atomic_file(path) as unfinished:

@@ -20,6 +20,12 @@ def size_bytes(text: str) -> float:
     return float(match[1]) * (1024.0 if match[3] else 1000.0) ** ("KMGT".index(match[2].upper()) + 1)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the memory of the machine or of a GPU is full."""
+    words = re.search(r"out of memory|can(no|')t allocate memory|bad_alloc", str(error), re.IGNORECASE)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and words is not None)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """CUDA: the most that tensors have held. CPU: the process's largest resident set, imports included."""
     if device.type == "cuda":

@@ -44,6 +44,7 @@ class Must:
 
 Positive = Annotated[int, Must("a whole number (1 or more)", lambda n: 0 < n < 2**63)]
 NotNegative = Annotated[int, Must("a whole number (0 or more)", lambda n: 0 <= n < 2**63)]
+SeqLen = Annotated[int, Must("a whole number (2 or more)", lambda n: 1 < n < 2**63)]
 PositiveNumber = Annotated[float, Must("a finite number above 0", lambda x: 0 < x < math.inf)]
 NotNegativeNumber = Annotated[float, Must("a finite number (0 or more)", lambda x: 0 <= x < math.inf)]
 Text = Annotated[str, Must("a text that is not empty", bool)]
@@ -131,7 +132,7 @@ def check_fields(section: str, config: Any) -> None:
     Raises:
         UserError: a value does not fit; the message begins with ``section`` and the field's name.
     """
-    for name, hint in hints_of(type(config)).items():
+    for name, hint in hints_of(config.__class__).items():
         try:
             object.__setattr__(config, name, read_value(getattr(config, name), hint))
         except ValueError as error:

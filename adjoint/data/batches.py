@@ -24,7 +24,7 @@ from adjoint.data.sources import find_sources
 from adjoint.data.tokenizer import Tokenizer, load_tokenizer
 from adjoint.documents import document_ends, from_separator
 from adjoint.errors import UserError
-from adjoint.settings import Must, NotNegative, Positive, Text, check_fields
+from adjoint.settings import Must, NotNegative, Positive, SeqLen, Text, check_fields
 
 
 def _are_paths(path: str | list[str] | None) -> bool:
@@ -58,7 +58,7 @@ class DataConfig:
     """
 
     path: Annotated[str | list[str] | None, Must("a path, a list of paths or null", _are_paths)] = None
-    seqlen: Annotated[int, Must("a whole number (2 or more)", lambda n: 1 < n < 2**63)] = 16384
+    seqlen: SeqLen = 16384
     batch: Positive = 1
     tokenizer: Text = "byte"
     text_field: Text = "text"

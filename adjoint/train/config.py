@@ -49,6 +49,7 @@ _ELSEWHERE = {
 }
 # Keys of older versions, and why they are gone. The config.yaml of an older run still has them.
 _RETIRED = {"cluster.exchange": "a sequence over several workers is dealt out to them in chunks in turn"}
+Precision = Literal["auto", "float32", "bfloat16", "float64"]
 
 
 def _below_one(values: tuple[float, ...]) -> bool:
@@ -145,7 +146,7 @@ class TrainingConfig:
     grad_clip: NotNegativeNumber = 1.0
     grad_accumulation: Positive = 1
     carry_state: Literal["none", "previous", "other", "noise"] = "none"
-    precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    precision: Precision = "auto"
     device: str = "auto"
     deterministic: bool | None = None
     threads: Positive | None = None

@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import signal
+import sys
 from types import FrameType
 from typing import Any
 
@@ -127,6 +128,17 @@ class StopRequest:
         # os.write: print may be what was interrupted, and is not re-entrant. The terminal may be gone.
         with contextlib.suppress(OSError):
             os.write(2, f"\n{name}: finishing this step, then saving; once more stops at once\n".encode())
+
+
+def terminal_bar(total: int, unit: str, **settings: Any) -> Any:
+    """A progress bar of tqdm where stderr is a terminal, else None."""
+    if not sys.stderr.isatty():
+        return None
+    from tqdm import tqdm
+
+    columns = os.get_terminal_size(sys.stderr.fileno()).columns  # 0 where the terminal never said
+    width: dict[str, Any] = {"dynamic_ncols": True} if columns else {"ncols": 100, "nrows": 20}
+    return tqdm(total=total, unit=unit, **width, **settings)
 
 
 def versions(*packages: str) -> dict[str, str]:

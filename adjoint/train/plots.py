@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adjoint.files import save_figure
+from adjoint.files import new_figure, save_figure
 
 
 def plot_losses(
@@ -20,10 +20,9 @@ def plot_losses(
         unigram_entropy: entropy of the tokens' frequencies, nats a token.
         title: one line above the picture.
     """
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
-    figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")  # no pyplot: nothing global, no display
+    figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     steps, losses = [row["step"] for row in metrics], [row["loss"] for row in metrics]
     many = len(steps) > 30

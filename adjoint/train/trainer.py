@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +31,13 @@ from adjoint.train.machine import (
     rng_state,
     set_rng_state,
     set_up,
+    terminal_bar,
 )
 from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
 from adjoint.train.rundir import RunFolder, open_run
 
-Gradients = tuple[
-    float, list[int] | None
-]  # what comes back of a batch: its loss, each layer's window if picked
+Gradients = tuple[float, list[int] | None]  # of a batch: its loss, and the windows if the method picked them
 
 
 @dataclass(frozen=True)
@@ -94,9 +91,9 @@ class Trainer:
         self._build(checkpoint)
         if checkpoint is not None:
             self._resume(checkpoint)
+        self.board = _open_tensorboard(folder.path, self.step) if settings.tensorboard else None
         folder.start(self.step)
         write_atomically(folder.path / "config.yaml", config.to_yaml())
-        self.board = _open_tensorboard(folder.path, self.step) if settings.tensorboard else None
 
     def run(self) -> Outcome:
         """Do the steps that are left, then evaluate, sample and plot."""
@@ -371,13 +368,7 @@ class _Progress:
 
     def __init__(self, step: int, settings: TrainingConfig) -> None:
         self.first, self.settings, self.started = step, settings, time.monotonic()
-        self.bar: Any = None
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns  # 0 where the terminal never said
-            width: dict[str, Any] = {"dynamic_ncols": True} if columns else {"ncols": 100, "nrows": 20}
-            self.bar = tqdm(total=settings.steps, initial=step, unit="step", smoothing=0.1, **width)
+        self.bar = terminal_bar(settings.steps, "step", initial=step, smoothing=0.1)
 
     def __enter__(self) -> _Progress:
         return self

@@ -103,22 +103,6 @@ def test_hugging_face_folder_without_tokenizer_json(tmp_path: Path) -> None:
     assert "state space" in tokenizer.decode(np.array([5, 6]))
 
 
-@pytest.mark.parametrize("content", [b"{}", b"not json", b"\xff\xfe"])
-def test_what_is_no_tokenizer(tmp_path: Path, content: bytes) -> None:
-    pytest.importorskip("tokenizers")
-    (tmp_path / "t.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"not a tokenizer.json"):
-        load_tokenizer(str(tmp_path / "t.json"))
-    with pytest.raises(UserError, match="no such file or folder"):
-        load_tokenizer(str(tmp_path / "gpt2"))
-
-
-def test_missing_tokenizers_package(bpe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="pip install tokenizers"):
-        load_tokenizer(str(bpe))
-
-
 def test_vocab_size_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("ascii only " * 20)
     config = DataConfig(path=str(tmp_path), seqlen=8)

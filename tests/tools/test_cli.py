@@ -13,58 +13,10 @@ import pytest
 import torch
 
 from adjoint.cli import COMMANDS, main
-from tests.training_helpers import tiny, train_tiny
+from tests.training_helpers import train_tiny
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN = COMMANDS["train"][0].replace(":", ".")  # patched anywhere else, it would really train
-
-
-@pytest.fixture
-def places(tmp_path: Path) -> dict[str, str]:
-    """Files and folders that cannot be trained on, by the names used below."""
-    (tmp_path / "short.txt").write_text("abc")
-    (tmp_path / "type.yaml").write_text("training:\n  steps: many\n")
-    damaged = tmp_path / "other" / "checkpoints" / "step-00000003"
-    damaged.mkdir(parents=True)
-    (damaged / "MANIFEST.json").write_text("{")
-    return {path.name: str(path) for path in (*tmp_path.iterdir(), damaged)}
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "said"),
-    [
-        ("--training.stepz", "3", "did you mean training.steps?"),
-        ("--config", "type.yaml", "expected a whole number"),
-        ("--data.path", "nowhere", "no such file"),
-        ("--data.path", "short.txt", "data.seqlen"),
-        ("--data.tokenizer", "nowhere.json", "no such file"),
-        ("--model.vocab_size", "50", "out of range"),
-        ("--run.resume", "step-00000003", "damaged checkpoint"),
-        ("--run.resume", "nowhere", "no such checkpoint"),
-        ("--run.dir", "short.txt", "is a file"),
-        ("--data.seqlen", "1G", "seqlen"),
-        ("--training.device", "nothing", "is no device"),
-    ],
-)
-def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
-    tmp_path: Path,
-    places: dict[str, str],
-    capsys: pytest.CaptureFixture[str],
-    flag: str,
-    value: str,
-    said: str,
-) -> None:
-    argv = [*tiny(tmp_path), flag, places.get(value, value)]
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    try:
-        assert main(argv) == 2
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.set_num_threads(before[1])
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert said in error
-    assert not (tmp_path / "run").exists()
 
 
 def test_train_py_is_adjoint_train_and_shows_no_traceback(tmp_path: Path) -> None:
@@ -182,33 +134,6 @@ def test_what_is_our_fault_keeps_its_traceback(
 
 
 WINDOWED = "--method.name truncated --method.window 8"
-
-
-@pytest.mark.parametrize(
-    ("command", "flags", "said"),
-    [
-        ("train", f"--model.mixer attention {WINDOWED}", "this stack has attention"),
-        (
-            "sweep",
-            "--data random --batches 1 --model.mixer attention --windows 8",
-            "this stack has attention",
-        ),
-        ("train", "--model.mixer mamba2 --model.headdim 7", "headdim"),
-        ("train", "--model.mixer nowhere:Mixer", "No module named 'nowhere'; name a class as module:Class"),
-        ("train", "--model.mixer torch.nn:Identity", "must be a torch module with initial_state"),
-        ("train", f"{WINDOWED} --method.unbiased true --method.chunk_size 9", "chunk_size below window"),
-    ],
-)
-def test_what_methods_and_models_refuse_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, flags: str, said: str
-) -> None:
-    """As they are made, and as they meet."""
-    small = ["--model.d_model", "16", "--data.seqlen", "64", "--out", str(tmp_path)]
-    argv = tiny(tmp_path) if command == "train" else [command, *small]
-    assert main([*argv, *flags.split()]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
 
 
 def test_tracebacks_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

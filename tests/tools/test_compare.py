@@ -334,45 +334,6 @@ def test_interrupted_at_once(
     assert "before the first row" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"windows": "0"}, "--windows: '0'"),
-        ({"windows": "4,-2"}, "--windows: '-2'"),
-        ({"windows": "-1"}, "--windows: '-1'"),
-        ({"windows": "1.5"}, "--windows: '1.5'"),
-        ({"windows": ","}, "--windows"),
-        ({"windows": "auto", "methods": "layer-local"}, "only truncated picks its windows"),
-        ({"tolerance": "nan"}, "--tolerance: expected a number between 0 and 1"),
-        ({"tolerance": "1"}, "--tolerance: expected a number between 0 and 1"),
-        ({"methods": "truncatd"}, "did you mean truncated?"),
-        ({"methods": ","}, "--methods: is empty"),
-        ({"seqlen": "many"}, "--seqlen"),
-        ({"seqlen": "1M"}, "needs at least 1048577"),
-        ({"batches": 0}, "--batches"),
-        ({"chunk_size": 0}, "--chunk-size"),
-        ({"data": "randm"}, "did you mean random?"),
-        ({"baseline": "truncated"}, "--baseline"),
-        ({"model": "nowhere"}, "--model nowhere: no such run"),
-        ({"model.vocab_size": 50}, "out of range"),
-        ({"window": 4}, "unknown key window"),
-        ({"method.window": 4}, "use --methods"),
-        ({"training.seed": 4}, "use --seed"),
-        ({"out": "text.txt"}, "is a file"),
-    ],
-)
-def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, Any], said: str
-) -> None:
-    out = flags.pop("out", "out") if "out" in flags else "out"
-    extra = [f"--{key}={flags.pop(key)}" for key in list(flags) if "." in key or key == "window"]
-    assert sweep(tmp_path, *extra, out=out, **flags) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert said in error
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_trained_vocabulary_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("\x01\x02\x03" * 500)
     assert train_tiny(tmp_path, training__steps=1, training__sample_tokens=0, model__vocab_size=8) == 0

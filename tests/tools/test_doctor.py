@@ -202,11 +202,6 @@ def test_exit_code_is_1_only_if_nothing_works(
     assert "no backend computes a scan right" in capsys.readouterr().out
 
 
-def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--jsn"]) == 2
-    assert capsys.readouterr().err == "error: unrecognized arguments: --jsn\n"
-
-
 def test_a_package_that_does_not_import_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "does_not_fit.py").write_text("raise ImportError('undefined symbol:\\n _ZN3c10')\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -123,21 +123,3 @@ def test_states_that_grow_are_not_carried(tmp_path: Path, capsys: pytest.Capture
     flags = {"cluster__shards": 1, "cluster__sequence": 2, "training__carry_state": "previous"}
     assert train_tiny(tmp_path, **flags) == 2
     assert "leave out cluster.replicas, cluster.sequence" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--lengths", "1G"], "a longer text"),
-        (["--lengths", "some"], "--lengths"),
-        (["--device", "abacus"], "no device"),
-    ],
-)
-def test_eval_refuses_in_one_line(
-    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train_tiny(tmp_path, training__steps=1) == 0
-    capsys.readouterr()
-    assert main(["eval", str(tmp_path / "run"), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1

@@ -468,23 +468,6 @@ def test_moments_in_8_bits_resume_bitwise_over_shards_too(
     assert "has training.optimizer adamw8bit, this run has adamw" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "precision, said", [("float32", "pip install torchao"), ("float64", "take adamw for")]
-)
-def test_8_bits_that_cannot_be_are_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    precision: str,
-    said: str,
-) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    flags = {"training__optimizer": "adamw8bit", "training__precision": precision}
-    assert train_tiny(tmp_path, **flags) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
-
-
 def test_every_row_of_a_run_over_shards_is_shown_as_gauges(
     tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

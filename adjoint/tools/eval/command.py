@@ -17,9 +17,11 @@ from adjoint.data.tokenizer import load_tokenizer
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.methods import Exact
+from adjoint.settings import Positive, SeqLen
 from adjoint.stack import Stack
 from adjoint.tools.eval import needles, positions
-from adjoint.train.flags import Flags, count
+from adjoint.train.config import Precision
+from adjoint.train.flags import Flags, comma_list, reads
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
 from adjoint.train.rundir import find_checkpoint
 
@@ -52,28 +54,40 @@ def main(argv: list[str]) -> int:
         "are carried from chunk to chunk: memory does not grow with the length (of attention, by its keys "
         "and values alone).",
     )
-    add = parser.add_argument
-    add("runs", metavar="RUN", nargs="+", help="a run's folder, a checkpoint, or a folder of transformers")
-    add("--needles", action="store_true", help="hide pass keys in the text and ask for them at its end")
-    add("--lengths", default=LENGTHS, help="tokens of the windows, as 4K,64K,1M (default %(default)s)")
-    add("--path", help="the text; default: the run's own, of which the held-out part is read")
+    add = parser.add
+    add("runs", "a run's folder, a checkpoint, or a folder of transformers", metavar="RUN", nargs="+")
+    add("--needles", "hide pass keys in the text and ask for them at its end", action="store_true")
+    add(
+        "--lengths",
+        "tokens of the windows, as 4K,64K,1M (default %(default)s)",
+        comma_list(reads(SeqLen)),
+        default=LENGTHS,
+    )
+    add("--path", "the text; default: the run's own, of which the held-out part is read")
     add(
         "--tokens",
-        help="tokens read for each length, at least one window, or one a depth (default 256K, of needles 1M)",
+        "tokens read for each length, at least one window, or one a depth (default 256K, of needles 1M)",
+        reads(Positive),
     )
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default %(default)s)")
-    add("--precision", default="auto", help="float32, bfloat16 or float64; auto: what the device does best")
+    add("--device", "auto, cpu, cuda or cuda:1 (default %(default)s)", default="auto")
+    add(
+        "--precision",
+        "float32, bfloat16 or float64; auto (default): what the device does best",
+        reads(Precision),
+        default="auto",
+    )
     add(
         "--out",
+        "where eval.json and eval.png go (needles.json, needles.png); default: eval in the first RUN",
+        Path,
         metavar="DIR",
-        help="where eval.json and eval.png go (needles.json, needles.png); default: eval in the first RUN",
     )
     request = parser.parse_args(argv)
-    lengths = sorted({count("--lengths", text, 2) for text in request.lengths.split(",")})
-    budget = count("--tokens", request.tokens or str(TOKENS[request.needles]), 1)
+    lengths = sorted(request.lengths)
+    budget = request.tokens or TOKENS[request.needles]
     device = pick_device(request.device)
     precision = pick_precision(request.precision, device)
-    rows, folder = [], Path(request.out) if request.out else None
+    rows, folder = [], request.out
     for run in request.runs:
         loaded = load(run, device, precision)
         folder = folder or loaded.folder

@@ -14,7 +14,7 @@ from adjoint.data.recall import DEPTHS, hidden, pass_key
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
-from adjoint.files import save_figure
+from adjoint.files import new_figure, save_figure
 from adjoint.methods import Exact
 from adjoint.stack import Stack
 from adjoint.tools.eval.positions import CHUNK
@@ -106,14 +106,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def heat_maps(rows: Sequence[Mapping[str, Any]]) -> Any:
     """A Matplotlib figure with a heat map a run: accuracy by depth and length."""
-    from matplotlib.figure import Figure
-
     runs = list(dict.fromkeys(row["run"] for row in rows))
     lengths = list(dict.fromkeys(row["length"] for row in rows))
     across = min(5, len(runs))
     down = -(-len(runs) // across)
-    size = ((1 + 0.8 * len(lengths)) * across + 1.6, 2.4 * down + 0.8)
-    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    figure = new_figure((1 + 0.8 * len(lengths)) * across + 1.6, 2.4 * down + 0.8)
     panels = figure.subplots(down, across, squeeze=False, sharey=True)
     for axes in panels.flat[len(runs) :]:
         axes.set_visible(False)

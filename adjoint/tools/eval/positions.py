@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adjoint.engine.autograd import steps_of
 from adjoint.engine.grid import Scheme
-from adjoint.files import save_figure
+from adjoint.files import new_figure, save_figure
 from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.stack import Stack
 
@@ -96,9 +96,7 @@ def _curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Loss against position, a line a run and length."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
+    figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     for name, mine in _curves(rows).items():
         middles = [math.sqrt(max(row["start"], FIRST / 2) * row["stop"]) for row in mine]

@@ -7,15 +7,14 @@ windows measures only those.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import os
-import re
 import sys
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,7 +23,7 @@ from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.formats.folders import checkpoint_config
 from adjoint.layers import StackConfig
-from adjoint.memory import PeakMemory
+from adjoint.memory import PeakMemory, out_of_memory
 from adjoint.methods import (
     METHODS,
     TOLERANCE,
@@ -35,13 +34,14 @@ from adjoint.methods import (
     check_tolerance,
     check_window,
 )
+from adjoint.settings import NotNegative, Positive, whole_number
 from adjoint.stack import Stack
 from adjoint.tools.sweep import compare, report
 from adjoint.tools.sweep.compare import Comparison, Window, window_order
 from adjoint.train.checkpoint import load_checkpoint
 from adjoint.train.config import Config, load_config, plain
-from adjoint.train.flags import Flags, count, nearest, whole_number
-from adjoint.train.machine import environment, pick_device, set_up
+from adjoint.train.flags import Flags, comma_list, reads
+from adjoint.train.machine import environment, pick_device, set_up, terminal_bar
 from adjoint.train.rundir import find_checkpoint
 
 RESULTS = "sweep.json"
@@ -68,20 +68,20 @@ def main(argv: list[str]) -> int:
         _measure(missing, comparison, result, request.out)
     except KeyboardInterrupt:
         interrupted = True
+        left = len(kept) + len(missing) - len(result["rows"])
     if not result["rows"]:
         print("interrupted before the first row was finished", file=sys.stderr)
         return 130
     _write(result, request.out)
     report.show(result)
-    from adjoint.tools.sweep.plot import plot_sweep
-
     written = [RESULTS, report.write_csv(result, request.out)]
     if report.swept(result):
+        from adjoint.tools.sweep.plot import plot_sweep
+
         plot_sweep(result, request.out / "sweep.png")
         written.append("sweep.png")
     print(f"written to {request.out}: {', '.join(written)}", flush=True)
     if interrupted:
-        left = len(kept) + len(missing) - len(result["rows"])
         print(f"interrupted with {left} rows to go; the same command goes on from here", file=sys.stderr)
     return 130 if interrupted else 0
 
@@ -108,7 +108,7 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
         "batch": config.data.batch,
         "batches": request.batches,
         "chunk_size": request.chunk_size,
-        "tolerance": TOLERANCE if request.tolerance is None else request.tolerance,
+        "tolerance": request.tolerance,
         "seed": request.seed,
         "precision": precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -166,9 +166,10 @@ def _batches(request: Namespace, config: Config, shape: StackConfig) -> tuple[li
 
 
 def _trained(checkpoint: Path) -> tuple[StackConfig, str]:
-    """A checkpoint's model, and its weights' checksum, which is the same wherever they lie."""
-    manifest = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))
-    return checkpoint_config(checkpoint), manifest["files"]["model.safetensors"]["sha256"]
+    """A checkpoint's model, and its weights' checksums, which are the same wherever they lie."""
+    files = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))["files"]
+    sums = [entry["sha256"] for name, entry in sorted(files.items()) if name.startswith("model")]
+    return checkpoint_config(checkpoint), " ".join(sums)
 
 
 def _kept(request: Namespace, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
@@ -183,8 +184,8 @@ def _kept(request: Namespace, settings: dict[str, Any]) -> tuple[list[dict[str, 
     remedy = "name another --out, or begin anew with --no-resume"
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
-        there = dict(stored["settings"])
-        baseline = there["baseline"]
+        there = stored["settings"]
+        baseline, _ = there["baseline"], there["model"].items()
         rows = {(row["method"], row["window"]): row for row in stored["rows"]}
     except (ValueError, KeyError, TypeError):
         raise UserError(f"--out {request.out}: its {RESULTS} cannot be read; {remedy}") from None
@@ -195,15 +196,11 @@ def _kept(request: Namespace, settings: dict[str, Any]) -> tuple[list[dict[str, 
     return list(rows.values()), baseline
 
 
-def _first_difference(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> str | None:
-    for key in [*here, *(key for key in there if key not in here)]:
-        a, b = there.get(key), here.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            inner = _first_difference(a, b, f"{prefix}{key}.")
-            if inner:
-                return inner
-        elif a != b:
-            return f"{prefix}{key} {str(a)[:16]} there, {str(b)[:16]} here"
+def _first_difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
+    a, b = ({**s, **{f"model.{k}": v for k, v in s["model"].items()}, "model": None} for s in (there, here))
+    for key in b | a:
+        if a.get(key) != b.get(key):
+            return f"{key} {str(a.get(key))[:16]} there, {str(b.get(key))[:16]} here"
     return None
 
 
@@ -230,31 +227,26 @@ def _measure(
     Raises:
         UserError: memory has run out; it says what can be done in a sweep.
     """
-    from tqdm import tqdm
-
     batches = len(comparison.batches)
     total = len(missing) * batches
-    on_terminal = bool(missing) and sys.stderr.isatty()
-    width: dict[str, Any] = {"dynamic_ncols": True}
-    if on_terminal and not os.get_terminal_size(sys.stderr.fileno()).columns:  # the terminal never said
-        width = {"ncols": 100, "nrows": 20}
-    with tqdm(total=total, unit="batch", leave=False, disable=not on_terminal, **width) as bar:
+    bar = terminal_bar(total, "batch", leave=False)
+    with bar or contextlib.nullcontext():
         for done, (name, window) in enumerate(missing):
             text = report.row_name(name, window)
-            if on_terminal:
+            if bar is not None:
                 bar.set_postfix_str(text)
             else:
                 print(f"measuring {text} (batch {done * batches + 1} of {total})", flush=True)
             try:
-                result["rows"].append(comparison.row(name, window, bar.update))
+                row = comparison.row(name, window, lambda: bar is not None and bar.update())
             except (MemoryError, RuntimeError) as error:
-                words = "out of memory|can't allocate"
-                if isinstance(error, RuntimeError) and not re.search(words, str(error), re.IGNORECASE):
+                if not out_of_memory(error):
                     raise
                 raise UserError(
                     f"{text}: out of memory; lower --chunk-size, --seqlen or --data.batch, or take "
                     "--baseline exact (the rows before it are kept)"
                 ) from error
+            result["rows"].append(row)
             _write(result, out)
 
 
@@ -275,6 +267,20 @@ def _write(result: dict[str, Any], out: Path) -> None:
 # ----------------------------------------------------------------------------------------- the command line
 
 
+def _window(text: str) -> Window:
+    if text.lower() in ("full", "auto"):
+        return "auto" if text.lower() == "auto" else None
+    window = whole_number(text)
+    check_window(window, "full or auto")
+    return window
+
+
+def _tolerance(text: str) -> float:
+    tolerance = float(text)
+    check_tolerance(tolerance)
+    return tolerance
+
+
 def _parser() -> Flags:
     parser = Flags(
         prog="adjoint sweep",
@@ -285,20 +291,21 @@ def _parser() -> Flags:
         "of adjoint train are flags here too (--data.path, --model.d_model, …). The sweep runs "
         "in float32 unless --training.precision says otherwise.",
     )
-
-    def add(flag: str, text: str, **more: Any) -> None:
-        parser.add_argument(flag, help=text, **more)
-
-    add("--out", "folder for sweep.json, sweep.csv and sweep.png", required=True, metavar="DIR")
+    add = parser.add
+    add("--out", "folder for sweep.json, sweep.csv and sweep.png", Path, required=True, metavar="DIR")
     add("--config", "configuration, as for adjoint train", action="append", default=[], metavar="FILE")
     add(
         "--windows",
-        "tokens, full for all, and auto for windows picked a layer; "
+        "tokens, full for all, and auto for windows picked for each layer; "
         "default: powers of four below seqlen, full, and auto",
+        comma_list(_window),
+        metavar="LIST",
     )
     add(
         "--tolerance",
-        "of auto: the share of the adjoint state that may be dropped; default: 0.001",
+        f"of auto: the share of the adjoint state that may be dropped; default: {TOLERANCE}",
+        _tolerance,
+        default=TOLERANCE,
         metavar="X",
     )
     add("--seqlen", "tokens a sequence; default: the configuration's data.seqlen", metavar="N")
@@ -308,15 +315,38 @@ def _parser() -> Flags:
         "The run's configuration is taken where --config is not given",
         metavar="RUN",
     )
-    methods = f"of {', '.join(METHODS)}; default: %(default)s"
-    add("--methods", methods, default=f"{Truncated.name},{LayerLocal.name}")
-    add("--batches", "batches to average over; default: %(default)s", default="3", metavar="N")
-    add("--chunk-size", "of the methods that take one; default: they pick", metavar="N")
-    add("--seed", "of fresh weights and of the data; default: %(default)s", default="0", metavar="N")
-    add("--data", "config: the configuration's text (default); random: random tokens", default="config")
+    add(
+        "--methods",
+        f"of {', '.join(METHODS)}; default: %(default)s",
+        comma_list(reads(Literal[tuple(METHODS)])),
+        default=f"{Truncated.name},{LayerLocal.name}",
+        metavar="LIST",
+    )
+    add(
+        "--batches",
+        "batches to average over; default: %(default)s",
+        reads(Positive),
+        default="3",
+        metavar="N",
+    )
+    add("--chunk-size", "of the methods that take one; default: they pick", reads(Positive), metavar="N")
+    add(
+        "--seed",
+        "of fresh weights and of the data; default: %(default)s",
+        reads(NotNegative),
+        default="0",
+        metavar="N",
+    )
+    add(
+        "--data",
+        "config: the configuration's text (default); random: random tokens",
+        reads(Literal["config", "random"]),
+        default="config",
+    )
     add(
         "--baseline",
         "backprop, exact, or auto (default): backprop where it fits in memory, else exact in its place",
+        reads(Literal["auto", Backprop.name, Exact.name]),
         default="auto",
     )
     resume = "keep the rows that DIR holds of the same sweep (default)"
@@ -328,26 +358,14 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     """The command line: what is the sweep's own, and the configuration of model and data.
 
     Returns:
-        A namespace with the flags as they are to be used, and the configuration. windows: in the order of
-        `window_order`. tolerance, chunk_size, model: None where not given. methods: names, each once.
-        baseline: "auto" is backprop where it fits in memory.
+        A namespace with the flags as they are to be used, windows in the order of `window_order`, and the
+        configuration.
 
     Raises:
         UserError: naming the flag, what is wrong with it and what would be right.
         SystemExit: code 0, after ``--help``.
     """
     given, rest = _parser().parse_known_args(argv)
-    given.windows = _windows(given.windows)
-    given.tolerance = _tolerance(given.tolerance)
-    given.methods = list(dict.fromkeys(_choice("--methods", m, METHODS) for m in _list(given.methods)))
-    given.batches = count("--batches", given.batches, 1)
-    given.chunk_size = None if given.chunk_size is None else count("--chunk-size", given.chunk_size, 1)
-    given.seed = count("--seed", given.seed, 0)
-    given.out = Path(given.out)
-    _choice("--data", given.data, ("config", "random"))
-    _choice("--baseline", given.baseline, ("auto", Backprop.name, Exact.name))
-    if not given.methods:
-        raise UserError(f"--methods: is empty; name some of {', '.join(METHODS)}")
     if given.out.exists() and not given.out.is_dir():
         raise UserError(f"--out {given.out}: is a file; name a folder")
     for word in rest:
@@ -360,66 +378,18 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
         own = find_checkpoint(given.model, "--model").parent.parent / "config.yaml"
         given.config = given.config or [str(own)] * own.is_file()
     words = [word for file in given.config for word in ("--config", file)] + rest
-    if given.seqlen is not None:
-        words += ["--data.seqlen", str(count("--seqlen", given.seqlen, 2))]
+    words += ["--data.seqlen", given.seqlen] * (given.seqlen is not None)
     config = load_config(words, "adjoint sweep")
     if config.model.from_pretrained is not None:
         raise UserError(
             "model.from_pretrained: a sweep compares methods on a Stack; leave it out, or give a run's "
             "folder as --model"
         )
-    given.windows = _windows_within(given.windows, config.data.seqlen)
-    return given, config
-
-
-def _tolerance(text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        tolerance = float(text)
-        check_tolerance(tolerance)
-    except ValueError:
-        raise UserError(
-            f"--tolerance: expected a number between 0 and 1, such as 0.001; got {text!r}"
-        ) from None
-    return tolerance
-
-
-def _windows(text: str | None) -> list[Window]:
-    names: dict[str, Window] = {"full": None, "auto": "auto"}
-    found: set[Window] = set()
-    for word in [] if text is None else _list(text) or [""]:
-        if word.lower() in names:
-            found.add(names[word.lower()])
-            continue
-        try:
-            window = whole_number(word)
-            check_window(window)
-        except ValueError:
-            raise UserError(
-                f"--windows: {word!r} is not a window; give tokens, full or auto: 1,16,256,full,auto"
-            ) from None
-        found.add(window)
-    return sorted(found, key=window_order)
-
-
-def _windows_within(windows: list[Window], seqlen: int) -> list[Window]:
-    """The windows to measure: those asked for, or powers of four; one that covers all tokens is None."""
-    if not windows:
-        return [*(4**i for i in range(32) if 4**i < seqlen), None, "auto"]
-    long = [window for window in windows if isinstance(window, int) and window >= seqlen]
-    for window in long:
+    seqlen = config.data.seqlen
+    windows = given.windows or [*(4**i for i in range(32) if 4**i < seqlen), None, "auto"]
+    # one that covers all tokens is None
+    full = [window for window in windows if isinstance(window, int) and window >= seqlen]
+    for window in full:
         print(f"note: a window of {window:,} covers all {seqlen:,} tokens: that is full")
-    return sorted({None if window in long else window for window in windows}, key=window_order)
-
-
-def _list(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _choice(flag: str, word: str, known: Any) -> str:
-    if word not in known:
-        raise UserError(
-            f"{flag}: {word!r} is not one of {', '.join(known)}; did you mean {nearest(word, known)}?"
-        )
-    return word
+    given.windows = sorted({None if window in full else window for window in windows}, key=window_order)
+    return given, config

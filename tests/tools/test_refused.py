@@ -1,0 +1,318 @@
+"""What is refused: exit code 2 and one line on stderr that names the fault and the remedy.
+
+A row is a command line, put behind that of a run that would work, and what is said of it. Paths are files of
+`FILES`, in the folder where the command runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from adjoint.cli import main
+from adjoint.methods import METHODS
+from tests.training_helpers import tiny, train_tiny
+
+FILES: dict[str, bytes] = {
+    "short.txt": b"abc",
+    "longer.txt": b"x" * 60,
+    "empty.txt": b"",
+    "latin.txt": b"good \xff bad",
+    "folder/a.pdf": b"x",
+    "a.pdf": b"x",
+    "cut.jsonl": b'{"text": "a"}\n{"text": ',
+    "list.jsonl": b'{"text": "a"}\n\n[1]',
+    "body.jsonl": b'{"body": "a"}',
+    "number.jsonl": b'{"text": 5}',
+    "half.jsonl": b'{"text": "\\ud800"}',
+    "latin.jsonl": b'{"text": "\xff"}',
+    "digits.jsonl": b'{"text": "a"}\n{"n": ' + b"1" * 5000 + b"}",
+    "not.txt.gz": b"not gzip",
+    "cut.txt.gz": gzip.compress(b"x" * 9999)[:-20],
+    "not.parquet": b"PAR1 nonsense PAR1",
+    "object.json": b"{}",
+    "not.json": b"not json",
+    "binary.json": b"\xff\xfe",
+    "stepz.yaml": b"training:\n  stepz: 3\n",
+    "null.yaml": b"training:\n  lr: null\n",
+    "steps.yaml": b"training:\n  steps: two\n",
+    "list.yaml": b"training:\n  lr: [1]\n",
+    "bare.yaml": b"training:\n",
+    "number.yaml": b"training: 5\n",
+    "sections.yaml": b"- training\n",
+    "empty.yaml": b"",
+    "not.yaml": b"training: [\n",
+    "flat.yaml": b"seqlen: 5\n",
+    "other/checkpoints/step-00000003/MANIFEST.json": b"{",
+}
+KEYS = [
+    ("--training.stepz 3", "--training.stepz: unknown key training.stepz; did you mean training.steps?"),
+    ("--training.lrr 3", "did you mean training.lr?"),
+    ("--lr 3", "did you mean training.lr?"),
+    ("--learning_rate 3", "did you mean training.lr?"),
+    ("--data.seq_len 3", "did you mean data.seqlen?"),
+    ("--model.dmodel 3", "did you mean model.d_model?"),
+    ("--method.chunksize 3", "did you mean method.chunk_size?"),
+    ("--trainin.steps 3", "did you mean training.steps?"),
+    ("stray", "'stray': not a flag"),
+    ("--training.steps 3 stray", "'stray': not a flag"),
+    ("--training.steps", "--training.steps: needs a value"),
+]
+FILES_OF_KEYS = [
+    ("--config", "--config: needs the path"),
+    ("--config nowhere.yaml", "--config nowhere.yaml: no such file"),
+    ("--config stepz.yaml", "stepz.yaml: unknown key training.stepz; did you mean training.steps?"),
+    ("--config null.yaml", "null.yaml: training.lr: expected a finite number above 0, got null"),
+    ("--config steps.yaml", "steps.yaml: training.steps: expected a whole number (1 or more), got 'two'"),
+    ("--config list.yaml", "list.yaml: training.lr: expected a finite number"),
+    ("--config bare.yaml", "bare.yaml: training is a section"),
+    ("--config number.yaml", "number.yaml: training is a section"),
+    ("--config sections.yaml", "sections.yaml: holds no sections"),
+    ("--config empty.yaml", "empty.yaml: holds no sections"),
+    ("--config not.yaml", "not.yaml: not valid YAML"),
+    ("--config flat.yaml", "did you mean data.seqlen?"),
+]
+VALUES = [
+    ("--training.steps two", "--training.steps: expected a whole number (1 or more), got 'two'"),
+    ("--training.steps 0", "--training.steps: expected a whole number (1 or more), got '0'"),
+    ("--training.lr high", "--training.lr: expected a finite number above 0, got 'high'; its default"),
+    ("--training.lr 0", "--training.lr: expected a finite number above 0"),
+    ("--training.lr .inf", "--training.lr: expected a finite number above 0"),
+    ("--training.min_lr 1", "training.min_lr: 1.0 is above"),
+    ("--training.betas '[0.9, 1]'", "--training.betas: expected two numbers in [0, 1)"),
+    ("--training.seed -1", "--training.seed: expected a whole number (0 or more)"),
+    ("--training.deterministic maybe", "expected true or false or null"),
+    ("--training.precision fp8", "one of auto, float32, bfloat16, float64"),
+    ("--training.device nothing", "is no device"),
+    ("--training.optimizer adamw8bit --training.precision float64", "take adamw for"),
+    ("--data.seqlen 1", "--data.seqlen: expected a whole number (2 or more)"),
+    ("--data.batch 0", "--data.batch: expected a whole number (1 or more)"),
+    ("--data.eval_tokens -1", "--data.eval_tokens: expected a whole number (0 or more)"),
+    ("--data.eval_fraction 0", "--data.eval_fraction: expected a number above 0 and at most 0.5"),
+    ("--data.eval_fraction 0.6", "--data.eval_fraction: expected a number above 0 and at most 0.5"),
+    ("--data.eval_fraction nan", "--data.eval_fraction: expected a number above 0 and at most 0.5"),
+    ("--data.tokenizer ''", "--data.tokenizer: expected a text that is not empty"),
+    ("--data.text_field ''", "--data.text_field: expected a text that is not empty"),
+    ("--data.path ''", "--data.path: expected a path, a list of paths or null"),
+    ("--data.path []", "--data.path: expected a path, a list of paths or null"),
+    ("--data.documents packed --data.separator ''", "packed documents need a data.separator"),
+    ("--model.d_model 0", "d_model"),
+    ("--model.mixer nothing", "mixer"),
+    ("--model.mixer mamba2 --model.headdim 7", "headdim"),
+    ("--model.mixer nowhere:Mixer", "No module named 'nowhere'; name a class as module:Class"),
+    ("--model.mixer torch.nn:Identity", "must be a torch module with initial_state"),
+    ("--model.vocab_size 50", "out of range for model.vocab_size 50"),
+    ("--method.name magic", "--method.name"),
+    ("--method.chunk_size 0", "chunk_size"),
+    ("--method.keep all", "edges"),
+    ("--method.memory 18Q", "memory must be a size such as"),
+    ("--method.name truncated --method.window 8 --model.mixer attention", "this stack has attention"),
+    (
+        "--method.name truncated --method.window 8 --method.unbiased true --method.chunk_size 9",
+        "below window",
+    ),
+    ("--run.name a/b", "--run.name: expected a folder's name"),
+    ("--run.dir short.txt", "is a file"),
+    ("--run.resume step-00000003", "no such checkpoint"),
+    ("--run.resume other/checkpoints/step-00000003", "damaged checkpoint"),
+    ("--run.resume run", "run: is a run, not a checkpoint"),
+    ("--cluster.shards -1", "--cluster.shards: expected a whole number (0 or more) or auto"),
+    ("--cluster.sequence 2", "need processes of their own"),
+]
+TEXTS = [
+    ("nothing.txt", "no such file or folder"),
+    ("shrt.txt", "did you mean short.txt?"),
+    ("hollow", "the folder is empty"),
+    ("folder", "none of its 1 files is of a supported kind; supported are .txt"),
+    ("a.pdf", "unsupported kind of file"),
+    ("*.md", "matches nothing"),
+    ("*.pdf", "matches 1 entries but none"),
+    ("empty.txt", "no text"),
+    ("short.txt", "has 4 tokens, 4 of them for training, but data.seqlen 64 needs at least 65"),
+    ("longer.txt", "61 tokens, 58 of them for training, but data.seqlen 64 needs at least 65: lower"),
+    ("latin.txt", "latin.txt: not UTF-8 (byte 5)"),
+    ("cut.jsonl", "cut.jsonl:2: not a JSON line"),
+    ("list.jsonl", "list.jsonl:3: expected a JSON object"),
+    ("body.jsonl", "body.jsonl:1: no field 'text'; there are 'body'"),
+    ("number.jsonl", "number.jsonl:1: field 'text' is int"),
+    ("half.jsonl", "half of a surrogate pair"),
+    ("latin.jsonl", "latin.jsonl:1: not UTF-8"),
+    ("digits.jsonl", "digits.jsonl:2: not a JSON line"),
+    ("not.txt.gz", "not.txt.gz: damaged gzip"),
+    ("cut.txt.gz", "cut.txt.gz: damaged gzip"),
+    ("not.parquet", "not.parquet: damaged parquet"),
+    ("pipe.txt", "pipe.txt: a pipe, socket or device"),
+    ("device.txt", "device.txt: a pipe, socket or device"),
+]
+TOKENIZERS = [
+    ("nowhere.json", "no such file or folder"),
+    ("object.json", "not a tokenizer.json"),
+    ("not.json", "not a tokenizer.json"),
+    ("binary.json", "not a tokenizer.json"),
+]
+SWEEPS = [
+    ("--windows 0", "--windows: window must be a whole number of tokens, 1 or more, full or auto; got 0"),
+    ("--windows=4,-2", "--windows: window must be"),
+    ("--windows=-1", "--windows: window must be"),
+    ("--windows 1.5", "--windows: '1.5' is not a whole number"),
+    ("--windows ,", "--windows: is empty"),
+    ("--windows auto --methods layer-local", "only truncated picks its windows"),
+    ("--tolerance nan", "--tolerance: tolerance must be a number between 0 and 1"),
+    ("--tolerance 1", "--tolerance: tolerance must be a number between 0 and 1"),
+    ("--methods truncatd", "--methods: expected one of backprop"),
+    ("--methods ,", "--methods: is empty"),
+    ("--seqlen many", "seqlen: expected a whole number (2 or more), got 'many'"),
+    ("--seqlen 1M", "needs at least 1048577"),
+    ("--batches 0", "--batches: expected a whole number (1 or more)"),
+    ("--chunk-size 0", "--chunk-size: expected a whole number (1 or more)"),
+    ("--data randm", "--data: expected config or random"),
+    ("--baseline truncated", "--baseline: expected one of auto, backprop, exact"),
+    ("--model nowhere", "--model nowhere: no such run or checkpoint; runs here: mine"),
+    ("--model run --model.d_model 8", "leave one of them out"),
+    ("--model.vocab_size 50", "out of range"),
+    ("--model.mixer attention --windows 8 --data random", "this stack has attention"),
+    ("--window 4", "unknown key window"),
+    ("--method.window 4", "use --methods"),
+    ("--training.seed 4", "use --seed"),
+    ("--out short.txt", "is a file"),
+]
+OTHERS = [
+    ("trian", "did you mean train?"),
+    ("doctor --jsn", "unrecognized arguments: --jsn"),
+    ("eval run --lengths 1G", "a longer text"),
+    ("eval run --lengths some", "--lengths: expected a whole number (2 or more), got 'some'"),
+    ("eval run --lengths 40 --needles --path text.txt", "take 92 or more"),
+    ("eval run --device abacus", "no device"),
+    ("eval nowhere", "nowhere: no such run or checkpoint; runs here: mine"),
+    ("export run --to folder", "is not empty"),
+    ("export run --to short.txt", "is a file"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a run, `run`, and what cannot be trained on."""
+    folder = tmp_path_factory.mktemp("refused")
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    assert train_tiny(folder, training__steps=1, training__sample_tokens=0) == 0
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    for name in ("hollow", "runs/mine"):
+        (folder / name).mkdir(parents=True)
+    (folder / "device.txt").symlink_to("/dev/zero")
+    os.mkfifo(folder / "pipe.txt")
+    yield folder
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def refused(
+    argv: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """The one line that a command ends with; nothing is left behind, but where a model and a method meet."""
+    monkeypatch.chdir(place)
+    before = sorted(place.iterdir())
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    if "this stack has attention" in error:
+        shutil.rmtree(place / "new", ignore_errors=True)
+    assert sorted(place.iterdir()) == before
+    assert not list((place / "cache").glob("*.tmp-*"))
+    return error
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        *KEYS,
+        *FILES_OF_KEYS,
+        *VALUES,
+        *((f"--data.path '{path}'", said) for path, said in TEXTS),
+        *((f"--data.tokenizer {path}", said) for path, said in TOKENIZERS),
+    ],
+)
+def test_train(
+    words: str,
+    said: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for package, kind in (("pyarrow", ".parquet"), ("tokenizers", ".json")):
+        if words.endswith(kind):
+            pytest.importorskip(package)
+    argv = [*tiny(place, run__dir=place / "new"), *shlex.split(words)]
+    assert said in refused(argv, place, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("words, said", SWEEPS)
+def test_sweep(
+    words: str,
+    said: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = "sweep --out new --batches 1 --windows 1 --seqlen 32 --data.path text.txt --data.cache_dir cache"
+    if "--model " not in words:
+        small += " --model.d_model 8"
+    assert said in refused(shlex.split(f"{small} {words}"), place, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("line, said", OTHERS)
+def test_other_commands(
+    line: str,
+    said: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert said in refused(line.split(), place, monkeypatch, capsys)
+
+
+def test_arguments_that_a_method_does_not_take_or_needs(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The methods that take it are named; what has no default is asked for."""
+    fields = {name: dataclasses.fields(cls) for name, cls in METHODS.items()}
+    takers = [name for name in METHODS if "chunk_size" in {field.name for field in fields[name]}]
+    argv = tiny(place, run__dir=place / "new")
+    chosen = [*argv, "--method.name", "backprop", "--method.chunk_size", "4096"]
+    assert f"taken by: {', '.join(takers)}" in refused(chosen, place, monkeypatch, capsys)
+    needed = [(name, f.name) for name, own in fields.items() for f in own if f.default is dataclasses.MISSING]
+    assert needed
+    for name, key in needed:
+        assert f"method.{key}" in refused([*argv, "--method.name", name], place, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    "package, words, said",
+    [
+        ("torchao.optim", "--training.optimizer adamw8bit", "pip install torchao"),
+        ("tokenizers", "--data.tokenizer object.json", "pip install tokenizers"),
+        ("pyarrow", "--data.path not.parquet", "pip install pyarrow"),
+        ("torch.utils.tensorboard", "--training.tensorboard true", "pip install tensorboard"),
+    ],
+)
+def test_missing_packages(
+    package: str,
+    words: str,
+    said: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    argv = [*tiny(place, run__dir=place / "new"), *words.split()]
+    assert said in refused(argv, place, monkeypatch, capsys)
