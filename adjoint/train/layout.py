@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from adjoint.errors import UserError, check_whole
+from adjoint.errors import UserError
 from adjoint.methods import Backprop, LayerLocal, Truncated
+from adjoint.settings import NotNegative, Positive, check_fields
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,13 @@ class Layout:
         UserError: one of them is out of range, or there are no shards to be multiplied.
     """
 
-    shards: int = 1
-    sequence: int = 1
-    replicas: int = 1
-    helpers: int = 0
+    shards: NotNegative = 1
+    sequence: Positive = 1
+    replicas: Positive = 1
+    helpers: NotNegative = 0
 
     def __post_init__(self) -> None:
-        for key, least in (("replicas", 1), ("sequence", 1), ("helpers", 0)):
-            check_whole(f"cluster.{key}", getattr(self, key), least)
+        check_fields("cluster", self)
         for key in ("replicas", "sequence"):
             number = getattr(self, key)
             if self.shards == 0 and number > 1:
