@@ -100,7 +100,10 @@ def test_the_sequence_may_be_as_much_longer_as_there_are_workers(ray_on_loopback
     ("flags", "said"),
     [
         ({"cluster__sequence": 2}, "give --cluster.shards 1"),
-        ({"cluster__sequence": 0, "cluster__shards": 1}, "--cluster.sequence: expected a whole number (1 or more)"),
+        (
+            {"cluster__sequence": 0, "cluster__shards": 1},
+            "--cluster.sequence: expected a whole number",
+        ),
         (
             {"cluster__sequence": 3, "cluster__shards": 1, "method__chunk_size": 40},
             "3 workers, and 2 chunks of 40 tokens to deal out; lower --method.chunk_size to 21 or less",
