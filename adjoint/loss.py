@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adjoint.kernels import dispatch
 from adjoint.kernels.add_product import add_product
-from adjoint.kernels.checks import differentiable_once
+from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 
 IGNORE_INDEX = -100
 # Logits alive at a time: 16 MiB in float32 on a CPU; a GPU needs more to be kept busy, 256 MiB.
@@ -25,7 +25,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int, backward_follows: bool
     ) -> Tensor:
         tokens = hidden.shape[0]
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        wide = accumulate_dtype(hidden.dtype)
         loss = hidden.new_zeros((), dtype=wide)
         d_hidden = torch.empty_like(hidden) if backward_follows else None
         d_weight = torch.zeros_like(weight, dtype=wide) if backward_follows else None

@@ -22,7 +22,7 @@ from adjoint.errors import UserError
 from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights, assign
 from adjoint.formats.transformers import from_model
-from adjoint.kernels.checks import is_untouched
+from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.init import draw_seed, drawn_from
@@ -199,7 +199,7 @@ class Stack(nn.Module):
     def initial_state(self, batch: int) -> list[State]:
         """Zeros: one tuple a layer that is here, float32 (float64 for a float64 model)."""
         weight = next(self.parameters())
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        dtype = accumulate_dtype(weight.dtype)
         return [block.mixer.initial_state(batch, dtype, weight.device) for block in self.blocks()]
 
     # -------------------------------------------------------------------------------------------------------

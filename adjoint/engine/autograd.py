@@ -21,7 +21,7 @@ from adjoint.engine.run import Worker
 from adjoint.engine.stages import Stage, check_windows, stage_states, stages_of
 from adjoint.engine.tile import Gradients
 from adjoint.engine.weights import Tensors
-from adjoint.kernels.checks import differentiable_once
+from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.layers import State
 from adjoint.stack import Result, Stack
 
@@ -171,7 +171,7 @@ class Steps:
                 make_grid(scheme, self.seqlen, self.stateful, self.reach),
                 *given,
                 width,
-                torch.float64 if dtype == torch.float64 else torch.float32,
+                accumulate_dtype(dtype),
                 host=scheme.offload and ids.is_cuda,
                 noting=scheme.window == "auto",
                 passing=passing,

@@ -20,7 +20,7 @@ from adjoint.engine.program import Owners, Run, plan
 from adjoint.engine.run import Changed, Worker
 from adjoint.engine.stages import Chunk, Embedding, Layer
 from adjoint.engine.tile import Gradients, Pullback
-from adjoint.kernels.checks import is_untouched
+from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.layers import State
 
 TOKENS, CHUNK = 13, 7
@@ -244,7 +244,7 @@ def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
     stages: list[Any] = [Embedding(table), stage, outputs]
     grid = make_grid(Scheme(chunk_size), TOKENS, [each.stateful for each in stages], 0)
     ids = torch.arange(TOKENS, device=x.device)[None]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = accumulate_dtype(x.dtype)
     worker = Worker(stages, grid, ids, ids, [(), tuple(s.detach() for s in state), ()], x.shape[1], wide)
     program = plan(grid, Owners((0,) * len(stages))).programs[0]
     first = next(i for i, a in enumerate(program) if not (isinstance(a, Run) and a.tile.kind in "FL"))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adjoint.engine.tile import Cotangents
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 
 ALIGNED = 16  # elements: each tensor of a packed state begins on a multiple of it, as it would by itself
@@ -126,7 +127,7 @@ class Slab:
 
     def begin(self, d_final: Tensor | None) -> None:
         """Lets the cotangents begin at those of the final state."""
-        wide = torch.float64 if self.values.dtype == torch.float64 else torch.float32
+        wide = accumulate_dtype(self.values.dtype)
         if d_final is None and not self.host:  # where nothing is gathered, nothing is touched
             self.cotangents = torch.zeros_like(self.values, dtype=wide)
             return

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.engine.decay import Decays
 from adjoint.kernels.add_product import add_product
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, State
 
@@ -41,7 +42,7 @@ class Gradients:
         if parameter in self.sums:
             self.sums[parameter] += gradient
         else:  # a copy: autograd may have given the same memory to others
-            wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+            wide = accumulate_dtype(gradient.dtype)
             self.sums[parameter] = gradient.to(wide, copy=True)
 
     def add_all(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
@@ -61,7 +62,7 @@ class Gradients:
         """Adds gradient (n, d) to the rows (n,) of a table: an embedding's gradient without a dense table a
         chunk."""
         if parameter not in self.sums:
-            wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            wide = accumulate_dtype(parameter.dtype)
             self.sums[parameter] = torch.zeros_like(parameter, dtype=wide)
         self.sums[parameter].index_add_(0, rows, gradient.to(self.sums[parameter].dtype))
 

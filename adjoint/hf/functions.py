@@ -21,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adjoint.kernels import attention
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.selective_scan import selective_scan
@@ -100,7 +101,7 @@ def _chunk_gated_delta_rule(
 ) -> Any:
     """transformers' signature: query and key (batch, seqlen, k_heads, d_k), value (batch, seqlen, v_heads,
     d_v)."""
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = accumulate_dtype(query.dtype)
     q, k = query.to(wide), key.to(wide)
     if use_qk_l2norm_in_kernel:
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from adjoint.hf.layers import backbone_of, class_of
-from adjoint.kernels.checks import is_untouched
+from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.loss import IGNORE_INDEX, linear_cross_entropy, tokens_per_slice
 
 
@@ -109,7 +109,7 @@ def summed_loss(
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
-    total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    total = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))
     for h, t in zip(hidden.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True):
         total = total + (checkpoint(of, h, t, use_reentrant=False) if torch.is_grad_enabled() else of(h, t))
     return total

@@ -20,6 +20,7 @@ from adjoint.hf.cache import ChunkCache, Slot, zeros
 from adjoint.hf.layers import backbone_of, class_of, layers_of
 from adjoint.hf.noise import Noise
 from adjoint.hf.replacements import Inside, replaced
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 
 
@@ -187,7 +188,7 @@ class Collect:
 
 def _size(hidden: Tensor) -> Tensor:
     """In the place of a chunk's loss: it tells whether the chunk, computed again, is the same."""
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    wide = accumulate_dtype(hidden.dtype)
     return torch.linalg.vector_norm(hidden.detach(), dtype=wide)
 
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.kernels import dispatch, operators
+from adjoint.kernels import operators
+from adjoint.kernels.checks import accumulate_dtype
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -107,7 +108,7 @@ def _fake(
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
     log = torch.empty_like(
-        out[..., 0], dtype=dispatch.compute_dtype(q), memory_format=torch.contiguous_format
+        out[..., 0], dtype=accumulate_dtype(q.dtype), memory_format=torch.contiguous_format
     )
     return out.transpose(1, 2), log.transpose(1, 2)
 

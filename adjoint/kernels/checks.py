@@ -1,5 +1,5 @@
-"""Checks shared by the operations: of arguments, one clear ValueError each, of modules, and of second
-derivatives."""
+"""Rules shared by the operations: checks of arguments, one clear ValueError each, and of modules; second
+derivatives; the dtype of sums."""
 
 import functools
 from collections.abc import Callable
@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of states and sums of values of `dtype`: float64 for itself, float32 for all else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_untouched(module: nn.Module, *kinds: type) -> bool:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.kernels import checks, dispatch, operators
+from adjoint.kernels.checks import accumulate_dtype
 
 
 def _forward(x, weight, bias, initial_state, reset, silu, backend):
@@ -79,7 +80,7 @@ def causal_conv1d(
     checks.shape("initial_state", initial_state, batch, channels, width - 1)
     reset = checks.reset_of(seq_idx, batch, seqlen)
     backend = dispatch.fitting("causal_conv1d", backend, x, reset=reset, d_conv=width, channels=channels)
-    wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("causal_conv1d", backend, x)
+    wide, narrow = accumulate_dtype(x.dtype), dispatch.sequence_dtype("causal_conv1d", backend, x)
     bias, initial = (None if t is None else t.to(wide) for t in (bias, initial_state))
     y, tail = _causal_conv1d(x.to(narrow), weight.to(wide), bias, initial, reset, silu, backend)
     return y.to(x.dtype), tail.to(x.dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels import trial
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.libraries import LIBRARIES, Library
 
@@ -236,11 +237,6 @@ def _module(backend: str) -> Any:
     return importlib.import_module(f"adjoint.kernels.{_MODULES[backend]}")
 
 
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Of states and sums: float64 stays, everything else, also bfloat16 and float16, is float32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """To what autocast rounds float32 factors of a matrix product on that device; None where it is off."""
     kind = device.type
@@ -252,7 +248,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def sequence_dtype(operation: str, backend: str | None, tensor: Tensor) -> torch.dtype:
     """Of what an operation reads and writes a token: Triton's kernels and libraries take half precision as it
     is and widen it in registers, half the traffic; for the others it is widened before."""
-    wide = compute_dtype(tensor)
+    wide = accumulate_dtype(tensor.dtype)
     if tensor.dtype == wide or not _takes_half(operation, backend, tensor.device, tensor.dtype):
         return wide
     return tensor.dtype

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels import checks, dispatch, operators, reference
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.libraries import LIBRARIES
 
 
@@ -82,7 +83,7 @@ def gated_delta_rule(
     checks.shape("initial_state", initial_state, batch, nheads, d_k, v.shape[-1])
     reset = checks.reset_of(seq_idx, batch, seqlen)
     backend = dispatch.fitting("gated_delta_rule", backend, v, reset=reset, d_k=d_k)
-    wide = dispatch.compute_dtype(q)
+    wide = accumulate_dtype(q.dtype)
     narrow = v.dtype if backend in LIBRARIES else wide
     q, k, v = (t.to(narrow) for t in (q, k, v))
     g, beta = g.to(wide), beta.to(wide)

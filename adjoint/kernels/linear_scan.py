@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels import checks, dispatch, operators
+from adjoint.kernels.checks import accumulate_dtype
 
 
 def _forward(a, b, initial_state, reset, window, halo, backend):
@@ -75,7 +76,7 @@ def linear_scan(
     checks.window_and_halo(window, halo, seqlen)
     reset = checks.reset_of(seq_idx, batch, seqlen)
     operation = "dense_scan" if a.dim() == 4 else "linear_scan"
-    dtype = dispatch.compute_dtype(b)
+    dtype = accumulate_dtype(b.dtype)
     initial_state = None if initial_state is None else initial_state.to(dtype)
     a, b_ = a.to(dtype), b.to(dtype)
     backend = dispatch.fitting(operation, backend, b_, window, halo, reset)

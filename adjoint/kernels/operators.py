@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.kernels.checks import differentiable_once
+
 LIBRARY = torch.library.Library("adjoint", "DEF")
 
 
@@ -112,10 +114,10 @@ def register(
             ctx.mark_non_differentiable(result[-1])
         return result
 
+    @differentiable_once(name)
     def function_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         args = *cotangents[:outputs], *ctx.saved_tensors, *ctx.options
-        # Gradients are enabled here only with create_graph.
-        gradients = _Once.apply(backward_op, *args) if torch.is_grad_enabled() else backward_op(*args)
+        gradients = backward_op(*args)
         gradients = gradients if route is None else route(*gradients)
         needed = ctx.needs_input_grad  # not by an argument that is None: its gradient is an empty stand-in
         kept = [g if need else None for g, need in zip(gradients, needed, strict=False)]
@@ -132,25 +134,6 @@ def register(
 
     LIBRARY.impl(name, autograd_kernel, "Autograd")
     return op
-
-
-class _Once(torch.autograd.Function):
-    """Runs op(*args) and refuses to be differentiated.
-
-    `once_differentiable` refuses too, but its results keep no path to what they depend on, so that a sum of a
-    gradient and something else would be differentiated without complaint, and wrongly.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, op: Any, *args: Any) -> Any:
-        ctx.name = op.__name__.split("_backward")[0]
-        return tuple(op(*args))
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            f"{ctx.name} is differentiable once: its gradient has no gradient (create_graph=True)"
-        )
 
 
 def _define(

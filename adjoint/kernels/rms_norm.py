@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels import checks, dispatch, operators
+from adjoint.kernels.checks import accumulate_dtype
 
 
 def _forward(x, weight, gate, residual, eps, group_size, x_dtype, dtype, backend, save=False):
@@ -19,7 +20,7 @@ def _fake(x, weight, gate, residual, eps, group_size, x_dtype, dtype, backend, s
     s = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
     groups = x.shape[-1] // group_size
     rstd = x.new_empty(
-        (*x.shape[:-1], groups) if save else 0, dtype=dispatch.compute_dtype(x) if save else None
+        (*x.shape[:-1], groups) if save else 0, dtype=accumulate_dtype(x.dtype) if save else None
     )
     return x.new_empty(x.shape, dtype=dtype), s, rstd
 
@@ -126,9 +127,9 @@ def rms_norm(
         x = x.double()
     tried = dtype if dtype.itemsize == 2 else x.dtype  # its trial writes half precision from float32 too
     backend = dispatch.fitting("rms_norm", backend, x, dtype=tried, group_size=group_size)
-    wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("rms_norm", backend, x)
+    wide, narrow = accumulate_dtype(x.dtype), dispatch.sequence_dtype("rms_norm", backend, x)
     if residual is not None and narrow == wide:  # only kernels for half precision read two dtypes
-        wide = narrow = torch.promote_types(wide, dispatch.compute_dtype(residual))
+        wide = narrow = torch.promote_types(wide, accumulate_dtype(residual.dtype))
         stream = residual.to(wide)
     gate = None if gate is None else gate.to(narrow)
     y, s, _ = _rms_norm(x.to(narrow), weight.to(wide), gate, stream, eps, group_size, narrow, dtype, backend)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels import checkpoints, checks, dispatch, operators
+from adjoint.kernels.checks import accumulate_dtype
 
 
 def _forward(
@@ -14,7 +15,7 @@ def _forward(
 
 
 def _fake(u, delta, A, B, C, D, z, bias, initial_state, reset, softplus, window, halo, backend, save=False):
-    state = u.new_empty(u.shape[0], *A.shape, dtype=dispatch.compute_dtype(u))
+    state = u.new_empty(u.shape[0], *A.shape, dtype=accumulate_dtype(u.dtype))
     saved = state.new_empty(checkpoints.selective_scan(backend, u, A) if save else 0)
     return u.new_empty(u.shape), state, saved
 
@@ -123,7 +124,7 @@ def selective_scan(
         return _in_groups(u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, *rest)
     reset = checks.reset_of(seq_idx, batch, seqlen)
     backend = dispatch.fitting("selective_scan", backend, u, window, halo, reset, d_state=d_state)
-    wide, narrow = dispatch.compute_dtype(u), dispatch.sequence_dtype("selective_scan", backend, u)
+    wide, narrow = accumulate_dtype(u.dtype), dispatch.sequence_dtype("selective_scan", backend, u)
     u_, delta_, B_, C_, z_ = [None if x is None else x.to(narrow) for x in (u, delta, B, C, z)]
     A_, D_, bias, initial = [None if x is None else x.to(wide) for x in (A, D, delta_bias, initial_state)]
     y, final_state, _ = _selective_scan(

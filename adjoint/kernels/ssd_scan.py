@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.kernels import checkpoints, checks, dispatch, operators
+from adjoint.kernels.checks import accumulate_dtype
 
 
 def _forward(x, dt, A, B, C, D, bias, initial_state, reset, softplus, window, halo, backend, save=False):
@@ -14,7 +15,7 @@ def _forward(x, dt, A, B, C, D, bias, initial_state, reset, softplus, window, ha
 
 def _fake(x, dt, A, B, C, D, bias, initial_state, reset, softplus, window, halo, backend, save=False):
     batch, _, nheads, headdim = x.shape
-    state = x.new_empty(batch, nheads, headdim, B.shape[-1], dtype=dispatch.compute_dtype(x))
+    state = x.new_empty(batch, nheads, headdim, B.shape[-1], dtype=accumulate_dtype(x.dtype))
     saved = state.new_empty(checkpoints.ssd_scan(backend, x, B) if save else 0)
     return x.new_empty(x.shape), state, saved
 
@@ -93,7 +94,7 @@ def ssd_scan(
     reset = checks.reset_of(seq_idx, batch, seqlen)
     needs = {"headdim": headdim, "d_state": B.shape[-1], "dt_softplus": dt_softplus}
     backend = dispatch.fitting("ssd_scan", backend, x, window, halo, reset, None, **needs)
-    wide, narrow = dispatch.compute_dtype(x), dispatch.sequence_dtype("ssd_scan", backend, x)
+    wide, narrow = accumulate_dtype(x.dtype), dispatch.sequence_dtype("ssd_scan", backend, x)
     x_, dt_, B_, C_ = [t.to(narrow) for t in (x, dt, B, C)]
     A_, D_, bias, initial = [None if t is None else t.to(wide) for t in (A, D, dt_bias, initial_state)]
     y, final_state, _ = _ssd_scan(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adjoint.kernels import checks
 from adjoint.kernels.attention import causal_attention, join
-from adjoint.kernels.dispatch import compute_dtype
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers.config import StackConfig
 from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import reset
@@ -163,7 +163,7 @@ def rotary(first: int, tokens: int, dim: int, theta: float, like: Tensor) -> tup
     pairs = torch.arange(0, dim, 2, dtype=torch.float64, device=like.device)
     places = torch.arange(first, first + tokens, dtype=torch.float64, device=like.device)
     angles = places[:, None] * theta ** (-pairs / dim)
-    dtype = compute_dtype(like)
+    dtype = accumulate_dtype(like.dtype)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adjoint.kernels import checks
-from adjoint.kernels.dispatch import compute_dtype
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.layers.config import StackConfig
 from adjoint.layers.conv1d import CausalConv1d
@@ -82,7 +82,7 @@ class GatedDeltaNetMixer(Mixer):
         qkv, z, b, a = self.in_proj(x).split([self.d_conv_channels, c.d_inner, c.nheads, c.nheads], dim=-1)
         qkv, tail = self.conv1d(qkv, tail, True, seq_idx)
         q, k, v = qkv.split(self.sizes, dim=-1)
-        dtype = compute_dtype(x)
+        dtype = accumulate_dtype(x.dtype)
         q, k = (self._key_heads(t.to(dtype)) for t in (q, k))
         g = rates(self.A_log) * F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
         beta = torch.sigmoid(b.to(dtype))

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adjoint.kernels import checks
-from adjoint.kernels.checks import differentiable_once
-from adjoint.kernels.dispatch import compute_dtype
+from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.ssd_scan import ssd_scan
 from adjoint.layers.config import StackConfig
@@ -122,7 +121,7 @@ class Mamba3Mixer(Mixer):
         c, (angle, h, k_before, v_before) = self.config, state
         checks.shape("initial_state", h, x.shape[0], c.nheads, c.headdim, self.d_state)
         z, v, B, C, dt, a, trap, turns = self.in_proj(x).split(self.sizes, dim=-1)
-        dtype = compute_dtype(x)
+        dtype = accumulate_dtype(x.dtype)
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))
         decay = (_heavy_tail(a.to(dtype)).clamp_min(c.A_floor) * dt).clamp_min(TINY)  # -A d
         trap = torch.sigmoid(trap.to(dtype))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.errors import UserError
-from adjoint.kernels.dispatch import compute_dtype
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers.config import MIXERS, StackConfig
 
 State = tuple[Tensor, ...]
@@ -147,4 +147,4 @@ def check_heads(config: StackConfig, ngroups: int = 1) -> None:
 
 def rates(A_log: Tensor) -> Tensor:
     """A, below 0, from its logarithm: float32, of a float64 model float64."""
-    return -A_log.to(compute_dtype(A_log)).exp()
+    return -A_log.to(accumulate_dtype(A_log.dtype)).exp()

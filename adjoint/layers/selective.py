@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adjoint.kernels.dispatch import compute_dtype
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.layers.config import StackConfig
 from adjoint.layers.init import inverse_softplus_steps
@@ -97,7 +97,7 @@ class SelectiveMixer(ScanMixer):
         """All states (batch, seqlen, d_state) and the last one, which is not rounded to 16 bits: the next
         chunk goes on from it."""
         a, b, _ = inputs
-        states = linear_scan(a, b.to(compute_dtype(b)), initial_state=h, **where)
+        states = linear_scan(a, b.to(accumulate_dtype(b.dtype)), initial_state=h, **where)
         last = states[:, -1].clone()  # a copy: whoever keeps the last state must not keep all of them
         return states.to(b.dtype), last
 
@@ -105,7 +105,7 @@ class SelectiveMixer(ScanMixer):
         """(batch, seqlen, 1 | d_state), of each channel; of a dense A the log of its maximum norm, by which
         the adjoint state shrinks in the sum norm."""
         a = inputs.a.abs().sum(-1).amax(-1, keepdim=True) if self.structure == "dense" else inputs.a
-        return torch.log(a.to(compute_dtype(a)))
+        return torch.log(a.to(accumulate_dtype(a.dtype)))
 
     def scan_outputs(self, y: Tensor, inputs: SelectiveScanInputs) -> Tensor:
         return (inputs.C @ y.unsqueeze(-1)).squeeze(-1)

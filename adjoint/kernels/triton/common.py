@@ -192,12 +192,6 @@ def tl_dtype(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states and partial sums for inputs of ``dtype``: float64 for itself, float32 for all
-    else."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def last_contiguous(x: torch.Tensor) -> torch.Tensor:
     """``x`` itself where its last dimension is dense (any other strides are fine), else a contiguous copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

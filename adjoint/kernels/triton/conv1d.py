@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.triton import common
 from adjoint.kernels.triton.common import LENGTHS, sigmoid
 
@@ -298,7 +299,7 @@ def causal_conv1d_backward(
     d_conv = _check(x, weight)
     dy, x, bias = common.last_contiguous(dy), common.last_contiguous(x), common.dense(bias)
     state = initial_state.contiguous() if initial_state is not None and d_conv > 1 else None
-    acc = common.state_dtype(x.dtype)
+    acc = accumulate_dtype(x.dtype)
     parts = triton.cdiv(seqlen + d_conv - 1, TOKENS)
     dx = torch.empty((batch, seqlen, channels), dtype=x.dtype, device=x.device)
     dstate = torch.empty(

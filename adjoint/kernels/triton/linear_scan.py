@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.triton import common
 from adjoint.kernels.triton.common import begins_at, over_edge, times_decay
 
@@ -282,7 +283,7 @@ def linear_scan_forward(
     b's dtype, the running state float32 (float64 for float64)."""
     batch, seqlen, size = b.shape
     a, b = common.last_contiguous(a), common.last_contiguous(b)
-    acc = common.state_dtype(b.dtype)
+    acc = accumulate_dtype(b.dtype)
     scalar = a.shape[-1] == 1
     blocks = triton.cdiv(size, CHANNELS)
     split_len, splits = _splits(b, batch, seqlen, blocks, None)
@@ -343,7 +344,7 @@ def linear_scan_backward(
     """
     batch, seqlen, size = h.shape
     dh, a, h = common.last_contiguous(dh), common.last_contiguous(a), h.contiguous()
-    acc = common.state_dtype(h.dtype)
+    acc = accumulate_dtype(h.dtype)
     scalar = a.shape[-1] == 1
     if window is not None and window > seqlen:  # the initial state counts as one more token
         window = None

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.triton import common
 from adjoint.kernels.triton.common import LENGTHS, sigmoid
 
@@ -157,7 +158,7 @@ def rms_norm_forward(
     """
     width = x.shape[-1]
     group, block, warps = _group(width, group_size)
-    acc = common.state_dtype(x.dtype)
+    acc = accumulate_dtype(x.dtype)
     weight, flat = weight.contiguous(), _rows(x)
     flat_residual = None if residual is None else _rows(residual)
     flat_gate = None if gate is None else _rows(gate)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from adjoint.kernels import dispatch
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.selective_scan import selective_scan
@@ -209,7 +210,7 @@ def choices() -> list[dict[str, Any]]:
 
 
 def _choice(operation: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    given = dispatch.compute_dtype(torch.empty(0, dtype=dtype)) if device.type == "cpu" else dtype
+    given = accumulate_dtype(dtype) if device.type == "cpu" else dtype
     asked = dict(dispatch.considered(operation, device, given))
     return {
         "backend": next(name for name, reason in asked.items() if reason is None),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.triton import common
 from adjoint.kernels.triton.selective_scan import backward as backward_kernels
 from adjoint.kernels.triton.selective_scan import forward as forward_kernels
@@ -136,7 +137,7 @@ def selective_scan_forward(
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
     check(d_state)
-    acc = common.state_dtype(u.dtype)
+    acc = accumulate_dtype(u.dtype)
     n, lanes, warps = forward_tile(d_state)
     u, delta = common.last_contiguous(u), common.last_contiguous(delta)
     # Widened once, not by every program again, while registers hold a token's.
@@ -221,7 +222,7 @@ def selective_scan_backward(
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
     check(d_state)
-    acc = common.state_dtype(u.dtype)
+    acc = accumulate_dtype(u.dtype)
     dy, u, delta = (common.last_contiguous(x) for x in (dy, u, delta))
     wide_B, wide_C = (common.last_contiguous(x.to(acc)) for x in (B, C))  # once, not by every program again
     z = None if z is None else common.last_contiguous(z)

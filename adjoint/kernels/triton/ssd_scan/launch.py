@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.triton import common
 from adjoint.kernels.triton.selective_scan import launch as selective
 from adjoint.kernels.triton.ssd_scan import backward, forward
@@ -129,7 +130,7 @@ class _Steps:
 
     def __init__(self, dt, A, dt_bias, dt_softplus, reset, tile):
         batch, seqlen, nheads = dt.shape
-        acc = common.state_dtype(dt.dtype) if tile["ACC"] == tl.float32 else torch.float64
+        acc = accumulate_dtype(dt.dtype) if tile["ACC"] == tl.float32 else torch.float64
         self.chunks = triton.cdiv(seqlen, tile["CHUNK"])
         padded = self.chunks * tile["CHUNK"]
         self.step = torch.empty((batch, nheads, padded), dtype=acc, device=dt.device)
@@ -202,7 +203,7 @@ def ssd_scan_forward(
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
     inner, outer = _tile(x, d_state)
-    acc = common.state_dtype(x.dtype)
+    acc = accumulate_dtype(x.dtype)
     x, dt, B, C = (common.last_contiguous(v) for v in (x, dt, B, C))
     A, D, dt_bias = A.contiguous(), common.dense(D), common.dense(dt_bias)
     chunks, tiles = triton.cdiv(seqlen, inner["CHUNK"]), inner["CHUNK"] // inner["Q"]
@@ -266,7 +267,7 @@ def ssd_scan_backward(
             dy, dfinal_state, x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, window, halo
         )
     inner, outer = _tile(x, d_state)
-    acc = common.state_dtype(x.dtype)
+    acc = accumulate_dtype(x.dtype)
     dy, x, dt, B, C = (common.last_contiguous(v) for v in (dy, x, dt, B, C))
     A, D, dt_bias = A.contiguous(), common.dense(D), common.dense(dt_bias)
     chunk, tiles = inner["CHUNK"], inner["CHUNK"] // inner["Q"]
@@ -371,7 +372,7 @@ def _through_selective_scan(
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
     heads = nheads // ngroups
-    acc = common.state_dtype(x.dtype)
+    acc = accumulate_dtype(x.dtype)
 
     def channels(v: torch.Tensor) -> torch.Tensor:
         """(..., heads) → (..., heads * headdim)."""
