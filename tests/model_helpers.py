@@ -22,6 +22,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mamba2, MLP, no conv bias": {"mixer": "mamba2", "d_intermediate": 10, "conv_bias": False, "d_conv": 2},
     "mixed, untied": {"mixer": ALL_MIXERS, "n_layer": 5, "tie_embeddings": False},
 }
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+CONVOLVED = {"attention_d_conv": 4, "rotary_emb_dim": 4, "attention_bias": True}
+UNWINDOWED: dict[str, dict[str, Any]] = {  # mixers without windows
+    "attention": {"mixer": "attention", **HEADS},
+    "attention, window": {"mixer": "attention", **HEADS, "sliding_window": 5, "bias": True},
+    "attention, conv": {"mixer": "attention", **HEADS, **CONVOLVED},
+    "gated_deltanet": {"mixer": "gated_deltanet", "linear_num_key_heads": 2},
+    "mamba3": {"mixer": "mamba3", "ngroups": 2},
+    "mamba3, mimo": {"mixer": "mamba3", "is_mimo": True, "mimo_rank": 3, "ngroups": 2},
+    "mamba3, norm": {"mixer": "mamba3", "is_outproj_norm": True, "rope_fraction": 1.0, "bias": True},
+    "hybrid": {
+        "mixer": ["mamba", "attention", "gated_deltanet", "mamba3", "diagonal"],
+        "n_layer": 5,
+        "d_intermediate": 10,
+        "tie_embeddings": False,
+        "is_mimo": True,
+        "mimo_rank": 2,
+        "attention_d_conv": 3,
+        **HEADS,
+    },
+}
 
 
 def make_model(
@@ -29,7 +50,7 @@ def make_model(
 ) -> Stack:
     """The variant's model, its weights larger than at initialisation: so that every path matters."""
     torch.manual_seed(seed)
-    model = Stack(StackConfig(**{**SIZES, **VARIANTS[variant], **sizes}))
+    model = Stack(StackConfig(**{**SIZES, **(VARIANTS | UNWINDOWED)[variant], **sizes}))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)

@@ -15,12 +15,18 @@ from adjoint.layers import MIXERS
 from adjoint.layers.init import seed_of
 from adjoint.layers.mamba import MambaMixer
 from adjoint.layers.norm import RMSNorm
-from tests.model_helpers import ALL_MIXERS, SIZES, VARIANTS, make_ids, make_model, relative
+from tests.model_helpers import ALL_MIXERS, SIZES, UNWINDOWED, VARIANTS, make_ids, make_model, relative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --------------------------------------------------------------------------------------------- initial values
+
+
+def assert_steps(bias: torch.Tensor) -> None:
+    steps = F.softplus(bias)
+    assert steps.min() >= 0.001 * (1 - 1e-4) and steps.max() <= 0.1 * (1 + 1e-4)
+    assert abs(steps.log().mean() - math.log(0.01)) < 0.5  # log-uniform: the middle is the geometric mean
 
 
 def test_mamba_starts_as_in_mamba_ssm() -> None:
@@ -33,10 +39,7 @@ def test_mamba_starts_as_in_mamba_ssm() -> None:
         assert (mixer.D == 1).all()
         assert mixer.dt_proj.weight.abs().max() <= 4**-0.5
         assert mixer.dt_proj.weight.abs().max() > 0.95 * 4**-0.5
-        steps = F.softplus(mixer.dt_proj.bias)
-        assert steps.min() >= 0.001 * (1 - 1e-4)
-        assert steps.max() <= 0.1 * (1 + 1e-4)
-        assert abs(steps.log().mean() - math.log(0.01)) < 0.5  # log-uniform: the middle is the geometric mean
+        assert_steps(mixer.dt_proj.bias)
         assert mixer.in_proj.bias is None
         # out_proj is divided by the square root of the number of layers
         bound = 1 / math.sqrt(128) / math.sqrt(4)
@@ -49,14 +52,10 @@ def test_mamba2_starts_as_in_mamba_ssm() -> None:
     torch.manual_seed(0)
     config = StackConfig(vocab_size=50, d_model=256, n_layer=1, mixer="mamba2", headdim=4, d_state=8)
     mixer = Stack(config).layers[0].mixer
-    A, steps = mixer.A_log.exp(), F.softplus(mixer.dt_bias)
-    assert 1 <= A.min() < 2
-    assert 15 < A.max() <= 16
-    assert steps.min() >= 0.001 * (1 - 1e-4)
-    assert steps.max() <= 0.1 * (1 + 1e-4)
-    assert abs(steps.log().mean() - math.log(0.01)) < 0.5
-    assert (mixer.D == 1).all()
-    assert (mixer.norm.weight == 1).all()
+    A = mixer.A_log.exp()
+    assert 1 <= A.min() < 2 and 15 < A.max() <= 16
+    assert_steps(mixer.dt_bias)
+    assert (mixer.D == 1).all() and (mixer.norm.weight == 1).all()
     assert mixer.in_proj.weight.shape == (2 * 512 + 2 * 8 + 128, 256)
 
 
@@ -88,9 +87,11 @@ def test_embedding_head_and_residual_scales(tied: bool) -> None:
     assert 0.95 * bound < model.layers[1].mlp.out_proj.weight.abs().max() <= bound
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_reset_parameters_draws_anew_and_from_the_seed(variant: str) -> None:
+@pytest.mark.parametrize("variant", [*VARIANTS, *UNWINDOWED])
+def test_reset_parameters_draws_again_and_from_the_seed(variant: str) -> None:
     model = make_model(variant, dtype=torch.float32)  # away from its initial values
+    model.reset_parameters(seed=5)
+    assert all(map(torch.equal, model.parameters(), Stack(model.config, seed=5).parameters()))
     draws = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -98,6 +99,7 @@ def test_reset_parameters_draws_anew_and_from_the_seed(variant: str) -> None:
         draws.append({name: p.detach().clone() for name, p in model.named_parameters()})
     assert all(torch.equal(draws[0][name], draws[1][name]) for name in draws[0])
     constant = ("norm.weight", "norm2.weight", "norm_f.weight", "mixer.D", "A_log", "proj.bias")
+    constant += ("B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o")
     for name in draws[0]:
         same = torch.equal(draws[0][name], draws[2][name])
         assert not same or name.endswith(constant), name  # some mixers draw A_log and biases
@@ -202,24 +204,14 @@ def test_norm_groups_and_half_precision() -> None:
 
 
 def test_number_of_parameters() -> None:
-    model = Stack(StackConfig(vocab_size=50, d_model=8, n_layer=2, d_state=4, dt_rank=2, d_conv=3))
+    sizes = {"vocab_size": 50, "d_model": 8, "n_layer": 2, "d_state": 4, "dt_rank": 2, "d_conv": 3}
+    model = Stack(StackConfig(**sizes))
     d, inner, n, r = 8, 16, 4, 2
-    mixer = (
-        d * 2 * inner
-        + inner * 3
-        + inner
-        + inner * (r + 2 * n)
-        + r * inner
-        + inner
-        + inner * n
-        + inner
-        + inner * d
-    )
+    per_channel = 2 * d + (3 + 1) + (r + 2 * n) + (r + 1) + (n + 1) + d  # in, conv, x, dt, A_log and D, out
+    mixer = inner * per_channel
     assert model.num_parameters() == 50 * d + 2 * (mixer + d) + d
     assert model.num_parameters(embeddings=False) == 2 * (mixer + d) + d
-    untied = Stack(
-        StackConfig(vocab_size=50, d_model=8, n_layer=2, d_state=4, dt_rank=2, d_conv=3, tie_embeddings=False)
-    )
+    untied = Stack(StackConfig(**sizes, tie_embeddings=False))
     assert untied.num_parameters() == model.num_parameters() + 50 * d
 
 
@@ -227,6 +219,7 @@ def test_defaults_by_mixer() -> None:
     config = StackConfig(mixer=["mamba", "mamba2", "dense", "scalar"])
     assert [MIXERS[kind].state_size(config) for kind in config.mixers] == [16, 128, 16, 16]
     assert (config.d_inner, config.nheads) == (512, 8)
+    assert StackConfig(d_model=12, headdim=64).d_inner == 24  # a mixer without heads does not mind headdim
     assert [MambaMixer.step_rank(StackConfig(d_model=d)) for d in (256, 40)] == [16, 3]
 
 
@@ -246,15 +239,29 @@ def test_defaults_by_mixer() -> None:
         ({"mixer": ["mamba"] * 3}, "mixer lists 3 layers but n_layer is 4"),
         ({"mixer": "mamba2", "headdim": 100}, "headdim 100 must divide d_inner = expand . d_model = 512"),
         ({"mixer": "mamba2", "ngroups": 3}, "ngroups 3 must divide the number of heads, 8"),
+        ({"mixer": "attention", "num_attention_heads": 4, "num_key_value_heads": 3},
+         "num_key_value_heads 3 must divide num_attention_heads, which is 4"),
+        ({"mixer": "attention", "head_dim": 5}, "head_dim must be even, .* got 5"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number"),
+        ({"sliding_window": 0}, "sliding_window must be a whole number, 1 .* 0"),
+        ({"mixer": "attention", "rope_theta": 0.5}, "rope_theta must be a number above 1"),
+        ({"mixer": "attention", "head_dim": 4, "rotary_emb_dim": 6},
+         "rotary_emb_dim must be even, and at most head_dim 4; got 6"),
+        ({"attention_d_conv": 17}, "attention_d_conv must be at most 16, got 17"),
+        ({"mixer": "gated_deltanet", "headdim": 100}, "headdim 100 must divide d_inner"),
+        ({"mixer": "gated_deltanet", "linear_num_key_heads": 3},
+         "linear_num_key_heads 3 must divide the number of heads, d_inner / headdim = 8"),
+        ({"mixer": "mamba3", "ngroups": 3}, "ngroups 3 must divide the number of heads, 8"),
+        ({"mixer": "mamba3", "rope_fraction": 0.7}, "rope_fraction must be 0.5 or 1, got 0.7"),
+        ({"mixer": "mamba3", "d_state": 3}, "d_state must be at least 4, .* got 3"),
+        ({"mixer": "mamba3", "d_state": 5, "is_mimo": True}, "d_state must be even with is_mimo, .* got 5"),
+        ({"mimo_rank": 0}, "mimo_rank must be a whole number, 1 or more; got 0"),
+        ({"mixer": "mamba3", "A_floor": 0.0}, "A_floor must be positive, got 0.0"),
     ],
-)
+)  # fmt: skip
 def test_wrong_sizes_are_named(wrong: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StackConfig(**wrong)
-
-
-def test_a_mixer_without_heads_does_not_mind_headdim() -> None:
-    assert StackConfig(d_model=12, headdim=64).d_inner == 24
 
 
 # -------------------------------------------------------------------------------------------------- arguments
@@ -279,15 +286,16 @@ def test_arguments_that_do_not_fit_are_named(method: object) -> None:
     for (input_ids, labels), options, message in wrong:
         with pytest.raises(ValueError, match=message):
             model(input_ids, labels=labels, **{"method": method, **options})
+    for variant in ("attention", "gated_deltanet", "mamba3"):
+        model = make_model(variant)
+        with pytest.raises(ValueError, match="initial_state must have shape"):
+            model(ids, labels=ids, state=model.initial_state(3))
 
 
-@pytest.mark.parametrize("chunk_size", [0, -1, 2.0, True, "8"])
-def test_wrong_chunk_sizes_are_refused(chunk_size: object) -> None:
-    with pytest.raises(ValueError, match="chunk_size must be a whole number of tokens"):
-        Exact(chunk_size=chunk_size)
-
-
-def test_wrong_keep_is_refused() -> None:
+def test_wrong_chunk_sizes_and_keep_are_refused() -> None:
+    for chunk_size in (0, -1, 2.0, True, "8"):
+        with pytest.raises(ValueError, match="chunk_size must be a whole number of tokens"):
+            Exact(chunk_size=chunk_size)
     with pytest.raises(ValueError, match="keep must be one of edges, inputs, offload; got 'all'"):
         Exact(keep="all")
 

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.cluster.memory import Setup
 from adjoint.engine.autograd import Steps
-from adjoint.engine.chunk_size import kept_bytes
 from adjoint.engine.stages import stage_states, stages_of
 from adjoint.errors import UserError
 from adjoint.kernels.attention import BAND, causal_attention
@@ -27,47 +26,20 @@ from tests.cluster.threads import (
     train_shards,
     train_stack,
 )
-from tests.engine.test_chunk_size import kept_by_autograd
-from tests.model_helpers import SIZES, assert_same, current_gradients, gradients, make_ids, relative
+from tests.model_helpers import (
+    HEADS,
+    SIZES,
+    UNWINDOWED,
+    assert_same,
+    current_gradients,
+    gradients,
+    make_ids,
+    make_model,
+    relative,
+)
 from tests.training_helpers import train_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "attention": {"mixer": "attention", **HEADS},
-    "attention, window": {"mixer": "attention", **HEADS, "sliding_window": 5, "bias": True},
-    "attention, conv": {
-        "mixer": "attention",
-        **HEADS,
-        "attention_d_conv": 4,
-        "rotary_emb_dim": 4,
-        "attention_bias": True,
-    },
-    "gated_deltanet": {"mixer": "gated_deltanet", "linear_num_key_heads": 2},
-    "mamba3": {"mixer": "mamba3", "ngroups": 2},
-    "mamba3, mimo": {"mixer": "mamba3", "is_mimo": True, "mimo_rank": 3, "ngroups": 2},
-    "mamba3, norm": {"mixer": "mamba3", "is_outproj_norm": True, "rope_fraction": 1.0, "bias": True},
-    "hybrid": {
-        "mixer": ["mamba", "attention", "gated_deltanet", "mamba3", "diagonal"],
-        "n_layer": 5,
-        "d_intermediate": 10,
-        "tie_embeddings": False,
-        "is_mimo": True,
-        "mimo_rank": 2,
-        "attention_d_conv": 3,
-        **HEADS,
-    },
-}
-
-
-def make(variant: str, seed: int = 0, **sizes: Any) -> Stack:
-    torch.manual_seed(seed)
-    model = Stack(StackConfig(**{**SIZES, **VARIANTS[variant], **sizes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    return model.double()
 
 
 def states_before(model: Stack, batch: int, tokens: int) -> list[tuple[torch.Tensor, ...]]:
@@ -96,9 +68,9 @@ METHODS = [
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed, before", [(0, None), (1, 3), (2, 3)])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", UNWINDOWED)
 def test_exact_equals_backprop_states_included(variant: str, seed: int, before: int | None) -> None:
-    model, ids = make(variant, seed), make_ids(3, 29, seed=seed)
+    model, ids = make_model(variant, seed=seed), make_ids(3, 29, seed=seed)
     labels = ids.masked_fill(make_ids(3, 29, seed=seed + 9) == 4, -100)
     found = []
     for method in [*METHODS, *[Exact(1)] * (seed == 1)]:
@@ -114,25 +86,9 @@ def test_exact_equals_backprop_states_included(variant: str, seed: int, before: 
         assert_same(got, found[0])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_gradient_is_the_derivative_of_the_loss(variant: str) -> None:
-    """Finite differences along a random direction, so that a mistake shared with Backprop would show."""
-    model, ids = make(variant), make_ids(2, 23)
-    _, found = gradients(model, ids, ids, Exact(chunk_size=7))
-    directions = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    losses = []
-    for step in (1e-7, -2e-7):
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.add_(directions[name], alpha=step)
-            losses.append(model(ids, labels=ids).loss)
-    slope = (losses[0] - losses[1]) / 2e-7
-    assert relative(sum((found[name] * directions[name]).sum() for name in found), slope) <= 1e-7
-
-
 @pytest.mark.parametrize("variant", ["mamba3", "mamba3, norm", "mamba3, mimo", "gated_deltanet"])
 def test_gradcheck_of_one_mixer(variant: str) -> None:
-    mixer = make(variant, d_model=4, headdim=4, d_state=4, n_layer=1).layers[0].mixer
+    mixer = make_model(variant, d_model=4, headdim=4, d_state=4, n_layer=1).layers[0].mixer
     state = [torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu"))]
     names, parameters = zip(*mixer.named_parameters(), strict=True)
 
@@ -146,7 +102,7 @@ def test_gradcheck_of_one_mixer(variant: str) -> None:
 
 
 def test_layer_local_is_exact_for_the_last_layer() -> None:
-    model, ids = make("hybrid"), make_ids(2, 41)
+    model, ids = make_model("hybrid"), make_ids(2, 41)
     _, expected = gradients(model, ids, ids, Backprop())
     _, got = gradients(model, ids, ids, LayerLocal(chunk_size=7))
     last = {name for name in expected if name.startswith(("layers.4.", "norm_f.", "lm_head."))}
@@ -169,7 +125,7 @@ def in_pieces(mixer: Any, x: torch.Tensor, state: tuple, sizes: list[int]) -> tu
 @torch.no_grad()
 def test_attention_equals_torch_s_with_a_rotation_by_hand(window: int | None) -> None:
     tokens = 2 * BAND + 13
-    model = make("attention", sliding_window=window, rope_theta=500.0)
+    model = make_model("attention", sliding_window=window, rope_theta=500.0)
     mixer, x = model.layers[0].mixer, torch.randn(2, tokens, 12, dtype=torch.float64)
     q, k, v = (t.unflatten(-1, (-1, 6)).transpose(1, 2) for t in mixer.in_proj(x).split([24, 12, 12], dim=-1))
     angles = torch.arange(tokens).double()[:, None] * 500.0 ** (-torch.arange(3).double() / 3)
@@ -204,7 +160,7 @@ def test_attention_in_half_precision_reads_a_wide_state() -> None:
 
 @torch.no_grad()
 def test_gated_deltanet_equals_its_recurrence() -> None:
-    mixer = make("gated_deltanet", conv_bias=True).layers[0].mixer
+    mixer = make_model("gated_deltanet", conv_bias=True).layers[0].mixer
     x, d_k = torch.randn(2, 70, 12, dtype=torch.float64), 4
     start = [torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu"))]
     qkv, z, b, a = mixer.in_proj(x).split([8 + 8 + 24, 24, 4, 4], dim=-1)
@@ -281,7 +237,7 @@ MIMO = {"is_mimo": True, "mimo_rank": 3}
 )
 @torch.no_grad()
 def test_mamba3_equals_its_recurrence(variant: str, more: dict[str, Any]) -> None:
-    mixer = make(variant, d_state=10, **more).layers[0].mixer
+    mixer = make_model(variant, d_state=10, **more).layers[0].mixer
     x = 3 * torch.randn(2, 70, 12, dtype=torch.float64)
     start = tuple(torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu")))
     state, outputs = start, []
@@ -297,7 +253,7 @@ def test_mamba3_equals_its_recurrence(variant: str, more: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("variant", ["mamba3", "mamba3, mimo"])
 def test_mamba3_of_steps_that_vanish_or_wipe_out_stays_finite(variant: str) -> None:
-    mixer, x = make(variant).layers[0].mixer, torch.randn(2, 9, 12, dtype=torch.float64)
+    mixer, x = make_model(variant).layers[0].mixer, torch.randn(2, 9, 12, dtype=torch.float64)
     with torch.no_grad():
         mixer.dt_bias[:3] = torch.tensor([-800.0, -40.0, 300.0])
     mixer = mixer.float()
@@ -308,27 +264,7 @@ def test_mamba3_of_steps_that_vanish_or_wipe_out_stays_finite(variant: str) -> N
     assert all(p.grad is not None and p.grad.isfinite().all() for p in mixer.parameters())
 
 
-# ------------------------------------------------------------------------------------------------ generation
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@torch.no_grad()
-def test_generation_equals_the_whole_sequence_read_anew(variant: str) -> None:
-    model, ids = make(variant), make_ids(3, 9)
-    expected = ids
-    for _ in range(12):
-        expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
-    for chunk_size in (1024, 4, 1):
-        assert torch.equal(model.generate(ids, 12, temperature=0, chunk_size=chunk_size), expected)
-    whole, state, logits = model(expected, return_state=True), None, []
-    for token in expected.split(1, dim=1):
-        out = model(token, state=state, return_state=True)
-        state = out.state
-        logits.append(out.logits)
-        assert all(
-            s.untyped_storage().nbytes() == s.numel() * s.itemsize for layer in out.state for s in layer
-        )
-    assert relative(torch.cat(logits, dim=1), whole.logits) <= 1e-12
+# --------------------------------------------------------------------------------------- workers and planning
 
 
 def test_a_run_is_trained_stopped_and_read_back(tmp_path: Path) -> None:
@@ -349,12 +285,9 @@ def test_a_run_is_trained_stopped_and_read_back(tmp_path: Path) -> None:
     assert torch.equal(fresh(ids, labels=ids).loss, again(ids, labels=ids).loss)
 
 
-# --------------------------------------------------------------------------------------- workers and planning
-
-
 @pytest.mark.parametrize("shards", [2, 5])
 def test_shards_equal_one_process(shards: int) -> None:
-    config = StackConfig(**{**SIZES, **VARIANTS["hybrid"]})
+    config = StackConfig(**{**SIZES, **UNWINDOWED["hybrid"]})
     batches = [make_ids(2, 24, seed=step) for step in range(2)]
     stack = disturbed_stack(config)
     losses, expected = train_stack(stack, Exact(7), TRAINING, batches)
@@ -366,7 +299,7 @@ def test_shards_equal_one_process(shards: int) -> None:
 
 @pytest.mark.parametrize("variant", ["attention", "gated_deltanet", "mamba3"])
 def test_windows_are_refused(variant: str) -> None:
-    model, ids = make(variant), make_ids(2, 20)
+    model, ids = make_model(variant), make_ids(2, 20)
     message = f"a window cuts the recurrences of .* and this stack has {variant}: use Exact"
     for method in (Truncated(5), Truncated("auto"), Truncated(9, unbiased=True), LayerLocal(5)):
         with pytest.raises(ValueError, match=message):
@@ -378,35 +311,12 @@ def test_windows_are_refused(variant: str) -> None:
 
 
 def test_keys_and_values_stay_with_one_worker() -> None:
-    config = StackConfig(**{**SIZES, **VARIANTS["hybrid"]})
+    config = StackConfig(**{**SIZES, **UNWINDOWED["hybrid"]})
     with pytest.raises(UserError, match=r"cluster.sequence: keys and values stay .* give --cluster.shards"):
         Layout(sequence=2).check(config, Exact())
     with pytest.raises(UserError, match=r"cluster.helpers: keys and values stay .* give --cluster.shards"):
         Layout(helpers=1).check(config, LayerLocal())
-    Layout(sequence=2).check(StackConfig(**{**SIZES, **VARIANTS["mamba3"]}), Exact())
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mixer": "attention"},
-        {"mixer": "attention", "num_attention_heads": 4, "num_key_value_heads": 1},
-        {"mixer": "attention", "sliding_window": 100},
-        {"mixer": "gated_deltanet"},
-        {"mixer": "gated_deltanet", "d_state": 16, "linear_num_key_heads": 1},
-        {"mixer": "mamba3", "d_state": 16},
-        {"mixer": "mamba3", "d_state": 32, "is_outproj_norm": True},
-        {"mixer": "mamba3", "d_state": 32, "is_mimo": True},
-        {"mixer": "attention", "attention_d_conv": 4},
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_kept_bytes_are_those_that_autograd_keeps(options: dict[str, Any], dtype: torch.dtype) -> None:
-    config = StackConfig(**{"vocab_size": 8, "d_model": 64, "n_layer": 1, "headdim": 32, **options})
-    measured = (kept_by_autograd(config, 1024, dtype) - kept_by_autograd(config, 512, dtype)) / 512
-    assert kept_bytes(config, dtype.itemsize) == pytest.approx(measured, rel=0.2)
+    Layout(sequence=2).check(StackConfig(**{**SIZES, **UNWINDOWED["mamba3"]}), Exact())
 
 
 def test_the_plan_counts_keys_and_values() -> None:
@@ -427,52 +337,6 @@ def test_the_plan_counts_keys_and_values() -> None:
 
     assert work("cpu", 1 << 17) == work("cpu", 1 << 14)
     assert 4 < work("cuda", 1 << 17) / work("cuda", 1 << 14) < 9
-
-
-DIVIDE = "must divide the number of heads"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"mixer": "attention", "num_attention_heads": 4, "num_key_value_heads": 3},
-         "num_key_value_heads 3 must divide num_attention_heads, which is 4"),
-        ({"mixer": "attention", "head_dim": 5}, "head_dim must be even, .* got 5"),
-        ({"mixer": "attention", "num_attention_heads": 0}, "num_attention_heads must be a whole number"),
-        ({"mixer": "attention", "sliding_window": 0}, "sliding_window must be a whole number, 1 .* 0"),
-        ({"mixer": "attention", "rope_theta": 0.5}, "rope_theta must be a number above 1"),
-        ({"mixer": "attention", "head_dim": 4, "rotary_emb_dim": 6},
-         "rotary_emb_dim must be even, and at most head_dim 4; got 6"),
-        ({"mixer": "attention", "attention_d_conv": 17}, "attention_d_conv must be at most 16, got 17"),
-        ({"mixer": "gated_deltanet", "headdim": 100}, "headdim 100 must divide d_inner"),
-        ({"mixer": "gated_deltanet", "linear_num_key_heads": 3},
-         f"linear_num_key_heads 3 {DIVIDE}, d_inner / headdim = 8"),
-        ({"mixer": "mamba3", "ngroups": 3}, f"ngroups 3 {DIVIDE}, 8"),
-        ({"mixer": "mamba3", "rope_fraction": 0.7}, "rope_fraction must be 0.5 or 1, got 0.7"),
-        ({"mixer": "mamba3", "d_state": 3}, "d_state must be at least 4, .* got 3"),
-        ({"mixer": "mamba3", "d_state": 5, "is_mimo": True}, "d_state must be even with is_mimo, .* got 5"),
-        ({"mixer": "mamba3", "mimo_rank": 0}, "mimo_rank must be a whole number, 1 or more; got 0"),
-        ({"mixer": "mamba3", "A_floor": 0.0}, "A_floor must be positive, got 0.0"),
-    ],
-)  # fmt: skip
-def test_wrong_sizes_are_named(wrong: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StackConfig(**wrong)
-
-
-def test_states_that_do_not_fit_are_named() -> None:
-    for variant in ("attention", "gated_deltanet", "mamba3"):
-        model, ids = make(variant), make_ids(2, 10)
-        with pytest.raises(ValueError, match="initial_state must have shape"):
-            model(ids, labels=ids, state=states_before(model, 3, 4))
-
-
-def test_reset_parameters_draws_what_the_constructor_drew() -> None:
-    for variant in VARIANTS:
-        model = make(variant).float()
-        model.reset_parameters(seed=5)
-        expected = Stack(model.config, seed=5)
-        assert all(map(torch.equal, model.parameters(), expected.parameters())), variant
 
 
 @pytest.mark.parametrize("shards", [1, 2])
