@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -98,7 +97,7 @@ class Stack(nn.Module):
         super().__init__()
         self.config, self.span = config, range(config.n_layer)
         seed = draw_seed() if seed is None else seed
-        with torch.random.fork_rng(devices=[]):  # what modules draw when they are made is drawn anew below
+        with torch.random.fork_rng(devices=[]):  # what modules draw when they are made is drawn again below
             self.embedding = nn.Embedding(config.vocab_size, config.d_model)
             self.layers = nn.ModuleList(Block(config, k) for k in self.span)
             self.norm_f = RMSNorm(config.d_model, config.norm_eps, to_linear=True)
@@ -133,19 +132,12 @@ class Stack(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Initialises everything anew, as mamba-ssm does; projections into the residual stream smaller the
-        more of them there are (GPT-2)."""
+        """Draws all weights again, as mamba-ssm does."""
         seed = draw_seed() if seed is None else seed
         config = self.config
-        residuals = config.n_layer * (2 if config.d_intermediate else 1)
-        for k in self.span:
+        for k, block in zip(self.span, self.blocks(), strict=True):
             with drawn_from(seed, k):
-                for module in self.layers[k].children():
-                    module.reset_parameters()  # type: ignore[operator]
-                for name, parameter in self.layers[k].named_parameters():
-                    if name in ("mixer.out_proj.weight", "mlp.out_proj.weight"):
-                        nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
-                        parameter.div_(math.sqrt(residuals))
+                block.reset_parameters()
         if self.is_first or (self.is_last and config.tie_embeddings):
             with drawn_from(seed, config.n_layer):
                 table = self.embedding if self.is_first else self.lm_head
@@ -352,13 +344,10 @@ class Stack(nn.Module):
                 f"got {temperature}, {top_k}, {max_new_tokens}"
             )
         self._check(input_ids, None)
-        states = self.initial_state(input_ids.shape[0])
-        for chunk in input_ids.split(chunk_size, dim=1):
-            y, states = self._hidden(chunk, states)
-        tokens = [input_ids]
-        for i in range(max_new_tokens):
-            if i:
-                y, states = self._hidden(tokens[-1], states)
+        states, tokens = self.initial_state(input_ids.shape[0]), [input_ids]
+        for _ in range(max_new_tokens):
+            for chunk in tokens[-1].split(chunk_size, dim=1):
+                y, states = self._hidden(chunk, states)
             logits = self.logits(y[:, -1]).float()
             if temperature == 0:
                 tokens.append(logits.argmax(-1, keepdim=True))

@@ -101,13 +101,8 @@ class AttentionMixer(Mixer):
     def forward(
         self, x: Tensor, state: tuple[Any, ...], seq_idx: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x (batch, seqlen, d_model) → the same shape, and the new state.
-
-        Args:
-            seq_idx: (batch, seqlen): where it changes another document begins.
-            state: tensors, which come back with the new tokens behind them; or a `kernels.attention.Past`
-                each, which the new tokens join, and these alone come back.
-        """
+        """Keys and values of the state come back with the new tokens behind them; or, where they are given as
+        a `kernels.attention.Past` each, which the new tokens join, the new tokens' alone."""
         *tail, _, _ = state
         state, qkv = state[-2:], self.in_proj(x)
         if self.conv1d is not None:

@@ -1,7 +1,9 @@
 """A residual layer: norm and mixer, then norm and MLP if there is one."""
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from adjoint.layers.config import MIXERS, StackConfig
@@ -12,12 +14,13 @@ from adjoint.layers.norm import RMSNorm
 
 class Block(nn.Module):
     """y + mixer(norm(y)), then y + mlp(norm2(y)) if there is an MLP. Takes and returns the mixer's state;
-    where seq_idx (batch, seqlen) changes, a document begins and nothing is carried over."""
+    where seq_idx (batch, seqlen) changes, a document starts and nothing is carried over."""
 
     mixer: Any  # one of `make_mixer`'s
 
     def __init__(self, config: StackConfig, layer: int) -> None:
         super().__init__()
+        self.config = config
         kind = MIXERS.get(config.mixers[layer], Mixer)
         self.norm = RMSNorm(config.d_model, config.norm_eps, to_linear=kind.projected)
         self.mixer = make_mixer(config, layer)
@@ -26,6 +29,18 @@ class Block(nn.Module):
         if config.d_intermediate:
             self.norm2 = RMSNorm(config.d_model, config.norm_eps, to_linear=True)
             self.mlp = GatedMLP(config.d_model, config.d_intermediate, config.bias)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws all weights again; projections into the residual stream smaller the more of them the stack
+        has (GPT-2)."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]
+        residuals = self.config.n_layer * (1 if self.mlp is None else 2)
+        for name, parameter in self.named_parameters():
+            if name in ("mixer.out_proj.weight", "mlp.out_proj.weight"):
+                nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+                parameter.div_(math.sqrt(residuals))
 
     def forward(self, y: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
         documents = () if seq_idx is None else (seq_idx,)

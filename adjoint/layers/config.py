@@ -105,18 +105,17 @@ class StackConfig:
             raise ValueError(
                 f"dt_min and dt_max must satisfy 0 < dt_min <= dt_max, got {self.dt_min} and {self.dt_max}"
             )
-        for kind in self.mixers:
-            if kind not in MIXERS and ":" not in str(kind):
-                raise ValueError(
-                    f"mixer must be one of {', '.join(MIXERS)}, module:Class, or a list of them; got {kind!r}"
-                )
         if len(self.mixers) != self.n_layer:
             raise ValueError(
                 f"mixer lists {len(self.mixers)} layers but n_layer is {self.n_layer}: give one a layer"
             )
-        for kind in dict.fromkeys(self.mixers):
+        for kind in dict.fromkeys(map(str, self.mixers)):
             if kind in MIXERS:
                 MIXERS[kind].check(self)
+            elif ":" not in kind:
+                raise ValueError(
+                    f"mixer must be one of {', '.join(MIXERS)}, module:Class, or a list of them; got {kind!r}"
+                )
 
     @property
     def mixers(self) -> tuple[str, ...]:

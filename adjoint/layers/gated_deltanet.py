@@ -75,8 +75,6 @@ class GatedDeltaNetMixer(Mixer):
         return (2 * channels + 5 * d_inner) * element + nheads * (2 * n + states) * accumulated
 
     def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
-        """x (batch, seqlen, d_model) → the same shape, and the new state; where seq_idx (batch, seqlen)
-        changes another document begins."""
         c, (tail, S) = self.config, state
         checks.shape("initial_state", S, x.shape[0], c.nheads, self.d_state, c.headdim)
         qkv, z, b, a = self.in_proj(x).split([self.d_conv_channels, c.d_inner, c.nheads, c.nheads], dim=-1)

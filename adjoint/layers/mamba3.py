@@ -116,8 +116,6 @@ class Mamba3Mixer(Mixer):
         return turned * accumulated + narrow * element + states
 
     def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
-        """x (batch, seqlen, d_model) → the same shape, and the new state; where seq_idx (batch, seqlen)
-        changes another document begins."""
         c, (angle, h, k_before, v_before) = self.config, state
         checks.shape("initial_state", h, x.shape[0], c.nheads, c.headdim, self.d_state)
         z, v, B, C, dt, a, trap, turns = self.in_proj(x).split(self.sizes, dim=-1)
@@ -137,7 +135,7 @@ class Mamba3Mixer(Mixer):
         turn = torch.polar(torch.ones_like(by), by.detach())
         (k_turned, k_last), (q_turned, _) = (_Turned.apply(t, by, turn, c.is_mimo) for t in (k, q))
         v, z = (t.unflatten(-1, (c.nheads, c.headdim)) for t in (v, z))
-        v_last = v[:, -1].clone()  # a copy: whoever keeps the last token's must not keep all of them
+        v_last = v[:, -1].clone()  # a copy, or keeping the last token's would keep all of them
         v, v_before = (_spread(t.to(dtype), self.mimo_x) for t in (v, v_before))
         # A token's k and v enter h when it is read and once more with the next token, whose share this is; of
         # the last token that share is the next chunk's, and of the token before the first it is still due.

@@ -1,7 +1,5 @@
 """RMSNorm, computed in float32 for half-precision inputs."""
 
-from typing import overload
-
 import torch
 from torch import Tensor, nn
 
@@ -29,10 +27,6 @@ class RMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    @overload
-    def forward(self, x: Tensor, gate: Tensor | None = ..., residual: None = ...) -> Tensor: ...
-    @overload
-    def forward(self, x: Tensor, gate: Tensor | None = ..., *, residual: Tensor) -> tuple[Tensor, Tensor]: ...
     def forward(
         self, x: Tensor, gate: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:

@@ -98,7 +98,7 @@ class SelectiveMixer(ScanMixer):
         chunk goes on from it."""
         a, b, _ = inputs
         states = linear_scan(a, b.to(accumulate_dtype(b.dtype)), initial_state=h, **where)
-        last = states[:, -1].clone()  # a copy: whoever keeps the last state must not keep all of them
+        last = states[:, -1].clone()  # a copy, or keeping the last state would keep all of them
         return states.to(b.dtype), last
 
     def log_decay(self, inputs: SelectiveScanInputs) -> Tensor:
