@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cli import main
@@ -50,9 +56,51 @@ def tiny(folder: Path, **flags: Any) -> list[str]:
     return ["train", *(word for key, value in values.items() for word in (f"--{key}", str(value)))]
 
 
+def run(argv: list[str]) -> int:
+    """A command's exit code; what it sets for its process, threads and determinism, is as before again."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        return main(argv)
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+
+
 def train_tiny(folder: Path, **flags: Any) -> int:
     """Run it in this process and return the exit code."""
-    return main(tiny(folder, **flags))
+    return run(tiny(folder, **flags))
+
+
+def forked(work: Callable[[], int], *outputs: int) -> int:
+    """The number of a copy of this process that does some work and ends with the exit code it returns.
+
+    Args:
+        outputs: file descriptors that become its stdout and stderr.
+    """
+    child = os.fork()
+    if child:
+        return child
+    code = 70
+    try:  # whatever is raised: another pytest must not run on here
+        for number, (descriptor, name) in enumerate(zip(outputs, ("stdout", "stderr"), strict=False), 1):
+            os.dup2(descriptor, number)
+            setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = work()
+    finally:
+        os._exit(code)
+
+
+def exit_code(child: int, seconds: float = 60) -> int:
+    """Of a forked process, which is killed where it takes longer; -9 after a SIGKILL."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if (found := os.waitpid(child, os.WNOHANG))[0]:
+            return os.waitstatus_to_exitcode(found[1])
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail(f"a forked process did not end in {seconds:g} s")
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

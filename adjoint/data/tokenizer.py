@@ -40,7 +40,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Any) -> str:
         """Text of bytes (a list, an array or a tensor, one-dimensional); what is no UTF-8 becomes U+FFFD."""
-        return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
+        return bytes(np.asarray(ids).tolist()).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from adjoint.data.batches import DataConfig, open_data
 from adjoint.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from adjoint.errors import UserError
 from tests.data.text_helpers import TEXTS, own_cache, packed, stream, words, write  # noqa: F401  (own_cache: autouse)
+from tests.training_helpers import exit_code, forked
 
 
 def test_bytes_round_trip_and_never_fail_to_decode() -> None:
@@ -203,22 +204,21 @@ def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_processes_that_build_the_same_cache_at_once(tmp_path: Path, cache: Path) -> None:
     words(tmp_path, 30, 5000)
-    code = (
-        "import sys; from adjoint.data.batches import *\n"
-        "sys.stdin.readline()\n"  # all start together
-        f"d = open_data(DataConfig(path={str(tmp_path)!r}, seqlen=64))\n"
-        "print(d.fingerprint, int(d.train.tokens.sum()), d.n_eval_tokens)"
-    )
-    argv, root = [sys.executable, "-c", code], Path(__file__).parents[2]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    processes = [subprocess.Popen(argv, text=True, cwd=root, **pipes) for _ in range(2)]
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert len({out for out, _ in outputs}) == 1
-    assert len(outputs[0][0].split()) == 3
+    ends = [os.pipe() for _ in range(2)]
+
+    def work() -> int:
+        time.sleep(max(0.0, together - time.time()))
+        data = open_data(DataConfig(path=str(tmp_path), seqlen=64))
+        print(data.fingerprint, int(data.train.tokens.sum()), data.n_eval_tokens)
+        return 0
+
+    together = time.time() + 0.2
+    children = [forked(work, end) for _, end in ends]
+    assert [exit_code(child) for child in children] == [0, 0]
+    outputs = {os.read(out, 1000) for out, _ in ends}
+    assert len(outputs) == 1 and len(outputs.pop().split()) == 3
+    for descriptor in itertools.chain(*ends):
+        os.close(descriptor)
     assert sorted(file.suffix for file in cache.iterdir()) == [".bin", ".json"]
 
 

@@ -8,160 +8,67 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from adjoint.cli import main
-from adjoint.kernels import dispatch, reference
+from adjoint.cluster.devices import Device, Inventory
+from adjoint.kernels import dispatch, reference, trial
 from adjoint.kernels.cpu import backend as cpu
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.tools.doctor import command as doctor
-from adjoint.tools.doctor import devices as doctor_devices
 from adjoint.tools.doctor import report as doctor_report
 
 REPOSITORY = Path(__file__).parents[2]
 needs_cpp = pytest.mark.skipif(dispatch.why_not("cpu") is not None, reason="no C++ kernels here")
 
 
-class NVMLError(Exception):
-    """What the fake driver raises."""
-
-
-class FakeNVML:
-    """An A100 with slices in slots 0 and 2 of 7, one whose MIG is off and an older card without MIG."""
-
-    NVMLError = NVMLError
-
-    def __init__(self) -> None:
-        self.open = 0
-
-    def nvmlInit(self) -> None:
-        self.open += 1
-
-    def nvmlShutdown(self) -> None:
-        self.open -= 1
-
-    def nvmlSystemGetDriverVersion(self) -> bytes:
-        return b"580.1"
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 3
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
-        return ("mig", "off", "old")[index]
-
-    def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:
-        if handle == "old":
-            raise NVMLError("Not Supported")
-        return [int(handle == "mig"), 1]  # now, and after the next reset
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: str) -> int:
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: str, index: int) -> str:
-        if index not in (0, 2):
-            raise NVMLError("Not Found")
-        return f"slice{index}"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
-        if handle == "mig":
-            raise NVMLError("Insufficient Permissions")
-        return SimpleNamespace(total={"slice0": 5 << 30, "slice2": 10 << 30}.get(handle, 40 << 30))
-
-    def nvmlDeviceGetName(self, handle: str) -> str:
-        return f"NVIDIA {handle}"
-
-    def nvmlDeviceGetUUID(self, handle: str) -> bytes:
-        return f"GPU-{handle}".encode()
-
-
-def test_slices_are_listed_past_empty_slots() -> None:
-    nvml = FakeNVML()
-    listed = doctor_devices.nvml_devices(nvml)
-    assert nvml.open == 0
-    assert (listed["driver"], listed["problem"]) == ("580.1", None)
-    assert [(gpu["mig"], len(gpu["slices"])) for gpu in listed["gpus"]] == [(True, 2), (False, 0), (None, 0)]
-    assert listed["gpus"][0]["memory_bytes"] is None
-    assert listed["gpus"][2]["memory_bytes"] == 40 << 30
-    assert listed["gpus"][0]["slices"] == [
-        {"name": "NVIDIA slice0", "uuid": "GPU-slice0", "memory_bytes": 5 << 30},
-        {"name": "NVIDIA slice2", "uuid": "GPU-slice2", "memory_bytes": 10 << 30},
-    ]
-
-
-def test_no_driver_and_a_driver_that_fails_are_told() -> None:
-    class NoDriver(FakeNVML):
-        def nvmlInit(self) -> None:
-            raise NVMLError("Driver Not Loaded")
-
-    class Failing(FakeNVML):
-        def nvmlDeviceGetCount(self) -> int:
-            raise NVMLError("GPU is lost")
-
-    assert doctor_devices.nvml_devices(NoDriver())["problem"] == "Driver Not Loaded"
-    failing = Failing()
-    assert doctor_devices.nvml_devices(failing) == {"driver": None, "gpus": [], "problem": "GPU is lost"}
-    assert failing.open == 0
-
-
 @needs_cpp
-def test_text_of_a_machine_with_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    report = doctor.examine(FakeNVML())
-    report["devices"]["cuda"] = [
-        {
-            "index": 0,
-            "name": "NVIDIA old",
-            "capability": "7.5",
-            "memory_bytes": 40 << 30,
-            "multiprocessors": 72,
-        }
-    ]
+def test_text_of_a_machine_with_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The driver's list is `adjoint cluster`'s."""
+    listed = Inventory((Device("MIG-1", "NVIDIA A100", 0, 5 << 30, "1g.5gb"),), ("GPU 1: no permission",))
+    monkeypatch.setattr(doctor, "find", lambda: listed)
+    report = doctor.examine()
+    assert report["threads"]["torch"] == torch.get_num_threads()
+    assert {p["name"]: p["version"] for p in report["packages"]}["torch"] == torch.__version__
+    chosen = {r["backend"] for r in report["choices"] if (r["device"], r["dtype"]) == ("cpu", "float64")}
+    assert chosen == {"cpu"}
+    assert {"reference", "cpu"} == {
+        check["backend"] for check in report["checks"] if check["device"] == "cpu"
+    }
+    old = {"index": 0, "name": "NVIDIA old", "capability": "7.5", "memory_bytes": 40 << 30}
+    report["devices"]["cuda"] = [old | {"multiprocessors": 72}]
     doctor_report.show(report)
     text = capsys.readouterr().out
-    assert "NVIDIA mig, memory unknown, MIG on, 2 slices" in text
-    assert "NVIDIA slice2, 10.0 GiB, GPU-slice2" in text
-    assert "NVIDIA old, 40.0 GiB, without MIG" in text
-    assert "sm_7.5, 72 multiprocessors, 40.0 GiB" in text
+    assert "NVIDIA A100 1g.5gb, 5120 MiB" in text and "GPU 1: no permission" in text
+    assert "NVIDIA old, sm_7.5, 72 multiprocessors, 40.0 GiB" in text
     if not torch.cuda.is_available():
-        assert "the driver lists 3 GPUs, but this PyTorch" in text
+        assert "the driver lists 1 GPUs or slices, but this PyTorch" in text
 
 
 def test_a_fresh_process_tells_the_truth_quickly() -> None:
-    for disabled in ("", "1"):
-        done = subprocess.run(
-            [sys.executable, "-m", "adjoint.cli", "doctor", "--json"],
-            cwd=REPOSITORY,
-            env=os.environ | {"ADJOINT_DISABLE_CPU_KERNELS": disabled, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        )
-        report = json.loads(done.stdout)
-        assert report["works"]
-        assert report["seconds"] < 10
-        assert report["threads"]["torch"] == 1
-        assert report["threads"]["settings"]["OMP_NUM_THREADS"] == "1"
-        versions = {package["name"]: package["version"] for package in report["packages"]}
-        assert versions["torch"] == torch.__version__
-        chosen = {
-            row["backend"] for row in report["choices"] if (row["device"], row["dtype"]) == ("cpu", "float64")
-        }
-        if disabled:
-            assert report["backends"]["unusable"]["cpu"] == "disabled by ADJOINT_DISABLE_CPU_KERNELS"
-            assert not report["cpp_build"]["works"]
-            assert chosen == {"reference"}
-            assert any("many times slower" in line for line in report["advice"])
-        else:
-            expected = "reference" if dispatch.why_not("cpu") else "cpu"
-            assert chosen == {expected}
-            assert {check["backend"] for check in report["checks"] if check["device"] == "cpu"} == {
-                "reference",
-                expected,
-            }
+    done = subprocess.run(
+        [sys.executable, "-m", "adjoint.cli", "doctor", "--json"],
+        cwd=REPOSITORY,
+        env=os.environ | {"ADJOINT_DISABLE_CPU_KERNELS": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    report = json.loads(done.stdout)
+    assert report["works"] and report["seconds"] < 10
+    assert report["threads"]["torch"] == 1
+    assert report["threads"]["settings"]["OMP_NUM_THREADS"] == "1"
+    chosen = {r["backend"] for r in report["choices"] if (r["device"], r["dtype"]) == ("cpu", "float64")}
+    assert chosen == {"reference"}
+    assert report["backends"]["unusable"]["cpu"] == "disabled by ADJOINT_DISABLE_CPU_KERNELS"
+    assert not report["cpp_build"]["works"]
+    assert any("many times slower" in line for line in report["advice"])
 
 
 @needs_cpp
@@ -197,7 +104,7 @@ def test_exit_code_is_1_only_if_nothing_works(
 ) -> None:
     assert main(["doctor"]) == 0
     assert "works" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "scan_error", lambda *arguments: float("nan"))
+    monkeypatch.setattr(trial, "errors", lambda *arguments: {"y": float("inf")})
     assert main(["doctor"]) == 1
     assert "no backend computes a scan right" in capsys.readouterr().out
 

@@ -12,15 +12,13 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from adjoint.cli import main
 from adjoint.methods import METHODS
-from tests.training_helpers import tiny, train_tiny
+from tests.training_helpers import run, tiny, train_tiny
 
 FILES: dict[str, bytes] = {
     "short.txt": b"abc",
@@ -199,10 +197,9 @@ OTHERS = [
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run, `run`, and what cannot be trained on."""
     folder = tmp_path_factory.mktemp("refused")
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     assert train_tiny(folder, training__steps=1, training__sample_tokens=0) == 0
     for name, content in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -211,25 +208,34 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (folder / name).mkdir(parents=True)
     (folder / "device.txt").symlink_to("/dev/zero")
     os.mkfifo(folder / "pipe.txt")
-    yield folder
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+    return folder
 
 
-def refused(
-    argv: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> str:
+Refused = Callable[[list[str]], str]
+
+
+@pytest.fixture
+def refused(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
     """The one line that a command ends with; nothing is left behind, but where a model and a method meet."""
     monkeypatch.chdir(place)
-    before = sorted(place.iterdir())
-    assert main(argv) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1, error
-    if "this stack has attention" in error:
-        shutil.rmtree(place / "new", ignore_errors=True)
-    assert sorted(place.iterdir()) == before
-    assert not list((place / "cache").glob("*.tmp-*"))
-    return error
+
+    def line_of(argv: list[str]) -> str:
+        before = sorted(place.iterdir())
+        assert run(argv) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1, error
+        if "this stack has attention" in error:
+            shutil.rmtree(place / "new", ignore_errors=True)
+        assert sorted(place.iterdir()) == before
+        assert not list((place / "cache").glob("*.tmp-*"))
+        return error
+
+    return line_of
+
+
+def train(words: str) -> list[str]:
+    """A run in the current folder with more flags."""
+    return [*tiny(Path(), run__dir="new"), *shlex.split(words)]
 
 
 @pytest.mark.parametrize(
@@ -242,77 +248,49 @@ def refused(
         *((f"--data.tokenizer {path}", said) for path, said in TOKENIZERS),
     ],
 )
-def test_train(
-    words: str,
-    said: str,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_train(words: str, said: str, refused: Refused) -> None:
     for package, kind in (("pyarrow", ".parquet"), ("tokenizers", ".json")):
         if words.endswith(kind):
             pytest.importorskip(package)
-    argv = [*tiny(place, run__dir=place / "new"), *shlex.split(words)]
-    assert said in refused(argv, place, monkeypatch, capsys)
+    assert said in refused(train(words))
 
 
 @pytest.mark.parametrize("words, said", SWEEPS)
-def test_sweep(
-    words: str,
-    said: str,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_sweep(words: str, said: str, refused: Refused) -> None:
     small = "sweep --out new --batches 1 --windows 1 --seqlen 32 --data.path text.txt --data.cache_dir cache"
-    if "--model " not in words:
-        small += " --model.d_model 8"
-    assert said in refused(shlex.split(f"{small} {words}"), place, monkeypatch, capsys)
+    small += " --model.d_model 8" * ("--model " not in words)
+    assert said in refused(shlex.split(f"{small} {words}"))
 
 
 @pytest.mark.parametrize("line, said", OTHERS)
-def test_other_commands(
-    line: str,
-    said: str,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert said in refused(line.split(), place, monkeypatch, capsys)
+def test_other_commands(line: str, said: str, refused: Refused) -> None:
+    assert said in refused(line.split())
 
 
-def test_arguments_that_a_method_does_not_take_or_needs(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_that_a_method_does_not_take_or_needs(refused: Refused) -> None:
     """The methods that take it are named; what has no default is asked for."""
     fields = {name: dataclasses.fields(cls) for name, cls in METHODS.items()}
     takers = [name for name in METHODS if "chunk_size" in {field.name for field in fields[name]}]
-    argv = tiny(place, run__dir=place / "new")
-    chosen = [*argv, "--method.name", "backprop", "--method.chunk_size", "4096"]
-    assert f"taken by: {', '.join(takers)}" in refused(chosen, place, monkeypatch, capsys)
+    chosen = train("--method.name backprop --method.chunk_size 4096")
+    assert f"taken by: {', '.join(takers)}" in refused(chosen)
     needed = [(name, f.name) for name, own in fields.items() for f in own if f.default is dataclasses.MISSING]
     assert needed
     for name, key in needed:
-        assert f"method.{key}" in refused([*argv, "--method.name", name], place, monkeypatch, capsys)
+        assert f"method.{key}" in refused(train(f"--method.name {name}"))
 
 
 @pytest.mark.parametrize(
-    "package, words, said",
+    "package, words",
     [
-        ("torchao.optim", "--training.optimizer adamw8bit", "pip install torchao"),
-        ("tokenizers", "--data.tokenizer object.json", "pip install tokenizers"),
-        ("pyarrow", "--data.path not.parquet", "pip install pyarrow"),
-        ("torch.utils.tensorboard", "--training.tensorboard true", "pip install tensorboard"),
+        ("torchao.optim", "--training.optimizer adamw8bit"),
+        ("tokenizers", "--data.tokenizer object.json"),
+        ("pyarrow", "--data.path not.parquet"),
+        ("torch.utils.tensorboard", "--training.tensorboard true"),
     ],
 )
 def test_missing_packages(
-    package: str,
-    words: str,
-    said: str,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    package: str, words: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    argv = [*tiny(place, run__dir=place / "new"), *words.split()]
-    assert said in refused(argv, place, monkeypatch, capsys)
+    name = package.split(".")[-1 if package.startswith("torch.") else 0]
+    assert f"pip install {name}" in refused(train(words))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from adjoint.checkpoint import (
 )
 from adjoint.errors import UserError
 from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint, set_aside_after
+from tests.training_helpers import exit_code, forked
 
 
 class Tied(nn.Module):
@@ -56,18 +56,6 @@ def save(directory: Path, step: int, keep: int | None = None) -> Path:
     trainer = {"data": {"epoch": 1}, "config": config}
     rng = {"torch": generator_state(step)}
     return save_checkpoint(directory, step, model_files(model, optimizer), trainer, rng, keep)
-
-
-def exit_code(child: int, seconds: float = 60) -> int:
-    """Of a forked process, which is killed where it takes longer."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if (found := os.waitpid(child, os.WNOHANG))[0]:
-            return os.waitstatus_to_exitcode(found[1])
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    pytest.fail(f"a forked process did not end in {seconds:g} s")
 
 
 def generator_state(seed: int) -> torch.Tensor:
@@ -204,14 +192,9 @@ def test_a_kill_at_any_moment_of_a_write_leaves_whole_checkpoints_only(
         directory = tmp_path / str(limit)
         calls, unlimited = -(10**9), limit
         save(directory, 1)
-        child = os.fork()
-        if child == 0:  # pragma: no cover
-            try:
-                calls = 0
-                save(directory, 2, keep=1)
-            finally:  # whatever it raises: another pytest must not run on here
-                os._exit(1)  # the limit was not reached
-        assert exit_code(child) == -signal.SIGKILL
+        calls = 0
+        assert exit_code(forked(lambda: save(directory, 2, keep=1) is None)) == -signal.SIGKILL  # noqa: B023
+        calls = -(10**9)
         found = newest_checkpoint(directory)
         assert found is not None, f"no checkpoint left after a kill at call {unlimited}"
         for path in list_checkpoints(directory):

@@ -6,12 +6,12 @@ import itertools
 import json
 import math
 import os
+import pty
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,24 +22,15 @@ from adjoint import Exact, Stack, StackConfig
 from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cli import main
 from adjoint.cluster.memory import Setup, memory
+from adjoint.train import checkpoint
 from adjoint.train.config import TrainingConfig
 from adjoint.train.machine import StopRequest
 from adjoint.train.optimizer import learning_rate, parameter_groups
 from adjoint.train.rundir import RunFolder
 from tests.cluster.threads import train_in_threads
-from tests.training_helpers import metrics, tiny, train_tiny, weights
+from tests.training_helpers import exit_code, forked, metrics, tiny, train_tiny, weights
 
-REPOSITORY = Path(__file__).parents[2]
 KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory_bytes"}
-
-
-@pytest.fixture(autouse=True)
-def _process_settings_restored() -> Iterator[None]:
-    """A run sets threads and determinism for its process: the other tests shall not notice."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
 
 
 @pytest.fixture(scope="module")
@@ -88,29 +79,20 @@ def test_its_config_repeats_the_run_and_lines_carry_the_figures(
     assert f"unigram entropy {trainer['unigram_entropy']:.4f}" in output
 
 
-# A training process that kills itself: CALL counts the calls of a function of the process, in which it dies.
-SUICIDAL = """
-import os, signal, sys
-import adjoint.train.checkpoint, torch
-from adjoint.cli import main
-owner, name, fatal = {owner}, {name!r}, {fatal}
-original, calls = getattr(owner, name), 0
-def call(*arguments, **keywords):
-    global calls
-    calls += 1
-    if calls == fatal:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*arguments, **keywords)
-setattr(owner, name, call)
-sys.exit(main(sys.argv[1:]))
-"""
+def killed(owner: Any, name: str, fatal: int, argv: list[str]) -> int:
+    """The exit code of a run that kills itself before the `fatal`-th call of a function."""
+    original, calls = getattr(owner, name), itertools.count(1)
 
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls) == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **keywords)
 
-def killed(folder: Path, owner: str, name: str, fatal: int, **flags: str) -> None:
-    program = SUICIDAL.format(owner=owner, name=name, fatal=fatal)
-    argv = [sys.executable, "-c", program, *tiny(folder, **flags)]
-    result = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == -signal.SIGKILL, result.stderr
+    def work() -> int:
+        setattr(owner, name, call)
+        return main(argv)
+
+    return exit_code(forked(work))
 
 
 def test_kill_in_a_step_and_in_a_checkpoint_write_then_resume_is_the_undisturbed_run(
@@ -118,11 +100,11 @@ def test_kill_in_a_step_and_in_a_checkpoint_write_then_resume_is_the_undisturbed
 ) -> None:
     run = tmp_path / "run"
     # In step 5, between backward and optimizer step; the last checkpoint is that of step 3.
-    killed(tmp_path, "torch.nn.utils", "clip_grad_norm_", fatal=5)
+    assert killed(torch.nn.utils, "clip_grad_norm_", 5, tiny(tmp_path)) == -signal.SIGKILL
     assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000003"]
     # Resumed, and killed while it writes the second file of the checkpoint of step 6.
-    killed(tmp_path, "adjoint.train.checkpoint", "flush", fatal=2, run__resume="auto")
+    assert killed(checkpoint, "flush", 2, tiny(tmp_path, run__resume="auto")) == -signal.SIGKILL
     assert metrics(run)[-1]["step"] == 6
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000003"]
     assert train_tiny(tmp_path, run__resume="auto") == 0
@@ -167,24 +149,25 @@ def test_ctrl_c_finishes_the_step_saves_and_resumes(
     assert weights(run, 8) == weights(reference, 8)
 
 
-def test_a_terminal_that_closes_has_the_run_saved(tmp_path: Path) -> None:
-    """It says SIGHUP, more than once, and takes no more output."""
-    import pty
-
+def test_a_bar_on_a_terminal_and_when_it_closes_the_run_is_saved(tmp_path: Path) -> None:
+    """A terminal that closes says SIGHUP, more than once, and takes no more output."""
     primary, secondary = pty.openpty()
-    argv = [sys.executable, "train.py", *tiny(tmp_path, training__steps=100000, training__log_every=1)[1:]]
-    with subprocess.Popen(argv, cwd=REPOSITORY, preexec_fn=lambda: os.login_tty(secondary)) as process:
-        try:
-            os.close(secondary)
-            shown = b""
-            while b"tokens/s" not in shown:
-                shown += os.read(primary, 4096)
-            os.close(primary)
-            for _ in range(3):
-                process.send_signal(signal.SIGHUP)
-            assert process.wait(timeout=60) == 128 + signal.SIGHUP
-        finally:
-            process.kill()
+
+    def work() -> int:
+        os.close(primary)
+        os.login_tty(secondary)
+        return main(tiny(tmp_path, training__steps=100000))
+
+    child = forked(work, secondary, secondary)
+    os.close(secondary)
+    shown = b""
+    while b"tokens/s" not in shown or b"/100000" not in shown:
+        shown += os.read(primary, 4096)
+    assert b"loss" in shown and b"peak" in shown and b"left" not in shown  # no lines as elsewhere
+    os.close(primary)
+    for _ in range(3):
+        os.kill(child, signal.SIGHUP)
+    assert exit_code(child) == 128 + signal.SIGHUP
     last = metrics(tmp_path / "run")[-1]["step"]
     assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{last:08d}"
 
@@ -201,46 +184,50 @@ def test_under_nohup_a_hangup_is_not_heard() -> None:
 
 
 def test_output_that_nobody_reads_is_dropped_and_the_run_goes_on(reference: Path, tmp_path: Path) -> None:
-    argv = [sys.executable, "train.py", *tiny(tmp_path)[1:]]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline().startswith("run: ")
-        process.stdout.close()  # as `head -1` does
-        assert process.stderr.read() == ""
-    assert process.returncode == 0
+    (out, out_end), (error, error_end) = os.pipe(), os.pipe()
+
+    def work() -> int:
+        os.close(out)
+        return main(tiny(tmp_path))
+
+    child = forked(work, out_end, error_end)
+    os.close(out_end)
+    os.close(error_end)
+    assert os.read(out, 5) == b"run: "
+    os.close(out)  # as `head -1` does
+    assert exit_code(child) == 0
+    assert os.read(error, 100) == b""
+    os.close(error)
     assert_same_run(tmp_path / "run", reference)
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
-    program = """
-import sys, time, torch
-from adjoint.cli import main
-def stuck(*_):
-    open(sys.argv[1], "w").close()
-    while True:
-        time.sleep(0.05)
-torch.nn.utils.clip_grad_norm_ = stuck
-sys.exit(main(sys.argv[2:]))
-"""
     sign = tmp_path / "stuck"
-    argv = [sys.executable, "-c", program, str(sign), *tiny(tmp_path)]
-    null, pipe = subprocess.DEVNULL, subprocess.PIPE
-    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=null, stderr=pipe, text=True) as process:
-        try:
-            deadline = time.monotonic() + 60
-            while not sign.exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            process.send_signal(signal.SIGINT)
-            assert process.stderr is not None
-            assert any("once more stops at once" in process.stderr.readline() for _ in range(2))
-            assert process.poll() is None
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=10) == -signal.SIGINT
-        finally:
-            process.kill()
+
+    def stuck(*_: object) -> None:
+        sign.touch()
+        while True:
+            time.sleep(0.05)
+
+    def work() -> int:
+        torch.nn.utils.clip_grad_norm_ = stuck
+        return main(tiny(tmp_path))
+
+    error, end = os.pipe()
+    null = os.open(os.devnull, os.O_WRONLY)
+    child = forked(work, null, end)
+    os.close(end)
+    deadline = time.monotonic() + 60
+    while not sign.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(child, signal.SIGINT)
+    assert b"once more stops at once" in os.read(error, 1000)
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    os.kill(child, signal.SIGINT)
+    assert exit_code(child, 10) == -signal.SIGINT
+    os.close(error)
+    os.close(null)
 
 
 def test_resuming_a_damaged_run_uses_the_checkpoint_before(
@@ -262,8 +249,8 @@ def test_resuming_from_a_checkpoint_of_another_run_starts_a_run_of_its_own(
     reference: Path, tmp_path: Path
 ) -> None:
     before = (reference / "metrics.jsonl").read_text()
-    checkpoint = reference / "checkpoints" / "step-00000006"
-    assert train_tiny(tmp_path, run__resume=checkpoint, data__path=reference.parent / "text.txt") == 0
+    stored = reference / "checkpoints" / "step-00000006"
+    assert train_tiny(tmp_path, run__resume=stored, data__path=reference.parent / "text.txt") == 0
     assert weights(tmp_path / "run", 8) == weights(reference, 8)
     assert [row["step"] for row in metrics(tmp_path / "run")] == [7, 8]
     assert (reference / "metrics.jsonl").read_text() == before
@@ -280,9 +267,9 @@ def test_resuming_from_a_checkpoint_of_another_run_starts_a_run_of_its_own(
 def test_a_checkpoint_of_another_configuration_is_refused(
     reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, int], said: str
 ) -> None:
-    checkpoint = reference / "checkpoints" / "step-00000006"
+    stored = reference / "checkpoints" / "step-00000006"
     flags = {"data__path": reference.parent / "text.txt", **flags}  # type: ignore[dict-item]
-    assert train_tiny(tmp_path, run__resume=checkpoint, **flags) == 2
+    assert train_tiny(tmp_path, run__resume=stored, **flags) == 2
     captured = capsys.readouterr()
     assert len(captured.err.splitlines()) == 1
     assert said in captured.err
@@ -386,30 +373,6 @@ def test_only_matrices_of_projections_decay(mixer: str) -> None:
     for part in ("A_log", "D", "bias", "norm.weight"):
         assert not any(name.endswith(part) for name in decayed_names)
     assert any("embed" in name for name in spared_names)
-
-
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path: Path) -> None:
-    import pty
-
-    primary, secondary = pty.openpty()
-    argv = [sys.executable, "train.py", *tiny(tmp_path, training__steps=3)[1:]]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=pipe, stderr=secondary, text=True) as process:
-        os.close(secondary)
-        output, _ = process.communicate(timeout=120)
-    bar = b""
-    with os.fdopen(primary, "rb", buffering=0) as terminal:
-        try:
-            while part := terminal.read(4096):
-                bar += part
-        except OSError:  # how Linux says that nobody is at the other end any more
-            pass
-    assert process.returncode == 0
-    assert b"3/3" in bar
-    assert b"tokens/s" in bar
-    assert b"peak" in bar
-    assert "tokens/s" not in output
-    assert output.count(str(tmp_path / "run")) >= 2  # at the start and at the end
 
 
 def test_muon_has_the_matrices_and_resumes_bitwise(tmp_path: Path) -> None:

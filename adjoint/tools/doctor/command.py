@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import math
 import os
 import platform
 import subprocess
@@ -21,12 +22,11 @@ from typing import Any
 
 import torch
 
-from adjoint.kernels import dispatch
+from adjoint.cluster.devices import find
+from adjoint.kernels import dispatch, trial
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.libraries import LIBRARIES
-from adjoint.kernels.selective_scan import selective_scan
-from adjoint.tools.doctor.devices import cpu, cuda_devices, nvml_devices, one_line
 from adjoint.train.flags import Flags
 from adjoint.train.machine import environment, versions
 
@@ -63,7 +63,8 @@ ALLOCATOR_SETTINGS = (
     "PYTORCH_ALLOC_CONF",
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# What rounding leaves of a scan of a hundred tokens, relative to the largest value of each tensor.
+VECTORS = ("avx2", "avx512f", "neon", "asimd", "sve")
+# What rounding leaves of a scan and each of its gradients, relative to its L2 norm.
 LARGEST_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
@@ -77,7 +78,7 @@ def main(argv: list[str]) -> int:
         epilog="Takes a few seconds; the first time also the seconds that building the C++ kernels takes. "
         "Exit code 0, or 1 if no backend works.",
     )
-    parser.add_argument("--json", action="store_true", help="the same as JSON, for programs and bug reports")
+    parser.add("--json", "the same as JSON, for programs and bug reports", action="store_true")
     as_json = parser.parse_args(argv).json
     report = examine()
     if as_json:
@@ -89,15 +90,23 @@ def main(argv: list[str]) -> int:
     return 0 if report["works"] else 1
 
 
-def examine(nvml: Any = None) -> dict[str, Any]:
-    """All that the doctor finds, in what JSON can hold.
-
-    nvml: a module with the functions of nvidia-ml-py's `pynvml`; by default that one, where it is installed.
-    """
+def examine() -> dict[str, Any]:
+    """All that the doctor finds, in what JSON can hold."""
     began = time.perf_counter()
     build = cpp_build()  # first: the backends' list would load it, and its time is to be told
     here = environment(torch.device("cpu"))
-    devices = {"cpu": cpu(here), "cuda": cuda_devices(), "nvml": nvml_devices(nvml)}
+    words = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    inventory = find()
+    devices = {
+        "cpu": {
+            "model": here["cpu"],
+            "cores": here["cores"],
+            "vectors": [name for name in VECTORS if name in words],
+            "memory_bytes": here["memory_bytes"],
+        },
+        "cuda": cuda_devices(),
+        "driver": {"devices": list(map(str, inventory.devices)), "notes": list(inventory.notes)},
+    }
     unusable = dispatch.unusable_backends()
     checks = self_checks(dispatch.backends())
     return {
@@ -128,6 +137,21 @@ def examine(nvml: Any = None) -> dict[str, Any]:
         "works": any(check["passed"] for check in checks),
         "seconds": round(time.perf_counter() - began, 2),
     }
+
+
+def cuda_devices() -> list[dict[str, Any]]:
+    """The CUDA devices (or MIG slices) this process can compute on."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [
+        {
+            "index": index,
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+        }
+        for index, properties in enumerate(map(torch.cuda.get_device_properties, range(count)))
+    ]
 
 
 def packages() -> list[dict[str, Any]]:
@@ -178,45 +202,41 @@ def _compiler(cxx: str | None) -> tuple[str | None, str | None]:
     if cxx is None:
         return None, "there is no C++ compiler (install g++ or clang++, or set CXX)"
 
-    def run(*arguments: str, timeout: int) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([cxx, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([cxx, *arguments], capture_output=True, text=True, timeout=30, check=False)
 
     version = None
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        told = run("--version", timeout=10)
-        version = None if told.returncode else (told.stdout.splitlines() or [""])[0]
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "line.cpp"
+        source, library = Path(folder, "line.cpp"), f"{folder}/line.so"
         source.write_text('#include <cmath>\nextern "C" double line(double x) { return std::exp(x); }\n')
         try:
-            done = run(
-                "-std=c++17", "-O1", "-fPIC", "-shared", "-o", f"{folder}/line.so", str(source), timeout=30
-            )
+            asked = run("--version")
+            version = None if asked.returncode else (asked.stdout.splitlines() or [""])[0]
+            done = run("-std=c++17", "-O1", "-fPIC", "-shared", "-o", library, str(source))
         except (OSError, subprocess.TimeoutExpired) as error:
             return version, one_line(error)
-    if done.returncode:
-        return version, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return version, None
+    problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return version, problem if done.returncode else None
 
 
 def choices() -> list[dict[str, Any]]:
     """The backend that `backend=None` takes, and why those asked before it are not: a row an operation,
     device and dtype. Where there is no CUDA device (not `here`): what would be tried first on one."""
-    return [
-        {"operation": operation, "device": kind, "dtype": str(dtype).removeprefix("torch."), **found}
-        for kind, operation, dtype in itertools.product(("cpu", "cuda"), dispatch.operations(), DTYPES)
-        for found in (_choice(operation, torch.device(kind), dtype),)
-    ]
-
-
-def _choice(operation: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    given = accumulate_dtype(dtype) if device.type == "cpu" else dtype
-    asked = dict(dispatch.considered(operation, device, given))
-    return {
-        "backend": next(name for name, reason in asked.items() if reason is None),
-        "passed_over": {name: reason for name, reason in asked.items() if reason is not None},
-        "here": device.type in _device_kinds(),
-    }
+    rows = []
+    for kind, operation, dtype in itertools.product(("cpu", "cuda"), dispatch.operations(), DTYPES):
+        given = accumulate_dtype(dtype) if kind == "cpu" else dtype
+        asked = dict(dispatch.considered(operation, torch.device(kind), given))
+        rows.append(
+            {
+                "operation": operation,
+                "device": kind,
+                "dtype": str(dtype).removeprefix("torch."),
+                "backend": next(name for name, reason in asked.items() if reason is None),
+                "passed_over": {name: reason for name, reason in asked.items() if reason is not None},
+                "here": kind in _device_kinds(),
+            }
+        )
+    return rows
 
 
 def _device_kinds() -> list[str]:
@@ -238,12 +258,15 @@ def self_checks(backends: list[str]) -> list[dict[str, Any]]:
     for backend, kind, dtype in itertools.product(backends, _device_kinds(), LARGEST_ERROR):
         if (backend, kind) == ("triton", "cpu") or backend in LIBRARIES:
             continue  # Triton's interpreter takes minutes even for this; no library has it, see their trials
-        if dispatch.why_not(backend, torch.device(kind), dtype) is not None:
+        device = torch.device(kind)
+        if dispatch.why_not(backend, device, dtype) is not None:
             continue
         began = time.perf_counter()
-        error, problem = float("inf"), None
+        error, problem = math.inf, None
         try:
-            error = scan_error(backend, kind, dtype)
+            implementation = dispatch.choose("selective_scan", backend, device, dtype)
+            with torch.no_grad():
+                error = max(trial.errors(implementation, "selective_scan", device, dtype).values())
         except Exception as failure:  # whatever is broken is the answer here
             problem = f"{type(failure).__name__}: {one_line(failure)}"
         found.append(
@@ -251,7 +274,7 @@ def self_checks(backends: list[str]) -> list[dict[str, Any]]:
                 "backend": backend,
                 "device": kind,
                 "dtype": str(dtype).removeprefix("torch."),
-                "error": error if error < float("inf") else None,
+                "error": error if error < math.inf else None,
                 "tolerance": LARGEST_ERROR[dtype],
                 "passed": error <= LARGEST_ERROR[dtype],
                 "problem": problem,
@@ -261,54 +284,19 @@ def self_checks(backends: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def scan_error(backend: str, kind: str, dtype: torch.dtype, seqlen: int = 101) -> float:
-    """Largest relative error of a backend's selective scan against the reference in float64.
-
-    Outputs, final state and all nine gradients, each against its own largest value; `seqlen` and d_inner are
-    no multiples of anything.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    batch, d_inner, d_state = 2, 19, 8
-    x = [normal(batch, seqlen, d_inner) for _ in range(3)]  # u, delta, z
-    B, C = normal(batch, seqlen, d_state), normal(batch, seqlen, d_state)
-    A = -torch.exp(normal(d_inner, d_state))
-    D, bias, initial = normal(d_inner), normal(d_inner), normal(batch, d_inner, d_state)
-    # Rounded to the dtype first: what is measured is the scan's error, not the inputs'.
-    inputs = [t.to(dtype) for t in (x[0], x[1], A, B, C, D, x[2], bias, initial)]
-    weights = normal(batch, seqlen, d_inner).to(dtype), normal(batch, d_inner, d_state).to(dtype)
-
-    def run(name: str, device: str, as_dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [t.to(device, as_dtype).requires_grad_() for t in inputs]
-        u, delta, A, B, C, D, z, bias, initial = leaves
-        y, state = selective_scan(u, delta, A, B, C, D, z, bias, True, initial, backend=name)
-        dy, dstate = (w.to(device, as_dtype) for w in weights)
-        gradients = torch.autograd.grad((y * dy).sum() + (state * dstate).sum(), leaves)
-        return [t.detach().to("cpu", torch.float64) for t in (y, state, *gradients)]
-
-    pairs = zip(run(backend, kind, dtype), run("reference", "cpu", torch.float64), strict=True)
-    errors = [float((got - want).abs().max() / want.abs().max()) for got, want in pairs]
-    return max(float("inf") if error != error else error for error in errors)
-
-
 def advice(devices: dict[str, Any], unusable: dict[str, str]) -> list[str]:
     """What the user can mend, a line each."""
-    lines = []
-    if devices["nvml"]["gpus"] and not devices["cuda"]:
+    lines, threads, cores = [], torch.get_num_threads(), devices["cpu"]["cores"]
+    if (listed := len(devices["driver"]["devices"])) and not devices["cuda"]:
         what = "built without CUDA" if torch.version.cuda is None else "not able to use CUDA here"
-        lines.append(f"the driver lists {len(devices['nvml']['gpus'])} GPUs, but this PyTorch is {what}")
+        lines.append(f"the driver lists {listed} GPUs or slices, but this PyTorch is {what}")
     if "cpu" in unusable:
         lines.append(f"scans on the CPU run in plain PyTorch, many times slower: {unusable['cpu']}")
-    lines += [
-        f"{gpu['name']} is in MIG mode but has no slices: nvidia-smi mig -cgi … -C makes them"
-        for gpu in devices["nvml"]["gpus"]
-        if gpu["mig"] and not gpu["slices"]
-    ]
-    if torch.get_num_threads() > devices["cpu"]["cores"]:
-        lines.append(
-            f"{torch.get_num_threads()} threads on {devices['cpu']['cores']} cores: lower OMP_NUM_THREADS"
-        )
+    if threads > cores:
+        lines.append(f"{threads} threads on {cores} cores: lower OMP_NUM_THREADS")
     return lines
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text without line breaks, or its name."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]

@@ -36,8 +36,8 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
         console.print(f"[bold]{title}[/bold]", table, "", sep="\n")
     for line in report["advice"]:
         console.print(f"[yellow]![/yellow] {escape(line)}")
-    verdict = f"{YES} works" if report["works"] else f"{NO} no backend computes a scan right here"
-    console.print(f"{verdict}  [dim]({report['seconds']:.1f} s)[/dim]")
+    diagnosis = f"{YES} works" if report["works"] else f"{NO} no backend computes a scan right here"
+    console.print(f"{diagnosis}  [dim]({report['seconds']:.1f} s)[/dim]")
 
 
 def _system(system: dict[str, Any]) -> Rows:
@@ -65,7 +65,7 @@ def _packages(packages: list[dict[str, Any]]) -> Rows:
 
 
 def _devices(devices: dict[str, Any]) -> Rows:
-    cpu, nvml = devices["cpu"], devices["nvml"]
+    cpu, driver = devices["cpu"], devices["driver"]
     vectors = " ".join(cpu["vectors"])
     rows: Rows = [("CPU", f"{cpu['model']}, {cpu['cores']} cores, {_gib(cpu['memory_bytes'])}, {vectors}")]
     for gpu in devices["cuda"]:
@@ -73,16 +73,8 @@ def _devices(devices: dict[str, Any]) -> Rows:
         rows.append((f"cuda:{gpu['index']}", f"{gpu['name']}, sm_{gpu['capability']}, {details}"))
     if not devices["cuda"]:
         rows.append(("CUDA", "no device that PyTorch can use"))
-    if not nvml["gpus"] and not nvml["problem"]:
-        rows.append(("NVML", f"driver {nvml['driver']} lists no GPU"))
-    for gpu in nvml["gpus"]:
-        mig = {True: f"MIG on, {len(gpu['slices'])} slices", False: "MIG off", None: "without MIG"}
-        memory = _gib(gpu["memory_bytes"])
-        rows.append(("driver", f"{nvml['driver']}: {gpu['name']}, {memory}, {mig[gpu['mig']]}"))
-        for part in gpu["slices"]:
-            rows.append(("slice", f"{part['name']}, {_gib(part['memory_bytes'])}, {part['uuid']}"))
-    rows = [(what, escape(told)) for what, told in rows]
-    return [*rows, ("NVML", f"[dim]{escape(nvml['problem'])}[/dim]")] if nvml["problem"] else rows
+    rows += [("driver", told) for told in (*driver["devices"], *driver["notes"])]
+    return [(what, escape(told)) for what, told in rows]
 
 
 def _build(build: dict[str, Any]) -> Rows:
@@ -150,5 +142,5 @@ def _checks(checks: list[dict[str, Any]]) -> Rows:
     return rows
 
 
-def _gib(size: int | None) -> str:
-    return "memory unknown" if size is None else f"{size / 2**30:.1f} GiB"
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
