@@ -100,7 +100,6 @@ class _Growing:
     seen = 0  # tokens before the chunk, also where the layer is another worker's and nothing is kept of it
     before: tuple[Past, Past] | None = None
     pieces: tuple[Tensor, Tensor] | None = None
-    window: int | None = None  # tokens that a query sees, itself included
     dtype: Any
     device: Any
 
@@ -112,6 +111,11 @@ class _Growing:
         reach = None if self.window is None else self.window - 1
         (past_keys, past_values), (keys, values) = self.before, self.pieces
         return join(past_keys, keys, reach), join(past_values, values, reach)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees, itself included."""
+        return getattr(self, "sliding_window", None)
 
     def get_seq_length(self) -> int:
         return self.seen + (0 if self.pieces is None else self.pieces[0].shape[2])
@@ -129,9 +133,7 @@ class _Full(_Growing, theirs.DynamicLayer):
 
 
 class _Window(_Growing, theirs.DynamicSlidingWindowLayer):
-    def __init__(self, window: int) -> None:
-        super().__init__(sliding_window=window)
-        self.window = window
+    pass
 
 
 class _Indexed(_Full):
@@ -174,9 +176,17 @@ class _BothFull(_Both, theirs.LinearAttentionAndFullAttentionLayer):
 
 
 class _BothWindow(_Both, theirs.LinearAttentionAndSlidingWindowAttentionLayer):
-    def __init__(self, window: int, number_of_states: int) -> None:
-        super().__init__(window, number_of_states)
-        self.window = window
+    pass
+
+
+OURS: dict[type, type] = {
+    theirs.DynamicLayer: _Full,
+    theirs.DynamicIndexedLayer: _Indexed,
+    theirs.DynamicSlidingWindowLayer: _Window,
+    theirs.LinearAttentionLayer: _Recurrent,
+    theirs.LinearAttentionAndFullAttentionLayer: _BothFull,
+    theirs.LinearAttentionAndSlidingWindowAttentionLayer: _BothWindow,
+}
 
 
 class ChunkCache(DynamicCache):
@@ -236,19 +246,9 @@ class ChunkCache(DynamicCache):
 
 
 def _ours(layer: Any) -> Any:
-    kind = type(layer)
-    if kind is theirs.LinearAttentionAndFullAttentionLayer:
-        return _BothFull(layer.number_of_states)
-    if kind is theirs.LinearAttentionAndSlidingWindowAttentionLayer:
-        return _BothWindow(layer.sliding_window, layer.number_of_states)
-    if kind is theirs.DynamicIndexedLayer:
-        return _Indexed()
-    if kind is theirs.LinearAttentionLayer:
-        return _Recurrent(layer.number_of_states)
-    if kind is theirs.DynamicSlidingWindowLayer:
-        return _Window(layer.sliding_window)
-    if kind is theirs.DynamicLayer:
-        return _Full()
-    if kind is getattr(theirs, "DummyLayer", None):  # since 5.22
+    if type(layer) is getattr(theirs, "DummyLayer", None):  # since 5.22
         return layer
-    raise ValueError(f"its cache has a {kind.__name__}, whose state is not known here")
+    if type(layer) not in OURS:
+        raise ValueError(f"its cache has a {type(layer).__name__}, whose state is not known here")
+    names = [name for name in ("sliding_window", "number_of_states") if hasattr(layer, name)]
+    return OURS[type(layer)](**{name: getattr(layer, name) for name in names})

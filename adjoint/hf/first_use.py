@@ -168,7 +168,7 @@ def replica(model: Any) -> Any:
         copied = copy.deepcopy(model, memo)
     except Exception:
         return None
-    for holder in holders(copied):
+    for holder in holders(copied).values():
         for name, value in vars(holder).items():
             if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(holder, DROPOUT))):
                 vars(holder)[name] = 0.0
@@ -206,7 +206,7 @@ def _widened(tensor: Tensor) -> Tensor:
 def _turned_down(copied: Any) -> bool:
     """Makes a copy's windows shorter than what is compared; whether there are any."""
     found = False
-    for holder in holders(copied):
+    for holder in holders(copied).values():
         for name in WINDOWS:
             value = vars(holder).get(name)
             if isinstance(value, int) and value > WINDOW:
@@ -217,7 +217,9 @@ def _turned_down(copied: Any) -> bool:
 def some_tokens(model: Any) -> tuple[Tensor, Tensor]:
     """ids and labels (1, TOKENS): none that the configuration has a meaning for; two labels are ignored."""
     words = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
-    special = {v for h in holders(model) if isinstance(h, PreTrainedConfig) for v in _token_ids(vars(h))}
+    special = {
+        v for h in holders(model).values() if isinstance(h, PreTrainedConfig) for v in _token_ids(vars(h))
+    }
     usual = [word for word in range(min(words, 4 * TOKENS + len(special))) if word not in special]
     usual = usual or list(range(words))
     draw = torch.Generator().manual_seed(0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from adjoint.errors import UserError
 from adjoint.files import flush
+from adjoint.hf.first_use import some_tokens
 from adjoint.hf.split import Pretrained, examine
 from adjoint.hf.wrap import unwrap, wrap
 
@@ -30,10 +33,8 @@ def configuration(directory: str) -> Any:
             f"{KEY}: {directory} has no config.json; name a folder that save_pretrained wrote, or that "
             "huggingface_hub.snapshot_download brought"
         )
-    try:
+    with _naming(directory):
         return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{KEY}: {directory}: {_line(error)}") from None
 
 
 def sizes(directory: str) -> dict[str, int]:
@@ -55,21 +56,17 @@ def load(directory: str, method: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    try:
+    with _naming(directory):
         model, found = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
         # which transformers would leave at random
         if lacking := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
-            raise UserError(
-                f"{KEY}: {directory}: {len(lacking)} weights of {type(model).__name__} are not there or of "
-                f"another shape, such as {lacking[0]}; name a folder that save_pretrained wrote of it"
+            raise ValueError(
+                f"{len(lacking)} weights of {type(model).__name__} are not there or of another shape, such "
+                f"as {lacking[0]}; name a folder that save_pretrained wrote of it"
             )
         return wrap(model, method)
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"{KEY}: {directory}: {_line(error)}") from None
 
 
 def described(directory: str, method: Any, folder: Path | None) -> Pretrained:
@@ -85,11 +82,8 @@ def described(directory: str, method: Any, folder: Path | None) -> Pretrained:
     from safetensors.torch import save_file
 
     model = unwrap(load(directory, method))
-    ids = torch.arange(13)[None] % model.config.get_text_config().vocab_size
-    try:
-        found = examine(model, ids)
-    except ValueError as error:
-        raise UserError(f"{KEY}: {directory}: {_line(error)}") from None
+    with _naming(directory):
+        found = examine(model, some_tokens(model)[0])
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -117,5 +111,10 @@ def continued(model: Any, prompt: Tensor, max_new_tokens: int, temperature: floa
         )
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+@contextlib.contextmanager
+def _naming(directory: str) -> Iterator[None]:
+    """Errors as `UserError`, in a line that names the folder."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UserError(f"{KEY}: {directory}: {' '.join(str(error).split())}") from None

@@ -46,21 +46,12 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = {name: (ref(module), class_of(module)) for name, module in model.named_modules()}
-        self.holders: dict[str, ref[Any]] = {}
-        self.settings: dict[str, dict[str, Any]] = {}
-        configs: set[int] = set()
-        for name, module in model.named_modules():
-            self._note(name, module, configs)
+        named = holders(model)
+        self.holders: dict[str, ref[Any]] = {name: ref(holder) for name, holder in named.items()}
+        self.settings = {name: settings(holder) for name, holder in named.items()}
         self.weights = {
             name: (p.requires_grad, p.dtype, p.device, type(p)) for name, p in model.named_parameters()
         }
-
-    def _note(self, name: str, holder: Any, configs: set[int]) -> None:
-        self.holders[name], self.settings[name] = ref(holder), settings(holder)
-        for attribute, value in vars(holder).items():
-            if _kind(type(value)) is _CONFIG and id(value) not in configs:
-                configs.add(id(value))
-                self._note(f"{name}.{attribute}".lstrip("."), value, configs)
 
     def structure_differs(self, other: Snapshot) -> str | None:
         """Which module of one is not the other's, in words."""
@@ -92,6 +83,23 @@ class Snapshot:
         return None
 
 
+def holders(model: nn.Module) -> dict[str, Any]:
+    """By name, what has settings: a model's modules and their configurations, of these each once."""
+    found: dict[str, Any] = {}
+    configs: set[int] = set()
+
+    def note(name: str, holder: Any) -> None:
+        found[name] = holder
+        for attribute, value in vars(holder).items():
+            if _kind(type(value)) == "configuration" and id(value) not in configs:
+                configs.add(id(value))
+                note(f"{name}.{attribute}".lstrip("."), value)
+
+    for name, module in model.named_modules():
+        note(name, module)
+    return found
+
+
 def settings(holder: Any) -> dict[str, Any]:
     """The attributes of a module or configuration that can be compared, but for empty containers, hooks of
     which there are none above all."""
@@ -99,48 +107,40 @@ def settings(holder: Any) -> dict[str, Any]:
     for name, value in vars(holder).items():
         if name not in IGNORED:
             kind = _kind(type(value))
-            if kind is _PLAIN:
+            if kind == "plain":
                 found[name] = value
-            elif kind is _FUNCTION or (kind is _CONTAINER and value):
+            elif kind == "function" or (kind == "container" and value):
                 found[name] = comparable(value)
     return found
 
 
-_PLAIN, _CONTAINER, _FUNCTION, _CONFIG = object(), object(), object(), object()
-_kinds: dict[type, object] = {}
-
-
-def _kind(cls: type) -> object:
-    """Which of these an object of a class is, or None."""
-    if cls not in _kinds:
-        is_function = issubclass(cls, Callable) and not issubclass(cls, nn.Module)  # type: ignore[arg-type]
-        found = {PLAIN: _PLAIN, CONTAINERS: _CONTAINER}
-        of_class = [kind for classes, kind in found.items() if cls in classes]
-        of_class += [_FUNCTION] * is_function + [_CONFIG] * issubclass(cls, PreTrainedConfig)
-        _kinds[cls] = next(iter(of_class), None)
-    return _kinds[cls]
+@functools.cache
+def _kind(cls: type) -> str | None:
+    """What an object of a class is to a comparison; None of no use."""
+    if cls in PLAIN:
+        return "plain"
+    if cls in CONTAINERS:
+        return "container"
+    if issubclass(cls, Callable) and not issubclass(cls, nn.Module):  # type: ignore[arg-type]
+        return "function"
+    return "configuration" if issubclass(cls, PreTrainedConfig) else None
 
 
 def comparable(value: Any) -> Any:
     """A value, a container's contents, a reference to a function, or, of another object, the class alone."""
     kind = _kind(type(value))
-    if kind is _PLAIN:
+    if kind == "plain":
         return value
-    if kind is _CONTAINER:
+    if kind == "container":
         if isinstance(value, dict):
             return tuple((key, comparable(v)) for key, v in value.items())
         contents = map(comparable, value)
         return frozenset(contents) if isinstance(value, (set, frozenset)) else tuple(contents)
-    if kind is _FUNCTION:
+    if kind == "function":
         with contextlib.suppress(TypeError):
             return WeakMethod(value) if isinstance(value, MethodType) else ref(value)
         return value
     return type(value)
-
-
-def holders(model: nn.Module) -> list[Any]:
-    """A model's modules and their configurations."""
-    return [holder() for holder in Snapshot(model).holders.values()]
 
 
 class Remembered(Generic[T]):
@@ -199,34 +199,27 @@ class Moment:
             RuntimeError: it has other modules, or constants were written to.
         """
         self._check_constants()
-        undo: list[Callable[[], Any]] = []
-        with self.tensors.replaced({}):
-            try:
-                for module, mode in self.modes:
-                    if module.training != mode:
-                        undo.append(put(module, "training", mode))
-                for parameter, trained in self.trained:
-                    if parameter.requires_grad != trained and parameter.is_leaf:
-                        undo.append(functools.partial(parameter.requires_grad_, not trained))
-                        parameter.requires_grad_(trained)
-                now = Snapshot(self.model)
-                if not self.snapshot.structure_differs(now):
-                    changes = list(self.snapshot.changes(now))
-                    for name, attribute in changes:
-                        was = self.attributes[name].get(attribute, MISSING)
-                        if (
-                            was is MISSING
-                            and type(there := vars(self.holders[name])[attribute]) in CONTAINERS
-                        ):
-                            was = type(there)()
-                        undo.append(put(self.holders[name], attribute, was))
-                    now = Snapshot(self.model) if changes else now
-                if difference := self.snapshot.difference(now):
-                    raise RuntimeError(f"{difference} {BETWEEN}")
-                yield
-            finally:
-                for step in reversed(undo):
-                    step()
+        with self.tensors.replaced({}), contextlib.ExitStack() as undo:
+            for module, mode in self.modes:
+                if module.training != mode:
+                    undo.callback(put(module, "training", mode))
+            for parameter, trained in self.trained:
+                if parameter.requires_grad != trained and parameter.is_leaf:
+                    undo.callback(parameter.requires_grad_, not trained)
+                    parameter.requires_grad_(trained)
+            now = Snapshot(self.model)
+            if not self.snapshot.structure_differs(now):
+                changes = list(self.snapshot.changes(now))
+                for name, attribute in changes:
+                    was = self.attributes[name].get(attribute, MISSING)
+                    there = vars(self.holders[name]).get(attribute)
+                    if was is MISSING and type(there) in CONTAINERS:  # empty ones are no settings
+                        was = type(there)()
+                    undo.callback(put(self.holders[name], attribute, was))
+                now = Snapshot(self.model) if changes else now
+            if difference := self.snapshot.difference(now):
+                raise RuntimeError(f"{difference} {BETWEEN}")
+            yield
 
 
 BETWEEN = "between forward and backward, which computes chunks again: call backward before the change"

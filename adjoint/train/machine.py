@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from adjoint import memory
+from adjoint import generators, memory
 from adjoint.errors import UserError
 from adjoint.train.config import TrainingConfig
 
@@ -77,17 +77,13 @@ def set_up(config: TrainingConfig, device: torch.device) -> None:
 
 def rng_state() -> dict[str, Any]:
     """The states of PyTorch's generators. Nothing here draws from Python's or NumPy's global ones."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"torch": torch.get_rng_state(), "cuda": cuda}
+    return generators.torch_states()
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Undo `rng_state`. CUDA states are set where there are as many GPUs as there were."""
-    if not state:
-        return
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if state:
+        generators.set_torch_states(state)
 
 
 _HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()  # its terminal has closed

@@ -21,7 +21,6 @@ import transformers
 from torch import Tensor, nn
 
 import adjoint
-from adjoint.hf import functions, replacements, wrap  # noqa: F401  -- tables of precisions, before float32 is float64
 from adjoint.hf.layers import backbone_of
 from adjoint.loss import shift_labels
 from adjoint.methods import RECOMPUTE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
+# Tables of precisions, ours and PyTorch's, are made before float32 is float64.
+pytest.importorskip("adjoint.hf.wrap")
+pickle.dumps(torch.zeros(1))
 
 VOCAB = 61
 LAYERS = ["linear_attention", "full_attention", "linear_attention"]
@@ -343,13 +347,16 @@ def make_batch(seqlen: int, batch: int = 2, seed: int = 0) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
+def current_gradients(model: Any) -> dict[str, Tensor]:
+    """By name; parameters that have none are absent."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def loss_and_gradients(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """By name; parameters that got none are absent."""
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
-    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), {name: gradient.detach().clone() for name, gradient in named.items()}
+    return loss.detach(), current_gradients(model)
 
 
 def assert_slope(model: Any, loss: Callable[[], Tensor], gradients: dict[str, Tensor]) -> None:
@@ -391,6 +398,20 @@ def errors(got: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[s
     worst = max(each, key=each.__getitem__)
     total = sum(distance**2 for distance in distances.values()) ** 0.5 / whole
     return Errors(float((got[0] - loss).abs() / loss.abs()), total, each[worst], worst)
+
+
+def assert_exact(got: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    """Of two results of `loss_and_gradients`, in float64."""
+    found = errors(got, expected)
+    assert (found.loss <= 1e-12, found.worst <= 1e-10) == (True, True), found
+
+
+@contextlib.contextmanager
+def one_line(message: str) -> Iterator[None]:
+    """A ValueError with this message is raised, in one line."""
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        yield
+    assert "\n" not in str(caught.value)
 
 
 def held(model: Any) -> str:

@@ -12,87 +12,54 @@ from torch import Tensor, nn
 import adjoint
 from adjoint.hf import mini_sequence
 from adjoint.loss import shift_labels
-from tests.hf.test_transformers import float64_throughout
-from tests.model_helpers import assert_same, current_gradients, error, make_ids, relative
+from tests.hf.hf_models import (
+    VOCAB,
+    assert_exact,
+    current_gradients,
+    errors,
+    float64_throughout,
+    loss_and_gradients,
+    make,
+    one_line,
+)
+from tests.model_helpers import make_ids
 
-transformers = pytest.importorskip("transformers")
-
-WIDTHS: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "intermediate_size": 40,
-}
-HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "experts_implementation": "eager",
-}
+LLAMA = "LlamaForCausalLM"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", HEADS),
-    "llama, tied": ("Llama", {**HEADS, "tie_word_embeddings": True}),
-    "mixture of experts": ("Qwen3Moe", {**HEADS, **EXPERTS}),
-    "softcapped head": ("Gemma2", {**HEADS, "final_logit_softcapping": 2.0, "sliding_window": 8}),
-    "no MLP": ("Mamba", {"state_size": 4}),
-    "MLP of two arguments": ("Bloom", {"n_head": 4}),
-    "no MLP module": (
-        "OPT",
-        {"num_attention_heads": 4, "ffn_dim": 40, "word_embed_proj_dim": 16, "dropout": 0.0},
-    ),
+    "llama": (LLAMA, {}),
+    "llama, tied": (LLAMA, {"tie_word_embeddings": True}),
+    "mixture of experts": ("Qwen3MoeForCausalLM", {}),
+    "softcapped head": ("Gemma2ForCausalLM", {"final_logit_softcapping": 2.0, "sliding_window": 8}),
+    "no MLP": ("MambaForCausalLM", {}),
+    "MLP of two arguments": ("BloomForCausalLM", {}),
+    "no MLP module": ("OPTForCausalLM", {}),
 }
-PIECES = {
-    "llama": ["layers.0.mlp", "layers.1.mlp"],
-    "mixture of experts": ["layers.0.mlp", "layers.1.mlp"],
-    "softcapped head": ["layers.0.mlp", "layers.1.mlp"],
-    "no MLP": [],
-    "MLP of two arguments": [],
-}
+MLPS = [f"layers.{k}.mlp" for k in range(2)]
+PIECES = {"llama": MLPS, "mixture of experts": MLPS, "softcapped head": MLPS, "no MLP": []}
+PIECES["MLP of two arguments"] = []
 
 
-def hf_model(name: str) -> Any:
+def hf_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
     kind, options = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**WIDTHS, **options})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p), alpha=0.1)
-    return model.double().train()
+    layers = {"n_layer" if name == "MLP of two arguments" else "num_hidden_layers": 2}
+    return make(kind, dtype, **layers, **options)
 
 
 def batch(seqlen: int, padded: int = 0) -> dict[str, Tensor]:
     """Two rows, some labels ignored; the second row padded at the left on request."""
-    ids = make_ids(2, seqlen, vocab_size=61, seed=seqlen)
-    labels = ids.masked_fill(make_ids(2, seqlen, vocab_size=61, seed=1) < 20, -100)
+    ids = make_ids(2, seqlen, vocab_size=VOCAB, seed=seqlen)
+    labels = ids.masked_fill(make_ids(2, seqlen, vocab_size=VOCAB, seed=1) < 20, -100)
     mask = torch.ones_like(ids)
     if padded:
         mask[1, :padded], labels[1, :padded] = 0, -100
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-def both(model: Any, method: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """(loss, gradients) of the model as it is and of a wrapped copy of it."""
-    results = []
-    for one in (model, adjoint.wrap(copy.deepcopy(model), method)):
-        one.zero_grad()
-        with float64_throughout():
-            loss = one(**kwargs).loss
-            loss.backward()
-        results.append((loss.detach(), current_gradients(one)))
-    return results[0], results[1]
-
-
-def assert_exact(model: Any, method: Any, **kwargs: Any) -> None:
-    (expected, wanted), (loss, got) = both(model, method, **kwargs)
-    assert expected > 1
-    assert relative(loss, expected) <= 1e-12
-    for name in [name for name in wanted if name.endswith("k_proj.bias")]:
-        assert max(wanted.pop(name).norm(), got.pop(name).norm()) < 1e-14  # softmax does not see it
-    assert_same(got, wanted, 1e-10)
+def untouched(model: Any, method: Any, **kwargs: Any) -> None:
+    """Loss and gradients of a wrapped copy are the model's."""
+    wrapped = adjoint.wrap(copy.deepcopy(model), method)
+    with float64_throughout():
+        assert_exact(*(loss_and_gradients(one, **kwargs) for one in (wrapped, model)))
 
 
 @pytest.mark.sampled(2)
@@ -100,29 +67,29 @@ def assert_exact(model: Any, method: Any, **kwargs: Any) -> None:
 @pytest.mark.parametrize(("seqlen", "padded"), [(29, 0), (37, 9)])
 def test_loss_and_gradients_are_the_models_own(name: str, seqlen: int, padded: int) -> None:
     model = hf_model(name)
-    assert_exact(model, adjoint.MiniSequence(), **batch(seqlen, padded))
-    assert_exact(model, adjoint.MiniSequence(mlp_chunks=5, head_chunks=7), **batch(seqlen, padded))
+    untouched(model, adjoint.MiniSequence(), **batch(seqlen, padded))
+    untouched(model, adjoint.MiniSequence(mlp_chunks=5, head_chunks=7), **batch(seqlen, padded))
 
 
 @pytest.mark.parametrize("name", ["llama", "no MLP"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16(name: str, autocast: bool) -> None:
     """To bfloat16's rounding, whose relative size is 2^-8."""
-    model = hf_model(name).float() if autocast else hf_model(name).bfloat16()
-    losses, gradients = [], []
-    for one in (model, adjoint.wrap(copy.deepcopy(model), adjoint.MiniSequence())):
+    model = hf_model(name, torch.float32 if autocast else torch.bfloat16)
+    found = []
+    for one in (adjoint.wrap(copy.deepcopy(model), adjoint.MiniSequence()), model):
+        one.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = one(**batch(29)).loss
         loss.backward()
-        losses.append(loss.detach())
-        gradients.append(current_gradients(one))
-    assert relative(losses[1], losses[0]) <= 1e-3
-    assert error(gradients[1], gradients[0]) <= 2**-6
+        found.append((loss.detach(), current_gradients(one)))
+    assert errors(*found).loss <= 1e-3
+    assert errors(*found).total <= 2**-6
 
 
 @pytest.mark.parametrize(("mlp_chunks", "head_chunks"), [(1, 1), (50, 99)])
 def test_one_piece_and_more_pieces_than_tokens(mlp_chunks: int, head_chunks: int) -> None:
-    assert_exact(hf_model("llama"), adjoint.MiniSequence(mlp_chunks, head_chunks), **batch(6))
+    untouched(hf_model("llama"), adjoint.MiniSequence(mlp_chunks, head_chunks), **batch(6))
 
 
 def test_other_ways_to_give_text_labels_and_masks() -> None:
@@ -138,14 +105,13 @@ def test_other_ways_to_give_text_labels_and_masks() -> None:
         {"input_ids": ids, "labels": labels, "position_ids": packed, "use_cache": False},
     ]
     for kwargs in ways:
-        assert_exact(model, adjoint.MiniSequence(), **kwargs)
-    (expected, _), (loss, _) = both(model, adjoint.MiniSequence(), input_ids=ids, labels=labels)
+        untouched(model, adjoint.MiniSequence(), **kwargs)
     model.get_input_embeddings().weight.requires_grad_(False)
     with float64_throughout():
+        expected = model(input_ids=ids, labels=labels).loss.item()
         wrapped = adjoint.wrap(model, adjoint.MiniSequence())
-        out = wrapped(inputs_embeds=embedded, labels=labels, return_dict=False)
-    assert relative(out[0].detach(), expected) <= 1e-12
-    assert relative(loss, expected) <= 1e-12
+        loss, *_ = wrapped(inputs_embeds=embedded, labels=labels, return_dict=False)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", PIECES)
@@ -168,7 +134,7 @@ def test_an_mlp_whose_tokens_depend_on_each_other_is_left_whole() -> None:
     model = hf_model("llama")
     model.model.layers[1].mlp = Smoothed(model.model.layers[1].mlp, 1e-9)
     assert mini_sequence.token_wise(model.model) == ["layers.0.mlp"]
-    assert_exact(model, adjoint.MiniSequence(), **batch(29))
+    untouched(model, adjoint.MiniSequence(), **batch(29))
 
 
 def largest_saved(model: Any, kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -196,9 +162,15 @@ def largest_saved(model: Any, kwargs: dict[str, Any]) -> tuple[int, int]:
 
 def test_no_activation_is_larger_than_hidden_states_and_pieces() -> None:
     """Widths that put MLP and head far above all else: 64 tokens, 16 wide, 512 in MLPs, 1,024 words."""
-    torch.manual_seed(0)
-    sizes = {**WIDTHS, **HEADS, "intermediate_size": 512, "vocab_size": 1024}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model = make(
+        LLAMA,
+        torch.float32,
+        hidden_size=16,
+        head_dim=4,
+        num_hidden_layers=2,
+        intermediate_size=512,
+        vocab_size=1024,
+    )
     ids = make_ids(1, 64, vocab_size=1024)
     kwargs = {"input_ids": ids, "labels": ids}
     kept, alive = largest_saved(model, kwargs)
@@ -243,27 +215,27 @@ def test_a_backbone_called_by_itself_and_evaluation() -> None:
     model, given = hf_model("llama"), batch(29, padded=4)
     ids, mask = given["input_ids"], given["attention_mask"]
     wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.MiniSequence())
-    gradients = []
-    for one in (model, wrapped):
+    found = []
+    for one in (wrapped, model):
         with float64_throughout():
-            hidden = one.model(input_ids=ids, attention_mask=mask).last_hidden_state
-            hidden.sin().sum().backward()
-        gradients.append({n: p.grad for n, p in one.model.named_parameters()})
-    assert_same(gradients[1], gradients[0], 1e-10)
+            loss = one.model(input_ids=ids, attention_mask=mask).last_hidden_state.sin().sum()
+            loss.backward()
+        found.append((loss.detach(), current_gradients(one.model)))
+    assert_exact(*found)
     with torch.no_grad(), float64_throughout():
-        expected, loss = (one.eval()(**given).loss for one in (model, wrapped))
-        assert relative(loss, expected) <= 1e-12
+        expected, loss = (one.eval()(**given).loss.item() for one in (model, wrapped))
+        assert loss == pytest.approx(expected, rel=1e-12)
         assert torch.equal(wrapped.generate(ids, max_new_tokens=4), model.generate(ids, max_new_tokens=4))
     assert all("forward" not in m.__dict__ for m in wrapped.modules())
 
 
 def test_what_is_more_than_the_labels_loss_is_refused() -> None:
     model = adjoint.wrap(hf_model("mixture of experts"), adjoint.MiniSequence())
-    with pytest.raises(ValueError, match="output_router_logits"):
+    with one_line("output_router_logits"):
         model(**batch(29), output_router_logits=True)
     model = hf_model("llama")
     model.loss_function = lambda logits, **_: logits.square().mean()
-    with pytest.raises(ValueError, match="more than the labels' cross-entropy"):
+    with one_line("more than the labels' cross-entropy"):
         adjoint.wrap(model, adjoint.MiniSequence())(**batch(29))
 
 

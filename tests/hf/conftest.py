@@ -1,0 +1,16 @@
+"""What the tests of wrapped models share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """float32 is float64: see `tests.hf.hf_models`."""
+    from tests.hf.hf_models import float64_throughout
+
+    with float64_throughout():
+        yield
