@@ -25,15 +25,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_tokens: int, backward_follows: bool
     ) -> Tensor:
         tokens = hidden.shape[0]
-        wide = accumulate_dtype(hidden.dtype)
-        loss = hidden.new_zeros((), dtype=wide)
+        dtype = accumulate_dtype(hidden.dtype)
+        loss = hidden.new_zeros((), dtype=dtype)
         d_hidden = torch.empty_like(hidden) if backward_follows else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if backward_follows else None
+        d_weight = torch.zeros_like(weight, dtype=dtype) if backward_follows else None
         for start in range(0, tokens, slice_tokens):
             h, y = hidden[start : start + slice_tokens], targets[start : start + slice_tokens]
             valid = y != IGNORE_INDEX
             labels = torch.where(valid, y, 0).unsqueeze(1)
-            logits = (h @ weight.T).to(wide)
+            logits = (h @ weight.T).to(dtype)
             log_normalizer = logits.logsumexp(1, keepdim=True)
             # not +=, which torch 2.11's compiler takes for the end of all gradients
             loss = loss + ((log_normalizer - logits.gather(1, labels)).squeeze(1) * valid).sum()
@@ -42,7 +42,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 d_logits.scatter_add_(1, labels, d_logits.new_full((len(y), 1), -1))
                 narrow = d_logits.mul_(valid.unsqueeze(1)).to(h.dtype)
                 d_hidden[start : start + slice_tokens] = narrow @ weight
-                if h.dtype == wide:
+                if h.dtype == dtype:
                     d_weight += narrow.T @ h
                 else:
                     add_product(d_weight, narrow.T, h)

@@ -244,13 +244,13 @@ def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
     stages: list[Any] = [Embedding(table), stage, outputs]
     grid = make_grid(Scheme(chunk_size), TOKENS, [each.stateful for each in stages], 0)
     ids = torch.arange(TOKENS, device=x.device)[None]
-    wide = accumulate_dtype(x.dtype)
-    worker = Worker(stages, grid, ids, ids, [(), tuple(s.detach() for s in state), ()], x.shape[1], wide)
+    dtype = accumulate_dtype(x.dtype)
+    worker = Worker(stages, grid, ids, ids, [(), tuple(s.detach() for s in state), ()], x.shape[1], dtype)
     program = plan(grid, Owners((0,) * len(stages))).programs[0]
     first = next(i for i, a in enumerate(program) if not (isinstance(a, Run) and a.tile.kind in "FL"))
     worker.run(program[:first])
     final = worker.final[1]
-    worker.scale = torch.ones((), dtype=wide, device=x.device)
+    worker.scale = torch.ones((), dtype=dtype, device=x.device)
     worker.d_final[1] = tuple(torch.ones_like(s) if s.is_floating_point() else None for s in final)
     worker.run(program[first:])
     gradients = worker.gradients

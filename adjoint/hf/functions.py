@@ -101,8 +101,7 @@ def _chunk_gated_delta_rule(
 ) -> Any:
     """transformers' signature: query and key (batch, seqlen, k_heads, d_k), value (batch, seqlen, v_heads,
     d_v)."""
-    wide = accumulate_dtype(query.dtype)
-    q, k = query.to(wide), key.to(wide)
+    q, k = (t.to(accumulate_dtype(query.dtype)) for t in (query, key))
     if use_qk_l2norm_in_kernel:
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
     q, groups = q * q.shape[-1] ** -0.5, value.shape[2] // q.shape[2]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from adjoint.generators import KINDS, Generators
+from adjoint.engine.generators import KINDS, Generators
 
 
 class Noise(Generators):

@@ -114,8 +114,7 @@ def settings(holder: Any) -> dict[str, Any]:
     return found
 
 
-@functools.cache
-def _kind(cls: type) -> str | None:
+def _kind_of(cls: type) -> str | None:
     """What an object of a class is to a comparison; None of no use."""
     if cls in PLAIN:
         return "plain"
@@ -124,6 +123,9 @@ def _kind(cls: type) -> str | None:
     if issubclass(cls, Callable) and not issubclass(cls, nn.Module):  # type: ignore[arg-type]
         return "function"
     return "configuration" if issubclass(cls, PreTrainedConfig) else None
+
+
+_kind: Callable[[Any], str | None] = functools.cache(_kind_of)
 
 
 def comparable(value: Any) -> Any:
@@ -212,9 +214,9 @@ class Moment:
                 changes = list(self.snapshot.changes(now))
                 for name, attribute in changes:
                     was = self.attributes[name].get(attribute, MISSING)
-                    there = vars(self.holders[name]).get(attribute)
-                    if was is MISSING and type(there) in CONTAINERS:  # empty ones are no settings
-                        was = type(there)()
+                    kind: Any = type(vars(self.holders[name]).get(attribute))
+                    if was is MISSING and kind in CONTAINERS:  # empty ones are no settings
+                        was = kind()
                     undo.callback(put(self.holders[name], attribute, was))
                 now = Snapshot(self.model) if changes else now
             if difference := self.snapshot.difference(now):

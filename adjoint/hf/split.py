@@ -220,7 +220,7 @@ def _multiplier(model: Any, found: Pretrained, device: torch.device) -> float:
     factor = float((x * y).sum() / (x * x).sum())
     if not torch.allclose(y, factor * x, rtol=1e-3, atol=1e-5):
         check.refuse(
-            model, "it adds to the embeddings before its first layer, in every span anew", check.ONE_PROCESS
+            model, "it adds to the embeddings before its first layer, again in every span", check.ONE_PROCESS
         )
     return 1.0 if abs(factor - 1) < 1e-6 else factor
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from adjoint import generators, memory
+from adjoint import memory
+from adjoint.engine import generators
 from adjoint.errors import UserError
 from adjoint.train.config import TrainingConfig
 
