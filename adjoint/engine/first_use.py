@@ -109,6 +109,12 @@ def alike(a: Tensor, b: Tensor) -> bool:
     return _distance(b, a) <= tolerance([a.dtype, b.dtype]) * float(b.double().norm())
 
 
+def some_numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Normally distributed, the same each time; on a CPU, whatever the default device is."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
 class Weighted:
     """In the place of a loss: a sum over what it is given, (1, some of TOKENS, width), with weights that are
     as good as any; notes what it was given, by the chunks' first tokens."""
@@ -124,9 +130,8 @@ class Weighted:
     @staticmethod
     def sum(x: Tensor, start: int = 0) -> Tensor:
         """Of tokens of which the first is number `start`."""
-        generator = torch.Generator().manual_seed(0)
-        weights = torch.randn(TOKENS, x.shape[-1], generator=generator, dtype=torch.float32)
-        return (x * weights[start : start + x.shape[1]].to(x)).sum()
+        weights = some_numbers(TOKENS, x.shape[-1])[start : start + x.shape[1]]
+        return (x * weights.to(x)).sum()
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         self.seen[chunk.start] = x.detach()
@@ -192,8 +197,7 @@ def _compare(
     cuda = [device] if device.type == "cuda" else []
     alone = torch.random.fork_rng(cuda), _buffers_as_they_were(stage.block)
     with torch.inference_mode(False), torch.no_grad(), alone[0], alone[1]:
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(TOKENS, width, generator=generator, dtype=torch.float64).to(device, dtype)
+        x = some_numbers(TOKENS, width, seed=1).to(device, dtype)
         state = tuple(s[:1].clone() for s in state)
         try:
             whole = _results(Layer(stage.block, stage.reach, stage.grows), TOKENS, x, state)

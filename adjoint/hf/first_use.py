@@ -222,8 +222,9 @@ def some_tokens(model: Any) -> tuple[Tensor, Tensor]:
     }
     usual = [word for word in range(min(words, 4 * TOKENS + len(special))) if word not in special]
     usual = usual or list(range(words))
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.tensor(usual)[torch.randint(len(usual), (1, TOKENS), generator=draw)].to(_device(model))
+    draw = torch.Generator("cpu").manual_seed(0)
+    chosen = torch.randint(len(usual), (1, TOKENS), generator=draw, device="cpu")
+    ids = torch.tensor(usual, device="cpu")[chosen].to(_device(model))
     labels = ids.clone()
     labels[:, [3, 8]] = IGNORE_INDEX
     return ids, labels

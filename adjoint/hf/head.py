@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from adjoint.engine.first_use import some_numbers
 from adjoint.hf.layers import backbone_of, class_of
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.loss import IGNORE_INDEX, linear_cross_entropy, tokens_per_slice
@@ -77,11 +78,16 @@ def head_scale(model: Any) -> float | None:
     if not is_plain(head) or head.bias is not None:
         return None
     weight = head.weight
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 4, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+    hidden = some_numbers(1, 4, weight.shape[1]).to(weight.device, weight.dtype)
     hidden = hidden / F.linear(hidden, weight).abs().mean()
     hidden = torch.cat([hidden * 0.1, hidden * 10, hidden * 1000], dim=1)
-    found, plain = own_logits(model, hidden).double(), F.linear(hidden, weight).double()
+    return multiple(own_logits(model, hidden), F.linear(hidden, weight))
+
+
+def multiple(found: Tensor, plain: Tensor) -> float | None:
+    """The number by which `plain` is multiplied in `found`, 1 but for rounding being 1; None where that is
+    not what differs."""
+    found, plain = found.double(), plain.double()
     scale = ((found * plain).sum() / (plain * plain).sum()).item()
     if not torch.allclose(found, scale * plain, rtol=1e-3, atol=1e-6 * abs(scale)):
         return None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from adjoint.engine.first_use import some_numbers
 from adjoint.hf import functions
 from adjoint.hf.layers import put
 from adjoint.hf.snapshot import HOOKS, Remembered
@@ -151,8 +152,7 @@ def _computes(module: Any, row: Row) -> bool:
     """Whether a copy with small numbers for its weights, and small maps for its children, gives what the
     row's formula makes of it."""
     width = next((p.numel() for p in module._parameters.values()), 4)
-    generator = torch.Generator().manual_seed(0)
-    x, gate, *drawn = (torch.randn(1, 8, width, generator=generator, device="cpu") for _ in range(5))
+    x, gate, *drawn = some_numbers(5, 1, 8, width)
     x = x * torch.tensor(SIZES, device="cpu").repeat(2)[:, None]
     a, b, c = (t[0, 0] for t in drawn)
     maps = (lambda x: 3 * x * a, lambda x: x + b, lambda x: x * c)
