@@ -119,18 +119,14 @@ def token_wise(backbone: Any) -> list[str]:
         if args[0].dim() == 3 and args[0].shape == output.shape and _tokens_are_apart(module, args[0]):
             found.append(name)
 
-    hooks = []
-    for layer, module in layers_of(backbone).items():
-        for name, child in module.named_children():
-            if any(child.children()) and any(p.dim() > 1 for p in child.parameters()):
-                hook = functools.partial(note, f"{layer}.{name}")
-                hooks.append(child.register_forward_hook(hook, with_kwargs=True))
-    try:
+    with contextlib.ExitStack() as stack:
+        for layer, module in layers_of(backbone).items():
+            for name, child in module.named_children():
+                if any(child.children()) and any(p.dim() > 1 for p in child.parameters()):
+                    hook = functools.partial(note, f"{layer}.{name}")
+                    stack.callback(child.register_forward_hook(hook, with_kwargs=True).remove)
         with torch.inference_mode(False), torch.no_grad(), first_use.in_eval_mode(backbone):
             backbone(input_ids=first_use.some_tokens(backbone)[0], use_cache=False)
-    finally:
-        for registered in hooks:
-            registered.remove()
     return found
 
 

@@ -36,11 +36,11 @@ class Pretrained:
         layers: name of the backbone's list of layers. last: names of its modules that run after them, such as
             the final norm.
         outputs: of each layer, the length of the tuple it gives, None where it gives a tensor.
-        multiplier: by which the backbone multiplies embeddings it is given.
-        slots: of the state. autocast: the same under bfloat16 autocast. scale: of `head.head_scale`.
+        slots: of the state. autocast: the same under bfloat16 autocast.
         costs: multiply-adds a token of each layer, the head's in the last.
         names: of all parameters, in the model's order; a tied table under the embedding's.
         embedding, head: the names of the tables at both ends.
+        multiplier: by which the backbone multiplies embeddings it is given. scale: of `head.head_scale`.
         buffers: of the model that was examined, such as rotary frequencies.
     """
 
@@ -49,15 +49,15 @@ class Pretrained:
     layers: str
     last: tuple[str, ...]
     outputs: tuple[int | None, ...]
-    multiplier: float
     slots: tuple[Slot, ...]
     autocast: tuple[Slot, ...]
-    scale: float | None
     costs: tuple[float, ...]
     names: tuple[str, ...]
     embedding: str
     head: str
     num_parameters: int
+    multiplier: float = 1.0
+    scale: float | None = 1.0
     buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -127,17 +127,16 @@ def examine(model: Any, input_ids: Tensor) -> Pretrained:
         Refused: it cannot be cut, with the reason.
     """
     found = describe(model, input_ids)
-    found = dataclasses.replace(found, scale=head_scale(model))
-    with check.as_refusal(model), first_use.in_eval_mode(model):
-        found = dataclasses.replace(found, multiplier=_multiplier(model, found, input_ids.device))
-        _compare(model, found)
     buffers = {name: b.detach().cpu().clone() for name, b in model.named_buffers()}
-    return dataclasses.replace(found, buffers=buffers)
+    found = dataclasses.replace(found, scale=head_scale(model), buffers=buffers)
+    with check.as_refusal(model), first_use.in_eval_mode(model):
+        found = dataclasses.replace(found, multiplier=_multiplier(model, found))
+        _compare(model, found)
+    return found
 
 
 def describe(model: Any, input_ids: Tensor) -> Pretrained:
-    """How a model is cut, as far as shapes alone say it: its tensors may be fake. The multiplier and the
-    head's scale are left at 1.
+    """How a model is cut, as far as shapes alone say it: its tensors may be fake.
 
     Args:
         model, input_ids: as `examine`'s.
@@ -175,10 +174,8 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
         lists[0],
         after,
         tuple(outputs),
-        1.0,
         tuple(slots),
         tuple(narrow),
-        1.0,
         tuple(costs),
         tuple(name for name, _ in model.named_parameters()),
         embedding,
@@ -199,18 +196,15 @@ def _traced(
         order.append(module)
         outputs[module] = len(output) if isinstance(output, tuple) else None
 
-    hooks = [m.register_forward_hook(note) for m in (*backbone.children(), *layers)]
-    try:
-        with torch.no_grad(), Inside(model)():
-            class_of(backbone).forward(backbone, input_ids=ids, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), Inside(model)(), contextlib.ExitStack() as stack:
+        for module in (*backbone.children(), *layers):
+            stack.callback(module.register_forward_hook(note).remove)
+        class_of(backbone).forward(backbone, input_ids=ids, use_cache=False)
     return order, [outputs[layer] for layer in layers]
 
 
 @torch.no_grad()
-def _multiplier(model: Any, found: Pretrained, device: torch.device) -> float:
+def _multiplier(model: Any, found: Pretrained) -> float:
     """By how much the backbone multiplies embeddings before its first layer, seen with all layers, and what
     runs after them, passed through."""
     x = some_numbers(1, 3, found.d_model).to(next(model.parameters()))
