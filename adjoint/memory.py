@@ -41,7 +41,7 @@ class PeakMemory:
         peak.bytes
 
     CUDA: what tensors held. Linux on a CPU: the process's resident set, after freed memory has been handed
-    back to the system. Elsewhere a peak cannot be begun anew, and `bytes` is None. Collect garbage
+    back to the system. Elsewhere a peak cannot be reset, and `bytes` is None. Collect garbage
     before, where reference cycles may hold tensors.
     """
 

@@ -166,8 +166,7 @@ class Batches:
                     f"the data cursor to resume from has {name} {state.get(name)!r}, this run has {here!r}: "
                     "resume with the same data.path, data.tokenizer, data.seqlen, data.batch and seed"
                 )
-        epoch: Any = state.get("epoch")
-        position: Any = state.get("position")
+        epoch, position = state.get("epoch"), state.get("position")
         sound = isinstance(epoch, int) and isinstance(position, int) and epoch >= 0
         if not sound or not 0 <= position <= len(self._window_starts(epoch)):
             raise UserError(
@@ -227,7 +226,7 @@ class Data:
         n_train_tokens: Tokens of the training split.
         n_eval_tokens: Tokens of the held-out split (`eval.n_tokens` of them are read).
         n_documents: Documents in both splits.
-        unigram_entropy: Nats a token of the training split's unigram distribution: what a model that knows
+        unigram_entropy: Nats per token of the training split's unigram distribution: what a model that knows
             frequencies only would lose; training must get below it.
         description: One line for the log: what the text is.
         fingerprint: Digest of the tokens, as in the cursor.

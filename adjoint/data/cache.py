@@ -46,12 +46,14 @@ class TokenCache:
 def open_tokens(
     sources: Sources, tokenizer: Tokenizer, text_field: str, eval_fraction: float, cache_dir: str | None
 ) -> TokenCache:
-    """The tokens of `sources`, from the cache or made now; a damaged cache is made anew.
+    """The tokens of `sources`, from the cache or made now; a damaged cache is made again.
 
     Raises:
         UserError: A source cannot be read, there is no text in them, or the cache folder cannot be written.
     """
-    key = _key(sources, tokenizer, text_field, eval_fraction)
+    files = [[os.path.abspath(f.path), f.name, f.size, f.mtime_ns] for f in sources.files]
+    settings = [_FORMAT, tokenizer.identity, tokenizer.separator_ids, text_field, eval_fraction]
+    key = hashlib.blake2b(json.dumps([settings, files]).encode(), digest_size=16).hexdigest()
     folder = Path(cache_dir).expanduser() if cache_dir else cache_folder()
     cached = _read_cache(folder, key)
     if cached is not None:
@@ -59,7 +61,7 @@ def open_tokens(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder, _STALE_SECONDS)
-        _build(folder, key, sources, tokenizer, text_field, eval_fraction)
+        _build(folder / key, sources, tokenizer, text_field, eval_fraction)
     except OSError as error:
         raise UserError(
             f"the token cache cannot be written in {folder} ({error.strerror or error}): "
@@ -74,7 +76,7 @@ def open_tokens(
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """Entropy of the token frequencies, in nats a token: the loss of a model that knows nothing but those.
+    """Entropy of the token frequencies, in nats per token: the loss of a model that knows nothing but those.
 
     tokens: (n,) integers of at least 0, n may be 0 (entropy 0.0).
     """
@@ -85,12 +87,6 @@ def unigram_entropy(tokens: np.ndarray) -> float:
         counts = more
     p = counts[counts > 0] / max(counts.sum(), 1)
     return float(-(p * np.log(p)).sum()) + 0.0  # + 0.0: no "-0.0" for a single token
-
-
-def _key(sources: Sources, tokenizer: Tokenizer, text_field: str, eval_fraction: float) -> str:
-    files = [[os.path.abspath(f.path), f.name, f.size, f.mtime_ns] for f in sources.files]
-    settings = [_FORMAT, tokenizer.identity, tokenizer.separator_ids, text_field, eval_fraction]
-    return hashlib.blake2b(json.dumps([settings, files]).encode(), digest_size=16).hexdigest()
 
 
 def _digest(tokens: np.ndarray) -> str:
@@ -125,14 +121,14 @@ def _read_cache(folder: Path, key: str) -> TokenCache | None:
 
 
 def _build(
-    folder: Path, key: str, sources: Sources, tokenizer: Tokenizer, text_field: str, eval_fraction: float
+    place: Path, sources: Sources, tokenizer: Tokenizer, text_field: str, eval_fraction: float
 ) -> None:
-    """Tokenise and put both cache files in place."""
+    """Tokenise, and put both cache files in place."""
     from tqdm import tqdm
 
     train, held_out = split_sources(sources.files, eval_fraction)
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    unfinished = unfinished_path(folder / f"{key}.bin")
+    unfinished = unfinished_path(place.with_name(f"{place.name}.bin"))
     size = sum(file.size for file in sources.files)
     bar = tqdm(total=size, unit="B", unit_scale=True, desc="tokenising", delay=2, leave=False, disable=None)
     try:
@@ -159,10 +155,10 @@ def _build(
             "max_token_id": int(tokens.max()),
             "unigram_entropy": unigram_entropy(tokens[:n_train]),
         }
-        publish(unfinished, folder / f"{key}-{meta['digest']}.bin")
+        publish(unfinished, place.with_name(f"{place.name}-{meta['digest']}.bin"))
     finally:
         unfinished.unlink(missing_ok=True)
-    write_atomically(folder / f"{key}.json", json.dumps(meta, indent=1))
+    write_atomically(place.with_name(f"{place.name}.json"), json.dumps(meta, indent=1))
 
 
 def _documents(files: Iterable[Source], text_field: str, lenient: bool, bar: Any) -> Iterator[str]:

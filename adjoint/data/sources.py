@@ -17,29 +17,18 @@ import platform
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from adjoint.errors import UserError
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 _SUPPORTED = f"supported are {' '.join(SUFFIXES)}, each also as .gz"
 
-# In the standard library: tests (some broken on purpose, not installed everywhere), what pip installs, and
-# what is generated for one machine.
-_STDLIB_SKIPPED_DIRS = {
-    "__pycache__",
-    "test",
-    "tests",
-    "idle_test",
-    "lib2to3",
-    "site-packages",
-    "dist-packages",
-}
-_STDLIB_SKIPPED_FILES = "_sysconfigdata"
-
+# In the standard library: tests (some broken on purpose, not installed everywhere) and what pip installs.
+_STDLIB_SKIPPED = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages"}
 _HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can write it, UTF-8 cannot
 
 
@@ -146,19 +135,17 @@ def read_documents(source: Source, text_field: str, lenient: bool = False) -> It
 
 def _stdlib_sources() -> Sources:
     root = Path(sysconfig.get_path("stdlib"))
-    files = []
-    for folder, dirs, names in os.walk(root):
-        dirs[:] = [d for d in dirs if d not in _STDLIB_SKIPPED_DIRS]
-        for name in names:
-            file = Path(folder, name)
-            if name.endswith(".py") and not name.startswith(_STDLIB_SKIPPED_FILES) and file.is_file():
-                files.append(_source(file, file.relative_to(root).as_posix()))
+    files = [
+        _source(file, name)
+        for file, name in (_walk(root, _STDLIB_SKIPPED) if root.is_dir() else [])
+        # what is generated for one machine is left out
+        if name.endswith(".py") and not file.name.startswith("_sysconfigdata")
+    ]
     if not files:
         raise UserError(
             f"the default text is the Python standard library's sources, and this Python has none in {root} "
             "(they may be in a zip file or compiled): name text of your own with --data.path FILE_OR_FOLDER"
         )
-    files.sort(key=lambda file: file.name)
     version = platform.python_version()
     return Sources(tuple(files), f"the Python {version} standard library ({len(files)} files)", lenient=True)
 
@@ -167,7 +154,7 @@ def _expand(text: str) -> list[tuple[Path, str]]:
     """(file, name) of everything that one entry of data.path names. Raises OSError and UserError."""
     path = Path(text).expanduser()
     if path.is_dir():
-        return _folder_files(path)
+        return _walk(path) or _nothing_in(path)
     if path.exists():
         if _suffix(path) is None:
             raise UserError(f"data.path {text}: unsupported kind of file; {_SUPPORTED}")
@@ -190,12 +177,13 @@ def _expand(text: str) -> list[tuple[Path, str]]:
     raise UserError(f"data.path {text}: no such file or folder{hint}")
 
 
-def _folder_files(root: Path) -> list[tuple[Path, str]]:
+def _walk(root: Path, skipped: Container[str] = ()) -> list[tuple[Path, str]]:
+    """(file, name) of what a folder holds of supported kinds, by name; hidden entries are left out."""
+
     def refuse(error: OSError) -> None:  # os.walk would leave an unreadable folder out in silence
         raise error
 
-    found = []
-    entries = 0
+    found: list[Path] = []
     seen = set()
     for folder, dirs, names in os.walk(root, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
@@ -203,17 +191,18 @@ def _folder_files(root: Path) -> list[tuple[Path, str]]:
             dirs.clear()
             continue
         seen.add(real)
-        dirs[:] = sorted(d for d in dirs if not d.startswith(".") and d != "__pycache__")
-        entries += len(names)
-        for name in names:
-            file = Path(folder, name)
-            # A pipe is left out; a link that leads nowhere is kept, and refused by name when it is read.
-            if not name.startswith(".") and _suffix(file) and (file.is_file() or not file.exists()):
-                found.append((file, file.relative_to(root).as_posix()))
-    if not found:
-        what = f"none of its {entries} files is of a supported kind" if entries else "the folder is empty"
-        raise UserError(f"data.path {root}: {what}; {_SUPPORTED}")
-    return sorted(found, key=lambda pair: pair[1])
+        dirs[:] = sorted(d for d in dirs if d[0] != "." and d != "__pycache__" and d not in skipped)
+        files = [Path(folder, name) for name in names if not name.startswith(".")]
+        # A pipe is left out; a link that leads nowhere is kept, and refused by name when it is read.
+        found += [file for file in files if _suffix(file) and (file.is_file() or not file.exists())]
+    named = [(file, file.relative_to(root).as_posix()) for file in found]
+    return sorted(named, key=lambda pair: pair[1])
+
+
+def _nothing_in(root: Path) -> Never:
+    entries = sum(path.is_file() for path in root.rglob("*"))
+    what = f"none of its {entries} files is of a supported kind" if entries else "the folder is empty"
+    raise UserError(f"data.path {root}: {what}; {_SUPPORTED}")
 
 
 def _suffix(path: Path) -> str | None:
@@ -229,31 +218,28 @@ def _source(file: Path, name: str) -> Source:
 
 def _jsonl_documents(stream: Iterable[bytes], path: Path, field: str) -> Iterator[str]:
     for number, line in enumerate(stream, 1):
-        place = f"{path}:{number}"
+        wrong = None
         try:
             content = line.decode("utf-8-sig" if number == 1 else "utf-8")
             record = json.loads(content) if content.strip() else {field: None}
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{place}: not UTF-8 (byte {error.start} of the line): convert the file"
-            ) from None
+            wrong = f"not UTF-8 (byte {error.start} of the line): convert the file"
         except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
-            raise UserError(f"{place}: not a JSON line ({error})") from None
-        if not isinstance(record, dict):
-            raise UserError(f"{place}: expected a JSON object with a field {field!r}")
-        if field not in record:
-            raise UserError(f"{place}: no field {field!r}; {_name_field(record)}")
-        text = record[field]
-        if text is None:
-            continue
-        if not isinstance(text, str):
-            kind = type(text).__name__
-            raise UserError(f"{place}: field {field!r} is {kind}, not text; {_name_field(record)}")
-        if not text.isascii() and _HALF_PAIR.search(text):
-            raise UserError(
-                f"{place}: field {field!r} has half of a surrogate pair (\\ud800…), which is no text"
-            )
-        yield text
+            wrong = f"not a JSON line ({error})"
+        else:
+            text = record.get(field) if isinstance(record, dict) else None
+            if not isinstance(record, dict):
+                wrong = f"expected a JSON object with a field {field!r}"
+            elif field not in record:
+                wrong = f"no field {field!r}; {_name_field(record)}"
+            elif text is not None and not isinstance(text, str):
+                wrong = f"field {field!r} is {type(text).__name__}, not text; {_name_field(record)}"
+            elif text is not None and not text.isascii() and _HALF_PAIR.search(text):
+                wrong = f"field {field!r} has half of a surrogate pair (\\ud800…), which is no text"
+        if wrong is not None:
+            raise UserError(f"{path}:{number}: {wrong}")
+        if text is not None:
+            yield text
 
 
 def _parquet_documents(stream: Any, path: Path, field: str) -> Iterator[str]:

@@ -176,8 +176,8 @@ class RunConfig:
     Args:
         dir: folder of the run; null takes runs/NAME, or runs/NAME-2, … if that is taken.
         name: NAME above; null is the name of the configuration file.
-        resume: "never" starts anew, "auto" continues from the newest good checkpoint of the run (and starts
-            anew where there is none), or the path of a checkpoint. ``--resume`` is short for it.
+        resume: "never" starts from scratch, "auto" continues from the newest good checkpoint of the run, if
+            there is one, or the path of a checkpoint. ``--resume`` is short for it.
     """
 
     dir: str | None = None
@@ -203,8 +203,8 @@ class ClusterConfig:
         cpus: CPUs a process asks for, and threads it computes with; null asks for one, and the processes of a
             node share its cores out. training.threads says other threads.
         transport: how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere.
-        max_failures: how many times lost shards are made anew from the last checkpoint before the run stops;
-            machines that are taken away on purpose do not count.
+        max_failures: how many times lost shards are started again, from the last checkpoint, before the run
+            stops; machines that are taken away on purpose do not count.
         start_timeout: seconds within which the shards must have got their place.
         hang_timeout: seconds without a sign of life after which a shard counts as lost.
         progress_timeout: seconds in which no shard gets on, though all are alive, after which those count as

@@ -12,12 +12,12 @@ from adjoint.files import new_figure, save_figure
 def plot_losses(
     metrics: Sequence[dict[str, Any]], path: str | Path, unigram_entropy: float | None = None, title: str = ""
 ) -> None:
-    """Draw training and held-out loss (nats a token) against steps; the unigram entropy is the line to beat.
+    """Draw training and held-out loss (nats per token) against steps, and the unigram entropy to beat.
 
     Args:
         metrics: rows of ``metrics.jsonl``: "step", "loss" and, where evaluated, "eval_loss".
         path: the picture, replaced in one piece; its suffix gives the format.
-        unigram_entropy: entropy of the tokens' frequencies, nats a token.
+        unigram_entropy: entropy of the tokens' frequencies, nats per token.
         title: one line above the picture.
     """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
@@ -41,7 +41,7 @@ def plot_losses(
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     save_figure(figure, path)

@@ -278,7 +278,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> float:
-        """Mean loss over the held-out text, nats a token."""
+        """Mean loss over the held-out text, nats per token."""
         total, count = 0.0, 0
         for ids in self.data.eval:
             predictions = int((shift_labels(ids, self.data.seq_idx(ids)) != IGNORE_INDEX).sum())
@@ -352,7 +352,7 @@ class Trainer:
             f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
             f"d_model {self.config.model.d_model}; method: {self.method}\n"
             f"data: {data.description}: {data.n_train_tokens:,} tokens to train on, "
-            f"{data.n_eval_tokens:,} held out, unigram entropy {data.unigram_entropy:.4f} nats a token\n"
+            f"{data.n_eval_tokens:,} held out, unigram entropy {data.unigram_entropy:.4f} nats per token\n"
             f"training: {settings.steps} steps of {self.config.data.batch * settings.grad_accumulation} x "
             f"{self.config.data.seqlen:,} tokens on {self.device} in {self.precision}",
             flush=True,

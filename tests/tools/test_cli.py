@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from adjoint.cli import COMMANDS, main
-from tests.training_helpers import train_tiny
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN = COMMANDS["train"][0].replace(":", ".")  # patched anywhere else, it would really train
@@ -29,15 +28,45 @@ def test_train_py_is_adjoint_train_and_shows_no_traceback(tmp_path: Path) -> Non
     ]
 
 
-def test_ctrl_c_before_training_is_130(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(argv: list[str]) -> int:
-        raise KeyboardInterrupt
+FULL = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
 
-    monkeypatch.setattr(TRAIN, interrupted)
-    assert main(["train"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+
+@pytest.mark.parametrize(
+    "raised, code, said",
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(28, "No space left on device", "runs/x"), 2, "error: runs/x: No space left"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, "--method.chunk_size"),
+        (RuntimeError(FULL), 2, "--method.chunk_size"),
+        (ModuleNotFoundError("No module named 'x'", name="x"), 2, "pip install x"),
+        (RuntimeError("a bug"), None, ""),
+        (ValueError("a bug"), None, ""),
+        (KeyError("a bug"), None, ""),
+        (ModuleNotFoundError("a bug", name="adjoint.x"), None, ""),
+    ],
+)
+def test_what_the_user_can_mend_is_told_and_our_fault_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    raised: BaseException,
+    code: int | None,
+    said: str,
+) -> None:
+    def failing(argv: list[str]) -> int:
+        raise raised
+
+    monkeypatch.setattr(TRAIN, failing)
+    if code is None:
+        with pytest.raises(type(raised), match="a bug"):
+            main(["train"])
+        return
+    assert main(["train"]) == code
+    line = capsys.readouterr().err
+    assert said in line and line.count("\n") == 1
+    monkeypatch.setenv("ADJOINT_DEBUG", "1")
+    if code == 2:
+        with pytest.raises(type(raised)):
+            main(["train"])
 
 
 def heed_ctrl_c() -> None:
@@ -82,27 +111,6 @@ import adjoint
     assert result.stdout == "True\n"
 
 
-def test_a_full_disk_and_full_memory_are_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cpu = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
-    errors = {
-        OSError(28, "No space left on device", "runs/x"): "runs/x: No space left",
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"): "--method.chunk_size",
-        RuntimeError(cpu): "--method.chunk_size",
-    }
-    for error, said in errors.items():
-
-        def failing(argv: list[str], error: BaseException = error) -> int:
-            raise error
-
-        monkeypatch.setattr(TRAIN, failing)
-        assert main(["train"]) == 2
-        line = capsys.readouterr().err
-        assert said in line
-        assert line.count("\n") == 1
-
-
 def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def warning(argv: list[str]) -> int:
         warnings.showwarning("two\nlines", UserWarning, "file.py", 1)
@@ -119,27 +127,6 @@ def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def python_showwarning(message: str, category: type, filename: str, line: int) -> None:
     sys.stderr.write(warnings.formatwarning(message, category, filename, line))
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyError])
-def test_what_is_our_fault_keeps_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
-) -> None:
-    def broken(argv: list[str]) -> int:
-        raise kind("a bug")
-
-    monkeypatch.setattr(TRAIN, broken)
-    with pytest.raises(kind, match="a bug"):
-        main(["train"])
-
-
-WINDOWED = "--method.name truncated --method.window 8"
-
-
-def test_tracebacks_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ADJOINT_DEBUG", "1")
-    with pytest.raises(ValueError, match=r"training\.steps"):
-        train_tiny(tmp_path, training__steps=0)
 
 
 def test_commands_and_version(capsys: pytest.CaptureFixture[str]) -> None:

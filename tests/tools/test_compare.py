@@ -162,7 +162,7 @@ def test_peak_memory_sees_what_comes_and_goes() -> None:
     with PeakMemory(cpu) as peak:
         torch.ones(size // 4).sum()
     if peak.bytes is None:
-        pytest.skip("the peak of resident memory cannot be begun anew here")
+        pytest.skip("the peak of resident memory cannot be reset here")
     assert 0.9 * size < peak.bytes < 1.5 * size
     with PeakMemory(cpu) as peak:
         torch.ones(16).sum()

@@ -52,6 +52,7 @@ FILES: dict[str, bytes] = {
     "flat.yaml": b"seqlen: 5\n",
     "other/checkpoints/step-00000003/MANIFEST.json": b"{",
 }
+STEP = "run/checkpoints/step-00000001"
 KEYS = [
     ("--training.stepz 3", "--training.stepz: unknown key training.stepz; did you mean training.steps?"),
     ("--training.lrr 3", "did you mean training.lr?"),
@@ -123,6 +124,13 @@ VALUES = [
     ("--run.resume step-00000003", "no such checkpoint"),
     ("--run.resume other/checkpoints/step-00000003", "damaged checkpoint"),
     ("--run.resume run", "run: is a run, not a checkpoint"),
+    ("--run.dir run", "holds another run"),
+    (f"--run.resume {STEP} --model.d_model 32", "model.d_model 16, this run has 32"),
+    (f"--run.resume {STEP} --data.seqlen 32", "has seqlen 64, this run has 32"),
+    (f"--run.resume {STEP} --training.seed 1", "has seed 0, this run has 1"),
+    (f"--run.resume {STEP} --training.optimizer muon", "training.optimizer adamw, this run has muon"),
+    ("--training.carry_state other --model.mixer attention", "attention's keys and values would grow"),
+    ("--training.carry_state previous --cluster.shards 1 --cluster.sequence 2", "leave out cluster.replicas"),
     ("--cluster.shards -1", "--cluster.shards: expected a whole number (0 or more) or auto"),
     ("--cluster.sequence 2", "need processes of their own"),
 ]

@@ -115,11 +115,3 @@ def test_eval_gives_the_loss_by_position(tmp_path: Path, capsys: pytest.CaptureF
         assert abs(row["loss"] - losses[row["start"] : row["stop"]].mean().item()) <= 1e-5 * row["loss"]
         assert f"{row['loss']:.4f}" in shown
     assert sum(r["predictions"] for r in rows if r["length"] == 1024) == 1023
-
-
-def test_states_that_grow_are_not_carried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_tiny(tmp_path, training__carry_state="other", model__mixer="attention") == 2
-    assert "training.carry_state" in capsys.readouterr().err
-    flags = {"cluster__shards": 1, "cluster__sequence": 2, "training__carry_state": "previous"}
-    assert train_tiny(tmp_path, **flags) == 2
-    assert "leave out cluster.replicas, cluster.sequence" in capsys.readouterr().err

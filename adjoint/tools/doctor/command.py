@@ -220,7 +220,7 @@ def _compiler(cxx: str | None) -> tuple[str | None, str | None]:
 
 
 def choices() -> list[dict[str, Any]]:
-    """The backend that `backend=None` takes, and why those asked before it are not: a row an operation,
+    """The backend that `backend=None` takes, and why those asked before it are not: a row per operation,
     device and dtype. Where there is no CUDA device (not `here`): what would be tried first on one."""
     rows = []
     for kind, operation, dtype in itertools.product(("cpu", "cuda"), dispatch.operations(), DTYPES):

@@ -33,7 +33,7 @@ def evaluate(
         budget: tokens to read, of at least one needle a depth.
 
     Returns:
-        A row a depth: length, depth, accuracy (the share of the answers' tokens that are the most likely
+        A row per depth: length, depth, accuracy (the share of the answers' tokens that are the most likely
         ones), loss (their mean, nats), needles.
 
     Raises:
@@ -88,7 +88,7 @@ def _last_logits(model: Any, ids: Tensor, tokens: int) -> Tensor:
 
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The cells: a line a depth, a column a run and length: accuracy and loss; last, how many needles."""
+    """The cells: a line per depth, a column per run and length: accuracy and loss; last, how many needles."""
     columns = list(dict.fromkeys((row["run"], row["length"]) for row in rows))
     several = len({run for run, _ in columns}) > 1
     lines = [["depth", *(f"{Path(run).name}, " * several + f"{n:,} tokens" for run, n in columns)]]

@@ -24,14 +24,14 @@ FIRST = 64  # tokens of the first bin; each further one ends at twice the positi
 def evaluate(
     model: Any, text: Tensor, length: int, budget: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """The loss by position in windows of one length, a row a bin of positions.
+    """The loss by position in windows of one length, a row per bin of positions.
 
     Args:
         model: a `Stack` or a wrapped model. text: (n,) int64, n >= length.
         budget: tokens to read, at least one window of them.
 
     Returns:
-        length, start and stop of the bin's positions, loss (nats a token), predictions.
+        length, start and stop of the bin's positions, loss (nats per token), predictions.
     """
     from tqdm import tqdm
 
@@ -71,7 +71,7 @@ def _losses(model: Any, ids: Tensor, edges: tuple[int, ...]) -> list[tuple[int, 
 
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The cells: a line a bin of positions, a column a run and length of window; last, the mean."""
+    """The cells: a line per bin of positions, a column per run and length of window; last, the mean."""
     curves = _curves(rows)
     lines = [["positions", *curves]]
     for start in sorted({row["start"] for row in rows}):
@@ -95,13 +95,13 @@ def _curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Loss against position, a line a run and length."""
+    """Loss against position, a line per run and length."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     for name, mine in _curves(rows).items():
         middles = [math.sqrt(max(row["start"], FIRST / 2) * row["stop"]) for row in mine]
         axes.plot(middles, [row["loss"] for row in mine], "o-", markersize=4, label=name)
-    axes.set(xscale="log", xlabel="position in the window", ylabel="loss (nats a token)")
+    axes.set(xscale="log", xlabel="position in the window", ylabel="loss (nats per token)")
     axes.set_title("loss by position, held-out text")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

@@ -181,7 +181,7 @@ def _kept(request: Namespace, settings: dict[str, Any]) -> tuple[list[dict[str, 
     file = request.out / RESULTS
     if not request.resume or not file.exists():
         return [], None
-    remedy = "name another --out, or begin anew with --no-resume"
+    remedy = "name another --out, or start again with --no-resume"
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
         there = stored["settings"]

@@ -58,7 +58,7 @@ class Agreement(NamedTuple):
 def gradient(
     model: Stack, input_ids: Tensor, method: Any, precision: str = "float32"
 ) -> tuple[Gradients, list[int] | None]:
-    """The gradient of the mean loss by parameter name, and the windows that the method picked, a layer each.
+    """The gradient of the mean loss by parameter name, and the windows that the method picked, one per layer.
 
     Leaves `.grad` None.
 

@@ -24,7 +24,7 @@ _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "t
 
 
 def plot_sweep(result: Mapping[str, Any], path: str | Path) -> None:
-    """Draw relative error against window, both logarithmic: a line a method, its layers' spread as a band.
+    """Draw relative error against window, both logarithmic: a line per method, its layers' spread as a band.
 
     "full", the window over the whole sequence, is the right end. A ring marks the smallest window from which
     on the error stays below 1%. The dashed line is the kind of parameter that is furthest off.

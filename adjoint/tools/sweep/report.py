@@ -61,7 +61,7 @@ def smallest_window(
 
 
 def conclusion(result: Mapping[str, Any]) -> list[str]:
-    """One line a method that has a window: how long a one is needed."""
+    """One line per method that has a window: how long it must be."""
     lines = []
     for name in swept(result):
         rows = [row for row in result["rows"] if row["method"] == name]
@@ -107,7 +107,7 @@ def span(windows: list[int]) -> str:
 
 
 def error_text(error: float | None) -> str:
-    """A relative error as a reader wants it: 12%, 0.40%, 3.1e-07."""
+    """A relative error as a reader likes it: 12%, 0.40%, 3.1e-07."""
     if error is None:
         return "not finite"
     if error >= 0.001:
@@ -193,7 +193,7 @@ def _evenly(values: Iterable[Any], most: int) -> list[Any]:
 
 
 def write_csv(result: Mapping[str, Any], folder: Path) -> str:
-    """Writes sweep.csv, a line a (row, part of the model); returns its name.
+    """Writes sweep.csv, a line per row and part of the model; returns its name.
 
     scope is overall, layer or kind, name the part. window is empty for the whole sequence; where it is auto,
     the lines of layers have the window of that layer.
