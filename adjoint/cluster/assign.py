@@ -33,7 +33,7 @@ def make_specs(
     workers of a node.
 
     Args:
-        found: what each worker's process has, by rank: see `ShardActor.look`.
+        found: what each worker's process has, by rank: see `ShardActor.describe`.
         ids: (batch, seqlen), to see whether the memory suffices; None to leave that out.
 
     Returns:

@@ -260,15 +260,14 @@ def mine(nvml: Any = None, environ: Mapping[str, str] | None = None) -> Device |
     return seen[0] if seen else None
 
 
-def backend(a: Device | None, b: Device | None) -> str:
-    """The torch.distributed backend between two shards' devices (None is a CPU): "nccl" or "gloo".
+def backend(devices: Sequence[Device | None]) -> str:
+    """The torch.distributed backend between workers' devices (None is a CPU): "nccl" or "gloo".
 
     NCCL needs a whole GPU of its own at each end: slices have no peer-to-peer access, and two ranks on one
     GPU are refused.
     """
-    if a is None or b is None or a.is_slice or b.is_slice or a.uuid == b.uuid:
-        return "gloo"
-    return "nccl"
+    whole = {device.uuid for device in devices if device is not None and not device.is_slice}
+    return "nccl" if 1 < len(whole) == len(devices) else "gloo"
 
 
 def shares(devices: Sequence[Device | None]) -> list[float]:

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adjoint.cluster import placement
+from adjoint.cluster import devices, placement
 from adjoint.cluster.helpers import Task, as_arrays, as_tensors
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
 from adjoint.cluster.shard import HelperShard, Shard
@@ -28,8 +28,8 @@ from adjoint.train.config import ClusterConfig, TrainingConfig
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has
 SEARCH = 15.0  # the same where only connections are known to have broken, but not yet who broke them
-VERDICT = 45.0  # seconds that Ray gets to find out what became of a shard that cannot be reached
-BEAT = 1.0  # seconds between questions whether a shard is alive
+DIAGNOSIS = 45.0  # seconds that Ray gets to find out what became of a worker that cannot be reached
+HEARTBEAT = 1.0  # seconds between questions whether a worker is alive
 # Seconds that a shard waits for one message, at least: others may have much to do before they send it. That
 # nobody gets on is noticed sooner (`Watch`).
 PATIENCE = 3600.0
@@ -41,13 +41,12 @@ class ShardActor:
 
     shard: Shard | HelperShard | None = None
 
-    def look(self, training: TrainingConfig) -> dict[str, Any]:
+    def describe(self, training: TrainingConfig) -> dict[str, Any]:
         """What this process has: its node, device, precision, cores and memory."""
         import ray
         import torch
         import torch._dynamo  # 150 MB of modules that the optimizer imports otherwise
 
-        from adjoint.cluster import devices
         from adjoint.kernels.cpu import build as cpu_build
         from adjoint.memory import total_memory_bytes, usable_cores
         from adjoint.train.machine import pick_device, pick_precision
@@ -121,7 +120,7 @@ class ShardActor:
         own = [torch.from_numpy(a.copy()) if isinstance(a, np.ndarray) else a for a in arguments]
         return getattr(self.shard, name)(*own, **keywords)
 
-    def beat(self) -> tuple[int, tuple[str, bool]]:
+    def heartbeat(self) -> tuple[int, tuple[str, bool]]:
         """Answers, whatever else this process is doing: how much it has done, what it is at, and whether that
         is to wait for others."""
         shard = self.shard
@@ -160,25 +159,28 @@ class Watch:
     """
 
     def __init__(self, actors: Sequence[Any], ranks: Sequence[int]) -> None:
-        self.actors, self.beats = actors, dict[int, Any]()
+        self.actors, self.asked = actors, dict[int, Any]()
         self.moved = time.monotonic()
         self.last_seen = dict.fromkeys(ranks, self.moved)
         self.said: dict[int, tuple[int, tuple[str, bool]]] = {}
+
+    def ask(self, rank: int) -> Any:
+        """Asks for a heartbeat; a reference to it."""
+        return self.actors[rank].heartbeat.options(concurrency_group="watch").remote()
 
     def quiet_for(self, rank: int) -> float:
         """Seconds since a worker's last heartbeat."""
         import ray
 
-        if rank in self.beats and ray.wait([self.beats[rank]], timeout=0)[0]:
-            now = time.monotonic()
+        if rank in self.asked and ray.wait([self.asked[rank]], timeout=0)[0]:
+            now = self.last_seen[rank] = time.monotonic()
             with contextlib.suppress(Exception):  # if it is dead, its call says so
-                said = ray.get(self.beats.pop(rank))
+                said = ray.get(self.asked[rank])
                 if self.said.get(rank) != said:
                     self.said[rank], self.moved = said, now
-            self.last_seen[rank] = now
-            self.beats.pop(rank, None)
-        if rank not in self.beats:
-            self.beats[rank] = self.actors[rank].beat.options(concurrency_group="watch").remote()
+            del self.asked[rank]
+        if rank not in self.asked:
+            self.asked[rank] = self.ask(rank)
         return time.monotonic() - self.last_seen[rank]
 
     def stuck(self, ranks: Sequence[int], limit: float) -> list[Cause]:
@@ -189,6 +191,18 @@ class Watch:
         culprits = [rank for rank in ranks if not at[rank][1]] or list(ranks)
         why = f"no progress of any shard for {limit:.0f} s (cluster.progress_timeout), it is at: "
         return [Cause("hung", rank, why + (at[rank][0] or "its call")) for rank in culprits]
+
+    def cause(self, rank: int, seconds: float) -> Cause | None:
+        """What Ray makes of a worker that does not answer within some seconds; None where it is alive."""
+        import ray
+
+        try:
+            ray.get(self.ask(rank), timeout=seconds)
+        except ray.exceptions.GetTimeoutError:
+            return Cause("unreachable", rank, "does not answer")
+        except Exception as error:
+            return cause_of(error, rank)
+        return None
 
 
 class Group:
@@ -234,13 +248,13 @@ class Group:
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:
             self.actors = [self._actor(ray, rank, each) for rank in range(self.layout.world)]
-            found = self.all("look", training, direct=True, helpers=True)
+            found = self.all("describe", training, direct=True, helpers=True)
             self.device, self.spans, specs = make_specs(model, training, method, self.layout, found, ids)
-            backend = _backend(cluster.transport, [look["gpu"] for look in found])
-            one_node = len({look["node"] for look in found} | {ray.get_runtime_context().get_node_id()}) == 1
-            # A file needs no port, but every shard must see it.
-            meeting = f"file://{self.meeting}"
-            if not one_node:
+            backend = cluster.transport
+            if backend == "auto":
+                backend = devices.backend([process["gpu"] for process in found])
+            meeting = f"file://{self.meeting}"  # a file needs no port, but every worker must see it
+            if {process["node"] for process in found} != {ray.get_runtime_context().get_node_id()}:
                 meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
             self.precision = specs[0].precision
             rest = (meeting, backend, self.actors, checkpoint, max(PATIENCE, 2 * cluster.progress_timeout))
@@ -310,18 +324,15 @@ class Group:
     def _collect(self, references: Mapping[int, Any], during: str, limit: str) -> list[Any]:
         import ray
 
-        patience = getattr(self.cluster, limit)
-        failed: dict[int, Cause] = {}
-        results: dict[int, Any] = {}
+        patience, progress = getattr(self.cluster, limit), self.cluster.progress_timeout
+        failed, results = dict[int, Cause](), dict[int, Any]()
         rank_of = {reference: rank for rank, reference in references.items()}
         # Helpers are called by their shards alone, and watched while they may be.
-        watched = during == "accumulate"
-        helpers = [rank for rank in range(self.layout.world) if watched and self.layout.helps(rank)]
-        watch = Watch(self.actors, [*references, *helpers])
-        deadline = float("inf")
+        helpers = [r for r in range(self.layout.world) if during == "accumulate" and self.layout.helps(r)]
+        watch, deadline = Watch(self.actors, [*references, *helpers]), float("inf")
         waiting = list(references.values())
         while waiting and time.monotonic() < deadline:
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=min(BEAT, GRACE))
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=HEARTBEAT)
             for reference in ready:
                 rank, watch.moved = rank_of[reference], time.monotonic()
                 try:
@@ -333,53 +344,30 @@ class Group:
                     failed[rank] = cause_of(error, rank)
                     grace = SEARCH if failed[rank].kind == "connection" else GRACE
                     deadline = min(deadline, time.monotonic() + grace)
-            if not ready:
-                pending = [rank_of[reference] for reference in waiting]
-                for rank in [*pending, *helpers]:
-                    if watch.quiet_for(rank) > patience:
-                        quiet = f"no heartbeat for {patience:.0f} s (cluster.{limit})"
-                        failed[rank] = Cause("hung", rank, quiet)
-                        deadline = min(deadline, time.monotonic())
-                if limit == "hang_timeout" and during not in UNTIMED and not failed:
-                    stuck = watch.stuck([*pending, *helpers], self.cluster.progress_timeout)
-                    failed |= {cause.rank: cause for cause in stuck}
-                    deadline = time.monotonic() if stuck else deadline
+            if ready:
+                continue
+            watched = [*(rank_of[reference] for reference in waiting), *helpers]
+            quiet = f"no heartbeat for {patience:.0f} s (cluster.{limit})"
+            hung = [Cause("hung", rank, quiet) for rank in watched if watch.quiet_for(rank) > patience]
+            if limit == "hang_timeout" and during not in UNTIMED and not failed and not hung:
+                hung = watch.stuck(watched, progress)
+            failed |= {cause.rank: cause for cause in hung}
+            deadline = time.monotonic() if hung else deadline
         if failed:
             # whose call has not ended may be no more: then that explains the others' errors
             for rank in [*(rank_of[reference] for reference in waiting), *helpers]:
-                if rank not in failed and (cause := self._death_of(rank)) is not None:
+                if rank not in failed and (cause := watch.cause(rank, GRACE)) is not None:
                     failed[rank] = cause
-            deadline = time.monotonic() + VERDICT
-            raise ShardFailure([self._verdict(cause, deadline) for cause in failed.values()], during)
+            deadline = time.monotonic() + DIAGNOSIS
+            raise ShardFailure([self._diagnosed(watch, c, deadline) for c in failed.values()], during)
         return [results[rank] for rank in references]
 
-    def _death_of(self, rank: int) -> Cause | None:
-        """Why a worker is no more, or that it does not answer; None where it does."""
-        import ray
-
-        try:
-            ray.get(self.actors[rank].beat.options(concurrency_group="watch").remote(), timeout=GRACE)
-        except ray.exceptions.GetTimeoutError:
-            return Cause("unreachable", rank, "does not answer")
-        except Exception as error:
-            return cause_of(error, rank)
-        return None
-
-    def _verdict(self, cause: Cause, deadline: float) -> Cause:
-        """What Ray makes of a shard that could not be reached. It takes some 15 s to count a node as lost;
-        until then it would place new shards there."""
-        import ray
-
-        while cause.kind == "unreachable" and time.monotonic() < deadline:
-            beat = self.actors[cause.rank].beat.options(concurrency_group="watch").remote()
-            try:
-                ray.get(beat, timeout=deadline - time.monotonic())
-            except ray.exceptions.GetTimeoutError:
-                break
-            except Exception as error:
-                cause = cause_of(error, cause.rank)
-            else:
-                return Cause("connection", cause.rank, "could not be reached for a while")
+    def _diagnosed(self, watch: Watch, cause: Cause, deadline: float) -> Cause:
+        """A cause, or what Ray has found out by the deadline of a worker that could not be reached: it takes
+        some 15 s to count a node as lost, and until then would place new workers there."""
+        while cause.kind == "unreachable" and (left := deadline - time.monotonic()) > 0:
+            found = watch.cause(cause.rank, left)
+            cause = found or Cause("connection", cause.rank, "could not be reached for a while")
         return cause
 
     def kill(self) -> None:
@@ -395,12 +383,3 @@ class Group:
         with contextlib.suppress(OSError):
             os.unlink(self.meeting)
         self.actors = []
-
-
-def _backend(wanted: str, gpus: list[Any]) -> str:
-    from adjoint.cluster.devices import backend
-
-    if wanted != "auto":
-        return wanted
-    pairs = [backend(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]]
-    return "nccl" if pairs and set(pairs) == {"nccl"} else "gloo"

@@ -98,7 +98,7 @@ class ShardedTrainer(Trainer):
             UserError: that was one failure too many, or there is no place for the shards any more.
         """
         checkpoint = newest_checkpoint(self.folder.path / "checkpoints") or self.origin
-        self._reckon(failure, checkpoint)
+        self._count_failure(failure, checkpoint)
         self._build(checkpoint)
         if checkpoint is None:
             self.step = self.saved_step = self.tokens = 0
@@ -109,7 +109,7 @@ class ShardedTrainer(Trainer):
             self._resume(checkpoint)
         self.folder.start(self.step)
 
-    def _reckon(self, failure: ShardFailure, checkpoint: Path | None) -> None:
+    def _count_failure(self, failure: ShardFailure, checkpoint: Path | None) -> None:
         """Gives up what is left of a group, and counts what befell it; that a machine was taken away on
         purpose is no failure of the run. What would come again is not tried again.
 
@@ -169,7 +169,7 @@ class ShardedTrainer(Trainer):
                 self._make_group(checkpoint)
                 return
             except ShardFailure as failure:
-                self._reckon(failure, checkpoint)
+                self._count_failure(failure, checkpoint)
             except UserError as error:
                 if self.failures + self.preemptions == 0:
                     raise

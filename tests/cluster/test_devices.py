@@ -281,9 +281,16 @@ def test_a_process_with_several_slices_is_refused() -> None:
 def test_nccl_between_whole_gpus_only() -> None:
     whole, other = Device("GPU-a", H100, 0, 80), Device("GPU-b", H100, 1, 80)
     piece, sibling = Device("MIG-a", H100, 2, 10, "1g.10gb"), Device("MIG-b", H100, 2, 10, "1g.10gb")
-    assert backend(whole, other) == "nccl"
-    for pair in [(whole, piece), (piece, sibling), (whole, None), (None, None), (whole, whole)]:
-        assert backend(*pair) == backend(*reversed(pair)) == "gloo"
+    assert backend([whole, other]) == "nccl"
+    for found in (
+        [whole, piece],
+        [piece, sibling],
+        [whole, other, None],
+        [None, None],
+        [whole, whole],
+        [whole],
+    ):
+        assert backend(found) == backend(found[::-1]) == "gloo"
 
 
 def test_shares_by_memory() -> None:

@@ -230,20 +230,20 @@ def failing_trainer(folder: Path) -> ShardedTrainer:
 def test_what_would_come_again_is_not_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, collateral = failing_trainer(tmp_path), Cause("connection", 0, "Connection closed by peer")
     for kind in ("died", "node lost", "out of memory", "preempted", "hung", "unreachable", "connection"):
-        trainer._reckon(ShardFailure([Cause(kind, 1, ""), collateral], "accumulate"), None)
+        trainer._count_failure(ShardFailure([Cause(kind, 1, ""), collateral], "accumulate"), None)
         assert "going on after step 0" in capsys.readouterr().err
         trainer.failures = 0
     full = Cause("environment", 1, "/runs/x: No space left on device")
     with pytest.raises(
         UserError, match=r"shard 1: environment: /runs/x: No space left .* come again: .* mend"
     ):
-        trainer._reckon(ShardFailure([full, collateral], "save"), None)
+        trainer._count_failure(ShardFailure([full, collateral], "save"), None)
     bug = Cause("error", 1, "TypeError: no", TypeError("no"))
     with pytest.raises(ShardFailure, match="shard 1: error: TypeError: no") as raised:
-        trainer._reckon(ShardFailure([bug, collateral], "accumulate"), None)
+        trainer._count_failure(ShardFailure([bug, collateral], "accumulate"), None)
     assert raised.value.__cause__ is bug.error
     # what a dead shard does to the code of others is no bug
-    trainer._reckon(ShardFailure([bug, Cause("died", 0, "")], "accumulate"), None)
+    trainer._count_failure(ShardFailure([bug, Cause("died", 0, "")], "accumulate"), None)
     assert capsys.readouterr().err.count("shard 0: died") == 1
 
 
