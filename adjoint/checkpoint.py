@@ -137,14 +137,18 @@ class Tensors:
     """The tensors of a checkpoint's model or optimizer files, read one at a time by name.
 
     Args:
-        path: the checkpoint. stem: "model", "optimizer" or "state".
+        path: the checkpoint, or a folder of transformers. stem: "model", "optimizer" or "state".
     """
 
     def __init__(self, path: Path, stem: str) -> None:
         from safetensors import safe_open
 
         self.path, self.where = path, dict[str, Any]()
-        for file in sorted(path.glob(f"{stem}*.safetensors")):
+        files, index = sorted(path.glob(f"{stem}*.safetensors")), path / f"{stem}.safetensors.index.json"
+        if path / f"{stem}.safetensors" not in files and index.is_file():  # a folder of transformers
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            files = [path / name for name in sorted(set(names))]
+        for file in files:
             stored = safe_open(str(file), "pt")
             self.where |= dict.fromkeys(stored.keys(), stored)
 

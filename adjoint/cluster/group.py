@@ -250,7 +250,7 @@ class Group:
             self.actors = [self._actor(ray, rank, each) for rank in range(self.layout.world)]
             found = self.all("describe", training, direct=True, helpers=True)
             self.device, self.spans, specs = make_specs(model, training, method, self.layout, found, ids)
-            backend = cluster.transport
+            backend: str = cluster.transport
             if backend == "auto":
                 backend = devices.backend([process["gpu"] for process in found])
             meeting = f"file://{self.meeting}"  # a file needs no port, but every worker must see it

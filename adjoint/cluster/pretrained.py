@@ -1,17 +1,27 @@
-"""A shard of a transformers model: a span of its layers, its cache being the state."""
+"""Transformers models in shards: a span of layers each, whose cache is the state."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
 
+from adjoint.checkpoint import Tensors
+from adjoint.cluster.count import Uncountable
+from adjoint.cluster.pretrained_memory import outlined
 from adjoint.cluster.shard import Shard
 from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
-from adjoint.hf.wrap import chunk_size_for, scheme_of
+from adjoint.hf import first_use
+from adjoint.hf.layers import PassThrough, backbone_of
+from adjoint.hf.load import KEY, configuration
+from adjoint.hf.split import Pretrained, verified
+from adjoint.hf.wrap import check_method, chunk_size_for, scheme_of
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
 
@@ -64,3 +74,79 @@ class PretrainedShard(Shard):
         self, prompt: Tensor, max_new_tokens: int, temperature: float, seed: int, chunk_size: int = 1024
     ) -> Tensor | None:
         raise UserError("training.sample_tokens: a pretrained model in shards gives no samples; set it to 0")
+
+
+# Of what safetensors files call their dtypes, those that loading in float32 does not change.
+DTYPES = ("F32", "BF16", "F16")
+
+
+def described_by_files(directory: str, method: Any) -> Pretrained | None:
+    """What shards have to know of the model of a folder, whose weights they read from its files themselves.
+
+    Memory does not grow with the number of layers: of each third of the model one layer of each kind is read
+    for the comparison that `examine` makes, and the tables at both ends.
+
+    Returns:
+        None where only transformers' own loading knows what the files hold: they are no safetensors, or have
+        other names or shapes than the model's parameters, or the model does not run on fake tensors.
+
+    Raises:
+        UserError: the model cannot be cut, or the method is not for it.
+    """
+    stored = Tensors(Path(directory), "model")
+    config = configuration(directory)
+    if not stored.where or getattr(config, "quantization_config", None) is not None:
+        return None
+    try:
+        found = outlined(directory)
+    except Uncountable:
+        return None
+    model = found.empty()
+    if not _has_all(stored, model, found):
+        return None
+    try:
+        check_method(method)
+        return dataclasses.replace(_read(stored, model, found), slots=found.slots)
+    except ValueError as error:
+        raise UserError(f"{KEY}: {directory}: {' '.join(str(error).split())}") from None
+
+
+def _has_all(stored: Tensors, model: Any, found: Pretrained) -> bool:
+    """Whether files have a model's parameters as they are, under their own names."""
+    if any(type(change) is not WeightRenaming for change in get_model_conversion_mapping(model)):
+        return False
+    if found.tie_embeddings and found.head in stored.where:
+        return False  # perhaps not tied after all
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name == found.head and found.tie_embeddings:
+            continue
+        if name not in stored.where:
+            return False
+        tensor = stored.where[name].get_slice(name)
+        if tensor.get_shape() != list(parameter.shape) or tensor.get_dtype() not in DTYPES:
+            return False
+    return True
+
+
+def _read(stored: Tensors, model: Any, found: Pretrained) -> Pretrained:
+    """Compares an empty model's spans with the whole, with as many of its layers as that takes."""
+    layers = getattr(backbone_of(model), found.layers)
+    kept: list[int] = []
+    for span in found.pieces():
+        left_out = first_use.repeated([layers[k] for k in span])
+        kept += [k for k in span if not any(layers[k] is layer for layer in left_out)]
+    for k, layer in enumerate(list(layers)):
+        if k not in kept:
+            layers[k] = PassThrough(layer, found.outputs[k])
+    with torch.no_grad():
+        for name, _ in list(model.named_parameters(remove_duplicate=False)):
+            if name != found.head or not found.tie_embeddings:
+                module, _, own = name.rpartition(".")
+                model.get_submodule(module)._parameters[own] = nn.Parameter(stored[name].float())
+        for name, buffer in model.named_buffers():
+            if name in stored.where:
+                buffer.copy_(stored[name])
+    if found.tie_embeddings:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    few = dataclasses.replace(found, slots=tuple(slot for slot in found.slots if slot.layer in kept))
+    return verified(model, few)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -396,12 +398,16 @@ class Shard:
 
     @torch.no_grad()
     def load(self, path: str) -> None:
-        """Takes this shard's share of a checkpoint, written by any number of shards.
+        """Takes this shard's share of a checkpoint, written by any number of shards, or of the weights in a
+        folder of transformers.
 
         Raises:
             UserError: something of it is not there.
+            FileNotFoundError: nothing is: this node does not see the folder.
         """
         weights, state = Tensors(Path(path), "model"), Tensors(Path(path), "optimizer")
+        if not weights.where:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         named = self.named_weights()
         copied = {} if self.table is None else {self.embedding_name: self.table}
         for name, parameter in (named | copied).items():

@@ -121,7 +121,8 @@ class ShardedTrainer(Trainer):
         if failure.causes[0].kind == "environment":
             raise UserError(
                 f"{self.folder.path}: {failure}, at step {self.step + 1}; it would come again: all nodes "
-                "need the run's folder, with space left, and the same packages; mend that, then --resume auto"
+                "need the run's folder, with space left, that of model.from_pretrained, and the same packages; "
+                "mend that, then --resume auto"
             ) from None
         if failure.permanent:
             raise failure from failure.causes[0].error
@@ -176,14 +177,17 @@ class ShardedTrainer(Trainer):
                 raise UserError(f"{self.folder.path}: {error}; then --resume auto") from None
 
     def _examine(self, directory: str) -> None:
-        """Finds out how a pretrained model is cut, and writes its weights where the shards begin from, unless
-        they go on from a checkpoint."""
+        """Finds out how a pretrained model is cut, and where the shards read its weights from: its own folder
+        where they can, else one to which they are written, unless they go on from a checkpoint."""
+        from adjoint.cluster.pretrained import described_by_files
         from adjoint.hf.load import described
 
-        folder = self.folder.path / "pretrained" if self.origin is None else None
-        self.described = described(directory, self.method, folder)
-        self.num_parameters, self.names = self.described.num_parameters, list(self.described.names)
-        self.weights = folder
+        self.weights: Path | None = Path(directory)
+        found = described_by_files(directory, self.method)
+        if found is None:
+            self.weights = self.folder.path / "pretrained" if self.origin is None else None
+            found = described(directory, self.method, self.weights)
+        self.described, self.num_parameters, self.names = found, found.num_parameters, list(found.names)
 
     def _make_group(self, checkpoint: Path | None) -> None:
         config, settings = self.config, self.config.cluster

@@ -152,7 +152,7 @@ def replica(model: Any) -> Any:
     kind. None where there is none."""
     room, left_out = memory_left(_device(model)) / 2, []
     if _needed(model.parameters()) > room:
-        left_out = _alike(list(layers_of(backbone_of(model)).values()))
+        left_out = repeated(list(layers_of(backbone_of(model)).values()))
         skipped = {p for layer in left_out for p in layer.parameters()}
         if not left_out or _needed(p for p in model.parameters() if p not in skipped) > room:
             return None
@@ -182,7 +182,7 @@ def _needed(parameters: Iterable[Tensor]) -> int:
     return 2 * trained + sum(4 * p.numel() for p in found if p.dtype in HALF)
 
 
-def _alike(layers: Sequence[nn.Module]) -> list[nn.Module]:
+def repeated(layers: Sequence[nn.Module]) -> list[nn.Module]:
     """Those of which there is one like them before: their modules, but for their own numbers."""
     kinds: list[Any] = []
     found = []

@@ -72,6 +72,12 @@ class Pretrained:
     def tie_embeddings(self) -> bool:
         return self.head not in self.names
 
+    def pieces(self) -> list[range]:
+        """Up to three spans of its layers, by which its parts are compared with the whole."""
+        pieces = min(3, self.n_layer)
+        cuts = [self.n_layer * i // pieces for i in range(pieces + 1)]
+        return [range(a, b) for a, b in itertools.pairwise(cuts)]
+
     def in_precision(self, precision: str) -> Pretrained:
         """With the slots of "float32", "bfloat16" (autocast) or "float64"."""
         slots = self.autocast if precision == "bfloat16" else self.slots
@@ -126,7 +132,18 @@ def examine(model: Any, input_ids: Tensor) -> Pretrained:
     Raises:
         Refused: it cannot be cut, with the reason.
     """
-    found = describe(model, input_ids)
+    return verified(model, describe(model, input_ids))
+
+
+def verified(model: Any, found: Pretrained) -> Pretrained:
+    """A description with what weights alone tell; its parts' gradient is compared with the whole's.
+
+    Args:
+        model: as `examine`'s; pass-through modules may stand in the places of some of its layers.
+
+    Raises:
+        Refused: see `examine`.
+    """
     buffers = {name: b.detach().cpu().clone() for name, b in model.named_buffers()}
     found = dataclasses.replace(found, scale=head_scale(model), buffers=buffers)
     with check.as_refusal(model), first_use.in_eval_mode(model):
@@ -221,9 +238,7 @@ def _multiplier(model: Any, found: Pretrained) -> float:
 
 def _compare(model: Any, found: Pretrained) -> None:
     """The gradient of up to three spans, run over a few tokens in chunks, against the whole model's."""
-    n, pieces = found.n_layer, min(3, found.n_layer)
-    cuts = [n * i // pieces for i in range(pieces + 1)]
-    spans = [range(a, b) for a, b in itertools.pairwise(cuts)]
+    spans = found.pieces()
 
     def by_spans(model: Any, ids: Tensor, labels: Tensor) -> Steps:
         stages = [found.stage(found.part(model, span), span) for span in spans]

@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import adjoint
+from adjoint.checkpoint import Tensors
 from adjoint.cluster import group as group_module
-from adjoint.hf.split import examine
+from adjoint.cluster.pretrained import described_by_files
+from adjoint.errors import UserError
+from adjoint.hf import load as hf_load
+from adjoint.hf.split import Pretrained, examine
 from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import learning_rate, make_optimizer
 from tests.cluster import faults
@@ -107,6 +112,72 @@ def test_every_replica_and_batch_draws_masks_of_its_own(one_thread: None) -> Non
     apart = [float((other - first).norm() / first.norm()) for other in found]
     assert apart[0] == apart[3] == 0.0
     assert min(apart[1], apart[2], apart[4]) > 0.01, apart
+
+
+# ------------------------------------------------------------------------------------------- weights in files
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of tensors that are read from files; a whole model may not be."""
+    names: list[str] = []
+    get = Tensors.__getitem__
+
+    def noting(stored: Tensors, name: str) -> torch.Tensor:
+        names.append(name)
+        return get(stored, name)
+
+    monkeypatch.setattr(Tensors, "__getitem__", noting)
+    monkeypatch.setattr(hf_load, "load", lambda *_: pytest.fail("the whole model was loaded"))
+    return names
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_nobody_reads_more_than_its_part(tied: bool, read: list[str], tmp_path: Path) -> None:
+    """The driver a layer of each kind from each third of the model; a shard its own layers."""
+    model = make("Mamba2ForCausalLM", torch.bfloat16, num_hidden_layers=7, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    found = described_by_files(str(tmp_path), adjoint.Exact())
+    assert found is not None
+    layers = {int(name.split(".")[2]) for name in read if ".layers." in name}
+    assert layers == {0, 2, 4} and len(read) == len(set(read)) < len(found.names) / 2
+    weights, loaded = dict(model.float().named_parameters()), set[str]()
+    for shard in make_shards(found, 3, adjoint.Exact(7), TRAINING, "float32", drawn=False):
+        read.clear()
+        shard.load(str(tmp_path))
+        named = shard.named_weights()
+        assert set(read) == {*named, *([found.embedding] if shard.table is not None else [])}
+        assert all(torch.equal(parameter, weights[name]) for name, parameter in named.items())
+        loaded |= named.keys()
+    assert loaded == set(found.names) == weights.keys()
+    with pytest.raises(FileNotFoundError):  # a node without the folder
+        shard.load(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("name, options", [CASES[0], CASES[1], ("GPT2LMHeadModel", {})])
+def test_files_say_what_the_loaded_model_says(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    make(name, torch.float32, **options).save_pretrained(tmp_path)
+    said: list[Any] = []
+    for describe in (described_by_files, lambda *given: hf_load.described(*given, None)):
+        try:
+            said.append(describe(str(tmp_path), adjoint.Exact()))
+        except UserError as error:
+            said.append(str(error))
+    assert said[0] == said[1]
+    if isinstance(said[0], Pretrained):
+        assert all(torch.equal(said[0].buffers[n], buffer) for n, buffer in said[1].buffers.items())
+
+
+def test_files_of_other_names_are_left_to_transformers(tmp_path: Path) -> None:
+    make("Mamba2ForCausalLM", torch.float32).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    for name, other in (("lm_head.weight", "head"), ("backbone.norm_f.weight", "norm")):
+        save_file({other if n == name else n: tensor for n, tensor in stored.items()}, file)
+        assert described_by_files(str(tmp_path), adjoint.Exact()) is None
+    file.unlink()
+    assert described_by_files(str(tmp_path), adjoint.Exact()) is None
 
 
 # ------------------------------------------------------------------------------------------------- over Ray
