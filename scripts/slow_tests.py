@@ -29,7 +29,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "engine": ("exact", "engine", "programs", "documents", "mixers", "chunk_size"),
     "compile": ("compile",),
     "models": ("transformers", "wrap", "wrap_promises", "loops", "mini_sequence"),
-    "shards": ("shard", "sequence", "replicas", "helpers", "transport", "plan"),
+    "shards": ("layouts", "helpers", "transport", "plan"),
     "ray": ("ray", "replicas_ray", "sequence_ray", "shards_pretrained"),
     "recovery": ("recovery", "nodes"),
 }

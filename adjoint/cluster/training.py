@@ -121,7 +121,7 @@ class ShardedTrainer(Trainer):
         if failure.causes[0].kind == "environment":
             raise UserError(
                 f"{self.folder.path}: {failure}, at step {self.step + 1}; it would come again: all nodes "
-                "need the run's folder, with space left, that of model.from_pretrained, and the same packages; "
+                "need the folders of the run and of model.from_pretrained, space left and the same packages; "
                 "mend that, then --resume auto"
             ) from None
         if failure.permanent:

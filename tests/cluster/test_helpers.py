@@ -22,6 +22,7 @@ from adjoint.engine.program import Action, Owners, Plan, Run, Share
 from adjoint.engine.run import Worker
 from adjoint.engine.simulate import simulate
 from adjoint.plan.schedule import grid_of, step_plan
+from adjoint.train.layout import Layout
 from tests.cluster.threads import (
     TRAINING,
     ThreadCrew,
@@ -114,7 +115,7 @@ def test_whoever_takes_what_the_result_is_the_same(
     for crew, units in ((ThreadCrew, OWNER_ALONE), (ThreadCrew, HELPERS_ALONE), (OneSlow, 2), (ByChance, 2)):
         monkeypatch.setattr("tests.cluster.threads.ThreadCrew", crew)
         monkeypatch.setattr(helpers, "AHEAD", units)
-        made = disturbed_shards(CONFIG, shards, method, TRAINING, helpers=count)
+        made = disturbed_shards(CONFIG, Layout(shards, helpers=count), method, TRAINING)
         found.append(trained(made))
         least = 0 if units == OWNER_ALONE else len(BATCHES) * (SHARED if units == HELPERS_ALONE else 1)
         assert least <= taken(made) <= min(least * SHARED, len(BATCHES) * SHARED)
@@ -136,7 +137,7 @@ def test_owner_and_helpers_round_alike(
     found = []
     for ahead in (OWNER_ALONE, HELPERS_ALONE):
         monkeypatch.setattr(helpers, "AHEAD", ahead)
-        made = disturbed_shards(CONFIG, 1, LayerLocal(window, 8), TRAINING, precision, helpers=2)
+        made = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(window, 8), TRAINING, precision)
         found.append(trained(made, [make_ids(batch, 61)]))
         assert bool(taken(made)) == bool(ahead)
     assert same_bits(*found)
@@ -161,14 +162,16 @@ def test_tasks_read_memory_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> Non
     for ahead in (OWNER_ALONE, HELPERS_ALONE):
         monkeypatch.setattr(helpers, "AHEAD", ahead)
         seen.append({})
-        trained(disturbed_shards(CONFIG, 1, LayerLocal(7, 9), TRAINING, "float32", helpers=1), BATCHES[:1])
+        trained(
+            disturbed_shards(CONFIG, Layout(helpers=1), LayerLocal(7, 9), TRAINING, "float32"), BATCHES[:1]
+        )
     assert seen[0] == seen[1] and len(seen[0]) == 5 * 5
 
 
 def test_a_slow_helper_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the units that it was handed at the start, and no more."""
     monkeypatch.setattr("tests.cluster.threads.ThreadCrew", OneSlow)
-    made = disturbed_shards(CONFIG, 1, LayerLocal(7, 8), TRAINING, helpers=2)
+    made = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(7, 8), TRAINING)
     trained(made, BATCHES[:1])
     units = [tiles for _, tiles, _ in crews(made)[0].taken]
     assert 0 < taken(made, 1) <= 2 * max(len(tiles) for tiles in units)
@@ -181,7 +184,7 @@ def test_helpers_get_a_layers_weights_with_its_first_task_after_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(helpers, "AHEAD", HELPERS_ALONE)
-    made = disturbed_shards(CONFIG, 1, LayerLocal(7, 8), TRAINING, helpers=2)
+    made = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(7, 8), TRAINING)
     for step in range(2):
         crews(made)[0].taken.clear()
         for _ in range(2):
@@ -217,7 +220,7 @@ def test_who_fails_leaves_nobody_waiting(
     """A helper, the owner, or the way between them, as when a helper's process is gone: the owner's call ends
     with the error, and so do those of the other shards."""
     monkeypatch.setattr(who, name, fail_after(1, getattr(who, name), ConnectionError("closed by peer")))
-    made = disturbed_shards(CONFIG, 2, LayerLocal(window, 8), TRAINING, helpers=2)
+    made = disturbed_shards(CONFIG, Layout(2, helpers=2), LayerLocal(window, 8), TRAINING)
     with pytest.raises(ConnectionError, match="closed by peer"):
         together(made, lambda shard: shard.accumulate(BATCHES[0]))
 

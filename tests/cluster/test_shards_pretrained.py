@@ -17,6 +17,7 @@ from adjoint.errors import UserError
 from adjoint.hf import load as hf_load
 from adjoint.hf.split import Pretrained, examine
 from adjoint.train.config import TrainingConfig
+from adjoint.train.layout import Layout
 from adjoint.train.optimizer import learning_rate, make_optimizer
 from tests.cluster import faults
 from tests.cluster.faults import FLAGS, MOMENTS, files, told
@@ -63,7 +64,7 @@ def test_shards_are_one_process(name: str, options: dict[str, Any], replicas: in
         model = make(name, **options)
         found = examine(model, batches[0][:1, :13])
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-        shards = make_shards(found, 3, method, TRAINING, replicas=replicas)
+        shards = make_shards(found, Layout(3, replicas=replicas), method, TRAINING)
         for shard in shards:
             with torch.no_grad():
                 for n, p in shard.named_weights().items():
@@ -95,7 +96,7 @@ def test_every_replica_and_batch_draws_masks_of_its_own(one_thread: None) -> Non
     with float64_throughout():
         model = make("BambaForCausalLM", attention_dropout=0.5, **HYBRID)
         weights = {n: p.detach() for n, p in model.named_parameters()}
-        shards = make_shards(examine(model, ids[:1, :13]), 1, adjoint.Exact(7), TRAINING, replicas=2)
+        shards = make_shards(examine(model, ids[:1, :13]), Layout(replicas=2), adjoint.Exact(7), TRAINING)
 
         def gradient(replica: int, number: int, chunk_size: int = 7) -> torch.Tensor:
             shard = shards[replica]

@@ -127,18 +127,21 @@ class ThreadCrew:
 
 def make_shards(
     config: Any,
-    shards: int,
+    layout: Layout | int,
     method: Any,
     training: TrainingConfig,
     precision: str = "float64",
     drawn: bool = True,
-    **more: int,
 ) -> list[Shard]:
-    """Shards of one model and of every other replica, joined by queues; helpers are in their crews. `more`
-    is the rest of the layout."""
-    layout = Layout(shards, **more)
+    """Shards of one model and of every other replica, joined by queues; helpers are with those they help.
+
+    Args:
+        layout: a number stands for as many shards and nothing else.
+    """
+    layout = Layout(layout) if isinstance(layout, int) else layout
+    layout.check(config, method)
     transports = local_transports(layout.world)
-    spans = tuple(split(config.n_layer, shards))
+    spans = tuple(split(config.n_layer, layout.shards))
     specs = [
         ShardSpec(config, training, method, layout, spans, rank, precision=precision)
         for rank in range(layout.world)

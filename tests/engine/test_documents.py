@@ -16,6 +16,7 @@ from adjoint.documents import document_numbers, from_separator
 from adjoint.errors import UserError
 from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.loss import shift_labels
+from adjoint.train.layout import Layout
 from tests.cluster.threads import TRAINING, disturbed_shards, disturbed_stack, together
 from tests.model_helpers import SIZES, VARIANTS, current_gradients, make_ids, make_model, relative
 
@@ -159,8 +160,7 @@ def test_auto_windows_keep_documents_apart() -> None:
 )
 def test_shards_keep_documents_apart(method: str, layout: dict[str, int]) -> None:
     config = StackConfig(**{**SIZES, **MIXED})
-    layout = {"replicas": 1, "sequence": 1, **layout}
-    shards = disturbed_shards(config, layout.pop("shards"), METHODS[method], TRAINING, **layout)
+    shards = disturbed_shards(config, Layout(**layout), METHODS[method], TRAINING)
     stack, ids = disturbed_stack(config), make_ids(2, sum(PACKED[0]), seed=3)
     loss, expected = one_by_one(stack, ids, PACKED, METHODS[method])
     seq_idx = numbers(PACKED)
@@ -177,7 +177,7 @@ def test_shards_keep_documents_apart(method: str, layout: dict[str, int]) -> Non
 def test_helpers_keep_documents_apart() -> None:
     config = StackConfig(**{**SIZES, **MIXED})
     method = METHODS["layer-local, windowed"]
-    shards = disturbed_shards(config, 1, method, TRAINING, helpers=2)
+    shards = disturbed_shards(config, Layout(helpers=2), method, TRAINING)
     stack, ids = disturbed_stack(config), make_ids(2, sum(PACKED[0]), seed=3)
     _, expected = one_by_one(stack, ids, PACKED, method)
     together(shards, lambda shard: shard.accumulate(ids, seq_idx=numbers(PACKED)))

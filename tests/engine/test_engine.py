@@ -32,6 +32,7 @@ from adjoint.engine.tile import Gradients, Pullback
 from adjoint.layers import State
 from adjoint.loss import count_valid, shift_labels
 from adjoint.stack import Result
+from adjoint.train.layout import Layout
 from tests.cluster.threads import (
     TRAINING,
     disturbed_shards,
@@ -441,12 +442,11 @@ def test_the_same_draw_of_cuts_gives_the_same_gradients(how: dict[str, int]) -> 
     config = StackConfig(**{**SIZES, **VARIANTS[MIXED]})
     method, ids = Truncated(12, chunk_size=4, unbiased=True), make_ids(2, 27)
     exact = called(config, Exact(4), ids)[1]
-    shards, sequence = how["shards"], {name: n for name, n in how.items() if name != "shards"}
     out, expected = called(config, method, ids, seed=1)
     torch.manual_seed(1)
     passing = draw_passing(config.n_layer, 7, method.scheme(27, 4).cut)
     assert 0 < (passing == 0).sum() < passing.numel()
-    made = disturbed_shards(config, shards, method, TRAINING, **sequence)
+    made = disturbed_shards(config, Layout(**how), method, TRAINING)
     loss, got = accumulated(made, ids, passing=passing)
     assert loss == pytest.approx(out.loss.item(), rel=1e-12)
     assert_same(got, expected, 1e-12)
@@ -460,7 +460,7 @@ def test_windows_that_are_picked_are_those_of_one_process(how: dict[str, int], t
     config = StackConfig(**{**SIZES, **VARIANTS[MIXED]})
     method, ids = Truncated("auto", chunk_size=16, tolerance=tolerance), make_ids(2, 101)
     out, expected = called(config, method, ids)
-    made = disturbed_shards(config, how["shards"], method, TRAINING, replicas=how.get("replicas", 1))
+    made = disturbed_shards(config, Layout(**how), method, TRAINING)
     loss, got = accumulated(made, ids)
     assert [shard.picked_windows() for shard in made] == [out.windows] * len(made)
     assert loss == pytest.approx(out.loss.item(), rel=1e-12)

@@ -9,6 +9,7 @@ import torch
 
 from adjoint import StackConfig
 from adjoint.train.config import TrainingConfig
+from adjoint.train.layout import Layout
 from tests.cluster.threads import disturbed_shards, disturbed_stack, together
 from tests.fuzz import stacks
 from tests.fuzz.oracle import Case, Deviation, documents, method_of, reference_of, same, some
@@ -56,10 +57,9 @@ def check(case: Case) -> None:
         for _ in range(calls)
     ]
     training = TrainingConfig(steps=1, warmup_steps=0)
-    made = disturbed_shards(
-        config, case.get("shards", 1), method, training, sequence=case.get("sequence", 1), replicas=replicas,
-        helpers=len(case.get("helpers", ())),
-    )  # fmt: skip
+    helpers = len(case.get("helpers", ()))
+    layout = Layout(case.get("shards", 1), case.get("sequence", 1), replicas, helpers)
+    made = disturbed_shards(config, layout, method, training)
     losses: list[float] = []
     for number, (ids, seq_idx) in enumerate(batches, 1):
         found = together(

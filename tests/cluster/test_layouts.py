@@ -1,0 +1,427 @@
+"""Shards, workers of a sequence, replicas and their products in the threads of one process: the same weights,
+losses, gradients and training as a `Stack` in one piece."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint.checkpoint import verify_checkpoint
+from adjoint.cluster import replicas as replicas_module
+from adjoint.cluster.replicas import sum_gradients
+from adjoint.cluster.shard import Shard
+from adjoint.cluster.spec import ShardSpec
+from adjoint.engine.program import Owners, Send
+from adjoint.errors import UserError
+from adjoint.plan.schedule import grid_of, step_plan
+from adjoint.train import machine
+from adjoint.train.checkpoint import load_checkpoint, save_checkpoint
+from adjoint.train.config import TrainingConfig
+from adjoint.train.layout import Layout
+from adjoint.train.optimizer import make_optimizer
+from tests.cluster.threads import (
+    TRAINING,
+    disturbed_shards,
+    disturbed_stack,
+    local_transports,
+    make_shards,
+    split,
+    together,
+    train_shards,
+    train_stack,
+)
+from tests.model_helpers import ALL_MIXERS, SIZES, VARIANTS, assert_same, error, make_ids
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MIXED = StackConfig(**{**SIZES, **VARIANTS["mixed, untied"]})
+TIED = dataclasses.replace(MIXED, tie_embeddings=True)
+
+
+def weights_of(shards: list[Shard]) -> dict[str, torch.Tensor]:
+    return {name: p for shard in shards for name, p in shard.named_weights().items()}
+
+
+def trained(
+    config: StackConfig,
+    method: Any,
+    layout: Layout,
+    batches: list[torch.Tensor],
+    training: TrainingConfig = TRAINING,
+) -> None:
+    """Losses, gradients and weights are those of one process: to rounding, and bit for bit where every sum is
+    taken in the same order. They have the same bits on all workers of a shard, and when run again."""
+    stack = disturbed_stack(config)
+    losses, expected = train_stack(stack, method, training, batches)
+    made = disturbed_shards(config, layout, method, training)
+    found_losses, found = train_shards(made, training, batches)
+    weights, whole = weights_of(made), dict(stack.named_parameters())
+    assert found_losses == pytest.approx(losses, rel=1e-12)
+    assert_same(found, expected, 1e-12)
+    assert_same(weights, whole, 1e-11)
+    alone = layout.world == layout.shards and training.grad_accumulation == 1
+    if alone and isinstance(method, Exact) and (layout.shards == 1 or not config.tie_embeddings):
+        assert found_losses == losses
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert all(torch.equal(weights[name], whole[name]) for name in whole)
+    again = disturbed_shards(config, layout, method, training) if layout.world > layout.shards else made
+    if again is not made:
+        assert train_shards(again, training, batches)[0] == found_losses
+    for shard in (*made, *again):
+        assert all(torch.equal(p, weights[name]) for name, p in shard.named_weights().items())
+        assert shard.table is None or torch.equal(shard.table, weights["embedding.weight"])
+
+
+# ------------------------------------------------------------------------------------------ the same training
+
+LAYOUTS = [
+    *map(Layout, (1, 2, 4)),
+    *(Layout(*numbers) for numbers in ((1, 2), (1, 3), (2, 2), (3, 3))),
+    *(Layout(*numbers) for numbers in ((1, 1, 2), (1, 1, 3), (2, 1, 3), (3, 1, 2), (1, 2, 2), (2, 2, 2))),
+]
+QUICK = (Layout(2), Layout(2, 2), Layout(2, 1, 3))  # the others are slow
+
+
+def name_of(layout: Layout) -> str:
+    return "x".join(map(str, dataclasses.astuple(layout)))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS],
+    ids=name_of,
+)
+@pytest.mark.parametrize("config", [MIXED, TIED], ids=["untied", "tied"])
+def test_training_is_that_of_one_process(config: StackConfig, layout: Layout) -> None:
+    batches = [make_ids(5, 24 + step, seed=step) for step in range(2)]  # neither 7 nor 3 replicas divide that
+    trained(config, Exact(7), layout, batches)
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("variant", ["mamba, MLP, untied", *ALL_MIXERS])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_every_mixer_over_shards(variant: str, tied: bool, shards: int) -> None:
+    config = StackConfig(**{**SIZES, "n_layer": 4, **VARIANTS[variant], "tie_embeddings": tied})
+    trained(config, Exact(7), Layout(shards), [make_ids(2, 24, seed=step) for step in range(3)])
+
+
+METHODS = [
+    *(Exact(5, keep=keep) for keep in ("inputs", "offload")),
+    *(Truncated(window, 8) for window in (5, 11, 40)),
+    *(LayerLocal(window, 8) for window in (None, 5, 40)),
+]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(3), Layout(1, 2), Layout(2, 2), Layout(1, 1, 2), Layout(2, 1, 3)], ids=name_of
+)
+def test_every_method_over_every_layout(method: Any, layout: Layout) -> None:
+    trained(TIED, method, layout, [make_ids(3, 29)])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("helpers", [2, 3])
+def test_every_replica_has_helpers_of_its_own(window: int | None, helpers: int) -> None:
+    config = StackConfig(**{**SIZES, "n_layer": 4, **VARIANTS["mamba2"]})
+    layout = Layout(2, replicas=2, helpers=helpers)
+    trained(config, LayerLocal(window, 8), layout, [make_ids(3, 29, seed=step) for step in range(2)])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", [Layout(2), Layout(2, 1, 2)], ids=name_of)
+def test_gradients_of_several_batches_are_averaged_and_summed_once(
+    tied: bool, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums: list[tuple[int, ...]] = []
+
+    def counted(gradients: Any, transport: Any, ranks: Any) -> None:
+        sums.append(tuple(ranks))
+        sum_gradients(gradients, transport, ranks)
+
+    monkeypatch.setattr("adjoint.cluster.shard.sum_gradients", counted)
+    config = StackConfig(**{**SIZES, "n_layer": 2, "tie_embeddings": tied})
+    training = TrainingConfig(steps=2, warmup_steps=1, lr=0.05, grad_accumulation=3)
+    trained(config, Exact(5), layout, [make_ids(9, 17, seed=step) for step in range(2)], training)
+    if layout.replicas == 2:
+        layers, table = [(0, 2), (1, 3)] * 2, [(0, 1, 2, 3)] * 4 * tied  # a tied table's over both its shards
+        assert sorted(sums) == sorted([*layers, *table] * 2 * 2)  # of each step and run
+
+
+@pytest.mark.parametrize("seqlen, chunk_size", [(31, 7), (22, 2), (3, 1), (9, 3)])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_any_length_over_any_number_of_workers(seqlen: int, chunk_size: int, workers: int) -> None:
+    """Chunks shorter than the convolution; some workers with one chunk more than others."""
+    trained(MIXED, Exact(chunk_size), Layout(sequence=workers), [make_ids(2, seqlen)])
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_lower_precisions_over_shards_are_those_of_one_process(precision: str) -> None:
+    config = StackConfig(**{**SIZES, "n_layer": 3, "tie_embeddings": False})
+    batches = [make_ids(2, 20)]
+    with machine.autocast(precision, torch.device("cpu")):
+        losses, gradients = train_stack(disturbed_stack(config, torch.float32), Exact(6), TRAINING, batches)
+    made = disturbed_shards(config, 3, Exact(6), TRAINING, precision)
+    found_losses, found = train_shards(made, TRAINING, batches)
+    assert found_losses == losses
+    assert all(torch.equal(found[name], gradients[name]) for name in gradients)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", ALL_MIXERS)
+def test_lower_precisions_over_a_sequence_are_as_near_as_in_one_process(variant: str, precision: str) -> None:
+    config = StackConfig(**{**SIZES, **VARIANTS[variant]})
+    batches = [make_ids(2, 40)]
+    losses, expected = train_stack(disturbed_stack(config), Exact(8), TRAINING, batches)
+    errors = []
+    for sequence in (1, 3):
+        made = disturbed_shards(config, Layout(sequence=sequence), Exact(8), TRAINING, precision)
+        found_losses, found = train_shards(made, TRAINING, batches)
+        assert found_losses == pytest.approx(losses, rel=1e-5 if precision == "float32" else 0.02)
+        errors.append(error({name: gradient.double() for name, gradient in found.items()}, expected))
+    assert errors[1] <= 1.5 * errors[0]
+
+
+def test_decays_near_one_and_near_nothing() -> None:
+    """Of 1 - 1e-13 a token in one half of the channels, of 1e-300 in the other."""
+
+    def make_extreme(named: dict[str, torch.Tensor]) -> None:
+        for name, parameter in named.items():
+            if name.endswith("A_log"):
+                parameter.zero_()
+            elif name.endswith(("dt_proj.bias", "dt_bias")):
+                parameter[::2], parameter[1::2] = -30.0, 690.0
+            elif name.endswith("A_proj.bias"):
+                n = 1 if parameter.numel() == 1 else SIZES["d_state"]
+                parameter[:n:2], parameter[1:n:2] = -30.0, 690.0
+
+    stack, batches = disturbed_stack(MIXED), [make_ids(2, 29)]
+    made = disturbed_shards(MIXED, Layout(sequence=3), Exact(4), TRAINING)
+    with torch.no_grad():
+        for named in (dict(stack.named_parameters()), *(shard.named_weights() for shard in made)):
+            make_extreme(named)
+    losses, expected = train_stack(stack, Exact(8), TRAINING, batches)
+    assert all(gradient.isfinite().all() for gradient in expected.values())
+    found_losses, found = train_shards(made, TRAINING, batches)
+    assert found_losses == pytest.approx(losses, rel=1e-12)
+    assert_same(found, expected, 1e-12)
+
+
+# ------------------------------------------------------------------------------------ weights and checkpoints
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_the_shards_have_the_weights_of_the_whole(variant: str, tied: bool, shards: int) -> None:
+    config = StackConfig(**{**SIZES, "n_layer": 5, **VARIANTS[variant], "tie_embeddings": tied})
+    torch.manual_seed(7)
+    whole = dict(Stack(config).named_parameters())
+    generator, found = torch.get_rng_state(), dict[str, torch.Tensor]()
+    for rank in range(shards):
+        spans = tuple(split(config.n_layer, shards))
+        shard = Shard(ShardSpec(config, TrainingConfig(seed=7), Exact(7), Layout(shards), spans, rank))
+        named = shard.named_weights()
+        assert not found.keys() & named.keys()
+        found |= named
+        if shard.table is not None:
+            assert torch.equal(shard.table, whole["embedding.weight"])
+        if shard.part.is_last and tied:
+            head = shard.part.head_parameters()[1]
+            assert torch.equal(head, whole["embedding.weight"])
+            assert shards > 1 or head is shard.part.embedding.weight
+            groups = shard.optimizer.param_groups
+            assert all(g["weight_decay"] == 0 for g in groups if any(p is head for p in g["params"]))
+        assert not list(shard.part.buffers())
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], parameter) for name, parameter in whole.items())
+    assert torch.equal(torch.get_rng_state(), generator), "drawing a part's weights moves the generator"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("before, after", [(2, 2), (3, 1), (1, 3)])
+def test_a_checkpoint_goes_on_bit_for_bit_under_any_number_of_shards(
+    tied: bool, before: int, after: int, tmp_path: Path
+) -> None:
+    config = StackConfig(**{**SIZES, "n_layer": 3, "tie_embeddings": tied})
+    training = TrainingConfig(steps=9, warmup_steps=1, lr=0.05, grad_clip=0.5)
+    made = make_shards(config, before, Exact(7), training)
+    train_shards(made, training, [make_ids(2, 20, seed=step) for step in range(2)])
+
+    def write(folder: Path) -> dict[str, Any]:
+        return {name: entry for shard in made for name, entry in shard.save(str(folder)).items()}
+
+    path = save_checkpoint(tmp_path, 2, write, {})
+    verify_checkpoint(path)
+    others = make_shards(config, after, Exact(7), training, drawn=False)
+    for shard in others:
+        shard.load(str(path))
+    stack = Stack(config).double()
+    optimizer = make_optimizer(stack, training)
+    load_checkpoint(path, stack, optimizer)
+    more = [make_ids(2, 20, seed=step) for step in (2, 3)]
+    losses, _ = train_shards(made, training, more)
+    found_losses, _ = train_shards(others, training, more)
+    whole_losses, _ = train_stack(stack, Exact(7), training, more, optimizer)
+    weights, found, whole = weights_of(made), weights_of(others), dict(stack.named_parameters())
+    if before == after or not tied:
+        assert found_losses == losses
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert found_losses == pytest.approx(losses, rel=1e-12)
+    assert whole_losses == pytest.approx(losses, rel=1e-12)
+    assert_same(found, weights, 1e-12)
+    assert_same(whole, weights, 1e-12)
+
+
+# ------------------------------------------------------------------------------------ evaluation and samples
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(1), Layout(3), Layout(2, replicas=3), Layout(2, 3, 2)], ids=name_of
+)
+def test_evaluation_adds_up_to_the_loss_and_leaves_no_trace(layout: Layout) -> None:
+    """Whatever rows and lengths there are: a replica may be without rows, workers without a chunk."""
+    made, stack = disturbed_shards(MIXED, layout, Exact(7), TRAINING), disturbed_stack(MIXED)
+    for rows, seqlen in ((3, 31), (5, 25), (1, 31), (2, 5)):
+        ids = make_ids(rows, seqlen)
+        found = together(made, lambda shard, ids=ids: shard.evaluate(ids))
+        with torch.no_grad():
+            loss = stack(ids, labels=ids, method=Exact(7)).loss.item()
+        assert [part is None for part in found] == [not shard.is_last for shard in made]
+        shares = sum(part for part in found if part is not None)
+        assert shares == loss if layout.world == layout.shards else shares == pytest.approx(loss, rel=1e-12)
+    assert all(p.grad is None for shard in made for p in shard.part.parameters())
+
+
+def test_a_sample_is_that_of_one_process() -> None:
+    """One worker of each shard takes part."""
+    prompt, found = make_ids(2, 9), []
+    for layout in (Layout(1), Layout(1, 2), Layout(2, 2)):
+        made = disturbed_shards(MIXED, layout, Exact(7), TRAINING)
+        firsts = made[:: layout.sequence]
+        (*_, tokens) = together(firsts, lambda shard: shard.generate(prompt, 6, 1.0, 0, chunk_size=4))
+        found.append(tokens)
+    assert found[0].shape == (2, 15) and all(torch.equal(tokens, found[0]) for tokens in found)
+
+
+# ------------------------------------------------------------------------------------ ranks, chunks, messages
+
+
+@pytest.mark.parametrize("numbers", [*itertools.product((1, 2, 3), (1, 2), (1, 2, 3), (0, 2))])
+def test_every_rank_has_one_place(numbers: tuple[int, int, int, int]) -> None:
+    layout = Layout(*numbers)
+    ranks = range(layout.world)
+    assert len(ranks) == layout.replicas * (layout.shards * layout.sequence + layout.helpers)
+    places = [(layout.replica(r), layout.worker(r)) for r in ranks]
+    assert places == list(itertools.product(range(layout.replicas), range(layout.workers)))
+    assert sorted(r for s in range(layout.shards) for r in layout.ranks(s)) == layout.everyone
+    assert all(layout.shard(r) == s for s in range(layout.shards) for r in layout.ranks(s))
+    assert sorted({h for r in layout.everyone for h in layout.helpers_of(r)}) == [
+        r for r in ranks if layout.helps(r)
+    ]
+    assert set(layout.tied) == {*layout.ranks(0), *layout.ranks(layout.shards - 1)}
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_chunks_are_so_short_that_each_worker_has_two(workers: int) -> None:
+    """One, of a handful of tokens; unless the method says how long they are."""
+    (shard, *_), (asked, *_) = (
+        make_shards(StackConfig(**SIZES), Layout(sequence=workers), Exact(size), TRAINING)
+        for size in (None, 50)
+    )
+    for seqlen in (61, 1000):
+        assert -(-seqlen // shard.chunk_size(2, seqlen)) == 2 * workers
+    assert all(-(-seqlen // shard.chunk_size(2, seqlen)) >= workers for seqlen in range(workers, 60))
+    assert asked.chunk_size(2, 1000) == 50
+
+
+def test_a_message_does_not_grow_with_the_sequence() -> None:
+    """States and their cotangents cross each edge, layer by layer, and nothing else does."""
+    owners = Owners.of((range(MIXED.n_layer),), 3)
+    for seqlen in (30, 300):
+        scheme = Exact(10).scheme(seqlen, 10)
+        made = step_plan(scheme, grid_of(MIXED, scheme, seqlen, owners), owners)
+        sent = [a.key for program in made.programs for a in program if isinstance(a, Send)]
+        edges = [(k, c) for k in range(1, MIXED.n_layer + 1) for c in range(seqlen // 10 - 1)]
+        assert sorted(sent) == sorted((name, *edge) for name in ("S", "dS") for edge in edges)
+
+
+def test_small_gradients_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In buckets, large ones by themselves and in place; sums end up where they belong."""
+    monkeypatch.setattr(replicas_module, "BUCKET", 10)
+    sizes = [(2, 3), (4,), (1,), (11,), (3, 2), (2, 5), (12,)]
+    transport, sent = local_transports(1)[0], list[int]()
+
+    def doubled(tensor: torch.Tensor, ranks: Any) -> torch.Tensor:
+        sent.append(tensor.numel())
+        return tensor.mul_(2)
+
+    monkeypatch.setattr(transport, "all_reduce", doubled)
+    gradients = [torch.randn(size) for size in sizes]
+    gradients[-1] = torch.randn(24)[::2]  # not contiguous
+    before = [gradient.clone() for gradient in gradients]
+    sum_gradients(gradients, transport, [0])
+    assert all(torch.equal(g, 2 * b) for g, b in zip(gradients, before, strict=True))
+    assert sent == [10, 11, 10, 7, 12]
+
+
+# -------------------------------------------------------------------------------------- what is refused
+
+REFUSED: list[tuple[Layout, Any, str]] = [
+    (Layout(3), Exact(7), r"^cluster\.shards: 3 shards for 2 layers; a shard needs a layer: take at most 2$"),
+    (Layout(helpers=1), Exact(7), r"^cluster\.helpers: method exact has no tasks to share; use layer-local"),
+    (Layout(1, 2, helpers=1), LayerLocal(None, 4), r"^cluster\.helpers: go without cluster\.sequence"),
+    (Layout(1, 2), Backprop(), r"^cluster\.sequence: backprop has one chunk.* more --cluster\.shards$"),
+    (Layout(1, 2), Truncated("auto"), r'^cluster\.sequence: window "auto" needs .* more --cluster\.shards$'),
+]
+
+
+@pytest.mark.parametrize("layout, method, said", REFUSED)
+def test_what_cannot_be_is_refused(layout: Layout, method: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make_shards(StackConfig(**SIZES), layout, method, TRAINING)
+
+
+def test_what_one_process_alone_can_do_is_refused() -> None:
+    for replicas, carry_state, method, packed, said in (
+        (1, "none", Exact(memory="1GB"), False, "method.memory"),
+        (2, "previous", Exact(), False, "training.carry_state"),
+        (1, "none", Exact(), True, "data.documents"),
+    ):
+        with pytest.raises(UserError, match=f"^{said}"):
+            Layout(2, replicas=replicas).check_run(method, carry_state, packed)
+    Layout(2).check_run(Exact(), "previous", False)
+    with pytest.raises(UserError, match=r"^cluster\.replicas: 2 of them need processes of their own"):
+        Layout(0, replicas=2)
+
+
+def test_a_batch_with_fewer_rows_than_replicas_is_refused() -> None:
+    made = disturbed_shards(StackConfig(**SIZES), Layout(replicas=3), Exact(7), TRAINING)
+    said = r"3 replicas for a batch of 2.*--data.batch 3, or --cluster.replicas 2"
+    with pytest.raises(UserError, match=said):
+        together(made, lambda shard: shard.accumulate(make_ids(2, 20)))
+
+
+@pytest.mark.parametrize("seqlen, chunk_size, workers", [(11, 7, 3), (8, 8, 2), (20, 5, 7)])
+def test_fewer_chunks_than_workers_are_refused_in_one_line(
+    seqlen: int, chunk_size: int, workers: int
+) -> None:
+    made = make_shards(StackConfig(**SIZES), Layout(sequence=workers), Exact(chunk_size), TRAINING)
+    chunks = -(-seqlen // chunk_size)
+    with pytest.raises(UserError) as raised:
+        made[0].accumulate(make_ids(2, seqlen))
+    words = f"{workers} workers, and {chunks} chunks of {chunk_size} tokens"
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+    advised = int(str(raised.value).split("--method.chunk_size to ")[1].split()[0])
+    assert -(-seqlen // advised) >= workers
