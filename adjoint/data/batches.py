@@ -166,7 +166,8 @@ class Batches:
                     f"the data cursor to resume from has {name} {state.get(name)!r}, this run has {here!r}: "
                     "resume with the same data.path, data.tokenizer, data.seqlen, data.batch and seed"
                 )
-        epoch, position = state.get("epoch"), state.get("position")
+        epoch: Any = state.get("epoch")
+        position: Any = state.get("position")
         sound = isinstance(epoch, int) and isinstance(position, int) and epoch >= 0
         if not sound or not 0 <= position <= len(self._window_starts(epoch)):
             raise UserError(
