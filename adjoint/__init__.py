@@ -16,8 +16,9 @@ with quiet_imports():
     from adjoint.kernels.selective_scan import selective_scan
     from adjoint.kernels.ssd_scan import ssd_scan
     from adjoint.layers import StackConfig
-    from adjoint.methods import Backprop, Exact, LayerLocal, MiniSequence, Truncated, optimizer_in_backward
+    from adjoint.methods import Backprop, Exact, LayerLocal, MiniSequence, Truncated
     from adjoint.stack import Stack, StackOutput
+    from adjoint.train.in_backward import optimizer_in_backward
 
 __version__ = "0.1.0"
 __all__ = [

@@ -1,17 +1,16 @@
 """The head's loss by mini-sequences (Mini-Sequence Transformer, section 3): logits exist for one slice of
 tokens at a time."""
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adjoint.batch import IGNORE_INDEX
 from adjoint.kernels import dispatch
 from adjoint.kernels.add_product import add_product
 from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 
-IGNORE_INDEX = -100
 # Logits alive at a time: 16 MiB in float32 on a CPU; a GPU needs more to be kept busy, 256 MiB.
 SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA = 1 << 22, 1 << 26
 
@@ -104,23 +103,3 @@ def linear_cross_entropy(
         return _LinearCrossEntropy.apply(
             hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), slice_tokens, backward_follows
         )
-
-
-def shift_labels(labels: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-    """Targets aligned with the tokens that predict them: position t holds label t + 1, the last position is
-    ignored, and so is the last one of every document where seq_idx (batch, seqlen) tells them apart."""
-    targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1)
-    if seq_idx is not None:
-        targets[:, :-1].masked_fill_(seq_idx[:, 1:] != seq_idx[:, :-1], IGNORE_INDEX)
-    return targets
-
-
-def count_valid(targets: Tensor) -> int | Tensor:
-    """Number of targets that are not ignored (inside torch.compile a tensor); warns if there are none, since
-    the loss is then 0 and teaches nothing."""
-    if torch.compiler.is_compiling():  # reading the number would break the graph
-        return (targets != IGNORE_INDEX).sum()
-    valid = int((targets != IGNORE_INDEX).sum())
-    if valid == 0:
-        warnings.warn("every label is ignored (-100): the loss is 0 and so are all gradients", stacklevel=2)
-    return valid

@@ -8,56 +8,21 @@
 | MiniSequence | yes, to rounding    | n_layer × seqlen × d_model      | one more forward, MLPs two |
 
 A method is a `Scheme` for the engine: which arrows between tiles its backward keeps, and what of the forward.
-MiniSequence alone is none: it leaves the backward to autograd, in smaller pieces.
+`scheme(seqlen, default)` gives it for sequences of `seqlen` tokens, `default` a chunk where the method does
+not say. MiniSequence alone is none: it leaves the backward to autograd, in smaller pieces.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from adjoint.engine.autograd import chunked_loss
-from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.grid import Scheme
-from adjoint.layers import State
 from adjoint.memory import size_bytes
-from adjoint.stack import Result, Stack
 
 KEEP = ("edges", "inputs", "offload")
 RECOMPUTE = ("none", "selective", "full")
 TOLERANCE = 1e-3
-
-
-class Chunked:
-    """What the chunked methods share."""
-
-    chunk_size: int | None
-
-    def scheme(self, seqlen: int, default: int) -> Scheme:
-        """What the engine is asked for.
-
-        Args:
-            seqlen: tokens of a sequence. default: tokens a chunk where the method does not say.
-        """
-        raise NotImplementedError
-
-    def run(
-        self,
-        model: Stack,
-        input_ids: Tensor,
-        targets: Tensor,
-        valid: int | Tensor,
-        states: list[State],
-        seq_idx: Tensor | None = None,
-    ) -> Result:
-        """Mean loss and the final states; see `adjoint.stack.Method`."""
-        default = self.chunk_size or default_chunk_size(model, input_ids, getattr(self, "recompute", "none"))
-        scheme = self.scheme(input_ids.shape[1], default)
-        return chunked_loss(model, input_ids, targets, valid, states, scheme, seq_idx)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,21 +45,9 @@ class Backprop:
             seqlen, keep="inputs" if self.checkpoint else "edges", tapes=0 if self.checkpoint else 1
         )
 
-    def run(
-        self,
-        model: Stack,
-        input_ids: Tensor,
-        targets: Tensor,
-        valid: int | Tensor,
-        states: list[State],
-        seq_idx: Tensor | None = None,
-    ) -> Result:
-        """Mean loss and the final states; see `adjoint.stack.Method`."""
-        return model.run_whole(input_ids, targets, valid, states, seq_idx, self.checkpoint)
-
 
 @dataclasses.dataclass(frozen=True)
-class Exact(Chunked):
+class Exact:
     """The exact gradient by adjoint states over chunks, in memory that hardly grows with the sequence
     (docs/method.md §4).
 
@@ -163,7 +116,7 @@ class Exact(Chunked):
 
 
 @dataclasses.dataclass(frozen=True)
-class Truncated(Chunked):
+class Truncated:
     """Windowed recurrences, cotangents propagated through the layers: the paper's truncation, exact in depth.
 
     In each layer a token's output reaches back `window` tokens through the recurrence, no further; the paths
@@ -232,7 +185,7 @@ class Truncated(Chunked):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerLocal(Chunked):
+class LayerLocal:
     """Every layer gets dL/dy_K for its cotangent (the paper's Proposition 3, eq. 7); tasks are independent.
 
     It drops the paths by which a layer's output reaches the loss through the layers above: the gradient for
@@ -300,21 +253,6 @@ class MiniSequence:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of pieces, 1 or more; got {value!r}")
 
-    def run(
-        self,
-        model: Stack,
-        input_ids: Tensor,
-        targets: Tensor,
-        valid: int | Tensor,
-        states: list[State],
-        seq_idx: Tensor | None = None,
-    ) -> Result:
-        """Raises ValueError: a `Stack` has better."""
-        raise ValueError(
-            "MiniSequence is for models of transformers, by adjoint.wrap; a Stack's head runs in slices "
-            "anyway: use Exact() or Backprop(checkpoint=True)"
-        )
-
 
 # Of a `Stack`, by name.
 METHODS: dict[str, Any] = {method.name: method for method in (Backprop, Exact, Truncated, LayerLocal)}
@@ -355,54 +293,3 @@ def memory_bytes(memory: object) -> float | Literal["auto"]:
         raise ValueError(
             f'memory must be a size such as "30GB" or "512MiB", or "auto"; got {memory!r}'
         ) from None
-
-
-class OptimizerInBackward:
-    """What `optimizer_in_backward` gives back.
-
-    Attributes:
-        optimizers: one a trained parameter, by the parameter's name: for learning rates and `state_dict`.
-    """
-
-    def __init__(self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizers = {name: make_optimizer([p]) for name, p in named.items()}
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(_step_of(self.optimizers[name])) for name, p in named.items()
-        ]
-
-    def remove(self) -> None:
-        """Backward passes leave their gradients in `.grad` again."""
-        for hook in self._hooks:
-            hook.remove()
-
-
-def _step_of(optimizer: Optimizer) -> Callable[[Tensor], None]:
-    def step(_: Tensor) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def optimizer_in_backward(
-    model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
-) -> OptimizerInBackward:
-    """Steps every parameter as soon as its gradient is complete, inside `loss.backward()`, and frees the
-    gradient: all gradients never exist at once (Luo et al. 2024, appendix D). By PyTorch's
-    `register_post_accumulate_grad_hook`; for a `Stack` and for a model of transformers, wrapped or not.
-
-        handle = adjoint.optimizer_in_backward(model, lambda p: torch.optim.AdamW(p, lr=1e-4))
-        model(input_ids=ids, labels=ids, ...).loss.backward()   # no optimizer.step(), no zero_grad()
-
-    Do not use it with gradient accumulation, clipping by a norm of all gradients, or a gradient scaler: each
-    needs all gradients before the first step. Methods that give all gradients at their end (`Exact` and its
-    kin) save no memory by it. `.grad` is None after the backward.
-
-    Args:
-        make_optimizer: called with a list of one parameter, for each that requires a gradient.
-
-    Returns:
-        Its `optimizers`, by parameter name, are where a learning rate is set; `remove()` ends it.
-    """
-    return OptimizerInBackward(model, make_optimizer)

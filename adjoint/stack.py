@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as checkpointed
 
+from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.documents import document_numbers
+from adjoint.engine.autograd import Steps, uncompiled
+from adjoint.engine.chunk_size import default_chunk_size
+from adjoint.engine.grid import Scheme
+from adjoint.engine.stages import Embedding, Head, Layer, check_windows
+from adjoint.engine.weights import Tensors
 from adjoint.errors import UserError
 from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights, assign
@@ -26,7 +31,7 @@ from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.init import draw_seed, drawn_from
 from adjoint.layers.norm import RMSNorm
-from adjoint.loss import IGNORE_INDEX, count_valid, linear_cross_entropy, shift_labels
+from adjoint.loss import linear_cross_entropy
 
 
 @dataclasses.dataclass
@@ -44,38 +49,6 @@ class StackOutput:
     logits: Tensor | None = None
     state: list[State] | None = None
     windows: list[int] | None = None
-
-
-class Result(NamedTuple):
-    """What a method gives back: the mean loss, the final states (a tuple a layer) and, where the method
-    picked them itself, each layer's window."""
-
-    loss: Tensor
-    states: list[State]
-    windows: list[int] | None = None
-
-
-class Method(Protocol):
-    """How a loss and its gradients are computed: `adjoint.Exact()` and the like."""
-
-    def run(
-        self,
-        model: Stack,
-        input_ids: Tensor,
-        targets: Tensor,
-        valid: int | Tensor,
-        states: list[State],
-        seq_idx: Tensor | None = None,
-    ) -> Result:
-        """Mean loss and final states, differentiable in the parameters and in `states`.
-
-        Args:
-            targets: labels already shifted, `valid` of them not ignored.
-            states: to start from, a tuple a layer.
-            seq_idx: (batch, seqlen), the documents of a sequence numbered from 0 in rising order; None of
-                one.
-        """
-        ...
 
 
 class Stack(nn.Module):
@@ -159,6 +132,28 @@ class Stack(nn.Module):
         """The layers that are here."""
         return [self.layers[k] for k in self.span]  # type: ignore[misc]
 
+    def stages(self, recompute: str = "none") -> list[Any]:
+        """Embedding, layers, head as the engine runs them; None in the places of those that are not here.
+
+        Args:
+            recompute: as `Exact`'s.
+        """
+        reach = self.config.d_conv - 1
+        found: list[Any] = [None] * (self.config.n_layer + 2)
+        for k in self.span:
+            block: Any = self.layers[k]
+            found[1 + k] = Layer(block, reach, block.mixer.grows, recompute)
+        if self.is_first:
+            found[0] = Embedding(self.embedding)
+        if self.is_last:
+            found[-1] = Head(self)
+        return found
+
+    def stage_states(self, states: Sequence[State]) -> list[State]:
+        """A state for each stage, from one for each layer that is here; none for the others."""
+        own = dict(zip(self.span, states, strict=True))
+        return [(), *(own.get(k, ()) for k in range(self.config.n_layer)), ()]
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """(batch, seqlen) int64 → y_0 (batch, seqlen, d_model)."""
         return self.embedding(input_ids)
@@ -201,7 +196,7 @@ class Stack(nn.Module):
         self,
         input_ids: Tensor,
         labels: Tensor | None = None,
-        method: Method | None = None,
+        method: Any = None,
         state: list[State] | None = None,
         return_logits: bool = False,
         return_state: bool = False,
@@ -213,7 +208,7 @@ class Stack(nn.Module):
         Args:
             input_ids: (batch, seqlen) int64.
             labels: (batch, seqlen) int64, usually input_ids itself: the model shifts them. -100 is ignored.
-            method: how the backward will run; plain autograd if None.
+            method: how the backward will run, such as `adjoint.Exact()`; plain autograd if None.
             state: recurrent states to start from, as returned with return_state; differentiable. Zero if
                 None.
             return_logits: also return logits (batch, seqlen, vocab_size), differentiable with plain autograd
@@ -231,48 +226,44 @@ class Stack(nn.Module):
         """
         self._check(input_ids, labels)
         seq_idx = document_numbers(input_ids, seq_idx, cu_seqlens)
-        if method is not None and not hasattr(method, "run"):
-            raise ValueError(f"method must be an object such as adjoint.Exact(), got {method!r}")
+        if method is not None and not hasattr(method, "scheme"):
+            raise ValueError(
+                f"method must be an object such as adjoint.Exact(), got {method!r}; MiniSequence() is for "
+                "models of transformers, by adjoint.wrap"
+            )
         if state is not None and len(state) != self.config.n_layer:
             raise ValueError(f"state must have {self.config.n_layer} entries, one a layer; got {len(state)}")
         states = self.initial_state(input_ids.shape[0]) if state is None else state
-        output = StackOutput()
+        output, plain = StackOutput(), method is None or method.name == "backprop"
         if labels is None:
-            y, states = self._hidden(input_ids, states, seq_idx)
+            y, final = self._hidden(input_ids, states, seq_idx)
             output.logits = self.logits(y)
+        elif plain:
+            batch = Batch.of(input_ids, labels, seq_idx)
+            y, final = self._hidden(input_ids, states, seq_idx, method is not None and method.checkpoint)
+            output.loss = self.head_loss(y, batch.targets) / batch.divisor
         else:
-            targets = shift_labels(labels, seq_idx)
-            run = self.run_whole if method is None else functools.partial(method.run, self)
-            documents = () if seq_idx is None else (seq_idx,)
-            result = run(input_ids, targets, count_valid(targets), states, *documents)
-            output.loss, output.windows = result.loss, result.windows
-            if return_logits:
-                whole = getattr(method, "name", "backprop") == "backprop"
-                with torch.set_grad_enabled(torch.is_grad_enabled() and whole):
-                    output.logits = self.logits(self._hidden(input_ids, states, seq_idx)[0])
-            states = result.states
+            batch = Batch.of(input_ids, labels, seq_idx, self.stage_states(states))
+            output.loss, final, output.windows = self._by_chunks(batch, method)
+        if labels is not None and return_logits:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and plain):
+                output.logits = self.logits(self._hidden(input_ids, states, seq_idx)[0])
         if return_state:
-            output.state = states
+            output.state = final
         return output
 
-    def run_whole(
-        self,
-        input_ids: Tensor,
-        targets: Tensor,
-        valid: int | Tensor,
-        states: list[State],
-        seq_idx: Tensor | None = None,
-        checkpoint: bool = False,
-    ) -> Result:
-        """Mean loss and final states by plain autograd over the whole sequence.
+    @uncompiled
+    def _by_chunks(self, batch: Batch, method: Any) -> tuple[Tensor, list[State], list[int] | None]:
+        default = default_chunk_size(self, batch.ids, getattr(method, "recompute", "none"))
+        loss, states, windows = self.steps(batch, method.scheme(batch.seqlen, default)).loss()
+        return loss, states[1:-1], windows
 
-        Args:
-            targets, seq_idx: as `Method`'s.
-            checkpoint: recompute each layer in the backward instead of keeping its activations.
-        """
-        y, final = self._hidden(input_ids, states, seq_idx, checkpoint)
-        divisor = valid.clamp(min=1) if isinstance(valid, Tensor) else max(valid, 1)
-        return Result(self.head_loss(y, targets) / divisor, final)
+    def steps(self, batch: Batch, scheme: Scheme) -> Steps:
+        """A batch's program; its states are those of `stage_states`."""
+        check_windows(self.config, scheme)
+        places = Tensors(self)
+        stages, width = self.stages(scheme.recompute), self.config.d_model
+        return Steps(stages, batch, scheme, width, lambda: places.replaced({}))
 
     def _hidden(
         self,

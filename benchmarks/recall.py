@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 import adjoint
+from adjoint.batch import IGNORE_INDEX
 from adjoint.data.recall import DEPTHS, VOCAB, needles, pairs_and_questions
 from adjoint.layers import MIXERS
-from adjoint.loss import IGNORE_INDEX
 from adjoint.tools.eval.needles import heat_maps
 from benchmarks import common
 from benchmarks.common import Point, Row

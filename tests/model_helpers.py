@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint import Stack, StackConfig
+from adjoint import Stack, StackConfig, StackOutput
+from adjoint.batch import Batch
+from adjoint.documents import document_numbers
 
 SIZES: dict[str, Any] = {"vocab_size": 17, "d_model": 12, "n_layer": 2, "d_state": 4, "headdim": 6}
 ALL_MIXERS = ["mamba", "mamba2", "diagonal", "scalar", "dense"]
@@ -59,6 +61,24 @@ def make_model(
 
 def make_ids(batch: int, seqlen: int, vocab_size: int = SIZES["vocab_size"], seed: int = 0) -> Tensor:
     return torch.randint(vocab_size, (batch, seqlen), generator=torch.Generator().manual_seed(seed))
+
+
+def forward(
+    model: Stack, ids: Tensor, method: Any, labels: Tensor | None = None, **given: Any
+) -> StackOutput:
+    """A call, by default with the ids for labels; `method` may be a reference, whose `run(model, batch,
+    states)` gives loss and final states."""
+    labels = ids if labels is None else labels
+    if not hasattr(method, "run"):
+        return model(ids, labels=labels, method=method, **given)
+    batch = Batch.of(ids, labels, document_numbers(ids, given.get("seq_idx"), given.get("cu_seqlens")))
+    states = given.get("state") or model.initial_state(len(ids))
+    loss, final = method.run(model, batch, states)
+    logits = None
+    if given.get("return_logits"):
+        with torch.no_grad():
+            logits = model(ids, **{**given, "return_logits": False}).logits
+    return StackOutput(loss=loss, state=final, logits=logits)
 
 
 def gradients(

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from adjoint.loss import count_valid, linear_cross_entropy, shift_labels
+from adjoint.batch import divisor_of, shift_labels
+from adjoint.loss import linear_cross_entropy
 
 VOCAB, D_MODEL = 13, 6
 
@@ -48,7 +49,7 @@ def test_the_mean_is_over_the_valid_labels_of_all_slices() -> None:
     """Slices with one, none and many valid labels: the mean of their means would be something else."""
     hidden, weight, targets = inputs()
     targets[0, 1:9] = -100
-    mean = linear_cross_entropy(hidden, weight, targets, 4) / count_valid(targets)
+    mean = linear_cross_entropy(hidden, weight, targets, 4) / divisor_of(targets)
     assert relative(mean, plain(hidden, weight, targets, "mean")) <= 1e-13
 
 
@@ -59,7 +60,7 @@ def test_all_ignored_is_zero_and_never_nan(slice_tokens: int | None) -> None:
     for value in with_gradients(linear_cross_entropy(hidden, weight, targets, slice_tokens), hidden, weight):
         assert (value == 0).all()
     with pytest.warns(UserWarning, match="every label is ignored"):
-        assert count_valid(targets) == 0
+        assert divisor_of(targets) == 1
 
 
 def test_huge_logits_stay_finite() -> None:
@@ -135,7 +136,7 @@ def test_float16_head_does_not_overflow() -> None:
 def test_labels_are_shifted_and_the_last_position_ignored() -> None:
     labels = torch.tensor([[1, 2, -100, 4], [5, 6, 7, 8]])
     assert shift_labels(labels).tolist() == [[2, -100, 4, -100], [6, 7, 8, -100]]
-    assert count_valid(shift_labels(labels)) == 5
+    assert divisor_of(shift_labels(labels)) == 5
 
 
 def test_bad_arguments_are_named() -> None:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     "errors",
     "settings",
+    "batch",
     "interrupt",
     "memory",
     "files",
@@ -28,22 +29,22 @@ FLOORS = [
     "kernels",
     "documents",
     "layers",
-    "formats",
     "loss",
-    "stack",
+    "formats",
     "engine",
     "methods",
+    "stack",
     "hf",
-    "__init__",
     "data",
     "train",
     "plan",
     "cluster",
     "tools",
     "cli",
+    "__init__",
     "__main__",
 ]
-HIGHEST = 12  # levels: the longest chain of entries that import each other
+HIGHEST = 10  # levels: the longest chain of entries that import each other
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -191,7 +192,7 @@ def test_no_import_goes_round_in_a_circle_and_the_house_is_low() -> None:
         return 1 + max(map(height, entries[name]), default=0)
 
     assert max(map(height, entries)) <= HIGHEST
-    assert len(entries) <= 23
+    assert len(entries) <= 24
 
 
 def test_imports_are_not_hidden_from_the_interpreter() -> None:

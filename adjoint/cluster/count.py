@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adjoint.batch import Batch
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.kept import Past, Slab, recurrent
-from adjoint.engine.stages import Chunk, Layer, Stage, stages_of
-from adjoint.engine.tile import Cotangents, Gradients
+from adjoint.engine.stages import Layer, Stage
+from adjoint.engine.tile import Cotangents, Gradients, Windowed
 from adjoint.errors import UserError
 from adjoint.kernels import attention, dispatch
 from adjoint.layers import StackConfig, State
@@ -72,7 +73,7 @@ class Example:
     stage: Stage
     x: Tensor
     state: State
-    chunk: Chunk
+    chunk: Batch
     dy: Tensor
     d_state: Cotangents  # of the state after the chunk
 
@@ -108,12 +109,12 @@ def example(
             ids = torch.zeros(batch, tokens, dtype=torch.int64)
             dy = torch.ones(()) if head else torch.randn_like(x)
             before: State = () if head else part.initial_state(batch)[0]
-            stage = stages_of(part, recompute)[-1 if head else 1]
+            stage = part.stages(recompute)[-1 if head else 1]
             assert stage is not None
             state, d_state = states_at(before, stage.grows, start, tokens)
     finally:
         torch.set_default_dtype(dtype)
-    return Example(stage, x, state, Chunk(ids, ids, start), dy, d_state)
+    return Example(stage, x, state, Batch(ids, ids, start=start), dy, d_state)
 
 
 def states_at(
@@ -237,10 +238,11 @@ def task(
     with counting(precision, device) as live:
         left, right, gradients = config.d_conv - 1, -(-halo // chunk) * chunk, Gradients()
         one = example(config, batch, chunk + tokens + right, precision)
-        span, nothing = (0, left, left + tokens, left + tokens + halo), (None,) * len(one.state)
+        nothing = (None,) * len(one.state)
         for _ in range(2):  # the first time the sums of gradients are made
             before = live.begin()
             x = one.x.clone()[:, chunk - left : chunk + tokens + halo]
             dy = one.dy[:, chunk:].clone()[:, : tokens + halo]
-            one.stage.windowed_vjp(span, x, one.state, dy, nothing, window, gradients)  # type: ignore[attr-defined]
+            given = Windowed(0, left, left + tokens, window, x, one.state, dy, nothing)
+            one.stage.windowed_vjp(given, gradients)  # type: ignore[attr-defined]
         return live.peak - before

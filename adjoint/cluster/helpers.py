@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from adjoint.engine.grid import Grid, Key, Tile
+from adjoint.batch import Batch
+from adjoint.engine.grid import Grid, Key, Scheme, Tile
 from adjoint.engine.program import Share
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import Stage
@@ -111,7 +112,7 @@ def carry_out(worker: Worker, tiles: Sequence[Tile]) -> list[Tensor]:
     stage = worker.stages[tiles[0].stage]
     assert stage is not None
     made, worker.gradients = worker.gradients, before
-    return [made.sums.get(p, torch.zeros_like(p, dtype=worker.wide)) for p in stage.parameters()]
+    return [made.sums.get(p, torch.zeros_like(p, dtype=worker.accumulate_dtype)) for p in stage.parameters()]
 
 
 SEQ_IDX: Key = ("seq_idx",)
@@ -122,7 +123,8 @@ def inputs_of(worker: Worker, tiles: Sequence[Tile]) -> dict[Key, Tensor]:
     written = {key for t in tiles for key in worker.grid.writes(t)}
     reads = {key for t in tiles for key in worker.grid.reads(t)} - written
     found = {key: worker.store[key].cpu() for key in reads}
-    return found if worker.seq_idx is None else {**found, SEQ_IDX: worker.seq_idx.cpu()}
+    seq_idx = worker.batch.seq_idx
+    return found if seq_idx is None else {**found, SEQ_IDX: seq_idx.cpu()}
 
 
 def weights_of(stage: Stage | None) -> list[Tensor]:
@@ -137,10 +139,8 @@ class Helper:
         stages: the shard's. initial: states of the right sizes, one tuple a stage, of `batch` rows.
     """
 
-    def __init__(
-        self, stages: Sequence[Stage | None], width: int, wide: torch.dtype, device: torch.device
-    ) -> None:
-        self.stages, self.width, self.wide, self.device = stages, width, wide, device
+    def __init__(self, stages: Sequence[Stage | None], device: torch.device) -> None:
+        self.stages, self.device = stages, device
 
     def carry_out(self, task: Task, initial: Sequence[State]) -> list[Tensor]:
         """Runs a task; the sums of its gradients."""
@@ -151,10 +151,10 @@ class Helper:
             with torch.no_grad():
                 for parameter, weight in zip(stage.parameters(), weights, strict=True):
                     parameter.copy_(weight)
-        batch = initial[tiles[0].stage][0].shape[0]
-        ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device).expand(batch, grid.cuts[-1])
-        seq_idx = inputs.pop(SEQ_IDX, None)
-        worker = Worker(self.stages, grid, ids, ids, initial, self.width, self.wide, seq_idx=seq_idx)
+        rows = initial[tiles[0].stage][0].shape[0]
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device).expand(rows, grid.cuts[-1])
+        batch = Batch(ids, ids, seq_idx=inputs.pop(SEQ_IDX, None), states=initial)
+        worker = Worker(self.stages, grid, batch, Scheme(grid.tokens(0)))
         worker.store |= {key: tensor.to(self.device) for key, tensor in inputs.items()}
         with worker.precision():
             return [gradient.cpu() for gradient in carry_out(worker, tiles)]

@@ -22,7 +22,7 @@ from adjoint.engine.budget import RESERVED_CPU
 from adjoint.engine.chunk_size import chunk_size_for
 from adjoint.engine.grid import Grid, Scheme
 from adjoint.engine.program import BUFFERS
-from adjoint.engine.stages import check_windows, stage_costs
+from adjoint.engine.stages import check_windows, costs_of
 from adjoint.layers import MIXERS, Mixer, StackConfig
 from adjoint.methods import Backprop
 from adjoint.stack import Stack
@@ -157,7 +157,7 @@ class Setup:
     def stage_costs(self, spans: Sequence[range]) -> tuple[float, ...]:
         """Of each stage the time of its forward on a token, relative to others."""
         with torch.device("meta"):
-            return stage_costs(Stack(self.model, 0))
+            return costs_of(Stack(self.model, 0).stages())
 
     def stage_states(self, spans: Sequence[range]) -> list[int]:
         """Of each stage the bytes of its state at a chunk's edge."""

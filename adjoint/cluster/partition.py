@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from adjoint.engine.stages import stage_costs
+from adjoint.engine.stages import costs_of
 from adjoint.errors import UserError
 from adjoint.stack import Stack
 
@@ -71,8 +71,8 @@ def partition(
 
 
 def layer_costs(model: Stack) -> list[float]:
-    """An estimate of each layer's time, the head counted with the last: `stage_costs`."""
-    _, *costs, head = stage_costs(model)
+    """An estimate of each layer's time, the head counted with the last: `costs_of`."""
+    _, *costs, head = costs_of(model.stages())
     costs[-1] += head
     return costs
 

@@ -52,13 +52,16 @@ class PretrainedShard(Shard):
             part.get_output_embeddings().weight = part.get_input_embeddings().weight
         return part.train()
 
-    def _stages(self, batch: int, states: list[State] | None = None) -> tuple[list[Any], list[Any]]:
+    def _stages(self) -> list[Any]:
         self.part.train(torch.is_grad_enabled())  # it may have dropout
         stages: list[Any] = [None] * self.shards
         recompute = getattr(self.spec.method, "recompute", "none")
         span = self.spec.spans[self.spec.shard]
         stages[self.spec.shard] = self.found.stage(self.part, span, recompute)
-        return stages, [self.found.states(span, batch, self.device) for span in self.spec.spans]
+        return stages
+
+    def _states(self, rows: int, states: list[State] | None = None) -> list[State]:
+        return [self.found.states(span, rows, self.device) for span in self.spec.spans]
 
     def _drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
         return drawn_from(self.spec.training.seed, number, self.spec.rank)

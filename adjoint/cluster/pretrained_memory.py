@@ -19,12 +19,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from adjoint.batch import Batch
 from adjoint.cluster import count
 from adjoint.cluster.count import Counted, Uncountable
 from adjoint.cluster.memory import Flops, Setup
 from adjoint.engine.grid import Scheme
 from adjoint.engine.kept import by_itself
-from adjoint.engine.stages import Chunk
 from adjoint.engine.tile import WAITING, Gradients
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
@@ -214,7 +214,7 @@ class Spans:
             ids = torch.zeros(batch, tokens, dtype=torch.int64)
             x = ids if piece == EMBEDDING else torch.zeros(batch, tokens, self.d_model, dtype=wide)
             dy = torch.ones(()) if piece == HEAD else torch.zeros(batch, tokens, self.d_model, dtype=wide)
-            chunk, gradients = Chunk(ids, ids, start), Gradients()
+            chunk, gradients = Batch(ids, ids, start=start), Gradients()
             initial = tuple(
                 torch.zeros(batch, *slot.shape, dtype=wide if slot.grows is None else slot.dtype)
                 for slot in slots
@@ -264,7 +264,7 @@ class _Plain(Backbone):
         self.inside: Any = contextlib.nullcontext
         self.head = head
 
-    def run(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         given = {"inputs_embeds" if x.is_floating_point() else "input_ids": x}
         if self.head:
             return self.model(**given, labels=chunk.targets).loss, ()

@@ -23,11 +23,6 @@ def check_rows(batch: int, replicas: int) -> None:
     Layout(replicas=replicas).check_rows(batch)
 
 
-def rows_of(ids: Tensor, replica: int, replicas: int) -> Tensor:
-    """A replica's rows of (batch, seqlen): consecutive, at most one more than another's, perhaps none."""
-    return ids.tensor_split(replicas)[replica]
-
-
 @torch.no_grad()
 def sum_gradients(gradients: Sequence[Tensor], transport: Transport, ranks: Sequence[int]) -> None:
     """Sums gradients over `ranks` in place: the same bits on all of them.

@@ -19,21 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adjoint.batch import Batch
 from adjoint.checkpoint import Tensors
 from adjoint.cluster import helpers
-from adjoint.cluster.replicas import check_rows, rows_of, sum_gradients
+from adjoint.cluster.replicas import check_rows, sum_gradients
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import ReplicaTransport, Transport
-from adjoint.engine import graphs
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Grid, Scheme
 from adjoint.engine.program import Plan, Recv, Send
 from adjoint.engine.run import Worker
-from adjoint.engine.stages import stage_costs, stage_states, stages_of
+from adjoint.engine.stages import costs_of
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
-from adjoint.loss import count_valid, shift_labels
 from adjoint.memory import peak_memory_bytes
 from adjoint.plan.schedule import check_chunks, forward_plan, grid_of, step_plan
 from adjoint.stack import Stack
@@ -59,6 +58,28 @@ class Traced:
     start: float
     stop: float
     processor: float
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Which of a run's batches one is, and what was decided about it for all workers.
+
+    Attributes:
+        batches: of how many batches it is one; the loss and the gradients are divided by it.
+        final: whether it is the last one before the optimizer's step: then gradients are summed over all that
+            have these layers.
+        number: of it since the run began: what is drawn on it, such as dropout's masks, is a worker's own and
+            of this batch, whatever has been drawn before.
+        passing: for a method that cuts at random: `Grid.passing`.
+        start: where states are carried, `Carried.start`'s arguments. ended: (batch,) bool, `end`'s.
+    """
+
+    batches: int = 1
+    final: bool = True
+    number: int = 0
+    passing: tuple[tuple[float, ...], ...] = ()
+    start: tuple[bool, int] = (False, 0)
+    ended: Tensor | None = None
 
 
 class Shard:
@@ -110,7 +131,7 @@ class Shard:
         spec = self.spec
         with torch.device("meta"):
             whole = Stack(spec.model, seed=0)
-        self.costs = stage_costs(whole)
+        self.costs = costs_of(whole.stages())
         part = whole.split(spec.spans[spec.shard]).to_empty(device="cpu")
         if spec.model.tie_embeddings and self.is_first and self.is_last:
             part.lm_head.weight = part.embedding.weight  # to_empty made two of one
@@ -121,12 +142,13 @@ class Shard:
             part.reset_parameters(seed)
         return part.to(self.device, torch.float64 if spec.precision == "float64" else torch.float32)
 
-    def _stages(self, batch: int, states: list[State] | None = None) -> tuple[list[Any], list[Any]]:
-        """The stages, None in the places of others', and their states before a sequence: those of the layers
-        here, zeros if None."""
-        recompute = getattr(self.spec.method, "recompute", "none")
-        states = self.part.initial_state(batch) if states is None else states
-        return stages_of(self.part, recompute), stage_states(self.part, states)
+    def _stages(self) -> list[Any]:
+        """The stages, None in the places of others'."""
+        return self.part.stages(getattr(self.spec.method, "recompute", "none"))
+
+    def _states(self, rows: int, states: list[State] | None = None) -> list[State]:
+        """Of each stage, before a sequence: those of the layers here, zeros if None."""
+        return self.part.stage_states(self.part.initial_state(rows) if states is None else states)
 
     def _drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
         """Around the work on batch `number`: a stack draws nothing."""
@@ -183,116 +205,83 @@ class Shard:
         self,
         ids: Tensor,
         chunk_size: int | None = None,
-        batches: int = 1,
-        final: bool = True,
-        passing: Tensor | None = None,
         seq_idx: Tensor | None = None,
-        number: int = 0,
-        start: tuple[bool, int] = (False, 0),
-        ended: Tensor | None = None,
+        step: Microbatch = Microbatch(),  # it does not change
     ) -> float | None:
         """Forward and backward over this worker's part of one batch; adds to the gradients.
 
         Args:
             ids: (batch, seqlen) int64, the same on every worker; the labels are the same ids.
             chunk_size: tokens a chunk, the same on every worker; None takes this device's own choice.
-            batches: of how many batches this is one; the loss and the gradients are divided by it.
-            final: whether this is the last batch before the optimizer's step: then gradients are summed over
-                all that have these layers.
-            passing: (n_layer, chunks), for a method that cuts at random: what the adjoint state is multiplied
-                by as it leaves a chunk, the same on every worker.
             seq_idx: (batch, seqlen) of packed documents, numbered from 0 in rising order.
-            number: of this batch since the run began: what is drawn on it, such as dropout's masks, is this
-                worker's own and of this batch, whatever has been drawn before.
-            start: where states are carried, `Carried.start`'s arguments. ended: (batch,) bool, `end`'s.
 
         Returns:
-            On a last shard its share of the mean loss, divided by `batches`: the shares add up to the loss.
-            None elsewhere.
+            On a last shard its share of the mean loss, divided by `step.batches`: the shares add up to the
+            loss. None elsewhere.
 
         Raises:
             UserError: fewer rows than replicas, or fewer chunks than workers of a sequence.
         """
         check_rows(len(ids), self.spec.replicas)
-        states = self.carried.start(*start)
-        worker, scheme, valid = self._worker(ids, chunk_size, passing, seq_idx, states)
-        check_chunks(self.spec.method, ids.shape[1], scheme.chunk_size, self.spec.sequence)
+        batch = self._batch(ids, seq_idx, self.carried.start(*step.start))
+        scheme = self._scheme_of(batch, chunk_size)
+        check_chunks(self.spec.method, batch.seqlen, scheme.chunk_size, self.spec.sequence)
+        worker = self._worker(batch, scheme, step.passing)
         if worker.grid.chunks > 1:
             with autocast(self.spec.precision, self.device):
                 dtype = next(self.part.parameters()).dtype
-                compare_own_layers(worker.stages, worker.initial, worker.width, dtype, self.device)
-        worker.scale = torch.ones((), dtype=worker.wide, device=self.device) / batches / valid
-        with self._drawing(number):
+                compare_own_layers(worker.stages, batch.states, worker.width, dtype, self.device)
+        one = torch.ones((), dtype=worker.accumulate_dtype, device=self.device)
+        worker.scale = one / step.batches / batch.divisor
+        with self._drawing(step.number):
             if scheme.window == "auto":
                 self._carry_out(worker, forward_plan(worker.grid, self.spec.owners), free=False)
                 self.windows = self._pick_windows(worker, scheme)
-                worker.grid = self._grid(scheme, worker.grid.cuts[-1], self.windows)
+                worker.grid = self._grid(scheme, batch.seqlen, self.windows)
             self._carry_out(worker, step_plan(scheme, worker.grid, self.spec.owners, self.spec.helpers))
-        if ended is not None:
-            self.carried.end([worker.final[1 + k] for k in self.part.span], ended.to(self.device))
+        if step.ended is not None:
+            self.carried.end([worker.final[1 + k] for k in self.part.span], step.ended.to(self.device))
         for parameter in self.part.parameters():
             gradient = worker.gradients.of(parameter)
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        if final:
+        if step.final:
             self._sum_gradients()
-        return self._loss(worker, valid * batches)
+        return self._loss(worker, step.batches)
 
     def evaluate(
         self, ids: Tensor, chunk_size: int | None = None, seq_idx: Tensor | None = None
     ) -> float | None:
         """On a last shard its share of the mean loss of a batch, None elsewhere. A batch may have fewer rows
         than there are replicas, and be too short for every worker of a sequence to have a chunk."""
-        if not len(rows_of(ids, self.spec.replica, self.spec.replicas)):
+        if not len(ids.tensor_split(self.spec.replicas)[self.spec.replica]):
             return 0.0 if self.is_last else None
         with torch.no_grad():
-            worker, _, valid = self._worker(ids, chunk_size, seq_idx=seq_idx)
+            batch = self._batch(ids, seq_idx)
+            scheme = dataclasses.replace(self._scheme_of(batch, chunk_size), window=None)  # none are picked
+            worker = self._worker(batch, scheme)
             self._carry_out(worker, forward_plan(worker.grid, self.spec.owners))
-        return self._loss(worker, valid)
+        return self._loss(worker)
 
-    def _worker(
-        self,
-        ids: Tensor,
-        chunk_size: int | None,
-        passing: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        states: list[State] | None = None,
-    ) -> tuple[Worker, Scheme, int]:
-        """This worker's part of a batch, how it is gone about, and the number of valid labels of the whole
-        batch, whose mean the loss is."""
-        targets = shift_labels(ids, seq_idx)
-        valid = max(int(count_valid(targets)), 1)
+    def _batch(self, ids: Tensor, seq_idx: Tensor | None, states: list[State] | None = None) -> Batch:
+        """This worker's rows, whose divisor is the whole batch's, with the states before them."""
+        spec = self.spec
+        batch = Batch.of(ids, ids, seq_idx).share(spec.replica, spec.replicas, self.device)
+        return dataclasses.replace(batch, states=self._states(batch.rows, states))
 
-        def mine(rows: Tensor) -> Tensor:
-            return rows_of(rows, self.spec.replica, self.spec.replicas).to(self.device)
+    def _scheme_of(self, batch: Batch, chunk_size: int | None) -> Scheme:
+        size = chunk_size or self.chunk_size(batch.rows, batch.seqlen)
+        return self._scheme(batch.rows, batch.seqlen, size)
 
-        ids, targets, seq_idx = mine(ids), mine(targets), None if seq_idx is None else mine(seq_idx)
-        batch, seqlen = ids.shape
-        scheme = self._scheme(batch, seqlen, chunk_size or self.chunk_size(batch, seqlen))
-        grid = self._grid(scheme, seqlen)
-        wide = torch.float64 if self.spec.precision == "float64" else torch.float32
+    def _worker(self, batch: Batch, scheme: Scheme, passing: tuple[tuple[float, ...], ...] = ()) -> Worker:
+        grid = dataclasses.replace(self._grid(scheme, batch.seqlen), passing=passing)
+        width = self.spec.model.d_model
         with autocast(self.spec.precision, self.device):
-            stages, initial = self._stages(batch, states)
-            worker = Worker(
-                stages,
-                grid,
-                ids,
-                targets,
-                initial,
-                self.spec.model.d_model,
-                wide,
-                self.transport,
-                self._traced,
-                host=scheme.offload and self.device.type == "cuda",
-                noting=scheme.window == "auto" and torch.is_grad_enabled(),
-                passing=None if passing is None else passing.tolist(),
-                seq_idx=seq_idx,
-                record=graphs.recorder(self.device) if scheme.cuda_graphs else None,
-            )
+            worker = Worker(self._stages(), grid, batch, scheme, width, self.transport, self._traced)
         if self.crew is not None:
             crew, known = self.crew, self.known
             worker.share = lambda worker, action: helpers.share(worker, action, crew, known)
-        return worker, scheme, valid
+        return worker
 
     def _grid(self, scheme: Scheme, seqlen: int, windows: list[int] | None = None) -> Grid:
         owners, helpers = self.spec.owners, self.spec.helpers
@@ -351,10 +340,10 @@ class Shard:
             mine = [_gradient(p) for p in self.part.parameters() if p is not table and p.requires_grad]
             sum_gradients(mine, self.everyone, self.spec.peers)
 
-    def _loss(self, worker: Worker, divisor: int) -> float | None:
+    def _loss(self, worker: Worker, batches: int = 1) -> float | None:
         if not self.is_last:
             return None
-        return 0.0 if worker.total is None else (worker.total / divisor).item()
+        return 0.0 if worker.total is None else (worker.total / (worker.batch.divisor * batches)).item()
 
     def norms(self) -> dict[str, float]:
         """The L2 norm of each parameter's gradient, by the parameter's name in the stack."""
@@ -504,13 +493,13 @@ class HelperShard:
         dtype = torch.float64 if spec.precision == "float64" else torch.float32
         self.spec, self.device = spec, device
         self.part = whole.split(spec.spans[spec.shard]).to_empty(device=device).to(dtype)
-        stages = stages_of(self.part)
-        self.helper = helpers.Helper(stages, spec.model.d_model, dtype, device)
+        stages = self.part.stages()
+        self.helper = helpers.Helper(stages, device)
         self.progress, self.at = 0, ("", True)  # as a shard's
 
     def task(self, task: helpers.Task, batch: int) -> list[Tensor]:
         """Runs a task of `batch` rows; the sums of its gradients."""
-        states = stage_states(self.part, self.part.initial_state(batch))
+        states = self.part.stage_states(self.part.initial_state(batch))
         self.at = "task", False
         with autocast(self.spec.precision, self.device):
             found = self.helper.carry_out(task, states)

@@ -22,7 +22,7 @@ from adjoint.checkpoint import newest_checkpoint, read_trainer
 from adjoint.cluster import placement
 from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
-from adjoint.cluster.shard import total_norm
+from adjoint.cluster.shard import Microbatch, total_norm
 from adjoint.engine.autograd import draw_passing
 from adjoint.errors import UserError
 from adjoint.stack import Stack
@@ -216,14 +216,16 @@ class ShardedTrainer(Trainer):
 
     def _gradients(self, ids: torch.Tensor, start: tuple[bool, int], number: int) -> Gradients:
         batches, scheme = self.settings.grad_accumulation, self.method.scheme(ids.shape[1], self.chunk_size)
-        passing = None
-        if scheme.cut:
-            chunks = len(scheme.cuts(ids.shape[1])) - 1
-            passing = draw_passing(self.config.model.n_layer, chunks, scheme.cut).numpy()
-        rest = [batches, (number + 1) % batches == 0, passing, self._seq_idx(ids), number]
-        if self.settings.carry_state != "none":
-            rest += [start, self.data.ended(ids).numpy()]
-        found = self._all("accumulate", ids.numpy(), self.chunk_size, *rest)
+        chunks, carries = len(scheme.cuts(ids.shape[1])) - 1, self.settings.carry_state != "none"
+        which = Microbatch(
+            batches,
+            (number + 1) % batches == 0,
+            number,
+            draw_passing(self.config.model.n_layer, chunks, scheme.cut) if scheme.cut else (),
+            start if carries else (False, 0),
+            self.data.ended(ids) if carries else None,
+        )
+        found = self._all("accumulate", ids.numpy(), self.chunk_size, self._seq_idx(ids), which)
         auto = scheme.window == "auto"
         picked = self._all("picked_windows", first=True)[0] if auto else None
         return sum(share for share in found if share is not None), picked

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adjoint.batch import IGNORE_INDEX
 from adjoint.data.tokenizer import Tokenizer
-from adjoint.loss import IGNORE_INDEX
 
 KEYS = VALUES = 32  # ids 1 to 32 and 33 to 64; 0 is all else
 VOCAB = 1 + KEYS + VALUES

@@ -8,24 +8,24 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from adjoint.engine import budget, graphs
+from adjoint.batch import Batch
+from adjoint.engine import budget
 from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Key, Scheme, make_grid
 from adjoint.engine.program import Action, Owners, Run, plan
 from adjoint.engine.run import Worker
-from adjoint.engine.stages import Stage, check_windows, stage_states, stages_of
+from adjoint.engine.stages import Stage
 from adjoint.engine.tile import Gradients
-from adjoint.engine.weights import Tensors
-from adjoint.kernels.checks import accumulate_dtype, differentiable_once
+from adjoint.kernels.checks import differentiable_once
 from adjoint.layers import State
-from adjoint.stack import Result, Stack
 
 T = TypeVar("T")
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
@@ -40,46 +40,13 @@ def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
     return run
 
 
-@uncompiled
-def chunked_loss(
-    model: Stack,
-    input_ids: Tensor,
-    targets: Tensor,
-    valid: int | Tensor,
-    states: list[State],
-    scheme: Scheme,
-    seq_idx: Tensor | None = None,
-) -> Result:
-    """Mean loss and final states, differentiable in the parameters and `states` as the scheme has it.
+class Result(NamedTuple):
+    """The mean loss, the states after the sequence, a tuple a stage, and, where the method picked them
+    itself, each layer's window."""
 
-    Args:
-        input_ids, targets: (batch, seqlen) int64, the targets already shifted, `valid` of them not ignored.
-        states: to start from, a tuple a layer.
-        seq_idx: (batch, seqlen), the documents of a sequence numbered from 0 in rising order; None of one.
-    """
-    check_windows(model.config, scheme)
-    steps = steps_of(model, input_ids, targets, max(int(valid), 1), states, scheme, seq_idx)
-    loss, *final = steps.loss()
-    return Result(loss, _grouped(states, final), steps.windows if scheme.window == "auto" else None)
-
-
-def steps_of(
-    model: Stack,
-    input_ids: Tensor,
-    targets: Tensor,
-    valid: int,
-    states: list[State],
-    scheme: Scheme,
-    seq_idx: Tensor | None = None,
-) -> Steps:
-    """A stack's program for a batch; arguments as `chunked_loss`'s."""
-    weight, initial = model.embedding.weight, stage_states(model, states)
-    parameters: list[Tensor] = list(model.parameters())
-    stages: list[Any] = stages_of(model, scheme.recompute)
-    given = stages, input_ids, targets, valid, initial, scheme, parameters
-    steps = Steps(*given, weight.shape[1], weight.dtype, seq_idx)
-    steps.tensors = Tensors(model)
-    return steps
+    loss: Tensor
+    states: list[State]
+    windows: list[int] | None = None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -88,7 +55,7 @@ class _ChunkedLoss(torch.autograd.Function):
         loss, final = steps.forward()
         ctx.steps = steps
         # so that autograd notices what was changed in place before the backward
-        ctx.save_for_backward(*tensors, *steps.inputs)
+        ctx.save_for_backward(*tensors, *steps.batch.tensors)
         ctx.set_materialize_grads(False)
         return loss, *final
 
@@ -126,87 +93,71 @@ class Steps:
 
     Args:
         stages: all of a model's.
-        valid: number of targets that are not ignored; the loss's divisor.
-        initial: the states before the sequence, a tuple a stage; differentiable.
-        parameters: those of all stages, each once.
-        width, dtype: of the tensors between stages.
+        batch: with a state for each stage, differentiable.
+        width: of the tensors between stages.
+        around: is entered around the backward: the model as it was in the forward, such as its tensors in
+            their places, which a caller may have changed for the forward alone.
 
     Attributes:
-        inputs: what chunks are made of, and read again in the backward.
-        tensors: the model's in their places, which a caller may have changed for the forward alone.
+        parameters: those of all stages, each once.
+        windows: of each layer, once they are picked.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        ids: Tensor,
-        targets: Tensor,
-        valid: float,
-        initial: Sequence[State],
+        batch: Batch,
         scheme: Scheme,
-        parameters: list[Tensor],
         width: int,
-        dtype: torch.dtype,
-        seq_idx: Tensor | None = None,
+        around: Around = contextlib.nullcontext,
     ) -> None:
         assert all(stage is not None for stage in stages), "a part of a stack has no loss by itself"
-        self.scheme, self.valid, self.parameters = scheme, valid, parameters
-        self.inputs = [t for t in (ids, targets, seq_idx) if t is not None]
-        self.initial = [s for state in initial for s in state]
-        self.follows = torch.is_grad_enabled() and any(t.requires_grad for t in (*parameters, *self.initial))
-        self.tensors: Tensors | None = None
-        self.windows: list[int] | None = None  # of each layer, once they are picked
+        self.stages, self.batch, self.scheme, self.width, self.around = stages, batch, scheme, width, around
+        self.parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
+        self.initial = [s for state in batch.states for s in state]
+        self.follows = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (*self.parameters, *self.initial)
+        )
+        self.windows: list[int] | None = None
         self.stateful = [stage.stateful for stage in stages]
-        self.reach, self.seqlen = max(stage.reach for stage in stages), ids.shape[1]
+        self.reach = max(stage.reach for stage in stages)
         self.owners = Owners((0,) * len(stages))
-        passing = None
-        if scheme.cut and self.follows:
-            chunks = len(scheme.cuts(self.seqlen)) - 1
-            passing = draw_passing(sum(self.stateful), chunks, scheme.cut).tolist()
-        given = ids, targets, [tuple(s.detach() for s in state) for state in initial]
-
-        def worker(scheme: Scheme) -> Worker:
-            return Worker(
-                stages,
-                make_grid(scheme, self.seqlen, self.stateful, self.reach),
-                *given,
-                width,
-                accumulate_dtype(dtype),
-                host=scheme.offload and ids.is_cuda,
-                noting=scheme.window == "auto",
-                passing=passing,
-                seq_idx=seq_idx,
-                record=graphs.recorder(ids.device) if scheme.cuda_graphs else None,
-            )
-
-        self.worker = worker(scheme)
+        self.worker = self._worker(scheme)
         self.tapes = 0 if scheme.window == "auto" else scheme.tapes
         if scheme.memory is not None and self.follows:
             sizes = [self.worker.grid.tokens(c) for c in range(self.worker.grid.chunks)]
-            room = budget.room_for_tapes(scheme.memory, self.worker.kept_bytes(), ids.device)
-            measured = self._measured(valid, ids, targets, width, dtype)
+            room = budget.room_for_tapes(scheme.memory, self.worker.kept_bytes(), batch.ids.device)
+            measured = self._measured()
             self.tapes = budget.tapes_within(room, measured, sizes)
-            if scheme.whole and (measured.tape + measured.beside) * self.seqlen / sizes[0] <= room:
-                self.scheme = dataclasses.replace(scheme, chunk_size=self.seqlen)
-                self.worker = worker(self.scheme)
+            if scheme.whole and (measured.tape + measured.beside) * batch.seqlen / sizes[0] <= room:
+                self.scheme = dataclasses.replace(scheme, chunk_size=batch.seqlen)
+                self.worker = self._worker(self.scheme)
         self.later: Sequence[Action] = ()
         if self.worker.grid.chunks > 1:
-            compare_own_layers(stages, given[2], width, dtype, ids.device)
+            dtype = next((p.dtype for p in self.parameters if p.is_floating_point()), torch.float32)
+            compare_own_layers(stages, self.worker.batch.states, width, dtype, batch.ids.device)
 
-    def _measured(
-        self, valid: float, ids: Tensor, targets: Tensor, width: int, dtype: torch.dtype
-    ) -> budget.Measured:
+    def _worker(self, scheme: Scheme) -> Worker:
+        grid = make_grid(scheme, self.batch.seqlen, self.stateful, self.reach)
+        if scheme.cut and self.follows:
+            grid = dataclasses.replace(
+                grid, passing=draw_passing(sum(self.stateful), grid.chunks, scheme.cut)
+            )
+        detached = [tuple(s.detach() for s in state) for state in self.batch.states]
+        return Worker(self.stages, grid, dataclasses.replace(self.batch, states=detached), scheme, self.width)
+
+    def _measured(self) -> budget.Measured:
         """What the first chunk takes, run forward and back by itself; once a model and kind of batch."""
-        size, worker = self.worker.grid.tokens(0), self.worker
+        worker, ids = self.worker, self.batch.ids
+        size = worker.grid.tokens(0)
         known = budget.of_model(self.parameters)
-        kind = len(ids), size, ids.device, dtype, worker.autocast, self.scheme.recompute
+        kind = len(ids), size, ids.device, worker.narrow, worker.autocast, self.scheme.recompute
         if kind not in known:
             devices = [ids.device] if ids.is_cuda else []
             with torch.random.fork_rng(devices), budget.LiveBytes() as live:
                 scheme = Scheme(size, keep=self.scheme.keep, least=self.scheme.least)
-                stages = [stage for stage in worker.stages if stage is not None]
-                inputs = ids[:, :size], targets[:, :size], valid, worker.initial
-                one = Steps(stages, *inputs, scheme, self.parameters, width, dtype)
+                first = dataclasses.replace(self.batch.chunk(0, size), states=worker.batch.states)
+                one = Steps(self.stages, first, scheme, self.width)
                 with torch.no_grad():
                     before = live.begin()
                     loss, final = one.forward()
@@ -215,9 +166,10 @@ class Steps:
                     known[kind] = budget.Measured(tape, live.peak - before - tape)
         return known[kind]
 
-    def loss(self) -> Sequence[Tensor]:
-        """The loss over `valid`, and the final states of all stages."""
-        return _ChunkedLoss.apply(self, *self.parameters, *self.initial)
+    def loss(self) -> Result:
+        """The loss over the batch's divisor, and the final states."""
+        loss, *final = _ChunkedLoss.apply(self, *self.parameters, *self.initial)
+        return Result(loss, _grouped(self.batch.states, final), self.windows)
 
     def forward(self) -> tuple[Tensor, list[Tensor]]:
         worker = self.worker
@@ -229,15 +181,15 @@ class Steps:
         worker.run([_freeing_less(a, stays) for a in made[:first]])
         if worker.decays is not None:
             decays = [d for d, stateful in zip(worker.decays, self.stateful, strict=True) if stateful]
-            self.windows = [d.window(self.scheme.tolerance, self.seqlen) for d in decays]
+            self.windows = [d.window(self.scheme.tolerance, self.batch.seqlen) for d in decays]
             worker.grid = make_grid(
-                self.scheme, self.seqlen, self.stateful, self.reach, windows=tuple(self.windows)
+                self.scheme, self.batch.seqlen, self.stateful, self.reach, windows=tuple(self.windows)
             )
             self.later = self._backward_program()
         assert worker.total is not None
         # other objects than the worker keeps: a function that held its own outputs would hold itself
         final = [s.detach() for state in worker.final for s in state]
-        return worker.total / self.valid, final
+        return worker.total / self.batch.divisor, final
 
     def chunk_losses(self) -> list[Tensor]:
         """The forward alone; the summed loss of each chunk."""
@@ -259,13 +211,12 @@ class Steps:
         self, d_loss: Tensor | None, d_final: Sequence[Any]
     ) -> tuple[Gradients, list[Tensor | None]]:
         worker = self.worker
-        worker.scale = None if d_loss is None else d_loss / self.valid
-        worker.d_final = _grouped(worker.initial, d_final)
-        worker.d_initial = [(None,) * len(state) for state in worker.initial]
+        worker.scale = None if d_loss is None else d_loss / self.batch.divisor
+        worker.d_final = _grouped(self.batch.states, d_final)
+        worker.d_initial = [(None,) * len(state) for state in self.batch.states]
         kept = {key: value for key, value in worker.store.items() if key[0] != "tape"}
-        places = contextlib.nullcontext() if self.tensors is None else self.tensors.replaced({})
         try:
-            with places:
+            with self.around():
                 worker.run(self.later)
             return worker.gradients, [d for state in worker.d_initial for d in state]
         finally:  # may be gone through again, after an interrupt too
@@ -287,6 +238,7 @@ def _grouped(states: Sequence[State], flat: Sequence[Any]) -> list[Any]:
     return [tuple(next(rest) for _ in state) for state in states]
 
 
-def draw_passing(n_layer: int, chunks: int, cut: float) -> Tensor:
-    """(n_layer, chunks): 0 with probability `cut`, else 1 / (1 - cut); from the CPU's generator."""
-    return (torch.rand(n_layer, chunks) >= cut).double() / (1 - cut)
+def draw_passing(n_layer: int, chunks: int, cut: float) -> tuple[tuple[float, ...], ...]:
+    """`Grid.passing`: 0 with probability `cut`, else 1 / (1 - cut); from the CPU's generator."""
+    drawn = (torch.rand(n_layer, chunks) >= cut).double() / (1 - cut)
+    return tuple(map(tuple, drawn.tolist()))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from adjoint.layers import MIXERS, Mixer, StackConfig
-from adjoint.stack import Stack
 
 UNKNOWN_MEMORY = 40e9  # bytes of a GPU that is not here and of which nobody says how much it has
 
 
-def default_chunk_size(model: Stack, input_ids: Tensor, recompute: str = "none") -> int:
+def default_chunk_size(model: Any, input_ids: Tensor, recompute: str = "none") -> int:
     """`chunk_size_for` on the device of input_ids (batch, seqlen), under the caller's autocast."""
     element = next(model.parameters()).element_size()
     memory = None

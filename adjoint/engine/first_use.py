@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.grid import Scheme, make_grid
 from adjoint.engine.program import Owners, Run, plan
 from adjoint.engine.run import Changed, Worker
-from adjoint.engine.stages import Chunk, Embedding, Layer
+from adjoint.engine.stages import Embedding, Layer
 from adjoint.engine.tile import Gradients, Pullback
-from adjoint.kernels.checks import accumulate_dtype, is_untouched
+from adjoint.kernels.checks import is_untouched
 from adjoint.layers import State
 
 TOKENS, CHUNK = 13, 7
@@ -133,12 +134,12 @@ class Weighted:
         weights = some_numbers(TOKENS, x.shape[-1])[start : start + x.shape[1]]
         return (x * weights.to(x)).sum()
 
-    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         self.seen[chunk.start] = x.detach()
         return self.sum(x, chunk.start), ()
 
     def linearize(
-        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         return tile.linearize(lambda _, x, state: self.forward(x, state, chunk), [], x, (), gradients)
 
@@ -246,15 +247,14 @@ def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
     """
     table, outputs = nn.Embedding.from_pretrained(x.clone(), freeze=False), Weighted()
     stages: list[Any] = [Embedding(table), stage, outputs]
-    grid = make_grid(Scheme(chunk_size), TOKENS, [each.stateful for each in stages], 0)
-    ids = torch.arange(TOKENS, device=x.device)[None]
-    dtype = accumulate_dtype(x.dtype)
-    worker = Worker(stages, grid, ids, ids, [(), tuple(s.detach() for s in state), ()], x.shape[1], dtype)
+    scheme, ids = Scheme(chunk_size), torch.arange(TOKENS, device=x.device)[None]
+    grid = make_grid(scheme, TOKENS, [each.stateful for each in stages], 0)
+    worker = Worker(stages, grid, Batch(ids, ids, states=[(), tuple(s.detach() for s in state), ()]), scheme)
     program = plan(grid, Owners((0,) * len(stages))).programs[0]
     first = next(i for i, a in enumerate(program) if not (isinstance(a, Run) and a.tile.kind in "FL"))
     worker.run(program[:first])
     final = worker.final[1]
-    worker.scale = torch.ones((), dtype=dtype, device=x.device)
+    worker.scale = torch.ones((), dtype=worker.accumulate_dtype, device=x.device)
     worker.d_final[1] = tuple(torch.ones_like(s) if s.is_floating_point() else None for s in final)
     worker.run(program[first:])
     gradients = worker.gradients

@@ -203,7 +203,8 @@ class Graphs:
 def _pieces(worker: Any, actions: Sequence[Action]) -> Iterator[_Piece]:
     """Actions in their order, those of one chunk together that go forward, and those that go back."""
     grid, last = worker.grid, worker.grid.chunks - 1
-    alike = not (grid.fresh or grid.dropped or worker.passing or worker.decays) and worker.seq_idx is None
+    alike = not (grid.document_starts or grid.dropped or grid.passing or worker.decays)
+    alike = alike and worker.batch.seq_idx is None and not worker.batch.inputs
 
     def name(action: Action) -> tuple[int, bool] | None:
         if not alike or not isinstance(action, Run) or action.tile.kind not in "FRB":

@@ -70,8 +70,8 @@ class Scheme:
             process, whose segment is all stages.
         whole: whether with a memory that holds it the sequence is one chunk, which costs less than many.
         cuda_graphs: whether chunks' launches are recorded and replayed, where the device is a GPU.
-        documents: their first tokens, in rising order: chunks end there, the state begins anew, no cotangent
-            crosses. Of windowed tiles not yet.
+        documents: their first tokens, in rising order: chunks end there, the state is zero again, no
+            cotangent crosses. Of windowed tiles not yet.
         span: tokens between the edges at which the adjoint state is dropped: a multiple of chunk_size,
             counted from the document's start; None drops it nowhere.
         cut_at: tokens at which chunks end too, of whatever length.
@@ -121,8 +121,10 @@ class Grid:
         reach: tokens that a windowed stage reads to its left, besides its state.
         costs: of each stage, the time of its forward on a token, relative to others; only the order depends
             on it.
-        fresh: chunks, other than the first, before which there is no state.
+        document_starts: chunks, other than the first, before which there is no state.
         dropped: chunks that read the state before them but say no cotangent of it.
+        passing: of each stateful stage and each chunk, what the recurrence's adjoint state is multiplied by
+            as it leaves the chunk; empty for 1.
     """
 
     cuts: tuple[int, ...]
@@ -132,8 +134,9 @@ class Grid:
     windows: tuple[int | None, ...] = ()
     reach: int = 0
     costs: tuple[float, ...] = ()
-    fresh: frozenset[int] = frozenset()
+    document_starts: frozenset[int] = frozenset()
     dropped: frozenset[int] = frozenset()
+    passing: tuple[tuple[float, ...], ...] = ()
 
     @property
     def stages(self) -> int:
@@ -196,23 +199,27 @@ class Grid:
 
     def reads_state(self, c: int) -> bool:
         """Whether a chunk goes on from the state of the one before."""
-        return 0 < c < self.chunks and c not in self.fresh
+        return 0 < c < self.chunks and c not in self.document_starts
 
     def carries(self, c: int) -> bool:
         """Whether a chunk hands the adjoint state on to the one before."""
         return self.reads_state(c) and c not in self.dropped
 
+    def passes(self, k: int, c: int) -> float:
+        """What stage k's adjoint state is multiplied by as it leaves chunk c."""
+        return self.passing[sum(self.stateful[:k])][c] if self.passing else 1.0
+
     def document(self, c: int) -> int:
         """The first token of a chunk's document."""
-        return self.cuts[_last(self._fresh, c)]
+        return self.cuts[_last(self._starts, c)]
 
     def follows(self, c: int) -> int:
         """The first token whose state's cotangents reach chunk c; of its document where none are dropped."""
-        return self.cuts[max(_last(self._fresh, c), _last(self._dropped, c))]
+        return self.cuts[max(_last(self._starts, c), _last(self._dropped, c))]
 
     @functools.cached_property
-    def _fresh(self) -> list[int]:
-        return sorted(self.fresh)
+    def _starts(self) -> list[int]:
+        return sorted(self.document_starts)
 
     @functools.cached_property
     def _dropped(self) -> list[int]:
@@ -354,8 +361,8 @@ def make_grid(
     together = scheme.keep == "edges" and window is None
     segments = tuple(shards if shards is not None else [0] * n) if together else tuple(range(n))
     cuts, starts = scheme.cuts(seqlen), set(scheme.documents)
-    fresh = frozenset(c for c, cut in enumerate(cuts[:-1]) if c and cut in starts)
-    grid = Grid(cuts, tuple(stateful), segments, scheme.dy_from, each, reach, tuple(costs), fresh)
+    begins = frozenset(c for c, cut in enumerate(cuts[:-1]) if c and cut in starts)
+    grid = Grid(cuts, tuple(stateful), segments, scheme.dy_from, each, reach, tuple(costs), begins)
     if scheme.span is None:
         return grid
     dropped = (c for c in range(grid.chunks) if (cuts[c] - grid.document(c)) % scheme.span == 0)

@@ -3,13 +3,14 @@ host."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adjoint.engine.grid import Scheme
 from adjoint.engine.tile import Cotangents
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
@@ -225,3 +226,19 @@ def by_itself(state: Tensor | None) -> Tensor | None:
 def recurrent(state: Sequence, grows: Sequence[int | None]) -> tuple:
     """The recurrent tensors of a state."""
     return tuple(s for s, dim in zip(state, grows, strict=True) if dim is None)
+
+
+def growing(state: Sequence, grows: Sequence[int | None]) -> tuple:
+    """The append-only tensors of a state."""
+    return tuple(s for s, dim in zip(state, grows, strict=True) if dim is not None)
+
+
+def joined(recurrent: Iterable, growing: Iterable, grows: Sequence[int | None]) -> tuple:
+    """The whole state, from its recurrent and its append-only parts."""
+    here, past = iter(recurrent), iter(growing)
+    return tuple(next(here if dim is None else past) for dim in grows)
+
+
+def lies_on_host(scheme: Scheme, device: torch.device) -> bool:
+    """Whether what is kept lies in host memory, apart from the device's."""
+    return scheme.offload and device.type == "cuda"

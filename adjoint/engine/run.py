@@ -12,13 +12,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from adjoint.batch import Batch
+from adjoint.engine import graphs
 from adjoint.engine.decay import Decays
-from adjoint.engine.graphs import Graphs, Recorder
-from adjoint.engine.grid import Grid, Key, Tile
-from adjoint.engine.kept import Edges, Packing, Past, Slab, by_itself, recurrent, to_host
+from adjoint.engine.grid import Grid, Key, Scheme, Tile
+from adjoint.engine.kept import (
+    Edges,
+    Packing,
+    Past,
+    Slab,
+    by_itself,
+    growing,
+    joined,
+    lies_on_host,
+    recurrent,
+    to_host,
+)
 from adjoint.engine.program import BUFFERS, Action, Recv, Run, Send, Share
-from adjoint.engine.stages import Chunk, Stage
-from adjoint.engine.tile import Cotangents, Gradients
+from adjoint.engine.stages import Stage
+from adjoint.engine.tile import Cotangents, Gradients, Windowed
 from adjoint.layers import State
 
 Pending = Callable[[], Tensor]  # waits for a message and gives it
@@ -55,20 +67,15 @@ class Worker:
 
     Args:
         stages: None in the places of stages that other workers have.
-        ids, targets: (batch, seqlen) int64, the targets already shifted.
-        initial: the states before the sequence, one tuple a stage; zeros of the right sizes where another has
-            them.
-        width, wide: of the tensors between stages, (batch, tokens, width) each.
+        batch: with a state for each stage; zeros of the right sizes where another worker has it.
+        scheme: says whether what is kept lies in host memory, whether decays are noted, by which windows are
+            picked, and whether chunks' launches are recorded and replayed (see `graphs`).
+        width: of the tensors between stages, (batch, tokens, width) each; asked for by a transport alone.
         transport: to the other workers; None where there are none.
-        traced: is entered around each action, and around each tile of a shared unit, with what it is.
-        host: whether edges, what grows, and inputs that are kept lie in host memory.
-        noting: whether decays are noted, by which windows are picked.
-        seq_idx: (batch, seqlen), the documents of a sequence numbered from 0 in rising order; None of one.
-        record: by which chunks' launches are recorded and replayed (see `graphs`); None of none.
-        passing: of each stateful stage and each chunk, what the recurrence's adjoint state is multiplied by
-            as it leaves the chunk; None for 1.
+        traced: is entered around each action, and around each tile of a shared task, with what it is.
 
     Attributes:
+        accumulate_dtype: of sums and of what is handed on: float64 in a float64 model, else float32.
         scale: the loss's cotangent over the number of valid labels; set it before the backward.
         total, losses: the summed loss of the chunks that this worker has the head of, and of each of them.
         final, d_final, d_initial: states after the sequence and the cotangents of both ends, one tuple a
@@ -80,38 +87,24 @@ class Worker:
         self,
         stages: Sequence[Stage | None],
         grid: Grid,
-        ids: Tensor,
-        targets: Tensor,
-        initial: Sequence[State],
-        width: int,
-        wide: torch.dtype,
+        batch: Batch,
+        scheme: Scheme,
+        width: int = 0,
         transport: Transport | None = None,
         traced: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None,
-        host: bool = False,
-        noting: bool = False,
-        passing: Sequence[Sequence[float]] | None = None,
-        seq_idx: Tensor | None = None,
-        record: Recorder | None = None,
     ) -> None:
-        self.record = record
         dtypes = {p.dtype for stage in stages if stage is not None for p in stage.parameters()}
-        self.narrow = max(dtypes & AGAIN.keys(), key=AGAIN.__getitem__, default=wide)
-        self.stages, self.grid, self.initial, self.transport = stages, grid, list(initial), transport
-        self.width, self.wide, self.host, self.passing = width, wide, host, passing
+        of_states = {s.dtype for state in batch.states for s in state}  # where all parameters are frozen
+        self.accumulate_dtype = torch.float64 if torch.float64 in dtypes | of_states else torch.float32
+        self.narrow = max(dtypes & AGAIN.keys(), key=AGAIN.__getitem__, default=self.accumulate_dtype)
+        self.stages, self.grid, self.batch, self.transport = stages, grid, batch, transport
+        self.width, self.device, initial = width, batch.ids.device, batch.states
+        self.host = lies_on_host(scheme, self.device)
+        self.record = graphs.recorder(self.device) if scheme.cuda_graphs else None
         self.traced = traced or (lambda action: contextlib.nullcontext())
-        self.seq_idx = seq_idx
         self.chunks = [
-            Chunk(
-                ids[:, a:b],
-                targets[:, a:b],
-                a,
-                grid.document(c),
-                None if seq_idx is None else seq_idx[:, a:b],
-                self._fresh(a),
-            )
-            for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
+            batch.chunk(a, b, grid.document(c)) for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
         ]
-        self.device, self.batch = ids.device, ids.shape[0]
         self.scale: Tensor | None = None
         self.total: Tensor | None = None
         self.losses: dict[int, Tensor] = {}
@@ -120,7 +113,7 @@ class Worker:
         self.d_final: list[Cotangents] = [(None,) * len(s) for s in initial]
         self.d_initial: list[Cotangents] = list(self.d_final)
         self.gradients = Gradients()
-        self.decays = [Decays() for _ in stages] if noting else None
+        self.decays = [Decays() for _ in stages] if scheme.window == "auto" else None
         self.store: dict[Key, Any] = {}
         self.passed_on: set[Key] = set()
         self.share: Callable[[Worker, Share], None] | None = None  # carries a `Share` out
@@ -134,20 +127,24 @@ class Worker:
             for s, stage in zip(initial, stages, strict=True)
         ]
         self.grows: list[tuple[int | None, ...]] = grows
-        self.packing = [Packing(recurrent(s, g), wide) for s, g in zip(initial, grows, strict=True)]
-        self.edges = [Edges(packing, grid.chunks, host) for packing in self.packing]
+        self.packing = [
+            Packing(recurrent(s, g), self.accumulate_dtype) for s, g in zip(initial, grows, strict=True)
+        ]
+        self.edges = [Edges(packing, grid.chunks, self.host) for packing in self.packing]
         self.slabs: dict[int, list[Slab]] = {}
         for k, stage in enumerate(stages):
             if stage is not None and any(dim is not None for dim in grows[k]):
                 pairs = zip(initial[k], grows[k], strict=True)
-                self.slabs[k] = [Slab(s, dim, grid.cuts[-1], host) for s, dim in pairs if dim is not None]
+                self.slabs[k] = [
+                    Slab(s, dim, grid.cuts[-1], self.host) for s, dim in pairs if dim is not None
+                ]
 
     def kept_bytes(self) -> int:
         """Bytes on the device that are kept of the whole sequence beside tapes: states at the edges, and what
         grows with its cotangents."""
         if self.host:
             return 0
-        at_edges = sum(p.size for p in self.packing) * self.grid.chunks * self.wide.itemsize
+        at_edges = sum(p.size for p in self.packing) * self.grid.chunks * self.accumulate_dtype.itemsize
         slabs = [slab.values for mine in self.slabs.values() for slab in mine]
         return at_edges + sum(v.nbytes + v.numel() * max(4, v.itemsize) for v in slabs)
 
@@ -162,7 +159,9 @@ class Worker:
         posted: collections.deque[Pending] = collections.deque()
         self._count_edges(actions)
         with self.precision():
-            for action in actions if self.record is None else Graphs(self.record).replay(self, actions):
+            for action in (
+                actions if self.record is None else graphs.Graphs(self.record).replay(self, actions)
+            ):
                 with self.traced(action):
                     while receives and len(posted) < BUFFERS:
                         assert self.transport is not None
@@ -190,7 +189,7 @@ class Worker:
         enabled, dtype = self.autocast
         limit = AGAIN[dtype if enabled else self.narrow] * (AGAIN_CUDA if first.is_cuda else 1)
         # of a sequence learnt by heart the loss is little but rounding itself
-        least = [LEAST * self.batch * self.grid.tokens(c) for c in again]
+        least = [LEAST * self.batch.rows * self.grid.tokens(c) for c in again]
         size = torch.maximum(first.abs(), first.new_tensor(least))
         off = ((second - first).abs() > limit * size).tolist()  # not of what is nan
         for c, was, now, differs in zip(again, first.tolist(), second.tolist(), off, strict=True):
@@ -252,7 +251,8 @@ class Worker:
         start, stop = self.grid.cuts[c : c + 2]
         if name == "spill":
             start = max(start, self.grid.cuts[key[3]] - self.grid.reach)
-        return torch.empty(self.batch, stop - start, self.width, dtype=self.wide, device=self.device)
+        shape = self.batch.rows, stop - start, self.width
+        return torch.empty(shape, dtype=self.accumulate_dtype, device=self.device)
 
     def _message(self, key: Key) -> Tensor:
         value = self.store[key]
@@ -260,7 +260,7 @@ class Worker:
             return self.packing[key[1]].pack(value, self._room(key))
         if value is None:  # a cotangent that is not there
             return self._room(key).zero_()
-        return value.to(self.wide).contiguous()
+        return value.to(self.accumulate_dtype).contiguous()
 
     # ---------------------------------------------------------------------------------------------- tiles
 
@@ -270,17 +270,17 @@ class Worker:
 
     def state(self, k: int, c: int) -> Any:
         """The state before a chunk: tensors, a `Past` of what grows."""
-        if not self.initial[k]:
+        initial, grows = self.batch.states[k], self.grows[k]
+        if not initial:
             return ()
-        here = recurrent(self.initial[k], self.grows[k])
-        if c in self.grid.fresh:
+        here = recurrent(initial, grows)
+        if c in self.grid.document_starts:
             here = tuple(torch.zeros_like(s) for s in here)
         elif c and here:
             here = self.packing[k].unpack(self.store["S", k, c - 1].to(self.device, non_blocking=True))
         if k not in self.slabs:
             return here
-        parts, past = iter(here), iter(self._past(slab, c) for slab in self.slabs[k])
-        return tuple(next(parts if dim is None else past) for dim in self.grows[k])
+        return joined(here, (self._past(slab, c) for slab in self.slabs[k]), grows)
 
     def _past(self, slab: Slab, c: int) -> Past:
         chunk = self.chunks[c]
@@ -290,17 +290,12 @@ class Worker:
 
     def _visible(self, start: int, before: int) -> list[int] | None:
         """Of each row, how many tokens before `start` are of its document; `before` precede the sequence."""
-        if self.seq_idx is None:
+        seq_idx = self.batch.seq_idx
+        if seq_idx is None:
             return None
-        number = self.seq_idx[:, start : start + 1]
-        own = (self.seq_idx[:, :start] == number).sum(1) + before * (number[:, 0] == self.seq_idx[:, 0])
+        number = seq_idx[:, start : start + 1]
+        own = (seq_idx[:, :start] == number).sum(1) + before * (number[:, 0] == seq_idx[:, 0])
         return own.tolist()
-
-    def _fresh(self, start: int) -> Tensor | None:
-        """Of which rows the token `start` begins a document."""
-        if self.seq_idx is None or not start:
-            return None
-        return self.seq_idx[:, start] != self.seq_idx[:, start - 1]
 
     def forward(self, t: Tile) -> None:
         """F and L."""
@@ -337,9 +332,8 @@ class Worker:
             room = self.packing[k].empty() if ("S", k, c) in self.passed_on else self.edges[k].row()
             self.store["S", k, c] = self.packing[k].pack(here, room)
             return
-        parts: Iterator[Any] = (by_itself(s) for s in here)
-        slabs = iter(self.slabs.get(k, ()))
-        self.final[k] = tuple(next(parts) if dim is None else next(slabs).final() for dim in self.grows[k])
+        slabs = self.slabs.get(k, ())
+        self.final[k] = joined(map(by_itself, here), (slab.final() for slab in slabs), self.grows[k])
 
     def recompute(self, t: Tile) -> None:
         """R."""
@@ -377,14 +371,13 @@ class Worker:
         last = c + 1 == self.grid.chunks
         slabs = self.slabs.get(k, [])
         if last:
-            for slab, d in zip(slabs, _growing(self.d_final[k], grows), strict=True):
+            for slab, d in zip(slabs, growing(self.d_final[k], grows), strict=True):
                 slab.begin(d)
         carried: Cotangents = recurrent(self.d_final[k], grows)
         if not last and carried:
             d_edge = self.store["dS", k, c] if self.grid.carries(c + 1) else (None,) * len(carried)
             carried = d_edge if isinstance(d_edge, tuple) else self.packing[k].unpack(d_edge)
-        parts, own = iter(carried), iter(slab.gathered(start, stop) for slab in slabs)
-        d_state = tuple(next(parts if dim is None else own) for dim in grows)
+        d_state = joined(carried, (slab.gathered(start, stop) for slab in slabs), grows)
         dx, d_state = self.store.pop(("tape", k, c))(self._cotangent(k, start, stop), d_state)
         if ("dy", k - 1, c) in self.grid.writes(t):
             self.store["dy", k - 1, c] = dx
@@ -392,22 +385,21 @@ class Worker:
         if here and self.grid.carries(c):
             self.store["dS", k, c - 1] = self._passed(k, c, here)
         elif c == 0:
-            parts, begun = iter(here), iter(slab.initial() for slab in slabs)
-            self.d_initial[k] = tuple(next(parts if dim is None else begun) for dim in grows)
+            self.d_initial[k] = joined(here, (slab.initial() for slab in slabs), grows)
 
     def _passed(self, k: int, c: int, d_state: Cotangents) -> Cotangents:
         """The adjoint state as it leaves a chunk; the convolution's short paths, before it in the tuple, are
         not cut."""
-        if self.passing is None:
+        if not self.grid.passing:
             return d_state
-        multiplier = self.passing[sum(self.grid.stateful[:k])][c]
         *tail, d = d_state
+        multiplier = self.grid.passes(k, c)
         return (*tail, None if d is None or multiplier == 0 else d * multiplier)
 
     def windowed(self, t: Tile) -> None:
         """W."""
         grid, k, stage = self.grid, t.stage, self.stages[t.stage]
-        left, start, stop, halo_stop = span = grid.span(t)
+        left, start, stop, halo_stop = grid.span(t)
         around, window = grid.covering(left, halo_stop), grid.window(k)
         assert stage is not None and window is not None
         pieces = [self._input("y", k, j) for j in around]
@@ -418,11 +410,10 @@ class Worker:
             dy = x.new_zeros(x.shape[0], halo_stop - start, x.shape[2])
         at_end = halo_stop == grid.cuts[-1]
         d_final = self.d_final[k] if at_end else (None,) * len(self.d_final[k])
-        state = self.state(k, t.chunk)
-        seq_idx = None if self.seq_idx is None else self.seq_idx[:, left:halo_stop]
-        dx, d_state = stage.windowed_vjp(  # type: ignore[attr-defined]
-            span, x, state, dy, d_final, window, self.gradients, seq_idx, self._fresh(start)
-        )
+        seq_idx = self.batch.chunk(left, halo_stop).seq_idx
+        begins = self.chunks[t.chunk].starts_document
+        given = Windowed(left, start, stop, window, x, self.state(k, t.chunk), dy, d_final, seq_idx, begins)
+        dx, d_state = stage.windowed_vjp(given, self.gradients)  # type: ignore[attr-defined]
         for key in grid.writes(t):
             a, b = grid.cuts[key[2]], grid.cuts[key[2] + 1]
             piece = dx[:, max(a, left) - left : min(b, stop) - left]
@@ -440,8 +431,3 @@ class Worker:
             d_state = (moved, *(None,) * (len(d_state) - 1))
         pairs = zip(self.d_initial[k], d_state, strict=True)
         self.d_initial[k] = tuple(a if b is None else b if a is None else a + b for a, b in pairs)
-
-
-def _growing(state: Sequence, grows: Sequence[int | None]) -> tuple:
-    """The append-only tensors of a state."""
-    return tuple(s for s, dim in zip(state, grows, strict=True) if dim is not None)

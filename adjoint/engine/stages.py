@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import Scheme
-from adjoint.engine.tile import Cotangents, Gradients, Pullback
+from adjoint.engine.tile import Cotangents, Gradients, Pullback, Windowed
 from adjoint.engine.weights import Casts, SummedProducts
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
 from adjoint.layers import WINDOWED, Block, StackConfig, State
-from adjoint.stack import Stack
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What every worker knows of a chunk.
-
-    Attributes:
-        ids, targets: (batch, tokens) int64 each, the targets already shifted.
-        start: its first token in the sequence.
-        document: the first token of the document it belongs to, where chunks are cut at documents.
-        seq_idx: (batch, tokens) int64, the documents of a sequence numbered in rising order; else None.
-        fresh: (batch,) bool, of which rows the first token begins a document; None of the first chunk.
-    """
-
-    ids: Tensor
-    targets: Tensor
-    start: int = 0
-    document: int = 0
-    seq_idx: Tensor | None = None
-    fresh: Tensor | None = None
 
 
 class Stage(Protocol):
@@ -75,12 +54,12 @@ class Stage(Protocol):
         """Those whose gradients it adds."""
         ...
 
-    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         """Output and new state; gradients are off."""
         ...
 
     def linearize(
-        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         """The same with the vjp: see `tile.linearize`."""
         ...
@@ -102,11 +81,11 @@ class Embedding:
     def parameters(self) -> Iterable[Tensor]:
         return self.table.parameters()
 
-    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.table(x), ()
 
     def linearize(
-        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         if not is_untouched(self.table, nn.Embedding):
             named = dict(self.table.named_parameters())
@@ -152,18 +131,19 @@ class Layer:
     def parameters(self) -> Iterable[Tensor]:
         return self.block.parameters()
 
-    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self._run(x, state, chunk, self.casts.of(self.block, x.device), contextlib.nullcontext())
 
     def _run(
         self,
         x: Tensor,
         state: State,
-        chunk: Chunk,
+        chunk: Batch,
         weights: dict[str, Tensor],
         around: contextlib.AbstractContextManager[Any],
     ) -> Any:
-        given = x, tile.begun(state, chunk.fresh), *(() if chunk.seq_idx is None else (chunk.seq_idx,))
+        state = tile.reset_rows(state, chunk.starts_document)
+        given = (x, state) if chunk.seq_idx is None else (x, state, chunk.seq_idx)
 
         def run(*given: Any) -> Any:
             with around:
@@ -174,13 +154,14 @@ class Layer:
         return tile.recomputed(run, given, self.recompute)
 
     def forward_noting_decay(
-        self, x: Tensor, state: State, chunk: Chunk, decays: Decays
+        self, x: Tensor, state: State, chunk: Batch, decays: Decays
     ) -> tuple[Tensor, State]:
         assert isinstance(self.block, Block)
-        return tile.forward_noting_decay(self.block, x, tile.begun(state, chunk.fresh), decays, chunk.seq_idx)
+        state = tile.reset_rows(state, chunk.starts_document)
+        return tile.forward_noting_decay(self.block, x, state, decays, chunk.seq_idx)
 
     def linearize(
-        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         named = {name: p for name, p in self.block.named_parameters() if p.requires_grad}
 
@@ -195,21 +176,10 @@ class Layer:
         used = [casts.get(name, p) for name, p in named.items()]
         return tile.linearize(call, list(named.values()), x, state, gradients, used)
 
-    def windowed_vjp(
-        self,
-        span: tuple[int, int, int, int],
-        x: Tensor,
-        state: State,
-        dy: Tensor,
-        d_final: Cotangents,
-        window: int,
-        gradients: Gradients,
-        seq_idx: Tensor | None = None,
-        fresh: Tensor | None = None,
-    ) -> tuple[Tensor, Cotangents]:
+    def windowed_vjp(self, given: Windowed, gradients: Gradients) -> tuple[Tensor, Cotangents]:
         """See `tile.windowed_vjp`."""
         assert isinstance(self.block, Block)
-        return tile.windowed_vjp(self.block, span, x, state, dy, d_final, window, gradients, seq_idx, fresh)
+        return tile.windowed_vjp(self.block, given, gradients)
 
 
 class Head:
@@ -217,36 +187,23 @@ class Head:
 
     stateful, grows, reach, replayable = False, (), 0, True
 
-    def __init__(self, model: Stack) -> None:
+    def __init__(self, model: Any) -> None:
+        """`model` has `head_parameters()` and `head_loss(y, targets, parameters)`: a `Stack`."""
         self.model = model
 
     def parameters(self) -> Iterable[Tensor]:
         return self.model.head_parameters()
 
-    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.model.head_loss(x, chunk.targets), ()
 
     def linearize(
-        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
             return self.model.head_loss(x, chunk.targets, leaves), ()
 
         return tile.linearize(call, self.model.head_parameters(), x, (), gradients)
-
-
-def stages_of(model: Stack, recompute: str = "none") -> list[Stage | None]:
-    """Embedding, layers, head; None in the places of those that the part of a stack does not have."""
-    reach = model.config.d_conv - 1
-    stages: list[Stage | None] = [None] * (model.config.n_layer + 2)
-    for k in model.span:
-        block: Any = model.layers[k]
-        stages[1 + k] = Layer(block, reach, block.mixer.grows, recompute)
-    if model.is_first:
-        stages[0] = Embedding(model.embedding)
-    if model.is_last:
-        stages[-1] = Head(model)
-    return stages
 
 
 def check_windows(config: StackConfig, scheme: Scheme) -> None:
@@ -259,17 +216,15 @@ def check_windows(config: StackConfig, scheme: Scheme) -> None:
         )
 
 
-def stage_states(model: Stack, states: Sequence[State]) -> list[State]:
-    """A state for each stage, from one for each layer that is here; none for the others."""
-    own = dict(zip(model.span, states, strict=True))
-    return [(), *(own.get(k, ()) for k in range(model.config.n_layer)), ()]
-
-
-def stage_costs(model: Stack) -> tuple[float, ...]:
+def costs_of(stages: Iterable[Stage]) -> tuple[float, ...]:
     """Multiply-adds a token of each stage, an estimate of its time where nothing has been measured.
 
     Every weight of a matrix is used once a token, forward; backward costs the same multiple of it in every
     layer. The scan's own work is left out: it is O(d_inner d_state), small beside the projections at real
     widths. The embedding looks up and multiplies nothing."""
-    layers = [float(sum(p.numel() for p in layer.parameters() if p.dim() > 1)) for layer in model.layers]
-    return (0.0, *layers, float(model.config.vocab_size * model.config.d_model))
+    return tuple(
+        0.0
+        if isinstance(stage, Embedding)
+        else float(sum(p.numel() for p in stage.parameters() if p.dim() > 1))
+        for stage in stages
+    )

@@ -3,6 +3,7 @@ gradients."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -177,13 +178,13 @@ def recomputed(call: Callable[..., Any], given: tuple, how: str, random: bool = 
     return checkpointed(call, *given, use_reentrant=False, preserve_rng_state=random, context_fn=contexts)
 
 
-def begun(state: State, fresh: Tensor | None) -> State:
-    """A state, zero in the rows that begin a document: nothing is carried over, forward or back. What is
-    append-only says by itself what of it is seen."""
-    if fresh is None:
+def reset_rows(state: State, rows: Tensor | None) -> State:
+    """A state, zero in `rows` (batch,) bool, which begin a document: nothing is carried over, forward or
+    back. What is append-only says by itself what of it is seen."""
+    if rows is None:
         return state
     return tuple(
-        s.masked_fill(fresh.view(-1, *[1] * (s.dim() - 1)), 0) if isinstance(s, Tensor) else s for s in state
+        s.masked_fill(rows.view(-1, *[1] * (s.dim() - 1)), 0) if isinstance(s, Tensor) else s for s in state
     )
 
 
@@ -231,68 +232,75 @@ def forward_noting_decay(
     return y, ((h,) if tail is None else (new_tail, h))
 
 
-def windowed_vjp(
-    block: Block,
-    span: tuple[int, int, int, int],
-    x: Tensor,
-    state: State,
-    dy: Tensor,
-    d_final: Cotangents,
-    window: int,
-    gradients: Gradients,
-    seq_idx: Tensor | None = None,
-    fresh: Tensor | None = None,
-) -> tuple[Tensor, Cotangents]:
-    """The vjp of one block on the tokens that a task owns, its recurrence cut to a window.
+@dataclasses.dataclass(frozen=True)
+class Windowed:
+    """What the vjp of one block reads on the tokens that a tile owns, the recurrence cut to a window.
 
     Tokens [start, stop), windowed to W tokens, need the block's inputs and output cotangents up to token stop
     + W - 2 (the halo), the recurrent state before `start`, and the d_conv - 1 inputs before it: the
-    convolution's short paths are not windowed, so that a task computes its own copy of them instead of
+    convolution's short paths are not windowed, so that a tile computes its own copy of them instead of
     waiting for its neighbour.
 
-    Args:
-        span: left, start, stop, halo_stop: tokens.
+    Attributes:
+        left, start, stop: tokens; the halo ends with x.
+        window: tokens.
         x: (batch, halo_stop - left, d_model), the block's inputs.
         state: the state before `start`; its conv tail is used at the start of the sequence only.
         dy: (batch, halo_stop - start, d_model), cotangents of the block's outputs.
-        d_final: cotangents of the final state, for a task that reaches the sequence's end; else None each.
-        gradients: the parameters' gradients are added here.
-        seq_idx: (batch, halo_stop - left), documents numbered in rising order. fresh: (batch,), whether
-            the token `start` begins one after the first.
+        d_final: cotangents of the final state, for a tile that reaches the sequence's end; else None each.
+        seq_idx: (batch, halo_stop - left), documents numbered in rising order.
+        starts_document: (batch,), whether the token `start` begins one after the first.
+    """
+
+    left: int
+    start: int
+    stop: int
+    window: int
+    x: Tensor
+    state: State
+    dy: Tensor
+    d_final: Cotangents
+    seq_idx: Tensor | None = None
+    starts_document: Tensor | None = None
+
+
+def windowed_vjp(block: Block, given: Windowed, gradients: Gradients) -> tuple[Tensor, Cotangents]:
+    """The vjp of a block on the tokens that a tile owns; the parameters' gradients are added to `gradients`.
 
     Returns:
-        Its share of the inputs' cotangents on [left, stop), (batch, stop - left, d_model), and those of
-        `state`.
+        Its share of the inputs' cotangents on [left, stop), (batch, stop - left, d_model), and those of the
+        state.
     """
-    left, start, stop, halo_stop = span
+    left, start, stop, x, dy = given.left, given.start, given.stop, given.x, given.dy
     own, x_halo = x[:, : stop - left].detach().requires_grad_(), x[:, stop - left :]
-    state = tuple(s.detach().requires_grad_() for s in state)
+    state = tuple(s.detach().requires_grad_() for s in given.state)
     named = {f"block.{name}": p for name, p in block.named_parameters() if p.requires_grad}
     parameters, leaves = list(named.values()), aliases(named.values())
     with torch.enable_grad():
         x_left, x_own = own.split([start - left, stop - start], dim=1)
-        call = (x_left, x_own, x_halo, begun(state[-1:], fresh), state[:-1], window, seq_idx, fresh)
+        call = (x_left, x_own, x_halo, state, given)
         y, scan_halo, ahead, after = functional_call(
-            _Windowed(block), dict(zip(named, leaves, strict=True)), call
+            _WindowedBlock(block), dict(zip(named, leaves, strict=True)), call
         )
-    given = [(y, dy[:, : stop - start])]
-    if halo_stop > stop:
+    pairs = [(y, dy[:, : stop - start])]
+    if x_halo.shape[1]:
         # what the tokens ahead say about the states; their own gradients belong to the tasks that own them
         with torch.enable_grad():
             scan_ahead = scan_halo.detach().requires_grad_()
             y_ahead = block.feed_forward(block.mixer.scan_outputs(scan_ahead, ahead), residual=x_halo)
         (d_ahead,) = vjp([(y_ahead, dy[:, stop - start :])], [scan_ahead])
         assert d_ahead is not None
-        given.append((scan_halo, d_ahead))
-    given += [(end, d) for end, d in zip(after, d_final, strict=True) if end is not None and d is not None]
-    grads = vjp(given, [own, *state, *leaves])
+        pairs.append((scan_halo, d_ahead))
+    ends = zip(after, given.d_final, strict=True)
+    pairs += [(end, d) for end, d in ends if end is not None and d is not None]
+    grads = vjp(pairs, [own, *state, *leaves])
     gradients.add_all(zip(parameters, grads[1 + len(state) :], strict=True))
     assert grads[0] is not None
     return grads[0], grads[1 : 1 + len(state)]
 
 
-class _Windowed(nn.Module):
-    """A block on the tokens that a task owns, its recurrence run on through the halo: a module, so that
+class _WindowedBlock(nn.Module):
+    """A block on the tokens that a tile owns, its recurrence run on through the halo: a module, so that
     `functional_call` applies."""
 
     def __init__(self, block: Block) -> None:
@@ -304,13 +312,11 @@ class _Windowed(nn.Module):
         x_left: Tensor,
         x_own: Tensor,
         x_halo: Tensor,
-        h: State,
-        conv: State,
-        window: int,
-        seq_idx: Tensor | None,
-        fresh: Tensor | None,
+        state: State,
+        given: Windowed,
     ) -> Any:
         block, mixer, left, halo = self.block, self.block.mixer, x_left.shape[1], x_halo.shape[1]
+        (h,), conv, seq_idx = reset_rows(state[-1:], given.starts_document), state[:-1], given.seq_idx
         own = joined_idx = ahead_idx = None
         if seq_idx is not None:
             _, own, ahead_idx = seq_idx.split([left, x_own.shape[1], halo], dim=1)
@@ -328,10 +334,10 @@ class _Windowed(nn.Module):
         if halo:
             with torch.no_grad():
                 begins = None if own is None or ahead_idx is None else own[:, -1] != ahead_idx[:, 0]
-                before = None if tail is None else begun((tail,), begins)[0]
+                before = None if tail is None else reset_rows((tail,), begins)[0]
                 ahead, _ = mixer.scan_inputs(block.norm(x_halo), before, ahead_idx)
             joined = type(scanned)(*(torch.cat(pair, dim=1) for pair in zip(scanned, ahead, strict=True)))
-        y_scan, h_final = mixer.scan(joined, h[0], window=window, halo=halo, seq_idx=joined_idx)
+        y_scan, h_final = mixer.scan(joined, h, window=given.window, halo=halo, seq_idx=joined_idx)
         scan_own, scan_halo = y_scan.split([x_own.shape[1], halo], dim=1)
         y = block.feed_forward(mixer.scan_outputs(scan_own, scanned), residual=x_own)
         return y, scan_halo, ahead, (None if halo else tail, h_final) if conv else (h_final,)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
 from adjoint.hf import check, documents
 from adjoint.hf.layers import backbone_of, class_of
-from adjoint.loss import IGNORE_INDEX, count_valid, shift_labels
 
 # What more a call may ask for, all of which transformers' own forward gives.
 CACHES = ("past_key_values", "cache_params")
@@ -30,23 +30,23 @@ class Call:
     """A call of a causal LM with labels, or of its backbone.
 
     Attributes:
-        ids, targets: (batch, seqlen) int64, the targets already shifted; of a backbone's call the ids again.
+        batch: of a backbone's call the targets are the ids; rows may lie end to end, as documents.
         starts: first tokens of the documents, by which chunks are cut.
-        inputs: others that go token by token, (batch, seqlen) each, by their names.
-        divisor: of the summed loss.
-        rows: batch and seqlen as they were given: ids may be these rows laid end to end.
+        shape: batch and seqlen as they were given.
         return_dict: whether the result has names.
+        counted: whether `num_items_in_batch` is given. masked: whether an attention_mask is.
+        use_cache: as given.
         padded_left: whether rows were padded at the left without position_ids.
         packed: whether position_ids told several documents apart.
     """
 
-    ids: Tensor
-    targets: Tensor
+    batch: Batch
     starts: tuple[int, ...]
-    inputs: dict[str, Tensor]
-    divisor: int | Tensor
-    rows: tuple[int, int]
+    shape: tuple[int, int]
     return_dict: bool
+    counted: bool
+    masked: bool
+    use_cache: bool | None
     padded_left: bool
     packed: bool
 
@@ -76,6 +76,11 @@ def gives_names(model: Any, kwargs: dict[str, Any]) -> bool:
     return bool(getattr(model.config, "return_dict", True) if given is None else given)
 
 
+def has_labels(kwargs: dict[str, Any]) -> bool:
+    """Whether a call asks for a loss."""
+    return any(kwargs.get(name) is not None for name in ("labels", "shift_labels"))
+
+
 def targets_of(kwargs: dict[str, Any]) -> Tensor:
     """The labels of a call that has some, (batch, seqlen) int64, shifted.
 
@@ -94,25 +99,21 @@ def targets_of(kwargs: dict[str, Any]) -> Tensor:
     return labels if name == "shift_labels" else shift_labels(labels)
 
 
-def divisor_of(kwargs: dict[str, Any], targets: Tensor) -> int | Tensor:
+def asked_divisor(kwargs: dict[str, Any], targets: Tensor) -> int | Tensor:
     """What the summed loss is divided by: `num_items_in_batch`, or the number of labels that count."""
     given = kwargs.get("num_items_in_batch")
-    if given is not None:
-        return given.to(targets.device) if isinstance(given, Tensor) else given
-    valid = count_valid(targets)  # warns where none does
-    return valid.clamp(min=1) if isinstance(valid, Tensor) else max(valid, 1)
+    if given is None:
+        return divisor_of(targets)
+    return given.to(targets.device) if isinstance(given, Tensor) else given
 
 
-def read(model: Any, kwargs: dict[str, Any], targets: Tensor | None) -> Call:
-    """A call that chunks are made of.
-
-    Args:
-        model: the causal LM, or the backbone.
-        targets: of `targets_of`; None of a backbone's call.
+def read(model: Any, kwargs: dict[str, Any]) -> Call:
+    """A call that chunks are made of, of the causal LM or of the backbone.
 
     Raises:
         ValueError: an input is not known, or what it says cannot be.
     """
+    targets = targets_of(kwargs) if has_labels(kwargs) else None
     refuse_unknown(model, kwargs, KNOWN if targets is None else KNOWN_WITH_LABELS)
     ids = kwargs["input_ids"]
     if ids.dim() != 2 or ids.is_floating_point() or ids.shape[1] == 0 or ids.shape[0] == 0:
@@ -126,7 +127,7 @@ def read(model: Any, kwargs: dict[str, Any], targets: Tensor | None) -> Call:
     for name in TOKEN_WISE:
         if kwargs.get(name) is not None:
             tensors[name] = _token_wise(name, kwargs[name], ids)
-    divisor = 1 if targets is None else divisor_of(kwargs, targets)
+    divisor = 1 if targets is None else asked_divisor(kwargs, targets)
     left = mask is not None and not bool(mask[:, 0].all())
     by_position = kwargs.get("position_ids") is not None
     several = any(
@@ -134,13 +135,13 @@ def read(model: Any, kwargs: dict[str, Any], targets: Tensor | None) -> Call:
     )
     tensors, flat = documents.as_one_row(tensors, starts)
     return Call(
-        tensors.pop("ids"),
-        tensors.pop("targets"),
+        Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors),
         flat,
-        tensors,
-        divisor,
         (ids.shape[0], ids.shape[1]),
-        gives_names(model, kwargs),
+        return_dict=gives_names(model, kwargs),
+        counted=kwargs.get("num_items_in_batch") is not None,
+        masked=kwargs.get("attention_mask") is not None,
+        use_cache=kwargs.get("use_cache"),
         padded_left=left and not by_position,
         packed=by_position and several,
     )

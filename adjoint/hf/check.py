@@ -23,14 +23,16 @@ class Refused(UserError):
     """A model whose gradient by chunks is not, or is not known to be, its own."""
 
 
-def refuse_other_losses(model: Any, kwargs: dict[str, Any]) -> None:
+def refuse_other_losses(model: Any, router: bool | None) -> None:
     """Refuses options with which the loss is no sum over chunks.
+
+    Args:
+        router: `output_router_logits` of a call; None leaves it to the configuration.
 
     Raises:
         Refused: one is on.
     """
     config = model.config.get_text_config()
-    router = kwargs.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if router is None else router:
         refuse(
             model,
@@ -42,13 +44,16 @@ def refuse_other_losses(model: Any, kwargs: dict[str, Any]) -> None:
             refuse(model, f"{name} is on, and that loss is no sum over chunks; set it to 0")
 
 
-def refuse_what_is_known(model: Any, kwargs: dict[str, Any]) -> None:
+def refuse_what_is_known(model: Any, router: bool | None = None) -> None:
     """Refuses options and modules with which a chunk is not a part of the whole.
+
+    Args:
+        router: as `refuse_other_losses`'.
 
     Raises:
         Refused: one is on.
     """
-    refuse_other_losses(model, kwargs)
+    refuse_other_losses(model, router)
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]

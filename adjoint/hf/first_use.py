@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.engine.autograd import Steps
 from adjoint.engine.first_use import COARSE, TOKENS, Results, Weighted, alike, difference, tolerance
 from adjoint.engine.grid import Scheme
@@ -24,8 +25,7 @@ from adjoint.hf.head import head_scale
 from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of, put
 from adjoint.hf.noise import Noise
 from adjoint.hf.snapshot import HOOKS, holders, settings
-from adjoint.hf.stage import Backbone, CausalLM, probe, whole_model
-from adjoint.loss import IGNORE_INDEX, shift_labels
+from adjoint.hf.stage import Backbone, CausalLM, probe, steps_of
 from adjoint.memory import memory_left
 
 CHUNK = 5  # of the TOKENS that are compared
@@ -302,7 +302,7 @@ def loss_ways(method: Any, counted: bool = False) -> tuple[Way, Way]:
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
         scale, targets = head_scale(model), shift_labels(labels)
         stage = CausalLM(model, probe(model, ids), scale, recompute=_recompute(method))
-        return Steps(*whole_model([stage], ids, targets, divisor(targets, counted), SCHEME))
+        return steps_of([stage], Batch(ids, targets, divisor(targets, counted)), SCHEME)
 
     return by_autograd(whole), by_engine(by_chunks)
 
@@ -322,7 +322,7 @@ def hidden_ways(method: Any) -> tuple[Way, Way]:
 
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
         stage = Backbone(model, probe(model, ids), recompute=_recompute(method))
-        return Steps(*whole_model([stage, Weighted()], ids, ids, 1, SCHEME))
+        return steps_of([stage, Weighted()], Batch(ids, ids), SCHEME)
 
     return by_autograd(whole), by_engine(by_chunks)
 
@@ -354,16 +354,13 @@ def left_padding(model: Any) -> None:
 
 
 @torch.no_grad()
-def packing(model: Any, kwargs: dict[str, Any]) -> None:
-    """Warns where position_ids that start again do not keep documents apart without chunks.
-
-    Args:
-        kwargs: of the call, in which a mask or a cache may make the difference.
-    """
+def packing(model: Any, masked: bool, use_cache: bool | None) -> None:
+    """Warns where position_ids that start again do not keep documents apart without chunks; whether the call
+    has a mask, or asks for a cache, may make the difference."""
     ids, _ = some_tokens(model)
     positions = torch.cat([torch.arange(CHUNK), torch.arange(TOKENS - CHUNK)])[None].to(ids.device)
-    given = {"position_ids": positions, "use_cache": kwargs.get("use_cache")}
-    if kwargs.get("attention_mask") is not None:
+    given = {"position_ids": positions, "use_cache": use_cache}
+    if masked:
         given["attention_mask"] = torch.ones_like(ids)
     apart = [_hidden(model, piece) for piece in ids.split([CHUNK, TOKENS - CHUNK], dim=1)]
     if not alike(_hidden(model, ids, **given), torch.cat(apart, dim=1)):

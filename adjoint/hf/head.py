@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.first_use import some_numbers
 from adjoint.hf.layers import backbone_of, class_of
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
-from adjoint.loss import IGNORE_INDEX, linear_cross_entropy, tokens_per_slice
+from adjoint.loss import linear_cross_entropy, tokens_per_slice
 
 
 class Output(MoeModelOutputWithPast):

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from adjoint.batch import shift_labels
 from adjoint.engine.first_use import TOKENS, alike
 from adjoint.hf import first_use
 from adjoint.hf.head import head_scale, summed_loss
 from adjoint.hf.layers import backbone_of, class_of, layers_of, put
 from adjoint.hf.replacements import replaced
-from adjoint.loss import shift_labels
 from adjoint.methods import MiniSequence
 
 # Arguments of a causal LM that are not its backbone's; what asks for more outputs does not get here.

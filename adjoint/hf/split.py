@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adjoint.batch import Batch
 from adjoint.engine.autograd import Steps
 from adjoint.engine.first_use import some_numbers
 from adjoint.hf import check, first_use
@@ -24,7 +25,6 @@ from adjoint.hf.layers import PassThrough, backbone_of, class_of
 from adjoint.hf.replacements import Inside
 from adjoint.hf.stage import Backbone, CausalLM, probe
 from adjoint.layers import State
-from adjoint.loss import count_valid, shift_labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,10 +243,8 @@ def _compare(model: Any, found: Pretrained) -> None:
     def by_spans(model: Any, ids: Tensor, labels: Tensor) -> Steps:
         stages = [found.stage(found.part(model, span), span) for span in spans]
         initial = [stage.initial_state(1, ids.device) for stage in stages]
-        parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
-        targets, dtype = shift_labels(labels), next(model.parameters()).dtype
-        given = stages, ids, targets, float(count_valid(targets)), initial, first_use.SCHEME, parameters
-        return Steps(*given, found.d_model, dtype)
+        batch = Batch.of(ids, labels, states=initial)
+        return Steps(stages, batch, first_use.SCHEME, found.d_model)
 
     whole, _ = first_use.loss_ways(None)
     try:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adjoint.batch import Batch
 from adjoint.engine import tile
+from adjoint.engine.autograd import Around, Steps
 from adjoint.engine.grid import Scheme
-from adjoint.engine.stages import Chunk
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Tensors
 from adjoint.hf import head
@@ -34,7 +37,6 @@ class Backbone:
             which this backbone multiplies by so much before its first layer, as it does embeddings.
         recompute: how much of a layer's tape is computed again when it is pulled back: "none", "selective"
             or "full" (see `Exact`).
-        inputs: others of the whole sequence that go token by token, (batch, seqlen) each, by their names.
     """
 
     stateful, reach = True, 0
@@ -45,10 +47,9 @@ class Backbone:
         slots: Sequence[Slot],
         multiplier: float | None = None,
         recompute: str = "none",
-        inputs: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
-        self.multiplier, self.inputs = multiplier, inputs or {}
+        self.multiplier = multiplier
         self.grows = tuple(slot.grows for slot in self.slots)
         self.inside = Inside(model)
         self.trained = [p for p in model.parameters() if p.requires_grad]
@@ -59,7 +60,7 @@ class Backbone:
 
     @property
     def replayable(self) -> bool:
-        return not (self.positions or self.inputs or self.noise.expected or self.noise.before)
+        return not (self.positions or self.noise.expected or self.noise.before)
 
     def parameters(self) -> Iterable[Tensor]:
         return self.trained
@@ -67,12 +68,12 @@ class Backbone:
     def initial_state(self, batch: int, device: torch.device) -> State:
         return zeros(self.slots, batch, device)
 
-    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         with self.inside(), self.noise.of(chunk.start):
             return self.run(x, state, chunk)
 
     def linearize(
-        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
             with self.tensors.replaced(dict(zip(self.trained, leaves, strict=True))):
@@ -83,7 +84,7 @@ class Backbone:
 
         return y, after, pullback
 
-    def run(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         cache, seen = ChunkCache(self.model.config), chunk.start - chunk.document
         cache.layers = cache.begun(self.slots, state, seen)
         layers = self.layers if torch.is_grad_enabled() else []
@@ -91,9 +92,7 @@ class Backbone:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
         with replaced({layer: self._recomputed(layer.forward, cache, state, seen) for layer in layers}):
-            span = slice(chunk.start, chunk.start + x.shape[1])
-            inputs = {name: given[:, span] for name, given in self.inputs.items()}
-            hidden = call_backbone(self.backbone, x, cache, self.key, self.positions, seen, **inputs)
+            hidden = call_backbone(self.backbone, x, cache, self.key, self.positions, seen, **chunk.inputs)
         return hidden, cache.out_of(self.slots)
 
     def _recomputed(
@@ -133,12 +132,11 @@ class CausalLM(Backbone):
         scale: float | None,
         multiplier: float | None = None,
         recompute: str = "none",
-        inputs: Mapping[str, Tensor] | None = None,
     ) -> None:
-        super().__init__(model, slots, multiplier, recompute, inputs)
+        super().__init__(model, slots, multiplier, recompute)
         self.scale = scale
 
-    def run(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         hidden, state = super().run(x, state, chunk)
         return head.summed_loss(self.model, hidden, chunk.targets, self.scale), state
 
@@ -164,7 +162,7 @@ class Collect:
     def parameters(self) -> Iterable[Tensor]:
         return ()
 
-    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         if self.hidden is None:
             self.hidden = x.new_empty(x.shape[0], self.tokens, x.shape[2])
         y = x[:, max(0, self.first - chunk.start) :]
@@ -173,7 +171,7 @@ class Collect:
         return _size(x), ()
 
     def linearize(
-        self, x: Tensor, state: State, chunk: Chunk, gradients: Gradients
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         if self.cotangent is None:  # the forward's last chunk
             self.forward(x, state, chunk)
@@ -192,15 +190,14 @@ def _size(hidden: Tensor) -> Tensor:
     return torch.linalg.vector_norm(hidden.detach(), dtype=wide)
 
 
-def whole_model(
-    stages: list[Any], ids: Tensor, targets: Tensor, divisor: Any, scheme: Scheme
-) -> tuple[Any, ...]:
-    """The arguments of `engine.autograd.Steps` for a model that is one stage, or has one above it."""
-    stage = stages[0]
-    initial = [stage.initial_state(ids.shape[0], ids.device), *(() for _ in stages[1:])]
-    dtype = next(stage.model.parameters()).dtype
-    width = stage.model.config.get_text_config().hidden_size
-    return stages, ids, targets, divisor, initial, scheme, list(stage.parameters()), width, dtype
+def steps_of(
+    stages: Sequence[Any], batch: Batch, scheme: Scheme, around: Around = contextlib.nullcontext
+) -> Steps:
+    """A batch's program for a model that is one stage, or has one above it; states begin as zeros."""
+    model = stages[0].model
+    states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
+    width = model.config.get_text_config().hidden_size
+    return Steps(stages, dataclasses.replace(batch, states=states), scheme, width, around)
 
 
 @torch.no_grad()

@@ -7,13 +7,14 @@ part of each chunk), and trainers that call the backbone and make a loss of the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from adjoint.engine.autograd import Steps, handed_over, uncompiled
+from adjoint.batch import Batch
+from adjoint.engine.autograd import Around, Steps, handed_over, uncompiled
 from adjoint.engine.grid import Scheme
 from adjoint.hf import call as calls
 from adjoint.hf import check, first_use, mini_sequence
@@ -31,9 +33,8 @@ from adjoint.hf.first_use import Way, in_eval_mode, plainly, some_tokens
 from adjoint.hf.head import Output, head_scale, own_logits
 from adjoint.hf.layers import backbone_of, class_of
 from adjoint.hf.snapshot import Moment, Snapshot
-from adjoint.hf.stage import Backbone, CausalLM, Collect, probe, whole_model
+from adjoint.hf.stage import Backbone, CausalLM, Collect, probe, steps_of
 from adjoint.kernels.checks import differentiable_once
-from adjoint.loss import shift_labels
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
 CPU_TOKENS = 1024  # of a chunk where nobody says; see `adjoint.engine.chunk_size`
@@ -243,7 +244,7 @@ def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
     """The causal LM's forward: with labels, its loss by the method."""
     with _record(self).lock:
         record, cls = _record(self), class_of(self)
-        if record.plain or all(kwargs.get(name) is None for name in ("labels", "shift_labels")):
+        if record.plain or not calls.has_labels(kwargs):
             return cls.forward(self, **kwargs)
         asked = calls.asks_for(self, kwargs)
         if asked or isinstance(record.method, Backprop):
@@ -251,48 +252,48 @@ def _lm_forward(self: Any, kwargs: dict[str, Any]) -> Any:
                 warnings.warn(f"{asked}: this call is backpropagated as if not wrapped", stacklevel=3)
             with plainly(self):
                 return cls.forward(self, **kwargs)
-        targets = calls.targets_of(kwargs)
         if isinstance(record.method, MiniSequence):
-            loss = _by_mini_sequences(self, kwargs, targets)
+            loss = _by_mini_sequences(self, kwargs)
         else:
-            loss = _by_chunks(self, kwargs, targets)
+            loss = _by_chunks(self, kwargs)
     return CausalLMOutputWithPast(loss=loss) if calls.gives_names(self, kwargs) else (loss,)
 
 
-def _by_chunks(model: Any, kwargs: dict[str, Any], targets: Tensor) -> Tensor:
+def _by_chunks(model: Any, kwargs: dict[str, Any]) -> Tensor:
     """The causal LM's loss by `Exact` or `Truncated`."""
-    counted = kwargs.get("num_items_in_batch") is not None
-    known = _compared(model, kwargs, ("loss", counted), *first_use.loss_ways(_record(model).method, counted))
-    call = calls.read(model, kwargs, targets)
-    _also_brought(known, call, kwargs)
-    stage = CausalLM(model, known.slots, known.scale, recompute=_recompute(model), inputs=call.inputs)
-    loss, *_ = _steps(known, [stage], call).loss()
-    return loss
+    call = calls.read(model, kwargs)
+    ways = first_use.loss_ways(_record(model).method, call.counted)
+    known = _compared(model, ("loss", call.counted), ways, kwargs.get("output_router_logits"))
+    _also_brought(known, call)
+    return _steps(known, [_lm_stage(known)], call).loss().loss
 
 
 @torch.no_grad()
 def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
     """The summed loss of each chunk of ids (batch, seqlen), of a wrapped model in its present mode."""
-    known = _compared(model, {}, ("loss", False), *first_use.loss_ways(_record(model).method))
-    stage = CausalLM(model, known.slots, known.scale)
-    return Steps(*whole_model([stage], ids, shift_labels(ids), 1, scheme)).chunk_losses()
+    known = _compared(model, ("loss", False), first_use.loss_ways(_record(model).method))
+    return steps_of([_lm_stage(known)], Batch.of(ids, ids), scheme).chunk_losses()
 
 
 @torch.no_grad()
 def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
     """Logits (batch, tokens, vocab_size) of the last `tokens` of ids (batch, seqlen), of a wrapped model in
     its present mode; the sequence is run by chunks, of two tokens at least."""
-    known = _compared(model, {}, ("loss", False), *first_use.loss_ways(_record(model).method))
+    known = _compared(model, ("loss", False), first_use.loss_ways(_record(model).method))
     last = Collect(tokens, ids.shape[1] - tokens)
-    Steps(*whole_model([Backbone(model, known.slots), last], ids, ids, 1, scheme)).forward()
+    steps_of([Backbone(model, known.slots), last], Batch(ids, ids), scheme).forward()
     assert last.hidden is not None
     return own_logits(model, last.hidden)
 
 
-def _by_mini_sequences(model: Any, kwargs: dict[str, Any], targets: Tensor) -> Tensor:
+def _lm_stage(known: _Known) -> CausalLM:
+    return CausalLM(known.model, known.slots, known.scale, recompute=_recompute(known.model))
+
+
+def _by_mini_sequences(model: Any, kwargs: dict[str, Any]) -> Tensor:
     """The causal LM's loss by `MiniSequence`."""
-    method, known = _record(model).method, _known(model)
-    check.refuse_other_losses(model, kwargs)
+    method, known, targets = _record(model).method, _known(model), calls.targets_of(kwargs)
+    check.refuse_other_losses(model, kwargs.get("output_router_logits"))
     calls.refuse_unknown(model, kwargs, calls.KNOWN_WITH_LABELS, explicit=True)
     counted = kwargs.get("num_items_in_batch") is not None
     if ("pieces", counted) not in known.checked:
@@ -302,7 +303,7 @@ def _by_mini_sequences(model: Any, kwargs: dict[str, Any], targets: Tensor) -> T
     with plainly(model):
         total = mini_sequence.total_loss(model, method, known.mlps, known.scale, targets, kwargs)
     _checked_in_backward(total, known)
-    divisor = calls.divisor_of(kwargs, targets)
+    divisor = calls.asked_divisor(kwargs, targets)
     return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
 
 
@@ -334,12 +335,13 @@ def _backbone_forward(self: Any, kwargs: dict[str, Any]) -> Any:
             if in_training and not any(kwargs.get(name) is not None for name in calls.CACHES):
                 warnings.warn(f"{asked}: this call is backpropagated as if not wrapped", stacklevel=3)
             return cls.forward(self, **kwargs)
-        known = _compared(self, kwargs, ("hidden",), *first_use.hidden_ways(record.method))
-        call = calls.read(self, kwargs, None)
-        _also_brought(known, call, kwargs)
-        stage = Backbone(self, known.slots, recompute=_recompute(self), inputs=call.inputs)
-        steps = _steps(known, [stage, Collect(call.ids.shape[1])], call)
-        hidden = _Hidden.apply(steps, *steps.parameters).reshape(*call.rows, -1)
+        call = calls.read(self, kwargs)
+        ways = first_use.hidden_ways(record.method)
+        known = _compared(self, ("hidden",), ways, kwargs.get("output_router_logits"))
+        _also_brought(known, call)
+        stage = Backbone(self, known.slots, recompute=_recompute(self))
+        steps = _steps(known, [stage, Collect(call.batch.seqlen)], call)
+        hidden = _Hidden.apply(steps, *steps.parameters).reshape(*call.shape, -1)
     return Output(last_hidden_state=hidden) if call.return_dict else (hidden,)
 
 
@@ -350,7 +352,7 @@ class _Hidden(torch.autograd.Function):
     def forward(ctx: Any, steps: Steps, *parameters: Tensor) -> Tensor:
         steps.forward()
         ctx.steps = steps
-        ctx.save_for_backward(*parameters, *steps.inputs)
+        ctx.save_for_backward(*parameters, *steps.batch.tensors)
         # another object than the stage keeps: a function that held its own output would hold itself
         return _collected(steps).hidden.detach()
 
@@ -367,26 +369,25 @@ def _collected(steps: Steps) -> Any:
     return steps.worker.stages[-1]
 
 
-class _Steps(Steps):
-    """Of a wrapped model, which its backward finds as it was in the forward."""
-
-    def __init__(self, known: _Known, *given: Any) -> None:
-        super().__init__(*given)
-        self.lock = _record(known.model).lock
-        self.moment = Moment(known.model, known.snapshot) if self.follows else None
-
-    def backward(self, d_loss: Tensor | None, d_final: Sequence[Any]) -> Any:
-        assert self.moment is not None
-        with self.lock, self.moment.restored():
-            return super().backward(d_loss, d_final)
-
-
 def _steps(known: _Known, stages: list[Any], call: Call) -> Steps:
-    method, (batch, seqlen) = _record(known.model).method, call.ids.shape
-    scheme = scheme_of(method, batch, seqlen, call.ids.device.type, call.starts)
-    steps = _Steps(known, *whole_model(stages, call.ids, call.targets, call.divisor, scheme))
-    steps.inputs += call.inputs.values()
-    return steps
+    batch = call.batch
+    method = _record(known.model).method
+    scheme = scheme_of(method, batch.rows, batch.seqlen, batch.ids.device.type, call.starts)
+    return steps_of(stages, batch, scheme, _as_it_is(known))
+
+
+def _as_it_is(known: _Known) -> Around:
+    """Around a backward: the model as it is now, and no other thread's meanwhile."""
+    if not torch.is_grad_enabled():
+        return contextlib.nullcontext
+    lock, moment = _record(known.model).lock, Moment(known.model, known.snapshot)
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with lock, moment.restored():
+            yield
+
+    return around
 
 
 def _recompute(model: Any) -> str:
@@ -448,22 +449,26 @@ def _known(model: Any) -> _Known:
     return record.known[0]
 
 
-def _compared(model: Any, kwargs: dict[str, Any], kind: tuple, whole: Way, by_chunks: Way) -> _Known:
-    """What is known of a model, once gradients of a few tokens have been compared for this kind of call."""
-    check.refuse_what_is_known(model, kwargs)
+def _compared(model: Any, kind: tuple, ways: tuple[Way, Way], router: bool | None = None) -> _Known:
+    """What is known of a model, once gradients of a few tokens have been compared for this kind of call.
+
+    Args:
+        ways: of the whole, and by chunks. router: `output_router_logits` of the call.
+    """
+    check.refuse_what_is_known(model, router)
     known, key = _known(model), (*kind, model.training)
     if key not in known.checked:
-        first_use.compare(model, whole, by_chunks, *first_use.NOT_THE_SAME)
+        first_use.compare(model, *ways, *first_use.NOT_THE_SAME)
         known.checked.add(key)
     return known
 
 
-def _also_brought(known: _Known, call: Call, kwargs: dict[str, Any]) -> None:
+def _also_brought(known: _Known, call: Call) -> None:
     """Tries, once, what a call says of padding at the left and of packed documents."""
     with in_eval_mode(known.model):
         if call.padded_left and "padded at the left" not in known.checked:
             first_use.left_padding(known.model)
             known.checked.add("padded at the left")
         if call.packed and "packed" not in known.checked:
-            first_use.packing(known.model, kwargs)
+            first_use.packing(known.model, call.masked, call.use_cache)
             known.checked.add("packed")

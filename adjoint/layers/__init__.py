@@ -1,6 +1,7 @@
 """Layers. A mixer maps (batch, seqlen, d_model) to the same shape and carries a state, a tuple of
 tensors, across calls; a block puts norms, residual sums and an MLP around it."""
 
+from adjoint.batch import State
 from adjoint.layers.attention import AttentionMixer
 from adjoint.layers.block import Block
 from adjoint.layers.config import MIXERS, StackConfig
@@ -8,7 +9,7 @@ from adjoint.layers.gated_deltanet import GatedDeltaNetMixer
 from adjoint.layers.mamba import MambaMixer
 from adjoint.layers.mamba2 import Mamba2Mixer
 from adjoint.layers.mamba3 import Mamba3Mixer
-from adjoint.layers.mixer import Mixer, ScanMixer, State
+from adjoint.layers.mixer import Mixer, ScanMixer
 from adjoint.layers.selective import DenseMixer, DiagonalMixer, ScalarMixer
 
 MIXERS |= {

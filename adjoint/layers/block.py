@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adjoint.batch import State
 from adjoint.layers.config import MIXERS, StackConfig
-from adjoint.layers.mixer import Mixer, State, make_mixer
+from adjoint.layers.mixer import Mixer, make_mixer
 from adjoint.layers.mlp import GatedMLP
 from adjoint.layers.norm import RMSNorm
 

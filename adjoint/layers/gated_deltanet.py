@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adjoint.batch import State
 from adjoint.kernels import checks
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.layers.config import StackConfig
 from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import inverse_softplus_steps, reset
-from adjoint.layers.mixer import Mixer, State, check_heads, rates
+from adjoint.layers.mixer import Mixer, check_heads, rates
 from adjoint.layers.norm import RMSNorm
 
 

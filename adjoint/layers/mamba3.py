@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adjoint.batch import State
 from adjoint.kernels import checks
 from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.ssd_scan import ssd_scan
 from adjoint.layers.config import StackConfig
 from adjoint.layers.init import inverse_softplus_steps, reset
-from adjoint.layers.mixer import Mixer, State, check_heads
+from adjoint.layers.mixer import Mixer, check_heads
 from adjoint.layers.norm import RMSNorm
 
 TINY = 1e-12  # at least so much is -A d, by which inputs are divided: exp(-TINY) is 1 but for rounding

@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from adjoint.batch import State
 from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers.config import MIXERS, StackConfig
-
-State = tuple[Tensor, ...]
 
 
 class Mixer(nn.Module):

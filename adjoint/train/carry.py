@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adjoint.checkpoint import Tensors
-from adjoint.engine.tile import begun
+from adjoint.engine.tile import reset_rows
 from adjoint.layers import State
 from adjoint.layers.init import seed_of
 
@@ -47,7 +47,7 @@ class Carried:
 
     def end(self, states: Sequence[State], ended: Tensor) -> None:
         """Keeps what a batch ended in; zeros in the rows, (batch,) bool, that `ended` with a document."""
-        self.states = [begun(tuple(s.detach() for s in state), ended) for state in states]
+        self.states = [reset_rows(tuple(s.detach() for s in state), ended) for state in states]
 
     def tensors(self) -> dict[str, Tensor]:
         """By the layers' names, for a checkpoint."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.checkpoint import Tensors
 from adjoint.data.batches import Data, open_data
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
-from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.memory import peak_memory_bytes
 from adjoint.stack import Stack
 from adjoint.train.carry import STEM, Carried

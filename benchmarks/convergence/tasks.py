@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adjoint.batch import IGNORE_INDEX
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.errors import UserError
-from adjoint.loss import IGNORE_INDEX
 
 ALPHABET = 16
 TRIGGER = ALPHABET

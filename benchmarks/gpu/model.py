@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import adjoint
 from adjoint import memory
+from adjoint.batch import Batch
 from adjoint.engine.first_use import TOKENS
-from adjoint.engine.stages import Chunk, stages_of
 from adjoint.engine.tile import Gradients
 from adjoint.tools.sweep.compare import compare
 from adjoint.tools.sweep.compare import gradient as gradient_of
@@ -56,12 +56,12 @@ def tile(point: Point) -> dict[str, Any]:
     no_fallback(point)
     device, chunk_size = torch.device(point["device"]), point["chunk_size"]
     model = long_context.build({**point, "model": {**point["model"], "n_layer": 1}})
-    layer: Any = stages_of(model)[1]
+    layer: Any = model.stages()[1]
     x, dy = (torch.randn(1, chunk_size, model.config.d_model, device=device) for _ in range(2))
     (state,) = model.initial_state(1)
     d_state = tuple(torch.ones_like(s) for s in state)
     ids = long_context.tokens(point, chunk_size)
-    chunk = Chunk(ids, ids)
+    chunk = Batch(ids, ids)
     gradients = Gradients()
 
     def forward(mark: Mark) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from adjoint.engine.stages import stage_costs
+from adjoint.engine.stages import costs_of
 from adjoint.layers import StackConfig
 from adjoint.memory import PeakMemory
 from adjoint.stack import Stack
@@ -61,7 +61,7 @@ def run_group(
             "chunk_size": size,
             "window": window,
             "d_conv": model.d_conv,
-            "costs": list(stage_costs(whole)),
+            "costs": list(costs_of(whole.stages())),
             "slots": options.slots,
         }
         chunk = (options.batch, size, model.d_model)

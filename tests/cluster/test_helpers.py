@@ -15,7 +15,7 @@ import torch
 
 from adjoint import LayerLocal, StackConfig
 from adjoint.cluster import helpers
-from adjoint.cluster.shard import HelperShard, Shard
+from adjoint.cluster.shard import HelperShard, Microbatch, Shard
 from adjoint.engine import tile
 from adjoint.engine.grid import Tile
 from adjoint.engine.program import Action, Owners, Plan, Run, Share
@@ -188,7 +188,7 @@ def test_helpers_get_a_layers_weights_with_its_first_task_after_a_step(
     for step in range(2):
         crews(made)[0].taken.clear()
         for _ in range(2):
-            together(made, lambda shard: shard.accumulate(BATCHES[0], batches=2))
+            together(made, lambda shard: shard.accumulate(BATCHES[0], step=Microbatch(2)))
         firsts = collections.Counter((who, tiles[0].stage) for who, tiles, new in crews(made)[0].taken if new)
         assert firsts == {(who, stage): 1 for who in range(2) for stage in range(2, CONFIG.n_layer + 1)}, step
         together(made, lambda shard: shard.step(0.1, 1.0))

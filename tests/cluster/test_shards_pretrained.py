@@ -13,6 +13,7 @@ import adjoint
 from adjoint.checkpoint import Tensors
 from adjoint.cluster import group as group_module
 from adjoint.cluster.pretrained import described_by_files
+from adjoint.cluster.shard import Microbatch
 from adjoint.errors import UserError
 from adjoint.hf import load as hf_load
 from adjoint.hf.split import Pretrained, examine
@@ -104,7 +105,7 @@ def test_every_replica_and_batch_draws_masks_of_its_own(one_thread: None) -> Non
                 for name, parameter in shard.named_weights().items():
                     parameter.copy_(weights[name])
             shard.zero_grad()
-            shard.accumulate(ids, chunk_size, final=False, number=number)
+            shard.accumulate(ids, chunk_size, step=Microbatch(final=False, number=number))
             return torch.cat([p.grad.flatten() for p in shard.part.parameters()])
 
         torch.manual_seed(0)

@@ -17,7 +17,7 @@ import torch
 from adjoint import Stack, StackConfig
 from adjoint.cluster import training as sharded
 from adjoint.cluster.helpers import Task, as_arrays, as_tensors
-from adjoint.cluster.shard import HelperShard, Shard, total_norm
+from adjoint.cluster.shard import HelperShard, Microbatch, Shard, total_norm
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import Channel
 from adjoint.engine.grid import Tile
@@ -284,7 +284,7 @@ def train_shards(
         def gradients(shard: Shard, parts: Any = parts) -> float:
             shard.zero_grad()
             found = [
-                shard.accumulate(p, batches=len(parts), final=i + 1 == len(parts), **keywords)
+                shard.accumulate(p, step=Microbatch(len(parts), i + 1 == len(parts)), **keywords)
                 for i, p in enumerate(parts)
             ]
             return sum(loss for loss in found if loss is not None)

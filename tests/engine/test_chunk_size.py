@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import adjoint
+from adjoint.batch import Batch
 from adjoint.engine.chunk_size import chunk_size_for, default_chunk_size, kept_bytes
-from adjoint.engine.stages import Chunk, Layer
+from adjoint.engine.stages import Layer
 from adjoint.engine.tile import Gradients
 
 LARGE = adjoint.StackConfig(vocab_size=256, d_model=2048, n_layer=48)  # 1.27B parameters
@@ -32,7 +33,7 @@ def kept_by_autograd(config: adjoint.StackConfig, tokens: int, dtype: torch.dtyp
         return tensor
 
     y, states = torch.randn(1, tokens, config.d_model, dtype=dtype), model.initial_state(1)
-    pullbacks, nothing = [], Chunk(y, y)
+    pullbacks, nothing = [], Batch(y, y)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for layer, state in zip(model.layers, states, strict=True):
             y, _, pullback = Layer(layer).linearize(y, state, nothing, Gradients())

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adjoint import Backprop, Exact, LayerLocal, StackConfig, Truncated
+from adjoint.batch import shift_labels
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.documents import document_numbers, from_separator
 from adjoint.errors import UserError
 from adjoint.kernels.conv1d import causal_conv1d
-from adjoint.loss import shift_labels
 from adjoint.train.layout import Layout
 from tests.cluster.threads import TRAINING, disturbed_shards, disturbed_stack, together
 from tests.model_helpers import SIZES, VARIANTS, current_gradients, make_ids, make_model, relative

@@ -16,9 +16,9 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint.batch import Batch
 from adjoint.cluster import count
 from adjoint.engine import budget
-from adjoint.engine.autograd import steps_of
 from adjoint.engine.tile import Gradients
 from adjoint.engine.weights import Casts, SummedProducts
 from adjoint.methods import RECOMPUTE
@@ -570,7 +570,8 @@ def test_with_room_for_it_the_sequence_is_one_chunk() -> None:
     chunks = []
     for method in (Exact(memory="8GB"), Exact(memory="1MB"), Exact(1000, memory="8GB")):
         scheme = method.scheme(3000, 1408)
-        steps = steps_of(model, ids, ids, 3000, model.initial_state(1), scheme)
+        states = model.stage_states(model.initial_state(1))
+        steps = model.steps(Batch(ids, ids, 3000, states=states), scheme)
         chunks.append((steps.worker.grid.chunks, min(steps.tapes, steps.worker.grid.chunks)))
     assert chunks == [(1, 1), (3, 1), (3, 3)]
     _, expected = gradients(model, ids, ids, Backprop())

@@ -181,6 +181,7 @@ def test_refused_in_shards() -> None:
     config = stack(Forgets).config
     shards = make_shards(config, 2, Exact(8), TrainingConfig())
     with pytest.raises(
-        ValueError, match=r"test_first_use:Forgets cannot be trained by chunks: .* its output differs"
+        ValueError,
+        match=r"tests.engine.test_first_use:Forgets cannot be trained by chunks: .* its output differs",
     ):
         together(shards, lambda shard: shard.accumulate(make_ids(2, 24)))

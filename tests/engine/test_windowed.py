@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import adjoint
+from adjoint.batch import Batch, shift_labels
 from adjoint.engine.grid import Grid, Tile, make_grid
 from adjoint.engine.program import plan
-from adjoint.stack import Result
+from tests.model_helpers import forward
 
 MIXERS = ["mamba", "mamba2", "diagonal", "scalar", "dense", ["mamba", "dense"]]
 
@@ -19,14 +20,14 @@ class WindowedBackprop:
     def __init__(self, *windows):  # one a layer, or one for all
         self.windows = windows
 
-    def run(self, model, input_ids, targets, valid, states):
-        y, final = model.embed(input_ids), []
+    def run(self, model, batch, states):
+        y, final = model.embed(batch.ids), []
         for k, (block, state) in enumerate(zip(model.layers, states, strict=True)):
             inputs, tail = block.mixer.scan_inputs(block.norm(y), state[0])
             scanned, h = block.mixer.scan(inputs, state[-1], self.windows[k % len(self.windows)])
             y = block.feed_forward(y + block.mixer.scan_outputs(scanned, inputs))
             final.append((tail, h) if len(state) > 1 else (h,))
-        return Result(model.head_loss(y, targets) / valid, final)
+        return model.head_loss(y, batch.targets) / batch.divisor, final
 
 
 def make(mixer, seed=0):
@@ -45,7 +46,7 @@ def make(mixer, seed=0):
 def gradients(model, method, ids, initial):
     """All parameters' gradients, then all initial states', of a loss that also looks at the final states."""
     states = [s.requires_grad_() for state in initial for s in state]
-    output = model(ids, labels=ids, method=method, state=initial, return_state=True)
+    output = forward(model, ids, method, state=initial, return_state=True)
     generator = torch.Generator().manual_seed(1)
     loss = output.loss
     for s in (s for state in output.state for s in state):
@@ -125,7 +126,7 @@ def test_layer_local_gives_every_layer_the_last_cotangent(mixer):
         for k, block in enumerate(model.layers):
             whole = WindowedBackprop(window or 10**6)
             single = SingleBlock(model, block, k)
-            out = whole.run(single, y[k].detach(), None, 1, [model.initial_state(2)[k]])[0]
+            out = whole.run(single, Batch(y[k].detach(), y[k]), [model.initial_state(2)[k]])[0]
             named = dict(block.named_parameters())
             grads = torch.autograd.grad(out, list(named.values()), d_last)
             expected |= {f"layers.{k}.{name}": g for name, g in zip(named, grads, strict=True)}
@@ -160,7 +161,7 @@ def hidden(model, ids):
         inputs.append(y)
         y, _ = block(y, state)
     y = y.detach().requires_grad_()
-    targets = adjoint.loss.shift_labels(ids)
+    targets = shift_labels(ids)
     return inputs, torch.autograd.grad(model.head_loss(y, targets) / (2 * 42), y)[0]
 
 

@@ -8,11 +8,13 @@ import random
 import torch
 
 from adjoint import StackConfig
+from adjoint.cluster.shard import Microbatch
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from tests.cluster.threads import disturbed_shards, disturbed_stack, together
 from tests.fuzz import stacks
 from tests.fuzz.oracle import Case, Deviation, documents, method_of, reference_of, same, some
+from tests.model_helpers import forward
 
 
 def draw(rng: random.Random) -> Case:
@@ -65,7 +67,7 @@ def check(case: Case) -> None:
         found = together(
             made,
             lambda shard, ids=ids, seq_idx=seq_idx, final=number == calls: shard.accumulate(
-                ids, batches=calls, final=final, seq_idx=seq_idx
+                ids, seq_idx=seq_idx, step=Microbatch(calls, final)
             ),
         )
         losses.append(sum(part for part in found if part is not None))
@@ -73,7 +75,7 @@ def check(case: Case) -> None:
     stack = disturbed_stack(config)
     for (ids, seq_idx), loss in zip(batches, losses, strict=True):
         reference = reference_of(method, shape["seqlen"], windows)
-        expected = stack(ids, labels=ids, method=reference, seq_idx=seq_idx).loss / calls
+        expected = forward(stack, ids, reference, seq_idx=seq_idx).loss / calls
         expected.backward()
         same({"loss": torch.tensor(loss, dtype=torch.float64)}, {"loss": expected.detach()})
     gradients = {name: p.grad for name, p in stack.named_parameters()}

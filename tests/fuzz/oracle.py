@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint.stack import Result
+from adjoint.batch import Batch
 
 Case = dict[str, Any]
 Named = Mapping[str, Tensor | None]
@@ -109,12 +109,12 @@ class Windowed:
 
     windows: tuple[int | None, ...]  # one a layer, or one for all; None for the whole sequence
 
-    def run(self, model: Any, ids: Any, targets: Any, valid: Any, states: Any, seq_idx: Any = None) -> Result:
-        y, final = model.embed(ids), []
+    def run(self, model: Any, batch: Batch, states: Any) -> Any:
+        y, final = model.embed(batch.ids), []
         for k, (block, state) in enumerate(zip(model.layers, states, strict=True)):
-            y, state = _block(block, y, state, self.windows[k % len(self.windows)], seq_idx)
+            y, state = _block(block, y, state, self.windows[k % len(self.windows)], batch.seq_idx)
             final.append(state)
-        return Result(model.head_loss(y, targets) / max(valid, 1), final)
+        return model.head_loss(y, batch.targets) / batch.divisor, final
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,19 +123,19 @@ class Local:
 
     window: int | None
 
-    def run(self, model: Any, ids: Any, targets: Any, valid: Any, states: Any, seq_idx: Any = None) -> Result:
-        y, final, outputs = model.embed(ids), [], []
+    def run(self, model: Any, batch: Batch, states: Any) -> Any:
+        y, final, outputs = model.embed(batch.ids), [], []
         for block, state in zip(model.layers, states, strict=True):
-            y, state = _block(block, y, state, self.window, seq_idx)
+            y, state = _block(block, y, state, self.window, batch.seq_idx)
             outputs.append(y)
             final.append(state)
             y = y.detach()
         y.requires_grad_()
-        loss = model.head_loss(y, targets) / max(valid, 1)
+        loss = model.head_loss(y, batch.targets) / batch.divisor
         (d,) = torch.autograd.grad(loss, y, retain_graph=True)
         handed = sum((output * d).sum() for output in outputs)
-        loss = model.head_loss(y.detach(), targets) / max(valid, 1)
-        return Result(loss + (handed - handed.detach()).to(loss.dtype), final)
+        loss = model.head_loss(y.detach(), batch.targets) / batch.divisor
+        return loss + (handed - handed.detach()).to(loss.dtype), final
 
 
 def _block(block: Any, y: Tensor, state: Any, window: int | None, seq_idx: Any) -> tuple[Tensor, Any]:

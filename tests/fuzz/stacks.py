@@ -12,6 +12,7 @@ from adjoint import Stack, StackConfig
 from adjoint.layers import MIXERS, WINDOWED
 from adjoint.methods import KEEP, RECOMPUTE
 from tests.fuzz.oracle import Case, Deviation, documents, error, method_of, reference_of, same, some
+from tests.model_helpers import forward
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 17, 29, 33, 64, 65, 100)
 
@@ -155,8 +156,8 @@ def run(case: Case, model: Stack, method: Any, dtype: torch.dtype) -> tuple[dict
                 s.requires_grad_(torch.rand((), generator=draw).item() < case["states"])
         if case.get("int32"):
             ids, labels = ids.int(), labels.int()
-        out = model(
-            ids, labels=labels, method=method, state=states, return_state=True,
+        out = forward(
+            model, ids, method, labels, state=states, return_state=True,
             return_logits=case.get("logits", False), **given,
         )  # fmt: skip
         total = out.loss * case.get("scale", 1.0)

@@ -21,8 +21,8 @@ import transformers
 from torch import Tensor, nn
 
 import adjoint
+from adjoint.batch import shift_labels
 from adjoint.hf.layers import backbone_of
-from adjoint.loss import shift_labels
 from adjoint.methods import RECOMPUTE
 from tests.fuzz.oracle import (
     Case,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import adjoint
+from adjoint.batch import shift_labels
 from adjoint.hf import mini_sequence
-from adjoint.loss import shift_labels
 from tests.hf.hf_models import (
     VOCAB,
     assert_exact,

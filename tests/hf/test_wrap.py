@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import adjoint
+from adjoint.batch import shift_labels
 from adjoint.engine.grid import Tile
 from adjoint.engine.run import Worker
 from adjoint.hf import functions, replacements
 from adjoint.hf.layers import layers_of
-from adjoint.loss import shift_labels
 from tests.hf.hf_models import (
     MODELS,
     REFUSED,

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint.batch import Batch
 from adjoint.cluster.memory import Setup
-from adjoint.engine.autograd import Steps
-from adjoint.engine.stages import stage_states, stages_of
 from adjoint.errors import UserError
 from adjoint.kernels.attention import BAND, causal_attention
 from adjoint.train.layout import Layout
@@ -324,9 +323,9 @@ def test_the_plan_counts_keys_and_values() -> None:
     config = StackConfig(**{**SIZES, "mixer": ["mamba", "attention"], **HEADS})
     setup = Setup(config, Exact(16), 2, 64, "float64")
     model, ids = Stack(config).double(), make_ids(2, 64)
-    steps = Steps(stages_of(model), ids, ids, 1, stage_states(model, model.initial_state(2)),
-                  setup.scheme, list(model.parameters()), 12, torch.float64)  # fmt: skip
-    steps.loss()[0].backward()
+    batch = Batch(ids, ids, states=model.stage_states(model.initial_state(2)))
+    steps = model.steps(batch, setup.scheme)
+    steps.loss().loss.backward()
     held = [s.values.nbytes + s.cotangents.nbytes for s in steps.worker.slabs[2]]
     assert setup.past([0, 1], True) == sum(held)
     assert setup.past([0], True) == setup.state(1) == 0

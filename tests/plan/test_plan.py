@@ -15,17 +15,17 @@ import pytest
 import torch
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint.batch import Batch, shift_labels
 from adjoint.cli import main
 from adjoint.cluster import count
 from adjoint.cluster.fit import make_setup
 from adjoint.cluster.memory import Setup, memory
-from adjoint.cluster.shard import Shard
+from adjoint.cluster.shard import Microbatch, Shard
 from adjoint.cluster.spec import ShardSpec
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.grid import Key, Tile
 from adjoint.engine.program import BUFFERS, Owners, plan
 from adjoint.engine.simulate import Span, held_at_most
-from adjoint.loss import shift_labels
 from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.tools.plan import estimate as plan_time
 from adjoint.tools.plan.plot import joined_spans
@@ -63,7 +63,13 @@ def test_memory_is_what_the_method_takes(mixer: str, method: Any) -> None:
     with count.counting("float32", "cpu") as live:
         stack = Stack(model, 0)
         ids = torch.zeros(2, 2048, dtype=torch.long)
-        method.run(stack, ids, shift_labels(ids), 100, stack.initial_state(2)).loss.backward()
+        states, targets = stack.initial_state(2), shift_labels(ids)
+        if isinstance(method, Backprop):
+            y, _ = stack._hidden(ids, states, None, method.checkpoint)
+            stack.head_loss(y, targets).backward()
+        else:
+            batch = Batch(ids, targets, states=stack.stage_states(states))
+            stack.steps(batch, method.scheme(2048, 512)).loss().loss.backward()
     assert tensors(setup, range(3)) == pytest.approx(live.peak, rel=0.1)
 
 
@@ -107,9 +113,9 @@ def test_memory_of_a_shard_in_the_middle(method: Any, sequence: int) -> None:
     spans, seqlen = (range(0, 2), range(2, 4), range(4, 6)), 2048 * sequence
     spec = ShardSpec(model, TrainingConfig(), method, Layout(3, sequence), spans, sequence)
     shard: Any = Shard(spec, Zeros())
-    passing = torch.ones(6, seqlen // 512) if getattr(method, "unbiased", False) else None
+    passing = ((1.0,) * (seqlen // 512),) * 6 if getattr(method, "unbiased", False) else ()
     with count.LiveBytes() as live:
-        shard.accumulate(torch.zeros(1, seqlen, dtype=torch.long), passing=passing)
+        shard.accumulate(torch.zeros(1, seqlen, dtype=torch.long), step=Microbatch(passing=passing))
     parts = memory(Setup(model, method, 1, seqlen, sequence=sequence), spans[1], 3, False, False).parts
     apart = parts["reserved"] + parts["optimizer"] + parts["weights"]  # the weights were there before
     planned = sum(parts.values()) - apart
@@ -532,8 +538,7 @@ def test_memory_of_a_pretrained_model_is_what_its_stage_takes(
     kind: str, method: Any, folders: dict[str, str]
 ) -> None:
     """The whole model, a whole sequence of it, is run on fake tensors, and every storage counted."""
-    from adjoint.engine.autograd import Steps
-    from adjoint.hf.stage import CausalLM
+    from adjoint.hf.stage import CausalLM, steps_of
 
     found, seqlen = outlined(folders[kind]), 500
     setup = make_setup(found, method, 1, seqlen)
@@ -544,9 +549,7 @@ def test_memory_of_a_pretrained_model_is_what_its_stage_takes(
             model(input_ids=ids, labels=ids).loss.backward()
         else:
             stage = CausalLM(model, found.slots, found.scale, recompute=setup.scheme.recompute)
-            initial, weights = [stage.initial_state(1, ids.device)], list(model.parameters())
-            args = (shift_labels(ids), seqlen - 1, initial, setup.scheme, weights, 32, torch.float32)
-            Steps([stage], ids, *args).loss()[0].backward()
+            steps_of([stage], Batch(ids, shift_labels(ids)), setup.scheme).loss().loss.backward()
     assert tensors(setup, range(4)) == pytest.approx(live.peak, rel=0.1)
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.engine.autograd import steps_of
+from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.engine.grid import Scheme
 from adjoint.files import new_figure, save_figure
-from adjoint.loss import IGNORE_INDEX, shift_labels
 from adjoint.stack import Stack
 
 CHUNK = 1024  # tokens that are worked on at a time
@@ -57,7 +56,8 @@ def _losses(model: Any, ids: Tensor, edges: tuple[int, ...]) -> list[tuple[int, 
     scheme, targets = Scheme(CHUNK, cut_at=edges, least=2), shift_labels(ids)
     if isinstance(model, Stack):
         with torch.no_grad():
-            found = steps_of(model, ids, targets, 1, model.initial_state(1), scheme).chunk_losses()
+            states = model.stage_states(model.initial_state(1))
+            found = model.steps(Batch(ids, targets, states=states), scheme).chunk_losses()
     else:
         from adjoint.hf.wrap import chunk_losses
 
