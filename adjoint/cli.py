@@ -41,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "export": ("adjoint.tools.export:main", "a run's model as a folder that transformers or mamba-ssm loads"),
     "doctor": (
-        "adjoint.tools.doctor.command:main",
+        "adjoint.tools.doctor:main",
         "what this machine has, which code runs what, and whether it works",
     ),
     "cluster": ("adjoint.cluster.command:main", "GPUs and MIG slices of this node, and how Ray gets them"),

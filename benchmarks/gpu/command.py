@@ -36,7 +36,7 @@ from adjoint.engine.chunk_size import chunk_size_for
 from adjoint.files import write_atomically
 from adjoint.kernels import dispatch
 from adjoint.layers import StackConfig
-from adjoint.tools.doctor.command import cuda_devices
+from adjoint.tools.doctor import cuda_devices
 from adjoint.train import machine
 from benchmarks import common
 from benchmarks.common import Point, Row

@@ -152,7 +152,6 @@ def test_smallest_window_looks_at_all_longer_ones_too() -> None:
     rows = [row(64, 0.001, 0.5), row(None, 0.0, 0.0), row(1, 0.005, 0.9), row(16, 0.02, 0.9)]
     assert smallest_window(rows, "truncated") == (64, True)
     assert smallest_window(rows, "truncated", every_kind=True) == (None, True)
-    assert smallest_window(rows, "truncated", 1e-3) == (None, True)
     assert smallest_window([*rows, row(256, None, 0.0)], "truncated") == (None, True)
     assert smallest_window([row(None, 0.3, 0.3)], "truncated") == (None, False)
 

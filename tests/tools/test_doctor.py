@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -18,11 +19,16 @@ from adjoint.cluster.devices import Device, Inventory
 from adjoint.kernels import dispatch, reference, trial
 from adjoint.kernels.cpu import backend as cpu
 from adjoint.kernels.cpu import build as cpu_build
-from adjoint.tools.doctor import command as doctor
-from adjoint.tools.doctor import report as doctor_report
+from adjoint.tools import doctor
 
 REPOSITORY = Path(__file__).parents[2]
 needs_cpp = pytest.mark.skipif(dispatch.why_not("cpu") is not None, reason="no C++ kernels here")
+
+
+def chosen(report: dict[str, Any]) -> set[str]:
+    """The backends that serve float64 on the CPU."""
+    rows = [row["backends"] for row in report["choices"] if row["device"] == "cpu"]
+    return {name for row in rows for name, dtypes in row.items() if "float64" in dtypes}
 
 
 @needs_cpp
@@ -31,18 +37,15 @@ def test_text_of_a_machine_with_gpus(
 ) -> None:
     """The driver's list is `adjoint cluster`'s."""
     listed = Inventory((Device("MIG-1", "NVIDIA A100", 0, 5 << 30, "1g.5gb"),), ("GPU 1: no permission",))
-    monkeypatch.setattr(doctor, "find", lambda: listed)
-    report = doctor.examine()
-    assert report["threads"]["torch"] == torch.get_num_threads()
-    assert {p["name"]: p["version"] for p in report["packages"]}["torch"] == torch.__version__
-    chosen = {r["backend"] for r in report["choices"] if (r["device"], r["dtype"]) == ("cpu", "float64")}
-    assert chosen == {"cpu"}
-    assert {"reference", "cpu"} == {
-        check["backend"] for check in report["checks"] if check["device"] == "cpu"
-    }
     old = {"index": 0, "name": "NVIDIA old", "capability": "7.5", "memory_bytes": 40 << 30}
-    report["devices"]["cuda"] = [old | {"multiprocessors": 72}]
-    doctor_report.show(report)
+    monkeypatch.setattr(doctor, "find", lambda: listed)
+    monkeypatch.setattr(doctor, "cuda_devices", lambda: [old | {"multiprocessors": 72}])
+    report = doctor.examine()
+    assert report["settings"][0]["torch"] == torch.get_num_threads()
+    assert {p["name"]: p["version"] for p in report["packages"]}["torch"] == torch.__version__
+    assert chosen(report) == {"cpu"}
+    assert {"reference", "cpu"} <= {check["backend"] for check in report["checks"]}
+    doctor.show(report)
     text = capsys.readouterr().out
     assert "NVIDIA A100 1g.5gb, 5120 MiB" in text and "GPU 1: no permission" in text
     assert "NVIDIA old, sm_7.5, 72 multiprocessors, 40.0 GiB" in text
@@ -62,19 +65,19 @@ def test_a_fresh_process_tells_the_truth_quickly() -> None:
     )
     report = json.loads(done.stdout)
     assert report["works"] and report["seconds"] < 10
-    assert report["threads"]["torch"] == 1
-    assert report["threads"]["settings"]["OMP_NUM_THREADS"] == "1"
-    chosen = {r["backend"] for r in report["choices"] if (r["device"], r["dtype"]) == ("cpu", "float64")}
-    assert chosen == {"reference"}
-    assert report["backends"]["unusable"]["cpu"] == "disabled by ADJOINT_DISABLE_CPU_KERNELS"
-    assert not report["cpp_build"]["works"]
+    assert report["settings"][0]["torch"] == 1
+    assert report["settings"][2]["environment"]["OMP_NUM_THREADS"] == "1"
+    assert chosen(report) == {"reference"}
+    backends = {row["name"]: row["told"] for row in report["backends"]}
+    assert backends["cpu"] == "disabled by ADJOINT_DISABLE_CPU_KERNELS"
+    assert report["cpp_build"][0]["works"] is False
     assert any("many times slower" in line for line in report["advice"])
 
 
 @needs_cpp
 def test_a_kernel_that_is_wrong_or_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = cpu.selective_scan_backward
-    assert all(check["passed"] for check in doctor.self_checks(["cpu"]))
+    assert all(check["works"] for check in doctor.self_checks(["cpu"]))
 
     def wrong(*arguments: Any) -> tuple[Any, ...]:
         gradients = list(right(*arguments))
@@ -83,20 +86,20 @@ def test_a_kernel_that_is_wrong_or_raises_is_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(cpu, "selective_scan_backward", wrong)
     for check in doctor.self_checks(["cpu"]):
-        assert not check["passed"]
+        assert not check["works"]
         assert 1e-5 < check["error"] < 1e-3
 
     def nan(*arguments: Any) -> tuple[Any, ...]:
         return tuple(None if g is None else g * float("nan") for g in right(*arguments))
 
     monkeypatch.setattr(cpu, "selective_scan_backward", nan)
-    assert not any(check["passed"] for check in doctor.self_checks(["cpu"]))
+    assert not any(check["works"] for check in doctor.self_checks(["cpu"]))
 
     def broken(*arguments: Any) -> None:
         raise OSError("no such\nlibrary")
 
     monkeypatch.setattr(cpu, "selective_scan_forward", broken)
-    assert [check["problem"] for check in doctor.self_checks(["cpu"])] == ["OSError: no such library"] * 2
+    assert [check["told"] for check in doctor.self_checks(["cpu"])] == ["OSError: no such library"] * 2
 
 
 def test_exit_code_is_1_only_if_nothing_works(
@@ -124,10 +127,10 @@ def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
     broken.write_text("#!/bin/sh\necho something >&2; echo no room left >&2; exit 1\n")
     broken.chmod(0o755)
     monkeypatch.setattr(cpu_build, "compiler", lambda: str(broken))
-    build = doctor.cpp_build()
-    assert (build["compiler_problem"], build["compiler_version"]) == ("no room left", None)
+    compiler = doctor.cpp_build()[1]
+    assert (compiler["told"], compiler["works"]) == (f"{broken}: no room left", False)
     monkeypatch.setattr(cpu_build, "compiler", lambda: None)
-    assert "install g++" in doctor.cpp_build()["compiler_problem"]
+    assert "install g++" in doctor.cpp_build()[1]["told"]
 
 
 @needs_cpp
@@ -149,21 +152,18 @@ def test_every_backend_is_usable_or_has_a_reason() -> None:
 
 def test_what_would_run_on_cuda_is_told_with_the_reasons() -> None:
     """Also where there is no CUDA device; of the libraries, with what they lack."""
-    rows = {(r["operation"], r["device"], r["dtype"]): r for r in doctor.choices()}
-    assert {(*key[1:],) for key in rows} == {
-        (device, dtype)
-        for device in ("cpu", "cuda")
-        for dtype in ("float32", "bfloat16", "float16", "float64")
-    }
-    scan = rows["selective_scan", "cuda", "bfloat16"]
+    rows = {(r["operation"], r["device"]): r for r in doctor.choices()}
+    dtypes = ["float32", "bfloat16", "float16", "float64"]
+    assert all({*itertools.chain(*r["backends"].values())} == {*dtypes} for r in rows.values())
+    scan = rows["selective_scan", "cuda"]
     assert "takes no initial state" in scan["passed_over"]["mamba-ssm"]
-    assert scan["here"] == torch.cuda.is_available()
+    assert ("none here" in scan["name"]) != torch.cuda.is_available()
     if not torch.cuda.is_available():
-        ssd = rows["ssd_scan", "cuda", "bfloat16"]
+        ssd = rows["ssd_scan", "cuda"]
         installed = importlib.util.find_spec("mamba_ssm") is not None
-        assert (ssd["backend"] == "mamba-ssm") == installed
+        assert ("mamba-ssm" in ssd["backends"]) == installed
         assert installed or ssd["passed_over"]["mamba-ssm"].startswith("not installed (pip install")
-    assert rows["dense_scan", "cuda", "float32"]["backend"] == "reference"
+    assert rows["dense_scan", "cuda"]["backends"] == {"reference": dtypes}
 
 
 def test_operations_are_those_of_every_backend() -> None:

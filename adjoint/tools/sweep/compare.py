@@ -130,8 +130,7 @@ def build(
     """The method `name` with a window (None: all of seqlen), a chunk size and the tolerance of window "auto",
     where it takes them."""
     values: dict[str, Any] = {"window": seqlen if window is None else window, "chunk_size": chunk_size}
-    if window == "auto":
-        values["tolerance"] = tolerance
+    values |= {"tolerance": tolerance} if window == "auto" else {}
     return METHODS[name](**{key: value for key, value in values.items() if takes(name, key)})
 
 
@@ -159,10 +158,8 @@ def truncated_products(seqlen: int, window: int | None = None) -> int:
     """
     if seqlen < 1:
         raise ValueError(f"seqlen must be a whole number, 1 or more; got {seqlen!r}")
-    if window is None:
-        window = seqlen
-    check_window(window)
-    window = min(window, seqlen)
+    check_window(seqlen if window is None else window)
+    window = seqlen if window is None else min(window, seqlen)
     return window * seqlen - window * (window - 1) // 2
 
 

@@ -93,7 +93,7 @@ def _draw_method(
         furthest = f"{name}, the kind furthest off: {kinds[(len(rows) - 1) // 2][0]}"
         lines.append(([_height(value) for _, value in kinds], True, "--", furthest))
     for heights, every_kind, style, label in lines:
-        window, found = smallest_window(rows, name, every_kind=every_kind)
+        window, found = smallest_window(rows, name, every_kind)
         label += f" (below {SMALL:.0%} from {window_text(window)})" if found else ""
         axes.plot(at, heights, style, color=colour, linewidth=1.3 if every_kind else 2.2, ms=4.5, label=label)
         if found:

@@ -38,9 +38,9 @@ def _distance(part: Mapping[str, Any]) -> float:
 
 
 def smallest_window(
-    rows: Iterable[Mapping[str, Any]], name: str, tolerance: float = SMALL, every_kind: bool = False
+    rows: Iterable[Mapping[str, Any]], name: str, every_kind: bool = False
 ) -> tuple[int | None, bool]:
-    """The smallest measured window of a method from which on its relative error stays below `tolerance`.
+    """The smallest measured window of a method from which on its relative error stays below `SMALL`.
 
     Args:
         every_kind: look at the kind of parameter with the largest error instead of at all of them together,
@@ -54,7 +54,7 @@ def smallest_window(
     best: tuple[int | None, bool] = (None, False)
     for row in sorted(own, key=lambda row: window_order(row["window"]), reverse=True):
         error = worst(row["kind"])[1] if every_kind else row["relative_error"]
-        if error is None or error >= tolerance:
+        if error is None or error >= SMALL:
             break
         best = row["window"], True
     return best
@@ -62,19 +62,18 @@ def smallest_window(
 
 def conclusion(result: Mapping[str, Any]) -> list[str]:
     """One line per method that has a window: how long it must be."""
-    lines = []
+    lines, tolerance = [], result["settings"]["tolerance"]
     for name in swept(result):
         rows = [row for row in result["rows"] if row["method"] == name]
         lines += [
             f"{name}, auto: error {error_text(row['relative_error'])} with windows of {span(row['windows'])} "
-            f"for a tolerance of {result['settings']['tolerance']:g}"
+            f"for a tolerance of {tolerance:g}"
             for row in rows
             if row["window"] == "auto"
         ]
         rows = [row for row in rows if row["window"] != "auto"]
-        window, found = smallest_window(rows, name)
+        (window, found), (each, every) = smallest_window(rows, name), smallest_window(rows, name, True)
         if found:
-            each, every = smallest_window(rows, name, every_kind=True)
             kinds = f"each kind of parameter by itself: {window_text(each)}"
             kinds = kinds if every else "not every kind of parameter"
             lines.append(f"{name}: error below {SMALL:.0%} from {window_text(window)}; {kinds}")
@@ -123,7 +122,7 @@ def show(result: Mapping[str, Any]) -> None:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 120  # a file or a pipe has no width of its own
     settings, environment = result["settings"], result["environment"]
-    console.print(_overall_table(result, console.width))
+    console.print(_overall_table(result))
     for name in dict.fromkeys(row["method"] for row in result["rows"]):
         if name != settings["baseline"]:
             console.print(_parts_table(result, name, console.width))
@@ -138,28 +137,20 @@ def show(result: Mapping[str, Any]) -> None:
         console.print(line, style="bold")
 
 
-def _overall_table(result: Mapping[str, Any], width: int) -> Any:
+def _overall_table(result: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
     table = Table(title="gradients side by side")
-    # The tables by part say the same at length: a narrow terminal does without.
-    parts = ("worst layer", "worst kind") if width >= 112 else ()
-    for title in ("method", "window", "error", "cosine", *parts, "vjps", "seconds", "memory"):
-        left = title == "method" or title in parts
-        table.add_column(title, justify="left" if left else "right", no_wrap=True)
+    for title in ("method", "window", "error", "cosine", "vjps", "seconds", "memory"):
+        table.add_column(title, justify="left" if title == "method" else "right", no_wrap=True)
     for row in result["rows"]:
         reference = row["method"] == result["settings"]["baseline"]
         memory, vjps = row["peak_memory_bytes"], row["vjps"]
-        furthest = [
-            "" if reference else f"{name.removeprefix('layers.')}: {error_text(error)}"
-            for name, error in (worst(layers_of(row)), worst(row["kind"]))
-        ]
         table.add_row(
             row["method"],
             heading(row["window"]) if row["windows"] is None else f"auto ≤ {max(row['windows']):,}",
             "reference" if reference else error_text(row["relative_error"]),
             "" if reference or row["cosine"] is None else f"{row['cosine']:.6f}",
-            *furthest[: len(parts)],
             "" if vjps is None else f"{vjps:,}" if vjps < 1e8 else f"{vjps:.3e}",
             f"{row['seconds']:.2f}",
             "–" if memory is None else f"{memory / 2**20:,.0f} MiB",
