@@ -87,7 +87,7 @@ def read_value(value: Any, hint: Any) -> Any:
                 with suppress(ValueError):
                     return read_value(value, part)
         elif origin in (list, tuple):
-            items = _from_yaml(value) if isinstance(value, str) else value
+            items = _from_yaml(value) if isinstance(value, str) and value.lstrip()[:1] == "[" else value
             if isinstance(items, list | tuple) and (origin is list or len(items) == len(parts)):
                 hints = parts * len(items) if origin is list else parts
                 return origin(read_value(item, part) for item, part in zip(items, hints, strict=True))

@@ -24,6 +24,7 @@ from adjoint.engine.grid import Grid, Scheme
 from adjoint.engine.program import BUFFERS
 from adjoint.engine.stages import check_windows, costs_of
 from adjoint.layers import MIXERS, Mixer, StackConfig
+from adjoint.layers.attention import AttentionMixer
 from adjoint.methods import Backprop
 from adjoint.stack import Stack
 from adjoint.train.config import plain
@@ -210,8 +211,8 @@ class Setup:
         Args:
             alone: whether one process has the whole stack, under autograd.
         """
-        mixers = (MIXERS.get(self.model.mixers[k], Mixer) for k in layers)
-        grown = sum(mixer.past_per_token(self.model) for mixer in mixers)
+        sizes = AttentionMixer.sizes_of(self.model)
+        grown = sum(self.model.mixers[k] == "attention" for k in layers) * 2 * sizes.kv_heads * sizes.head_dim
         both = 1 if alone and isinstance(self.method, Backprop) else 2  # autograd's cotangents are its own
         return self.batch * self.seqlen * both * grown * self.element
 

@@ -34,16 +34,18 @@ class AttentionSizes(NamedTuple):
 
 
 class AttentionMixer(Mixer):
-    """in_proj → (conv1d →) rotated q, k and v → causal attention → out_proj. State: (conv tail,) keys and
-    values, (batch, num_key_value_heads, tokens so far, head_dim) each, the keys rotated."""
+    """in_proj → (conv1d →) rotated q, k and v → causal attention → out_proj. State: (the conv tail, (batch,
+    channels, attention_d_conv - 1), where there is a convolution,) keys and values, (batch,
+    num_key_value_heads, tokens so far, head_dim) each, the keys rotated."""
 
     projected = True
 
     def __init__(self, config: StackConfig) -> None:
-        super().__init__(config)
-        self.sizes = sizes = self.sizes_of(config)
+        sizes, taps = self.sizes_of(config), config.attention_d_conv
+        past = sizes.kv_heads, None, sizes.head_dim
+        super().__init__(config, *([(sizes.channels, taps - 1)] if taps else []), past, past)
+        self.sizes = sizes
         self.in_proj = nn.Linear(config.d_model, sizes.channels, bias=sizes.bias)
-        taps = config.attention_d_conv
         self.conv1d = CausalConv1d(sizes.channels, taps) if taps else None
         self.out_proj = nn.Linear(sizes.heads * sizes.head_dim, config.d_model, bias=sizes.bias)
         self.reset_parameters()
@@ -73,14 +75,6 @@ class AttentionMixer(Mixer):
             raise ValueError(f"rotary_emb_dim must be even, and at most head_dim {dim}; got {rotary_dim}")
         if not config.rope_theta > 1:
             raise ValueError(f"rope_theta must be a number above 1, such as 10000; got {config.rope_theta}")
-
-    @classmethod
-    def state_shapes(cls, config: StackConfig) -> tuple[tuple[int | None, ...], ...]:
-        """The conv tail (channels, attention_d_conv - 1) where there is a convolution; keys and values,
-        (num_key_value_heads, tokens so far, head_dim) each."""
-        sizes, taps = cls.sizes_of(config), config.attention_d_conv
-        past = sizes.kv_heads, None, sizes.head_dim
-        return (past, past) if not taps else ((sizes.channels, taps - 1), past, past)
 
     @classmethod
     def attended_channels(cls, config: StackConfig) -> int:

@@ -1,11 +1,14 @@
 """What a stack is made of: one frozen dataclass, checked when it is made."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
+
+from adjoint.settings import Must, NotNegative, Positive, PositiveNumber, check_fields
 
 # The built-in mixers' classes by name (`adjoint.layers.mixer.Mixer`), entered in adjoint/layers/__init__.py.
 MIXERS: dict[str, Any] = {}
-_MAY_BE_ZERO = ("d_intermediate", "attention_d_conv", "rotary_emb_dim")
+Taps = Annotated[int, Must("a whole number from 1 to 16", lambda n: 1 <= n <= 16)]
+TapsOrNone = Annotated[int, Must("a whole number from 0 to 16", lambda n: 0 <= n <= 16)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,59 +60,49 @@ class StackConfig:
         ValueError: a size is not positive, or sizes do not divide as they must.
     """
 
-    vocab_size: int = 256
-    d_model: int = 256
-    n_layer: int = 4
+    vocab_size: Positive = 256
+    d_model: Positive = 256
+    n_layer: Positive = 4
     mixer: str | list[str] = "mamba"
-    d_state: int | None = None
-    d_conv: int = 4
-    expand: int = 2
-    headdim: int = 64
-    ngroups: int = 1
-    dt_rank: int | None = None
-    d_intermediate: int = 0
+    d_state: Positive | None = None
+    d_conv: Taps = 4
+    expand: Positive = 2
+    headdim: Positive = 64
+    ngroups: Positive = 1
+    dt_rank: Positive | None = None
+    d_intermediate: NotNegative = 0
     tie_embeddings: bool = True
-    norm_eps: float = 1e-5
+    norm_eps: PositiveNumber = 1e-5
     bias: bool = False
     conv_bias: bool = True
-    dt_min: float = 0.001
-    dt_max: float = 0.1
+    dt_min: PositiveNumber = 0.001
+    dt_max: PositiveNumber = 0.1
     dt_init_floor: float = 1e-4
     initializer_range: float = 0.02
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rope_theta: float = 10000.0
-    rotary_emb_dim: int | None = None
+    num_attention_heads: Positive | None = None
+    num_key_value_heads: Positive | None = None
+    head_dim: Positive | None = None
+    rope_theta: PositiveNumber = 10000.0
+    rotary_emb_dim: NotNegative | None = None
     attention_bias: bool | None = None
-    attention_d_conv: int = 0
-    sliding_window: int | None = None
-    linear_num_key_heads: int | None = None
-    rope_fraction: float = 0.5
-    A_floor: float = 1e-4
+    attention_d_conv: TapsOrNone = 0
+    sliding_window: Positive | None = None
+    linear_num_key_heads: Positive | None = None
+    rope_fraction: PositiveNumber = 0.5
+    A_floor: PositiveNumber = 1e-4
     is_outproj_norm: bool = False
     is_mimo: bool = False
-    mimo_rank: int = 4
+    mimo_rank: Positive = 4
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int or (field.type == int | None and value is not None):
-                _whole(field.name, value, least=0 if field.name in _MAY_BE_ZERO else 1)
-        for name in ("d_conv", "attention_d_conv"):
-            if getattr(self, name) > 16:
-                raise ValueError(f"{name} must be at most 16, got {getattr(self, name)}")
-        if self.norm_eps <= 0:
-            raise ValueError(f"norm_eps must be positive, got {self.norm_eps}")
-        if not 0 < self.dt_min <= self.dt_max:
-            raise ValueError(
-                f"dt_min and dt_max must satisfy 0 < dt_min <= dt_max, got {self.dt_min} and {self.dt_max}"
-            )
+        check_fields("model", self)
+        if self.dt_min > self.dt_max:
+            raise ValueError(f"dt_min must be at most dt_max, got {self.dt_min} and {self.dt_max}")
         if len(self.mixers) != self.n_layer:
             raise ValueError(
                 f"mixer lists {len(self.mixers)} layers but n_layer is {self.n_layer}: give one a layer"
             )
-        for kind in dict.fromkeys(map(str, self.mixers)):
+        for kind in dict.fromkeys(self.mixers):
             if kind in MIXERS:
                 MIXERS[kind].check(self)
             elif ":" not in kind:
@@ -129,8 +122,3 @@ class StackConfig:
     @property
     def nheads(self) -> int:
         return self.d_inner // self.headdim
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number, {least} or more; got {value!r}")

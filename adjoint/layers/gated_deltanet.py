@@ -18,16 +18,17 @@ from adjoint.layers.norm import RMSNorm
 
 class GatedDeltaNetMixer(Mixer):
     """in_proj → conv1d + SiLU over (q, k, v), q and k normalised → gated delta rule → RMSNorm a head, gated →
-    out_proj. State: (conv tail, S)."""
+    out_proj. State: (conv tail (batch, channels, d_conv - 1), S (batch, nheads, d_state, headdim))."""
 
     default_d_state = 64
     projected = True
 
     def __init__(self, config: StackConfig) -> None:
-        super().__init__(config)
-        self.d_state, self.key_heads = self.state_size(config), self.count_key_heads(config)
-        self.sizes = [self.key_heads * self.d_state] * 2 + [config.d_inner]  # of q, k and v
-        channels = self.d_conv_channels = sum(self.sizes)  # and not convolved: gate, beta, decay
+        n, key_heads = self.state_size(config), self.count_key_heads(config)
+        sizes = [key_heads * n, key_heads * n, config.d_inner]  # of q, k and v
+        channels = sum(sizes)  # and not convolved: gate, beta, decay
+        super().__init__(config, (channels, config.d_conv - 1), (config.nheads, n, config.headdim))
+        self.d_state, self.key_heads, self.sizes, self.d_conv_channels = n, key_heads, sizes, channels
         width = channels + config.d_inner + 2 * config.nheads
         self.in_proj = nn.Linear(config.d_model, width, bias=config.bias)
         self.conv1d = CausalConv1d(channels, config.d_conv, config.conv_bias)
@@ -59,18 +60,12 @@ class GatedDeltaNetMixer(Mixer):
             )
 
     @classmethod
-    def state_shapes(cls, config: StackConfig) -> tuple[tuple[int, ...], ...]:
-        """The conv tail (channels of q, k and v, d_conv - 1) and S (nheads, d_state, headdim)."""
-        n = cls.state_size(config)
-        channels = 2 * cls.count_key_heads(config) * n + config.d_inner
-        return (channels, config.d_conv - 1), (config.nheads, n, config.headdim)
-
-    @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
         """in_proj's and the convolution's channels, what is made of values, keys and queries of each head,
         and the states, one in 64 tokens."""
-        (channels, _), (nheads, n, headdim) = cls.state_shapes(config)
-        d_inner, states, accumulated = config.d_inner, n * headdim // 64, max(element, 4)
+        n, nheads, d_inner = cls.state_size(config), config.nheads, config.d_inner
+        channels = 2 * cls.count_key_heads(config) * n + d_inner
+        states, accumulated = n * config.headdim // 64, max(element, 4)
         if selective:
             return (channels + d_inner) * element + (d_inner + nheads * states) * accumulated
         return (2 * channels + 5 * d_inner) * element + nheads * (2 * n + states) * accumulated

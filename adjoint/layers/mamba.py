@@ -26,13 +26,14 @@ class MambaScanInputs(NamedTuple):
 
 
 class MambaMixer(ScanMixer):
-    """in_proj → conv1d + SiLU → x_proj, dt_proj → selective scan, gated → out_proj. State: (conv tail, h)."""
+    """in_proj → conv1d + SiLU → x_proj, dt_proj → selective scan, gated → out_proj. State: (conv tail
+    (batch, d_inner, d_conv - 1), h (batch, d_inner, d_state))."""
 
     projected = True
 
     def __init__(self, config: StackConfig) -> None:
-        super().__init__(config)
-        (d_inner, d_state), rank = self.state_shapes(config)[1], self.step_rank(config)
+        d_inner, d_state, rank = config.d_inner, self.state_size(config), self.step_rank(config)
+        super().__init__(config, (d_inner, config.d_conv - 1), (d_inner, d_state))
         self.in_proj = nn.Linear(config.d_model, 2 * d_inner, bias=config.bias)
         self.conv1d = CausalConv1d(d_inner, config.d_conv, config.conv_bias)
         self.x_proj = nn.Linear(d_inner, rank + 2 * d_state, bias=False)
@@ -55,11 +56,6 @@ class MambaMixer(ScanMixer):
     @classmethod
     def step_rank(cls, config: StackConfig) -> int:
         return math.ceil(config.d_model / 16) if config.dt_rank is None else config.dt_rank
-
-    @classmethod
-    def state_shapes(cls, config: StackConfig) -> tuple[tuple[int, ...], ...]:
-        """The conv tail (d_inner, d_conv - 1) and h (d_inner, d_state)."""
-        return (config.d_inner, config.d_conv - 1), (config.d_inner, cls.state_size(config))
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:

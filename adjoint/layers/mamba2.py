@@ -26,15 +26,17 @@ class SSDScanInputs(NamedTuple):
 
 
 class Mamba2Mixer(ScanMixer):
-    """in_proj → conv1d + SiLU over (x, B, C) → SSD scan → gated RMSNorm → out_proj. State: (conv tail, h)."""
+    """in_proj → conv1d + SiLU over (x, B, C) → SSD scan → gated RMSNorm → out_proj. State: (conv tail (batch,
+    channels, d_conv - 1), h (batch, nheads, headdim, d_state))."""
 
     default_d_state = 128
     projected = True
 
     def __init__(self, config: StackConfig) -> None:
-        super().__init__(config)
-        (channels, _), (*_, self.d_state) = self.state_shapes(config)
-        self.d_conv_channels = channels
+        n = self.state_size(config)
+        channels = config.d_inner + 2 * config.ngroups * n
+        super().__init__(config, (channels, config.d_conv - 1), (config.nheads, config.headdim, n))
+        self.d_state, self.d_conv_channels = n, channels
         self.in_proj = nn.Linear(config.d_model, config.d_inner + channels + config.nheads, bias=config.bias)
         self.conv1d = CausalConv1d(channels, config.d_conv, config.conv_bias)
         self.dt_bias = nn.Parameter(torch.empty(config.nheads))
@@ -54,13 +56,6 @@ class Mamba2Mixer(ScanMixer):
     @classmethod
     def check(cls, config: StackConfig) -> None:
         check_heads(config, config.ngroups)
-
-    @classmethod
-    def state_shapes(cls, config: StackConfig) -> tuple[tuple[int, ...], ...]:
-        """The conv tail (channels of x, B and C, d_conv - 1) and h (nheads, headdim, d_state)."""
-        n = cls.state_size(config)
-        channels = config.d_inner + 2 * config.ngroups * n
-        return (channels, config.d_conv - 1), (config.nheads, config.headdim, n)
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:

@@ -27,8 +27,9 @@ TINY = 1e-12  # at least so much is -A d, by which inputs are divided: exp(-TINY
 
 
 class Mamba3Mixer(Mixer):
-    """in_proj → B and C normalised, with biases, turned → SSD scan → (norm,) gate → out_proj. State: (angle,
-    h, last k, last v).
+    """in_proj → B and C normalised, with biases, turned → SSD scan → (norm,) gate → out_proj. State: angle
+    (batch, nheads, angles), h (batch, nheads, headdim, d_state), and of the last token k, turned, (batch,
+    nheads, rank, d_state), and v, before mimo_x, (batch, nheads, headdim); rank is 1 but for `is_mimo`.
 
     With `is_mimo` x and the gate are spread over the inputs and outputs by mimo_x and mimo_z, and what comes
     out is summed up by mimo_o, all three (nheads, mimo_rank, headdim)."""
@@ -40,10 +41,11 @@ class Mamba3Mixer(Mixer):
     mimo_o: Tensor | None
 
     def __init__(self, config: StackConfig) -> None:
-        super().__init__(config)
-        c = config
-        (nheads, self.angles), _, (_, self.rank, self.d_state), _ = self.state_shapes(c)
-        d_inner, n, keys = c.d_inner, self.d_state, self.rank * c.ngroups * self.d_state
+        c, nheads, n = config, config.nheads, self.state_size(config)
+        angles, rank = self.count_angles(c), self.inputs_per_token(c)
+        super().__init__(c, (nheads, angles), (nheads, c.headdim, n), (nheads, rank, n), (nheads, c.headdim))
+        self.d_state, self.angles, self.rank = n, angles, rank
+        d_inner, keys = c.d_inner, rank * c.ngroups * n
         # z, x, B, C, dt, A, trap, angle
         self.sizes = [d_inner, d_inner, keys, keys, nheads, nheads, nheads, self.angles]
         self.in_proj = nn.Linear(c.d_model, sum(self.sizes), bias=c.bias)
@@ -91,16 +93,6 @@ class Mamba3Mixer(Mixer):
             )
         if config.is_mimo and size % 2:
             raise ValueError(f"d_state must be even with is_mimo, which turns its halves; got {size}")
-        if not config.A_floor > 0:
-            raise ValueError(f"A_floor must be positive, got {config.A_floor}")
-
-    @classmethod
-    def state_shapes(cls, config: StackConfig) -> tuple[tuple[int, ...], ...]:
-        """angle (nheads, angles), h (nheads, headdim, d_state), and of the last token k, turned, (nheads,
-        rank, d_state) and v, before mimo_x, (nheads, headdim); rank is 1 but for `is_mimo`."""
-        nheads, headdim, n = config.nheads, config.headdim, cls.state_size(config)
-        rank, angles = cls.inputs_per_token(config), cls.count_angles(config)
-        return (nheads, angles), (nheads, headdim, n), (nheads, rank, n), (nheads, headdim)
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:

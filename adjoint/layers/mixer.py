@@ -1,7 +1,6 @@
 """What a mixer is, and what else has to be known of one: each says it of itself, as a class."""
 
 import importlib
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +16,11 @@ class Mixer(nn.Module):
     """(x, state) → (y, state) with x, y (batch, seqlen, d_model): a subclass and a row of `MIXERS`.
 
     A subclass has `forward(x, state, seq_idx=None)`, where a document starts wherever seq_idx (batch, seqlen)
-    changes, `reset_parameters()`, which draws all of its weights, and `state_shapes`. It overrides what is
-    not as here. A user's class "module:Class" need not be a subclass: then what is said here holds of it.
+    changes, and `reset_parameters()`, which draws all of its weights. It overrides what is not as here. A
+    user's class "module:Class" need not be a subclass: then what is said here holds of it.
+
+    Args:
+        state_shapes: of each tensor of the state the shape behind the batch, None being the tokens so far.
 
     Attributes:
         default_d_state: `d_state` where the configuration gives none.
@@ -32,11 +34,10 @@ class Mixer(nn.Module):
     projected: ClassVar[bool] = False
     windowed: ClassVar[bool] = False
 
-    def __init__(self, config: StackConfig) -> None:
+    def __init__(self, config: StackConfig, *state_shapes: tuple[int | None, ...]) -> None:
         super().__init__()
-        self.config = config
-        shapes = self.state_shapes(config)
-        self.grows = tuple(1 + shape.index(None) if None in shape else None for shape in shapes)
+        self.config, self.state_shapes = config, state_shapes
+        self.grows = tuple(1 + shape.index(None) if None in shape else None for shape in state_shapes)
 
     @classmethod
     def check(cls, config: StackConfig) -> None:
@@ -46,17 +47,6 @@ class Mixer(nn.Module):
     def state_size(cls, config: StackConfig) -> int:
         """d_state."""
         return cls.default_d_state if config.d_state is None else config.d_state
-
-    @classmethod
-    def state_shapes(cls, config: StackConfig) -> tuple[tuple[int | None, ...], ...]:
-        """Of each tensor of the state the shape behind the batch, None being the tokens so far."""
-        return ()
-
-    @classmethod
-    def past_per_token(cls, config: StackConfig) -> int:
-        """Elements by which the state grows with each token."""
-        shapes = cls.state_shapes(config)
-        return sum(math.prod(n for n in shape if n is not None) for shape in shapes if None in shape)
 
     @classmethod
     def inputs_per_token(cls, config: StackConfig) -> int:
@@ -81,7 +71,7 @@ class Mixer(nn.Module):
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> State:
         """Zeros of `state_shapes`, each with the batch in front; of what grows, none yet."""
-        shapes = [[batch, *(n or 0 for n in shape)] for shape in self.state_shapes(self.config)]
+        shapes = [[batch, *(n or 0 for n in shape)] for shape in self.state_shapes]
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
 
 

@@ -39,8 +39,9 @@ class SelectiveMixer(ScanMixer):
     structure: ClassVar[str]
 
     def __init__(self, config: StackConfig) -> None:
-        super().__init__(config)
-        self.d_state = n = self.state_size(config)
+        n = self.state_size(config)
+        super().__init__(config, (n,))
+        self.d_state = n
         numbers = {"scalar": 1, "diagonal": n, "dense": n + n * n}[self.structure]
         self.A_proj = nn.Linear(config.d_model, numbers)
         self.B_proj = nn.Linear(config.d_model, n * config.d_model)
@@ -58,10 +59,6 @@ class SelectiveMixer(ScanMixer):
         for proj, std in ((self.B_proj, 1 / d_model), (self.C_proj, 1 / math.sqrt(d_model * n))):
             nn.init.normal_(proj.weight, std=std)
             nn.init.normal_(proj.bias, std=std)
-
-    @classmethod
-    def state_shapes(cls, config: StackConfig) -> tuple[tuple[int, ...], ...]:
-        return ((cls.state_size(config),),)
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adjoint.errors import UserError
+from adjoint.layers import MIXERS, Mixer
 from adjoint.methods import Backprop, LayerLocal, Truncated
 from adjoint.settings import NotNegative, Positive, check_fields
 
@@ -132,7 +133,9 @@ class Layout:
                 f"cluster.shards: {self.shards} shards for {model.n_layer} layers; a shard needs a layer: "
                 f"take at most {model.n_layer}"
             )
-        if "attention" in getattr(model, "mixers", ()) and (self.helpers or self.sequence > 1):
+        mixers = (MIXERS.get(kind, Mixer) for kind in getattr(model, "mixers", ()))
+        attends = any(mixer.attended_channels(model) for mixer in mixers)
+        if attends and (self.helpers or self.sequence > 1):
             raise UserError(
                 f"cluster.{'helpers' if self.helpers else 'sequence'}: keys and values stay with one worker, "
                 "and this model's attention has some; give --cluster.shards instead"

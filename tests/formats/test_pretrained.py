@@ -324,7 +324,7 @@ NOT_MAMBA_SSM: list[tuple[dict[str, Any], str]] = [
     ({"d_intermediate": 128, "ssm_cfg": {"bias": True}}, "the MLPs have no biases"),
     ({"n_layer": 4}, r"layers.3.norm.weight: .* asks for shape \(24,\), its weights have none"),
     ({"vocab_size": 70}, r"embedding.weight: .* shape \(72, 24\), its weights have shape \(64, 24\)"),
-    ({"d_model": "wide"}, "d_model must be a whole number"),
+    ({"d_model": "wide"}, "model.d_model: expected a whole number .1 or more., got 'wide'"),
 ]
 
 
