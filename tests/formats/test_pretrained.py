@@ -21,7 +21,8 @@ from adjoint.cli import main
 from adjoint.errors import UserError
 from adjoint.tools import export
 from adjoint.train.checkpoint import model_files, save_checkpoint
-from tests.hf.test_transformers import CASES, MAMBA, MAMBA2, float64_throughout, hf_model
+from tests.hf.hf_models import float64_throughout
+from tests.hf.test_transformers import CASES, hf_model
 from tests.layers.test_mixers import mamba3_step
 from tests.model_helpers import make_ids, make_model, relative
 from tests.training_helpers import train_tiny
@@ -29,6 +30,7 @@ from tests.training_helpers import train_tiny
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+MAMBA, MAMBA2 = "MambaForCausalLM", "Mamba2ForCausalLM"
 IDS = make_ids(2, 19, vocab_size=61)
 
 
@@ -44,9 +46,10 @@ def logits_of_transformers(model: Any, input_ids: torch.Tensor = IDS) -> torch.T
         return model(input_ids).logits
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_transformers_in_and_out(kind: str, name: str, tmp_path: Path) -> None:
-    model = hf_model(kind, **(MAMBA if kind == "mamba" else MAMBA2)[name])
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_in_and_out(name: str, tmp_path: Path) -> None:
+    kind, options = CASES[name]
+    model = hf_model(kind, **options)
     model.save_pretrained(tmp_path / "theirs")
     stack = Stack.from_pretrained(tmp_path / "theirs")
     expected = logits_of_transformers(model)
@@ -66,7 +69,7 @@ def test_transformers_in_and_out(kind: str, name: str, tmp_path: Path) -> None:
 
 
 def test_shards_are_read_and_weights_are_the_stacks_own(tmp_path: Path) -> None:
-    model = hf_model("mamba2", **MAMBA2["two groups"]).float()
+    model = hf_model(MAMBA2).float()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     expected, stack = Stack.from_transformers(model).state_dict(), Stack.from_pretrained(tmp_path)
@@ -87,7 +90,7 @@ def test_shards_are_read_and_weights_are_the_stacks_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("told", [True, None])  # what config.json says of tying; None: nothing
 def test_a_stored_head_that_differs_is_kept(told: bool | None, tmp_path: Path) -> None:
-    model = hf_model("mamba", tie_word_embeddings=False)
+    model = hf_model(MAMBA, tie_word_embeddings=False)
     model.save_pretrained(tmp_path)
     given = json.loads((tmp_path / "config.json").read_text())
     given.pop("tie_word_embeddings", None)
@@ -98,7 +101,7 @@ def test_a_stored_head_that_differs_is_kept(told: bool | None, tmp_path: Path) -
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
-    model = hf_model("mamba")
+    model = hf_model(MAMBA)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["embedding.weight"] = weights["backbone.embeddings.weight"] + 1
@@ -119,7 +122,7 @@ def mamba_ssm_folder(folder: Path, hf: Any, given: dict[str, Any]) -> Path:
 
 
 def mamba_ssm_mamba2(folder: Path, **more: Any) -> tuple[Any, Path]:
-    hf = hf_model("mamba2", **MAMBA2["two groups"], vocab_size=64, tie_word_embeddings=True)
+    hf = hf_model(MAMBA2, vocab_size=64, tie_word_embeddings=True)
     ssm_cfg = {"layer": "Mamba2", "d_state": 8, "headdim": 12, "ngroups": 2, "chunk_size": 64}
     ssm_cfg |= more.pop("ssm_cfg", {})
     return hf, mamba_ssm_folder(folder, hf, {"vocab_size": 61, "ssm_cfg": ssm_cfg, **more})
@@ -128,7 +131,7 @@ def mamba_ssm_mamba2(folder: Path, **more: Any) -> tuple[Any, Path]:
 def test_mamba_ssm_folders_in_and_out(tmp_path: Path) -> None:
     """As transformers' models of the same weights; 61 and 57 token ids are padded to 64."""
     untied = {"vocab_size": 57, "ssm_cfg": {"d_state": 8}, "tie_embeddings": False}
-    mamba = hf_model("mamba", vocab_size=64, tie_word_embeddings=False)
+    mamba = hf_model(MAMBA, vocab_size=64, tie_word_embeddings=False)
     cases = mamba_ssm_mamba2(tmp_path / "2"), (mamba, mamba_ssm_folder(tmp_path / "1", mamba, untied))
     for i, (hf, theirs) in enumerate(cases):
         stack = Stack.from_pretrained(theirs)
@@ -236,7 +239,7 @@ def test_mamba3_and_attention_of_mamba_ssm_in_and_out(mimo: bool, tmp_path: Path
 
 
 def test_from_mamba_ssm_reads_nothing_else(tmp_path: Path) -> None:
-    hf_model("mamba").save_pretrained(tmp_path / "hf")
+    hf_model(MAMBA).save_pretrained(tmp_path / "hf")
     run = as_run(tmp_path / "run", make_model("mamba"))
     for folder, what in ((tmp_path / "hf", "a model of transformers, of type 'mamba'"), (run, "a run")):
         with pytest.raises(
@@ -247,7 +250,7 @@ def test_from_mamba_ssm_reads_nothing_else(tmp_path: Path) -> None:
 
 def test_each_weight_keeps_its_dtype(tmp_path: Path) -> None:
     """mamba-ssm keeps A and D in float32 when the rest is bfloat16."""
-    hf = hf_model("mamba", vocab_size=64).bfloat16()
+    hf = hf_model(MAMBA, vocab_size=64).bfloat16()
     for layer in hf.backbone.layers:
         layer.mixer.A_log.data = layer.mixer.A_log.data.float()
         layer.mixer.D.data = layer.mixer.D.data.float()
@@ -341,7 +344,7 @@ def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     falcon.save_pretrained(tmp_path / "falcon")
     with pytest.raises(ValueError, match="normalises dt, B and C"):
         Stack.from_transformers(falcon)
-    hf_model("mamba").save_pretrained(tmp_path / "bare")
+    hf_model(MAMBA).save_pretrained(tmp_path / "bare")
     (tmp_path / "bare" / "model.safetensors").unlink()
     for name, text in {"llama": '{"model_type": "llama"}', "keyless": '{"model_type": "mamba"}'}.items():
         (tmp_path / name).mkdir()
