@@ -12,8 +12,8 @@ and each chunk's gradients are added to a float32 sum. The others are what `Exac
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,8 +26,10 @@ from adjoint.engine.stages import Layer
 from adjoint.engine.tile import Gradients
 from adjoint.layers import StackConfig
 from adjoint.methods import RECOMPUTE
-from benchmarks import common
-from benchmarks.common import Row
+from benchmarks import report, runner
+from benchmarks.process import Point
+from benchmarks.report import Row
+from benchmarks.runner import Benchmark, Found
 
 MIXERS = ("mamba", "mamba2", "mamba3", "gated_deltanet", "attention")
 ALONE = "autocast alone"
@@ -68,8 +70,9 @@ class Work(TorchDispatchMode):
         return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor)]
 
 
-def measure(mixer: str, how: str) -> Row:
-    """One row: a layer of one mixer, a chunk in the middle of a step."""
+def measure(point: Point) -> Row:
+    """A layer of one mixer, a chunk in the middle of a step."""
+    mixer, how = point["mixer"], point["recompute"]
     config = StackConfig(vocab_size=256, d_model=D_MODEL, n_layer=1, mixer=mixer)
     recompute = "none" if how == ALONE else how
     with count.counting("bfloat16", "cuda"):
@@ -86,8 +89,7 @@ def measure(mixer: str, how: str) -> Row:
             backward()
     traffic = in_forward.weight_bytes + in_backward.weight_bytes
     row = {
-        "mixer": mixer,
-        "recompute": how,
+        **point,
         "forward_operators": in_forward.operators,
         "backward_operators": in_backward.operators,
         "weight_bytes": round(traffic / sum(w.numel() for w in matrices), 1),
@@ -122,43 +124,42 @@ def _alone(one: count.Example, sums: Gradients) -> tuple[Callable[[], Any], Call
     return forward, backward
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """A line a mixer and way."""
-    heads = [
-        f"a layer on a chunk of {TOKENS:,} tokens, d_model {D_MODEL:,}",
-        "operators, forward",
-        "recomputing and backward",
-        "weights' traffic, bytes a parameter",
-        "kept for the backward, bytes a token",
-        "by the formula",
-    ]
-    lines = [
-        [
-            f"{row['mixer']}, {row['recompute']}",
-            *(str(row[name]) for name in ("forward_operators", "backward_operators", "weight_bytes")),
-            *(f"{row[name]:,}" if name in row else "–" for name in ("kept_bytes", "formula_bytes")),
+class LayerWork(Benchmark):
+    name = "layer_work"
+    module = "benchmarks.layer_work"
+    whole = ("mixers",)
+    document, mark = "docs/method.md", "layer work"
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        runner.add_choice(parser, "--mixers", MIXERS)
+
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        return [{"mixer": m, "recompute": how} for m in options.mixers for how in (ALONE, *RECOMPUTE)]
+
+    def shared(self, point: Point) -> str:
+        return "all"
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        return [result for _, result in found if "weight_bytes" in result]
+
+    def markdown(self, result: Row) -> str:
+        """A line a mixer and way."""
+        heads = [
+            f"a layer on a chunk of {TOKENS:,} tokens, d_model {D_MODEL:,}",
+            "operators, forward",
+            "recomputing and backward",
+            "weights' traffic, bytes a parameter",
+            "kept for the backward, bytes a token",
+            "by the formula",
         ]
-        for row in rows
-    ]
-    return common.markdown_table(heads, lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Counts, prints, and writes the table into docs/method.md."""
-    parser = common.parser("layer_work", __doc__, fresh=None)
-    common.add_choice(parser, "--mixers", MIXERS)
-    options = parser.parse_args(arguments)
-    rows = [measure(mixer, how) for mixer in options.mixers for how in (ALONE, *RECOMPUTE)]
-    table = markdown(rows)
-    print(table)
-    folder = options.out or common.RESULTS
-    payload = {"benchmark": "layer_work", "environment": common.environment()}
-    common.write_results(folder, "layer_work", payload, rows)
-    if options.out is None and options.mixers == list(MIXERS):
-        document = common.ROOT / "docs" / "method.md"
-        document.write_text(common.with_table(document.read_text(), "layer work", table))
-    return 0
+        lines = [
+            [f"{row['mixer']}, {row['recompute']}",
+             *(str(row[name]) for name in ("forward_operators", "backward_operators", "weight_bytes")),
+             *(f"{row[name]:,}" if name in row else "–" for name in ("kept_bytes", "formula_bytes"))]
+            for row in result["rows"]
+        ]  # fmt: skip
+        return report.markdown_table(heads, lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(LayerWork().main())

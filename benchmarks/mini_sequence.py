@@ -8,72 +8,68 @@ peaks, and at equal lengths it is smaller.
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-
-from adjoint import memory
-from benchmarks import common
-from benchmarks.common import Point
+from benchmarks import report, runner
+from benchmarks.process import Point
+from benchmarks.report import Row
+from benchmarks.runner import Benchmark, Found
 
 LIMIT = 1 / 6  # what the ratio may not pass
 HIDDEN = 64
 
 
-def measure(point: Point) -> Point:
-    """Bytes that a forward and backward take above what is there before them, at most."""
-    import transformers
+class MiniSequence(Benchmark):
+    name = "mini_sequence"
+    module = "benchmarks.steps"
+    uses = ("mini_sequence",)
+    whole = ("tokens", "words")
 
-    import adjoint
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--tokens", type=runner.tokens, default=16384, help="(16K)")
+        add("--plain-tokens", type=runner.tokens, default=8192, help="of the plain head (8K)")
+        add("--words", type=int, default=128256, help="of the vocabulary (default %(default)s)")
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=point["words"],
-        hidden_size=HIDDEN,
-        intermediate_size=4 * HIDDEN,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=point["tokens"],
-        tie_word_embeddings=True,
-    )
-    model: Any = transformers.LlamaForCausalLM(config)
-    if point["method"] == "mini-sequence":
-        adjoint.wrap(model, adjoint.MiniSequence())
-    ids = torch.randint(point["words"], (1, point["tokens"]))
-    loss, before = torch.zeros(()), 0
-    for length in (64, point["tokens"]):  # the first loads libraries, and probes what is probed on first use
-        model.zero_grad()
-        memory.reset_peak_rss()
-        before, _ = memory.rss_bytes()
-        loss = model(input_ids=ids[:, :length], labels=ids[:, :length], use_cache=False).loss
-        loss.backward()
-    return {**point, "bytes": memory.rss_bytes()[1] - before, "loss": loss.item()}
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        model = {"class": "LlamaForCausalLM", "vocab_size": options.words, "hidden_size": HIDDEN,
+                 "intermediate_size": 4 * HIDDEN, "num_hidden_layers": 1, "num_attention_heads": 1,
+                 "tie_word_embeddings": True}  # fmt: skip
+        ways = {
+            "mini-sequence": (options.tokens, {"method": "MiniSequence"}),
+            "plain": (options.plain_tokens, {}),
+        }
+        shared = {"device": "cpu", "above": "step", "first": 64, "repeat_s": 0.0}
+        return [
+            {"method": name, "length": n, "model": model | {"max_position_embeddings": n}, "way": way}
+            | shared
+            for name, (n, way) in ways.items()
+        ]
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        return [
+            {"method": p["method"], "tokens": p["length"], "words": options.words, "bytes": r["memory_bytes"],
+             "loss": r["loss"]}
+            for p, r in found if "memory_bytes" in r
+        ]  # fmt: skip
+
+    def failed(self, result: Row) -> bool:
+        return ratio(result["rows"]) > LIMIT
+
+    def markdown(self, result: Row) -> str:
+        lines = [[r["method"], f"{r['tokens']:,}", f"{r['words']:,}", f"{r['bytes'] / 2**30:.2f} GiB"]
+                 for r in result["rows"]]  # fmt: skip
+        table = report.markdown_table(["head", "tokens", "words", "peak memory"], lines)
+        return f"{table}\nRatio: {ratio(result['rows']):.3f} (limit {LIMIT:.3f}).\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. 0: the ratio is within the limit; 1: it is not, or a process failed."""
-    parser = common.parser("mini_sequence", __doc__, fresh=None)
-    parser.add_argument("--tokens", type=common.parse_size, default=16384)
-    parser.add_argument("--plain-tokens", type=common.parse_size, default=8192, help="of the plain head")
-    parser.add_argument("--words", type=int, default=128256, help="of the vocabulary (default %(default)s)")
-    options = parser.parse_args(arguments)
-    rows = []
-    for method, tokens in (("mini-sequence", options.tokens), ("plain", options.plain_tokens)):
-        point = {"method": method, "tokens": tokens, "words": options.words}
-        row = common.run_child(__name__ if __name__ != "__main__" else "benchmarks.mini_sequence", point)
-        if "error" in row:
-            print(f"{method}: {row['error']}")
-            return 1
-        print(f"{method}: {row['bytes'] / 2**30:.2f} GiB at {tokens:,} tokens, {options.words:,} words")
-        rows.append(row)
-    ratio = rows[0]["bytes"] / rows[1]["bytes"]
-    print(f"ratio: {ratio:.3f} (limit {LIMIT:.3f})")
-    folder = options.out or common.RESULTS
-    payload = {"benchmark": "mini_sequence", "environment": common.environment()}
-    common.write_results(folder, "mini_sequence", {**payload, "ratio": ratio, "limit": LIMIT}, rows)
-    return 0 if ratio <= LIMIT else 1
+def ratio(rows: Sequence[Row]) -> float:
+    """The first peak over the second, nan unless there are two."""
+    sizes = [row["bytes"] for row in rows]
+    return sizes[0] / sizes[1] if len(sizes) > 1 and sizes[1] else math.nan
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(MiniSequence().main())

@@ -14,63 +14,56 @@ alternately.
 
 from __future__ import annotations
 
+import argparse
 import functools
+import itertools
 import statistics
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks import common, timing
-from benchmarks.common import Point, Row
+import adjoint
+from benchmarks import report, runner, steps
+from benchmarks.process import Point
+from benchmarks.report import Row
+from benchmarks.runner import Benchmark, Found
 
-MIXERS = ("mamba", "mamba2", "mamba3", "gated_deltanet")
-METHODS: dict[str, dict[str, Any]] = {"backprop": {}, "exact": {}, "exact 8GB": {"memory": "8GB"}}
-PAIR = "side by side"
-RULE = "gated delta rule"
-LENGTHS = (4096, 16384)
+PAIR, RULE = "side by side", "gated delta rule"
+MIXERS = ("mamba", "mamba2", "mamba3", "gated_deltanet", PAIR, RULE)
+METHODS = {
+    "backprop": {"method": "Backprop"},
+    "exact": {"method": "Exact"},
+    "exact 8GB": {"method": "Exact", "memory": "8GB"},
+}
 
 
 def measure(point: Point) -> Point:
     """Seconds of each round, by method; of the rule, by whose it is."""
     torch.manual_seed(0)
-    if point["mixer"] == RULE:
-        runs = _rules(point["length"])
-    elif point["mixer"] == PAIR:
-        runs = {mixer: _models(mixer, point["length"])["backprop"] for mixer in ("mamba2", "mamba3")}
+    mixer, length = point["mixer"], point["length"]
+    if mixer == RULE:
+        runs = _rules(length)
+    elif mixer == PAIR:
+        runs = {one: _steps(one, length)["backprop"] for one in ("mamba2", "mamba3")}
     else:
-        runs = _models(point["mixer"], point["length"])
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for round_ in range(point["rounds"] + 1):
-        turn = round_ % len(names)  # each follows each: it finds the heap that the other left
-        for name in names[turn:] + names[:turn]:
-            seconds = timing.repeated(runs[name], "cpu", 0.0, least=1)[0]
-            if round_:  # the first loads, and measures what a budget is filled with
-                times[name].append(seconds)
-    return times
+        runs = _steps(mixer, length)
+    return dict(steps.alternating(runs, point["rounds"]))
 
 
-def _models(mixer: str, length: int) -> dict[str, Callable[[], Any]]:
-    import adjoint
+def _steps(mixer: str, length: int) -> dict[str, Callable[[], object]]:
+    """Forward + backward of one model by each method."""
+    model = adjoint.Stack(adjoint.StackConfig(vocab_size=256, d_model=256, n_layer=4, mixer=mixer))
+    ids = torch.randint(256, (1, length))
 
-    config = adjoint.StackConfig(vocab_size=256, d_model=256, n_layer=4, mixer=mixer)
-    model, ids = adjoint.Stack(config), torch.randint(256, (1, length))
-
-    def run(method: Any) -> None:
+    def run(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         model.zero_grad(set_to_none=True)
-        model(ids, labels=ids, method=method).loss.backward()
+        loss_of(ids).backward()
 
-    methods: dict[str, Any] = {
-        name: adjoint.Backprop() if name == "backprop" else adjoint.Exact(**options)
-        for name, options in METHODS.items()
-    }
-    return {name: functools.partial(run, method) for name, method in methods.items()}
+    return {name: functools.partial(run, steps.loss_by(model, way)) for name, way in METHODS.items()}
 
 
-def _rules(length: int) -> dict[str, Callable[[], Any]]:
+def _rules(length: int) -> dict[str, Callable[[], object]]:
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
     from adjoint.kernels.gated_delta_rule import gated_delta_rule
@@ -81,92 +74,58 @@ def _rules(length: int) -> dict[str, Callable[[], Any]]:
     leaves = [t.requires_grad_() for t in (q, k, v, g, beta)]
     d = torch.randn(1, length, 4, 64)
 
-    def ours() -> None:
-        q, k, v, g, beta = leaves
-        y, _ = gated_delta_rule(q * 64**-0.5, k, v, g, beta)
-        torch.autograd.grad(y, leaves, d)
+    def scaled(q: torch.Tensor, *rest: Any) -> Any:
+        return gated_delta_rule(q * 64**-0.5, *rest)
 
-    def theirs() -> None:
-        y, _ = modeling_qwen3_5.torch_chunk_gated_delta_rule(*leaves)
-        torch.autograd.grad(y, leaves, d)
+    def run(rule: Callable[..., Any]) -> None:
+        torch.autograd.grad(rule(*leaves)[0], leaves, d)
 
-    return {"ours": ours, "transformers": theirs}
+    rules = {"ours": scaled, "transformers": modeling_qwen3_5.torch_chunk_gated_delta_rule}
+    return {name: functools.partial(run, rule) for name, rule in rules.items()}
 
 
-def grid(options: Any) -> list[Point]:
-    """Every point; the repeats outermost."""
-    return [
-        {"mixer": mixer, "length": n, "rounds": options.rounds, "repeat": repeat}
-        for repeat in range(options.repeats)
-        for n in options.lengths
-        for mixer in options.mixers
-    ]
+class Mixers(Benchmark):
+    name = "mixers"
+    module = "benchmarks.mixers"
+    whole = ("mixers",)
+    document = "docs/method.md"
 
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        runner.add_choice(parser, "--mixers", MIXERS)
+        add("--lengths", type=runner.tokens, nargs="+", default=[4096, 16384], help="tokens (4K and 16K)")
+        add("--rounds", type=int, default=5, help="of each method in a process, after the first (5)")
+        add("--repeats", type=int, default=3, help="processes a point (3)")
 
-def summarise(options: Any, journal: common.Journal) -> list[Row]:
-    """A row a mixer, length and method."""
-    rows = []
-    for mixer in options.mixers:
-        for n in options.lengths:
-            points = [p for p in grid(options) if (p["mixer"], p["length"]) == (mixer, n)]
-            results = [r for r in map(journal.get, points) if r and "error" not in r]
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        """The repeats are outermost."""
+        of = itertools.product(range(options.repeats), options.lengths, options.mixers)
+        return [{"mixer": m, "length": n, "rounds": options.rounds, "repeat": r} for r, n, m in of]
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        """A row a mixer, length and method."""
+        rows = []
+        groups = steps.grouped([pair for pair in found if "error" not in pair[1]], "mixer", "length")
+        for mixer, n in itertools.product(options.mixers, options.lengths):
+            results = groups.get((mixer, n), [])
             for name in results[0] if results else ():
                 first = next(iter(results[0]))  # what the others are compared with
                 seconds = [statistics.median(r[name]) for r in results]
                 ratios = [a / b for r in results for a, b in zip(r[name], r[first], strict=True)]
-                rows.append({
-                    "mixer": mixer, "length": n, "method": name,
-                    "ms_per_token": round(statistics.median(seconds) / n * 1e3, 4),
-                    "ratio": round(statistics.median(ratios), 3),
-                })  # fmt: skip
-    return rows
+                times = {"ms_per_token": round(statistics.median(seconds) / n * 1e3, 4)}
+                times["ratio"] = round(statistics.median(ratios), 3)
+                rows.append({"mixer": mixer, "length": n, "method": name, **times})
+        return rows
 
-
-def markdown(rows: Sequence[Row]) -> str:
-    """A line a mixer and method, a column a length."""
-    lengths = sorted({row["length"] for row in rows})
-    at = {(row["mixer"], row["method"], row["length"]): row for row in rows}
-    lines = []
-    for mixer, method in dict.fromkeys((row["mixer"], row["method"]) for row in rows):
-        cells = [at.get((mixer, method, n)) for n in lengths]
-        lines.append([
-            f"{mixer}, {method}",
-            *("–" if c is None else f"{c['ms_per_token']:.3f} ms · {c['ratio']:.2f}" for c in cells),
-        ])  # fmt: skip
-    heads = ["time a token · ratio to the mixer's first line", *(f"{n:,} tokens" for n in lengths)]
-    return common.markdown_table(heads, lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0: every point was measured; 1: one failed; 130: Ctrl-C."""
-    parser = common.parser("mixers", __doc__)
-    add = parser.add_argument
-    common.add_choice(parser, "--mixers", (*MIXERS, PAIR, RULE))
-    add("--lengths", type=common.parse_size, nargs="+", default=list(LENGTHS), help="tokens (4K and 16K)")
-    add("--rounds", type=int, default=5, help="of each method in a process, after the first (default 5)")
-    add("--repeats", type=int, default=3, help="processes a point (default 3)")
-    options = parser.parse_args(arguments)
-    environment, folder = common.environment(), options.out or common.RESULTS
-    journal = common.open_journal(folder, "mixers", Path(__file__), environment, fresh=options.fresh)
-
-    def run() -> None:
-        common.run_points(
-            grid(options),
-            journal,
-            lambda p: common.run_child("benchmarks.mixers", p),
-            lambda p: f"{p['mixer']} {p['length']:,}",
+    def markdown(self, result: Row) -> str:
+        """A line a mixer and method, a column a length."""
+        return report.by_length(
+            "time a token · ratio to the mixer's first line",
+            result["rows"],
+            lambda row: f"{row['mixer']}, {row['method']}",
+            lambda row: f"{row['ms_per_token']:.3f} ms · {row['ratio']:.2f}",
         )
-
-    complete = common.completed(run)
-    rows = summarise(options, journal)
-    payload = {"benchmark": "mixers", "environment": environment, "complete": complete}
-    common.write_results(folder, "mixers", payload, rows)
-    print(markdown(rows))
-    if complete and options.out is None and options.mixers == [*MIXERS, PAIR, RULE]:
-        document = common.ROOT / "docs" / "method.md"
-        document.write_text(common.with_table(document.read_text(), "mixers", markdown(rows)))
-    return journal.end(complete=complete, failed=any("error" in result for result in journal.done.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(Mixers().main())

@@ -12,9 +12,8 @@ scratch, two layers each, on sequences of `--seqlen` tokens. Then two questions:
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+import argparse
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,15 +25,17 @@ from adjoint.batch import IGNORE_INDEX
 from adjoint.data.recall import DEPTHS, VOCAB, needles, pairs_and_questions
 from adjoint.layers import MIXERS
 from adjoint.tools.eval.needles import heat_maps
-from benchmarks import common
-from benchmarks.common import Point, Row
+from benchmarks import report, runner
+from benchmarks.process import Point
+from benchmarks.report import Row
+from benchmarks.runner import Benchmark, Found
 
 PAIRS = (4, 8, 16)
 TIMES = (1, 4, 16)  # lengths of needles, in training lengths
 HYBRID = "mamba2 + attention"
 
 
-def measure(point: Point) -> dict[str, Any]:
+def measure(point: Point) -> Point:
     """Trains one model; its accuracies."""
     torch.manual_seed(point["seed"])
     mixer: Any = ["mamba2", "attention"] if point["mixer"] == HYBRID else point["mixer"]
@@ -72,71 +73,53 @@ def accuracy(model: adjoint.Stack, ids: Tensor, labels: Tensor) -> float:
     return (answers == labels[:, 1:])[asked].double().mean().item()
 
 
-def table(rows: Sequence[Row], seqlen: int) -> str:
-    """A line a mixer: recall by pairs, then needles by length, over all depths."""
-    lines = []
-    for row in rows:
-        cells = [f"{row['recall'][str(n)]:.0%}" for n in PAIRS]
-        for times in TIMES:
-            found = [row["needle"][f"{seqlen * times} @ {depth}"] for depth in DEPTHS]
-            cells.append(f"{np.mean(found):.0%}")
-        lines.append([row["mixer"], *cells])
-    heads = [f"{n} pairs" for n in PAIRS] + [f"needle in {seqlen * times:,}" for times in TIMES]
-    return common.markdown_table(["mixer", *heads], lines)
+class Recall(Benchmark):
+    name = "recall"
+    module = "benchmarks.recall"
+    whole = ("mixers",)
+    document, caption = "docs/convergence.md", "Needles found, by mixer"
 
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        runner.add_choice(parser, "--mixers", [*MIXERS, HYBRID])
+        add("--seqlen", type=runner.tokens, default=128, help="tokens trained on (default %(default)s)")
+        add("--steps", type=int, default=1000, help="of training, 32 sequences each (default %(default)s)")
+        add("--lr", type=float, default=1e-2, help="highest learning rate (default %(default)s)")
+        add("--seed", type=int, default=0)
 
-def draw(rows: Sequence[Row], environment: dict[str, Any], seqlen: int, path: Path) -> None:
-    """Needles: a heat map a mixer."""
-    needles = [
-        {"run": row["mixer"], "length": seqlen * times, "depth": depth,
-         "accuracy": row["needle"][f"{seqlen * times} @ {depth}"]}
-        for row in rows
-        for times in TIMES
-        for depth in DEPTHS
-    ]  # fmt: skip
-    conditions = f"two layers, d_model 64, trained on {seqlen} tokens"
-    common.save(heat_maps(needles), path, common.footer(environment, conditions))
+    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        runner.at_least(parser, options, seqlen=4 * max(PAIRS), steps=1)  # for all pairs and their questions
 
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        given = {name: getattr(options, name) for name in ("seqlen", "steps", "lr", "seed")}
+        return [{"mixer": mixer, **given} for mixer in options.mixers]
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0: every mixer was trained; 1: one failed; 130: Ctrl-C."""
-    parser = common.parser("recall", __doc__)
-    add = parser.add_argument
-    common.add_choice(parser, "--mixers", [*MIXERS, HYBRID])
-    add("--seqlen", type=common.parse_size, default=128, help="tokens trained on (default %(default)s)")
-    add("--steps", type=int, default=1000, help="of training, 32 sequences each (default %(default)s)")
-    add("--lr", type=float, default=1e-2, help="highest learning rate (default %(default)s)")
-    add("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if options.seqlen < 4 * max(PAIRS):
-        parser.error(
-            f"--seqlen must be at least {4 * max(PAIRS)}, for {max(PAIRS)} pairs and their questions"
-        )
-    environment, folder = common.environment(), options.out or common.RESULTS
-    given = {name: getattr(options, name) for name in ("seqlen", "steps", "lr", "seed")}
-    points = [{"mixer": mixer, **given} for mixer in options.mixers]
-    journal = common.open_journal(folder, "recall", common.ROOT / "benchmarks" / "recall.py", environment,
-                                  fresh=options.fresh)  # fmt: skip
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        return [{**point, **result} for point, result in found if "recall" in result]
 
-    def run() -> None:
-        common.run_points(
-            points, journal, lambda p: common.run_child("benchmarks.recall", p), lambda p: p["mixer"]
-        )
+    def markdown(self, result: Row) -> str:
+        """A line a mixer: recall by pairs, then needles by length, over all depths."""
+        lines = []
+        for row in result["rows"]:
+            cells = [f"{row['recall'][str(n)]:.0%}" for n in PAIRS]
+            for times in TIMES:
+                found = [row["needle"][f"{row['seqlen'] * times} @ {depth}"] for depth in DEPTHS]
+                cells.append(f"{np.mean(found):.0%}")
+            lines.append([row["mixer"], *cells])
+        seqlen = result["rows"][0]["seqlen"]
+        heads = [f"{n} pairs" for n in PAIRS] + [f"needle in {seqlen * times:,}" for times in TIMES]
+        return report.markdown_table(["mixer", *heads], lines)
 
-    complete = common.completed(run)
-    results = [(p, journal.get(p)) for p in points]
-    rows = [{**p, **r} for p, r in results if r and "recall" in r]
-    payload = {"benchmark": "recall", "environment": environment, "complete": complete}
-    common.write_results(folder, "recall", payload, rows)
-    if rows:
-        print(table(rows, options.seqlen))
-        draw(rows, environment, options.seqlen, folder / "recall.png")
-        print(f"wrote {folder}/recall.json, .csv and .png")
-        if len(rows) == len(MIXERS) + 1 and options.out is None:
-            shown = f"![Needles found, by mixer](recall.png)\n\n{table(rows, options.seqlen)}"
-            common.to_docs(folder / "recall.png", common.ROOT / "docs" / "convergence.md", "recall", shown)
-    return journal.end(complete=complete, failed=len(rows) < len(points))
+    def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
+        """Needles: a heat map a mixer."""
+        needles = [
+            {"run": row["mixer"], "length": row["seqlen"] * times, "depth": depth,
+             "accuracy": row["needle"][f"{row['seqlen'] * times} @ {depth}"]}
+            for row in result["rows"] for times in TIMES for depth in DEPTHS
+        ]  # fmt: skip
+        conditions = f"two layers, d_model 64, trained on {result['rows'][0]['seqlen']} tokens"
+        yield "", heat_maps(needles), report.footer(result["environment"], conditions)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(Recall().main())

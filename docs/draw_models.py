@@ -17,7 +17,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import adjoint
-from benchmarks.common import with_table
+from benchmarks.report import with_table
 from tests.hf.hf_models import (
     FAMILIES,
     MODELS,

@@ -60,7 +60,6 @@ PACKAGES: tuple[tuple[str, str, str, str | None], ...] = (
     ("ray", "training on several processes or machines", "adjoint[cluster]", None),
     ("nvidia-ml-py", "GPUs and MIG slices, listed by the driver", "adjoint[cluster]", "pynvml"),
     ("mambapy", "a peer of the benchmarks", "adjoint[bench]", None),
-    ("numba", "a peer of the benchmarks", "adjoint[bench]", None),
 )
 SETTINGS = (
     *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "GOMP_SPINCOUNT", "MKL_NUM_THREADS"),

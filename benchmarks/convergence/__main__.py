@@ -1,4 +1,5 @@
-from benchmarks.convergence.command import main
+"""Does training still converge? `python -m benchmarks.convergence` (see `command`)."""
 
-if __name__ == "__main__":  # its worker processes import the main module again
-    raise SystemExit(main())
+from benchmarks.convergence.command import Convergence
+
+raise SystemExit(Convergence().main())

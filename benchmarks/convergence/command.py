@@ -15,208 +15,163 @@ after the last.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from adjoint.errors import UserError
 from adjoint.memory import usable_cores
-from benchmarks import common
-from benchmarks.common import Point, Row
-from benchmarks.convergence import report
+from benchmarks import report, runner
+from benchmarks.convergence import pictures, tables
 from benchmarks.convergence.tasks import TASKS, distances_within
-from benchmarks.convergence.train import BATCH, METHOD_NAMES, MODEL, SEQLEN, make_method, train
-from benchmarks.convergence.workers import Workers
+from benchmarks.convergence.train import BATCH, METHOD_NAMES, MODEL, SEQLEN, make_method
+from benchmarks.process import Point
+from benchmarks.report import Row, spread
+from benchmarks.runner import Benchmark, Found
 
 BLOCK = 10  # steps whose losses are averaged into one point of a published curve
-DEFAULT_METHODS = (
-    "backprop",
-    "exact",
-    "truncated-4",
-    "truncated-16",
-    "truncated-64",
-    "truncated-auto",
-    "unbiased-64",
-    "layer-local",
-    "layer-local-16",
-)
+METHODS = ("backprop", "exact", "truncated-4", "truncated-16", "truncated-64", "truncated-auto",
+           "unbiased-64", "layer-local", "layer-local-16")  # fmt: skip
 
 
-def grid(options: argparse.Namespace) -> list[Point]:
-    """Every run; methods innermost, so that what was finished when it was stopped can be compared."""
-    return [
-        {"task": task, "method": method, "seed": seed, "steps": options.steps or TASKS[task].steps,
-         "seqlen": options.seqlen}
-        for seed in range(options.seeds) for task in options.tasks for method in options.methods
-    ]  # fmt: skip
+class Convergence(Benchmark):
+    name = "convergence"
+    module = "benchmarks.convergence.train"
+    whole = ("methods", "tasks", "seeds", "steps", "seqlen")
+    document = "docs/convergence.md"
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--methods", nargs="+", default=list(METHODS), metavar="NAME",
+            help=f"among {METHOD_NAMES} (default: {' '.join(METHODS)})")  # fmt: skip
+        runner.add_choice(parser, "--tasks", TASKS)
+        add("--seeds", type=int, default=3, help="runs of each method and task (3)")
+        steps = ", ".join(f"{name} {task.steps}" for name, task in TASKS.items())
+        add("--steps", type=int, help=f"optimizer steps a run (default: {steps})")
+        add("--seqlen", type=runner.tokens, default=SEQLEN, help=f"tokens ({SEQLEN})")
+        add("--threads", type=int, default=1, help="of each process (1)")
+        add("--jobs", type=int, help="processes at a time (default: one a core)")
+
+    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        runner.at_least(parser, options, seeds=1, steps=1, threads=1, jobs=1)
+        options.jobs = options.jobs or max(1, usable_cores() // options.threads)
+        try:
+            for method in options.methods:
+                make_method(method)
+            for task in (TASKS[name] for name in options.tasks if TASKS[name].recall):
+                distances_within(options.seqlen, task.distances)
+        except (UserError, ValueError) as error:
+            parser.error(str(error))
+
+    def environment(self, options: argparse.Namespace) -> Row:
+        return report.environment() | {"threads": options.threads, "jobs": options.jobs}
+
+    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+        tasks = {
+            name: vars(TASKS[name]) | {"steps": options.steps or TASKS[name].steps} for name in options.tasks
+        }
+        return {
+            "command": shlex.join(["python", "-m", "benchmarks.convergence", *sys.argv[1:]]),
+            "model": MODEL,
+            "batch": BATCH,
+            "seqlen": options.seqlen,
+            "seeds": options.seeds,
+            "tasks": tasks,
+            "block_steps": BLOCK,
+            "curves": [curve(*key, by_seed) for key, (by_seed, _) in by_run(found).items() if by_seed],
+        }
+
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        """Methods innermost, so that what was finished when it was stopped can be compared."""
+        return [
+            {"task": task, "method": method, "seed": seed, "steps": options.steps or TASKS[task].steps,
+             "seqlen": options.seqlen}
+            for seed in range(options.seeds) for task in options.tasks
+            for method in dict.fromkeys(options.methods)
+        ]  # fmt: skip
+
+    def shared(self, point: Point) -> str:
+        """Nothing is timed, and importing torch would take longer than a short run."""
+        return "all"
+
+    def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "passive"}
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        """A row a (task, method): medians over the seeds."""
+        runs = by_run(found)
+        return [
+            row_of(*key, by_seed, runs.get((key[0], "backprop"), ({}, ""))[0]) | {"note": error}
+            for key, (by_seed, error) in runs.items()
+        ]
+
+    def markdown(self, result: Row) -> str:
+        return f"{tables.markdown(result)}\n{tables.provenance(result)}\n"
+
+    def page(self, result: Row) -> str:
+        return f"# Does training still converge?\n\n{self.markdown(result)}"
+
+    def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
+        if result["curves"]:
+            model = result["model"]
+            layers = f"{model['n_layer']} Mamba-1 layers, d_model {model['d_model']}"
+            sizes = f"{result['batch']} × {result['seqlen']} tokens a step, {result['seeds']} seeds"
+            foot = report.footer(result["environment"], layers, f"{sizes}, AdamW, float32")
+            yield "", pictures.draw(result), foot
 
 
-def run(options: argparse.Namespace, journal: common.Journal) -> None:
-    """Train every run that is not in the journal yet. A failing one is recorded, not raised."""
-    from tqdm import tqdm
-
-    points = grid(options)
-    left = [point for point in points if journal.get(point) is None]
-    if not left:
-        return
-    workers = Workers(train, min(options.jobs, len(left)), options.threads)
-    total, ahead = (sum(point["steps"] for point in of) for of in (points, left))
-    finished = len(points) - len(left)
-    try:
-        with tqdm(total=total, initial=total - ahead, unit="step", dynamic_ncols=True, smoothing=0.05) as bar:
-            for point, kind, content in workers.run(left):
-                if kind == "step":
-                    bar.update()
-                    continue
-                journal.add(point, content)
-                finished += 1
-                bar.set_description(f"{finished}/{len(points)} runs")
-                if "error" in content:
-                    name = f"{point['task']}, {point['method']}, seed {point['seed']}"
-                    bar.write(f"{name}: {content['error']}", file=sys.stderr)
-    finally:
-        workers.close()
+def by_run(found: Found) -> dict[tuple[str, str], tuple[dict[int, Point], str]]:
+    """(task, method) → the results by seed, and the first error."""
+    runs: dict[tuple[str, str], tuple[dict[int, Point], str]] = {}
+    for point, result in found:
+        key = point["task"], point["method"]
+        by_seed, error = runs.get(key, ({}, ""))
+        if "losses" in result:
+            by_seed[point["seed"]] = result
+        runs[key] = by_seed, error or result.get("error", "")
+    return runs
 
 
-# ---------------------------------------------------------------------------------------------------- results
-
-
-def summarise(options: argparse.Namespace, journal: common.Journal) -> tuple[list[Row], list[Row]]:
-    """(rows, curves): a row a (task, method) of numbers, medians over the seeds; and what is to be drawn."""
-    good: dict[tuple[str, str], dict[int, Row]] = {}
-    errors: dict[tuple[str, str], str] = {}
-    for point in grid(options):
-        key, result = (point["task"], point["method"]), journal.get(point)
-        results = good.setdefault(key, {})
-        if result is not None and "error" in result:
-            errors.setdefault(key, result["error"])
-        elif result is not None:
-            results[point["seed"]] = result
-    rows, curves = [], []
-    for key, results in good.items():
-        row: Row = {"task": key[0], "method": key[1], "seeds": len(results)}
-        rows.append(row)
-        if not results:
-            row["note"] = errors.get(key, "not run")
-            continue
-        row["note"] = errors.get(key, "")
-        row |= _spread("held_out", [r["held_out"] for r in results.values()])
-        row |= _spread("train", [statistics.fmean(r["losses"][-BLOCK:]) for r in results.values()])
-        row |= _gap(results, good.get((key[0], "backprop"), {}))
-        first = next(iter(results.values()))
-        for distance in first.get("accuracy") or ():
-            row |= _spread(f"accuracy_{distance}", [r["accuracy"][distance] for r in results.values()])
-        curves.append(_curve(row, results, first))
-    return rows, curves
-
-
-def _gap(results: dict[int, Row], baseline: dict[int, Row]) -> Row:
-    """How far runs are from those of Backprop with the same seeds: in held-out loss, and at most between the
-    training curves, over all steps and over the first ones, before rounding has grown."""
+def row_of(task: str, method: str, results: dict[int, Point], baseline: dict[int, Point]) -> Row:
+    """Held-out and training loss, the gap to the runs of Backprop with the same seeds, and how far the
+    training curves are apart at most: over all steps, and over the first ones, before rounding has grown."""
+    row: Row = {"task": task, "method": method, "seeds": len(results)}
+    if not results:
+        return row
+    row |= spread("held_out", [r["held_out"] for r in results.values()])
+    row |= spread("train", [statistics.fmean(r["losses"][-BLOCK:]) for r in results.values()])
     pairs = [(results[seed], baseline[seed]) for seed in sorted(results.keys() & baseline.keys())]
-    if not pairs:
-        return {}
-    apart = [[abs(a - b) for a, b in zip(r["losses"], b["losses"], strict=True)] for r, b in pairs]
-    return _spread("gap", [r["held_out"] - b["held_out"] for r, b in pairs]) | {
-        "curve_distance_first": max(max(distances[:BLOCK]) for distances in apart),
-        "curve_distance": max(map(max, apart)),
-    }
+    if pairs:
+        apart = [[abs(a - b) for a, b in zip(r["losses"], b["losses"], strict=True)] for r, b in pairs]
+        row |= spread("gap", [r["held_out"] - b["held_out"] for r, b in pairs])
+        row["curve_distance_first"] = max(max(distances[:BLOCK]) for distances in apart)
+        row["curve_distance"] = max(map(max, apart))
+    for distance in next(iter(results.values())).get("accuracy") or ():
+        row |= spread(f"accuracy_{distance}", [r["accuracy"][distance] for r in results.values()])
+    return row
 
 
-def _curve(row: Row, results: dict[int, Row], first: Row) -> Row:
-    """What is drawn of a row, by seed. `first`: one of the results, which says what there is."""
+def curve(task: str, method: str, results: dict[int, Point]) -> Row:
+    """What is drawn of a row, by seed."""
+    first = next(iter(results.values()))
+    drawn: Row = {"task": task, "method": method}
 
     def by_seed(name: str) -> dict[str, Any]:
         return {str(seed): result[name] for seed, result in results.items()}
 
-    curve = {"task": row["task"], "method": row["method"]}
-    curve["losses"] = {seed: blocks(losses) for seed, losses in by_seed("losses").items()}
+    drawn["losses"] = {seed: blocks(losses) for seed, losses in by_seed("losses").items()}
     if first.get("accuracy"):
-        curve |= {"accuracy": by_seed("accuracy"), "questions": first["questions"]}
+        drawn |= {"accuracy": by_seed("accuracy"), "questions": first["questions"]}
     if first.get("before"):
-        curve["before"] = by_seed("before")
+        drawn["before"] = by_seed("before")
     if first["windows"]:
-        curve["windows"] = {seed: windows[::BLOCK] for seed, windows in by_seed("windows").items()}
-    return curve
+        drawn["windows"] = {seed: windows[::BLOCK] for seed, windows in by_seed("windows").items()}
+    return drawn
 
 
 def blocks(losses: Sequence[float]) -> list[float]:
     """Means of `BLOCK` steps each, the last of what is left."""
     return [round(statistics.fmean(losses[i : i + BLOCK]), 6) for i in range(0, len(losses), BLOCK)]
-
-
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    return {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
-
-
-# ----------------------------------------------------------------------------------------------- command line
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line. Wrong values end the program with exit code 2 and one line."""
-    parser = common.parser("convergence", __doc__, fresh="train again what a stopped run had finished")
-    add = parser.add_argument
-    add("--methods", nargs="+", default=list(DEFAULT_METHODS), metavar="NAME",
-        help=f"among {METHOD_NAMES} (default: {' '.join(DEFAULT_METHODS)})")  # fmt: skip
-    common.add_choice(parser, "--tasks", TASKS)
-    add("--seeds", type=int, default=3, help="runs of each method and task (default 3)")
-    steps = ", ".join(f"{name} {task.steps}" for name, task in TASKS.items())
-    add("--steps", type=int, help=f"optimizer steps a run (default: {steps})")
-    add("--seqlen", type=common.parse_size, default=SEQLEN, help=f"tokens (default {SEQLEN})")
-    add("--threads", type=int, default=1, help="of each process (default 1)")
-    add("--jobs", type=int, help="processes at a time (default: one a core)")
-    options = parser.parse_args(arguments)
-    given = shlex.join(sys.argv[1:] if arguments is None else arguments)
-    options.command = f"python -m benchmarks.convergence {given}".strip()
-    options.methods, options.tasks = list(dict.fromkeys(options.methods)), list(dict.fromkeys(options.tasks))
-    for name in ("seeds", "steps", "threads", "jobs"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} is {value}: it must be at least 1")
-    if options.jobs is None:
-        options.jobs = max(1, usable_cores() // options.threads)
-    try:
-        for method in options.methods:
-            make_method(method)
-        for task in (TASKS[name] for name in options.tasks if TASKS[name].recall):
-            distances_within(options.seqlen, task.distances)
-    except (UserError, ValueError) as error:
-        parser.error(str(error))
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. 0: every run finished; 1: one failed; 130: Ctrl-C."""
-    options = parse(arguments)
-    environment = common.environment() | {"threads": options.threads, "jobs": options.jobs}
-    folder = options.out or common.RESULTS
-    journal = common.open_journal(
-        folder, "convergence", Path(__file__).parent, environment, fresh=options.fresh
-    )
-    complete = common.completed(lambda: run(options, journal))
-    rows, curves = summarise(options, journal)
-    steps = {name: options.steps or TASKS[name].steps for name in options.tasks}
-    payload = {
-        "benchmark": "convergence",
-        "command": options.command,
-        "environment": environment,
-        "complete": complete,
-        "model": MODEL,
-        "batch": BATCH,
-        "seqlen": options.seqlen,
-        "seeds": options.seeds,
-        "tasks": {name: vars(TASKS[name]) | {"steps": count} for name, count in steps.items()},
-        "block_steps": BLOCK,
-        "curves": curves,
-    }
-    common.write_results(folder, "convergence", payload, rows)
-    default = parse([])
-    whole = all(
-        vars(options)[n] == vars(default)[n] for n in ("methods", "tasks", "seeds", "steps", "seqlen")
-    )
-    to_docs = whole and complete and options.out is None
-    report.show(payload | {"rows": rows}, folder / "convergence", to_docs=to_docs)
-    return journal.end(complete=complete, failed=any(row["note"] for row in rows))

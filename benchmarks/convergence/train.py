@@ -11,8 +11,8 @@ import torch
 import adjoint
 from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import learning_rate, make_optimizer
-from benchmarks.common import Point
 from benchmarks.convergence.tasks import TASKS, open_lessons, open_task
+from benchmarks.process import Point
 
 MODEL: dict[str, Any] = {"d_model": 64, "n_layer": 2, "d_state": 16, "expand": 2, "mixer": "mamba"}
 BATCH, SEQLEN, WARMUP = 4, 512, 20
@@ -44,8 +44,8 @@ def make_method(name: str) -> Any:
     return adjoint.Truncated(int(match[2]), unbiased=match[1] == "unbiased")
 
 
-def train(point: Point) -> Iterator[int | dict[str, Any]]:
-    """Train one run: yields the number of each step done, at last the result.
+def measure(point: Point) -> Point:
+    """Train one run.
 
     point: task, method, seed, steps, seqlen; model, batch and dtype ("float64") on request. The result holds
     the training loss of every step, the windows that the method picked (a row a step, or None), what the
@@ -59,7 +59,7 @@ def train(point: Point) -> Iterator[int | dict[str, Any]]:
         vocab_size=data.vocab_size, dt_min=task.dt_min, dt_max=task.dt_max, tie_embeddings=True, **shape
     )
     model = adjoint.Stack(config).to(getattr(torch, point.get("dtype", "float32")))
-    result: dict[str, Any] = {}
+    result: Point = {}
     if lessons is not None:
         for _ in _optimise(model, lessons, adjoint.Backprop(), task.lesson_steps, task.lesson_lr):
             pass
@@ -71,8 +71,7 @@ def train(point: Point) -> Iterator[int | dict[str, Any]]:
         losses.append(out.loss.item())
         if out.windows is not None:
             windows.append([int(w) for w in out.windows])
-        yield len(losses)
-    yield result | {"losses": losses, "windows": windows or None} | data.evaluate(model)
+    return result | {"losses": losses, "windows": windows or None} | data.evaluate(model)
 
 
 def _optimise(model: Any, data: Any, method: Any, steps: int, lr: float) -> Iterator[Any]:

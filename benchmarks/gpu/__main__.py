@@ -1,5 +1,5 @@
 """One command for a GPU's first half hour: `python -m benchmarks.gpu` (see `command`, and docs/gpu.md)."""
 
-from benchmarks.gpu.command import main
+from benchmarks.gpu.command import Gpu
 
-raise SystemExit(main())
+raise SystemExit(Gpu().main())

@@ -8,6 +8,7 @@ In stages that can be run one by one, each with a budget of seconds:
     d  `Exact` beside `Backprop`: gradients, time and memory; `Exact` at 65,536 tokens
     e  a training step of mamba-1.27b at 1,048,576 tokens under 40 GB
     f  pytest -m gpu
+    g  whole steps at many lengths by several methods, as far as they fit; only where asked for
 
 Every point is written to the results at once, and kept in a journal: a run that was cut off goes on where it
 was. An operation that falls back to plain PyTorch is an error here. The checkout, PyTorch, Triton and NumPy
@@ -21,12 +22,10 @@ import json
 import math
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +36,32 @@ from adjoint.files import write_atomically
 from adjoint.kernels import dispatch
 from adjoint.layers import StackConfig
 from adjoint.tools.doctor import cuda_devices
-from adjoint.train import machine
-from benchmarks import common
-from benchmarks.common import Point, Row
-from benchmarks.gpu import kernels, report
-from benchmarks.gpu.child import Child
+from adjoint.train.machine import pick_precision
+from benchmarks import report, runner
+from benchmarks.gpu import kernels, tables
+from benchmarks.gpu.flops import data_sheet, forward_flops
+from benchmarks.gpu.model import read_model
+from benchmarks.gpu.tables import status
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.operations import OPS
-from benchmarks.long_context.model import read_model
+from benchmarks.process import ROOT, Point
+from benchmarks.report import Row
+from benchmarks.runner import Benchmark, Found, Journal
 
-CONFIG = common.ROOT / "configs" / "mamba-1.27b.yaml"
+CONFIG = ROOT / "configs" / "mamba-1.27b.yaml"
 CAP_BYTES = 40_000_000_000
 PEERS = ("adjoint", "torch", "mamba-ssm", "causal-conv1d", "fla", "liger")
 TIMED = ("selective_scan", "ssd_scan", "causal_conv1d", "rms_norm", "add_rms_norm", "head_loss")
+METHODS = ("exact", "backprop", "backprop-checkpoint")  # of stage g
 ENDED = ("measured", "wrong")  # what a later call does not try again
-SAID = ("error", "wrong", "out of memory", "stopped")
 FINE = ("measured", "missing", "out of memory")
-BASE = ("adjoint", "torch", "triton", "numpy")  # packages whose versions a journal belongs to
 AFTER_S = 5  # seconds of a budget below which no further point is begun
+TINY = {"vocab_size": 64, "d_model": 32, "n_layer": 2, "mixer": "mamba", "tie_embeddings": True}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Attributes:
-    title: one line. budget_s: seconds, by default.
-    """
+    """What it is, in one line; its seconds, by default."""
 
     title: str
     budget_s: int
@@ -74,6 +74,7 @@ STAGES = {
     "d": Stage("Exact beside Backprop", 300),
     "e": Stage("a step at 1,048,576 tokens under 40 GB", 420),
     "f": Stage("pytest -m gpu", 170),
+    "g": Stage("whole steps by length and method", 3600),
 }
 
 
@@ -95,11 +96,11 @@ class Sizes:
     chunk_size: int  # of the long step
     chunks_check: int
     layers: tuple[int, ...]  # of the comparison, as they fit
+    curve: tuple[int, ...]  # lengths of stage g
 
 
-def on_gpu() -> Sizes:
+def on_gpu(model: dict[str, Any]) -> Sizes:
     """The numbers of the real thing."""
-    model = read_model(CONFIG)
     return Sizes(
         device="cuda:0",  # by its number: trials are kept by the device's name
         model=model,
@@ -115,14 +116,15 @@ def on_gpu() -> Sizes:
         chunk_size=chunk_size_for(StackConfig(**model), 1, "cuda", 2, CAP_BYTES),
         chunks_check=2**20,
         layers=(48, 24, 12, 6),
+        curve=tuple(2**k for k in range(15, 21)),
     )
 
 
-def dry() -> Sizes:
+def dry(model: dict[str, Any]) -> Sizes:
     """The same, tiny."""
     return Sizes(
         device="cpu",
-        model={"vocab_size": 64, "d_model": 32, "n_layer": 2, "mixer": "mamba", "tie_embeddings": True},
+        model=model,
         dtypes=("float32", "float64"),
         precision="float32",
         tokens=(64, 128),
@@ -135,6 +137,7 @@ def dry() -> Sizes:
         chunk_size=32,
         chunks_check=128,
         layers=(2, 1),
+        curve=(64, 128),
     )
 
 
@@ -181,82 +184,164 @@ def groups(stage: str, s: Sizes) -> Iterator[list[Point]]:
                 "model": s.model | {"n_layer": min(4, s.model["n_layer"])},
                 "chunk_size": s.checked * 2 // 9, "limit_s": 120}]  # fmt: skip
     elif stage == "e":
-        long: Point = {**model, "kind": "step", "method": "exact", "steps": 1, "chunk_size": s.chunk_size,
+        long: Point = {**model, "kind": "step", "method": "exact", "chunk_size": s.chunk_size,
                        "cap_bytes": CAP_BYTES}  # fmt: skip
         yield [long | {"length": length} for length in s.lengths]
         yield [{**model, "kind": "chunks", "length": s.chunks_check, "precision": "float32",
                 "model": s.model | {"n_layer": 2}, "chunk_size": s.chunk_size, "limit_s": 120}]  # fmt: skip
-    else:
+    elif stage == "f":
         yield [{"kind": "tests", **shared}]
+    else:
+        for length in s.curve:
+            for method in METHODS:
+                yield [{**model, "kind": "step", "method": method, "length": length, "cap_bytes": None}]
 
 
-def status(result: Point) -> str:
-    """What became of a point."""
-    for key in ("error", "out_of_memory", "stopped", "missing", "left_out"):
-        if key in result:
-            return key.replace("_", " ")
-    return "wrong" if result.get("passed") is False else "measured"
+class Gpu(Benchmark):
+    name = "gpu"
+    module = "benchmarks.gpu.measure"
+    uses = ("kernels",)
+    packages = ("adjoint", "torch", "triton", "numpy")  # others are looked for, and may be installed later
+    keeps_journal = True
+    quiet = False
 
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--stages", nargs="+", choices=STAGES, default=list("abcdef"), metavar="STAGE",
+            help="among a to g (default a to f)")  # fmt: skip
+        add("--budget-s", type=int, metavar="S", help="seconds for each stage (default: each has its own)")
+        add("--dry-run", action="store_true", help="tiny sizes on the CPU")
+        add("--config", type=Path, help="whose model: section is taken (default configs/mamba-1.27b.yaml)")
+        add("--lengths", type=runner.tokens, nargs="+", help="of stage g (default 32K … 1M)")
+        add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME",
+            help=f"of stage g: {', '.join(METHODS)}")  # fmt: skip
 
-def run_stage(
-    stage: str, options: argparse.Namespace, journal: common.Journal, ask: Callable[[Point, float], Point],
-    publish: Callable[[], object],
-) -> None:  # fmt: skip
-    """Measure what the journal lacks of a stage, as far as its budget goes. A failure is recorded, not
-    raised.
+    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        runner.at_least(parser, options, budget_s=1, lengths=16)
+        if not options.dry_run and not torch.cuda.is_available():
+            parser.error("torch sees no CUDA device here; --dry-run tries the command on the CPU")
+        try:
+            model = TINY if options.dry_run and not options.config else read_model(options.config or CONFIG)
+            forward_flops(StackConfig(**model))
+        except (ValueError, TypeError) as error:
+            parser.error(f"--config {options.config}: {error}")
+        options.budgets = {name: options.budget_s or stage.budget_s for name, stage in STAGES.items()}
+        sizes = dry(model) if options.dry_run else on_gpu(model)
+        precision = sizes.precision if options.dry_run else pick_precision("auto", torch.device("cuda"))
+        curve = tuple(sorted(set(options.lengths or sizes.curve)))
+        options.sizes = replace(sizes, precision=precision, curve=curve)
+        options.device_name = None if options.dry_run else torch.cuda.get_device_name()
 
-    Args:
-        ask: gives a point's result, and has so many seconds for it.
-        publish: is called after each point.
-    """
-    deadline = time.monotonic() + options.budgets[stage]
-    for group in groups(stage, options.sizes):
-        kept = [status(result) for point in group if (result := journal.get(point))]
-        if any(state in ENDED for state in kept):
-            continue
-        for point in group:
-            if status(journal.get(point) or {"left_out": ""}) == "out of memory":
-                continue
-            left = deadline - time.monotonic()
-            if left < AFTER_S:
-                options.left_out[journal.key(point)] = f"the stage's {options.budgets[stage]} s were over"
-                break
-            print(f"[{stage}] {report.name(point)}", file=sys.stderr, flush=True)
-            began = time.monotonic()
-            result = ask(point, min(left, point.get("limit_s", left)))
-            journal.add(point, json_safe(result | {"took_s": round(time.monotonic() - began, 2)}))
-            publish()
-            state = status(result)
-            if state in SAID:
-                print(f"    {state}: {report.why(state, result)}", file=sys.stderr, flush=True)
-            if state not in ("out of memory", "stopped"):
-                break
+    def stem(self, options: argparse.Namespace) -> str:
+        name = (options.device_name or "dry run").lower()
+        return f"gpu-{re.sub(r'[^a-z0-9]+', '-', name).strip('-')}"
 
+    def environment(self, options: argparse.Namespace) -> Row:
+        return report.environment("flash-linear-attention", "fla-core", "liger-kernel", "pytest")
 
-def rows(
-    stage: str, options: argparse.Namespace, journal: common.Journal, under_way: Point | None
-) -> list[Row]:
-    """What is known of a stage's points: those of a group that were never tried are left out.
+    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+        config = options.config or CONFIG
+        return {
+            "dry_run": options.dry_run,
+            "device": options.sizes.device,
+            "cuda": torch.version.cuda,
+            "hardware": [] if options.dry_run else cuda_devices(),
+            "driver": None if options.dry_run else driver(),
+            "config": "a tiny model" if options.dry_run and not options.config else config.name,
+            "model": options.sizes.model,
+            "data_sheet_flops": data_sheet(options.device_name, options.sizes.precision),
+            "budgets": options.budgets,
+        }
 
-    Args:
-        under_way: {"key", "result"} of a point that has not yet come to its end, if there is one.
-    """
-    found: list[Row] = []
-    for group in groups(stage, options.sizes):
-        for point in group:
-            key = journal.key(point)
-            result = journal.get(point)
-            if under_way is not None and under_way["key"] == key:
-                found.append(_row(point, "under way", under_way["result"]))
-            elif result is not None:
-                found.append(_row(point, status(result), result))
-            elif key in options.left_out:
-                found.append(_row(point, "left out", {"left_out": options.left_out[key]}))
-    return found
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        """Those of every stage, as the results show what other calls found."""
+        options.groups, points = {}, []
+        for stage in STAGES:
+            for group in groups(stage, options.sizes):
+                named = [{**point, "stage": stage} for point in group]
+                options.groups |= {Journal.key(point): named for point in named}
+                points += named
+        options.deadlines = {}
+        return points
 
+    def describe(self, point: Point) -> str:
+        return tables.name(point)
 
-def _row(point: Point, state: str, result: Point) -> Row:
-    return {"name": report.name(point), "status": state, "point": point, "result": result}
+    def skip(self, point: Point, found: Found, options: argparse.Namespace) -> str | None:
+        """Only what is asked for runs; of a group only the first one that comes to its end; of stage g what
+        is longer than what did not fit is left out; and what there is no time for."""
+        stage, known = point["stage"], {Journal.key(p): status(r) for p, r in found}
+        if stage not in options.stages or (stage == "g" and point["method"] not in options.methods):
+            return ""
+        group = options.groups[Journal.key(point)]
+        states = [known.get(Journal.key(other)) for other in group]
+        before = states[: group.index(point)]
+        if any(state in ENDED for state in states) or any(
+            s not in ("out of memory", "stopped") for s in before
+        ):
+            return ""
+        for other, result in found if stage == "g" else ():
+            same = {**other, "length": point["length"]} == point
+            if same and other["length"] < point["length"] and "out_of_memory" in result:
+                return f"out of memory at {other['length']:,} tokens"
+        if self._left(point, options) < AFTER_S:
+            return f"the stage's {options.budgets[stage]} s were over"
+        return None
+
+    def _left(self, point: Point, options: argparse.Namespace) -> float:
+        """Seconds that are left of its stage's budget, which begins with its first point."""
+        stage, now = point["stage"], time.monotonic()
+        return options.deadlines.setdefault(stage, now + options.budgets[stage]) - now
+
+    def limit_s(self, point: Point, options: argparse.Namespace) -> float:
+        left = self._left(point, options)
+        return min(left, point.get("limit_s", left))
+
+    def shared(self, point: Point) -> str | None:
+        """A process a stage, with a GPU's memory as it was; of stage g a process a point."""
+        if point["device"] == "cpu":
+            return "dry"
+        return None if point["stage"] == "g" else point["stage"]
+
+    def settled(self, result: Point) -> bool:
+        return status(result) in (*ENDED, "out of memory")
+
+    def noted(self, result: Point, seconds: float) -> Point:
+        return json_safe(result | {"took_s": round(seconds, 2)})
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        return [{"name": tables.name(p), "status": status(r), "point": p, "result": r} for p, r in found]
+
+    def broken(self, options: argparse.Namespace, found: Found) -> bool:
+        """Whether of a group that was asked for the last one tried is not fine."""
+        last = {Journal.key(options.groups[Journal.key(p)][0]): (p, status(r)) for p, r in found}
+        return any(p["stage"] in options.stages and state not in FINE for p, state in last.values())
+
+    def load(self, stem: Path) -> Row:
+        result = json.loads(stem.with_name(f"{stem.name}.json").read_text())
+        stages = result["stages"].values()
+        return {**result, "complete": True, "rows": [row for stage in stages for row in stage["rows"]],
+                "budgets": {name: stage["budget_s"] for name, stage in result["stages"].items()}}  # fmt: skip
+
+    def save(self, result: Row, stem: Path) -> None:
+        """Write stem.json, the rows by stage."""
+        stages = {}
+        for name, stage in STAGES.items():
+            rows = [row for row in result["rows"] if row["point"]["stage"] == name]
+            took = round(sum(row["result"].get("took_s", 0.0) for row in rows), 2)
+            stages[name] = {
+                "title": stage.title,
+                "budget_s": result["budgets"][name],
+                "took_s": took,
+                "rows": rows,
+            }
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        written = {key: value for key, value in result.items() if key not in ("rows", "budgets")}
+        text = json.dumps({**written, "stages": stages}, indent=1, allow_nan=False) + "\n"
+        write_atomically(stem.with_name(f"{stem.name}.json"), text)
+
+    def markdown(self, result: Row) -> str:
+        return tables.markdown(result, {name: stage.title for name, stage in STAGES.items()})
 
 
 def json_safe(value: Any) -> Any:
@@ -266,33 +351,6 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [json_safe(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# ---------------------------------------------------------------------------------------------------- command
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line. Wrong values end the program with exit code 2 and one line."""
-    parser = common.parser("gpu", __doc__)
-    common.add_choice(parser, "--stages", STAGES)
-    parser.add_argument(
-        "--budget-s", type=int, metavar="S", help="seconds for each stage (default: each has its own)"
-    )
-    parser.add_argument("--dry-run", action="store_true",
-                        help="tiny sizes on the CPU, into benchmarks/results/partial/gpu")  # fmt: skip
-    options = parser.parse_args(arguments)
-    if options.budget_s is not None and options.budget_s < 1:
-        parser.error(f"--budget-s {options.budget_s}: must be 1 second or more")
-    if not options.dry_run and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device here; --dry-run tries the command on the CPU")
-    options.stages = [name for name in STAGES if name in options.stages]
-    options.budgets = {name: options.budget_s or stage.budget_s for name, stage in STAGES.items()}
-    options.sizes = dry() if options.dry_run else on_gpu()
-    options.left_out = {}
-    device_name = "dry run" if options.dry_run else torch.cuda.get_device_name()
-    options.name = f"gpu-{re.sub(r'[^a-z0-9]+', '-', device_name.lower()).strip('-')}"
-    options.out = options.out or (common.RESULTS / "partial" / "gpu" if options.dry_run else common.RESULTS)
-    return options
 
 
 def driver() -> dict[str, str] | None:
@@ -309,90 +367,3 @@ def driver() -> dict[str, str] | None:
     )
     found = [part.strip() for part in done.stdout.strip().split(",")]
     return dict(zip(fields, found, strict=True)) if len(found) == len(fields) else None
-
-
-def leaned_on() -> list[str]:
-    """The code of other benchmarks that points run, for the journal's fingerprint."""
-    folder = common.ROOT / "benchmarks"
-    files = [
-        folder / "timing.py",
-        *(folder / "kernels").glob("*.py"),
-        *(folder / "long_context").glob("*.py"),
-    ]
-    return [path.read_text() for path in sorted(files) if path.name not in ("report.py", "command.py")]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the stages. 0: all that was asked for was measured, or does not fit, or needs what is not
-    installed; 1: an error, a wrong value, or a point for which there was no time; 130: Ctrl-C or SIGTERM."""
-    options = parse(arguments)
-    environment = common.environment()
-    kept = {name: v for name, v in environment["versions"].items() if name in BASE}
-    journal = common.open_journal(
-        options.out, options.name, Path(__file__).parent, environment | {"versions": kept}, *leaned_on(),
-        fresh=options.fresh,
-    )  # fmt: skip
-    environment["versions"] |= machine.versions(
-        "flash-linear-attention", "fla-core", "liger-kernel", "pytest"
-    )
-    payload: dict[str, Any] = {
-        "benchmark": "gpu",
-        "dry_run": options.dry_run,
-        "device": options.sizes.device,
-        "environment": environment,
-        "cuda": torch.version.cuda,
-        "hardware": [] if options.dry_run else cuda_devices(),
-        "driver": None if options.dry_run else driver(),
-        "config": "a tiny model" if options.dry_run else CONFIG.name,
-        "model": options.sizes.model,
-        "complete": False,
-    }
-    path = options.out / f"{options.name}.json"
-
-    def publish(under_way: Point | None = None) -> dict[str, list[Row]]:
-        found = {name: rows(name, options, journal, under_way) for name in STAGES}
-        stages = {
-            name: {"title": stage.title, "budget_s": options.budgets[name],
-                   "took_s": round(sum(r["result"].get("took_s", 0.0) for r in found[name]), 2),
-                   "rows": found[name]}
-            for name, stage in STAGES.items()
-        }  # fmt: skip
-        write_atomically(path, json.dumps({**payload, "stages": stages}, indent=1, allow_nan=False) + "\n")
-        return found
-
-    def partial(point: Point, result: Point) -> None:
-        publish({"key": journal.key(point), "result": json_safe(result)})
-
-    def run() -> None:
-        child = Child(partial)
-        try:
-            for stage in options.stages:
-                run_stage(stage, options, journal, child.ask, publish)
-                if not options.dry_run:  # a fresh process a stage: with a GPU's memory as it was
-                    child.close()
-        finally:
-            child.close()
-
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        ended = common.completed(run)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    payload["complete"] = ended
-    found = publish()
-    print(report.markdown(found, {name: stage.title for name, stage in STAGES.items()}, payload))
-    print(f"wrote {path}")
-    if not ended:
-        return 130
-    asked = [row for stage in options.stages for row in settled(stage, options, found[stage])]
-    return 0 if all(row["status"] in FINE for row in asked) else 1
-
-
-def settled(stage: str, options: argparse.Namespace, found: list[Row]) -> list[Row]:
-    """Of each group the row that counts: the last one tried."""
-    by_name = {common.Journal.key(row["point"]): row for row in found}
-    last: list[Row] = []
-    for group in groups(stage, options.sizes):
-        tried = [by_name[key] for point in group if (key := common.Journal.key(point)) in by_name]
-        last += tried[-1:]
-    return last

@@ -25,10 +25,10 @@ from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.loss import linear_cross_entropy
 from adjoint.memory import PeakMemory
-from benchmarks.common import Point
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.measure import LIMITS
 from benchmarks.kernels.operations import EPS, OPS, Normal, Op, Size, Tensors, draw
+from benchmarks.process import Point
 from benchmarks.timing import phases
 
 # The operation of `adjoint.kernels` behind each of the kernel benchmark's; the head's loss has none.
@@ -206,7 +206,7 @@ def dtypes_of(operation: str | None, dtypes: tuple[str, ...]) -> list[str]:
     return [dtype for dtype in dtypes if operation not in WIDENED or dtype in ("float32", "float64")]
 
 
-def values(point: Point) -> dict[str, Any]:
+def values(point: Point) -> Point:
     """Outputs and gradients of a case against float64 in plain PyTorch, of the same rounded inputs: ‖error‖ /
     ‖value‖ of each, and the largest beside what it may be. The fast backend is asked for by name: of one that
     has failed its trial this says where it is off."""
@@ -262,7 +262,7 @@ def _relative(found: Tensor, wanted: Tensor) -> float:
 # ------------------------------------------------------------------------------------------------------ times
 
 
-def times(point: Point) -> dict[str, Any]:
+def times(point: Point) -> Point:
     """Milliseconds of an operation by one contender, medians: forward as when nothing follows it, and forward
     and backward of a training step; and the most memory that they took besides the inputs. Values are not
     compared: ours are in `values`, others' in `benchmarks.kernels`."""

@@ -1,4 +1,4 @@
-"""What a point does, by its kind. Each gives what JSON can hold."""
+"""What a point does, by its kind."""
 
 from __future__ import annotations
 
@@ -14,31 +14,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import ROOT, Point
+from benchmarks import process
 from benchmarks.gpu import kernels, model
+from benchmarks.gpu.step import MARGIN_S, step
 from benchmarks.kernels import roof
+from benchmarks.process import ROOT, Point
 
-MARGIN_S = 3  # seconds before the deadline at which a point gives up
-Partial = Callable[[Point], object]
+MOST_S = 3600  # for the tests, where there is no limit
 
 
-def measure(point: Point, deadline: float, partial: Partial) -> Point:
-    """The point's result.
-
-    Args:
-        deadline: of `time.monotonic()`, for points that can end themselves.
-        partial: is called with what has been found so far, by points that take long.
-    """
-    kind = point["kind"]
-    if kind == "roof":
-        return dict(roof.measure(point["device"], getattr(torch, point["dtype"])))
-    if kind == "backend":
-        return backend(point)
-    if kind == "tests":
-        return gpu_tests(point, deadline)
-    if kind == "step":
-        return model.step(point, deadline - MARGIN_S, partial)
-    kinds: dict[str, Callable[[Point], dict[str, Any]]] = {
+def measure(point: Point) -> Point:
+    """The point's result."""
+    kinds: dict[str, Callable[[Point], Point]] = {
+        "roof": lambda p: dict(roof.measure(p["device"], getattr(torch, p["dtype"]))),
+        "backend": backend,
         "values": kernels.values,
         "times": kernels.times,
         "tile": model.tile,
@@ -47,28 +36,31 @@ def measure(point: Point, deadline: float, partial: Partial) -> Point:
         "graphs": model.graphs,
         "gradient": model.gradient,
         "chunks": model.chunks,
+        "step": step,
+        "tests": gpu_tests,
     }
-    return kinds[kind](point)
+    return kinds[point["kind"]](point)
 
 
-def backend(point: Point) -> dict[str, Any]:
+def backend(point: Point) -> Point:
     """Whose code runs an operation, after its trial; and how long that took, compilation included."""
     began = time.perf_counter()
     found = kernels.required(point["operation"], point["device"], getattr(torch, point["dtype"]))
     return {"backend": found, "trial_s": time.perf_counter() - began}
 
 
-def gpu_tests(point: Point, deadline: float) -> dict[str, Any]:
+def gpu_tests(point: Point) -> Point:
     """The outcome of `pytest -m gpu`, on a CPU only of collecting them. Only files with such a test are
     read: others may import what is not installed."""
     if importlib.util.find_spec("pytest") is None:
         return {"missing": "pytest is not installed"}
-    marked = [p for p in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in p.read_text()]
+    marked = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text()]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider"]
     if point["device"] == "cpu":
         command.append("--collect-only")
-    limit = max(1.0, deadline - time.monotonic() - MARGIN_S)
-    late, code = False, None
+    limit = min(MOST_S, max(1.0, process.deadline() - time.monotonic() - MARGIN_S))
+    result: dict[str, Any] = {}
+    code = None
     with tempfile.TemporaryFile("w+") as out:
         try:
             code = subprocess.run(
@@ -81,11 +73,10 @@ def gpu_tests(point: Point, deadline: float) -> dict[str, Any]:
                 check=False,
             ).returncode
         except subprocess.TimeoutExpired:
-            late = True
+            result["stopped"] = f"not at its end after {limit:.0f} s"
         out.seek(0)
         lines = out.read().strip().splitlines()
     found = re.findall(r"^(tests/.*?) (PASSED|FAILED|ERROR|SKIPPED)", "\n".join(lines), re.MULTILINE)
-    result: dict[str, Any] = {"stopped": f"not at its end after {limit:.0f} s"} if late else {}
     return result | {
         "passed": code == 0,
         "exit_code": code,

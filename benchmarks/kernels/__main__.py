@@ -1,3 +1,5 @@
-from benchmarks.kernels.command import main
+"""Each operation against others: `python -m benchmarks.kernels` (see `command`)."""
 
-raise SystemExit(main())
+from benchmarks.kernels.command import Kernels
+
+raise SystemExit(Kernels().main())

@@ -16,44 +16,161 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from adjoint.train import machine
-from benchmarks import common
-from benchmarks.common import Point, Row
-from benchmarks.kernels import report, roof
+from benchmarks import report, runner, steps
+from benchmarks.kernels import roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender
 from benchmarks.kernels.measure import LIMITS, PASSES
 from benchmarks.kernels.operations import OPS
+from benchmarks.process import Point
+from benchmarks.report import Row
+from benchmarks.runner import Benchmark, Found
 
-REPEAT_S = 0.3  # how long a pass is repeated inside a process
 LIMIT_S = 150  # a process that takes longer is given up
+BASE = "adjoint"  # what the ratios are against
+COLOURS = {True: report.ORANGE, False: report.BLUE}  # ours and others
+HEADS = ["", *(head for name in PASSES.values() for head in (name, "÷ adjoint", "of the roof")), "error"]
 
 
-def grid(options: argparse.Namespace) -> list[Point]:
-    """Every process to be run but those of the answers, in order: repeats outermost, contenders alternate."""
-    shared = {"device": options.device, "dtype": options.dtype, "limit_s": LIMIT_S}
-    points: list[Point] = []
-    for repeat in range(options.repeats):
-        points.append({"kind": "roof", "repeat": repeat, **shared})
-        points += [
-            {"kind": "contender", "op": op, "contender": name,
-             "size": size_of(op, options), "repeat": repeat, "repeat_s": options.repeat_s, **shared}
-            for op in options.ops for name, contender in chosen(op, options).items()
-            if not (repeat and contender.once) and not contender.missing()
-        ]  # fmt: skip
-    return points
+class Kernels(Benchmark):
+    name = "kernels"
+    module = "benchmarks.kernels.measure"
+    whole = ("ops", "peers", "size")
+    ratios = (("ms",), {"contender": BASE}, ("op", "pass"))
 
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        peers = sorted({name for table in CONTENDERS.values() for name, c in table.items() if not c.ours})
+        add(
+            "--op", nargs="+", dest="ops", choices=OPS, default=list(OPS), metavar="NAME", help=", ".join(OPS)
+        )
+        add(
+            "--size", choices=("small", "default"), default="default", help="small takes seconds an operation"
+        )
+        add("--repeats", type=int, default=3, help="processes a point (3)")
+        add("--peers", nargs="*", metavar="NAME", choices=[*peers, []], default=peers,
+            help="which others to compare with (default all; none: no name)")  # fmt: skip
+        add("--device", default="cpu", help="cpu or cuda")
+        add("--dtype", choices=LIMITS, help="default float32, on a GPU bfloat16")
+        add("--allocator", type=steps.allocator, choices=steps.ALLOCATORS, default="retain",
+            help="default retain")  # fmt: skip
+        add("--settle", type=float, dest="repeat_s", default=0.3, help="seconds a pass is repeated (0.3)")
 
-def size_of(op: str, options: argparse.Namespace) -> dict[str, int]:
-    """The numbers of `--size` for an operation on this device."""
-    return OPS[op].sizes[options.kind][options.size]
+    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        runner.at_least(parser, options, repeats=1, repeat_s=1e-6)
+        options.ops = [name for name in OPS if name in options.ops]
+        options.kind = "cuda" if runner.is_gpu(parser, options.device) else "cpu"
+        options.dtype = options.dtype or ("bfloat16" if options.kind == "cuda" else "float32")
+        options.answers = str((options.out or runner.RUNS / self.name).resolve() / "partial")
+
+    def environment(self, options: argparse.Namespace) -> Row:
+        found = report.environment("accelerated-scan", "flash-linear-attention", "liger-kernel")
+        return found | {"omp": {key: value for key, value in os.environ.items() if key.startswith("OMP_")}}
+
+    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+        names = ("device", "dtype", "size", "repeats", "allocator")
+        given = {name: getattr(options, name) for name in names}
+        return given | {"limit": LIMITS[options.dtype], "roof": best_rates(found)}
+
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        """An answer in float64 for each operation, then repeats outermost; contenders alternate."""
+        shared = {"device": options.device, "dtype": options.dtype, "allocator": options.allocator}
+        points: list[Point] = []
+        for repeat in range(options.repeats):
+            points.append({"kind": "roof", "repeat": repeat, **shared})
+            for op in options.ops:
+                of = {"op": op, "size": OPS[op].sizes[options.kind][options.size], **shared}
+                of["file"] = None if repeat else f"{options.answers}/{op}.pt"  # values are compared once
+                points += [] if repeat else [{"kind": "answer", **of}]
+                points += [
+                    {
+                        "kind": "contender",
+                        "contender": name,
+                        "repeat": repeat,
+                        "repeat_s": options.repeat_s,
+                        **of,
+                    }
+                    for name, contender in chosen(op, options).items()
+                    if not (repeat and contender.once) and not contender.missing()
+                ]
+        return points
+
+    def describe(self, point: Point) -> str:
+        return f"{point.get('op', '')} {point.get('contender', point['kind'])}"
+
+    def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
+        return steps.ALLOCATORS[options.allocator] | {
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no workers that would outlive a process that is given up
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+    def limit_s(self, point: Point, options: argparse.Namespace) -> float:
+        return LIMIT_S
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        """A row an (operation, contender, pass), beside the best rates of the roof."""
+        rates = best_rates(found)
+        timed = [pair for pair in found if pair[0]["kind"] == "contender"]
+        results = steps.grouped(timed, "op", "contender")
+        rows = []
+        for op in options.ops:
+            size = OPS[op].sizes[options.kind][options.size]
+            forward, backward = OPS[op].work(size)
+            for key, contender in chosen(op, options).items():
+                for name, work in zip(PASSES, (forward, forward + backward), strict=True):
+                    row = {"op": op, "contender": key, "label": contender.label, "ours": contender.ours,
+                           "pass": name, "size": size}  # fmt: skip
+                    row |= outcome(contender, results.get((op, key), []), name, size)
+                    if rates:
+                        itemsize = getattr(torch, options.dtype).itemsize
+                        least, bound = roof.seconds(work, rates, itemsize, options.device)
+                        row |= {"roof_ms": least * 1e3, "bound": bound}
+                        if row["status"] == "measured":
+                            row["roof_share"] = least * 1e3 / row["ms"]
+                    rows.append(row)
+        return rows
+
+    def failed(self, result: Row) -> bool:
+        return any(row["ours"] and row["status"] in ("wrong", "failed") for row in result["rows"])
+
+    def markdown(self, result: Row) -> str:
+        """A table an operation, and how it was measured."""
+        parts = ["# Kernels\n"]
+        for op, rows in by_operation(result["rows"]).items():
+            ours = {row["label"] for row in rows if row["ours"]}
+            table = ([f"**{name}**" if name in ours else name, *cells] for name, *cells in lines(rows))
+            parts.append(f"## {title(op, rows)}\n\n{report.markdown_table(HEADS, table)}")
+            notes = dict.fromkeys(f"- {row['label']}: {row['note']}\n" for row in rows if row.get("note"))
+            parts += ["".join(notes)] if notes else []
+        parts.append("".join(f"- {line}\n" for line in conditions(result)))
+        return "\n".join(parts)
+
+    def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
+        """A panel an operation and pass: bars of time on a log scale, the roof as a line."""
+        bars = by_operation([row for row in result["rows"] if row["status"] == "measured"])
+        if not bars:
+            return
+        heights = [1.2 + len({row["contender"] for row in rows}) for rows in bars.values()]
+        figure, panels = report.pyplot().subplots(
+            len(bars),
+            2,
+            figsize=(11, 0.25 * sum(heights) + 0.5 * len(bars)),
+            squeeze=False,
+            gridspec_kw={"height_ratios": heights},
+        )
+        for axes_row, (op, rows) in zip(panels, bars.items(), strict=True):
+            for axes, (name, label) in zip(axes_row, PASSES.items(), strict=True):
+                of_pass = sorted((row for row in rows if row["pass"] == name), key=lambda row: -row["ms"])
+                axes.set_title(f"{OPS[op].label}, {label}", fontsize=8.5, pad=12)
+                _draw_bars(axes, of_pass) if of_pass else axes.set_axis_off()
+        for axes in panels[-1]:
+            axes.set_xlabel("milliseconds")
+        yield "", figure, "\n".join(conditions(result)[:2])
 
 
 def chosen(op: str, options: argparse.Namespace) -> dict[str, Contender]:
@@ -61,74 +178,22 @@ def chosen(op: str, options: argparse.Namespace) -> dict[str, Contender]:
     return {
         name: contender
         for name, contender in CONTENDERS[op].items()
-        if options.kind in contender.devices
-        and (contender.ours or options.peers is None or name in options.peers)
+        if options.kind in contender.devices and (contender.ours or name in options.peers)
     }
 
 
-def run(options: argparse.Namespace, journal: common.Journal, answers: Path) -> None:
-    """Run every point that is not in the journal yet. A failing one is recorded, not raised."""
-    env = common.ALLOCATORS[options.allocator] | {
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no workers that would outlive a process that is given up
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    common.run_points(
-        grid(options),
-        journal,
-        lambda point: run_point(point, answers, env),
-        lambda point: f"{point.get('op', '')} {point.get('contender', point['kind'])}",
-    )
-
-
-def run_point(point: Point, answers: Path, env: dict[str, str]) -> Point:
-    """A point's result; before the first of an operation, its answer is written into the folder `answers`."""
-    module, sent = "benchmarks.kernels.measure", dict(point)
-    if point["kind"] == "contender":
-        sent["file"] = None
-        if point["repeat"] == 0:
-            sent["file"] = str(answers / f"{point['op']}.pt")
-            if not Path(sent["file"]).exists():
-                result = common.run_child(module, sent | {"kind": "answer"}, env)
-                if "error" in result:
-                    return {"error": f"no answer in float64 to compare with: {result['error']}"}
-    result = common.run_child(module, sent, env)
-    if result.get("error") == f"ended by {signal.SIGALRM.name}":
-        return {"error": f"took longer than {point['limit_s']} s"}
-    return result
-
-
-def summarise(options: argparse.Namespace, journal: common.Journal) -> tuple[list[Row], roof.Rates]:
-    """A row an (operation, contender, pass), and the best rates of the roof."""
+def best_rates(found: Found) -> roof.Rates:
+    """The highest of each rate."""
     rates: roof.Rates = {}
-    found: dict[tuple[str, str], list[Point]] = {}
-    for point in grid(options):
-        result = journal.get(point)
-        if result is None:
-            continue
-        if point["kind"] == "contender":
-            found.setdefault((point["op"], point["contender"]), []).append(result)
-        elif "error" not in result:
+    for point, result in found:
+        if point["kind"] == "roof" and "error" not in result:
             rates = {key: max(value, rates.get(key, 0.0)) for key, value in result.items()}
-    itemsize = getattr(torch, options.dtype).itemsize
-    rows = []
-    for name in options.ops:
-        size = size_of(name, options)
-        forward, backward = OPS[name].work(size)
-        for key, contender in chosen(name, options).items():
-            for pass_name, work in zip(PASSES, (forward, forward + backward), strict=True):
-                row = {"op": name, "contender": key, "label": contender.label, "ours": contender.ours}
-                row |= {"pass": pass_name, "size": size}
-                row |= _status(contender, found.get((name, key), []), pass_name, size)
-                if rates:
-                    least, bound = roof.seconds(work, rates, itemsize, options.device)
-                    row |= {"roof_ms": least * 1e3, "bound": bound}
-                    if row["status"] == "measured":
-                        row["roof_share"] = least * 1e3 / row["ms"]
-                rows.append(row)
-    return rows, rates
+    return rates
 
 
-def _status(contender: Contender, results: Sequence[Point], name: str, size: dict[str, int]) -> Row:
+def outcome(contender: Contender, results: Sequence[Point], name: str, size: Mapping[str, int]) -> Row:
+    """What became of a contender's pass, by its processes: medians of their medians, or why there are
+    none."""
     absent = contender.missing()
     if absent:
         return {"status": "missing", "note": f"{absent} is not installed"}
@@ -140,72 +205,96 @@ def _status(contender: Contender, results: Sequence[Point], name: str, size: dic
     if results[0].get("wrong"):
         off = ", ".join(f"{tensor} by {error:.1e}" for tensor, error in results[0]["wrong"].items())
         return checked | {"status": "wrong", "note": f"off: {off}"}
-    failures = [r["error"] for r in results if "error" in r]
-    if "error" in results[0] or len(failures) == len(results):
-        return {"status": "failed", "note": failures[0]}
+    failures = [said for r in results if (said := r.get("error") or r.get("out_of_memory"))]
     times = [statistics.median(r[name]) * 1e3 for r in results if name in r]
-    return checked | {
-        "status": "measured",
-        "ms": statistics.median(times),
-        "ms_min": min(times),
-        "ms_max": max(times),
-        "processes": len(times),
-        "note": "; ".join(failures),
-    }
+    if name not in results[0] or not times:
+        return {"status": "failed", "note": failures[0] if failures else ""}
+    measured = report.spread("ms", times) | {"processes": len(times), "note": "; ".join(failures)}
+    return checked | {"status": "measured", **measured}
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line. Wrong values end the program with exit code 2."""
-    parser = common.parser("kernels", __doc__, fresh=None)
-    add = parser.add_argument
-    add("--op", nargs="+", dest="ops", metavar="NAME", help="operations (default all)")
-    add("--size", choices=("small", "default"), default="default", help="small takes seconds an operation")
-    add("--repeats", type=int, default=3, help="processes a point (default 3)")
-    add("--peers", nargs="*", metavar="NAME",
-        help="which others to compare with (default all; none: no name)")  # fmt: skip
-    add("--device", default="cpu", help="cpu or cuda")
-    add("--dtype", choices=LIMITS, help="default float32, on a GPU bfloat16")
-    add("--allocator", type=common.parse_allocator, choices=common.ALLOCATORS, default="retain",
-        help="default retain")  # fmt: skip
-    add("--settle", type=float, dest="repeat_s", default=REPEAT_S, help="seconds a pass is repeated (0.3)")
-    add("--resume", action="store_true", help="go on with a run that was stopped")
-    options = parser.parse_args(arguments)
-    peers = {name for table in CONTENDERS.values() for name, c in table.items() if not c.ours}
-    for flag, given, known in (("--op", options.ops, OPS.keys()), ("--peers", options.peers, peers)):
-        for name in given or ():
-            if name not in known:
-                parser.error(f"{flag} {name}: not one of {', '.join(sorted(known))}")
-    options.whole = not options.ops and options.peers is None and options.size == "default"
-    options.ops = [name for name in OPS if not options.ops or name in options.ops]
-    if options.repeats < 1 or options.repeat_s <= 0:
-        parser.error("--repeats and --settle must be positive")
-    options.kind = "cuda" if common.is_gpu(parser, options.device) else "cpu"
-    options.dtype = options.dtype or ("bfloat16" if options.kind == "cuda" else "float32")
-    return options
+# ---------------------------------------------------------------------------------------------- what is shown
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. 0: done; 1: one of our own is wrong or failed; 130: Ctrl-C."""
-    options = parse(arguments)
-    environment = common.environment()
-    environment["versions"] |= machine.versions(
-        "numba", "accelerated-scan", "flash-linear-attention", "liger-kernel"
-    )
-    environment["omp"] = {key: value for key, value in os.environ.items() if key.startswith("OMP_")}
-    folder = options.out or (common.RESULTS if options.whole else common.RESULTS / "partial" / "kernels")
-    name = "kernels" if options.kind == "cpu" else "kernels-cuda"
-    journal = common.open_journal(
-        folder, name, Path(__file__).parent, environment, options.allocator, fresh=not options.resume
-    )
-    with tempfile.TemporaryDirectory() as answers:
-        complete = common.completed(
-            lambda: run(options, journal, Path(answers)), again="The same command with --resume"
+def by_operation(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each operation."""
+    return {op: [row for row in rows if row["op"] == op] for op in dict.fromkeys(row["op"] for row in rows)}
+
+
+def title(op: str, rows: Sequence[Row]) -> str:
+    """The operation with its size and its roof."""
+    size = ", ".join(f"{key} {value:,}" for key, value in rows[0]["size"].items())
+    roofs = [f"{PASSES[row['pass']]} {milliseconds(row['roof_ms'])} ({row['bound']})"
+             for row in rows[:2] if "roof_ms" in row]  # fmt: skip
+    return f"{OPS[op].label}: {size}" + (f". Roof: {'; '.join(roofs)}" if roofs else "")
+
+
+def lines(rows: Sequence[Row]) -> list[list[str]]:
+    """Each contender's cells, in the order of HEADS: of both passes time, ratio and share of the roof."""
+    by_key = {(row["contender"], row["pass"]): row for row in rows}
+    found = []
+    for key in dict.fromkeys(row["contender"] for row in rows):
+        cells = [by_key[key, "forward"]["label"]]
+        for name in PASSES:
+            row = by_key[key, name]
+            if row["status"] != "measured":
+                cells += [row["status"], "", ""]
+                continue
+            ratio = f"{row['ms_ratio']:.3g}×" if key != BASE and "ms_ratio" in row else ""
+            share = f"{row['roof_share']:.0%}" if "roof_share" in row else ""
+            cells += [milliseconds(row["ms"]), ratio, share]
+        errors = by_key[key, "forward"].get("errors")
+        found.append([*cells, f"{max(errors.values()):.0e}" if errors else ""])
+    return found
+
+
+def milliseconds(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"
+
+
+def conditions(result: Row) -> list[str]:
+    """How it was measured: the machine, the rates of its roof, versions."""
+    environment, rates = result["environment"], result["roof"]
+    where = environment["gpu"] or f"{environment['threads']} threads on {environment['cpu']}"
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    roof_line = "Roof: not measured."
+    if rates:
+        roof_line = (
+            f"Roof: copy {rates['bytes'] / 1e9:.3g} GB/s, {rates['flops'] / 1e9:.3g} GFLOP/s of "
+            f"multiply-adds, {rates['exps'] / 1e9:.3g} G exponentials/s, "
+            f"{rates['matmul_flops'] / 1e9:.3g} GFLOP/s in matrix products."
         )
-    rows, rates = summarise(options, journal)
-    payload = {"benchmark": "kernels", "environment": environment, "complete": complete, "roof": rates}
-    payload |= {key: getattr(options, key) for key in ("device", "dtype", "size", "repeats", "allocator")}
-    payload["limit"] = LIMITS[options.dtype]
-    common.write_results(folder, name, payload, rows)
-    report.show(rows, payload, folder / name)
-    bad = [row for row in rows if row["ours"] and row["status"] in ("wrong", "failed")]
-    return journal.end(complete=complete, failed=bool(bad))
+    measured = (
+        f"{where}, {result['dtype']}, allocator {result['allocator']}, median of {result['repeats']} "
+        f"processes, {environment['date'][:10]}, commit {environment['commit']}."
+        f"{'' if result['complete'] else ' Stopped before it was complete.'}"
+    )
+    error = (
+        "Error: the largest ‖error‖ / ‖value‖ of the output and the gradients against float64; above "
+        f"{result['limit']:.0e} a contender is wrong and not timed."
+    )
+    return [
+        measured,
+        roof_line,
+        error,
+        f"{environment['system']}, Python {environment['python']}, {versions}.",
+    ]
+
+
+def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
+    small: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7}
+    colours = [COLOURS[row["ours"]] for row in rows]
+    axes.barh([row["label"] for row in rows], [row["ms"] for row in rows], color=colours, height=0.7)
+    for place, row in enumerate(rows):
+        axes.annotate(milliseconds(row["ms"]), (row["ms"], place), xytext=(3, 0), va="center", **small)
+    axes.set_xscale("log")
+    low = min(min(row["ms"], row.get("roof_ms", row["ms"])) for row in rows)
+    axes.set_xlim(low / 2, max(row["ms"] for row in rows) * 4)
+    if "roof_ms" in rows[0]:
+        roof_ms, bound = rows[0]["roof_ms"], rows[0]["bound"]
+        axes.axvline(roof_ms, color=report.BLACK, linewidth=1, linestyle=":")
+        small |= {"xycoords": ("data", "axes fraction"), "xytext": (3, 1)}
+        axes.annotate(f"roof ({bound})", (roof_ms, 1), **small)
+    axes.tick_params(axis="y", length=0, labelsize=8)
+    axes.grid(False, axis="y")

@@ -173,9 +173,6 @@ _CHANNELS_FIRST = dict.fromkeys(("u", "delta", "B", "C", "z", "y"), (0, 2, 1))
 SELECTIVE = ours("selective_scan") | {
     "loop": Contender("PyTorch loop", _selective_loop, devices=CPU, once=True),
     "compile": Contender("torch.compile", _selective_plain, compiled=True, devices=CPU, once=True),
-    "numba": Contender(
-        "Numba", library="benchmarks.kernels.numba_scan:selective_scan", needs=("numba",), devices=CPU
-    ),
     "mambapy": Contender("mambapy", _selective_mambapy, "mambapy.pscan:pscan", devices=CPU),
     "transformers-mambapy": Contender(
         "transformers (mambapy)",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import Point
 from benchmarks.kernels import roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender, Function
-from benchmarks.kernels.operations import OPS, Op, Tensors, answer, draw, results
+from benchmarks.kernels.operations import OPS, Tensors, answer, draw, results
+from benchmarks.process import Point
 from benchmarks.timing import repeated
 
 PASSES = {"forward": "forward", "both": "forward + backward"}
@@ -23,7 +22,6 @@ CHECK_AT_MOST = {"seqlen": 2048, "d_inner": 512, "nheads": 8, "channels": 512, "
 
 def measure(point: Point) -> dict[str, Any]:
     """Run one point in this process: what the parent asked for, an answer, the roof or a contender."""
-    signal.alarm(point["limit_s"])  # its default action ends the process, compilers and all
     dtype = getattr(torch, point["dtype"])
     if point["kind"] == "roof":
         return roof.measure(point["device"], dtype)
@@ -41,7 +39,9 @@ def time_contender(point: Point) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if point["file"]:
         inputs, dy = draw(op, _check_size(point), point["device"], dtype)
-        errors = _errors(torch.load(point["file"]), op, contender, function, inputs, dy, backward)
+        found = results(op, function, contender.enter(inputs), contender.cotangent(dy), backward)
+        errors = _errors(torch.load(point["file"]), contender, found, inputs)
+        del found
         wrong = {name: error for name, error in errors.items() if not error <= LIMITS[point["dtype"]]}
         result = {"errors": errors, "wrong": wrong}
         if wrong:
@@ -54,18 +54,9 @@ def time_contender(point: Point) -> dict[str, Any]:
     return result
 
 
-def _errors(
-    want: Tensors,
-    op: Op,
-    contender: Contender,
-    function: Function,
-    inputs: Tensors,
-    dy: Tensor,
-    backward: bool,
-) -> dict[str, float]:
+def _errors(want: Tensors, contender: Contender, found: Tensors, inputs: Tensors) -> dict[str, float]:
     """‖error‖ / ‖value‖ of the outputs and each gradient against the answer in float64."""
     errors = {}
-    found = results(op, function, contender.enter(inputs), contender.cotangent(dy), backward)
     for name, value in found.items():
         value = contender.leave(name, value, inputs).double().cpu()
         if value.shape != want[name].shape:

@@ -1,3 +1,5 @@
-from benchmarks.shards.command import main
+"""Real shards against their simulation: `python -m benchmarks.shards` (see `command`)."""
 
-raise SystemExit(main())
+from benchmarks.shards.command import Shards
+
+raise SystemExit(Shards().main())

@@ -24,176 +24,218 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from adjoint.engine.program import Plan, Run
-from adjoint.errors import UserError
+from adjoint.engine.program import Run
+from adjoint.engine.simulate import Span
+from adjoint.files import write_atomically
 from adjoint.memory import usable_cores
-from adjoint.train.machine import versions
-from benchmarks import common
-from benchmarks.common import Row
-from benchmarks.scaling import measured
-from benchmarks.scaling.measured import TOLERANCE
-from benchmarks.shards import measure, report
+from adjoint.tools.plan.plot import COLOURS, NAMES, joined_spans
+from benchmarks import report, runner
+from benchmarks.process import Point
+from benchmarks.report import Row
+from benchmarks.runner import Benchmark, Found
+from benchmarks.shards import replay
+from benchmarks.shards.replay import TOLERANCE
 
 METHODS = ("exact", "truncated", "layer-local")
+SIZES = ("d_model", "layers", "mixer", "batch", "seqlen", "window", "chunk_size", "slots", "repeats")
 
 
-def groups(options: argparse.Namespace) -> list[tuple[str, int, int]]:
-    """Method, shards and workers in turn of what is run. One worker alone waits for nobody, whatever the
-    method: the first method's will do."""
-    found = [(m, n, 1) for m in options.methods for n in options.shards if n > 1 or m == options.methods[0]]
-    return found + [("exact", 1, n) for n in options.in_turn if n > 1 and "exact" in options.methods]
+class Shards(Benchmark):
+    name = "shards"
+    module = "benchmarks.shards.measure"
+    whole = ("shards", "in_turn", "methods")
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--shards", type=int, nargs="+", default=[1, 2, 4], help="shards of each group (1 2 4)")
+        add(
+            "--in-turn",
+            type=int,
+            nargs="+",
+            default=[2],
+            help="workers that share a sequence (2; 1 for none)",
+        )
+        runner.add_choice(parser, "--methods", METHODS)
+        add("--repeats", type=int, default=4, help="batches for calibration, and as many for the test (4)")
+        add("--d-model", type=int, default=256, help="(256)")
+        add("--layers", type=int, default=8, help="(8)")
+        add("--mixer", default="mamba", help="(mamba)")
+        add("--batch", type=int, default=1, help="sequences a batch (1)")
+        add("--seqlen", type=runner.tokens, default=4096, help="tokens (4K)")
+        add("--chunk-size", type=runner.tokens, default=256, help="tokens a chunk (256)")
+        add("--window", type=runner.tokens, default=128, help="tokens, of truncated and layer-local (128)")
+        add("--slots", type=int, default=usable_cores(), help="cores for the simulation (what may be used)")
+
+    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        names = ("repeats", "batch", "seqlen", "chunk_size", "window", "d_model", "layers", "slots")
+        runner.at_least(parser, options, **dict.fromkeys(names, 1))
+        if not all(1 <= count <= options.layers for count in options.shards):
+            parser.error(f"--shards must lie between 1 and --layers ({options.layers})")
+        chunks = -(-options.seqlen // options.chunk_size)
+        if not all(1 <= count <= chunks for count in options.in_turn):
+            parser.error(f"--in-turn must lie between 1 and the number of chunks ({chunks})")
+        if options.window >= options.seqlen and set(options.methods) != {"exact"}:
+            parser.error("--window must be smaller than --seqlen")
+
+    def environment(self, options: argparse.Namespace) -> Row:
+        return report.environment("ray") | {"threads": 1}
+
+    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+        return {"tolerance": TOLERANCE, **{name: getattr(options, name) for name in SIZES},
+                "runs": [result for _, result in found if "tiles" in result]}  # fmt: skip
+
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        """One worker alone waits for nobody, whatever the method: the first method's will do."""
+        groups = [(m, n, 1) for m in options.methods for n in options.shards
+                  if n > 1 or m == options.methods[0]]  # fmt: skip
+        groups += [("exact", 1, n) for n in options.in_turn if n > 1 and "exact" in options.methods]
+        shared = {name: getattr(options, name) for name in SIZES}
+        return [{"method": m, "shards": n, "sequence": turn, **shared} for m, n, turn in groups]
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        return [replay.row_of(result) for _, result in found if "tiles" in result]
+
+    def failed(self, result: Row) -> bool:
+        return any(abs(row["error"]) > TOLERANCE for row in result["rows"])
+
+    def save(self, result: Row, stem: Path) -> None:
+        """Each run besides, as stem/METHOD-WORKERS.json."""
+        super().save({key: value for key, value in result.items() if key != "runs"}, stem)
+        stem.mkdir(parents=True, exist_ok=True)
+        for run in result["runs"]:
+            which = run["shards"] if run["sequence"] == 1 else f"in-turn-{run['sequence']}"
+            path = stem / f"{run['method']}-{which}.json"
+            write_run(run | {"environment": result["environment"]}, path)
+
+    def load(self, stem: Path) -> Row:
+        runs = [json.loads(path.read_text()) for path in sorted(stem.glob("*.json"))]
+        return super().load(stem) | {"runs": runs}
+
+    def markdown(self, result: Row) -> str:
+        """What was run where, and a line a run."""
+        rows, limit = result["rows"], result["tolerance"]
+        windowed = f", window {result['window']:,}" if any(row["method"] != "exact" for row in rows) else ""
+        misses = [f"{row['method']} on {workers(row)}" for row in rows if abs(row["error"]) > limit]
+        outcome = f"All wall times are predicted within {limit:.0%}."
+        if misses:
+            outcome = f"Not predicted within {limit:.0%}: {', '.join(misses)}."
+        sizes = (
+            f"{result['layers']} {result['mixer']} layers, d_model {result['d_model']:,}, "
+            f"{result['seqlen']:,} tokens in chunks of {result['chunk_size']:,}{windowed}, "
+            f"batch {result['batch']}, float32, one thread a worker; tiles from {result['repeats']} batches, "
+            f"wall times from {result['repeats']} others."
+        )
+        title = (
+            f"Wall time of a batch, forward and backward, over real shards next to its simulation. {outcome}"
+        )
+        where = footer(result["environment"], f"{result['slots']} slots in the simulation")
+        lines = [[cell(row) for _, cell in COLUMNS] for row in rows]
+        table = report.markdown_table([head for head, _ in COLUMNS], lines)
+        return f"{title}\n\n{sizes}\n{where}\n\n{table}"
+
+    def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
+        """Of the `exact` run of the most shards."""
+        drawn = [run for run in result["runs"] if run["method"] == "exact"] or result["runs"]
+        if drawn:
+            yield "", draw(max(drawn, key=lambda run: run["shards"])), footer(result["environment"])
 
 
-def summary(run: dict[str, Any], repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What is left of the repeats: tiles from the even ones, wall times and a drawing from the odd ones."""
-    made = measured.plan_of(run)
-    calibration, test = repeats[::2], repeats[1::2]
-    walls = [wall_seconds(repeat["traces"]) for repeat in test]
-    middle = test[walls.index(statistics.median_low(walls))]
-    tiles = [sum(done.processor for trace in r["traces"] for done in trace) for r in test]
-    processes = [repeat["processes"] for repeat in test]
-    others = [(r["machine"] - r["processes"]) / r["call"] for r in test if r["machine"] is not None]
-    return {
-        "tiles": measured.mean_tiles(made, (repeat["traces"] for repeat in calibration)),
-        "wall_seconds": walls,
-        "call_seconds": [repeat["call"] for repeat in test],
-        "calibration_wall_seconds": [wall_seconds(repeat["traces"]) for repeat in calibration],
-        "outside_share": 1 - sum(tiles) / sum(processes),
-        "others_cores": statistics.mean(others) if others else None,
-        "spans": spans(made, middle["traces"]),
-    }
+def write_run(run: Point, path: Path) -> None:
+    """A run as JSON, a line a field and a line a tile, times to the microsecond."""
 
-
-def wall_seconds(traces: Sequence[Sequence[Any]]) -> float:
-    """From the first action of any worker to the last, on the machine's one clock."""
-    return max(trace[-1].stop for trace in traces) - min(trace[0].start for trace in traces)
-
-
-def spans(made: Plan, traces: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """[worker, tile, start, stop] of every tile, in seconds from the first action of any."""
-    zero = min(trace[0].start for trace in traces)
-    return [
-        [worker, str(action.tile), done.start - zero, done.stop - zero]
-        for worker, (program, trace) in enumerate(zip(made.programs, traces, strict=True))
-        for action, done in zip(program, trace, strict=True)
-        if isinstance(action, Run)
-    ]
-
-
-def row_of(run: dict[str, Any]) -> Row:
-    """A run's line in the table."""
-    call, others = statistics.median(run["call_seconds"]), run["others_cores"]
-    compared = measured.compared(run)
-    wall = compared["measured_seconds"]
-    left = None
-    if others is not None and others < run["slots"]:
-        left = measured.predicted({**run, "slots": run["slots"] - max(0.0, others)})
-    return {
-        "method": run["method"],
-        "shards": run["shards"],
-        "sequence": run["sequence"],
-        "chunks": run["chunks"],
-        "tiles_seconds": sum(seconds for _, seconds in run["tiles"]),
-        **{key: compared[key] for key in compared if key != "name"},
-        "call_seconds": call,
-        "call_error": compared["predicted_seconds"] / call - 1,
-        "others_cores": others,
-        "left_seconds": left,
-        "left_error": None if left is None else left / wall - 1,
-        "core_each_seconds": measured.predicted({**run, "slots": None}),
-        "message_ms": 1e3 * run["message_whole_seconds"],
-        "outside_share": run["outside_share"],
-        "memory_bytes": run["memory_bytes"],
-    }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs, prints, writes. 0: every wall time is predicted within 20%; 1: one is not; 2: what the user can
-    mend; 130: Ctrl-C."""
-    from adjoint.cluster.recovery import ShardFailure
-
-    options = parse(arguments)
-    environment = {**common.environment(), "threads": 1}
-    environment["versions"] |= versions("ray")
-    rows, runs = [], []
-    try:
-        with measure.ray_running(max(*options.shards, *options.in_turn)):
-            for method, shards, sequence in groups(options):
-                run, repeats = measure.run_group(options, method, shards, sequence)
-                run |= {**summary(run, repeats), "environment": environment}
-                runs.append(run)
-                rows.append(row_of(run))
-                which = f"{method}-{shards}" if sequence == 1 else f"{method}-in-turn-{sequence}"
-                write_run(run, options.out / "shards" / f"{which}.json")
-                print(report.line(rows[-1]), file=sys.stderr, flush=True)
-    except (UserError, ShardFailure) as error:
-        print(f"benchmarks.shards: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    sizes = ("d_model", "layers", "mixer", "batch", "seqlen", "window", "chunk_size", "slots", "repeats")
-    payload = {"benchmark": "shards", "environment": environment, "tolerance": TOLERANCE}
-    payload |= {key: vars(options)[key] for key in sizes}
-    common.write_results(options.out, "shards", payload, rows)
-    report.show(rows, runs, payload, options.out / "shards")
-    return int(any(abs(row["error"]) > TOLERANCE for row in rows))
-
-
-def write_run(run: dict[str, Any], path: Path) -> None:
-    """A run as JSON, a line a field and a line a tile."""
+    def rounded(value: Any) -> Any:
+        if isinstance(value, float):
+            return round(value, 6)
+        return [rounded(entry) for entry in value] if isinstance(value, list) else value
 
     def text(value: Any) -> str:
         if isinstance(value, list) and value and isinstance(value[0], list):
-            return "[\n  " + ",\n  ".join(json.dumps(_rounded(entry)) for entry in value) + "\n ]"
-        return json.dumps(_rounded(value))
+            return "[\n  " + ",\n  ".join(json.dumps(rounded(entry)) for entry in value) + "\n ]"
+        return json.dumps(rounded(value))
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     fields = (f" {json.dumps(key)}: {text(value)}" for key, value in run.items())
-    path.write_text("{\n" + ",\n".join(fields) + "\n}\n")
+    write_atomically(path, "{\n" + ",\n".join(fields) + "\n}\n")
 
 
-def _rounded(value: Any) -> Any:
-    """Times to the microsecond."""
-    if isinstance(value, float):
-        return round(value, 6)
-    return [_rounded(entry) for entry in value] if isinstance(value, list) else value
+# ---------------------------------------------------------------------------------------------- what is shown
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line. Wrong values end the program with exit code 2 and one line."""
-    parser = common.parser("shards", __doc__, fresh=None)
-    add, size = parser.add_argument, common.parse_size
-    add("--shards", type=int, nargs="+", default=[1, 2, 4], help="shards of each group (default 1 2 4)")
-    add("--in-turn", type=int, nargs="+", default=[2], help="workers that share a sequence (2; 1 for none)")
-    common.add_choice(parser, "--methods", METHODS)
-    add("--repeats", type=int, default=4, help="batches for calibration, and as many for the test (4)")
-    add("--d-model", type=int, default=256, help="(256)")
-    add("--layers", type=int, default=8, help="(8)")
-    add("--mixer", default="mamba", help="(mamba)")
-    add("--batch", type=int, default=1, help="sequences a batch (1)")
-    add("--seqlen", type=size, default=size("4K"), help="tokens (4K)")
-    add("--chunk-size", type=size, default=256, help="tokens a chunk (256)")
-    add("--window", type=size, default=128, help="tokens, of truncated and layer-local (128)")
-    add("--slots", type=int, help="cores for the simulation (default: what this process may use)")
-    options = parser.parse_args(arguments)
-    options.out = options.out or common.RESULTS
-    for name in ("repeats", "batch", "seqlen", "chunk_size", "window", "d_model", "layers"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
-    if not all(1 <= count <= options.layers for count in options.shards):
-        parser.error(f"--shards must lie between 1 and --layers ({options.layers})")
-    chunks = -(-options.seqlen // options.chunk_size)
-    if not all(1 <= count <= chunks for count in options.in_turn):
-        parser.error(f"--in-turn must lie between 1 and the number of chunks ({chunks})")
-    if options.window >= options.seqlen and set(options.methods) != {"exact"}:
-        parser.error("--window must be smaller than --seqlen")
-    options.slots = options.slots or usable_cores()
-    if options.slots < 1:
-        parser.error("--slots must be 1 or more")
-    return options
+def workers(row: Row) -> str:
+    """How the work is split."""
+    return f"{row['sequence']} in turn" if row["sequence"] > 1 else str(row["shards"])
+
+
+def _seconds(name: str) -> Any:
+    return lambda row: "–" if row[name] is None else f"{row[name]:.3f}"
+
+
+def _error(name: str) -> Any:
+    return lambda row: "–" if row[name] is None else f"{row[name]:+.1%}"
+
+
+# heading, and the cell of a row
+COLUMNS: list[tuple[str, Any]] = [
+    ("method", lambda row: row["method"]),
+    ("workers", workers),
+    ("tiles, processor s", _seconds("tiles_seconds")),
+    ("predicted s", _seconds("predicted_seconds")),
+    (
+        "measured s (least–most)",
+        lambda row: f"{row['measured_seconds']:.3f} ({row['measured_least']:.3f}–{row['measured_most']:.3f})",
+    ),
+    ("off by", _error("error")),
+    ("whole call s", _seconds("call_seconds")),
+    ("off by", _error("call_error")),
+    ("cores others used", lambda row: "–" if row["others_cores"] is None else f"{row['others_cores']:.2f}"),
+    ("predicted on the rest s", _seconds("left_seconds")),
+    ("off by", _error("left_error")),
+    ("predicted, a core each, s", _seconds("core_each_seconds")),
+    ("message ms", lambda row: f"{row['message_ms']:.2f}"),
+    ("outside the program", lambda row: f"{row['outside_share']:.1%}"),
+    ("peak memory of a worker, MiB", lambda row: f"{row['memory_bytes'] / 2**20:.0f}"),
+]
+
+
+def footer(environment: Row, *conditions: str) -> str:
+    return report.footer(environment, *conditions, f"ray {environment['versions'].get('ray')}")
+
+
+def draw(run: Point) -> Any:
+    """A run's measured timeline above its simulated one, on one axis of time."""
+    from matplotlib.patches import Patch
+
+    tiles = {str(a.tile): a.tile for p in replay.plan_of(run).programs for a in p if isinstance(a, Run)}
+    found = [Span(worker, start, stop, tiles[name]) for worker, name, start, stop in run["spans"]]
+    simulated = replay.simulated(run, spans=True)
+    last = max(span.stop for span in found)
+    panels = (("measured", found, last), ("simulated", simulated.spans, simulated.seconds))
+    end, number = max(last, simulated.seconds), len(simulated.busy)
+    figure, axes = report.pyplot().subplots(
+        2, 1, sharex=True, figsize=(11, 2.2 + 0.7 * number), squeeze=False
+    )
+    for ax, (label, all_spans, seconds) in zip(axes[:, 0], panels, strict=True):
+        for span in joined_spans(sorted(all_spans, key=lambda s: s.start), 0.0, end / 500):
+            length, middle = span.stop - span.start, (span.start + span.stop) / 2
+            ax.barh(span.worker, length, left=span.start, height=0.8, color=COLOURS[span.tile.kind],
+                    edgecolor="white", linewidth=0.4)  # fmt: skip
+            if length > 0.018 * end:  # room for two digits
+                ax.text(middle, span.worker, str(span.tile.chunk), ha="center", va="center", fontsize=6)
+        ax.axvline(seconds, color="#444444", linewidth=0.8, linestyle="--")
+        ax.set_title(f"{label}: {seconds:.3f} s")
+        ax.set_yticks(range(number), [f"worker {worker}" for worker in range(number)])
+        ax.invert_yaxis()
+        ax.grid(False)
+        ax.set_xlim(0, 1.02 * end)
+    kinds = dict.fromkeys(span.tile.kind for span in simulated.spans)
+    axes[0, 0].legend(
+        handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds],
+        ncols=len(kinds), loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=8,
+    )  # fmt: skip
+    axes[1, 0].set_xlabel("seconds; numbers are chunks")
+    where = f"{run['slots']} cores" if run["slots"] else "a core each"
+    figure.suptitle(f"{run['name']} on {where}", x=0.01, ha="left")
+    return figure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import statistics
@@ -18,65 +17,54 @@ from adjoint.layers import StackConfig
 from adjoint.memory import PeakMemory
 from adjoint.stack import Stack
 from adjoint.train.config import ClusterConfig, TrainingConfig
-from benchmarks.scaling.measured import method_of
+from benchmarks.process import Point
+from benchmarks.shards.replay import method_of, summary
 
 WARM_UP = 2
 MESSAGES = 40  # of each size
 
 
-def run_group(
-    options: argparse.Namespace, method: str, shards: int, sequence: int
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """One group: made, warmed up, measured, ended. Gives what a run is of, as `benchmarks.scaling.measured`
-    wants it, and its repeats (`one_batch`).
-
-    Raises:
-        UserError: the sizes are not possible. ShardFailure: a shard was lost.
-    """
+def measure(point: Point) -> Point:
+    """A group of workers: started, warmed up, measured, ended; a run as `benchmarks.shards.replay` has it."""
     from adjoint.cluster.group import Group
 
-    size = options.chunk_size
-    window = None if method == "exact" else options.window
+    size, window = point["chunk_size"], None if point["method"] == "exact" else point["window"]
+    shards, sequence = point["shards"], point["sequence"]
     model = StackConfig(
-        d_model=options.d_model, n_layer=options.layers, mixer=options.mixer, tie_embeddings=False
+        d_model=point["d_model"], n_layer=point["layers"], mixer=point["mixer"], tie_embeddings=False
     )
     with torch.device("meta"):
         whole = Stack(model, 0)
-        state = whole.initial_state(options.batch)[0]
+        state = whole.initial_state(point["batch"])[0]
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.vocab_size, (options.batch, options.seqlen), generator=generator).numpy()
+    ids = torch.randint(model.vocab_size, (point["batch"], point["seqlen"]), generator=generator).numpy()
     training = TrainingConfig(device="cpu", precision="float32", threads=1)
     name = f"{shards} shard{'s' * (shards > 1)}" if sequence == 1 else f"{sequence} workers in turn"
     cluster = ClusterConfig(shards=shards, sequence=sequence)
-    group = Group(model, training, method_of(method, size, window), cluster)
-    try:
-        run: dict[str, Any] = {
-            "name": f"{method}, {name}",
-            "method": method,
-            "shards": shards,
-            "sequence": sequence,
-            "chunks": -(-options.seqlen // size),
-            "layers": [[span.start, span.stop] for span in group.spans],
-            "seqlen": options.seqlen,
-            "chunk_size": size,
-            "window": window,
-            "d_conv": model.d_conv,
-            "costs": list(costs_of(whole.stages())),
-            "slots": options.slots,
-        }
-        chunk = (options.batch, size, model.d_model)
-        run |= message_seconds(group.actors, {"y": chunk, "S": (sum(s.numel() for s in state),)})
-        repeats = []
-        for number in range(-WARM_UP, 2 * options.repeats):
-            repeat = one_batch(group, ids, size)
-            if number >= 0:
-                repeats.append(repeat)
-        on_each(group.actors, _begin_peak)
-        group.all("accumulate", ids, size)
-        run["memory_bytes"] = max(on_each(group.actors, _end_peak))
-        return run, repeats
-    finally:
-        group.kill()
+    with ray_running(shards * sequence):
+        group = Group(model, training, method_of(point["method"], size, window), cluster)
+        try:
+            run: Point = {
+                "name": f"{point['method']}, {name}",
+                **{key: point[key] for key in ("method", "shards", "sequence")},
+                "chunks": -(-point["seqlen"] // size),
+                "layers": [[span.start, span.stop] for span in group.spans],
+                "seqlen": point["seqlen"],
+                "chunk_size": size,
+                "window": window,
+                "d_conv": model.d_conv,
+                "costs": list(costs_of(whole.stages())),
+                "slots": point["slots"],
+            }
+            chunk = (point["batch"], size, model.d_model)
+            run |= message_seconds(group.actors, {"y": chunk, "S": (sum(s.numel() for s in state),)})
+            repeats = [one_batch(group, ids, size) for _ in range(WARM_UP + 2 * point["repeats"])]
+            on_each(group.actors, _begin_peak)
+            group.all("accumulate", ids, size)
+            run["memory_bytes"] = max(on_each(group.actors, _end_peak))
+            return run | summary(run, repeats[WARM_UP:])
+        finally:
+            group.kill()
 
 
 def one_batch(group: Any, ids: Any, chunk_size: int) -> dict[str, Any]:

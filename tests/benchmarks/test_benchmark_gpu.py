@@ -9,19 +9,21 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import adjoint
 from adjoint.kernels import dispatch
-from benchmarks import common, timing
-from benchmarks.gpu import child, command, kernels, model
+from benchmarks import process, timing
+from benchmarks.gpu import command, flops, kernels, model, step
 from benchmarks.kernels import roof
 from benchmarks.kernels.contenders import CONTENDERS
+from benchmarks.process import ROOT
 
 NAME = "gpu-dry-run.json"
 # What PyTorch and Triton bring along themselves.
@@ -34,165 +36,137 @@ RATES = dict.fromkeys(("bytes", "flops", "exps", "matmul_flops"), 1e12)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Runs points in this process, which saves the imports, and lists them."""
-    points: list[dict[str, Any]] = []
-
-    class Here(child.Child):
-        def ask(self, point: dict[str, Any], limit_s: float) -> dict[str, Any]:
-            points.append(point)
-            sent = json.loads(json.dumps(point))
-            deadline = time.monotonic() + limit_s
-            return json.loads(json.dumps(child.answer(sent, deadline, lambda r: self.partial(point, r))))
-
-    monkeypatch.setattr(command, "Child", Here)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are hardly repeated, the roof is not measured, and few kernels are tried."""
     monkeypatch.setattr(kernels, "REPEAT_S", 0.001)
     monkeypatch.setattr(model, "REPEAT_S", 0.001)
-    return points
+    monkeypatch.setattr(roof, "measure", lambda device, dtype: RATES)
+    monkeypatch.setattr(command, "PEERS", ("adjoint", "torch", "mamba-ssm"))
+    cases = ("SSD scan", "gated RMSNorm", "selective scan, window 512", "head loss")
+    monkeypatch.setattr(kernels, "CASES", {name: kernels.CASES[name] for name in cases})
 
 
-def run(out: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    code = command.main(["--dry-run", "--out", str(out), *arguments])
-    return code, json.loads((out / NAME).read_text())
-
-
-def rows(written: dict[str, Any], stage: str) -> list[dict[str, Any]]:
-    return written["stages"][stage]["rows"]
+def run(out: Path, *arguments: str) -> tuple[int, dict[str, list[Any]]]:
+    """The exit code, and the rows of each stage."""
+    code = command.Gpu().main(["--dry-run", "--out", str(out), *arguments])
+    return code, {
+        name: stage["rows"] for name, stage in json.loads((out / NAME).read_text())["stages"].items()
+    }
 
 
 def point(stage: str, kind: str, **changes: object) -> dict[str, Any]:
     """The first such point of the dry run."""
-    groups = command.groups(stage, command.dry())
+    groups = command.groups(stage, command.dry(command.TINY))
     return next(p for group in groups for p in group if p["kind"] == kind) | changes
 
 
 # ---------------------------------------------------------------------------------------------------- dry run
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_a_dry_run_of_the_models_stages(asked: list[Any], tmp_path: Path, capsys: Any) -> None:
-    code, written = run(tmp_path, "--stages", "c", "d", "e")
-    assert code == 0, [row for stage in "cde" for row in rows(written, stage) if row["status"] != "measured"]
-    assert (written["device"], written["dry_run"], written["complete"]) == ("cpu", True, True)
-    assert all(row["status"] == "measured" for stage in "cde" for row in rows(written, stage))
-    for row in rows(written, "c"):
-        for name in ("forward", "backward"):
-            assert row["result"][name]["device_ms"] > 0
-            assert row["result"][name]["launches"] is None  # no GPU, no kernels
-        assert len(row["result"]["backward"]["phases_ms"]) == 2
-    half, exact, *graphs, wide, check = (row["result"] for row in rows(written, "d"))
-    assert [found["distance"] for found in graphs] == [0, 0]  # nothing is replayed on a CPU
-    assert half["distance"] <= half["limit"] == 1e-4
-    assert wide["distance"] <= wide["limit"] == 1e-10
+@pytest.mark.usefixtures("one_thread", "quick")
+def test_a_dry_run(here: list[Any], tmp_path: Path, capsys: Any) -> None:
+    code, rows = run(tmp_path, "--stages", *"abcdeg")
+    assert code == 0, [row for of in rows.values() for row in of if row["status"] != "measured"]
+    states = {stage: {row["status"] for row in of} for stage, of in rows.items()}
+    assert states.pop("b") == {"measured", "missing"} and states.pop("f") == set()
+    assert all(found == {"measured"} for found in states.values()), states
+    kinds: dict[str, list[Any]] = {}
+    for row in (row for of in rows.values() for row in of):
+        kinds.setdefault(row["point"]["kind"], []).append(row["result"])
+        assert row["result"]["took_s"] >= 0
+    assert kinds["roof"][0].items() >= RATES.items()
+    assert len(kinds["backend"]) == 2 * len(dispatch.operations()) and len(kinds["values"]) == 8
+    assert all(0 < values["worst_error"] <= values["limit"] for values in kinds["values"])
+    assert all(
+        times["forward_ms"] > 0 and times["both_ms"] > 0 for times in kinds["times"] if "runs" in times
+    )
+    for tile in kinds["tile"]:
+        assert tile["forward"]["device_ms"] > 0 and tile["forward"]["launches"] is None  # no GPU, no kernels
+        assert len(tile["backward"]["phases_ms"]) == 2
+    half, wide = kinds["compare"]
+    assert half["distance"] <= half["limit"] == 1e-4 and wide["distance"] <= wide["limit"] == 1e-10
     assert half["time_ratio"] == pytest.approx(half["exact_seconds"] / half["backprop_seconds"])
-    assert exact["tokens_per_second"] > 0
-    assert exact["finite"]
-    assert check["checks"][0]["exact"] <= 1e-10
-    step, chunks = (row["result"] for row in rows(written, "e"))
-    assert (step["chunks"], step["chunks_forward"], step["chunks_backward"]) == (16, 16, 15)
-    assert step["step_s"] == pytest.approx(step["forward_s"] + step["backward_s"] + step["optimizer_s"])
-    assert (step["finite"], step["without_gradient"], step["cap_bytes"]) == (True, [], 40e9)
-    assert abs(step["loss"] - step["chance_loss"]) < 0.5
-    assert chunks["distance"] <= 1e-4
+    assert kinds["exact"][0]["tokens_per_second"] > 0 and kinds["exact"][0]["finite"]
+    assert [found["distance"] for found in kinds["graphs"]] == [0, 0]  # nothing is replayed on a CPU
+    checks = {check["precision"]: check for check in kinds["gradient"][0]["checks"]}
+    assert max(checks["float64"]["exact"], checks["float64"]["worst_parameter"]) <= 1e-10
+    assert 1e-10 < checks["float32"]["exact"] <= checks["float32"]["limit"] < 1e-5
+    assert kinds["chunks"][0]["chunk_sizes"] == [32, 21] and 0 < kinds["chunks"][0]["distance"] <= 1e-4
+    long, *others = kinds["step"]
+    assert (long["chunks"], long["chunks_forward"], long["chunks_backward"]) == (16, 16, 15)
+    assert long["step_s"] == pytest.approx(long["forward_s"] + long["backward_s"] + long["optimizer_s"])
+    assert (long["finite"], long["without_gradient"], long["cap_bytes"]) == (True, [], 40e9)
+    assert abs(long["loss"] - long["chance_loss"]) < 0.5
+    assert [s["chunk_size"] for s in others] == [64, None, None, 128, None, None]
+    assert all(s["loss"] == pytest.approx(others[0]["loss"], rel=1e-5) for s in others[:3])
     told = capsys.readouterr().out
-    assert "Exact beside Backprop" in told
-    assert "a step at 1,048,576 tokens" in told
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_a_dry_run_of_the_kernels_stages(
-    asked: list[Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "PEERS", ("adjoint", "torch", "mamba-ssm"))
-    monkeypatch.setattr(roof, "measure", lambda device, dtype: RATES)
-    cases = ("SSD scan", "gated RMSNorm", "selective scan, window 512", "head loss")
-    monkeypatch.setattr(kernels, "CASES", {name: kernels.CASES[name] for name in cases})
-    code, written = run(tmp_path, "--stages", "a", "b")
-    assert code == 0, [row for stage in "ab" for row in rows(written, stage) if row["status"] != "measured"]
-    by_kind: dict[str, list[Any]] = {}
-    for row in rows(written, "a"):
-        by_kind.setdefault(row["point"]["kind"], []).append(row["result"])
-    assert by_kind["roof"][0].items() >= RATES.items()
-    assert len(by_kind["backend"]) == 2 * len(dispatch.operations())
-    assert len(by_kind["values"]) == 2 * len(cases)
-    assert all(0 < values["worst_error"] <= values["limit"] for values in by_kind["values"])
-    statuses = {row["point"]["contender"]: row["status"] for row in rows(written, "b")}
-    assert statuses == {"adjoint": "measured", "torch": "measured", "mamba-ssm": "missing"}
-    for row in rows(written, "b"):
-        if row["status"] == "measured":
-            times = row["result"]
-            assert 0 < times["forward_ms"] < 1e4
-            assert times["both_ms"] >= max(times["training_forward_ms"], times["backward_ms"]) * 0.5
-    table = capsys.readouterr().out
-    assert "| selective_scan | 64 | adjoint |" in table
-    assert "mamba-ssm: missing" in table
+    assert (tmp_path / NAME.replace(".json", ".md")).read_text() in told
+    for words in ("| selective_scan | 64 | adjoint |", "mamba-ssm: missing", "Exact beside Backprop"):
+        assert words in told
+    del here[:]
+    assert run(tmp_path, "--stages", *"abcdeg")[0] == 0
+    assert {p.get("contender") for p in here} == {"mamba-ssm"}, "all else is in the journal"
 
 
 def test_every_case_agrees_with_the_reference_in_float64() -> None:
     for name, case in kernels.CASES.items():
         if case.operation != "selective_scan":
-            found = kernels.values(
-                {"case": name, "dtype": "float64", "size": case.sizes["cpu"], "device": "cpu"}
-            )
-            assert found["passed"], (name, found)
+            asked = {"case": name, "dtype": "float64", "size": case.sizes["cpu"], "device": "cpu"}
+            assert kernels.values(asked)["passed"], name
 
 
-def write_blocker(folder: Path) -> None:
-    """A sitecustomize.py under which nothing can be imported but PyTorch, Triton and NumPy."""
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", ["cf", "abcdefg"])
+def test_torch_triton_and_numpy_are_enough(stages: str, tmp_path: Path) -> None:
+    """Under a sitecustomize.py with which nothing else can be imported."""
     installed = {name for name in importlib.metadata.packages_distributions() if name.isidentifier()}
     absent = sorted(installed - ENOUGH - {"adjoint"} - set(sys.stdlib_module_names))
     assert {"yaml", "matplotlib", "rich", "tqdm", "safetensors", "pytest"} <= set(absent)
-    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent}))\n")
-
-
-def without_packages(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    write_blocker(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{common.ROOT}"}
+    blocked = f"import sys\nsys.modules.update(dict.fromkeys({absent}))\n"
+    (tmp_path / "sitecustomize.py").write_text(blocked)
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--out", str(tmp_path), *arguments],
-        cwd=common.ROOT,
-        env=environment,
+        [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--out", str(tmp_path), "--stages", *stages],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "# A GPU's first half hour" in done.stdout
-    return json.loads((tmp_path / NAME).read_text())
+    found = {
+        name: stage["rows"] for name, stage in json.loads((tmp_path / NAME).read_text())["stages"].items()
+    }
+    states = {stage: {row["status"] for row in found[stage]} for stage in stages}
+    assert states.pop("f") == {"missing"} and states.pop("b", {"measured"}) <= {"measured", "missing"}
+    assert all(state == {"measured"} for state in states.values()), states
 
 
 @pytest.mark.slow
-def test_torch_triton_and_numpy_are_enough_for_a_stage(tmp_path: Path) -> None:
-    written = without_packages(tmp_path, "--stages", "c", "f")
-    assert [row["status"] for row in rows(written, "c")] == ["measured"] * 2
-    assert [row["result"]["missing"] for row in rows(written, "f")] == ["pytest is not installed"]
-
-
-@pytest.mark.slow
-def test_torch_triton_and_numpy_are_enough_for_all_of_it(tmp_path: Path) -> None:
-    began = time.monotonic()
-    written = without_packages(tmp_path)
-    assert time.monotonic() - began < 120
-    states = {stage: {row["status"] for row in rows(written, stage)} for stage in written["stages"]}
-    assert states.pop("b") == {"measured", "missing"}
-    assert states.pop("f") == {"missing"}
-    assert set(states) == set("acde")
-    assert all(found == {"measured"} for found in states.values()), states
-
-
-@pytest.mark.slow
-def test_the_stage_of_tests_collects_them(asked: list[Any], tmp_path: Path) -> None:
-    code, written = run(tmp_path, "--stages", "f")
-    (row,) = rows(written, "f")
+def test_the_stage_of_tests_collects_them(here: list[Any], tmp_path: Path) -> None:
+    code, rows = run(tmp_path, "--stages", "f")
+    (row,) = rows["f"]
     assert (code, row["status"]) == (0, "measured"), row
-    assert set(row["result"]["files"]) >= {"test_long_context.py", "test_gpu.py"}
+    assert set(row["result"]["files"]) >= {"test_benchmark_gpu.py", "test_gpu.py"}
     assert "collected" in row["result"]["summary"]
+
+
+@pytest.mark.gpu
+def test_whole_steps_on_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(
+        "model:\n" + "".join(f"  {k}: {v}\n" for k, v in command.TINY.items())
+    )
+    arguments = ["--stages", "g", "--config", str(tmp_path / "tiny.yaml"), "--lengths", "512", "4K"]
+    assert command.Gpu().main([*arguments, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("gpu-*.json")
+    found = [row["result"] for row in json.loads(path.read_text())["stages"]["g"]["rows"]]
+    assert len(found) == 6
+    assert all(0 < r["held_bytes"] < r["memory_bytes"] <= r["reserved_bytes"] for r in found)
 
 
 # ------------------------------------------------------------------------------------------ errors and limits
 
 
-def test_a_fallback_is_an_error(asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fallback_is_an_error(here: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     implementation = dispatch.implementation
 
     def fallen(operation: str, backend: str | None, *where: Any) -> str:
@@ -202,16 +176,15 @@ def test_a_fallback_is_an_error(asked: list[Any], tmp_path: Path, monkeypatch: p
         return implementation(operation, backend, *where)
 
     monkeypatch.setattr(dispatch, "implementation", fallen)
-    code, written = run(tmp_path, "--stages", "c")
-    assert code == 1
-    assert {row["status"] for row in rows(written, "c")} == {"error"}
-    said = rows(written, "c")[0]["result"]["error"]
-    assert "causal_conv1d in torch.float32 fell back from" in said
-    assert "runs in plain PyTorch" in said
+    code, rows = run(tmp_path, "--stages", "c")
+    assert code == 1 and {row["status"] for row in rows["c"]} == {"error"}
+    said = rows["c"][0]["result"]["error"]
+    assert "causal_conv1d in torch.float32 fell back from" in said and "runs in plain PyTorch" in said
 
 
-def test_a_wrong_kernel_is_seen(
-    asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+@pytest.mark.usefixtures("quick")
+def test_a_wrong_kernel_and_a_wrong_gradient_are_seen(
+    here: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     case = kernels.CASES["SSD scan"]
 
@@ -220,70 +193,66 @@ def test_a_wrong_kernel_is_seen(
         return (y if backend == "reference" else y * 1.001), state
 
     monkeypatch.setattr(kernels, "CASES", {"SSD scan": kernels.Case(**{**vars(case), "call": off})})
-    monkeypatch.setattr(roof, "measure", lambda device, dtype: RATES)
-    code, written = run(tmp_path, "--stages", "a")
-    assert code == 1
-    wrong = [row["result"] for row in rows(written, "a") if row["status"] == "wrong"]
-    assert len(wrong) == 2
+    code, rows = run(tmp_path, "--stages", "a")
+    wrong = [row["result"] for row in rows["a"] if row["status"] == "wrong"]
+    assert code == 1 and len(wrong) == 2
     for found in wrong:
-        assert found["errors"]["y"] == pytest.approx(1e-3, rel=0.01)
-        assert found["errors"]["final_state"] < 1e-6
+        assert found["errors"]["y"] == pytest.approx(1e-3, rel=0.01) and found["errors"]["final_state"] < 1e-6
         assert found["limit"] < found["worst_error"] < 0.1
     assert "**no**" in capsys.readouterr().out
+    monkeypatch.setattr(adjoint, "Exact", lambda chunk_size: adjoint.LayerLocal(chunk_size=chunk_size))
+    check = model.gradient(point("d", "gradient", precisions=["float64", "float32", "bfloat16"]))
+    assert [c["passed"] for c in check["checks"]] == [False] * 3 and not check["passed"]
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_second_call_goes_on(asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = model.tile
+def test_a_second_call_goes_on(here: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stopped one, of one that failed, and of one for which there was no time."""
+    outcomes: list[Any] = [{"forward": 1}, KeyboardInterrupt]
 
-    def interrupted(p: dict[str, Any]) -> dict[str, Any]:
-        if p["chunk_size"] == 64:
+    def tile(p: dict[str, Any]) -> dict[str, Any]:
+        if outcomes[len(here) - 1] is KeyboardInterrupt:
             raise KeyboardInterrupt
-        return tile(p)
+        return outcomes[len(here) - 1]
 
-    with monkeypatch.context() as patched:
-        patched.setattr(model, "tile", interrupted)
-        code, written = run(tmp_path, "--stages", "c")
-    assert (code, written["complete"]) == (130, False)
-    assert [row["point"]["chunk_size"] for row in rows(written, "c")] == [32]
-    del asked[:]
-    code, written = run(tmp_path, "--stages", "c")
-    assert (code, written["complete"]) == (0, True)
-    assert [p["chunk_size"] for p in asked] == [64]
-    assert len(rows(written, "c")) == 2
-
-
-def test_points_beyond_the_budget_are_left_out(
-    asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model, "tile", lambda p: {"error": "it broke"})
-    code, written = run(tmp_path, "--stages", "c", "--budget-s", "1")
-    assert (code, asked) == (1, [])
-    assert [row["status"] for row in rows(written, "c")] == ["left out"] * 2
-    code, written = run(tmp_path, "--stages", "c")
-    assert (code, len(asked)) == (1, 2)
-    assert [row["status"] for row in rows(written, "c")] == ["error"] * 2
-    del asked[:]
-    run(tmp_path, "--stages", "c")
-    assert len(asked) == 2  # errors are tried again
+    monkeypatch.setattr(model, "tile", tile)
+    monkeypatch.setattr(command.tables, "_tiles", lambda rows, result: "")
+    code, rows = run(tmp_path, "--stages", "c")
+    assert (code, [row["point"]["chunk_size"] for row in rows["c"]]) == (130, [32])
+    code, rows = run(tmp_path, "--stages", "c", "--budget-s", "1")
+    assert (code, [row["status"] for row in rows["c"]], len(here)) == (1, ["measured", "left out"], 2)
+    for state, expected in (({"error": "it broke"}, 1), ({"forward": 2}, 0)):
+        outcomes[1] = state
+        del here[:]
+        here.append(None)
+        assert run(tmp_path, "--stages", "c")[0] == expected
+        assert [p["chunk_size"] for p in here[1:]] == [64]
 
 
 def test_what_does_not_fit_is_tried_smaller(
-    asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compare(p: dict[str, Any]) -> dict[str, Any]:
         if p["model"]["n_layer"] == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has 1 GiB.")
         raise ValueError("enough of it")
 
+    def stepped(p: dict[str, Any]) -> dict[str, Any]:
+        return {"out_of_memory": "full"} if p["method"] == "exact" else {"error": "it broke"}
+
     monkeypatch.setattr(model, "compare_methods", compare)
+    monkeypatch.setattr("benchmarks.gpu.measure.step", stepped)
     for kind in ("exact", "graphs", "gradient"):
         monkeypatch.setattr(model, kind, lambda p: {"stopped": "it was enough"})
-    code, written = run(tmp_path, "--stages", "d")
-    assert code == 1
-    states = [(row["status"], row["point"]["model"]["n_layer"]) for row in rows(written, "d")]
+    code, rows = run(tmp_path, "--stages", "d", "g", "--methods", "exact")
+    states = [(row["status"], row["point"]["model"]["n_layer"]) for row in rows["d"]]
     tried = [("out of memory", 2), ("error", 1)]
-    assert states == [*tried, *[("stopped", 2)] * 3, *tried, ("stopped", 2)]
+    assert code == 1 and states == [*tried, *[("stopped", 2)] * 3, *tried, ("stopped", 2)]
+    assert rows["d"][0]["result"]["out_of_memory"] == "CUDA out of memory Tried to allocate 9 GiB"
+    assert [(row["status"], row["point"]["length"]) for row in rows["g"]] == [
+        ("out of memory", 64),
+        ("left out", 128),
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- the long step
@@ -291,82 +260,33 @@ def test_what_does_not_fit_is_tried_smaller(
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_step_that_would_not_end_in_time_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "SPEAK_S", 0.0)
     told: list[dict[str, Any]] = []
-    found = model.step(point("e", "step"), time.monotonic() - 1, told.append)
-    assert found["stopped"].startswith("it would take")
+    monkeypatch.setattr(step, "SPEAK_S", 0.0)
+    monkeypatch.setattr(process, "report", told.append)
+    monkeypatch.setattr(process, "deadline", lambda: time.monotonic() - 1)
+    found = step.step(point("e", "step"))
+    assert found["stopped"].startswith("it would take") and "memory_bytes" in found
     assert (found["chunks"], found["chunks_forward"]) == (16, 4)
-    assert found["memory_bytes"] > 0
-    assert [t["chunks_forward"] for t in told] == [1, 2, 3, 4]
-    assert told[0]["projected_s"] > 0
-    assert model.step(point("e", "step", length=64), time.monotonic() + 60, told.append)["passed"]
+    assert [t["chunks_forward"] for t in told] == [1, 2, 3, 4] and told[0]["projected_s"] > 0
 
 
 def test_a_projection_follows_the_measured_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(model, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    watch = model.Watch(10, 1e9, lambda found: None)
+    monkeypatch.setattr(step, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    watch = step.Watch(10, 1e9, lambda found: None)
     watch.began = 100.0
     for _ in range(10):  # a second a chunk forward
-        watch._first_layer(None, ())
+        watch.chunk_begins()
         clock[0] += 1
-    assert watch.found["projected_s"] == pytest.approx(10 * (1 + model.USUALLY))
+    assert watch.found["projected_s"] == pytest.approx(10 * (1 + step.USUALLY))
     for _ in range(5):
         clock[0] += 2  # then three seconds a chunk backward, the first one's part of the forward before it
-        watch._first_layer(None, ())
-        clock[0] += 0
-    assert watch.found["chunks_backward"] == 5
-    assert watch.found["backward_chunk_s"] == pytest.approx(2)
+        watch.chunk_begins()
+    assert (watch.found["chunks_backward"], watch.found["backward_chunk_s"]) == (5, pytest.approx(2))
     assert watch.found["projected_s"] == pytest.approx(30)
 
 
-# ---------------------------------------------------------------------------------------------------- process
-
-
-def fake(code: str) -> Sequence[str]:
-    """A child that answers each request by the Python `code`, in which it is `point`."""
-    loop = f"""
-import json, os, sys, time
-def say(kind, what): print(kind + json.dumps(what), flush=True)
-for line in sys.stdin:
-    point = json.loads(line)["point"]
-    {code}
-"""
-    return sys.executable, "-c", loop
-
-
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        ("os.abort()", "its process ended by SIGABRT"),
-        ("sys.exit(3)", "its process ended with exit code 3"),
-        ("time.sleep(60)", "took longer than 2 s"),
-    ],
-)
-def test_a_process_that_ends_or_hangs_is_replaced(code: str, error: str) -> None:
-    answer = "say('answer: ', {'result': {'pid': os.getpid()}, 'spoiled': False})"
-    one = child.Child(lambda point, found: None, fake(f"{code} if point['bad'] else {answer}"))
-    try:
-        first = one.ask({"bad": False}, 30)
-        assert one.ask({"bad": False}, 30) == first
-        assert one.ask({"bad": True}, 2) == {"error": error}
-        assert one.ask({"bad": False}, 30) != first
-    finally:
-        one.close()
-
-
-def test_partial_results_and_a_spoiled_process() -> None:
-    told: list[Any] = []
-    code = (
-        "say('partial: ', {'n': 1}); print('noise'); "
-        "say('answer: ', {'result': {'pid': os.getpid()}, 'spoiled': True})"
-    )
-    one = child.Child(lambda point, found: told.append(found), fake(code))
-    try:
-        assert one.ask({}, 30) != one.ask({}, 30)
-        assert told == [{"n": 1}] * 2
-    finally:
-        one.close()
+# ------------------------------------------------------------------------------------------ times and counts
 
 
 def test_phases_on_a_gpu_are_those_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,44 +308,33 @@ def test_phases_on_a_gpu_are_those_between_events(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(timing, "synchronize", lambda device: None)
     monkeypatch.setattr(timing, "_Busy", lambda device: SimpleNamespace(keep=kept.append))
-    found = timing.phases(lambda mark: mark(), "cuda:0", 1.0, most=3)
-    assert found == [[1e-3, 1e-3]] * 3
-    assert len(kept) == 3
-    assert len(recorded) == 9
-
-
-# ----------------------------------------------------------------------------------------------- what is said
-
-
-def average(key: str, count: int, us: float, on: str = "CUDA", note: bool = False) -> Any:
-    return SimpleNamespace(
-        key=key,
-        count=count,
-        self_device_time_total=us,
-        device_type=SimpleNamespace(name=on),
-        is_user_annotation=note,
-    )
+    assert timing.phases(lambda mark: mark(), "cuda:0", 1.0, most=3) == [[1e-3, 1e-3]] * 3
+    assert (len(kept), len(recorded)) == (3, 9)
 
 
 def test_launches_are_those_of_kernels() -> None:
-    averages = [
-        average("aten::mm", 9, 70.0, "CPU"),
-        average("cudaLaunchKernel", 12, 0.0, "CPU"),
-        average("gemm", 3, 50.0),
-        average("_scan_kernel", 2, 2000.0),
-        average("Memset (Device)", 4, 1.0),
-        average("Memcpy DtoD (Device -> Device)", 1, 1.0),
-        average("a range", 1, 9000.0, note=True),
+    rows = [
+        ("aten::mm", 9, 70.0, "CPU"),
+        ("cudaLaunchKernel", 12, 0.0, "CPU"),
+        ("gemm", 3, 50.0, "CUDA"),
+        ("_scan_kernel", 2, 2000.0, "CUDA"),
+        ("Memset (Device)", 4, 1.0, "CUDA"),
+        ("Memcpy DtoD (Device -> Device)", 1, 1.0, "CUDA"),
+        ("a range", 1, 9000.0, "CUDA"),
     ]
+    averages = [
+        SimpleNamespace(key=key, count=count, self_device_time_total=us,
+                        device_type=SimpleNamespace(name=on), is_user_annotation=key == "a range")
+        for key, count, us, on in rows
+    ]  # fmt: skip
     found = model.counted(averages)
-    assert found is not None
-    assert (found["launches"], found["copies"]) == (5, 5)
+    assert found is not None and (found["launches"], found["copies"]) == (5, 5)
     assert found["kernels"][0] == {"name": "_scan_kernel", "calls": 2, "ms": 2.0}
     assert model.counted(averages[:2]) is None
 
 
 def test_the_real_thing_is_the_size_it_says() -> None:
-    sizes = command.on_gpu()
+    sizes = command.on_gpu(model.read_model(command.CONFIG))
     points = {stage: [p for g in command.groups(stage, sizes) for p in g] for stage in command.STAGES}
     assert (sizes.model["d_model"], sizes.model["n_layer"], sizes.lengths[0]) == (2048, 48, 2**20)
     assert sizes.chunk_size == 1792
@@ -434,19 +343,76 @@ def test_the_real_thing_is_the_size_it_says() -> None:
         (n, 4096, 16) for n in (1792, 8192, 65536)
     }
     assert all(p["device"] == "cuda:0" for found in points.values() for p in found)
-    assert sum(stage.budget_s for stage in command.STAGES.values()) <= 25 * 60
-    assert max(stage.budget_s for stage in command.STAGES.values()) <= 8 * 60
-    for p in points["b"]:
-        assert p["contender"] in CONTENDERS[p["op"]]
+    half_hour = [command.STAGES[stage].budget_s for stage in "abcdef"]
+    assert sum(half_hour) <= 25 * 60 and max(half_hour) <= 8 * 60
+    assert all(p["contender"] in CONTENDERS[p["op"]] for p in points["b"])
 
 
-def test_wrong_options_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = [["--dry-run", "--stages", "g"], ["--dry-run", "--budget-s", "0"]]
-    if not torch.cuda.is_available():
-        wrong.append([])
-    for arguments in wrong:
-        with pytest.raises(SystemExit) as stop:
-            command.parse(arguments)
-        assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
+def test_models_are_read_alike_with_and_without_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = sorted((ROOT / "configs").glob("mamba-*.yaml"))
+    expected = [model.read_model(path) for path in paths]
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert [model.read_model(path) for path in paths] == expected and paths
+    for text, reason in (
+        ("data:\n  batch: 1\n", "no section model"),
+        ("model:\n  mixer:\n", "is not `key: value`"),
+    ):
+        (tmp_path / "x.yaml").write_text(text)
+        with pytest.raises(ValueError, match=reason):
+            model.read_model(tmp_path / "x.yaml")
+
+
+class MatmulFlops(TorchDispatchMode):
+    """Counts the FLOPs of matrix products. PyTorch's counter puts hooks where a tile's vjp allows none."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.total += 2 * args[0].numel() * args[1].shape[1]
+        assert func not in (torch.ops.aten.bmm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("backprop", adjoint.Backprop()),
+        ("backprop-checkpoint", adjoint.Backprop(checkpoint=True)),
+        ("exact", adjoint.Exact(16)),
+        ("exact", adjoint.Exact(16, keep="inputs")),
+    ],
+)
+@pytest.mark.parametrize("width", [0, 24])
+def test_executed_flops_are_those_that_run(name: str, method: Any, width: int) -> None:
+    """Of the matrix products; the scan and the convolution have none."""
+    shape, seqlen = adjoint.StackConfig(**command.TINY, d_intermediate=width), 75
+    stack, counted = adjoint.Stack(shape), flops.forward_flops(shape)
+    products = counted.layers - 2 * (7 * 64 * 16 + 2 * 4 * 64)
+    forward = flops.Forward(products, counted.head, counted.last)
+    ids = torch.randint(64, (1, seqlen))
+    with MatmulFlops() as counter:
+        stack(ids, labels=ids, method=method).loss.backward()
+    assert counter.total == round(forward.executed(name, getattr(method, "keep", ""), seqlen, 16) * seqlen)
+
+
+def test_model_flops_are_those_of_the_formula() -> None:
+    one = adjoint.StackConfig(vocab_size=64, d_model=32, n_layer=1, mixer="mamba", d_state=8, dt_rank=2)
+    found = flops.forward_flops(one)
+    d_inner, weights = 64, 32 * 128 + 64 * (2 + 16) + 2 * 64 + 64 * 32
+    assert found.layers == 2 * weights + 7 * d_inner * 8 + 2 * 4 * d_inner
+    assert (found.head, found.model) == (2 * 64 * 32, 3 * (found.layers + found.head))
+    two = adjoint.StackConfig(vocab_size=64, d_model=32, n_layer=1, mixer="mamba2", d_state=8, headdim=16)
+    channels, heads = 64 + 2 * 8, 4
+    weights = 32 * (64 + channels + heads) + 64 * 32
+    assert flops.forward_flops(two).layers == 2 * weights + 5 * 64 * 8 + 2 * 4 * channels
+    with pytest.raises(ValueError, match="not dense"):
+        flops.forward_flops(adjoint.StackConfig(n_layer=1, mixer="dense"))
+    for gpu, precision, rate in (
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA A100 80GB PCIe", "bfloat16", 312e12),
+        ("NVIDIA H200", "float32", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bfloat16", None),
+        (None, "bfloat16", None),
+    ):
+        assert flops.data_sheet(gpu, precision) == rate

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,10 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels.cpu import build as cpu_build
-from benchmarks import common
-from benchmarks.kernels import command, measure, operations, report, roof
+from benchmarks import report
+from benchmarks.kernels import command, measure, operations, roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender, norm_torch
 
-SLOW = {"compile", "numba"}  # a compiler each
 CPU = [
     (op, name)
     for op, table in CONTENDERS.items()
@@ -45,7 +42,7 @@ def point(op: str, name: str, file: Path | None) -> dict[str, Any]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("op", "name"),
-    [pytest.param(*row, marks=pytest.mark.slow if row[1] in SLOW else ()) for row in CPU],
+    [pytest.param(*row, marks=pytest.mark.slow if row[1] == "compile" else ()) for row in CPU],
 )
 def test_every_contender_agrees_with_float64(op: str, name: str, answers: Path) -> None:
     contender = CONTENDERS[op][name]
@@ -110,46 +107,48 @@ def test_the_roof_is_measured_with_the_scans_own_exponential() -> None:
     assert library.elements_a_round(0) == 2 * library.elements_a_round(1)
 
 
-def options(*arguments: str) -> argparse.Namespace:
-    return command.parse(["--size", "small", *arguments])
-
-
 def test_contenders_alternate_and_slow_ones_run_once() -> None:
-    chosen = options("--repeats", "2", "--op", "rms_norm", "--peers", "torch", "compile")
-    order = [(p["repeat"], p.get("contender", p["kind"])) for p in command.grid(chosen)]
-    expected = [(0, "roof"), (0, "adjoint"), (0, "reference"), (0, "torch"), (0, "compile")]
-    assert order == [*expected, (1, "roof"), (1, "adjoint"), (1, "torch")]
-    alone = options("--op", "rms_norm", "--peers")
-    assert {p.get("contender") for p in command.grid(alone)} == {None, "adjoint", "reference"}
+    benchmark = command.Kernels()
+    chosen = ["--size", "small", "--repeats", "2", "--op", "rms_norm", "--peers"]
+    points = benchmark.points(benchmark.parse([*chosen, "torch", "compile"]))
+    order = [(p["repeat"], p["contender"]) for p in points if p["kind"] == "contender"]
+    first = [(0, "adjoint"), (0, "reference"), (0, "torch"), (0, "compile")]
+    assert order == [*first, (1, "adjoint"), (1, "torch")]
+    alone = benchmark.points(benchmark.parse(chosen))
+    assert {p.get("contender") for p in alone} == {None, "adjoint", "reference"}
+    assert [p["kind"] for p in alone[:3]] == ["roof", "answer", "contender"]
 
 
-def test_summary_takes_medians_and_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_take_medians_and_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {
         "adjoint": Contender("ours", dict, ours=True),
-        "wrong": Contender("wrong", dict),
-        "failed": Contender("failed", dict),
-        "absent": Contender("absent", dict, needs=("no_such_module",)),
-        "forward": Contender("forward only", dict, backward_tokens=8, note="too slow"),
+        "wrong": Contender("wrong", dict, ours=True),
+        "failed": Contender("failed", dict, ours=True),
+        "absent": Contender("absent", dict, ours=True, needs=("no_such_module",)),
+        "forward": Contender("forward only", dict, ours=True, backward_tokens=8, note="too slow"),
     }
     monkeypatch.setitem(CONTENDERS, "causal_conv1d", table)
-    chosen = options("--op", "causal_conv1d", "--repeats", "3")
-    journal = common.Journal(tmp_path / "j", "m")
-    for p in command.grid(chosen):
-        if p["kind"] == "roof":
-            rate = (1e9, 4e9, 2e9)[p["repeat"]]
-            result: dict[str, Any] = dict.fromkeys(("bytes", "flops", "exps", "matmul_flops"), rate)
+    benchmark = command.Kernels()
+    options = benchmark.parse(["--size", "small", "--op", "causal_conv1d", "--repeats", "3"])
+    found = []
+    for p in benchmark.points(options):
+        result: dict[str, Any] = {"errors": {"y": 1e-7, "x": 2e-7}}
+        if p["kind"] != "contender":
+            rate = (1e9, 4e9, 2e9)[p.get("repeat", 0)]
+            rates = dict.fromkeys(("bytes", "flops", "exps", "matmul_flops"), rate)
+            result = rates if p["kind"] == "roof" else {"saved": True}
         elif p["contender"] == "wrong":
             result = {"errors": {"y": 0.5}, "wrong": {"y": 0.5}}
         elif p["contender"] == "failed":
             result = {"error": "broke"}
         else:
             seconds = (0.001, 0.004, 0.002)[p["repeat"]]
-            result = {"errors": {"y": 1e-7, "x": 2e-7}, "forward": [seconds] * 3}
+            result["forward"] = [seconds] * 3
             if p["contender"] == "adjoint":
                 result["both"] = [1.0, 2 * seconds, 0.0]
-        journal.add(p, result)
-    rows, rates = command.summarise(chosen, journal)
-    assert rates["bytes"] == 4e9
+        found.append((p, result))
+    rows = benchmark.rows(options, found)
+    assert benchmark.payload(options, found)["roof"]["bytes"] == 4e9
     row = {(r["contender"], r["pass"]): r for r in rows}
     ours = row["adjoint", "forward"]
     assert (ours["ms"], ours["ms_min"], ours["ms_max"], ours["processes"]) == (2.0, 1.0, 4.0, 3)
@@ -162,11 +161,11 @@ def test_summary_takes_medians_and_says_why_not(tmp_path: Path, monkeypatch: pyt
     assert row["absent", "forward"]["note"] == "no_such_module is not installed"
     assert row["forward", "forward"]["status"] == "measured"
     assert (row["forward", "both"]["status"], row["forward", "both"]["note"]) == ("left out", "too slow")
-    shown = {label: cells for label, *cells in report.lines(rows)}
-    assert shown["ours"][:2] == ["2 ms", ""]
-    assert shown["forward only"][:2] == ["2 ms", "1×"]
-    assert shown["wrong"][0] == "wrong"
-    assert "wrong: off: y by 5.0e-01" in report.notes(rows)
+    assert benchmark.failed({"rows": rows})
+    report.add_ratios(rows, *benchmark.ratios)
+    shown = {label: cells for label, *cells in command.lines(rows)}
+    assert shown["ours"][:2] == ["2 ms", ""] and shown["forward only"][:2] == ["2 ms", "1×"]
+    assert shown["wrong"][0] == "wrong" and row["wrong", "forward"]["note"] == "off: y by 5.0e-01"
 
 
 def test_gpu_contenders_name_what_they_need() -> None:
@@ -174,37 +173,3 @@ def test_gpu_contenders_name_what_they_need() -> None:
         for contender in table.values():
             if contender.devices == ("cuda",) and not contender.ours:
                 assert contender.packages
-
-
-def test_wrong_options_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = [["--op", "magic"], ["--peers", "magic"], ["--repeats", "0"], ["--device", "tpu"]]
-    if not torch.cuda.is_available():
-        wrong.append(["--device", "cuda"])
-    for arguments in wrong:
-        with pytest.raises(SystemExit) as stop:
-            command.parse(arguments)
-        assert stop.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_one_operation_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--op", "rms_norm", "--peers", "torch", "--size", "small", "--repeats", "1"]
-    assert command.main([*arguments, "--settle", "0.01", "--out", str(tmp_path)]) == 0
-    written = json.loads((tmp_path / "kernels.json").read_text())
-    assert written["complete"]
-    assert {*written["roof"]} == {"bytes", "flops", "exps", "matmul_flops"}
-    assert min(written["roof"].values()) > 1e6
-    measured = [row for row in written["rows"] if row["status"] == "measured"]
-    assert [(row["contender"], row["pass"]) for row in measured] == [
-        (name, which) for name in ("adjoint", "reference", "torch") for which in ("forward", "both")
-    ]
-    for row in measured:
-        assert 0 < row["ms"] < 1e4
-        assert max(row["errors"].values()) < 1e-5
-    text = (tmp_path / "kernels.md").read_text()
-    assert "PyTorch rms_norm" in text
-    assert written["environment"]["versions"]["torch"] in text
-    assert (tmp_path / "kernels.png").stat().st_size > 5_000
-    assert "RMSNorm" in capsys.readouterr().out
-    assert not list((tmp_path / "partial").iterdir())

@@ -1,240 +1,407 @@
-"""The benchmarks' own machinery: what they predict, keep, leave out and publish."""
+"""The runner of benchmarks: processes, journal, what is left out and published; a dry run of each one."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from adjoint import memory as meter
-from benchmarks import common, window_time
-from benchmarks.memory import command as memory
-from benchmarks.memory import report as memory_report
+from benchmarks import (
+    layer_work,
+    memory,
+    mini_sequence,
+    mixers,
+    process,
+    recall,
+    report,
+    runner,
+    scaling,
+    steps,
+    window_time,
+    wrapped,
+)
+from benchmarks.convergence.command import Convergence
+from benchmarks.gpu.command import Gpu
+from benchmarks.kernels.command import Kernels
+from benchmarks.runner import Benchmark
+from benchmarks.shards.command import Shards
+
+# --------------------------------------------------------------------------------------------------- dry runs
+
+# Each benchmark, its smallest arguments, how many rows they give, columns of every one, and what it writes
+# besides .json, .csv and .md.
+ROOM = ["--max-memory", "900GiB"]
+DRY: dict[str, tuple[Benchmark, list[str], int, set[str], set[str]]] = {
+    "memory": (
+        memory.Memory(),
+        ["--lengths", "128", "256", "--methods", "exact", "hf-mamba2", "--repeats", "1", "--repeat-s", "0",
+         "--allocator", "default", *ROOM],
+        4,
+        {"method", "label", "allocator", "length", "status", "memory_bytes", "ms_per_token", "processes"},
+        {".png"},
+    ),
+    "wrapped": (
+        wrapped.Wrapped(),
+        ["--lengths", "128", "--models", "Llama", "--repeats", "1", "--repeat-s", "0", *ROOM],
+        3,
+        {"model", "way", "allocator", "length", "memory_bytes", "ms_per_token", "kept_bytes"},
+        {".png"},
+    ),
+    "mixers": (
+        mixers.Mixers(),
+        ["--mixers", "mamba", "gated delta rule", "--lengths", "64", "--rounds", "1", "--repeats", "1"],
+        5,
+        {"mixer", "length", "method", "ms_per_token", "ratio"},
+        set(),
+    ),
+    "mini_sequence": (
+        mini_sequence.MiniSequence(),
+        ["--tokens", "256", "--plain-tokens", "128", "--words", "2000"],
+        2,
+        {"method", "tokens", "words", "bytes", "loss"},
+        set(),
+    ),
+    "window_time": (
+        window_time.WindowTime(),
+        ["--seqlen", "64", "--windows", "1", "64", "--repeats", "2", "--settle", "0"],
+        10,
+        {"scan", "window", "ratio", "ratio_min", "ratio_max", "unwindowed_ms", "windowed_ms", "pairs"},
+        {".png"},
+    ),
+    "layer_work": (
+        layer_work.LayerWork(),
+        ["--mixers", "mamba"],
+        4,
+        {"mixer", "recompute", "forward_operators", "backward_operators", "weight_bytes"},
+        set(),
+    ),
+    "recall": (
+        recall.Recall(),
+        ["--mixers", "mamba", "--seqlen", "64", "--steps", "2"],
+        1,
+        {"mixer", "seqlen", "steps", "loss", "recall", "needle"},
+        {".png"},
+    ),
+    "scaling": (
+        scaling.Scaling(),
+        ["--lengths", "1K", "2K", "--slice-length", "2K", "--layers", "56", "--windows", "15"],
+        14,
+        {"context", "method", "devices", "days"},
+        {".png"},
+    ),
+    "convergence": (
+        Convergence(),
+        ["--methods", "backprop", "truncated-auto", "--tasks", "recall-fast", "--seeds", "1", "--steps", "2",
+         "--seqlen", "32", "--jobs", "1"],
+        2,
+        {"task", "method", "seeds", "held_out", "train", "gap", "curve_distance", "accuracy_4", "note"},
+        {".png"},
+    ),
+    "kernels": (
+        Kernels(),
+        ["--op", "rms_norm", "--peers", "torch", "--size", "small", "--repeats", "1", "--settle", "0.001"],
+        6,
+        {"op", "contender", "pass", "size", "errors", "status", "ms", "roof_ms", "roof_share"},
+        {".png"},
+    ),
+}  # fmt: skip
+DRY["shards"] = (
+    Shards(),
+    ["--shards", "1", "2", "--repeats", "1", "--d-model", "16", "--layers", "2", "--seqlen", "64",
+     "--chunk-size", "16", "--window", "8", "--methods", "exact", "truncated"],
+    4,
+    {"method", "shards", "sequence", "predicted_seconds", "measured_seconds", "error", "memory_bytes"},
+    {".png", "/exact-2.json", "/exact-in-turn-2.json", "/truncated-2.json"},
+)  # fmt: skip
 
 
-def options(**changes: object) -> argparse.Namespace:
-    chosen = memory.parse(["--lengths", "1K", "4K", "--methods", "exact", "hf-mamba2", "--repeats", "2",
-                           "--allocator", "default", "--max-memory", "1GB"])  # fmt: skip
-    vars(chosen).update(changes)
-    return chosen
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "shards" else ()) for name in DRY]
+)
+def test_a_dry_run(
+    name: str, here: list[Any], tmp_path: Path, capsys: Any, request: pytest.FixtureRequest
+) -> None:
+    if name == "shards":
+        request.getfixturevalue("ray_on_loopback")
+    benchmark, arguments, count, columns, files = DRY[name]
+    assert benchmark.main([*arguments, "--out", str(tmp_path)]) in (0, 1)  # 1: slower, larger than it may be
+    told = capsys.readouterr().out
+    written = json.loads((tmp_path / f"{name}.json").read_text())
+    assert written["benchmark"] == name and written["complete"]
+    assert written["environment"]["versions"]["torch"] and written["environment"]["commit"]
+    assert len(written["rows"]) == count
+    assert columns <= set().union(*written["rows"]) and all("error" not in row for row in written["rows"])
+    assert (tmp_path / f"{name}.csv").read_text().count("\n") == count + 1
+    assert (tmp_path / f"{name}.md").read_text() in told
+    assert files == {f for f in {".png", *files} if (tmp_path / f"{name}{f}").exists()}
+    assert ".png" not in files or (tmp_path / f"{name}.png").stat().st_size > 5_000
+    assert not (tmp_path / "partial").exists()
+    del here[:]
+    assert benchmark.main([*arguments, "--redraw", "--out", str(tmp_path)]) in (0, 1)
+    assert capsys.readouterr().out == told and not here
 
 
-def result(mib: float, seconds: float = 1.0) -> dict[str, object]:
-    return {"memory_bytes": int(mib * 2**20), "baseline_bytes": 0, "seconds": [9.0, seconds], "loss": 5.5}
+REFUSED = [
+    (memory.Memory(), ["--repeats", "0"], "--repeats must be 1 or more"),
+    (memory.Memory(), ["--lengths", "64"], "--lengths must be 128 or more"),
+    (memory.Memory(), ["--lengths", "12 Q"], "invalid tokens value"),
+    (memory.Memory(), ["--max-memory", "lots"], "invalid size value"),
+    (memory.Memory(), ["--methods", "magic"], "invalid choice"),
+    (memory.Memory(), ["--device", "tpu"], "cpu or cuda"),
+    (memory.Memory(), ["--publish", "--methods", "exact"], "leave out --methods"),
+    (memory.Memory(), ["--out", str(runner.RESULTS / "exact-growth")], "with --publish only"),
+    (window_time.WindowTime(), ["--windows", "0"], "between 1 and --seqlen"),
+    (window_time.WindowTime(), ["--seqlen", "64", "--windows", "65"], "between 1 and --seqlen (64)"),
+    (recall.Recall(), ["--seqlen", "32"], "--seqlen must be 64 or more"),
+    (Kernels(), ["--op", "magic"], "invalid choice"),
+    (Kernels(), ["--peers", "magic"], "invalid choice"),
+    (Kernels(), ["--repeats", "0"], "--repeats must be 1 or more"),
+    (Convergence(), ["--methods", "magic"], "unknown method 'magic'"),
+    (Convergence(), ["--methods", "exact-4"], "unknown method 'exact-4'"),
+    (Convergence(), ["--methods", "truncated-0"], "window"),
+    (Convergence(), ["--seqlen", "16"], "at least 32"),
+    (Convergence(), ["--steps", "-1"], "--steps must be 1 or more"),
+    (Shards(), ["--shards", "9"], "--shards must lie between 1 and --layers"),
+    (Shards(), ["--in-turn", "17"], "--in-turn must lie between 1 and the number of chunks (16)"),
+    (Shards(), ["--window", "4K"], "--window must be smaller than --seqlen"),
+    (Gpu(), ["--dry-run", "--stages", "z"], "invalid choice"),
+    (Gpu(), ["--dry-run", "--budget-s", "0"], "--budget-s must be 1 or more"),
+    (Gpu(), ["--dry-run", "--lengths", "8"], "--lengths must be 16 or more"),
+    (Gpu(), ["--dry-run", "--config", "none.yaml"], "No such file"),
+]
+
+
+@pytest.mark.parametrize(("benchmark", "arguments", "line"), REFUSED)
+def test_wrong_options_end_with_exit_code_2(
+    benchmark: Benchmark, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        benchmark.parse(arguments)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and line in said.splitlines()[-1] and "Traceback" not in said
+
+
+# -------------------------------------------------------------------------------------------------- processes
+
+
+def measure(point: dict[str, Any]) -> dict[str, Any]:
+    """What the points of these tests do."""
+    process.report({"n": 1})
+    print("noise")
+    for word, act in ACTS.items():
+        if word == point.get("do"):
+            act()
+    return {"pid": os.getpid(), "heap": os.environ.get("MALLOC_MMAP_MAX_")}
+
+
+def hang() -> None:
+    import time
+
+    time.sleep(60)
+
+
+def fail() -> None:
+    raise OSError("disk full\nmore")
+
+
+def exhaust() -> None:
+    raise RuntimeError("CUDA error: out of memory")
+
+
+ACTS: dict[str, Callable[[], object]] = {
+    "abort": os.abort,
+    "exit": lambda: sys.exit("all is lost"),
+    "hang": hang,
+    "fail": fail,
+    "exhaust": exhaust,
+}
+ENDED = "its process ended "
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
+    ("do", "result"),
     [
-        ("16384", 16384),
-        ("16K", 16384),
-        ("1M", 2**20),
-        ("18GB", 18 * 2**30),
-        ("1.5 GiB", 3 * 2**29),
-        ("7b", 7),
+        ("abort", {"error": f"{ENDED}by SIGABRT"}),
+        ("exit", {"error": f"{ENDED}with exit code 1: all is lost"}),
+        ("hang", {"error": "took longer than 2 s"}),
+        ("fail", {"error": "OSError: disk full more"}),
+        ("exhaust", {"out_of_memory": "CUDA error: out of memory"}),
     ],
 )
-def test_parse_size(text: str, size: int) -> None:
-    assert common.parse_size(text) == size
+def test_a_point_that_fails_gives_one_line_and_costs_only_itself(
+    do: str, result: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "1")  # a setting of the shell is not measured
+    told: list[Any] = []
+    one = process.Process(__name__, partial=told.append)
+    try:
+        first = one.measure({})
+        assert first["pid"] != os.getpid() and first["heap"] is None
+        assert one.measure({}) == first, "one process serves many points"
+        assert one.measure({"do": do}, 2 if do == "hang" else 30) == result
+        assert (one.measure({}) == first) == (do in ("fail", "exhaust"))
+        assert told == [{"n": 1}] * 4
+    finally:
+        one.close()
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1", "1e3", "16 Q"])
-def test_parse_size_refuses(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
-        common.parse_size(text)
+# ----------------------------------------------------------------------------------------------------- runner
 
 
-def test_wrong_options_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (
-        ["--repeats", "0"],
-        ["--lengths", "64"],
-        ["--methods", "magic"],
-        ["--max-memory", "lots"],
-    ):
-        with pytest.raises(SystemExit) as stop:
-            memory.parse(arguments)
-        assert stop.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
+class Squares(Benchmark):
+    """A benchmark of numbers, in whose measuring something may go wrong."""
+
+    name, module, whole, document, mark = "squares", __name__, ("n",), "docs/squares.md", "squares"
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--n", type=int, nargs="+", default=[1, 2, 3])
+
+    def points(self, options: argparse.Namespace) -> list[dict[str, Any]]:
+        return [{"n": n} for n in options.n]
+
+    def rows(self, options: argparse.Namespace, found: runner.Found) -> list[dict[str, Any]]:
+        return [{**p, "square": r["square"]} for p, r in found if "square" in r]
+
+    def markdown(self, result: dict[str, Any]) -> str:
+        return "".join(f"{row['n']}² = {row['square']}\n" for row in result["rows"])
 
 
-def test_peak_follows_an_allocation_and_is_reset() -> None:
-    code = (
-        "from adjoint import memory as meter\n"
-        "meter.reset_peak_rss(); now, _ = meter.rss_bytes()\n"
-        "block = bytearray(200 << 20); block[::4096] = b'x' * len(block[::4096]); del block\n"
-        "peak = meter.rss_bytes()[1] - now\n"
-        "meter.reset_peak_rss()\n"
-        "print(peak >> 20, meter.rss_bytes()[1] - now >> 20)\n"
-    )
-    if not Path("/proc/self/clear_refs").exists():
-        pytest.skip("the peak can be reset on Linux only")
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=common.ROOT, capture_output=True, text=True, check=True
-    )
-    peak, after = map(int, done.stdout.split())
-    assert 195 <= peak <= 230
-    assert after < 50
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with results and a document that show squares of before."""
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(runner, "RUNS", tmp_path / "runs")
+    (tmp_path / "docs").mkdir()
+    marked = "before\n<!-- squares table -->\nold\n<!-- end of squares table -->\nafter\n"
+    (tmp_path / "docs" / "squares.md").write_text(marked)
+    return tmp_path
 
 
-def test_journal_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+def square(monkeypatch: pytest.MonkeyPatch, **trouble: Any) -> list[int]:
+    """Has the points measured here; lists them. `trouble`: {"two": …} is what becomes of the second."""
+    seen: list[int] = []
+
+    def measured(self: Any, point: dict[str, Any], limit_s: float = 0.0) -> dict[str, Any]:
+        seen.append(point["n"])
+        if point["n"] == 2 and trouble:
+            if trouble["two"] is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            return trouble["two"]
+        return {"square": point["n"] ** 2}
+
+    monkeypatch.setattr(process.Process, "measure", measured)
+    return seen
+
+
+def test_a_stopped_run_goes_on_and_only_an_asked_for_whole_one_is_published(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, document = repository / "runs" / "squares", repository / "docs" / "squares.md"
+    before = document.read_text()
+    square(monkeypatch, two=KeyboardInterrupt)
+    assert Squares().main(["--publish"]) == 130
+    stopped = json.loads((here / "squares.json").read_text())
+    assert not stopped["complete"] and [row["n"] for row in stopped["rows"]] == [1]
+    square(monkeypatch, two={"error": "it broke"})
+    assert Squares().main(["--publish"]) == 1
+    assert "Not published" in capsys.readouterr().err
+    seen = square(monkeypatch)
+    assert Squares().main([]) == 0
+    assert seen == [2], "what was finished is not measured again, what failed is"
+    assert document.read_text() == before and not (repository / "results").exists()
+    assert not (here / "partial").exists()
+    assert Squares().main(["--redraw", "--out", str(here), "--publish"]) == 0
+    assert seen == [2] and (repository / "results" / "squares.csv").read_text() == "n,square\n1,1\n2,4\n3,9\n"
+    shown = document.read_text()
+    assert "<!-- squares table -->\n\n1² = 1\n2² = 4\n3² = 9\n\n<!-- end" in shown
+    assert shown.startswith("before\n") and shown.endswith("after\n")
+
+
+def test_a_journal_is_of_one_code_and_machine(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    journal = common.Journal(path, "mark")
+    journal = runner.Journal(path, "mark")
     journal.add({"length": 1, "method": "a"}, {"value": 1})
     journal.add({"length": 2, "method": "a"}, {"value": 2})
     path.write_text(path.read_text()[:-5])  # killed while it wrote the second
-    again = common.Journal(path, "mark")
+    again = runner.Journal(path, "mark")
     assert again.get({"method": "a", "length": 1}) == {"value": 1}
     assert again.get({"method": "a", "length": 2}) is None
     again.add({"length": 2, "method": "a"}, {"value": 3})
-    assert common.Journal(path, "mark").get({"length": 2, "method": "a"}) == {"value": 3}
-    other = common.Journal(path, "another mark")
-    assert other.discarded
-    assert not other.done
+    assert runner.Journal(path, "mark").get({"length": 2, "method": "a"}) == {"value": 3}
+    assert not runner.Journal(path, "mark", fresh=True).done
+    other = runner.Journal(path, "another mark")
+    assert other.discarded and not other.done
+    machine: dict[str, Any] = {"versions": {"torch": "1", "x": "1"}, "gpu": None, "cpu": "c"}
+    upgraded = machine | {"versions": {"torch": "1", "x": "2"}}
+    source = [report.ROOT / "benchmarks" / "process.py"]
+    assert runner.fingerprint(source, machine, ()) != runner.fingerprint(source, upgraded, ())
+    assert runner.fingerprint(source, machine, ["torch"]) == runner.fingerprint(source, upgraded, ["torch"])
+
+
+# ---------------------------------------------------------------------------------------- memory and the rest
 
 
 def test_prediction_is_linear_in_the_last_two() -> None:
-    assert common.predicted_bytes([], 4096) is None
-    assert common.predicted_bytes([(1024, 100)], 4096) == 400
-    assert common.predicted_bytes([(256, 5), (4096, 1300), (1024, 100)], 8192) == 1300 + 4096 * 1200 // 3072
-    assert common.predicted_bytes([(1024, 100), (4096, 90)], 8192) == 90  # noise never predicts less
-    assert common.predicted_bytes([(8192, 100)], 4096) is None
+    assert steps.predicted_bytes([], 4096) is None
+    assert steps.predicted_bytes([(1024, 100)], 4096) == 400
+    assert steps.predicted_bytes([(256, 5), (4096, 1300), (1024, 100)], 8192) == 1300 + 4096 * 1200 // 3072
+    assert steps.predicted_bytes([(1024, 100), (4096, 90)], 8192) == 90  # noise never predicts less
+    assert steps.predicted_bytes([(8192, 100)], 4096) is None
 
 
-def test_points_that_would_not_fit_are_left_out(tmp_path: Path) -> None:
-    chosen = options()
-    journal = common.Journal(tmp_path / "j", "m")
-    points = {(p["method"], p["length"], p["repeat"]): p for p in memory.grid(chosen)}
-    assert len(points) == 8
-    journal.add(points["hf-mamba2", 1024, 0], result(300))
-    journal.add(points["exact", 1024, 0], result(60))
-    assert memory.reason_to_skip(points["exact", 4096, 0], journal, chosen.max_memory) is None
-    reason = memory.reason_to_skip(points["hf-mamba2", 4096, 0], journal, chosen.max_memory)
-    assert reason is not None
-    assert "1.2 GiB predicted, the limit is 1.0" in reason
-    journal.add(points["exact", 1024, 0], {"error": "ended by SIGKILL"})
-    assert "SIGKILL" in str(memory.reason_to_skip(points["exact", 4096, 0], journal, chosen.max_memory))
-
-
-def test_points_alternate_methods_before_they_repeat() -> None:
-    order = [(p["repeat"], p["length"], p["method"]) for p in memory.grid(options())]
-    assert order[:4] == [
-        (0, 1024, "exact"),
-        (0, 1024, "hf-mamba2"),
-        (0, 4096, "exact"),
-        (0, 4096, "hf-mamba2"),
-    ]
+def test_methods_alternate_and_what_would_not_fit_is_left_out() -> None:
+    benchmark = memory.Memory()
+    options = benchmark.parse(["--lengths", "1K", "4K", "--methods", "exact", "hf-mamba2", "--repeats", "2",
+                               "--allocator", "default", "--max-memory", "1GB"])  # fmt: skip
+    points = benchmark.points(options)
+    order = [(p["repeat"], p["length"], p["method"]) for p in points]
+    assert order[:3] == [(0, 1024, "exact"), (0, 1024, "hf-mamba2"), (0, 4096, "exact")]
     assert [repeat for repeat, _, _ in order] == [0] * 4 + [1] * 4
+    (ours, theirs), found = points[2:4], [(points[1], {"memory_bytes": 300 << 20})]
+    assert benchmark.skip(ours, found, options) is None
+    assert "1.2 GiB predicted, the limit is 0.9" in str(benchmark.skip(theirs, found, options))
+    found = [(points[0], {"error": "ended by SIGKILL"})]
+    assert benchmark.skip(ours, found, options) == "at 1,024 tokens: ended by SIGKILL"
 
 
-def test_summary_takes_medians_and_says_why_not(tmp_path: Path) -> None:
-    chosen = options(repeats=3)
-    journal = common.Journal(tmp_path / "j", "m")
-    for point in memory.grid(chosen):
-        if point["method"] == "exact":
-            journal.add(point, result((10, 30, 20)[point["repeat"]], (1.0, 4.0, 2.0)[point["repeat"]]))
-        else:
-            journal.add(point, {"skipped": "too large"} if point["length"] == 4096 else {"error": "broke"})
-    rows = {(row["method"], row["length"]): row for row in memory.summarise(chosen, journal)}
-    exact = rows["exact", 1024]
-    assert exact["memory_bytes"] == 20 * 2**20
-    assert exact["ms_per_token"] == pytest.approx(2.0 / 1024 * 1e3, rel=1e-4)
-    assert exact["processes"] == 3
-    assert (rows["hf-mamba2", 1024]["status"], rows["hf-mamba2", 1024]["note"]) == ("failed", "broke")
-    assert (rows["hf-mamba2", 4096]["status"], rows["hf-mamba2", 4096]["note"]) == ("skipped", "too large")
+def test_summary_takes_medians_and_says_why_not() -> None:
+    results = [
+        {"memory_bytes": mib << 20, "seconds": [9.0, s]} for mib, s in ((10, 1.0), (30, 4.0), (20, 2.0))
+    ]
+    row = steps.medians(results, 1024)
+    assert (row["memory_bytes"], row["memory_bytes_max"], row["processes"]) == (20 << 20, 30 << 20, 3)
+    assert row["ms_per_token"] == pytest.approx(2.0 / 1024 * 1e3, rel=1e-4)
+    assert steps.medians([{"error": "broke"}], 1) == {"status": "failed", "note": "broke"}
+    assert steps.medians([{"skipped": "too large"}], 1) == {"status": "skipped", "note": "too large"}
+    rows = [{"m": "a", "n": 1, "x": 2.0}, {"m": "b", "n": 1, "x": 3.0}, {"m": "b", "n": 2, "x": 3.0}]
+    report.add_ratios(rows, ["x"], {"m": "a"}, ["n"])
+    assert [row.get("x_ratio") for row in rows] == [1.0, 1.5, None]
 
 
-def test_a_failing_child_is_one_line() -> None:
-    failed = common.run_child("benchmarks.memory.measure", {"method": "no such method"})
-    assert "no such method" in failed["error"]
-    assert "\n" not in failed["error"]
+SHOWN = (memory.Memory(), wrapped.Wrapped(), mixers.Mixers(), layer_work.LayerWork(), recall.Recall())
 
 
-def test_readme_shows_the_published_results_and_no_others() -> None:
-    published = common.RESULTS / "memory.json"
-    readme = (common.ROOT / "README.md").read_text()
-    if published.exists():
-        rows = json.loads(published.read_text())["rows"]
-        table = memory_report.markdown([row for row in rows if row["allocator"] == rows[0]["allocator"]])
-    else:
-        table = ""
-    assert common.with_table(readme, "memory", table) == readme
+@pytest.mark.parametrize("benchmark", [*SHOWN, Convergence()], ids=lambda benchmark: benchmark.name)
+def test_documents_show_the_published_results_and_no_others(benchmark: Benchmark) -> None:
+    document = (runner.ROOT / benchmark.document).read_text()
+    picture = f"![{benchmark.caption}]({benchmark.name}.png)\n\n" if benchmark.caption else ""
+    table = picture + benchmark.markdown(benchmark.load(runner.RESULTS / benchmark.name))
+    assert report.with_table(document, benchmark.mark or benchmark.name, table) == document
 
 
-def test_one_point_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--quick", "--lengths", "128", "256", "--methods", "exact", "--out", str(tmp_path)]
-    assert memory.main([*arguments, "--max-memory", str(meter.total_memory_bytes())]) == 0
-    written = json.loads((tmp_path / "memory.json").read_text())
-    assert written["complete"]
-    assert [row["length"] for row in written["rows"]] == [128, 256]
-    for row in written["rows"]:
-        assert 2**20 < row["memory_bytes"] < 2**30
-        assert row["ms_per_token"] > 0
-    assert written["environment"]["versions"]["torch"]
-    assert (tmp_path / "memory.csv").read_text().count("\n") == 3
-    assert (tmp_path / "memory.png").stat().st_size > 10_000
-    assert "Exact" in capsys.readouterr().out
-    assert not os.listdir(tmp_path / "partial")
-
-
-def test_windows_reach_from_one_to_the_length() -> None:
+def test_windows_reach_from_one_to_the_length_and_ratios_are_of_pairs() -> None:
     windows = window_time.windows_of(16384)
-    assert {2**i for i in range(15)} <= set(windows)
-    assert {1, 3, 5461, 16383, 16384} <= set(windows)
+    assert {2**i for i in range(15)} | {1, 3, 5461, 16383, 16384} <= set(windows)
     assert window_time.windows_of(2) == [1, 2]
-
-
-def test_ratio_is_the_median_over_pairs_not_of_medians() -> None:
-    row = window_time.summarise("dense", 4, [(1.0, 2.0), (10.0, 30.0), (2.0, 2.0)])
+    row = window_time.summary("dense", 4, [(1.0, 2.0), (10.0, 30.0), (2.0, 2.0)])
     assert (row["ratio_min"], row["ratio"], row["ratio_max"]) == (1.0, 2.0, 3.0)
     assert (row["unwindowed_ms"], row["windowed_ms"], row["pairs"]) == (2000.0, 2000.0, 3)
-
-
-def test_window_time_refuses_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--windows", "0"], ["--seqlen", "64", "--windows", "65"], ["--repeats", "0"]):
-        with pytest.raises(SystemExit) as stop:
-            window_time.parse(arguments)
-        assert stop.value.code == 2
-    assert "between 1 and --seqlen (64)" in capsys.readouterr().err
-
-
-def test_window_time_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--seqlen", "64", "--windows", "1", "7", "64", "--repeats", "2", "--settle", "0"]
-    code = window_time.main([*arguments, "--out", str(tmp_path)])
-    written = json.loads((tmp_path / "window_time.json").read_text())
-    rows = written["rows"]
-    assert [(row["scan"], row["window"]) for row in rows] == [
-        (scan, window) for scan in window_time.SCANS for window in (1, 7, 64)
-    ]
-    assert all(row["pairs"] == 2 and 0 < row["ratio_min"] <= row["ratio"] <= row["ratio_max"] for row in rows)
-    assert code == int(max(row["ratio"] for row in rows) > written["limit"])
-    assert written["complete"] and written["environment"]["versions"]["torch"]
-    assert (tmp_path / "window_time.md").read_text() in capsys.readouterr().out
-    assert (tmp_path / "window_time.png").stat().st_size > 10_000
-    assert not os.listdir(tmp_path / "partial")
-
-
-def test_window_time_goes_on_where_it_was_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--seqlen", "8", "--scans", "diagonal", "--windows", "1", "2", "--repeats", "1"]
-    measured: list[int] = []
-
-    def stopped(name: str, window: int, *_: object) -> list[list[float]]:
-        if window in measured or (window == 2 and not measured[1:]):
-            measured.append(-1)
-            raise KeyboardInterrupt
-        measured.append(window)
-        return [[1.0, 1.5]]
-
-    monkeypatch.setattr(window_time, "measure", stopped)
-    assert window_time.main([*arguments, "--out", str(tmp_path)]) == 130
-    assert not json.loads((tmp_path / "window_time.json").read_text())["complete"]
-    assert window_time.main([*arguments, "--out", str(tmp_path)]) == 0
-    assert measured == [1, -1, 2]  # the finished window was not measured again
-    assert json.loads((tmp_path / "window_time.json").read_text())["complete"]
-    assert "Going on: 1 points" in capsys.readouterr().err

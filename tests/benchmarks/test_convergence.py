@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +13,17 @@ import torch
 
 import adjoint
 from adjoint.errors import UserError
-from benchmarks import common
-from benchmarks.convergence import command as convergence
-from benchmarks.convergence import report as convergence_report
+from benchmarks.convergence import command, tables, train
 from benchmarks.convergence import tasks as recall_tasks
-from benchmarks.convergence import train
-from benchmarks.convergence.workers import Workers
 
 SMALL: dict[str, Any] = {"model": {"d_model": 8, "n_layer": 2, "d_state": 4}, "batch": 2, "seqlen": 48}
 
 
 def losses(method: str, steps: int = 4, **changes: Any) -> list[float]:
     point = {"task": "recall-slow", "method": method, "seed": 0, "steps": steps, "dtype": "float64"} | SMALL
-    *counted, result = train.train(point | changes)
-    assert counted == list(range(1, steps + 1))
-    assert isinstance(result, dict)
-    return result["losses"]
+    found = train.measure(point | changes)["losses"]
+    assert len(found) == steps
+    return found
 
 
 def apart(a: list[float], b: list[float]) -> float:
@@ -145,21 +137,18 @@ def test_lessons_come_first_and_are_the_same_for_every_method(monkeypatch: pytes
     before = set()
     for method in ("backprop", "layer-local"):
         point = {"task": "recall-far", "method": method, "seed": 0, "steps": 2} | SMALL
-        *steps, result = train.train(point)
-        assert steps == [1, 2] and isinstance(result, dict)
+        result = train.measure(point)
         assert result["before"].keys() == {"16", "24"}
         before.add((result["losses"][0], *result["before"].values()))
     assert len(before) == 1
     monkeypatch.setitem(recall_tasks.TASKS, "recall-far", dataclasses.replace(small, lessons=()))
-    *_, unprepared = train.train(point)
-    assert isinstance(unprepared, dict)
+    unprepared = train.measure(point)
     assert "before" not in unprepared and unprepared["losses"][0] != before.pop()[0]
 
 
 def test_auto_reports_a_window_a_layer_and_step() -> None:
     point = {"task": "recall-fast", "method": "truncated-auto", "seed": 0, "steps": 2} | SMALL
-    *_, result = train.train(point)
-    assert isinstance(result, dict)
+    result = train.measure(point)
     assert [len(row) for row in result["windows"]] == [2, 2]
     assert all(1 <= w <= SMALL["seqlen"] for row in result["windows"] for w in row)
 
@@ -180,120 +169,32 @@ def test_names_of_methods(name: str, method: object) -> None:
     assert train.make_method(name) == method
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--methods", "magic"],
-        ["--methods", "truncated"],
-        ["--methods", "exact-4"],
-        ["--methods", "truncated-0"],
-        ["--seeds", "0"],
-        ["--tasks", "magic"],
-        ["--seqlen", "16"],
-        ["--steps", "-1"],
-    ],
-)
-def test_wrong_options_end_with_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        convergence.parse(arguments)
-    assert stop.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
+# ----------------------------------------------------------------------------------------- what is made of it
 
 
-# ------------------------------------------------------------------------------------------------ the workers
-
-
-def worked(point: dict[str, Any]) -> Iterator[int | dict[str, Any]]:
-    yield 1
-    if point["n"] == "dies":
-        os._exit(3)
-    if point["n"] == "raises":
-        raise OSError("disk full\nmore")
-    yield {"square": point["n"] ** 2}
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_costs_its_point_only() -> None:
-    points = [{"n": n} for n in (2, "dies", "raises", 5)]
-    workers = Workers(worked, 1, 1)
-    try:
-        seen = list(workers.run(points))
-    finally:
-        workers.close()
-    assert [content for _, kind, content in seen if kind == "result"] == [
-        {"square": 4},
-        {"error": "the process ended with code 3"},
-        {"error": "OSError: disk full"},
-        {"square": 25},
-    ]
-    assert sum(kind == "step" for _, kind, _ in seen) == 4
-    assert not workers.idle[0][0].is_alive()
-
-
-# -------------------------------------------------------------------------------------------- the whole thing
-
-
-@pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--methods", "backprop", "truncated-4", "truncated-auto", "--tasks", "recall-fast",
-                 "--seeds", "1", "--steps", "3", "--seqlen", "32", "--jobs", "1",
-                 "--out", str(tmp_path)]  # fmt: skip
-    assert convergence.main(arguments) == 0
-    first = json.loads((tmp_path / "convergence.json").read_text())
-    assert first["complete"] and first["command"].startswith("python -m benchmarks.convergence --methods")
-    assert "Truncated(auto)" in capsys.readouterr().out
-    assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")
-    assert "| Truncated(4) |" in (tmp_path / "convergence.md").read_text()
-
-    options = convergence.parse(arguments)
-    journal = common.Journal(tmp_path / "journal", "mark")
-    points = convergence.grid(options)
-    kept = {"losses": [1.0, 2.0, 3.0], "windows": None, "held_out": 7.0}
-    journal.add(points[0], kept)
-    convergence.run(options, journal)
-    assert journal.get(points[0]) == kept  # not trained again
-    by_method = {row["method"]: row for row in first["rows"]}
-    for point in points[1:]:
-        again = journal.get(point)
-        assert again is not None
-        assert again["held_out"] == by_method[point["method"]]["held_out"]  # the same numbers to the last bit
-
-
-def test_summary_pairs_seeds_and_keeps_failures(tmp_path: Path) -> None:
-    options = convergence.parse(["--methods", "backprop", "exact", "--tasks", "text", "--seeds", "3",
-                                 "--steps", "12"])  # fmt: skip
-    journal = common.Journal(tmp_path / "j", "m")
-    for point in convergence.grid(options):
+def test_rows_pair_seeds_and_keep_failures() -> None:
+    convergence = command.Convergence()
+    options = convergence.parse(["--methods", "backprop", "exact", "--tasks", "text", "--steps", "12"])
+    found = []
+    for point in convergence.points(options):
         shift = 0.1 if point["method"] == "exact" else 0.0
         result = {"losses": [float(point["seed"] + i) for i in range(12)], "windows": None,
                   "held_out": 10.0**point["seed"] + shift}  # fmt: skip
-        if (point["method"], point["seed"]) == ("exact", 2):
-            result = {"error": "ended"}
-        journal.add(point, result)
-    rows, curves = convergence.summarise(options, journal)
-    backprop, exact = rows
+        failed = (point["method"], point["seed"]) == ("exact", 2)
+        found.append((point, {"error": "ended"} if failed else result))
+    backprop, exact = rows = convergence.rows(options, found)
     assert (backprop["held_out"], backprop["held_out_max"], backprop["gap"]) == (10.0, 100.0, 0.0)
     assert (exact["seeds"], exact["note"]) == (2, "ended")
     assert exact["gap"] == pytest.approx(0.1)
     assert exact["curve_distance"] == 0.0
-    assert curves[0]["losses"]["1"] == [5.5, 11.5]
-    about = {"tasks": {"text": {"label": "text", "steps": 12}}, "rows": rows, "curves": curves}
-    assert "| Exact | 5.600 (1.100 … 10.100) | +0.100 (+0.100 … +0.100) |" in convergence_report.markdown(
-        about | {"block_steps": 10}
-    )
+    result = convergence.payload(options, found) | {"rows": rows}
+    assert result["curves"][0]["losses"]["1"] == [5.5, 11.5]
+    assert "| Exact | 5.600 (1.100 … 10.100) | +0.100 (+0.100 … +0.100) |" in tables.markdown(result)
 
 
 def test_when_recall_was_half_learned() -> None:
     result = {"block_steps": 10}
     curve = {"losses": {"0": [2.8, 1.38, 1.5], "1": [2.7, 2.6, 1.0], "2": [2.7, 2.6, 2.5]}}
-    found = convergence_report.half_learned(result, curve)  # guessing among 16 costs 2.77
+    found = tables.half_learned(result, curve)  # guessing among 16 costs 2.77
     assert found == [20, 30, None]
-    assert convergence_report._steps_text(found) == "30 (20 … never)"
-
-
-def test_published_table_replaces_the_one_before() -> None:
-    begin, end = "<!-- convergence table -->", "<!-- end of convergence table -->"
-    document = (common.ROOT / "docs" / "convergence.md").read_text()
-    replaced = common.with_table(document, "convergence", "new\n")
-    assert f"{begin}\n\nnew\n\n{end}" in replaced
-    assert replaced.partition(begin)[0] == document.partition(begin)[0]
+    assert tables.steps_text(found) == "30 (20 … never)"

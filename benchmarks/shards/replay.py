@@ -1,6 +1,4 @@
-"""Real runs of shards against their simulation: `python -m benchmarks.scaling --measured FILE …`.
-
-`python -m benchmarks.shards` makes the runs. A file holds one of them as JSON:
+"""Real runs of shards against their simulation. A run is, as JSON:
 
     {"name": "2 shards", "method": "exact", "layers": [[0, 2], [2, 4]], "sequence": 1, "seqlen": 4096,
      "chunk_size": 512, "window": null, "d_conv": 4, "costs": [0, 1, 1, 1, 1, 0.2], "slots": 2,
@@ -160,3 +158,65 @@ def compare(paths: Sequence[Path]) -> int:
             f"measured {row['measured_seconds']:.4g} s, {row['error']:+.1%}"
         )
     return int(any(abs(row["error"]) > TOLERANCE for row in rows))
+
+
+# -------------------------------------------------------------------------------------- from repeats to a run
+
+
+def summary(run: dict[str, Any], repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is left of the repeats: tiles from the even ones, wall times and a drawing from the odd ones."""
+    made = plan_of(run)
+    calibration, test = repeats[::2], repeats[1::2]
+    walls = [wall_seconds(repeat["traces"]) for repeat in test]
+    middle = test[walls.index(statistics.median_low(walls))]
+    tiles = [sum(done.processor for trace in r["traces"] for done in trace) for r in test]
+    processes = [repeat["processes"] for repeat in test]
+    others = [(r["machine"] - r["processes"]) / r["call"] for r in test if r["machine"] is not None]
+    return {
+        "tiles": mean_tiles(made, (repeat["traces"] for repeat in calibration)),
+        "wall_seconds": walls,
+        "call_seconds": [repeat["call"] for repeat in test],
+        "calibration_wall_seconds": [wall_seconds(repeat["traces"]) for repeat in calibration],
+        "outside_share": 1 - sum(tiles) / sum(processes),
+        "others_cores": statistics.mean(others) if others else None,
+        "spans": spans(made, middle["traces"]),
+    }
+
+
+def wall_seconds(traces: Sequence[Sequence[Any]]) -> float:
+    """From the first action of any worker to the last, on the machine's one clock."""
+    return max(trace[-1].stop for trace in traces) - min(trace[0].start for trace in traces)
+
+
+def spans(made: Plan, traces: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """[worker, tile, start, stop] of every tile, in seconds from the first action of any."""
+    zero = min(trace[0].start for trace in traces)
+    return [
+        [worker, str(action.tile), done.start - zero, done.stop - zero]
+        for worker, (program, trace) in enumerate(zip(made.programs, traces, strict=True))
+        for action, done in zip(program, trace, strict=True)
+        if isinstance(action, Run)
+    ]
+
+
+def row_of(run: dict[str, Any]) -> dict[str, Any]:
+    """A run's line in the table."""
+    call, others = statistics.median(run["call_seconds"]), run["others_cores"]
+    found = compared(run)
+    left = None
+    if others is not None and others < run["slots"]:
+        left = predicted({**run, "slots": run["slots"] - max(0.0, others)})
+    return {
+        **{key: run[key] for key in ("method", "shards", "sequence", "chunks")},
+        "tiles_seconds": sum(seconds for _, seconds in run["tiles"]),
+        **{key: found[key] for key in found if key != "name"},
+        "call_seconds": call,
+        "call_error": found["predicted_seconds"] / call - 1,
+        "others_cores": others,
+        "left_seconds": left,
+        "left_error": None if left is None else left / found["measured_seconds"] - 1,
+        "core_each_seconds": predicted({**run, "slots": None}),
+        "message_ms": 1e3 * run["message_whole_seconds"],
+        "outside_share": run["outside_share"],
+        "memory_bytes": run["memory_bytes"],
+    }

@@ -7,13 +7,24 @@ from typing import Any
 
 import torch
 
-from benchmarks import common
-from benchmarks.common import Point, Row
+from adjoint.layers import StackConfig
+from benchmarks import report
+from benchmarks.gpu.flops import forward_flops
 from benchmarks.kernels.operations import OPS
 from benchmarks.kernels.roof import seconds
-from benchmarks.long_context.report import CHECK_COLUMNS, check_cells
+from benchmarks.process import Point
+from benchmarks.report import Row
 
+STATES = ("error", "out_of_memory", "stopped", "missing", "under_way", "skipped")
 SAID = ("left out", "error", "wrong", "out of memory", "stopped", "under way")  # below a table
+
+
+def status(result: Point) -> str:
+    """What became of a point."""
+    for key in STATES:
+        if key in result:
+            return "left out" if key == "skipped" else key.replace("_", " ")
+    return "wrong" if result.get("passed") is False else "measured"
 
 
 def name(point: Point) -> str:
@@ -30,31 +41,35 @@ def name(point: Point) -> str:
     if kind == "tile":
         return f"a layer on {point['chunk_size']:,} tokens"
     layers, tokens = point["model"]["n_layer"], point["length"]
-    what = {"compare": "Exact beside Backprop", "exact": "Exact", "gradient": "gradients against float64",
-            "graphs": "Exact by CUDA graphs",
-            "step": "a step of Exact", "chunks": "Exact with other chunks"}[kind]  # fmt: skip
+    what = {
+        "compare": "Exact beside Backprop",
+        "exact": "Exact",
+        "gradient": "gradients against float64",
+        "graphs": "Exact by CUDA graphs",
+        "step": f"a step of {point.get('method')}",
+        "chunks": "Exact with other chunks",
+    }[kind]
     return f"{what}, {tokens:,} tokens, {layers} layers, {point['precision']}"
 
 
-def markdown(found: Mapping[str, Sequence[Row]], titles: Mapping[str, str], payload: Row) -> str:
+def markdown(result: Row, titles: Mapping[str, str]) -> str:
     """What ran on what, and a table a stage; `titles` are the stages'."""
-    environment = payload["environment"]
+    environment = result["environment"]
     versions = environment["versions"]
-    where = "dry run on the CPU" if payload["dry_run"] else environment["gpu"]
-    driver = (payload["driver"] or {}).get("driver_version", "unknown")
+    where = "dry run on the CPU" if result["dry_run"] else environment["gpu"]
+    driver = (result["driver"] or {}).get("driver_version", "unknown")
     ran = (
-        f"{where}, driver {driver}, CUDA {payload['cuda']}, torch {versions.get('torch')}, triton "
+        f"{where}, driver {driver}, CUDA {result['cuda']}, torch {versions.get('torch')}, triton "
         f"{versions.get('triton', 'none')}, Python {environment['python']}, {environment['date'][:10]}, "
-        f"{environment['commit']}{'' if payload['complete'] else '; stopped before the end'}.\n"
+        f"{environment['commit']}{'' if result['complete'] else '; stopped before the end'}.\n"
     )
     parts = ["# A GPU's first half hour\n", ran]
-    tables = {"a": _checks, "b": _times, "c": _tiles, "d": _gradients, "e": _steps, "f": _tests}
-    for stage, rows in found.items():
-        if not rows:
-            continue
-        parts.append(f"## {stage}: {titles[stage]}\n")
+    tables = {"a": _checks, "b": _times, "c": _tiles, "d": _gradients, "e": _steps, "f": _tests, "g": _steps}
+    for stage, table in tables.items():
+        rows = [row for row in result["rows"] if row["point"]["stage"] == stage]
         done = [row for row in rows if row["status"] in ("measured", "wrong")]
-        parts += [tables[stage](done, found)] if done else []
+        parts += [f"## {stage}: {titles[stage]}\n"] if rows else []
+        parts += [table(done, result)] if done else []
         notes = {
             f"- {row['name']}: {row['status']}; {why(row['status'], row['result'])}\n": None
             for row in rows
@@ -74,8 +89,8 @@ def why(state: str, result: Point) -> str:
         keys = ("worst", "worst_error", "limit", "distance", "finite", "without_gradient", "summary")
         return ", ".join(f"{key} {_number(result[key])}" for key in keys if key in result)
     if state == "under way":
-        return ", ".join(f"{key} {_number(value)}" for key, value in result.items())
-    said = str(result[state.replace(" ", "_")])
+        return ", ".join(f"{key} {_number(value)}" for key, value in result["under_way"].items())
+    said = str(result["skipped" if state == "left out" else state.replace(" ", "_")])
     more = {
         key: result[key] for key in ("chunks_forward", "chunks_backward", "memory_bytes") if key in result
     }
@@ -86,7 +101,7 @@ def _of(rows: Sequence[Row], kind: str) -> list[Row]:
     return [row for row in rows if row["point"]["kind"] == kind]
 
 
-def _checks(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
+def _checks(rows: Sequence[Row], result: Row) -> str:
     parts = []
     for row in _of(rows, "roof"):
         rate = row["result"]
@@ -106,7 +121,7 @@ def _checks(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
     ]
     if backends:
         parts.append(
-            common.markdown_table(("operation", "dtype", "run by", "trial, s"), backends, left=(0, 1, 2))
+            report.markdown_table(("operation", "dtype", "run by", "trial, s"), backends, left=(0, 1, 2))
         )
     cases = [
         [row["point"]["case"], row["point"]["dtype"], r["worst"], _number(r["worst_error"]),
@@ -115,12 +130,12 @@ def _checks(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
     ]  # fmt: skip
     if cases:
         heads = ("kernel", "dtype", "worst", "error", "may be", "passed", "first call, s")
-        parts.append(common.markdown_table(heads, cases, left=(0, 1, 2, 5)))
+        parts.append(report.markdown_table(heads, cases, left=(0, 1, 2, 5)))
     return "\n".join(parts)
 
 
-def _times(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
-    rates: Any = next((row["result"] for row in _of(found["a"], "roof") if row["status"] == "measured"), None)
+def _times(rows: Sequence[Row], result: Row) -> str:
+    rates = _rates(result)
     lines = []
     for row in sorted(rows, key=lambda row: (row["point"]["op"], row["point"]["tokens"])):
         point, r = row["point"], row["result"]
@@ -132,7 +147,12 @@ def _times(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
         ])  # fmt: skip
     heads = ("operation", "tokens", "by", "forward, ms", "backward, ms", "both, ms", "forward of the roof",
              "both of the roof", "peak memory")  # fmt: skip
-    return common.markdown_table(heads, lines, left=(0, 2))
+    return report.markdown_table(heads, lines, left=(0, 2))
+
+
+def _rates(result: Row) -> Any:
+    """The rates of stage a, or None."""
+    return next((r["result"] for r in _of(result["rows"], "roof") if r["status"] == "measured"), None)
 
 
 def roofs(point: Point, rates: Mapping[str, float]) -> tuple[float, float]:
@@ -144,7 +164,7 @@ def roofs(point: Point, rates: Mapping[str, float]) -> tuple[float, float]:
     return 1e3 * seconds(forward, rates, itemsize, device)[0], 1e3 * seconds(both, rates, itemsize, device)[0]
 
 
-def _tiles(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
+def _tiles(rows: Sequence[Row], result: Row) -> str:
     lines = []
     for row in rows:
         r, cells = row["result"], [f"{row['point']['chunk_size']:,}"]
@@ -154,10 +174,10 @@ def _tiles(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
     each = ("device, ms", "wall, ms", "host, ms", "launches")
     heads = ("chunk", *(f"{name}: {head}" for name in ("forward", "backward") for head in each),
              "device, µs a token", "whole step, s")  # fmt: skip
-    return common.markdown_table(heads, lines)
+    return report.markdown_table(heads, lines)
 
 
-def _gradients(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
+def _gradients(rows: Sequence[Row], result: Row) -> str:
     parts = []
     compared = [
         [f"{row['point']['length']:,}", str(row["point"]["model"]["n_layer"]), row["point"]["precision"],
@@ -169,7 +189,7 @@ def _gradients(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
     if compared:
         heads = ("tokens", "layers", "precision", "chunk", "distance", "may be", "Exact, s", "Backprop, s",
                  "ratio", "Exact's memory", "Backprop's")  # fmt: skip
-        parts.append(common.markdown_table(heads, compared, left=(2,)))
+        parts.append(report.markdown_table(heads, compared, left=(2,)))
     for row in _of(rows, "exact"):
         r = row["result"]
         parts.append(
@@ -184,33 +204,56 @@ def _gradients(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
             f"{_size(r['launched_peak_bytes'])}, distance {_number(r['distance'])}, may be "
             f"{_number(r['limit'])}.\n"
         )
-    checks = [check_cells(check) for row in _of(rows, "gradient") for check in row["result"]["checks"]]
+    checks = [
+        [f"{row['point']['length']:,}", f"{row['point']['chunk_size']:,}", check["precision"],
+         *(f"{check[key]:.1e}" for key in ("exact", "backprop", "between", "limit")),
+         "yes" if check["passed"] else "**no**"]
+        for row in _of(rows, "gradient") for check in row["result"]["checks"]
+    ]  # fmt: skip
     if checks:
-        parts.append(common.markdown_table(CHECK_COLUMNS, checks, left=(0, 8)))
+        columns = ("tokens", "chunk", "precision", "Exact", "Backprop", "between", "may be", "passed")
+        parts.append("Distance of Exact's and of Backprop's gradient from Backprop's in float64; between: of "
+                     "Exact from Backprop.\n")  # fmt: skip
+        parts.append(report.markdown_table(columns, checks, left=(2, 7)))
     return "\n".join(parts)
 
 
-def _steps(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
-    lines = [
-        [f"{row['point']['length']:,}", f"{row['point']['chunk_size']:,}", _number(r["forward_s"]),
-         _number(r["backward_s"]), _number(r["optimizer_s"]), f"{r['tokens_per_second']:,.0f}",
-         _size(r["memory_bytes"]), _size(r["reserved_bytes"]), _size(r["cap_bytes"]), _number(r["loss"]),
-         _number(r["grad_norm"]), str(r["finite"])]
-        for row in _of(rows, "step") for r in [row["result"]]
-    ]  # fmt: skip
-    heads = ("tokens", "chunk", "forward, s", "backward, s", "optimizer, s", "tokens/s", "peak memory",
-             "reserved", "cap", "loss", "gradient norm", "finite")  # fmt: skip
-    parts = [common.markdown_table(heads, lines)] if lines else []
+def _steps(rows: Sequence[Row], result: Row) -> str:
+    lines = []
+    for row in _of(rows, "step"):
+        point, r = row["point"], row["result"]
+        seconds = [_number(r[f"{phase}_s"]) for phase in ("forward", "backward", "optimizer")]
+        sizes = [_size(r[name]) for name in ("memory_bytes", "reserved_bytes", "cap_bytes")]
+        lines.append([
+            point["method"], f"{point['length']:,}", _number(r["chunk_size"]), *seconds,
+            f"{r['tokens_per_second']:,.0f}", *utilisation(row, result), *sizes, _number(r["loss"]),
+            _number(r["grad_norm"]), str(r["finite"]),
+        ])  # fmt: skip
+    heads = ("method", "tokens", "chunk", "forward, s", "backward, s", "optimizer, s", "tokens/s", "MFU",
+             "of the data sheet", "HFU", "peak memory", "reserved", "cap", "loss", "gradient norm",
+             "finite")  # fmt: skip
+    parts = [report.markdown_table(heads, lines)] if lines else []
     for row in _of(rows, "chunks"):
         r = row["result"]
-        sizes = " and ".join(f"{size:,}" for size in r["chunk_sizes"])
+        both = " and ".join(f"{size:,}" for size in r["chunk_sizes"])
         parts.append(
-            f"{row['name']}, {sizes}: distance {_number(r['distance'])}, may be {_number(r['limit'])}.\n"
+            f"{row['name']}, {both}: distance {_number(r['distance'])}, may be {_number(r['limit'])}.\n"
         )
     return "\n".join(parts)
 
 
-def _tests(rows: Sequence[Row], found: Mapping[str, Sequence[Row]]) -> str:
+def utilisation(row: Row, result: Row) -> list[str]:
+    """MFU: FLOPs that the step asks for (recomputation does not count) a second, over the rate of a large
+    matrix product of stage a, and over the GPU's data sheet. HFU: with what is recomputed."""
+    point, taken, rates = row["point"], row["result"], _rates(result)
+    forward = forward_flops(StackConfig(**point["model"]))
+    done = forward.executed(point["method"], point["keep"], point["length"], taken["chunk_size"])
+    peak, sheet = rates and rates["matmul_flops"], result["data_sheet_flops"]
+    shares = ((forward.model, peak), (forward.model, sheet), (done, peak))
+    return [f"{flops * taken['tokens_per_second'] / rate:.1%}" if rate else "–" for flops, rate in shares]
+
+
+def _tests(rows: Sequence[Row], result: Row) -> str:
     parts = []
     for row in rows:
         parts.append(f"{row['result']['summary']} (exit code {row['result']['exit_code']})\n")

@@ -1,0 +1,120 @@
+"""The convergence benchmark's picture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import report
+from benchmarks.convergence.tables import before_training, curves_of, label, medians, signed
+from benchmarks.convergence.tasks import ALPHABET
+from benchmarks.report import Row
+
+# Windows of one method from light to dark, the methods that are exact in black.
+_FIXED = {
+    "backprop": ("#000000", "-", 3.2),
+    "exact": ("#F0E442", ":", 1.8),
+    "truncated-auto": ("#D55E00", "--", 1.8),
+    "layer-local": ("#009E73", "-", 1.8),
+}
+_BY_WINDOW = {
+    "truncated": ("-", ("#9CCBEC", "#3C9FDD", "#0A4F8A", "#062F52")),
+    "unbiased": ("-.", ("#CC79A7", "#8A3F6B", "#5A2145")),
+    "layer-local": ("--", ("#5CC9A7", "#00694B", "#003F2D")),
+}
+
+
+def styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour, dash and width a method; windows of one kind from light to dark."""
+    given: dict[str, dict[str, Any]] = {}
+    shades: dict[str, list[str]] = {}
+    for method in sorted(methods, key=lambda m: [int(w) for w in re.findall(r"\d+", m)]):
+        if method in _FIXED:
+            colour, dash, width = _FIXED[method]
+        else:
+            kind = method.rpartition("-")[0]
+            dash, palette = _BY_WINDOW[kind]
+            shades.setdefault(kind, []).append(method)
+            colour, width = palette[(len(shades[kind]) - 1) % len(palette)], 1.8
+        given[method] = {"color": colour, "linestyle": dash, "linewidth": width}
+    return {method: given[method] for method in methods}
+
+
+def draw(result: Row) -> Any:
+    """A column a task: above, training loss against steps (median over the seeds and each of them);
+    below, accuracy against distance, or for text what the methods lose on the held-out split."""
+    plt = report.pyplot()
+    tasks = list(result["tasks"])
+    style = styles(list(dict.fromkeys(row["method"] for row in result["rows"])))
+    figure, panels = plt.subplots(2, len(tasks), figsize=(4.1 * max(len(tasks), 2) + 0.6, 7.4), squeeze=False)
+    for (above, below), task in zip(panels.T, tasks, strict=True):
+        _draw_losses(above, result, task, style)
+        above.set_title(result["tasks"][task]["label"], fontsize=10.5)
+        recall = any("accuracy" in curve for curve in curves_of(result, task))
+        (_draw_accuracy if recall else _draw_held_out)(below, result, task, style)
+    figure.legend(
+        handles=[plt.Line2D([], [], **look, label=label(method)) for method, look in style.items()],
+        loc="outside upper center",
+        ncols=5,
+        fontsize=10,
+        title="thick: median over the seeds; thin: each seed",
+    )
+    return figure
+
+
+def _draw_curve(
+    axes: Any, at: Sequence[float], seeds: Sequence[Sequence[float]], look: Row, method: str, **more: Any
+) -> None:
+    """The median and each seed by itself: a seed that never learns would make a band of the whole picture."""
+    axes.plot(at, medians(seeds), **look, **more, zorder=5 if method == "exact" else 3)
+    for seed in seeds if len(seeds) > 1 else ():
+        axes.plot(at, seed, color=look["color"], linestyle=look["linestyle"], linewidth=0.8, alpha=0.45)
+
+
+def _draw_losses(axes: Any, result: Row, task: str, style: Row) -> None:
+    block, steps = result["block_steps"], result["tasks"][task]["steps"]
+    for curve in curves_of(result, task):
+        seeds = list(curve["losses"].values())
+        at = [min((i + 0.5) * block, steps) for i in range(len(seeds[0]))]
+        _draw_curve(axes, at, seeds, style[curve["method"]], curve["method"])
+    axes.set(xlabel="step", ylabel="training loss, nats a token")
+
+
+def _draw_accuracy(axes: Any, result: Row, task: str, style: Row) -> None:
+    curves = curves_of(result, task)
+    distances = sorted(map(int, curves[0]["questions"]))
+    for curve in curves:
+        seeds = [[100 * s[str(d)] for d in distances] for s in curve["accuracy"].values()]
+        _draw_curve(
+            axes, distances, seeds, style[curve["method"]], curve["method"], marker="o", markersize=3.5
+        )
+    small: Row = {"textcoords": "offset points", "fontsize": 8, "color": "#666666"}
+    before = before_training(result, task)
+    if before:
+        known = [100 * before[d] for d in distances]
+        axes.plot(distances, known, color="#888888", linewidth=1.2, linestyle=(0, (5, 2)))
+        axes.annotate("before", (distances[0], known[0]), xytext=(0, 4), **small)
+    axes.axhline(100 / ALPHABET, color="#888888", linewidth=1, linestyle=":")
+    axes.annotate("chance", (distances[-1], 100 / ALPHABET), xytext=(0, 3), ha="right", **small)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(distances, [str(d) for d in distances])
+    axes.set(
+        xlabel="distance, tokens from the value to the question", ylabel="right answers, %", ylim=(-3, 104)
+    )
+
+
+def _draw_held_out(axes: Any, result: Row, task: str, style: Row) -> None:
+    rows = [row for row in result["rows"] if row["task"] == task and row["seeds"]][::-1]
+    for height, row in enumerate(rows):
+        colour = style[row["method"]]["color"]
+        axes.plot([row["held_out_min"], row["held_out_max"]], [height] * 2, color=colour, linewidth=2)
+        axes.plot(row["held_out"], height, "o", color=colour, markersize=7, mec="black", mew=0.5)
+        gap = f" ({signed(row['gap'], '+.3f')})" if "gap" in row else ""
+        axes.annotate(f"{row['held_out']:.3f}{gap}", (row["held_out_max"], height), xytext=(8, 0),
+                      textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+    axes.set_yticks(range(len(rows)), [label(row["method"]) for row in rows])
+    axes.set_xlabel("loss on held-out text, nats a byte (gap to Backprop)")
+    axes.margins(x=0.35)
+    axes.set_xlim(left=axes.dataLim.x0 - 0.08 * axes.dataLim.width)
+    axes.grid(False, axis="y")

@@ -1,0 +1,207 @@
+"""Whole training steps at long context (forward, backward, clipping, AdamW), on one GPU or tiny on a CPU."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import adjoint
+from adjoint import memory
+from adjoint.engine.first_use import TOKENS
+from adjoint.train.config import TrainingConfig
+from adjoint.train.machine import autocast
+from adjoint.train.optimizer import make_optimizer
+from benchmarks import process
+from benchmarks.gpu import model as models
+from benchmarks.process import Point
+from benchmarks.timing import synchronize
+
+WARM_UP = 2048  # tokens of Backprop's first step; `Exact` takes its chunk and its last chunk
+MARGIN_S = 3  # seconds before its deadline at which a step gives up
+SPEAK_S = 5.0  # seconds between two lines on a long step
+# A chunk's backward in its forwards, until it has been measured: at least, and usually.
+AT_LEAST, USUALLY = 2.0, 3.5
+PHASES = ("forward", "backward", "optimizer")
+
+
+class TooSlow(Exception):
+    """A step would not end in time."""
+
+
+class Watch:
+    """Follows a step of `Exact` chunk by chunk, on the first layer, and ends it if it would not end in time.
+
+    The host runs ahead of a GPU by less than a chunk, whose launches are more than its queue holds.
+
+    Args:
+        chunks: of the sequence. deadline: of `time.monotonic()`.
+        told: is called with what has been found so far, every `SPEAK_S` seconds.
+
+    Attributes:
+        found: chunks done forward and backward, seconds a chunk each way, the projected seconds of the step.
+    """
+
+    def __init__(self, chunks: int, deadline: float, told: Callable[[Point], object]) -> None:
+        self.chunks, self.deadline, self.told = chunks, deadline, told
+        self.began = self.turned = self.spoken = 0.0
+        self.passes = 0
+        self.found: Point = {}
+
+    def begin(self, model: adjoint.Stack) -> None:
+        """Follow the model's next passes."""
+        self.passes, self.began = 0, time.monotonic()
+
+        def follow(module: nn.Module, inputs: Any) -> None:
+            if inputs[0].shape[1] > TOKENS:  # else a layer with a hook is being compared on first use
+                self.chunk_begins()
+
+        model.layers[0].register_forward_pre_hook(follow)
+
+    def chunk_begins(self) -> None:
+        """A chunk's forward begins, or its recomputation: as many chunks before it are done."""
+        now = time.monotonic()
+        forward = min(self.passes, self.chunks)
+        backward = max(0, self.passes - self.chunks + 1)  # the last one was linearised in its forward
+        self.passes += 1
+        if forward == 0:
+            return
+        if not backward:
+            self.turned = now
+            each, back = (now - self.began) / forward, None
+            lowest, projected = (self.chunks * each * (1 + ratio) for ratio in (AT_LEAST, USUALLY))
+        else:
+            each = self.found["forward_chunk_s"]
+            back = (now - self.turned - each) / backward
+            lowest = projected = self.chunks * (each + back)
+        self.found = {
+            "chunks": self.chunks,
+            "chunks_forward": forward,
+            "chunks_backward": backward,
+            "forward_chunk_s": each,
+            "backward_chunk_s": back,
+            "projected_s": projected,
+        }
+        if now - self.spoken > SPEAK_S:
+            self.spoken = now
+            where = f"{backward:,} backward" if backward else f"{forward:,} forward"
+            so_far = f"chunk {where} of {self.chunks:,}: {now - self.began:,.0f} s"
+            print(f"    {so_far}, the whole step {projected:,.0f} s", file=sys.stderr, flush=True)
+            self.told(self.found)
+        few = 3  # whose mean is not yet to be trusted
+        if (backward or forward) > few and self.began + lowest > self.deadline:
+            raise TooSlow(
+                f"it would take {lowest:,.0f} s, of {self.deadline - self.began:,.0f} s that there were"
+            )
+
+
+def step(point: Point) -> Point:
+    """A step by a method, on a GPU under a cap on the memory that PyTorch may take.
+
+    memory_bytes: on a GPU what tensors held at most, weights and optimizer included; on a CPU the peak of the
+    resident set above what the libraries took. held_bytes: the same before the step. One of `Exact` that
+    would not end in time is stopped: {"stopped": why}, with what was found until then.
+    """
+    device, length, settings = torch.device(point["device"]), point["length"], TrainingConfig()
+    cuda = device.type == "cuda"
+    if cuda and point["cap_bytes"]:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, point["cap_bytes"] / total), device)
+    if not cuda:  # load every library before what they take is taken note of
+        tiny = models.build(
+            point | {"model": point["model"] | {"d_model": 16, "n_layer": 1, "mixer": "mamba"}}
+        )
+        _step(tiny, make_optimizer(tiny, settings), models.tokens(point, 8), adjoint.Backprop(), point)
+    base = memory.rss_bytes()[0]
+    model, ids, chunk_size = models.prepared(point)
+    optimizer = make_optimizer(model, settings)
+    exact = point["method"] == "exact"
+    method: Any = (
+        adjoint.Exact(chunk_size) if exact else adjoint.Backprop(checkpoint=point["method"] != "backprop")
+    )
+    # Two chunks, as long as the first and as the last, compile whatever the length's chunks will need.
+    short = chunk_size + (length % chunk_size or chunk_size) if exact else WARM_UP
+    for group in optimizer.param_groups:  # the weights stay what they are
+        group["lr"] = 0.0
+    _step(model, optimizer, ids[:, :short], method, point)
+    for group in optimizer.param_groups:
+        group["lr"] = settings.lr
+    gc.collect()
+    memory.reset_peak_rss()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device) if cuda else memory.rss_bytes()[0] - base
+
+    def peak() -> Point:
+        if cuda:
+            return {
+                "memory_bytes": torch.cuda.max_memory_allocated(device),
+                "reserved_bytes": torch.cuda.max_memory_reserved(device),
+            }
+        return {"memory_bytes": memory.rss_bytes()[1] - base, "reserved_bytes": None}
+
+    deadline = process.deadline() - MARGIN_S
+    watch = Watch(math.ceil(length / chunk_size), deadline, lambda found: process.report({**found, **peak()}))
+    if exact:
+        watch.begin(model)
+    try:
+        found = _step(model, optimizer, ids, method, point)
+    except TooSlow as error:
+        return {"stopped": str(error), **watch.found, **peak()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    finite = all(g is not None and bool(torch.isfinite(g).all()) for g in gradients.values())
+    none = [name for name, g in gradients.items() if g is None or not bool(g.any())]
+    whole = sum(found[f"{phase}_s"] for phase in PHASES)
+    return {
+        **watch.found,
+        **found,
+        **peak(),
+        "chunk_size": chunk_size if exact else None,
+        "parameters": model.num_parameters(),
+        "held_bytes": held,
+        "host_bytes": memory.rss_bytes()[1],
+        "cap_bytes": point["cap_bytes"],
+        "step_s": whole,
+        "tokens_per_second": length / whole,
+        "chance_loss": math.log(model.config.vocab_size),
+        "finite": finite,
+        "without_gradient": none,
+        "passed": finite and not none,
+    }
+
+
+def _step(
+    model: adjoint.Stack, optimizer: torch.optim.Optimizer, ids: Tensor, method: Any, point: Point
+) -> Point:
+    """Forward, backward, then clipping and AdamW; as in `adjoint.train.trainer`, with the device waited
+    for in between."""
+    device, marks = ids.device, list[float]()
+
+    def mark() -> None:
+        synchronize(device)
+        marks.append(time.perf_counter())
+
+    optimizer.zero_grad(set_to_none=True)
+    mark()
+    with autocast(point["precision"], device):
+        loss = model(ids, labels=ids, method=method).loss
+    mark()
+    loss.backward()
+    mark()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    mark()
+    value, grad_norm = loss.item(), norm.item()
+    if not (math.isfinite(value) and math.isfinite(grad_norm)):
+        raise FloatingPointError(f"loss {value}, gradient norm {grad_norm}")
+    seconds = [after - before for before, after in itertools.pairwise(marks)]
+    named = {f"{phase}_s": s for phase, s in zip(PHASES, seconds, strict=True)}
+    return {**named, "loss": value, "grad_norm": grad_norm}

@@ -1,3 +1,0 @@
-from benchmarks.long_context.command import main
-
-raise SystemExit(main())

@@ -1,0 +1,226 @@
+"""Peak memory and time a token against sequence length: `python -m benchmarks.memory`.
+
+Every point is forward + backward of a whole language model on random tokens, in a fresh process: d_model 256,
+4 layers, expand 2, d_state 16, a byte vocabulary with tied embeddings, float32, batch 1. Mamba-2 has headdim
+64 and d_state 16 too, so that the widths are equal. Compared are `Exact`, backpropagation through the same
+scan with and without checkpointing (the honest opponents) and transformers' Mamba and Mamba-2.
+
+- Memory: peak resident size above what is resident after the imports; on a GPU, the peak torch allocated.
+- Time: of a forward + backward, after one at 128 tokens that loads libraries and starts threads. Passes are
+  repeated inside a process for some seconds, processes `--repeats` times; published is the median of those.
+- Points of different methods alternate, so that a machine that slows down slows all of them.
+- A length is left out when the memory predicted from the last two exceeds `--max-memory`; the results say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adjoint.memory import total_memory_bytes
+from benchmarks import report, runner, steps
+from benchmarks.process import Point
+from benchmarks.report import BLACK, BLUE, GREY, Row
+from benchmarks.runner import Benchmark, Found
+
+LENGTHS = [1024, 4096, 16384, 65536, 262144]
+WIDTHS = {"d_model": 256, "n_layer": 4, "d_state": 16, "expand": 2, "vocab_size": 256, "headdim": 64}
+THEIRS = {
+    **{"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 4, "state_size": 16, "expand": 2},
+    "tie_word_embeddings": True,
+}
+
+
+def _stack(mixer: str) -> Point:
+    return {"mixer": mixer, "tie_embeddings": True, **WIDTHS}
+
+
+_MAMBA = {"class": "MambaForCausalLM", **THEIRS}
+_MAMBA2 = {"class": "Mamba2ForCausalLM", **THEIRS, "head_dim": 64, "num_heads": 8, "n_groups": 1}
+_FAST, _CHECKPOINT = {"use_mambapy": True}, {"checkpointing": True}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One curve: what it is called, what is built, how it is drawn and how far it is taken."""
+
+    label: str
+    model: Point
+    way: Point
+    colour: str
+    dash: str = "-"
+    max_length: int | None = None  # the slow path of transformers takes minutes beyond the shortest
+    max_repeats: int | None = None
+
+
+METHODS = {
+    "exact": Method("Exact", _stack("mamba"), {"method": "Exact"}, report.ORANGE),
+    "exact-600MiB": Method('Exact(memory="600MiB")', _stack("mamba"), {"method": "Exact", "memory": "600MiB"},
+                           report.AMBER),
+    "backprop": Method("Backprop", _stack("mamba"), {"method": "Backprop"}, BLACK),
+    "backprop-checkpoint": Method("Backprop + checkpointing", _stack("mamba"),
+                                  {"method": "Backprop", "checkpoint": True}, GREY),
+    "exact-mamba2": Method("Exact, Mamba-2", _stack("mamba2"), {"method": "Exact"}, report.PURPLE),
+    "hf-mamba": Method("transformers Mamba (mambapy)", _MAMBA | _FAST, {}, BLUE, "--"),
+    "hf-mamba-checkpoint": Method("transformers Mamba (mambapy) + checkpointing", _MAMBA | _FAST, _CHECKPOINT,
+                                  "#3C9FDD", "--"),
+    "hf-mamba-slow": Method("transformers Mamba (default)", _MAMBA, {}, "#8C6D1F", "--", 1024, 1),
+    "hf-mamba2": Method("transformers Mamba-2", _MAMBA2, {}, "#00694B", "--"),
+    "hf-mamba2-checkpoint": Method("transformers Mamba-2 + checkpointing", _MAMBA2, _CHECKPOINT, "#2BB389",
+                                   "--"),
+}  # fmt: skip
+BASE = "exact"  # what the ratios are against
+# field of a row, and the title of its panel
+FIELDS = {"memory_bytes": "Peak memory above the imports", "ms_per_token": "Time a token, forward + backward"}
+
+
+class Memory(Benchmark):
+    name = "memory"
+    module = "benchmarks.steps"
+    uses = ("memory",)
+    whole = ("lengths", "methods", "allocator", "device")
+    ratios = (tuple(FIELDS), {"method": BASE}, ("allocator", "length"))
+    document = "README.md"
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--lengths", type=runner.tokens, nargs="+", default=LENGTHS, help="as 16K (default 1K … 256K)")
+        runner.add_choice(parser, "--methods", METHODS)
+        add("--repeats", type=int, default=3, help="processes a point (3)")
+        add("--repeat-s", type=float, default=4.0, help="seconds for which a process repeats its pass (4)")
+        add("--allocator", type=steps.allocator, choices=[*steps.ALLOCATORS, "both"], default="both",
+            help="default, retain or both of these (default both), no-tcache, jemalloc")  # fmt: skip
+        add("--device", default="cpu", help="cpu or cuda")
+        add("--max-memory", type=runner.size, help="as 18GB (default 75%% of the machine's, or of the GPU's)")
+
+    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        runner.at_least(parser, options, repeats=1, lengths=128)
+        options.lengths = sorted(set(options.lengths))
+        total = total_memory_bytes()
+        options.allocators = ["default", "retain"] if options.allocator == "both" else [options.allocator]
+        if runner.is_gpu(parser, options.device):
+            total = torch.cuda.get_device_properties(options.device).total_memory
+            options.allocators = ["default"]  # glibc's settings do not reach the GPU's memory
+        options.max_memory = options.max_memory or int(0.75 * total)
+
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        """Methods alternate innermost, repeats are outermost."""
+        shared = {"device": options.device, "above": "imports", "first": 128, "repeat_s": options.repeat_s}
+        of = itertools.product(range(options.repeats), options.lengths, options.allocators, options.methods)
+        return [
+            {"method": name, "length": n, "allocator": allocator, "repeat": repeat, **shared,
+             "model": METHODS[name].model, "way": METHODS[name].way}
+            for repeat, n, allocator, name in of
+            if n <= max(METHODS[name].max_length or n, options.lengths[0])
+            and repeat < (METHODS[name].max_repeats or options.repeats)
+        ]  # fmt: skip
+
+    def skip(self, point: Point, found: Found, options: argparse.Namespace) -> str | None:
+        return steps.too_large(point, found, options.max_memory)
+
+    def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
+        return steps.ALLOCATORS[point["allocator"]]
+
+    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+        return {"model": WIDTHS, "max_memory_bytes": options.max_memory, "repeats": options.repeats,
+                "device": options.device}  # fmt: skip
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        groups = steps.grouped(found, "allocator", "method", "length")
+        return [
+            {"method": key[1], "label": METHODS[key[1]].label, "allocator": key[0], "length": key[2]}
+            | steps.medians(groups[key], key[2])
+            for key in itertools.product(options.allocators, options.methods, options.lengths)
+            if key in groups
+        ]
+
+    def markdown(self, result: Row) -> str:
+        """Of the first allocator: a method a line, a length a column, MiB and ms a token."""
+        rows = [row for row in result["rows"] if row["allocator"] == result["rows"][0]["allocator"]]
+        title = "peak memory above the imports · time a token"
+        return report.by_length(title, rows, _bold, report.memory_and_time)
+
+    def page(self, result: Row) -> str:
+        """The same of every allocator, then the ratios."""
+        parts = []
+        for allocator in dict.fromkeys(row["allocator"] for row in result["rows"]):
+            rows = [row for row in result["rows"] if row["allocator"] == allocator]
+            for title, cell in (("memory · time a token", report.memory_and_time), ("over Exact's", _ratios)):
+                parts.append(report.by_length(f"{title}, allocator {allocator}", rows, _bold, cell))
+            parts += [f"- {row['label']} at {row['length']:,}: {row['status']}, {row['note']}\n"
+                      for row in rows if row["note"]]  # fmt: skip
+        return "\n".join(parts)
+
+    def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
+        first = result["rows"][0]["allocator"] if result["rows"] else ""
+        for allocator in dict.fromkeys(row["allocator"] for row in result["rows"]):
+            rows = [r for r in result["rows"] if r["allocator"] == allocator and r["status"] == "measured"]
+            if rows:
+                conditions = f"d_model 256, 4 layers, d_state 16, float32, batch 1, allocator {allocator}"
+                suffix = "" if allocator == first else f"-{allocator}"
+                yield suffix, draw(rows), report.footer(result["environment"], conditions)
+
+
+def _bold(row: Row) -> str:
+    return f"**{row['label']}**" if row["method"] == BASE else row["label"]
+
+
+def _ratios(row: Row) -> str:
+    found = [row.get(f"{field}_ratio") for field in FIELDS]
+    return " · ".join("–" if ratio is None else f"{ratio:.3g}×" for ratio in found)
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Memory and time a token against length, log-log, every curve labelled at its end."""
+    figure, panels = report.pyplot().subplots(1, 2, figsize=(13, 5.2))
+    lengths = sorted({row["length"] for row in rows})
+    for axes, (field, title) in zip(panels, FIELDS.items(), strict=True):
+        ends = []
+        for name in dict.fromkeys(row["method"] for row in rows):
+            curve = sorted((row["length"], row[field]) for row in rows if row["method"] == name)
+            method, width = METHODS[name], 2.6 if name == BASE else 1.6
+            style = {"color": method.colour, "linewidth": width, "marker": "o", "markersize": 2.2 * width}
+            axes.plot(*zip(*curve, strict=True), method.dash, **style)
+            ends.append((*curve[-1], method.label, method.colour))
+        axes.set(xscale="log", xlabel="tokens in the sequence")
+        axes.set_yscale("log", base=2 if field == "memory_bytes" else 10)  # ticks at whole MiB and GiB
+        axes.set_title(title)
+        report.ticks_of_lengths(axes, lengths)
+        axes.yaxis.set_major_formatter(_bytes if field == "memory_bytes" else "{x:g} ms")
+        _label_ends(axes, ends, max(lengths))
+    return figure
+
+
+def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], longest: float) -> None:
+    """Write each curve's name right of the panel, pushed apart where they would overlap."""
+    ends = sorted(ends, key=lambda end: end[1])
+    low, high = axes.get_ylim()
+    to_axes = axes.transAxes.inverted().transform
+    heights = [float(to_axes(axes.transData.transform((x, y)))[1]) for x, y, _, _ in ends]
+    for _ in range(100):  # neighbours push each other apart until none overlap
+        for i in range(len(heights) - 1):
+            overlap = 0.055 - (heights[i + 1] - heights[i])
+            if overlap > 1e-6:
+                heights[i] -= overlap / 2
+                heights[i + 1] += overlap / 2
+        heights = [min(max(height, 0.02), 0.99) for height in heights]
+    arrow = {"arrowstyle": "-", "linewidth": 0.6, "alpha": 0.5, "shrinkB": 4}
+    for (x, y, label, colour), height in zip(ends, heights, strict=True):
+        axes.annotate(label, xy=(x, y), xytext=(1.04, height), textcoords="axes fraction", color=colour,
+                      va="center", fontsize=8.5, annotation_clip=False,
+                      arrowprops=arrow | {"color": colour})  # fmt: skip
+    axes.set_ylim(low, high)
+    axes.set_xlim(axes.get_xlim()[0], longest * 1.15)
+
+
+def _bytes(value: float, _position: int) -> str:
+    return f"{value / 2**30:g} GiB" if value >= 2**30 else f"{value / 2**20:g} MiB"
+
+
+if __name__ == "__main__":
+    raise SystemExit(Memory().main())

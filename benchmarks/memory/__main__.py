@@ -1,3 +1,0 @@
-from benchmarks.memory.command import main
-
-raise SystemExit(main())

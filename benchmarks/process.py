@@ -1,0 +1,202 @@
+"""Points measured in processes of their own.
+
+A peak of memory cannot be taken back and an allocator remembers what ran before, so a point gets a fresh
+process. Where importing PyTorch would take longer than the point, one process serves many; a point that
+breaks CUDA, or ends its process, gets the next one a fresh process there too.
+
+The parent sends a point a line, and reads lines: what the point has found so far, and its result. A process
+that does not answer in time is ended, with all that it has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import math
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+Point = dict[str, Any]  # what is to be measured, or what was found, as JSON can hold it
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT, PARTIAL = "result: ", "partial: "
+GRACE_S = 60  # after its limit a process ends itself, should the parent be gone
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+# ------------------------------------------------------------------------------------------------- the parent
+
+
+class Process:
+    """A process, started when needed, that measures points by the `measure(point)` of a module.
+
+    Args:
+        module: its full name.
+        env: besides this process's environment, of which glibc's MALLOC_* are left out.
+        partial: is called with what a point has found so far.
+        quiet: keep stderr away from the terminal; its last line then says why the process ended.
+        command: in place of the usual one.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        env: Mapping[str, str] | None = None,
+        partial: Callable[[Point], object] = lambda found: None,
+        *,
+        quiet: bool = True,
+        command: Sequence[str] = (),
+    ) -> None:
+        code = "import sys; from benchmarks import process; process.serve(sys.argv[1])"
+        self.module = module
+        self.command = command or (sys.executable, "-c", code, module)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        self.env, self.partial, self.quiet = kept | dict(env or {}), partial, quiet
+        self.child: subprocess.Popen[str] | None = None
+        self.stderr: IO[str] | None = None
+        self.lines: queue.Queue[str | None] = queue.Queue()
+
+    def measure(self, point: Point, limit_s: float = math.inf) -> Point:
+        """The point's result; {"out_of_memory": why} or {"error": one line} where there is none."""
+        deadline = time.monotonic() + limit_s
+        child = self._started()
+        assert child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then it has ended, and the lines say so
+            until = None if math.isinf(limit_s) else time.time() + limit_s
+            child.stdin.write(json.dumps({"point": point, "until": until}) + "\n")
+            child.stdin.flush()
+        while True:
+            try:
+                left = None if math.isinf(limit_s) else max(0.0, deadline - time.monotonic())
+                line = self.lines.get(timeout=left)
+            except queue.Empty:
+                self.close()
+                return {"error": f"took longer than {limit_s:.0f} s"}
+            if line is None:
+                return {"error": self._ended(child.wait())}
+            if line.startswith(PARTIAL):
+                self.partial(json.loads(line.removeprefix(PARTIAL)))
+            elif line.startswith(RESULT):
+                said = json.loads(line.removeprefix(RESULT))
+                if said["spoiled"]:
+                    self.close()
+                return said["result"]
+
+    def close(self) -> None:
+        """End the process and what it has started."""
+        if self.child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.child.pid, signal.SIGKILL)
+            self.child.wait()
+            self.child = None
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self.child is None:
+            self.lines = queue.Queue()
+            self.stderr = tempfile.TemporaryFile("w+") if self.quiet else None  # noqa: SIM115
+            self.child = subprocess.Popen(
+                self.command,
+                cwd=ROOT,
+                env=self.env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.stderr,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the parent, which ends it with all it has started
+            )
+            threading.Thread(target=_read, args=(self.child, self.lines), daemon=True).start()
+        return self.child
+
+    def _ended(self, code: int) -> str:
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        said: list[str] = []
+        if self.stderr is not None and code > 0:
+            self.stderr.seek(0)
+            said = self.stderr.read().strip().splitlines()
+        self.close()
+        return f"its process ended {how}" + (f": {said[-1][:300]}" if said else "")
+
+
+def _read(child: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    assert child.stdout is not None
+    for line in child.stdout:
+        lines.put(line)
+    lines.put(None)
+
+
+# -------------------------------------------------------------------------------------------------- the child
+
+_serving = False
+_deadline = math.inf
+
+
+def serve(module: str) -> None:
+    """What the process does: a line of request, then its result, until there are no more."""
+    global _serving, _deadline
+    measure, _serving = importlib.import_module(module).measure, True
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["until"] is not None:
+            left = max(0.0, request["until"] - time.time())
+            signal.alarm(int(left) + GRACE_S)  # its default action ends the process
+            _deadline = time.monotonic() + left
+        result = answer(measure, request["point"])
+        gc.collect()  # the exception is gone, and with it the frames that held tensors
+        _say(RESULT, {"result": result, "spoiled": _spoiled()})
+        signal.alarm(0)
+
+
+def answer(measure: Callable[[Point], Point], point: Point) -> Point:
+    """What `measure` gives, or {"out_of_memory": why} or {"error": one line}."""
+    try:
+        return measure(point)
+    except Exception as error:
+        reason = out_of_memory(error)
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+        return {"out_of_memory": reason} if reason else {"error": said}
+
+
+def report(found: Point) -> None:
+    """Tell the parent what the point has found so far."""
+    if _serving:
+        _say(PARTIAL, found)
+
+
+def deadline() -> float:
+    """When the point has to end, by `time.monotonic()`; inf without a limit."""
+    return _deadline
+
+
+def out_of_memory(error: Exception) -> str | None:
+    """One line, if that is what the error says; some allocators have no exception of their own for it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return " ".join(str(error).split(". ")[:2])
+    told = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+    return str(error).splitlines()[0] if told else None
+
+
+def _spoiled() -> bool:
+    """Whether CUDA has failed in this process, for good."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _say(kind: str, what: Point) -> None:
+    print(kind + json.dumps(what), flush=True)

@@ -1,0 +1,175 @@
+"""What benchmarks write and show: the conditions of a measurement, tables, pictures, tables in documents."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import subprocess
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from adjoint.files import write_atomically
+from adjoint.train import machine
+from benchmarks.process import ROOT
+
+Row = dict[str, Any]  # a line of the results
+
+# Okabe and Ito's palette, readable with every kind of colour vision.
+ORANGE, BLUE, GREEN, PURPLE, AMBER = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00"
+BLACK, GREY = "#000000", "#7A7A7A"
+
+# ------------------------------------------------------------------------------------------------- conditions
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Where and with what a benchmark ran: commit, date, hardware, system, versions, also of `packages`."""
+    found = {"commit": commit(), **machine.environment()}
+    found["versions"] |= machine.versions(*packages)
+    return found
+
+
+def commit() -> str:
+    """The commit checked out, with "+" where the package or the benchmarks differ from it; "" outside git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "adjoint", "benchmarks/*.py", "benchmarks/*.cpp")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def footer(environment: Mapping[str, Any], *conditions: str) -> str:
+    """The conditions of a measurement, machine, version, date and commit in one line."""
+    where = environment["gpu"] or f"{environment['cores']} cores of {environment['cpu']}"
+    version = f"torch {environment['versions'].get('torch')}"
+    return " · ".join((*conditions, where, version, environment["date"][:10], environment["commit"]))
+
+
+# ---------------------------------------------------------------------------------------------------- numbers
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest, as `name`, `name`_min and `name`_max."""
+    return {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+
+
+def add_ratios(rows: Sequence[Row], fields: Sequence[str], base: Row, within: Sequence[str]) -> None:
+    """Set `field`_ratio of each row that has `field`: over that of the row that `base` describes and that
+    agrees in the fields `within`."""
+
+    def where(row: Row) -> str:
+        return repr([row[name] for name in within])
+
+    bases = {where(row): row for row in rows if base.items() <= row.items()}
+    for row in rows:
+        for field in fields:
+            if field in row and bases.get(where(row), {}).get(field):
+                row[f"{field}_ratio"] = row[field] / bases[where(row)][field]
+
+
+def tokens(n: int) -> str:
+    """1,048,576 as 1M, 1,024 as 1K."""
+    for size, letter in ((2**20, "M"), (2**10, "K")):
+        if n >= size and n % size == 0:
+            return f"{n // size}{letter}"
+    return f"{n:,}"
+
+
+def memory_and_time(row: Row) -> str:
+    """A cell: MiB and milliseconds a token; a dash where nothing was measured."""
+    if "memory_bytes" not in row:
+        return "–"
+    return f"{row['memory_bytes'] / 2**20:,.0f} MiB · {row['ms_per_token']:.2f} ms"
+
+
+# ----------------------------------------------------------------------------------------------------- tables
+
+
+def write_csv(path: Path, rows: Iterable[Row]) -> None:
+    """The rows with every column that one of them has; the file is replaced whole."""
+    rows = list(rows)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", newline="") as file:
+        columns = dict.fromkeys(key for row in rows for key in row)
+        writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    temporary.replace(path)
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """A Markdown table whose columns `left` are set left, the others right."""
+    rule = ["---" if place in left else "---:" for place in range(len(heads))]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (heads, rule, *rows))
+
+
+def by_length(
+    title: str,
+    rows: Sequence[Row],
+    name: Callable[[Row], str],
+    cell: Callable[[Row], str],
+    empty: str = "–",
+) -> str:
+    """A Markdown table with a line for each `name` and a column for each length."""
+    lengths = sorted({row["length"] for row in rows})
+    lines: dict[Hashable, dict[int, str]] = {}
+    for row in rows:
+        lines.setdefault(name(row), {})[row["length"]] = cell(row)
+    heads = [title, *(f"{n:,} tokens" for n in lengths)]
+    table = ([str(label), *(cells.get(n, empty) for n in lengths)] for label, cells in lines.items())
+    return markdown_table(heads, table)
+
+
+def with_table(document: str, name: str, table: str) -> str:
+    """`document` with what stands between its marks `<!-- NAME table -->` and `<!-- end of NAME table -->`
+    replaced. Raises ValueError without the marks."""
+    begin, end = f"<!-- {name} table -->", f"<!-- end of {name} table -->"
+    if begin not in document or end not in document.partition(begin)[2]:
+        raise ValueError(f"the document lacks the lines {begin} and {end}")
+    before, _, rest = document.partition(begin)
+    return f"{before}{begin}\n\n{table}\n{end}{rest.partition(end)[2]}"
+
+
+def put_table(document: Path, name: str, table: str) -> None:
+    """Write the table between its marks in `document`."""
+    write_atomically(document, with_table(document.read_text(), name, table))
+    print(f"{document.relative_to(ROOT)} shows these results now")
+
+
+# --------------------------------------------------------------------------------------------------- pictures
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot that draws into files, in the style of all pictures here."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({
+        "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+        "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.grid": True, "grid.color": "#E6E6E6",
+        "figure.constrained_layout.use": True, "legend.frameon": False,
+    })  # fmt: skip
+    return plt
+
+
+def ticks_of_lengths(axes: Any, lengths: Sequence[int]) -> None:
+    """A logarithmic axis of tokens, with a tick for each length."""
+    axes.set_xscale("log")
+    axes.set_xticks(lengths, map(tokens, lengths))
+    axes.minorticks_off()
+
+
+def save(figure: Any, path: Path, foot: str) -> None:
+    """Write the picture, with `foot` in small letters below it."""
+    figure.text(0.005, -0.01, foot, va="top", fontsize=7.5, color="#666666")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140, bbox_inches="tight")
+    pyplot().close(figure)

@@ -1,0 +1,469 @@
+"""How a benchmark is run: its command line, its points one after the other, what is kept, written and shown.
+
+A `Benchmark` says what varies, how a point is measured, and what is made of the results. Each point is
+measured in a fresh process (`benchmarks.process`) and kept in a journal at once: a run that was stopped goes
+on where it was. Results go to runs/benchmarks/NAME, or `--out`: what lies in benchmarks/results and in the
+documents is replaced with `--publish` only, by whole runs in which nothing failed.
+
+A machine with a GPU may have no more than PyTorch and NumPy: other packages are imported where they are used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import json
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adjoint.files import write_atomically
+from adjoint.memory import size_bytes
+from adjoint.settings import whole_number
+from benchmarks import report
+from benchmarks.process import ROOT, Point, Process
+from benchmarks.report import Row
+
+RESULTS, RUNS = ROOT / "benchmarks" / "results", ROOT / "runs" / "benchmarks"
+Found = list[tuple[Point, Point]]  # points, and what is known of each
+
+# ----------------------------------------------------------------------------------------------- command line
+
+
+def tokens(text: str) -> int:
+    """A `type=` of argparse: 16384, 16K or 1M."""
+    return whole_number(text)
+
+
+def size(text: str) -> int:
+    """A `type=` of argparse: bytes of 18GB (10⁹ each) or 18GiB (2³⁰ each)."""
+    return int(size_bytes(text))
+
+
+def add_choice(parser: argparse.ArgumentParser, flag: str, names: Collection[str]) -> None:
+    """A flag that takes one or more of `names`, by default all."""
+    parser.add_argument(
+        flag, nargs="+", choices=names, default=list(names), metavar="NAME", help=", ".join(names)
+    )
+
+
+def is_gpu(parser: argparse.ArgumentParser, device: str) -> bool:
+    """Whether `--device` is a GPU. What is neither one of this machine's nor the CPU ends the program with
+    exit code 2."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        parser.error(f"--device {device}: cpu or cuda")
+    if device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {device}: torch sees no CUDA device here")
+    return device != "cpu"
+
+
+def at_least(parser: argparse.ArgumentParser, options: argparse.Namespace, **least: float) -> None:
+    """End the program with exit code 2 where an option, or one of several values of it, is below its
+    least."""
+    for name, bound in least.items():
+        given = getattr(options, name)
+        values = given if isinstance(given, list) else [] if given is None else [given]
+        if any(value < bound for value in values):
+            parser.error(f"--{name.replace('_', '-')} must be {bound:g} or more")
+
+
+# ---------------------------------------------------------------------------------------------------- journal
+
+
+class Journal:
+    """Finished points, a line of JSON each, under a first line with the fingerprint they belong to.
+
+    A journal of another fingerprint is not continued: a new one is begun. `discarded` says so.
+    """
+
+    def __init__(self, path: Path, mark: str, *, fresh: bool = False) -> None:
+        self.path, self.done = path, dict[str, Point]()
+        head = json.dumps({"fingerprint": mark})
+        lines = path.read_text().splitlines() if path.exists() and not fresh else []
+        self.discarded = bool(lines) and lines[0] != head
+        kept = [head]
+        for line in lines[1:] if not self.discarded else []:
+            with contextlib.suppress(ValueError):  # the line a kill cut short
+                entry = json.loads(line)
+                self.done[entry["key"]] = entry["result"]
+                kept.append(line)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, "\n".join(kept) + "\n")
+
+    @staticmethod
+    def key(point: Mapping[str, Any]) -> str:
+        """One string for one point, whatever the order of its fields."""
+        return json.dumps(dict(point), sort_keys=True)
+
+    def get(self, point: Mapping[str, Any]) -> Point | None:
+        """The result kept for `point`, or None."""
+        return self.done.get(self.key(point))
+
+    def add(self, point: Mapping[str, Any], result: Point) -> None:
+        """Keep `result` for `point`, on disk at once."""
+        self.done[self.key(point)] = result
+        with self.path.open("a") as file:
+            file.write(json.dumps({"key": self.key(point), "result": result}) + "\n")
+
+
+def fingerprint(sources: Iterable[Path], environment: Mapping[str, Any], packages: Collection[str]) -> str:
+    """One state of the code, of the machine, and of the versions of `packages`, or of all."""
+    versions = {k: v for k, v in environment["versions"].items() if not packages or k in packages}
+    digest = hashlib.sha256(repr((versions, environment["gpu"] or environment["cpu"])).encode())
+    for path in sorted(sources):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+# -------------------------------------------------------------------------------------------------- benchmark
+
+
+class Benchmark:
+    """What there is to say of one benchmark. Its module's docstring is the help of its command.
+
+    Attributes:
+        name: of its command and of its files.
+        module: full name of the module whose `measure(point)` measures a point.
+        uses: files and folders of benchmarks/ that its measurements depend on, besides the shared ones.
+        packages: whose versions they depend on; empty: all that are noted.
+        whole: options that leave something out: only runs with their defaults can be published.
+        ratios: fields, the base's fields, and the fields in which a row agrees with its base.
+        document, mark: where `--publish` puts the table, between which marks.
+        caption: of the picture, where the document has it above the table.
+        keeps_journal: also after a complete run, so that the next one need not measure the same again.
+        quiet: keep what its processes write to stderr away from the terminal.
+    """
+
+    name = ""
+    module = ""
+    uses: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    ratios: tuple[tuple[str, ...], Row, tuple[str, ...]] | None = None
+    document = ""
+    mark = ""
+    caption = ""
+    keeps_journal = False
+    quiet = True
+
+    # What a benchmark says.
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add its flags."""
+
+    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        """Complete the options; end with `parser.error` where they cannot be."""
+
+    def environment(self, options: argparse.Namespace) -> Row:
+        """Where and with what it runs."""
+        return report.environment()
+
+    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+        """What the results hold besides environment and rows."""
+        return {}
+
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        """Everything to be measured, in order."""
+        raise NotImplementedError
+
+    def describe(self, point: Point) -> str:
+        """A point in a few words."""
+        words = (v for v in point.values() if isinstance(v, str | int) and not isinstance(v, bool))
+        return " ".join(f"{v:,}" if isinstance(v, int) else v for v in [*words][:4])
+
+    def skip(self, point: Point, found: Found, options: argparse.Namespace) -> str | None:
+        """Why a point is left out, by what has been found before it; "" for no reason to be told, None: run
+        it."""
+        return None
+
+    def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
+        """Environment variables of its process."""
+        return {}
+
+    def shared(self, point: Point) -> str | None:
+        """Points that share a process have the same here; None: a process of its own."""
+        return None
+
+    def limit_s(self, point: Point, options: argparse.Namespace) -> float:
+        """Seconds after which a point is given up."""
+        return float("inf")
+
+    def settled(self, result: Point) -> bool:
+        """Whether a point with this result is not to be measured again."""
+        return "error" not in result
+
+    def noted(self, result: Point, seconds: float) -> Point:
+        """A result as the journal keeps it, of a point that took so many seconds."""
+        return result
+
+    def broken(self, options: argparse.Namespace, found: Found) -> bool:
+        """Whether a point failed."""
+        return any("error" in result for _, result in found)
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        """A line of the results for each thing that was compared."""
+        raise NotImplementedError
+
+    def failed(self, result: Row) -> bool:
+        """Whether what was measured is not as it has to be."""
+        return False
+
+    def markdown(self, result: Row) -> str:
+        """The tables."""
+        raise NotImplementedError
+
+    def page(self, result: Row) -> str:
+        """What is printed, and written as Markdown."""
+        return self.markdown(result)
+
+    def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
+        """Pictures: what their names have after the benchmark's, the figure, and what stands below it."""
+        return iter(())
+
+    # How it is run.
+
+    def stem(self, options: argparse.Namespace) -> str:
+        """The name of its files."""
+        return self.name if getattr(options, "device", "cpu") == "cpu" else f"{self.name}-cuda"
+
+    def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        """Read the command line. Wrong values end the program with exit code 2 and one line."""
+        description = (sys.modules[type(self).__module__].__doc__ or "").partition("\n")[0]
+        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}", description=description)
+        add = parser.add_argument
+        add("--out", type=Path, help=f"folder of the results (default runs/benchmarks/{self.name})")
+        add("--fresh", action="store_true", help="measure again what was measured before")
+        add("--publish", action="store_true", help="replace benchmarks/results and the tables in documents")
+        add("--redraw", action="store_true", help="measure nothing: tables and pictures of results once more")
+        self.arguments(parser)
+        options = parser.parse_args(arguments)
+        partly = [name for name in self.whole if getattr(options, name) != parser.get_default(name)]
+        inside = options.out is not None and RESULTS in (
+            options.out.resolve(),
+            *options.out.resolve().parents,
+        )
+        if inside and not options.publish:
+            parser.error(f"--out {options.out}: what is published is replaced with --publish only")
+        if options.publish and partly and not inside:
+            parser.error(f"--publish is for whole runs: leave out --{partly[0].replace('_', '-')}")
+        self.check(parser, options)
+        return options
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Run the command. 0: done; 1: something failed, or is not as it has to be; 2: wrong options; 130:
+        Ctrl-C or SIGTERM."""
+        options = self.parse(arguments)
+        folder, stem = options.out or RUNS / self.name, self.stem(options)
+        if options.redraw:
+            result, failed = self.load((options.out or RESULTS) / stem), False
+        else:
+            result, failed = self.run(options, folder)
+        if result["complete"] or self.finished(result):
+            self.show(result, folder / stem)
+        if not result["complete"]:
+            return 130
+        failed = failed or self.failed(result)
+        if options.publish and failed:
+            print("Not published, as something failed.", file=sys.stderr)
+        elif options.publish:
+            self.publish(result, folder / stem)
+        return int(failed)
+
+    def run(self, options: argparse.Namespace, folder: Path) -> tuple[Row, bool]:
+        """Measure what the journal lacks; the results, and whether a point failed. What is known is written
+        after every point."""
+        environment, stem = self.environment(options), self.stem(options)
+        result = {"benchmark": self.name, "environment": environment, "complete": False}
+        sweep = _Sweep(self, options, self.journal(folder, stem, environment, options.fresh))
+
+        def save() -> None:
+            found = sweep.known()
+            result.update({**self.payload(options, found), "rows": self.rows(options, found)})
+            self.save(result, folder / stem)
+
+        sweep.save = save
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            sweep.run()
+            result["complete"] = True
+        except KeyboardInterrupt:
+            print("Stopped. The same command goes on from here.", file=sys.stderr)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        save()
+        failed = self.broken(options, sweep.known())
+        if result["complete"] and not failed and not self.keeps_journal:
+            shutil.rmtree(folder / "partial")
+        return result, failed
+
+    def journal(self, folder: Path, stem: str, environment: Row, fresh: bool) -> Journal:
+        """The journal folder/partial/stem.jsonl; says on stderr whether it is continued."""
+        place = ROOT / "benchmarks"
+        own = [self.module.split(".")[1], *self.uses, "process", "steps", "timing"]
+        sources = [p for name in own for p in (place / f"{name}.py", *(place / name).glob("*.py"))]
+        sources = [p for p in sources if p.exists() and p.name not in ("report.py", "command.py")]
+        package = (p for p in (ROOT / "adjoint").rglob("*") if p.suffix in {".py", ".cpp", ".h"})
+        mark = fingerprint({*sources, *package}, environment, self.packages)
+        journal = Journal(folder / "partial" / f"{stem}.jsonl", mark, fresh=fresh)
+        if journal.discarded:
+            print(
+                "The code or the machine has changed since the last run: measuring all of it.",
+                file=sys.stderr,
+            )
+        elif journal.done:
+            print(f"Going on: {len(journal.done)} points were finished before.", file=sys.stderr)
+        return journal
+
+    def finished(self, result: Row) -> bool:
+        """Whether a stopped run has something to show."""
+        return bool(result["rows"])
+
+    def load(self, stem: Path) -> Row:
+        """Results as `save` writes them."""
+        return {"complete": True, **json.loads(stem.with_name(f"{stem.name}.json").read_text())}
+
+    def save(self, result: Row, stem: Path) -> None:
+        """Write stem.json, and the rows as stem.csv."""
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(stem.with_name(f"{stem.name}.json"), json.dumps(result, indent=1) + "\n")
+        report.write_csv(stem.with_name(f"{stem.name}.csv"), result["rows"])
+
+    def show(self, result: Row, stem: Path) -> None:
+        """Print the tables; write stem.md and the pictures."""
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        if self.ratios is not None:
+            report.add_ratios(result["rows"], *self.ratios)
+        text = self.page(result)
+        print(text)
+        stem.with_name(f"{stem.name}.md").write_text(text)
+        try:
+            for suffix, figure, foot in self.figures(result):
+                report.save(figure, stem.with_name(f"{stem.name}{suffix}.png"), foot)
+        except ImportError:
+            print("no picture: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+        print(f"wrote {stem}.*")
+
+    def publish(self, result: Row, stem: Path) -> None:
+        """Put the results into benchmarks/results, the table and the picture into the documents; of a folder
+        inside benchmarks/results nothing, as they are there."""
+        if RESULTS in stem.resolve().parents:
+            return
+        place = RESULTS / stem.name
+        self.save(result, place)
+        self.show(result, place)
+        if self.document and stem.name == self.name:
+            drawn = place.with_name(f"{self.name}.png")
+            if drawn.exists():
+                shutil.copyfile(drawn, ROOT / "docs" / drawn.name)
+            picture = f"![{self.caption}]({self.name}.png)\n\n" if self.caption else ""
+            report.put_table(ROOT / self.document, self.mark or self.name, picture + self.markdown(result))
+
+
+class _Sweep:
+    """One run: the points that are not settled are measured, in as many processes at a time as `options.jobs`
+    says, or in one. `told` is what is known of points beside the journal."""
+
+    def __init__(self, benchmark: Benchmark, options: argparse.Namespace, journal: Journal) -> None:
+        self.benchmark, self.options, self.journal = benchmark, options, journal
+        self.points, self.told = benchmark.points(options), dict[str, Point]()
+        self.lock, self.stopped = threading.Lock(), False
+        self.processes: list[Process] = []
+        self.save: Callable[[], object] = lambda: None  # is called after every change
+
+    def known(self) -> Found:
+        """What is known of each point."""
+        everything = self.journal.done | self.told
+        return [(p, everything[k]) for p in self.points if (k := self.journal.key(p)) in everything]
+
+    def run(self) -> None:
+        """Measure; a point that fails is recorded, not raised."""
+        jobs, waiting = getattr(self.options, "jobs", 1), iter(self.points)
+        with _progress(len(self.points)) as self.progress:
+            try:
+                if jobs == 1:
+                    return self._work(waiting)
+                threads = [threading.Thread(target=self._work, args=(waiting,)) for _ in range(jobs)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            finally:
+                self.stopped = True
+                for process in self.processes:
+                    process.close()
+
+    def _work(self, points: Iterator[Point]) -> None:
+        benchmark, process, serves = self.benchmark, Process(""), None
+        while (point := self._next(points)) is not None:
+            shared, key = benchmark.shared(point), self.journal.key(point)
+            if shared is None or shared != serves:
+                process.close()
+                env = benchmark.env(point, self.options)
+                process, serves = Process(benchmark.module, env, quiet=benchmark.quiet), shared
+                self.processes.append(process)
+            process.partial = functools.partial(self._tell, key)
+            began = time.monotonic()
+            result = process.measure(point, benchmark.limit_s(point, self.options))
+            if self.stopped:
+                return
+            with self.lock:
+                self.told.pop(key, None)
+                self.journal.add(point, benchmark.noted(result, time.monotonic() - began))
+                self.save()
+            for trouble in ("error", "out_of_memory", "stopped"):
+                if trouble in result:
+                    self.progress(f"    {trouble.replace('_', ' ')}: {result[trouble]}", 0)
+        process.close()
+
+    def _next(self, points: Iterator[Point]) -> Point | None:
+        """The next point that is to be measured."""
+        with self.lock:
+            for point in () if self.stopped else points:
+                self.progress("", 1)
+                kept = self.journal.get(point)
+                if kept is not None and self.benchmark.settled(kept):
+                    continue
+                reason = self.benchmark.skip(point, self.known(), self.options)
+                if reason is None:
+                    self.progress(self.benchmark.describe(point), 0)
+                    return point
+                if reason:
+                    self.told[self.journal.key(point)] = {"skipped": reason}
+        return None
+
+    def _tell(self, key: str, found: Point) -> None:
+        with self.lock:
+            self.told[key] = {"under_way": found}
+            self.save()
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[str, int], object]]:
+    """Takes lines to be written, and how many points they begin; a bar where tqdm is there and stderr is a
+    terminal."""
+    if importlib.util.find_spec("tqdm") is not None and sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=total, unit="point", dynamic_ncols=True, smoothing=0) as bar:
+            yield lambda words, new: bar.update(new) if new else bar.write(words, file=sys.stderr)
+        return
+    begun = 0
+
+    def tell(words: str, new: int) -> None:
+        nonlocal begun
+        begun += new
+        if words:
+            print(f"[{begun}/{total}] {words}", file=sys.stderr, flush=True)
+
+    yield tell

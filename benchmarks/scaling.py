@@ -1,0 +1,309 @@
+"""How training time grows with context and shrinks with workers: `python -m benchmarks.scaling`.
+
+Nothing is run: times come from counts of operations and from programs that are made and simulated, which
+takes some minutes. It answers two claims of the paper on the same footing.
+
+- Figure 6: time of an epoch against context, 100 layers, adjoint sharding with windows of 15 to 2,500 tokens,
+  divided by an assumed 280 (five P4 instances × 8 GPUs × 7 slices), next to undivided backpropagation. Here
+  next to the linear-time methods on the 40 GPUs of those instances, with what their pipeline loses.
+- 56 slices: the speed-up of 8 GPUs cut in 7 slices each.
+
+The unit is the vjp of one of the networks 𝒜, ℬ, 𝒞 for one token of every sequence of a batch, which takes as
+long as evaluating it (section 4.5). A token and layer then cost
+
+    forward 3; backpropagation 3 + 3; `Exact` and the windowed tasks 3 + (3 + 3), since they recompute;
+    the paper's enumeration 3 + 2 n + 1, n pairs (t, i) a token: (T + 1) / 2 of them, about T̄ in a window.
+
+What a slice does in relation to a whole GPU decides the second question, so both cases are shown: work that
+keeps a GPU busy, of which a slice does its share of the memory's bandwidth (one eighth), and the paper's
+premise, work that leaves six sevenths of a GPU idle, which a slice does as fast as the GPU.
+
+`--measured FILE …` compares runs of real shards with their simulation (see `benchmarks.shards.replay`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from adjoint.cluster.partition import partition
+from adjoint.engine.grid import Key, Tile
+from adjoint.engine.program import Owners
+from adjoint.engine.simulate import simulate
+from adjoint.layers import StackConfig
+from adjoint.plan.schedule import grid_of, step_plan
+from adjoint.tools.sweep.compare import truncated_products
+from benchmarks import report, runner
+from benchmarks.process import Point
+from benchmarks.report import Row
+from benchmarks.runner import Benchmark, Found
+from benchmarks.shards import replay
+
+FORWARD, BACKWARD = 3, 3  # units a token and layer: the three networks, and their vjps
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the answers rest on. The model is the paper's: P 128, N 225, 100 layers, batch 8, 16 bits."""
+
+    layers: int = 100
+    d_model: int = 128
+    batch: int = 8
+    element_bytes: int = 2
+    # 0.6 MB read and written for a vjp over the bandwidth of an A100-40GB, what a P4 instance has (the paper
+    # takes an H100's): memory-bound as there, where the FLOPs take a hundredth of that time.
+    unit_seconds: float = 0.6e6 / 1.555e12
+    epoch_tokens: float = 1e9
+    speedup: float = 280.0  # the paper's, for its enumeration; all of its time is divided, the forward too
+    gpus: int = 40
+    slice_bandwidth: float = 1 / 8  # of a 1g.5gb slice, of the whole GPU's; seven leave one eighth unused
+    network_bytes_per_second: float = 50e9  # 4 × 100 Gb/s EFA of a p4d; within an instance NVLink is faster
+    staged_bytes_per_second: float = 10e9  # between slices: through host memory, no peer-to-peer access
+    latency_seconds: float = 50e-6
+    smallest_chunk: int = 256  # each setup takes the best chunk of this, 4 times and 16 times as many tokens,
+    most_chunks: int = 512  # or of sequences cut in so many
+    d_conv: int = 1  # the paper's layer has no convolution
+
+    def chunk_sizes(self, seqlen: int) -> list[int]:
+        sizes = (max(self.smallest_chunk * 4**k, -(-seqlen // self.most_chunks)) for k in range(3))
+        return sorted({min(size, seqlen) for size in sizes})
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a batch is run on: layer shards, helpers of each (what they are sent is not counted), the rate of
+    messages, and the speed of a worker, that of a whole GPU being 1."""
+
+    shards: int
+    bytes_per_second: float
+    helpers: int = 0
+    speed: float = 1.0
+
+
+def batch_seconds(a: Assumptions, method: str, seqlen: int, window: int | None, setup: Setup) -> float:
+    """One batch of sequences over layer shards, simulated."""
+    shards, helpers = setup.shards, setup.helpers
+    own = partition([1.0] * a.layers, shards)
+    helped = tuple(shard for shard in range(shards) for _ in range(helpers))
+    # Where a shard goes through all of its layers on a chunk before anything is sent, they may be one stage.
+    together = method != "truncated" and not helpers
+    spans = [range(s, s + 1) for s in range(shards)] if together else own
+    deep = [len(span) for span in own] if together else [1] * a.layers  # layers of each stage
+    model = StackConfig(n_layer=len(deep), d_conv=a.d_conv)
+    owners = Owners.of(spans)
+
+    def with_chunks(chunk: int) -> float:
+        scheme = replay.method_of(method, chunk, window).scheme(seqlen, chunk)
+        grid = grid_of(model, scheme, seqlen, owners, helped, (0.0, *map(float, deep), 0.0))
+
+        def tile(worker: int, t: Tile) -> float:
+            if t.stage in (0, model.n_layer + 1):
+                return 0.0  # head and embedding: the paper's figure has neither
+            tokens, units = grid.tokens(t.chunk, t.count), BACKWARD if t.kind == "B" else FORWARD
+            if t.kind == "W":  # it also computes the halo that its window looks into
+                left, _, _, halo_stop = grid.span(t)
+                tokens, units = halo_stop - left, FORWARD + BACKWARD
+            return tokens * deep[t.stage - 1] * units * a.unit_seconds / setup.speed
+
+        def message(key: Key) -> float:
+            return a.batch * grid.tokens(key[2]) * a.d_model * a.element_bytes / setup.bytes_per_second
+
+        made = step_plan(scheme, grid, owners, helped)
+        return simulate(made, tile, message, latency=a.latency_seconds, helpers=helped).seconds
+
+    return min(map(with_chunks, a.chunk_sizes(seqlen)))
+
+
+# -------------------------------------------------------------------------------------------------- answers
+
+
+def figure6(a: Assumptions, seqlen: int, windows: Sequence[int], our_window: int) -> list[Row]:
+    """Days of an epoch by method at one context."""
+    token = a.layers * a.unit_seconds  # seconds of one unit in all layers
+    found = [
+        ("backpropagation", "1 GPU", seqlen * (FORWARD + BACKWARD) * token),
+        ("Exact", "1 GPU", seqlen * (2 * FORWARD + BACKWARD) * token),
+    ]
+    for window in (None, *windows):
+        units = FORWARD * seqlen + 2 * truncated_products(seqlen, window) + seqlen
+        name = "paper, all pairs" if window is None else f"paper, window {window}"
+        found.append((name, f"1 GPU ÷ {a.speedup:g}, assumed", units * token / a.speedup))
+    gpus = min(a.gpus, a.layers)
+    for name, method, own in (
+        ("Exact", "exact", None),
+        (f"Truncated, window {our_window}", "truncated", our_window),
+        (f"LayerLocal, window {our_window}", "layer-local", our_window),
+    ):
+        seconds = batch_seconds(a, method, seqlen, own, Setup(gpus, a.network_bytes_per_second))
+        found.append((name, f"{gpus} GPUs, simulated", seconds))
+    days = a.epoch_tokens / (a.batch * seqlen) / DAY
+    return [
+        {"context": seqlen, "method": method, "devices": devices, "days": seconds * days}
+        for method, devices, seconds in found
+    ]
+
+
+def slices56(a: Assumptions, seqlen: int, window: int) -> list[Row]:
+    """Speed-up of 8 GPUs, whole and in 56 slices, over one whole GPU that does the same method."""
+    rows = []
+    for name, method, own, splits in (  # shards, helpers of each
+        ("Exact", "exact", None, ((56, 0),)),
+        ("LayerLocal", "layer-local", window, ((56, 0), (8, 6))),
+    ):
+        whole = Setup(8, a.network_bytes_per_second)
+        alone = batch_seconds(a, method, seqlen, own, replace(whole, shards=1))
+        setups = [("whole GPUs", whole)]
+        for kind, speed in (("slices of busy GPUs", a.slice_bandwidth), ("slices of idle GPUs", 1.0)):
+            setups += [(kind, Setup(n, a.staged_bytes_per_second, helpers, speed)) for n, helpers in splits]
+        for devices, setup in setups:
+            workers = setup.shards * (1 + setup.helpers)
+            rows.append({
+                "method": name,
+                "devices": f"{workers} {devices}",
+                "context": seqlen,
+                "window": own,
+                "shards": setup.shards,
+                "helpers": setup.helpers,
+                "worker_speed": setup.speed,
+                "most": workers * setup.speed,
+                "speedup": alone / batch_seconds(a, method, seqlen, own, setup),
+            })  # fmt: skip
+    return rows
+
+
+def measure(point: Point) -> Point:
+    """The rows of figure 6 at one context, or those of the 56 slices."""
+    a = Assumptions(**point["assumptions"])
+    if point["answer"] == "slices":
+        return {"rows": slices56(a, point["context"], point["our_window"])}
+    return {"rows": figure6(a, point["context"], point["windows"], point["our_window"])}
+
+
+class Scaling(Benchmark):
+    name = "scaling"
+    module = "benchmarks.scaling"
+    uses = ("shards",)
+    whole = ("lengths", "windows", "our_window", "slice_length")
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        add, lengths = parser.add_argument, [1024 * 4**k for k in range(6)]
+        add("--lengths", type=runner.tokens, nargs="+", default=lengths, help="contexts (default: 1K … 1M)")
+        add("--windows", type=int, nargs="+", default=[15, 100, 500, 2500], help="T̄ of the paper's curves")
+        add("--our-window", type=int, default=256, help="window of Truncated and LayerLocal (256)")
+        add("--slice-length", type=runner.tokens, default=100 * 1024, help="context of the 56 slices (100K)")
+        add("--measured", type=Path, nargs="+", help="runs to compare with their simulation")
+        for field in fields(Assumptions):
+            name = f"--{field.name.replace('_', '-')}"
+            add(name, type=type(field.default), default=field.default, help=f"default {field.default:g}")
+
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        shared = {"our_window": options.our_window, "assumptions": self._assumptions(options)}
+        answers = [{"answer": "figure 6", "context": n, "windows": options.windows} for n in options.lengths]
+        answers.append({"answer": "slices", "context": options.slice_length})
+        return [{**answer, **shared} for answer in answers]
+
+    def shared(self, point: Point) -> str:
+        return "all"
+
+    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+        slices = [r["rows"] for p, r in found if p["answer"] == "slices" and "rows" in r]
+        return {"assumptions": self._assumptions(options), "our_window": options.our_window,
+                "slices": slices[0] if slices else []}  # fmt: skip
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        return [row for p, r in found if p["answer"] == "figure 6" for row in r.get("rows", ())]
+
+    def markdown(self, result: Row) -> str:
+        """Days of an epoch, then the speed-up of slices."""
+        a, curves = result["assumptions"], curves_of(result["rows"])
+        lengths = list(dict.fromkeys(row["context"] for row in result["rows"]))
+        days = report.markdown_table(
+            ["method", "devices", *map(report.tokens, lengths)],
+            [[*name, *(f"{points[length]:.3g}" for length in lengths)] for name, points in curves.items()],
+            left=(0, 1),
+        )
+        text = (
+            f"Days of an epoch of {a['epoch_tokens']:.3g} tokens, {a['layers']} layers, by context:\n\n{days}"
+        )
+        if not result["slices"]:
+            return text
+        numbers = ("shards", "helpers", "worker_speed", "most", "speedup")
+        speedups = report.markdown_table(
+            ["method", "devices", "shards", "helpers of each", "speed of each", "at most", "simulated"],
+            [
+                [_name(row), row["devices"], *(f"{row[key]:.3g}" for key in numbers)]
+                for row in result["slices"]
+            ],
+            left=(0, 1),
+        )
+        context = report.tokens(result["slices"][0]["context"])
+        return f"{text}\nSpeed-up over one whole GPU, {context} tokens, {a['layers']} layers:\n\n{speedups}"
+
+    def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
+        yield "", draw(result["rows"], result["assumptions"]), ""
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        options = self.parse(arguments)
+        return replay.compare(options.measured) if options.measured else super().main(arguments)
+
+    @staticmethod
+    def _assumptions(options: argparse.Namespace) -> Row:
+        return asdict(Assumptions(**{f.name: getattr(options, f.name) for f in fields(Assumptions)}))
+
+
+# ---------------------------------------------------------------------------------------------- what is shown
+
+# The package's methods drawn thick, the paper's enumeration in thin greys.
+OURS = {"Exact": report.ORANGE, "Truncated": report.BLUE, "LayerLocal": report.GREEN}
+
+
+def _name(row: Row) -> str:
+    return row["method"] if row["window"] is None else f"{row['method']}, window {row['window']}"
+
+
+def curves_of(figure: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:
+    """Days by context of each method and devices."""
+    curves: dict[tuple[str, str], dict[int, float]] = {}
+    for row in figure:
+        curves.setdefault((row["method"], row["devices"]), {})[row["context"]] = row["days"]
+    return curves
+
+
+def draw(figure: Sequence[Row], a: Row) -> Any:
+    """The first table as curves over context, both axes logarithmic."""
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    figure_, axes = report.pyplot().subplots(figsize=(10, 5))
+    curves = curves_of(figure)
+    greys = [c for c in curves if c[0].startswith("paper")]
+    for (name, devices), points in curves.items():
+        ours = OURS.get(name.partition(",")[0])
+        style: dict[str, Any]
+        if ours:
+            style = {"color": ours, "linewidth": 2.2, "linestyle": ":" if devices == "1 GPU" else "-"}
+        elif (name, devices) in greys:
+            shade = 0.15 + 0.6 * greys.index((name, devices)) / max(1, len(greys) - 1)
+            style = {"color": str(shade), "linewidth": 1.0, "linestyle": "--"}
+        else:
+            style = {"color": "black", "linewidth": 1.6, "linestyle": ":"}
+        axes.plot(*zip(*points.items(), strict=True), label=f"{name} ({devices})", marker=".", **style)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sorted({row["context"] for row in figure}))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: report.tokens(int(value))))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("context, tokens")
+    axes.set_ylabel("days an epoch")
+    axes.set_title(
+        f"{a['layers']} layers, epochs of {a['epoch_tokens']:.3g} tokens: counted and simulated, not run"
+    )
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure_
+
+
+if __name__ == "__main__":
+    raise SystemExit(Scaling().main())

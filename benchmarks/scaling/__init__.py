@@ -1,1 +1,0 @@
-"""Time against context and workers, counted and simulated: `python -m benchmarks.scaling` (see `command`)."""

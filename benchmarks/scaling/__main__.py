@@ -1,3 +1,0 @@
-from benchmarks.scaling.command import main
-
-raise SystemExit(main())
