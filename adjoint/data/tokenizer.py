@@ -62,19 +62,14 @@ class FileTokenizer:
                 f"data.tokenizer {path}: no such file or folder; "
                 'give "byte", a tokenizer.json or a local Hugging Face tokenizer folder'
             )
-        is_file = file.exists()
-        package = "tokenizers" if is_file else "transformers"
+        package, kind = ("tokenizers", "tokenizer.json") if file.exists() else ("transformers", "folder")
         try:
-            if is_file:
-                self._load_file(file)
-            else:
-                self._load_folder(place)
+            self._load_file(file) if file.exists() else self._load_folder(place)
         except Exception as error:  # tokenizers raises plain Exception, transformers a dozen others
             if isinstance(error, ImportError) and error.name == package:
                 raise UserError(f"data.tokenizer {path} needs {package}: pip install {package}") from None
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            kind = "tokenizer.json" if is_file else "Hugging Face tokenizer folder"
-            raise UserError(f"data.tokenizer {path}: not a {kind} ({reason})") from None
+            raise UserError(f"data.tokenizer {path}: not a {kind} of {package} ({reason})") from None
         self.vocab_size = 1 + max(self._vocab.values(), default=-1)
         if self.vocab_size == 0:
             raise UserError(f"data.tokenizer {path}: its vocabulary is empty")

@@ -263,9 +263,8 @@ class Config:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Nested plain values (numbers, strings, lists, None), complete: every key of this run."""
-        nested = {f.name: plain(dataclasses.asdict(getattr(self, f.name))) for f in dataclasses.fields(self)}
-        nested["method"] = {"name": self.method.name, **plain(dataclasses.asdict(self.method.build()))}
-        return nested
+        method = {"name": self.method.name, **dataclasses.asdict(self.method.build())}
+        return plain(dataclasses.asdict(self) | {"method": method})
 
     def to_yaml(self) -> str:
         """The configuration as YAML that ``--config`` reads back to an equal configuration."""
@@ -313,12 +312,8 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
 
 
 def plain(value: Any) -> Any:
-    """Tuples as lists, paths as text: what YAML and JSON can hold."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    """A value as it comes back from JSON: tuples as lists, paths as text."""
+    return json.loads(json.dumps(value, default=str))
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,8 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
     checkpoint = None if request.model is None else find_checkpoint(request.model, "--model")
     shape, weights = (config.model, "fresh") if checkpoint is None else _trained(checkpoint)
     batches, text, fingerprint = _batches(request, config, shape)
-    settings = {
-        "model": plain(dataclasses.asdict(shape)),
+    named = {
+        "model": dataclasses.asdict(shape),
         "weights": weights,
         "data": fingerprint,
         "seqlen": config.data.seqlen,
@@ -113,7 +113,7 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
         "precision": precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
-    settings = json.loads(json.dumps(settings))  # as they are read from a file: lists in the place of tuples
+    settings = plain(named)  # as they are read from a file
     rows, baseline = _kept(request, settings)
     model = Stack(shape).to(device, torch.float64 if precision == "float64" else None)
     if checkpoint is not None:
