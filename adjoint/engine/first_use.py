@@ -9,7 +9,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,49 +51,43 @@ class Results:
     outputs: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
-class Difference(NamedTuple):
-    """Of two `Results`, by relative L2 distances.
-
-    Attributes:
-        name: of the first output that differs, else of the gradient that does most; by `alone`.
-        total: of all gradients together. loss: absolute.
-    """
-
-    name: str
-    alone: float
-    total: float
-    loss: float
-
-
-def difference(whole: Results, other: Results, limit: float, each: bool = True) -> Difference | None:
-    """What differs in `other` by more than the limit; None if nothing does. What is no number differs.
+def difference(whole: Results, other: Results, limit: float, each: bool = True) -> str | None:
+    """What differs in `other` by more than the limit, and by how much, in words; None if nothing does. By
+    relative L2 distances; what is no number differs.
 
     Args:
         limit: of `tolerance`. each: whether each gradient must be within it, or only all of them together.
     """
     for name, output in whole.outputs.items():
-        apart = _distance(output, other.outputs[name])
-        size = float(output.double().norm())
+        apart, size = _distance(output, other.outputs[name]), _size(output)
         if apart and not apart <= limit * size:
-            return Difference(name, apart / size if size else math.inf, 0.0, 0.0)
+            return _differs(name, apart / size if size else math.inf)
     pairs = [(a, other.gradients[name]) for name, a in whole.gradients.items()]
-    distances = [_distance(a, b) for a, b in pairs]
-    sizes = [0.0 if a is None else float(a.double().norm()) for a, _ in pairs]
+    distances, sizes = [_distance(a, b) for a, b in pairs], [_size(a) for a, _ in pairs]
     size, error = math.hypot(*sizes), math.hypot(*distances)
-    total = error / size if size else float(error > 0)
     relative = [d / max(n, SHARE * size) if size else d for d, n in zip(distances, sizes, strict=True)]
     alone, name = max(zip(relative, whole.gradients, strict=True), default=(0.0, ""))
-    loss = abs(other.loss - whole.loss)
-    same = total <= limit and (alone <= limit or not each) and loss <= limit * max(1.0, abs(whole.loss))
-    return None if same else Difference(name, alone, total, loss)
+    if not error <= limit * size or (each and not alone <= limit):
+        return _differs(f"the gradient of {name}", alone)
+    apart, size = abs(other.loss - whole.loss), max(1.0, abs(whole.loss))
+    return None if apart <= limit * size else _differs("the loss", apart / size)
+
+
+def _differs(what: str, apart: float) -> str:
+    return f"{what} differs from the whole's, by {apart:.1e} of its size"
+
+
+def _size(tensor: Tensor | None) -> float:
+    """Its L2 norm."""
+    return 0.0 if tensor is None else float(tensor.double().norm())
 
 
 def _distance(a: Tensor | None, b: Tensor | None) -> float:
     """Of L2; infinite where it is no number, or where shapes differ."""
     if a is None or b is None:
-        found = sum(float(t.double().norm()) for t in (a, b) if t is not None)
+        found = _size(a) + _size(b)
     else:
-        found = float((b - a).double().norm()) if a.shape == b.shape else math.inf
+        found = _size(b - a) if a.shape == b.shape else math.inf
     return found if math.isfinite(found) else math.inf
 
 
@@ -107,7 +101,7 @@ def tolerance(dtypes: Iterable[torch.dtype], device: torch.device | None = None)
 
 def alike(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same but for rounding."""
-    return _distance(b, a) <= tolerance([a.dtype, b.dtype]) * float(b.double().norm())
+    return _distance(b, a) <= tolerance([a.dtype, b.dtype]) * _size(b)
 
 
 def some_numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -217,12 +211,7 @@ def _compare(
             said = " ".join(str(error).split())[:200]
             _refuse(cls, f"it does not go on from the state it gave ({type(error).__name__}: {said})", error)
     if found := difference(whole, chunks, tolerance([dtype], device)):
-        what = found.name if found.name in whole.outputs else f"the gradient of {found.name}"
-        _refuse(
-            cls,
-            f"of {TOKENS} tokens in two chunks {what} differs from the whole's, by {found.alone:.1e} of its "
-            f"size: {WHY}",
-        )
+        _refuse(cls, f"of {TOKENS} tokens in two chunks {found}: {WHY}")
 
 
 def _refuse(cls: type, why: str, cause: Exception | None = None) -> None:

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+# Of each kind of generator, by what its state is read and set.
+ACCESS: dict[type, tuple[Any, Any]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+    np.random.Generator: (
+        lambda generator: copy.deepcopy(generator.bit_generator.state),
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
+    ),
+}
+KINDS = tuple(ACCESS)
 
 
 def torch_states() -> dict[str, Any]:
@@ -44,7 +54,7 @@ class Generators:
     def states(self) -> list[Any]:
         with _disable_current_modes():  # such as of fake tensors, which these are not
             common = [torch_states(), random.getstate(), np.random.get_state()]  # noqa: NPY002
-            return [*common, *map(_state, self.own)]
+            return [*common, *(_access(generator)[0](generator) for generator in self.own)]
 
     def set(self, states: Sequence[Any]) -> None:
         of_torch, python, numpy, *rest = states
@@ -53,7 +63,7 @@ class Generators:
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002
             for generator, state in zip(self.own, rest, strict=True):
-                _set_state(generator, state)
+                _access(generator)[1](generator, state)
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
@@ -78,28 +88,13 @@ class Generators:
             return not _same(since, now)
 
 
-def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return copy.deepcopy(generator.bit_generator.state)
-    return generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
+def _access(generator: Any) -> tuple[Any, Any]:
+    return next(access for kind, access in ACCESS.items() if isinstance(generator, kind))
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return np.array_equal(a, b)
+    if isinstance(a, (Tensor, np.ndarray)):
+        return bool((a == b).all())
     if isinstance(a, dict):
         return all(_same(a[key], b[key]) for key in a)
     if isinstance(a, list) or (isinstance(a, tuple) and a and not isinstance(a[0], int)):

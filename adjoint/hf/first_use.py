@@ -122,11 +122,7 @@ def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     limit = tolerance(dtypes, _device(model))
     if found := difference(wanted, got, limit, each=limit != COARSE):
-        refuse(
-            model,
-            f"{what} (relative distance {found.total:.1e}, most in {found.name}: {found.alone:.1e}; the loss "
-            f"differs by {found.loss:.1e}): {why}",
-        )
+        refuse(model, f"{what} ({found}): {why}")
 
 
 @contextlib.contextmanager

@@ -181,10 +181,17 @@ class _Map(nn.Module):
 @contextlib.contextmanager
 def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Meanwhile modules have other forwards: on the instances, which may have such ones already."""
-    with contextlib.ExitStack() as stack:
-        for module, forward in forwards.items():
-            stack.callback(put(module, "forward", forward))
+    before = [(vars(module), vars(module).get("forward")) for module in forwards]
+    for (entries, _), forward in zip(before, forwards.values(), strict=True):
+        entries["forward"] = forward
+    try:
         yield
+    finally:
+        for entries, own in before:
+            if own is None:
+                del entries["forward"]
+            else:
+                entries["forward"] = own
 
 
 # ----------------------------------------------------------------------------------------- functions by name

@@ -185,3 +185,39 @@ def test_refused_in_shards() -> None:
         match=r"tests.engine.test_first_use:Forgets cannot be trained by chunks: .* its output differs",
     ):
         together(shards, lambda shard: shard.accumulate(make_ids(2, 24)))
+
+
+LARGE, SMALL = torch.ones(100), torch.full((4,), 1e-2)
+DIFFERENT: dict[str, tuple[dict[str, Any], str | None]] = {
+    "nothing": ({}, None),
+    "rounding": ({"large": LARGE + 9e-4}, None),
+    "all of it": ({"large": LARGE * 1.01}, "gradient of large"),
+    "a small one by itself": ({"small": SMALL * 1.1}, "gradient of small"),
+    "a very small one, less than a share of all": ({"tiny": torch.full((4,), 1.5e-6)}, None),
+    "none where there is one": ({"small": None}, "gradient of small"),
+    "one where there is none": ({"absent": SMALL}, "gradient of absent"),
+    "no number": ({"tiny": torch.full((4,), torch.nan)}, "gradient of tiny"),
+    "another shape": ({"small": SMALL[:2]}, "gradient of small"),
+    "the loss": ({"loss": 2.003}, "the loss"),
+    "an output": ({"output": SMALL * 1.01}, "output"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_what_differs(what: str) -> None:
+    changed, expected = DIFFERENT[what]
+    gradients = {"large": LARGE, "small": SMALL, "tiny": torch.full((4,), 1e-6), "absent": None}
+    whole = first_use.Results(gradients, 2.0, {"output": SMALL})
+    found = first_use.difference(
+        whole,
+        first_use.Results(
+            {name: changed.get(name, gradient) for name, gradient in gradients.items()},
+            changed.get("loss", 2.0),
+            {"output": changed.get("output", SMALL)},
+        ),
+        first_use.tolerance([torch.float32]),
+    )
+    assert found is expected or f"{expected} differs from the whole's, by " in str(found)
+    together = first_use.Results({**gradients, "small": SMALL * 1.1}, 2.0, {"output": SMALL})
+    assert first_use.difference(whole, together, 1e-3) is not None
+    assert first_use.difference(whole, together, 1e-3, each=False) is None
