@@ -165,11 +165,10 @@ def compare_own_layers(
     for stage, state in zip(stages, initial, strict=True):
         if (cls := own_class(stage)) is not None:
             kinds.setdefault((cls, *_kind(stage, dtype, device)), []).append((stage, state))
-    for kind, alike in kinds.items():
-        noted = [stage.block.__dict__.setdefault("_adjoint_compared", set()) for stage, _ in alike]
+    for kind, of_it in kinds.items():
+        noted = [stage.block.__dict__.setdefault("_adjoint_compared", set()) for stage, _ in of_it]
         if not any(kind in compared for compared in noted):
-            stage, state = alike[0]
-            _compare(kind[0], stage, state, width, dtype, device)
+            _compare(kind[0], *of_it[0], width, dtype, device)
         for compared in noted:
             compared.add(kind)
 
@@ -190,8 +189,8 @@ def _compare(
     cls: type, stage: Layer, state: State, width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     cuda = [device] if device.type == "cuda" else []
-    alone = torch.random.fork_rng(cuda), _buffers_as_they_were(stage.block)
-    with torch.inference_mode(False), torch.no_grad(), alone[0], alone[1]:
+    apart = torch.random.fork_rng(cuda), _buffers_as_they_were(stage.block)
+    with torch.inference_mode(False), torch.no_grad(), apart[0], apart[1]:
         x = some_numbers(TOKENS, width, seed=1).to(device, dtype)
         state = tuple(s[:1].clone() for s in state)
         try:
@@ -222,10 +221,12 @@ def _refuse(cls: type, why: str, cause: Exception | None = None) -> None:
 @contextlib.contextmanager
 def _buffers_as_they_were(module: nn.Module) -> Iterator[None]:
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    yield
-    with torch.no_grad():
-        for buffer, values in before:
-            buffer.copy_(values)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                buffer.copy_(values)
 
 
 def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -118,5 +118,10 @@ def summed_loss(
 
     total = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))
     for h, t in zip(hidden.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True):
-        total = total + (checkpoint(of, h, t, use_reentrant=False) if torch.is_grad_enabled() else of(h, t))
+        total = total + recomputed(of, h, t)
     return total
+
+
+def recomputed(call: Callable[..., Any], *args: Any) -> Any:
+    """What a call gives; a backward makes it again instead of keeping what it is made of."""
+    return checkpoint(call, *args, use_reentrant=False) if torch.is_grad_enabled() else call(*args)

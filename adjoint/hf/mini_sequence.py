@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from adjoint.batch import shift_labels
 from adjoint.engine.first_use import TOKENS, alike
 from adjoint.hf import first_use
-from adjoint.hf.head import head_scale, summed_loss
+from adjoint.hf.head import head_scale, recomputed, summed_loss
 from adjoint.hf.layers import backbone_of, class_of, layers_of, put
 from adjoint.hf.replacements import replaced
 from adjoint.methods import MiniSequence
@@ -81,10 +80,7 @@ def _recomputed(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[
             stack.enter_context(replaced(split))
             return forward(*args, **kwargs)
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return _checkpointed(functools.partial(run, **kwargs), *args)
-
-    return recomputed
+    return lambda *args, **kwargs: recomputed(functools.partial(run, **kwargs), *args)
 
 
 def _in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Tensor], Tensor]:
@@ -95,13 +91,9 @@ def _in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Te
 
     def run(x: Tensor) -> Tensor:
         pieces = x.tensor_split(max(1, min(chunks, x.shape[1])), dim=1)
-        return torch.cat([_checkpointed(piece, x) for x in pieces], dim=1)
+        return torch.cat([recomputed(piece, x) for x in pieces], dim=1)
 
     return run
-
-
-def _checkpointed(forward: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False) if torch.is_grad_enabled() else forward(*args)
 
 
 # ------------------------------------------------------------------------------------------------- first use

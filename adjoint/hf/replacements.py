@@ -99,7 +99,7 @@ def forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
     """Of each module that is of a kind of `ROWS` a forward that computes the same."""
     made = {}
     for module in model.modules():
-        if any(_has_the_parts(module, row) for row in ROWS):
+        if any(_fits(module, row) for row in ROWS):
             row = _found.of(module, _row)
             if row is not None:
                 made[module] = _forward(module, row)
@@ -125,27 +125,29 @@ def _of_its_precision(module: nn.Module, given: Any) -> bool:
     )
 
 
-def _has_the_parts(module: nn.Module, row: Row) -> bool:
-    parts = module._modules
+def _fits(module: nn.Module, row: Row) -> bool:
+    """Whether a module has the row's parts, and nothing that its formula would leave out."""
+    own, parts = module._parameters, module._modules
+    rest = [part for name, part in parts.items() if name not in row.children and part is not None]
     return (
-        tuple(module._parameters) == row.parameters
-        and all(p is not None and p.dim() == 1 for p in module._parameters.values())
-        and not module._buffers
+        tuple(own) == row.parameters
+        and all(p is not None and p.dim() == 1 for p in own.values())
         and all(parts.get(name) is not None for name in row.children)
         and "forward" not in vars(module)
+        and not (module._buffers or any(map(_has_state, rest)))
     )
+
+
+def _has_state(part: nn.Module) -> bool:
+    """Whether there is a tensor in a module, or a hook on it."""
+    held = ("_parameters", "_buffers", *HOOKS)
+    return any(vars(module)[name] for module in part.modules() for name in held)
 
 
 def _row(module: Any) -> Row | None:
     """The kind a module is of. Tried on a CPU, wherever it is: its tensors may be fake."""
-    named = {name for row in ROWS for name in row.children}
-    for name, part in module._modules.items():
-        if part is not None and name not in named:
-            tensors = any(True for _ in part.parameters()) or any(True for _ in part.buffers())
-            if tensors or any(vars(m)[hooks] for m in part.modules() for hooks in HOOKS):
-                return None
     with _disable_current_modes(), torch.no_grad():
-        return next((row for row in ROWS if _has_the_parts(module, row) and _computes(module, row)), None)
+        return next((row for row in ROWS if _fits(module, row) and _computes(module, row)), None)
 
 
 def _computes(module: Any, row: Row) -> bool:
