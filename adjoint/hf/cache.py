@@ -53,11 +53,28 @@ def zeros(slots: Sequence[Slot], batch: int, device: torch.device) -> State:
     return tuple(torch.zeros(batch, *s.shape, dtype=s.dtype, device=device) for s in slots)
 
 
-class _Recurrent(theirs.LinearAttentionLayer):
-    """Convolution tails and recurrent states; new ones take the place of the old."""
+class _Layer:
+    """What of a cache's layer is state: recurrent tensors, whose new ones take the place of the old, and what
+    grows.
 
+    Attributes:
+        before: of what grows, by name, its past; empty at the very start. pieces: its chunk's own.
+    """
+
+    before: dict[str, Past]
+    pieces: dict[str, Tensor]
     dtype: Any
     device: Any
+
+    def found(self) -> dict[tuple[str, int], Tensor]:
+        """(name, index) → what is there."""
+        held: dict[str, Any] = {name: getattr(self, f"{name}_states", {}) for name in ("conv", "recurrent")}
+        held |= {name: {0: piece} for name, piece in self.pieces.items()}
+        return {(name, i): s for name, states in held.items() for i, s in states.items() if s is not None}
+
+
+class _Recurrent(_Layer, theirs.LinearAttentionLayer):
+    """Convolution tails and recurrent states."""
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
@@ -88,29 +105,21 @@ class _Recurrent(theirs.LinearAttentionLayer):
         if name == "conv":
             self.conv_kernel_size[index] = value.shape[-1]
 
-    def found(self) -> dict[tuple[str, int], Tensor]:
-        """(name, index) → what is there."""
-        of = {"conv": self.conv_states, "recurrent": self.recurrent_states}
-        return {(name, i): s for name, states in of.items() for i, s in states.items() if s is not None}
 
-
-class _Growing:
-    """Keys and values, joined to what is before them; `before` is their pasts, or None at the very start."""
+class _Growing(_Layer):
+    """Keys and values, joined to what is before them."""
 
     seen = 0  # tokens before the chunk, also where the layer is another worker's and nothing is kept of it
-    before: tuple[Past, Past] | None = None
-    pieces: tuple[Tensor, Tensor] | None = None
-    dtype: Any
-    device: Any
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.is_initialized, self.pieces = True, (key_states, value_states)
+        self.is_initialized = True
         self.dtype, self.device = key_states.dtype, key_states.device
-        if self.before is None:
+        self.pieces |= {"keys": key_states, "values": value_states}
+        if not self.before:
             return key_states, value_states
         reach = None if self.window is None else self.window - 1
-        (past_keys, past_values), (keys, values) = self.before, self.pieces
-        return join(past_keys, keys, reach), join(past_values, values, reach)
+        keys, values = (join(self.before[name], self.pieces[name], reach) for name in ("keys", "values"))
+        return keys, values
 
     @property
     def window(self) -> int | None:
@@ -118,14 +127,11 @@ class _Growing:
         return getattr(self, "sliding_window", None)
 
     def get_seq_length(self) -> int:
-        return self.seen + (0 if self.pieces is None else self.pieces[0].shape[2])
+        return self.seen + (self.pieces["keys"].shape[2] if "keys" in self.pieces else 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         kept = self.seen if self.window is None else min(self.seen, self.window - 1)
         return kept + query_length, self.seen - kept
-
-    def found(self) -> dict[tuple[str, int], Tensor]:
-        return {} if self.pieces is None else {("keys", 0): self.pieces[0], ("values", 0): self.pieces[1]}
 
 
 class _Full(_Growing, theirs.DynamicLayer):
@@ -140,35 +146,17 @@ class _Indexed(_Full):
     """Sparse attention, whose indexer picks some keys of the past by keys of its own; no gradient goes
     there."""
 
-    indexer_before: Past | None = None
-    indexer_piece: Tensor | None = None
     indexer_position_ids: Tensor | None = None  # of its past, where a model keeps keys without their rotation
 
-    def begin_indexer(self, past: Past, seen: int) -> None:
-        self.indexer_before, values = past, past.slab.values
-        if seen:
-            positions = torch.arange(seen, device=values.device)
-            # in time, height and width, which are the same for text
-            self.indexer_position_ids = positions.expand(3, values.shape[0], seen)
-
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        self.indexer_piece = indexer_key_states.detach()
-        if self.indexer_before is None:
-            return self.indexer_piece
-        return self.indexer_before.join(self.indexer_piece)
-
-    def found(self) -> dict[tuple[str, int], Tensor]:
-        own = {} if self.indexer_piece is None else {("indexer", 0): self.indexer_piece}
-        return {**super().found(), **own}
+        piece = self.pieces["indexer"] = indexer_key_states.detach()
+        return self.before["indexer"].join(piece) if "indexer" in self.before else piece
 
 
 class _Both(_Growing, _Recurrent):
     """A layer with a recurrence and attention side by side."""
 
     is_croppable = False
-
-    def found(self) -> dict[tuple[str, int], Tensor]:
-        return {**_Recurrent.found(self), **_Growing.found(self)}
 
 
 class _BothFull(_Both, theirs.LinearAttentionAndFullAttentionLayer):
@@ -179,6 +167,7 @@ class _BothWindow(_Both, theirs.LinearAttentionAndSlidingWindowAttentionLayer):
     pass
 
 
+# Of each of transformers' layers ours.
 OURS: dict[type, type] = {
     theirs.DynamicLayer: _Full,
     theirs.DynamicIndexedLayer: _Indexed,
@@ -216,16 +205,17 @@ class ChunkCache(DynamicCache):
         for layer in layers:
             if isinstance(layer, _Growing):
                 layer.seen, layer.is_initialized = seen, seen > 0
-        pasts: dict[int, dict[str, Any]] = {}
         for slot, value in zip(slots, state, strict=True):
+            layer = layers[slot.layer]
             if slot.grows is not None:
-                pasts.setdefault(slot.layer, {})[slot.name] = value
+                layer.before[slot.name] = value
             elif seen:
-                layers[slot.layer].set(slot.name, slot.index, value.to(slot.dtype))
-        for layer, past in pasts.items():
-            layers[layer].before = past["keys"], past["values"]
-            if "indexer" in past:
-                layers[layer].begin_indexer(past["indexer"], seen)
+                layer.set(slot.name, slot.index, value.to(slot.dtype))
+            if slot.name == "indexer" and seen:
+                held = layer.before["indexer"].slab.values
+                positions = torch.arange(seen, device=held.device)
+                # in time, height and width, which are the same for text
+                layer.indexer_position_ids = positions.expand(3, held.shape[0], seen)
         return layers
 
     def out_of(self, slots: Sequence[Slot]) -> State:
@@ -251,4 +241,6 @@ def _ours(layer: Any) -> Any:
     if type(layer) not in OURS:
         raise ValueError(f"its cache has a {type(layer).__name__}, whose state is not known here")
     names = [name for name in ("sliding_window", "number_of_states") if hasattr(layer, name)]
-    return OURS[type(layer)](**{name: getattr(layer, name) for name in names})
+    made: Any = OURS[type(layer)](**{name: getattr(layer, name) for name in names})
+    made.before, made.pieces = {}, {}
+    return made
