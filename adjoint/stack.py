@@ -229,7 +229,7 @@ class Stack(nn.Module):
         if method is not None and not hasattr(method, "scheme"):
             raise ValueError(
                 f"method must be an object such as adjoint.Exact(), got {method!r}; MiniSequence() is for "
-                "models of transformers, by adjoint.wrap"
+                "models of transformers, by adjoint.wrap; a Stack takes Exact() or Backprop(checkpoint=True)"
             )
         if state is not None and len(state) != self.config.n_layer:
             raise ValueError(f"state must have {self.config.n_layer} entries, one a layer; got {len(state)}")
