@@ -31,9 +31,9 @@ from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.head import head_scale
 from adjoint.hf.layers import backbone_of
 from adjoint.hf.load import KEY, configuration
+from adjoint.hf.schemes import check_method, chunk_size_for, scheme_of
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
-from adjoint.hf.wrap import check_method, chunk_size_for, scheme_of
 from adjoint.layers import State
 from adjoint.methods import Backprop
 from adjoint.train.layout import Layout

@@ -3,7 +3,7 @@ refused by its name, or, where a call asks for more than a loss, run as if the m
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -25,150 +25,158 @@ KNOWN_WITH_LABELS = {*KNOWN, "labels", "shift_labels"}
 TOKEN_WISE = ("token_type_ids",)
 
 
-@dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a causal LM with labels, or of its backbone.
-
-    Attributes:
-        batch: of a backbone's call the targets are the ids; rows may lie end to end, as documents.
-        starts: first tokens of the documents, by which chunks are cut.
-        shape: batch and seqlen as they were given.
-        return_dict: whether the result has names.
-        counted: whether `num_items_in_batch` is given. masked: whether an attention_mask is.
-        use_cache: as given.
-        padded_left: whether rows were padded at the left without position_ids.
-        packed: whether position_ids told several documents apart.
-    """
-
-    batch: Batch
-    starts: tuple[int, ...]
-    shape: tuple[int, int]
-    return_dict: bool
-    counted: bool
-    masked: bool
-    use_cache: bool | None
-    padded_left: bool
-    packed: bool
-
-
-def asks_for(model: Any, kwargs: dict[str, Any]) -> str | None:
-    """The name of what a call asks for beyond its loss or hidden states, by argument or by configuration;
-    None if it asks for nothing else."""
-    for name in MORE:
-        given = kwargs.get(name)
-        if given is None and name in ("output_attentions", "output_hidden_states"):
-            given = getattr(model.config, name, False)
-        if isinstance(given, (list, tuple)) or given:
-            return name
-    return None if kwargs.get("input_ids") is not None else "inputs_embeds instead of input_ids"
-
-
-def are_packed(kwargs: dict[str, Any]) -> bool:
-    """Whether a call tells documents apart."""
-    positions = kwargs.get("position_ids")
-    again = positions is not None and positions.dim() == 2 and bool((positions[:, 1:] == 0).any())
-    return again or any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
-
-
-def gives_names(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call's result has names, or is a tuple."""
-    given = kwargs.get("return_dict")
-    return bool(getattr(model.config, "return_dict", True) if given is None else given)
-
-
-def has_labels(kwargs: dict[str, Any]) -> bool:
-    """Whether a call asks for a loss."""
-    return any(kwargs.get(name) is not None for name in ("labels", "shift_labels"))
-
-
-def targets_of(kwargs: dict[str, Any]) -> Tensor:
-    """The labels of a call that has some, (batch, seqlen) int64, shifted.
-
-    Raises:
-        ValueError: they have another shape than input_ids, or are no whole numbers.
-    """
-    ids = kwargs["input_ids"]
-    name = "labels" if kwargs.get("shift_labels") is None else "shift_labels"
-    labels = kwargs[name]
-    if labels.is_floating_point() or labels.shape != ids.shape:
-        raise ValueError(
-            f"{name} must be whole numbers of input_ids' shape {tuple(ids.shape)}, "
-            f"got {labels.dtype} of shape {tuple(labels.shape)}"
-        )
-    labels = labels.to(ids.device, torch.int64)
-    return labels if name == "shift_labels" else shift_labels(labels)
-
-
-def asked_divisor(kwargs: dict[str, Any], targets: Tensor) -> int | Tensor:
-    """What the summed loss is divided by: `num_items_in_batch`, or the number of labels that count."""
-    given = kwargs.get("num_items_in_batch")
-    if given is None:
-        return divisor_of(targets)
-    return given.to(targets.device) if isinstance(given, Tensor) else given
-
-
-def read(model: Any, kwargs: dict[str, Any]) -> Call:
-    """A call that chunks are made of, of the causal LM or of the backbone.
-
-    Raises:
-        ValueError: an input is not known, or what it says cannot be.
-    """
-    targets = targets_of(kwargs) if has_labels(kwargs) else None
-    refuse_unknown(model, kwargs, KNOWN if targets is None else KNOWN_WITH_LABELS)
-    ids = kwargs["input_ids"]
-    if ids.dim() != 2 or ids.is_floating_point() or ids.shape[1] == 0 or ids.shape[0] == 0:
-        raise ValueError(
-            f"input_ids must be (batch, seqlen) whole numbers, got {ids.dtype} {tuple(ids.shape)}"
-        )
-    ids = ids.long()
-    mask = _mask(model, kwargs.get("attention_mask"), ids, targets)
-    starts = documents.starts_of(kwargs, ids, mask)
-    tensors = {"ids": ids, "targets": ids if targets is None else targets}
-    for name in TOKEN_WISE:
-        if kwargs.get(name) is not None:
-            tensors[name] = _token_wise(name, kwargs[name], ids)
-    divisor = 1 if targets is None else asked_divisor(kwargs, targets)
-    left = mask is not None and not bool(mask[:, 0].all())
-    by_position = kwargs.get("position_ids") is not None
-    several = any(
-        len(row) > 1 + (start > 0) for row, start in zip(starts, _first_real(mask, ids), strict=True)
-    )
-    tensors, flat = documents.as_one_row(tensors, starts)
-    return Call(
-        Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors),
-        flat,
-        (ids.shape[0], ids.shape[1]),
-        return_dict=gives_names(model, kwargs),
-        counted=kwargs.get("num_items_in_batch") is not None,
-        masked=kwargs.get("attention_mask") is not None,
-        use_cache=kwargs.get("use_cache"),
-        padded_left=left and not by_position,
-        packed=by_position and several,
-    )
-
-
-def refuse_unknown(model: Any, kwargs: dict[str, Any], known: set[str], *, explicit: bool = False) -> None:
-    """Refuses what is neither known nor left at its default.
+    """A call of a wrapped causal LM or of its backbone. What it says is read when it is asked for: much of it
+    does not matter where transformers' own forward runs.
 
     Args:
-        explicit: whether what the backbone's forward names is known too.
-
-    Raises:
-        Refused: an input is given that chunks do not know.
+        model: the causal LM, or the backbone. given: the call's arguments by their names.
     """
-    own = inspect.signature(class_of(model).forward).parameters
-    takes = inspect.signature(class_of(backbone_of(model)).forward).parameters
-    for name, value in kwargs.items():
-        default = own[name].default if name in own else None
-        same = value is None or value is False or value is default or (_plain(value) and value == default)
-        if same or name in known or (name in takes and (explicit or name in TOKEN_WISE)):
-            continue
-        if name in MORE or name == "output_router_logits":  # asked for with a value that means no
-            continue
-        if name == "ignore_index" and value == IGNORE_INDEX:
-            continue
-        remedy = "set the labels that do not count to -100" if name == "ignore_index" else "leave it out"
-        check.refuse(model, f"{name} is not an input that chunks know: {remedy}")
+
+    def __init__(self, model: Any, given: dict[str, Any]) -> None:
+        self.model, self.given = model, given
+
+    def has(self, *names: str) -> bool:
+        """Whether any of these is given."""
+        return any(self.given.get(name) is not None for name in names)
+
+    def by_transformers(self, **changed: Any) -> Any:
+        """The model's own forward."""
+        return class_of(self.model).forward(self.model, **{**self.given, **changed})
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether it asks for a loss."""
+        return self.has("labels", "shift_labels")
+
+    @property
+    def asks_for(self) -> str | None:
+        """The name of what it asks for beyond its loss or hidden states, by argument or by configuration;
+        None if nothing else."""
+        for name in MORE:
+            given = self.given.get(name)
+            if given is None and name in ("output_attentions", "output_hidden_states"):
+                given = getattr(self.model.config, name, False)
+            if isinstance(given, (list, tuple)) or given:
+                return name
+        return None if self.has("input_ids") else "inputs_embeds instead of input_ids"
+
+    @property
+    def tells_documents(self) -> bool:
+        """Whether it tells documents apart."""
+        positions = self.given.get("position_ids")
+        again = positions is not None and positions.dim() == 2 and bool((positions[:, 1:] == 0).any())
+        return again or self.has("seq_idx", "cu_seq_lens_q")
+
+    @property
+    def returns_names(self) -> bool:
+        """Whether the result has names, or is a tuple."""
+        given = self.given.get("return_dict")
+        return bool(getattr(self.model.config, "return_dict", True) if given is None else given)
+
+    @property
+    def router(self) -> bool | None:
+        """`output_router_logits`; None leaves it to the configuration."""
+        return self.given.get("output_router_logits")
+
+    @functools.cached_property
+    def targets(self) -> Tensor:
+        """The labels, (batch, seqlen) int64, shifted.
+
+        Raises:
+            ValueError: they have another shape than input_ids, or are no whole numbers.
+        """
+        ids = self.given["input_ids"]
+        name = "shift_labels" if self.has("shift_labels") else "labels"
+        labels = self.given[name]
+        if labels.is_floating_point() or labels.shape != ids.shape:
+            raise ValueError(
+                f"{name} must be whole numbers of input_ids' shape {tuple(ids.shape)}, "
+                f"got {labels.dtype} of shape {tuple(labels.shape)}"
+            )
+        labels = labels.to(ids.device, torch.int64)
+        return labels if name == "shift_labels" else shift_labels(labels)
+
+    @property
+    def divisor(self) -> int | Tensor:
+        """What the summed loss is divided by: `num_items_in_batch`, or the number of labels that count."""
+        given = self.given.get("num_items_in_batch")
+        if given is None:
+            return divisor_of(self.targets)
+        return given.to(self.targets.device) if isinstance(given, Tensor) else given
+
+    @functools.cached_property
+    def ids(self) -> Tensor:
+        """(batch, seqlen) int64."""
+        ids = self.given["input_ids"]
+        if ids.dim() != 2 or ids.is_floating_point() or 0 in ids.shape:
+            raise ValueError(
+                f"input_ids must be (batch, seqlen) whole numbers, got {ids.dtype} {tuple(ids.shape)}"
+            )
+        return ids.long()
+
+    @functools.cached_property
+    def mask(self) -> Tensor | None:
+        """Which tokens are no padding, (batch, seqlen) bool; None if all of them are."""
+        targets = self.targets if self.has_labels else None
+        return _mask(self.model, self.given.get("attention_mask"), self.ids, targets)
+
+    @functools.cached_property
+    def starts(self) -> documents.Starts:
+        """Of each row the first tokens of its documents."""
+        return documents.starts_of(self.given, self.ids, self.mask)
+
+    @property
+    def padded_left(self) -> bool:
+        """Whether rows are padded at the left without position_ids."""
+        return self.mask is not None and not bool(self.mask[:, 0].all()) and not self.has("position_ids")
+
+    @property
+    def packed(self) -> bool:
+        """Whether position_ids tell several documents apart."""
+        first = [0] * len(self.ids) if self.mask is None else (self.mask.cumsum(1) == 0).sum(1).tolist()
+        rows = zip(self.starts, first, strict=True)
+        return self.has("position_ids") and any(len(row) > 1 + (start > 0) for row, start in rows)
+
+    def batch(self) -> tuple[Batch, tuple[int, ...]]:
+        """What chunks are made of, and the first tokens of the documents, by which they are cut. Rows may lie
+        end to end, as documents. Of a backbone's call the targets are the ids.
+
+        Raises:
+            ValueError: an input is not known, or what it says cannot be.
+        """
+        self.refuse_unknown()
+        tensors = {"ids": self.ids, "targets": self.targets if self.has_labels else self.ids}
+        for name in TOKEN_WISE:
+            if self.has(name):
+                tensors[name] = _token_wise(name, self.given[name], self.ids)
+        divisor = self.divisor if self.has_labels else 1
+        tensors, starts = documents.as_one_row(tensors, self.starts)
+        return Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors), starts
+
+    def refuse_unknown(self, whole: bool = False) -> None:
+        """Refuses what is neither known nor left at its default.
+
+        Args:
+            whole: whether the sequence runs as a whole: then what the backbone's forward names is known too.
+
+        Raises:
+            Refused: an input is given that chunks do not know.
+        """
+        known = KNOWN_WITH_LABELS if self.has_labels else KNOWN
+        own = inspect.signature(class_of(self.model).forward).parameters
+        takes = inspect.signature(class_of(backbone_of(self.model)).forward).parameters
+        for name, value in self.given.items():
+            default = own[name].default if name in own else None
+            same = value is None or value is False or value is default or (_plain(value) and value == default)
+            if same or name in known or (name in takes and (whole or name in TOKEN_WISE)):
+                continue
+            if name in MORE or name == "output_router_logits":  # asked for with a value that means no
+                continue
+            if name == "ignore_index" and value == IGNORE_INDEX:
+                continue
+            remedy = "set the labels that do not count to -100" if name == "ignore_index" else "leave it out"
+            check.refuse(self.model, f"{name} is not an input that chunks know: {remedy}")
 
 
 def _plain(value: Any) -> bool:
@@ -206,11 +214,6 @@ def _mask(model: Any, mask: Any, ids: Tensor, targets: Tensor | None) -> Tensor 
             "attention_mask is 0, and that of the first token after padding"
         )
     return None if bool(real.all()) else real
-
-
-def _first_real(mask: Tensor | None, ids: Tensor) -> list[int]:
-    """Of each row, how many tokens of padding are before its first."""
-    return [0] * len(ids) if mask is None else (mask.cumsum(1) == 0).sum(1).tolist()
 
 
 def _token_wise(name: str, given: Tensor, ids: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class WindowedBackprop:
         y, final = model.embed(batch.ids), []
         for k, (block, state) in enumerate(zip(model.layers, states, strict=True)):
             inputs, tail = block.mixer.scan_inputs(block.norm(y), state[0])
-            scanned, h = block.mixer.scan(inputs, state[-1], self.windows[k % len(self.windows)])
+            scanned, h = block.mixer.scan(inputs, state[-1], window=self.windows[k % len(self.windows)])
             y = block.feed_forward(y + block.mixer.scan_outputs(scanned, inputs))
             final.append((tail, h) if len(state) > 1 else (h,))
         return model.head_loss(y, batch.targets) / batch.divisor, final

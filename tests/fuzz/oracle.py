@@ -142,7 +142,7 @@ def _block(block: Any, y: Tensor, state: Any, window: int | None, seq_idx: Any) 
     if window is None or window >= y.shape[1]:
         return block(y, state, seq_idx)
     inputs, tail = block.mixer.scan_inputs(block.norm(y), state[0], seq_idx)
-    scanned, h = block.mixer.scan(inputs, state[-1], window, seq_idx=seq_idx)
+    scanned, h = block.mixer.scan(inputs, state[-1], window=window, seq_idx=seq_idx)
     y = block.feed_forward(y + block.mixer.scan_outputs(scanned, inputs))
     return y, (tail, h) if len(state) > 1 else (h,)
 

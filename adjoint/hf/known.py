@@ -1,0 +1,152 @@
+"""What is noted of a wrapped model: its method, and what was found out about it as it was lately."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+import weakref
+from typing import Any
+
+import torch
+
+from adjoint.hf import check, first_use, mini_sequence
+from adjoint.hf.cache import Slot
+from adjoint.hf.call import Call
+from adjoint.hf.first_use import Way, in_eval_mode, plainly, some_tokens
+from adjoint.hf.head import head_scale
+from adjoint.hf.layers import backbone_of
+from adjoint.hf.snapshot import Snapshot
+from adjoint.hf.stage import probe
+from adjoint.methods import Backprop
+
+REMEMBERED = 16  # states of a model of which it is remembered what was found out: adapters taken in turn
+
+
+class Known:
+    """What was found out about a model as it is: it holds for no other, and keeps none alive.
+
+    Attributes:
+        precision: of `precision_of`. slots: of its cache. scale: of its head, see `head_scale`.
+        checked: kinds of calls whose gradients have been compared.
+        mlps: of a MiniSequence: names in the backbone of what runs in pieces.
+    """
+
+    def __init__(self, model: Any, snapshot: Snapshot, precision: Any) -> None:
+        self.of, self.snapshot, self.precision = weakref.ref(model), snapshot, precision
+        self.checked: set[Any] = set()
+
+    @property
+    def model(self) -> Any:
+        return self.of()
+
+    def is_new(self, kind: Any) -> bool:
+        """Whether a kind of call has not been compared yet."""
+        return kind not in self.checked
+
+    @functools.cached_property
+    def slots(self) -> list[Slot]:
+        with plainly(self.model), check.as_refusal(self.model):
+            return probe(self.model, some_tokens(self.model)[0])
+
+    @functools.cached_property
+    def scale(self) -> float | None:
+        with plainly(self.model):
+            return head_scale(self.model)
+
+    @functools.cached_property
+    def mlps(self) -> list[str]:
+        with plainly(self.model):
+            return mini_sequence.token_wise(backbone_of(self.model))
+
+
+class Lock:
+    """Of a causal LM and its backbone together; copies have one of their own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+    def __reduce__(self) -> Any:
+        return Lock, ()
+
+
+class Record:
+    """What is noted of a wrapped model, and of its backbone. A copy of the model begins with the method
+    alone.
+
+    Attributes:
+        plain: whether calls go to transformers' own forward for the time being.
+        lock: held while a thread runs the model, whose modules are not its own for the time of a chunk.
+        known: of the model as it was lately.
+    """
+
+    def __init__(self, method: Any, lock: Lock) -> None:
+        self.method, self.plain, self.lock = method, False, lock
+        self.known: list[Known] = []
+
+    def __reduce__(self) -> Any:
+        return Record, (self.method, self.lock)
+
+
+def record_of(model: Any) -> Record:
+    """A model made anew by a wrapped one's class, such as by its `from_pretrained`, is not wrapped itself."""
+    record = model.__dict__.get("_adjoint")
+    if record is None:
+        record = Record(Backprop(), Lock())
+        record.plain = True
+    return record
+
+
+def precision_of(model: Any) -> tuple[Any, ...]:
+    device = next(model.parameters()).device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
+
+
+def known_of(model: Any) -> Known:
+    """What is known of a model as it is now."""
+    record, now, precision = record_of(model), Snapshot(model), precision_of(model)
+    record.known = [known for known in record.known if not known.snapshot.structure_differs(now)]
+    for known in record.known:
+        if known.precision == precision and not known.snapshot.difference(now):
+            return known
+    if len(record.known) == REMEMBERED:
+        warnings.warn(
+            f"{record.known[0].snapshot.difference(now)}, as something is at every call: gradients are "
+            "compared each time, which is slow",
+            stacklevel=5,
+        )
+    record.known = [Known(model, now, precision), *record.known[: REMEMBERED - 1]]
+    return record.known[0]
+
+
+def compared(model: Any, kind: tuple, ways: tuple[Way, Way], call: Call | None = None) -> Known:
+    """What is known of a model, once gradients of a few tokens have been compared for this kind of call, and
+    what the call says of padding at the left and of packed documents has been tried.
+
+    Args:
+        ways: of the whole, and by chunks.
+
+    Raises:
+        Refused: the model is known not to go by chunks, or has been found not to.
+    """
+    check.refuse_what_is_known(model, None if call is None else call.router)
+    known = known_of(model)
+    if known.is_new((*kind, model.training)):
+        first_use.compare(model, *ways, *first_use.NOT_THE_SAME)
+        known.checked.add((*kind, model.training))
+    if call is None:
+        return known
+    with in_eval_mode(model):
+        if call.padded_left and known.is_new("padded at the left"):
+            first_use.left_padding(model)
+            known.checked.add("padded at the left")
+        if call.packed and known.is_new("packed"):
+            first_use.packing(model, call.has("attention_mask"), call.given.get("use_cache"))
+            known.checked.add("packed")
+    return known
