@@ -49,7 +49,7 @@ def train(config: Config) -> Outcome:
     """
     if config.cluster.shards == 0:
         return train_in_one_process(config)
-    layout, method, data = config.cluster.layout, config.method.build(), config.data
+    layout, method, data = config.cluster.layout, config.method, config.data
     layout.check(config.model, method)
     layout.check_rows(data.batch)
     layout.check_chunks(method, data.seqlen)

@@ -1,6 +1,6 @@
 """Configuration of a training run: the dataclasses behind YAML files and ``--section.key value`` flags.
 
-A key is a field of a dataclass here (of `Config`, or of a method) and nothing else: its annotation says which
+A key is a field of a dataclass (of `Config`'s, or of a method) and nothing else: its annotation says which
 values it takes, in YAML as on the command line, and the docstring of its class is its help.
 """
 
@@ -58,44 +58,6 @@ def _below_one(values: tuple[float, ...]) -> bool:
 
 def _is_name(text: str) -> bool:
     return bool(text) and Path(text).name == text
-
-
-@dataclass(frozen=True)
-class MethodConfig:
-    """How the gradient is computed: the name of a method and the arguments it takes.
-
-    Args:
-        name: the method, a key of ``adjoint.methods.METHODS``.
-        arguments: the method's own arguments; what is absent takes the method's default.
-    """
-
-    name: str = "exact"
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.name not in METHODS:
-            raise UserError(f"method.name: {self.name!r} is not a method; choose one of {', '.join(METHODS)}")
-        takes = {name: {f.name for f in dataclasses.fields(cls)} for name, cls in METHODS.items()}
-        for key in self.arguments:
-            if key not in takes[self.name]:
-                takers = [name for name, keys in takes.items() if key in keys]
-                raise UserError(
-                    f"method.{key}: the method {self.name!r} takes no {key} "
-                    f"(taken by: {', '.join(takers) or 'none'}); "
-                    f"set --method.{key} null or choose another --method.name"
-                )
-        for needed in dataclasses.fields(METHODS[self.name]):
-            if needed.default is dataclasses.MISSING and needed.name not in self.arguments:
-                key = needed.name
-                raise UserError(f"method.{key}: the method {self.name!r} needs it; give --method.{key} VALUE")
-        self.build()
-
-    def build(self) -> Any:
-        """The method object itself. Raises UserError where the method refuses one of its arguments."""
-        try:
-            return METHODS[self.name](**self.arguments)
-        except ValueError as error:
-            raise UserError(f"method ({self.name}): {error}") from error
 
 
 @dataclass(frozen=True)
@@ -255,7 +217,7 @@ class Config:
     """Everything a run needs. ``Config()`` is the main job, the same as ``configs/default.yaml``."""
 
     model: ModelConfig = field(default_factory=default_model)
-    method: MethodConfig = field(default_factory=MethodConfig)
+    method: Any = field(default_factory=METHODS["exact"])
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -263,7 +225,7 @@ class Config:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Nested plain values (numbers, strings, lists, None), complete: every key of this run."""
-        method = {"name": self.method.name, **dataclasses.asdict(self.method.build())}
+        method = {"name": self.method.name, **dataclasses.asdict(self.method)}
         return plain(dataclasses.asdict(self) | {"method": method})
 
     def to_yaml(self) -> str:
@@ -337,7 +299,7 @@ def known_keys() -> dict[str, Key]:
 
 def _method_keys() -> dict[str, Key]:
     """The keys of all methods together."""
-    keys = {"name": Key(Literal[tuple(METHODS)], MethodConfig().name, "how the gradient is computed")}
+    keys = {"name": Key(Literal[tuple(METHODS)], Config().method.name, "how the gradient is computed")}
     takers: dict[str, list[str]] = {}
     for method, cls in METHODS.items():
         for name, key in _documented(cls, None).items():
@@ -435,13 +397,29 @@ def _unknown(name: str, where: str) -> UserError:
     return UserError(f"{where}: unknown key {name}; did you mean {guess}? (--help lists all keys)")
 
 
-def _idle(name: str, key: str, value: Any) -> bool:
-    """Whether a method's argument says nothing to method `name`: it has no such one, and the value is what
-    others take by default. A run's file has all of its method's, and another may be chosen beside it."""
-    defaults = {
-        method: f.default for method, cls in METHODS.items() for f in dataclasses.fields(cls) if f.name == key
-    }
-    return name in METHODS and name not in defaults and value in defaults.values()
+def _method(name: str, given: dict[str, Any]) -> Any:
+    """The method of `adjoint.methods` with the arguments given; None leaves the method's own default.
+
+    Raises:
+        UserError: the method does not take one of them, needs another one, or refuses its value.
+    """
+    fields = {method: {f.name: f.default for f in dataclasses.fields(cls)} for method, cls in METHODS.items()}
+    arguments = {key: value for key, value in given.items() if value is not None}
+    for key in sorted(arguments.keys() - fields[name].keys()):
+        takers = [method for method in METHODS if key in fields[method]]
+        if arguments.pop(key) in [fields[method][key] for method in takers]:
+            continue  # a run's file has all arguments of its method, and another may be chosen beside it
+        raise UserError(
+            f"method.{key}: the method {name!r} takes no {key} (taken by: {', '.join(takers)}); "
+            f"set --method.{key} null or choose another --method.name"
+        )
+    for key, default in fields[name].items():
+        if default is dataclasses.MISSING and key not in arguments:
+            raise UserError(f"method.{key}: the method {name!r} needs it; give --method.{key} VALUE")
+    try:
+        return METHODS[name](**arguments)
+    except ValueError as error:
+        raise UserError(f"method ({name}): {error}") from error
 
 
 def _build(values: dict[str, Any]) -> Config:
@@ -453,9 +431,7 @@ def _build(values: dict[str, Any]) -> Config:
         }
         try:
             if section == "method":
-                name = given.pop("name", default.name)
-                arguments = {k: v for k, v in given.items() if v is not None and not _idle(name, k, v)}
-                sections[section] = MethodConfig(name, arguments)
+                sections[section] = _method(given.pop("name", default.name), given)
             elif section == "model" and given.get("from_pretrained"):
                 sections[section] = _pretrained(default, given)
             else:

@@ -85,7 +85,7 @@ class Trainer:
         set_up(settings, self.device)
         on = settings.carry_state == "previous"
         self.data: Data = open_data(config.data, settings.seed, config.model.vocab_size, consecutive=on)
-        self.method = config.method.build()
+        self.method = config.method
         self.step = self.saved_step = 0
         self.tokens = 0
         self._build(checkpoint)
@@ -317,7 +317,7 @@ class Trainer:
     def _plot(self) -> None:
         if self.folder.rows:
             size = f"{self.num_parameters:,} parameters"
-            title = f"{self.folder.path.name}: {size}, {self.config.method.name}"
+            title = f"{self.folder.path.name}: {size}, {self.method.name}"
             plot_losses(self.folder.rows, self.folder.path / "loss.png", self.data.unigram_entropy, title)
 
     def _sample(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adjoint.errors import UserError
-from adjoint.methods import METHODS
+from adjoint.methods import METHODS, Exact
 from adjoint.settings import whole_number
 from adjoint.stack import Stack
 from adjoint.train.config import Config, known_keys, load_config
@@ -43,7 +43,7 @@ def test_written_configuration_reads_back_equal(tmp_path: Path) -> None:
     config = load_config([*argv, "--data.path", "[a.txt, b]"])
     assert config.training.eps == 1e-5
     assert config.data.path == ["a.txt", "b"]
-    assert config.method.build().chunk_size == 4096
+    assert config.method.chunk_size == 4096
     file = tmp_path / "again.yaml"
     file.write_text(config.to_yaml())
     again = load_config(["--config", str(file)])
@@ -56,8 +56,8 @@ def test_written_configuration_reads_back_equal(tmp_path: Path) -> None:
 def test_a_size_of_memory_is_no_count_of_tokens() -> None:
     """18G are 18·10⁹ bytes, as in Python; of tokens they would be 18·2³⁰."""
     argv = ["--method.chunk_size", "1K", "--method.memory"]
-    assert load_config([*argv, "18G"]).method.arguments == {"chunk_size": 1024, "memory": "18G"}
-    assert load_config([*argv, "1000"]).method.arguments["memory"] == 1000
+    assert load_config([*argv, "18G"]).method == Exact(chunk_size=1024, memory="18G")
+    assert load_config([*argv, "1000"]).method.memory == 1000
 
 
 @pytest.mark.parametrize("place", ["file", "flag"])
@@ -102,7 +102,7 @@ def test_counts_in_yaml_and_flags(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("data: {seqlen: 32K}\nmethod: {chunk_size: 2K}\n")
     config = load_config(["--config", str(tmp_path / "a.yaml"), "--data.eval_tokens=1M"])
     assert (config.data.seqlen, config.data.eval_tokens) == (32768, 2**20)
-    assert config.method.arguments["chunk_size"] == 2048
+    assert config.method.chunk_size == 2048
 
 
 def test_resume_is_short_for_run_resume() -> None:
@@ -115,17 +115,17 @@ def test_another_method_can_be_chosen_beside_a_file(tmp_path: Path) -> None:
     file = tmp_path / "exact.yaml"
     file.write_text(Config().to_yaml())
     argv = ["--config", str(file), "--method.name", "backprop"]
-    assert load_config(argv).method.build() == METHODS["backprop"]()
+    assert load_config(argv).method == METHODS["backprop"]()
     file.write_text(load_config(["--method.keep", "inputs"]).to_yaml())
     with pytest.raises(UserError, match=r"--method\.keep null"):
         load_config(argv)  # it would be lost
-    assert load_config([*argv, "--method.keep", "null"]).method.build() == METHODS["backprop"]()
+    assert load_config([*argv, "--method.keep", "null"]).method == METHODS["backprop"]()
 
 
 def test_arguments_left_out_take_the_methods_own_default() -> None:
     for name, cls in METHODS.items():
         if all(f.default is not dataclasses.MISSING for f in dataclasses.fields(cls)):
-            assert load_config(["--method.name", name]).method.build() == cls()
+            assert load_config(["--method.name", name]).method == cls()
 
 
 def test_every_key_has_a_help_text() -> None:

@@ -110,7 +110,7 @@ def setup_of(given: Any, config: Config) -> Setup:
     Raises:
         UserError: the method does not run on so many devices.
     """
-    method = config.method.build()
+    method = config.method
     if given.devices > config.model.n_layer:
         raise UserError(
             f"--devices {given.devices}: the model has {config.model.n_layer} layers and a device needs "
