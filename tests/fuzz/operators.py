@@ -25,7 +25,7 @@ from tests.fuzz.oracle import Case, documents, same, some
 
 BACKENDS = [name for name in ("reference", "cpu") if dispatch.why_not(name) is None]
 LENGTHS = (1, 2, 3, 8, 15, 16, 17, 31, 33, 63, 64, 65, 100, 129, 256, 257, 300)
-LAYOUTS = ("transposed", "sliced", "offset", "expanded")
+LAYOUTS = ("transposed", "rotated", "sliced", "surrounded", "offset", "expanded")
 TOLERANCES = {torch.float64: (1e-11, 1e-13), torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 Tensors = dict[str, Tensor]
 
@@ -108,8 +108,14 @@ def leaf(shape: list[int], layout: str | None, rand: Callable[..., Tensor]) -> t
     """A tensor in memory, and how to look at it so that it has the shape."""
     if layout == "transposed":
         return rand(*shape[::-1]), lambda t: t.permute(*reversed(range(t.dim())))
+    if layout == "rotated":
+        return rand(*shape[1:], shape[0]), lambda t: t.movedim(-1, 0)
     if layout == "sliced":
         return rand(*shape[:-1], 2 * shape[-1]), lambda t: t[..., ::2]
+    if layout == "surrounded":  # by what is no number
+        wide = torch.full((*shape[:-1], 2 * shape[-1] + 3), torch.nan, dtype=torch.float64)
+        wide[..., 1 : 1 + shape[-1]] = rand(*shape)
+        return wide, lambda t: t[..., 1 : 1 + shape[-1]]
     if layout == "offset":
         return rand(shape[0] + 1, *shape[1:]), lambda t: t[1:]
     if layout == "expanded":
@@ -117,55 +123,67 @@ def leaf(shape: list[int], layout: str | None, rand: Callable[..., Tensor]) -> t
     return rand(*shape), lambda t: t
 
 
-def check(case: Case) -> None:
-    operation = case.get("operation", "selective_scan")
-    draw = torch.Generator().manual_seed(case["seed"])
-    dtype = getattr(torch, case.get("dtype", "float64"))
-    rand = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64)  # noqa: E731
-    leaves, views = {}, {}
+def leaves(case: Case, rand: Callable[..., Tensor]) -> tuple[Tensors, dict[str, Callable]]:
+    """The operation's tensors as they lie in memory, in the case's dtype, and how to look at each."""
+    operation, made, views = case.get("operation", "selective_scan"), {}, {}
     for name, dims in SHAPES[operation].items():
         shape = [size(dim, case) for dim in dims.removesuffix(" ?").split()]
-        made, views[name] = leaf(shape, case.get("layouts", {}).get(name), rand)
+        t, views[name] = leaf(shape, case.get("layouts", {}).get(name), rand)
         if name in NEGATIVE:
-            made = -made.exp()
+            t = -t.exp()
         elif name in ("delta", "dt", "delta_bias", "dt_bias") and not case.get("softplus"):
-            made = made.abs()  # else states would grow without bound
+            t = t.abs()  # else states would grow without bound
         elif name == "k" and operation == "gated_delta_rule":
-            made = F.normalize(made, dim=-1)
+            t = t / t.nan_to_num().norm(dim=-1, keepdim=True).clamp_min(1e-12)
         elif name == "beta":
-            made = made.sigmoid()
+            t = t.sigmoid()
         elif name == "a":
-            made = made * 0.5 / max(1, made.shape[-1] ** 0.5 if made.dim() == 4 else 1)
+            t = t * 0.5 / max(1, t.shape[-1] ** 0.5 if t.dim() == 4 else 1)
         if name not in case.get("absent", ()):
-            leaves[name] = made.to(dtype)
+            wide = name in case.get("wide", ())
+            made[name] = t.to(torch.float32 if wide else getattr(torch, case.get("dtype", "float64")))
+    return made, views
+
+
+def results(case: Case, call: Callable[..., list[Tensor]], dtype: torch.dtype | None = None) -> Tensors:
+    """Outputs and gradients by `by_operation` or `by_loop`, in `dtype` or as the case has it."""
+    draw = torch.Generator().manual_seed(case["seed"])
+    rand = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64)  # noqa: E731
+    own, views = leaves(case, rand)
     packed = documents({**case, "batch": case.get("b", 1)}, draw)
     targets = torch.randint(size("n", case), (size("b", case), case["seqlen"]), generator=draw)
     targets[torch.rand(targets.shape, generator=draw) < 0.2] = -100
-    found = []
-    for exact in (False, True):
-        own = {n: t.detach().to(torch.float64 if exact else dtype) for n, t in leaves.items()}
-        wanted = [n for n in own if n not in case.get("constant", ())] or list(own)[:1]
-        for name in wanted:
-            own[name] = own[name].clone(memory_format=torch.preserve_format).requires_grad_()
-        tensors = {n: views[n](t) for n, t in own.items()}
-        call = by_loop if exact else by_operation
-        outputs = call(operation, case, tensors, packed, targets)
-        draw.manual_seed(case["seed"] + 1)
-        kind, total = case.get("cotangents"), torch.zeros((), dtype=torch.float64)
-        for i, y in enumerate(outputs):
-            if (kind == "first" and i) or (kind == "last" and i + 1 < len(outputs)):
-                continue
-            weight = rand(*y.shape)  # a sum's cotangent is one number, expanded
-            total = total + (y.sum() if kind == "expanded" else (y.double() * weight).sum())
-        inputs = [own[n] for n in wanted]
-        follows = total.requires_grad  # a final state alone may depend on none of them
-        gradients = torch.autograd.grad(total, inputs, allow_unused=True) if follows else [None] * len(inputs)
-        result = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
-        for name, gradient in zip(wanted, gradients, strict=True):
-            result[name] = torch.zeros_like(own[name]) if gradient is None else gradient
-        found.append(result)
-    each, whole = TOLERANCES[dtype]
-    same(*found, each=each, total=whole, floor=whole)
+    own = {name: t if dtype is None else t.to(dtype) for name, t in own.items()}
+    wanted = [n for n in own if n not in case.get("constant", ())] or list(own)[:1]
+    for name in wanted:
+        own[name].requires_grad_()
+    outputs = call(
+        case.get("operation", "selective_scan"),
+        case,
+        {n: views[n](t) for n, t in own.items()},
+        packed,
+        targets,
+    )
+    draw.manual_seed(case["seed"] + 1)
+    kind, total = case.get("cotangents"), torch.zeros((), dtype=torch.float64)
+    given = getattr(torch, case.get("dtype", "float64"))
+    for i, y in enumerate(outputs):
+        if (kind == "first" and i) or (kind == "last" and i + 1 < len(outputs)):
+            continue
+        weight = rand(*y.shape).to(given).double()  # a sum's cotangent is one number, expanded
+        total = total + (y.sum() if kind == "expanded" else (y.double() * weight).sum())
+    inputs = [own[n] for n in wanted]
+    follows = total.requires_grad  # a final state alone may depend on none of them
+    gradients = torch.autograd.grad(total, inputs, allow_unused=True) if follows else [None] * len(inputs)
+    found = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    for name, gradient in zip(wanted, gradients, strict=True):
+        found[name] = torch.zeros_like(own[name]) if gradient is None else gradient
+    return found
+
+
+def check(case: Case) -> None:
+    each, whole = TOLERANCES[getattr(torch, case.get("dtype", "float64"))]
+    same(results(case, by_operation), results(case, by_loop, torch.float64), each, total=whole, floor=whole)
 
 
 def by_operation(operation: str, case: Case, t: Tensors, packed: Any, targets: Tensor) -> list[Tensor]:

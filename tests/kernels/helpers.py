@@ -1,0 +1,102 @@
+"""The operations as the kernels' tests go through them: the fuzzer's tensors and loops, at fixed sizes.
+
+Triton decides when it is imported whether kernels are interpreted. In a process with TRITON_INTERPRET=1 the
+one backend of these tests is therefore Triton's, in any other it is not among them. `test_triton_interpret`
+starts the former.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.kernels import dispatch
+from tests.fuzz.operators import SHAPES, WINDOWED, Case, by_operation, leaves
+from tests.model_helpers import relative
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BACKENDS = ["triton"] if INTERPRETED else [n for n in ("reference", "cpu") if dispatch.why_not(n) is None]
+# Those that are operators of ours, attention and the head's loss aside.
+OPERATIONS = [name for name in SHAPES if not name.startswith(("past", "causal_a", "grouped", "linear_cross"))]
+SCANS = [name for name in OPERATIONS if name.endswith(WINDOWED)]
+BARE: Case = {
+    "softplus": False,
+    "silu": False,
+    "documents": None,
+    "bare": True,
+}  # without all that is optional
+
+
+def has_kernel(operation: str, backend: str) -> bool:
+    """Whether a backend has its own code for the operation, and does not leave it to the reference."""
+    name = operation.replace("dense linear", "dense").split()[-1]
+    return dispatch.implementation(name, backend, torch.device("cpu"), torch.float32) == backend
+
+
+def optional(operation: str) -> list[str]:
+    return [name for name, dims in SHAPES[operation].items() if dims.endswith("?")]
+
+
+def of_tokens(operation: str) -> list[str]:
+    """The tensors that have a value for each token."""
+    return [name for name, dims in SHAPES[operation].items() if dims.startswith("b s")]
+
+
+def make_case(operation: str, seqlen: int, **more: Any) -> Case:
+    """A case of the fuzzer: two rows of several documents, every optional tensor given."""
+    sizes = {"b": 2, "d": 5, "g": 2, "h": 2, "n": 4, "w": 4, "p": 0}
+    case = {"operation": operation, "seqlen": seqlen, "seed": seqlen, "documents": 0.1, **sizes, **more}
+    case = {"softplus": True, "silu": True, **case}
+    return {**case, "absent": optional(operation)} if case.pop("bare", False) else case
+
+
+def tensors_of(case: Case) -> dict[str, Tensor]:
+    """The case's tensors as leaves, strides included."""
+    generator = torch.Generator().manual_seed(case["seed"])
+    rand = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    made, views = leaves(case, rand)
+    return {name: views[name](t).detach().requires_grad_() for name, t in made.items()}
+
+
+def run(case: Case, tensors: Mapping[str, Tensor], seq_idx: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The public function, with the options that the case names; a tuple of outputs."""
+    return tuple(by_operation(case["operation"], case, dict(tensors), seq_idx, torch.empty(0)))
+
+
+def numbered(lengths: list[int]) -> Tensor:
+    """Documents of these lengths, (2, seqlen)."""
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand(2, -1)
+
+
+def assert_close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
+    """Relative L2 error of every tensor, absolute where it should be zero."""
+    assert got.keys() == expected.keys()
+    for name, b in expected.items():
+        assert got[name].shape == b.shape, name
+        distance, size = (got[name].double() - b).norm().item(), b.norm().item()
+        assert distance <= tolerance * (size or 1.0), f"{name}: {distance / (size or 1.0):.1e}"
+
+
+def assert_no_worse(
+    got: Mapping[str, Tensor], exact: Mapping[str, Tensor], rounded: Mapping[str, Tensor]
+) -> None:
+    """CCE's rule: the error against float64 is at most that of autograd in the same 16-bit dtype."""
+    for name, b in exact.items():
+        ours, theirs = relative(got[name].double(), b), relative(rounded[name].double(), b)
+        assert ours <= theirs, f"{name}: {ours:.1e}, not {theirs:.1e}"
+
+
+def run_interpreted(*arguments: str) -> str:
+    """What a Python process with these arguments prints, Triton's kernels interpreted in it."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    return done.stdout
