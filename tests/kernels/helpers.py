@@ -50,8 +50,9 @@ def of_tokens(operation: str) -> list[str]:
 
 
 def make_case(operation: str, seqlen: int, **more: Any) -> Case:
-    """A case of the fuzzer: two rows of several documents, every optional tensor given."""
-    sizes = {"b": 2, "d": 5, "g": 2, "h": 2, "n": 4, "w": 4, "p": 0}
+    """A case of the fuzzer, every optional tensor given; interpreted programs run one by one, so fewer then."""
+    sizes = {"b": 1, "g": 1} if INTERPRETED else {"b": 2, "g": 2}
+    sizes |= {"d": 5, "h": 2, "n": 4, "w": 4, "p": 0}
     case = {"operation": operation, "seqlen": seqlen, "seed": seqlen, "documents": 0.1, **sizes, **more}
     case = {"softplus": True, "silu": True, **case}
     return {**case, "absent": optional(operation)} if case.pop("bare", False) else case
