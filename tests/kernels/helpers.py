@@ -50,7 +50,7 @@ def of_tokens(operation: str) -> list[str]:
 
 
 def make_case(operation: str, seqlen: int, **more: Any) -> Case:
-    """A case of the fuzzer, every optional tensor given; interpreted programs run one by one, so fewer then."""
+    """A case of the fuzzer, every optional tensor given; smaller where programs run one by one."""
     sizes = {"b": 1, "g": 1} if INTERPRETED else {"b": 2, "g": 2}
     sizes |= {"d": 5, "h": 2, "n": 4, "w": 4, "p": 0}
     case = {"operation": operation, "seqlen": seqlen, "seed": seqlen, "documents": 0.1, **sizes, **more}
