@@ -24,7 +24,7 @@ PACKAGES = ("torch", "triton", "transformers", "ray")
 REST = "rest"
 # The test files of each part, without test_ and .py; REST is all that no other part names.
 PARTS: dict[str, tuple[str, ...]] = {
-    "kernels": ("kernels", "norm", "trial", "libraries", "context", "benchmark_kernels"),
+    "kernels": ("operations", "operators", "norm", "trial", "libraries", "benchmark_kernels"),
     "triton": ("triton_compile", "triton_interpret"),
     "engine": ("exact", "engine", "programs", "documents", "mixers", "chunk_size"),
     "compile": ("compile",),

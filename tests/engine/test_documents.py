@@ -15,7 +15,6 @@ from adjoint.batch import shift_labels
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.documents import document_numbers, from_separator
 from adjoint.errors import UserError
-from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.train.layout import Layout
 from tests.cluster.threads import TRAINING, disturbed_shards, disturbed_stack, together
 from tests.model_helpers import SIZES, VARIANTS, current_gradients, make_ids, make_model, relative
@@ -153,6 +152,27 @@ def test_auto_windows_keep_documents_apart() -> None:
     assert max(relative(g, expected[name]) for name, g in current_gradients(model).items()) <= 1e-12
 
 
+@pytest.mark.parametrize("method", ["exact", "inputs", "truncated", "layer-local, windowed"])
+@pytest.mark.parametrize("variant", [None, *UNWINDOWED])
+def test_what_is_no_number_stays_in_its_document(variant: str | None, method: str) -> None:
+    """By layers and chunks: the embedding of tokens that the second document alone has, without a loss, is no
+    number, and none of the other tokens' gradients shows it."""
+    if variant and method not in ("exact", "inputs"):
+        pytest.skip("a window is for selective layers")
+    options = UNWINDOWED[variant] if variant else MIXED
+    model = make_model("mamba", **{"vocab_size": 34, "tie_embeddings": False, **options})
+    seq_idx = numbers([[9, 5, 1, 12, 3]] * 2)
+    ids, weight = make_ids(2, 30) + 17 * (seq_idx == 1), model.embedding.weight
+    labels, found = torch.where(seq_idx == 1, -100, ids), []
+    for value in (0.0, torch.nan):
+        with torch.no_grad():
+            weight[17:] += value
+        model.zero_grad()
+        model(ids, labels=labels, method=METHODS[method], seq_idx=seq_idx).loss.backward()
+        found.append(weight.grad[:17].clone())
+    assert found[0].norm() > 0 and relative(found[1], found[0]) <= 1e-10
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["exact", "truncated", "layer-local"])
 @pytest.mark.parametrize(
@@ -183,17 +203,6 @@ def test_helpers_keep_documents_apart() -> None:
     together(shards, lambda shard: shard.accumulate(ids, seq_idx=numbers(PACKED)))
     for name, parameter in shards[0].named_weights().items():
         assert relative(parameter.grad, expected[name]) <= 1e-12, name
-
-
-def test_the_convolutions_state_holds_the_last_document_alone() -> None:
-    x, weight = torch.randn(2, 6, 3), torch.randn(3, 5)
-    seq_idx = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0]])
-    tail = causal_conv1d(x, weight, None, None, seq_idx=seq_idx)[1]
-    assert torch.equal(tail[0, :, :2], torch.zeros(3, 2)) and torch.equal(tail[0, :, 2:], x[0, 4:].T)
-    assert torch.equal(tail[1], x[1, 2:].T)
-    before = torch.randn(2, 3, 4)
-    tail = causal_conv1d(x[:, :2], weight, None, before, seq_idx=torch.tensor([[0, 1], [0, 0]]))[1]
-    assert torch.equal(tail[0, :, :3], torch.zeros(3, 3)) and torch.equal(tail[1, :, :2], before[1, :, 2:])
 
 
 def test_both_forms_say_the_same() -> None:

@@ -201,7 +201,7 @@ def by_operation(operation: str, case: Case, t: Tensors, packed: Any, targets: T
     if name == "causal_conv1d":
         return list(causal_conv1d(**t, silu=case.get("silu", False), seq_idx=packed, **form))
     if name == "rms_norm":
-        y = rms_norm(**t, group_size=size("d", case), **form)
+        y = rms_norm(**t, group_size=case.get("d", 1), **form)
         return list(y) if isinstance(y, tuple) else [y]
     if name == "linear_cross_entropy":
         return [linear_cross_entropy(t["hidden"], t["weight"], targets, case.get("slice"))]

@@ -71,9 +71,9 @@ def run(case: Case, tensors: Mapping[str, Tensor], seq_idx: Tensor | None = None
     return tuple(by_operation(case["operation"], case, dict(tensors), seq_idx, torch.empty(0)))
 
 
-def numbered(lengths: list[int]) -> Tensor:
-    """Documents of these lengths, (2, seqlen)."""
-    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand(2, -1)
+def numbered(lengths: list[int], batch: int) -> Tensor:
+    """Documents of these lengths, (batch, seqlen)."""
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand(batch, -1)
 
 
 def assert_close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:

@@ -8,8 +8,6 @@ Where the libraries are installed, their own Triton kernels run under Triton's i
 import importlib.util
 import inspect
 import json
-import os
-import subprocess
 import sys
 import warnings
 from types import ModuleType
@@ -18,11 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import adjoint
 from adjoint.kernels import dispatch, libraries, reference, trial
 from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.libraries import LIBRARIES
+from tests.fuzz.operators import by_operation, results
+from tests.kernels.helpers import make_case, optional, run_interpreted, tensors_of
 
 CPU = torch.device("cpu")
 PAIRS = [(name, operation) for name, library in LIBRARIES.items() for operation in library.operations]
@@ -183,59 +182,19 @@ def test_the_trial_sees_the_references_values_and_gradients(name, operation, res
     assert max(found.values()) <= 1e-10, found
 
 
-def normal(*shape, dtype=torch.float64):
-    return torch.randn(*shape, dtype=torch.float64).to(dtype)
-
-
-def ssd(states, seq_idx, backend):
-    x, dt, B, C = normal(2, 37, 4, 8), normal(2, 37, 4), normal(2, 37, 2, 5), normal(2, 37, 2, 5)
-    leaves = [x, dt, -normal(4).exp(), B, C, normal(4), normal(4)] + [normal(2, 4, 8, 5)] * states
-    leaves = [t.requires_grad_() for t in leaves]
-    x, dt, A, B, C, D, bias, *state = leaves
-    z = normal(2, 37, 4, 8)
-    rest = *state, None
-    return adjoint.ssd_scan(
-        x, dt, A, B, C, D, z, bias, True, rest[0], seq_idx=seq_idx, backend=backend
-    ), leaves
-
-
-def conv(states, seq_idx, backend):
-    wide = normal(2, 37, 27).requires_grad_()  # a slice that begins on no boundary
-    leaves = [normal(16, 4), normal(16)] + [normal(2, 16, 3)] * states
-    leaves = [t.requires_grad_() for t in leaves]
-    weight, bias, *state = leaves
-    rest = *state, None
-    return causal_conv1d(wide[..., 3:19], weight, bias, rest[0], True, seq_idx, backend), [wide, *leaves]
-
-
-def delta(states, seq_idx, backend):
-    q, k, v = normal(2, 37, 3, 8), F.normalize(normal(2, 37, 3, 8), dim=-1), normal(2, 37, 3, 5)
-    leaves = [q, k, v, -normal(2, 37, 3).exp(), normal(2, 37, 3).sigmoid()] + [normal(2, 3, 8, 5)] * states
-    leaves = [t.requires_grad_() for t in leaves]
-    return gated_delta_rule(*leaves, seq_idx=seq_idx, backend=backend), leaves
-
-
-CALLS = {"ssd_scan": ssd, "causal_conv1d": conv, "gated_delta_rule": delta}
-
-
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("states", [0, 1])
+@pytest.mark.parametrize("absent", [False, True])
+@pytest.mark.parametrize("cotangents", ["first", "all"])
 @pytest.mark.parametrize(("name", "operation"), PAIRS)
-def test_gradients_of_the_public_function_equal_the_references(name, operation, states):
+def test_gradients_of_the_public_function_equal_the_references(name, operation, cotangents, absent):
     """By name, through the operator, with and without states, with documents, from unaligned slices."""
-
-    documents = None if name == "fla" else (torch.arange(37) // 20 + 7).expand(2, -1)
-
-    def gradients(backend, final):
-        torch.manual_seed(0)
-        (y, state), leaves = CALLS[operation](states, documents, backend)
-        made = [y, state] if final else [y]
-        return *made, *torch.autograd.grad([(t * normal(*t.shape)).sum() for t in made], leaves)
-
-    for final in (False, True):
-        for found, wanted in zip(gradients(name, final), gradients("reference", final), strict=True):
-            assert found.dtype == wanted.dtype
-            assert (found - wanted).norm() <= 1e-10 * wanted.norm()
+    layouts = dict.fromkeys(("x", "q", "k", "v"), "surrounded")
+    more = {"documents": None if name == "fla" else 0.1, "layouts": layouts, "cotangents": cotangents}
+    case = make_case(operation, 37, d=16, **more, absent=optional(operation) if absent else [])
+    found, wanted = (results({**case, "backend": backend}, by_operation) for backend in (name, "reference"))
+    for key, expected in wanted.items():
+        assert found[key].dtype == expected.dtype
+        assert (found[key] - expected).norm() <= 1e-10 * expected.norm()
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -251,17 +210,12 @@ def test_half_precision_is_handed_on_and_states_stay_wide(monkeypatch):
         return o.to(q.dtype), state
 
     monkeypatch.setattr(module, "chunk_gated_delta_rule", watched)
-    torch.manual_seed(0)
-    half = dict.fromkeys("qkv", torch.bfloat16)
-    q, k, g, beta = (
-        normal(1, 9, 2, 4).float(),
-        normal(1, 9, 2, 4).float(),
-        -normal(1, 9, 2).exp(),
-        normal(1, 9, 2),
+    half, tensors = (
+        dict.fromkeys("qkv", torch.bfloat16),
+        tensors_of(make_case("gated_delta_rule", 9, dtype="float32")),
     )
-    v = normal(1, 9, 2, 4).bfloat16().requires_grad_()
-    initial = normal(1, 2, 4, 4).float().requires_grad_()
-    o, state = gated_delta_rule(q, k, v, g, beta.sigmoid(), initial, backend="fla")
+    v, initial = tensors["v"].detach().bfloat16().requires_grad_(), tensors["initial_state"]
+    o, state = gated_delta_rule(**{**tensors, "v": v}, backend="fla")
     assert seen == half | dict.fromkeys(("g", "beta", "state"), torch.float32)
     assert (o.dtype, state.dtype) == (torch.float32, torch.float32)
     dv, dinitial = torch.autograd.grad(o.sum() + state.sum(), [v, initial])
@@ -388,10 +342,8 @@ def test_stand_ins_have_the_libraries_signatures(module):
     needs(module)
     lines = [f"print(tuple(inspect.signature(m.{f.__name__}).parameters))" for f in STAND_INS[module]]
     code = "\n".join([INTERPRETED, f"import inspect, {module} as m", *lines])
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     own = [str(tuple(inspect.signature(f).parameters)) for f in STAND_INS[module]]
-    assert found.stdout.splitlines()[-len(own) :] == own, found.stderr[-2000:]
+    assert run_interpreted("-c", code).splitlines()[-len(own) :] == own
 
 
 # What the libraries want of a GPU before a kernel runs; loop variables that the interpreter makes Python's.
@@ -444,10 +396,7 @@ for dtype in torch.float32, torch.float16:
     call = LIBRARIES[{name!r}], {operation!r}, torch.device("cpu"), dtype
     print(json.dumps(trial.errors(*call, resets={resets})))
 """
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    single, half = map(json.loads, done.stdout.splitlines()[-2:])
+    single, half = map(json.loads, run_interpreted("-c", code).splitlines()[-2:])
     assert {"dinitial_state"} < {*single}
     assert max(single.values()) <= 1e-5, single
     assert max(half.values()) <= trial.TOLERANCE[torch.float16], half

@@ -1,9 +1,6 @@
 """The trial a backend stands before it is picked by itself: right ones pass, wrong and broken ones do not."""
 
 import functools
-import os
-import subprocess
-import sys
 import warnings
 from types import ModuleType
 
@@ -13,6 +10,7 @@ import torch
 import adjoint
 from adjoint.kernels import dispatch, reference, trial
 from adjoint.kernels.libraries import LIBRARIES
+from tests.kernels.helpers import run_interpreted
 
 CPU = torch.device("cpu")
 OPERATIONS = sorted(trial._PROBLEMS)
@@ -148,16 +146,6 @@ def test_a_compiler_does_not_trace_the_choice():
     assert compiled(torch.empty(3, device="meta")).shape == (3,)
 
 
-def test_a_backend_that_fails_is_passed_over_with_one_warning():
-    def broken(*arguments):
-        raise RuntimeError("no kernel image\nis available")
-
-    impl = backend(rms_norm_forward=broken)
-    said = "rms_norm runs in plain PyTorch on cpu.*no kernel image is available.*install another version"
-    with pytest.warns(UserWarning, match=said):
-        assert not trial.passes(impl, "rms_norm", CPU, torch.float32)
-
-
 @pytest.mark.parametrize(
     "operation", [pytest.param(o, marks=() if o == "rms_norm" else pytest.mark.slow) for o in OPERATIONS]
 )
@@ -171,47 +159,40 @@ warnings.simplefilter("error")
 trial.SEQLEN = 67
 assert trial.passes(triton_backend, {operation!r}, torch.device("cpu"), torch.float32)
 """
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_interpreted("-c", code)
 
 
-@pytest.mark.slow
-def test_triton_takes_half_precision_as_it_is():
-    """Under the interpreter: bfloat16 in, bfloat16 gradients out, states in float32, near float64's."""
-    pytest.importorskip("triton")
-    code = """
-import torch
-from adjoint.kernels import dispatch
-from adjoint.kernels.triton.selective_scan import launch as triton_selective_scan
-from adjoint import selective_scan
+def test_the_trial_draws_on_no_default_device(monkeypatch):
+    monkeypatch.setattr(trial, "SEQLEN", 70)
+    monkeypatch.setattr(trial, "SSD", (2, 16, 32))
+    with torch.device("meta"):
+        for operation in OPERATIONS:
+            assert set(trial.errors(reference, operation, CPU, torch.float64).values()) == {0.0}
 
-seen = []
-forward = triton_selective_scan.selective_scan_forward
-from adjoint.kernels.triton import backend as triton_backend
-triton_backend.selective_scan_forward = lambda u, *rest: seen.append(u.dtype) or forward(u, *rest)
-torch.manual_seed(0)
-u, delta, z, dy = (torch.randn(1, 21, 6) for _ in range(4))
-B, C = torch.randn(1, 21, 4), torch.randn(1, 21, 4)
-A, D, bias, state = -torch.rand(6, 4), torch.randn(6), torch.randn(6), torch.randn(1, 6, 4)
-half = [x.bfloat16() for x in (u, delta, B, C, z)]
 
-def run(dtype, backend):
-    leaves = [x.to(dtype).requires_grad_() for x in half]
-    own = torch.float64 if dtype == torch.float64 else torch.float32
-    wide = [x.to(own).requires_grad_() for x in (A, D, bias, state)]
-    u, delta, B, C, z = leaves
-    A_, D_, bias_, state_ = wide
-    y, last = selective_scan(u, delta, A_, B, C, D_, z, bias_, True, state_, backend=backend)
-    grads = torch.autograd.grad((y.double() * dy).sum() + last.double().sum(), [*leaves, *wide])
-    return y, last, *grads
+def raising(error):
+    def forward(*arguments):
+        raise error
 
-got, want = run(torch.bfloat16, "triton"), run(torch.float64, "reference")
-assert seen == [torch.bfloat16], seen
-assert [g.dtype for g in got] == [torch.bfloat16, torch.float32] + [torch.bfloat16] * 5 + [torch.float32] * 4
-for a, b in zip(got, want):
-    assert (a.double() - b).norm() <= 2e-2 * b.norm(), (a, b)
-"""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    return backend(rms_norm_forward=forward)
+
+
+def test_a_backend_that_fails_is_passed_over_with_one_warning():
+    said = "rms_norm runs in plain PyTorch on cpu.*no kernel image is available.*install another version"
+    broken = raising(RuntimeError("no kernel image\nis available"))
+    with pytest.warns(UserWarning, match=said):
+        assert not trial.passes(broken, "rms_norm", CPU, torch.float32)
+
+
+def test_a_capture_is_no_place_for_a_trial(monkeypatch):
+    """It would end the capture, and the backend would pass for a broken one ever after."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"rms_norm has not run on cuda:0 yet.*before capturing"):
+        trial.passes(raising(AssertionError("tried")), "rms_norm", torch.device("cuda", 0), torch.float32)
+
+
+def test_no_memory_left_is_not_held_against_the_backend():
+    impl = raising(torch.OutOfMemoryError("all taken"))
+    for _ in range(2):  # not remembered either
+        with pytest.raises(torch.OutOfMemoryError, match="all taken"):
+            trial.passes(impl, "rms_norm", CPU, torch.float32)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -76,12 +77,8 @@ def record_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         launches.append((self, args, kwargs))
 
-    original = JITFunction.run
-    JITFunction.run = run
-    try:
+    with mock.patch.object(JITFunction, "run", run):
         yield launches
-    finally:
-        JITFunction.run = original
 
 
 def specialise(launch: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> dict[str, dict[Any, Any]]:
@@ -142,16 +139,10 @@ def assemble(ptx: str, cubin: Path | None = None) -> tuple[int, int]:
     return registers, spills
 
 
-@contextlib.contextmanager
-def on_a_big_device() -> Iterator[None]:
+def on_a_big_device() -> contextlib.AbstractContextManager[Any]:
     """Launches as on a device of MULTIPROCESSORS, so that the passes over splits of the sequence are among
     them."""
-    original = common._multiprocessors
-    common._multiprocessors = lambda device: MULTIPROCESSORS
-    try:
-        yield
-    finally:
-        common._multiprocessors = original
+    return mock.patch.object(common, "_multiprocessors", return_value=MULTIPROCESSORS)
 
 
 def compile_call(
@@ -191,13 +182,9 @@ def call_ssd(
     begins = empty(1, seqlen, dtype=torch.bool) if reset else None
     h0 = empty(1, nheads, headdim, d_state, dtype=FP32)
     inputs = (x, dt, A, B, B, A, A, True, h0, begins)
-    original = ssd.CHUNK
-    ssd.CHUNK = original if chunk is None else {x.element_size(): chunk}
-    try:
+    with mock.patch.object(ssd, "CHUNK", ssd.CHUNK if chunk is None else {x.element_size(): chunk}):
         y, final, checkpoints = ssd.ssd_scan_forward(*inputs)
         ssd.ssd_scan_backward(y, final, *inputs, checkpoints, None)
-    finally:
-        ssd.CHUNK = original
 
 
 def call_linear(dtype=FP32, window=None, scalar=False, seqlen=65536, size=4096, reset=False):
@@ -259,17 +246,8 @@ MAIN = _calls()
 MAIN_KERNELS = {
     "selective scan": {"forward_kernel", "adjoint_local_kernel", "step_kernel", "backward_kernel"},
     "selective scan, window": {"forward_kernel", "step_kernel", "marks_kernel", "backward_kernel"},
-    "SSD scan": {
-        "step_kernel",
-        "chunk_state_kernel",
-        "gram_kernel",
-        "output_kernel",
-        "read_kernel",
-        "input_grad_kernel",
-        "pair_grad_kernel",
-        "step_grad_kernel",
-        "group_grad_kernel",
-    },
+    "SSD scan": {"step_kernel", "chunk_state_kernel", "gram_kernel", "output_kernel", "read_kernel"}
+    | {f"{of}_grad_kernel" for of in ("input", "pair", "step", "group")},
     "linear scan": {"_forward_kernel", "_backward_kernel"},
     "linear scan, window": {"_forward_kernel", "_prefix_kernel", "_backward_kernel"},
     "convolution": {"_forward_kernel", "_backward_kernel"},
