@@ -6,17 +6,14 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from adjoint.cluster.count import Uncountable
 from adjoint.cluster.devices import Device, shares
-from adjoint.cluster.fit import Fit, make_setup, needs
-from adjoint.cluster.memory import Setup
-from adjoint.cluster.partition import GB, layer_costs, partition
 from adjoint.cluster.spec import ShardSpec
 from adjoint.errors import UserError
-from adjoint.layers import StackConfig
-from adjoint.stack import Stack
+from adjoint.plan.count import Uncountable
+from adjoint.plan.fit import Fit
+from adjoint.plan.memory import Machine, Setup, needs
+from adjoint.plan.partition import GB, partition
+from adjoint.plan.stack import model_of
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 
@@ -53,27 +50,19 @@ def make_specs(
     ]
     sizes = [gpu.memory_bytes for gpu in gpus if gpu is not None]
     rows, seqlen = (1, 1) if ids is None else (layout.rows(ids[0]), ids[1])
-    given = (
-        method, rows, seqlen, precision, "cuda" if sizes else "cpu", min(sizes, default=None),
-        training.grad_accumulation,
-    )  # fmt: skip
-    limits = sizes if ids is not None and len(sizes) == shards else None
+    machine = Machine("cuda" if sizes else "cpu", precision, min(sizes, default=None))
+    limits, speeds = sizes if ids is not None and len(sizes) == shards else None, shares(gpus)
     try:
-        more = {"sequence": layout.sequence, "helpers": layout.helpers, "optimizer": training.optimizer}
-        setup = make_setup(model, *given, **more)
-        fit = Fit(setup, _costs(model), shards, shares(gpus), limits)
+        setup = Setup(model_of(model), method, rows, seqlen, layout, machine, training)
+        fit = Fit(setup, limits, speeds)
         # where only the margin for libraries is missing, the shards get their way
-        bare = fit.of(reserve=False)
-        try:
-            spans = tuple(fit.spans() or bare.spans() or fit.assign())
-        except Uncountable:
-            raise
-        except UserError as error:
-            raise UserError(f"cluster.shards: {error}") from None
+        spans = tuple(fit.spans() or fit.without_margin().spans() or fit.assign())
         if ids is not None and limits is None:
-            _check_nodes(bare.setup, spans, owners)
+            _check_nodes(fit.without_margin().setup, spans, owners)
     except Uncountable:  # then nobody knows
-        spans = tuple(partition(_costs(model), shards, shares(gpus)))
+        spans = tuple(partition(model.costs, shards, speeds))
+    except UserError as error:
+        raise UserError(f"cluster.shards: {error}") from None
     nodes = [look["node"] for look in found]
     specs = [
         ShardSpec(
@@ -92,16 +81,9 @@ def make_specs(
     return found[0]["device"], spans, specs
 
 
-def _costs(model: Any) -> list[float]:
-    if not isinstance(model, StackConfig):
-        return list(model.costs)
-    with torch.device("meta"):
-        return layer_costs(Stack(model))
-
-
 def _check_nodes(setup: Setup, spans: Sequence[range], owners: Sequence[dict[str, Any]]) -> None:
     """Raises a UserError where a node's memory is too small for all of its shards."""
-    each = [need.total for need in needs(setup, spans) for _ in range(setup.sequence)]
+    each = [need.total for need in needs(setup, spans) for _ in range(setup.layout.sequence)]
     taken = collections.Counter[str]()
     for i, look in enumerate(owners):
         taken[look["node"]] += each[i % len(each)]
@@ -109,6 +91,6 @@ def _check_nodes(setup: Setup, spans: Sequence[range], owners: Sequence[dict[str
         if taken[name] > memory:
             count = sum(look["node"] == name for look in owners)
             raise UserError(
-                f"cluster.shards: {count} shards on a node of {memory / GB:.1f} GB need "
+                f"{count} shards on a node of {memory / GB:.1f} GB need "
                 f"{taken[name] / GB:.1f} GB; shorten --data.seqlen, or take more nodes or a smaller model"
             )

@@ -273,7 +273,7 @@ def backend(devices: Sequence[Device | None]) -> str:
 def shares(devices: Sequence[Device | None]) -> list[float]:
     """What part of the layers each device should take: its part of all memory. They add up to 1.
 
-    It is the `capacities` of `adjoint.cluster.partition.partition`. Memory stands for speed as well: a
+    It is the `capacities` of `adjoint.plan.partition.partition`. Memory stands for speed as well: a
     slice's compute grows with its memory, if not in quite the same steps. Where no device has memory of its
     own (CPUs only) the parts are equal.
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
 
 from adjoint.checkpoint import Tensors
-from adjoint.cluster.count import Uncountable
-from adjoint.cluster.pretrained_memory import outlined
 from adjoint.cluster.shard import Shard
 from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
@@ -24,6 +22,8 @@ from adjoint.hf.schemes import check_method, chunk_size_for, scheme_of
 from adjoint.hf.split import Pretrained, verified
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
+from adjoint.plan.count import Uncountable
+from adjoint.plan.pretrained import outlined
 
 
 class PretrainedShard(Shard):

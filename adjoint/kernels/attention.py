@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.kernels import operators
+from adjoint.kernels import dispatch, operators
 from adjoint.kernels.checks import accumulate_dtype
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -190,6 +190,9 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
     tokens = q.shape[2]
     if not q.numel():
         return _of_nothing(q, k, v)
+    if dispatch.is_as_on_cuda():  # one fused kernel, played by the CPU's
+        k, v = (_repeated(t.to(q.dtype), q.shape[1] // t.shape[1]) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     if q.device.type != "cpu":
         from torch.backends.cuda import SDPAParams, can_use_flash_attention
         from torch.nn.attention.bias import causal_lower_right

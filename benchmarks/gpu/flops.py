@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from adjoint.cluster.gpus import by_driver_name
 from adjoint.layers import MIXERS, StackConfig
+from adjoint.plan.gpus import by_driver_name
 from adjoint.stack import Stack
 
 _SCAN = {"mamba": 7, "mamba2": 5}  # FLOPs a state element and token, forward

@@ -6,7 +6,7 @@ and backward; after warm-up they are, in turn, calibration and test:
 
 - calibration repeats give the processor time of each tile (what it costs, not how long it took: workers that
   share a core wait for each other) and of each worker's messages;
-- `adjoint.engine.simulate` puts the tiles into the programs and on as many slots as there are cores;
+- `adjoint.plan.simulate` puts the tiles into the programs and on as many slots as there are cores;
 - test repeats give the wall time of the phase, from the first action of any worker to the last: what the
   simulation must have found. Nothing is fitted.
 

@@ -25,11 +25,11 @@ from typing import Any, Protocol
 
 from adjoint.engine.grid import Tile
 from adjoint.engine.program import Action, Owners, Plan, Recv, Run, Send
-from adjoint.engine.simulate import Timeline, simulate
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import Exact, LayerLocal, Truncated
 from adjoint.plan.schedule import grid_of, step_plan
+from adjoint.plan.simulate import Timeline, simulate
 
 TOLERANCE = 0.20  # of the measured time
 
@@ -110,7 +110,7 @@ def mean_tiles(made: Plan, repeats: Iterable[Sequence[Sequence[Traced]]]) -> lis
     return [[str(tile), statistics.mean(all_)] for tile, all_ in seconds.items()]
 
 
-def simulated(run: dict[str, Any], *, spans: bool = False) -> Timeline:
+def simulated(run: dict[str, Any]) -> Timeline:
     """A run's timeline from its tiles' times.
 
     Raises:
@@ -125,7 +125,6 @@ def simulated(run: dict[str, Any], *, spans: bool = False) -> Timeline:
             latency=run.get("latency_seconds", 0.0),
             slots=run.get("slots"),
             helpers=run.get("helpers", ()),
-            spans=spans,
         )
     except KeyError as missing:
         raise UserError(f"{run.get('name', 'run')}: no time for the tile {missing}") from None

@@ -14,8 +14,8 @@ import pytest
 from adjoint.cluster.shard import Traced
 from adjoint.engine.grid import Tile
 from adjoint.engine.program import Plan, Recv, Run, Send, Share
-from adjoint.engine.simulate import simulate, uniform
 from adjoint.errors import UserError
+from adjoint.plan.simulate import simulate, uniform
 from adjoint.tools.sweep.compare import truncated_products
 from benchmarks import scaling
 from benchmarks.shards import command, measure, replay
@@ -50,7 +50,7 @@ RUN: dict[str, Any] = {
 
 def traces_of(made: Plan, seconds: Any, slots: int | None = 2, later: float = 5.0) -> list[list[Traced]]:
     """What workers trace whose tiles take `seconds(worker, tile)` and whose messages take nothing."""
-    found = simulate(made, seconds, slots=slots, spans=True)
+    found = simulate(made, seconds, slots=slots)
     times = {span.tile: (later + span.start, later + span.stop) for span in found.spans}
     traces: list[list[Traced]] = []
     for worker, program in enumerate(made.programs):

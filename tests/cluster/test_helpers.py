@@ -20,8 +20,8 @@ from adjoint.engine import tile
 from adjoint.engine.grid import Tile
 from adjoint.engine.program import Action, Owners, Plan, Run, Share
 from adjoint.engine.run import Worker
-from adjoint.engine.simulate import simulate
 from adjoint.plan.schedule import grid_of, step_plan
+from adjoint.plan.simulate import simulate
 from adjoint.train.layout import Layout
 from tests.cluster.threads import (
     TRAINING,
@@ -349,7 +349,7 @@ def test_sums_are_added_in_their_order(
 
 def test_a_slow_helper_takes_fewer_units() -> None:
     made = helped(5, 1, (0, 0), chunks=64)
-    found = simulate(made, lambda w, t: 4.0 if w == 2 else 1.0, helpers=(0, 0), spans=True)
+    found = simulate(made, lambda w, t: 4.0 if w == 2 else 1.0, helpers=(0, 0))
     began = min(span.start for span in found.spans if span.worker)
     tiles = collections.Counter(span.worker for span in found.spans if span.start >= began)
     assert sum(tiles.values()) == 4 * 64
@@ -361,7 +361,7 @@ def test_a_slow_helper_takes_fewer_units() -> None:
 
 
 def test_helpers_share_the_tasks_of_their_own_shard() -> None:
-    found = simulate(helped(6, 2, (1, 0, 1)), helpers=(1, 0, 1), spans=True)
+    found = simulate(helped(6, 2, (1, 0, 1)), helpers=(1, 0, 1))
     stages = [{span.tile.stage for span in found.spans if span.worker == w} for w in (2, 3, 4)]
     assert stages[0] | stages[2] <= {4, 5, 6} and stages[1] <= {2, 3}
     assert found.seconds < 0.9 * simulate(helped(6, 2, ())).seconds

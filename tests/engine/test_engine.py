@@ -27,10 +27,10 @@ from adjoint.engine.grid import Grid, Scheme, make_grid
 from adjoint.engine.kept import Past
 from adjoint.engine.program import Owners, Plan, plan
 from adjoint.engine.run import Worker
-from adjoint.engine.simulate import held_at_most
 from adjoint.engine.stages import Embedding, Head, Layer
 from adjoint.engine.tile import Gradients, Pullback
 from adjoint.layers import State
+from adjoint.plan.simulate import held_at_most
 from adjoint.train.layout import Layout
 from tests.cluster.threads import (
     TRAINING,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from adjoint.engine.grid import Grid, Key, Scheme, Tile, make_grid
 from adjoint.engine.program import Action, Owners, Plan, Recv, Run, Send, Share, keys_of, plan
-from adjoint.engine.simulate import Timeline, held_at_most, simulate, uniform
+from adjoint.plan.simulate import Timeline, held_at_most, simulate, uniform
 from tests.cluster.threads import split
 
 REACH = 3
@@ -77,7 +77,7 @@ def check(
         assert times["F"] + times["L"] == forward
         assert times["R"] + times["L"] == times["B"] == (backward and not windowed)
         assert times["W"] == (backward and windowed)
-    found = simulate(made, tile, spans=True)
+    found = simulate(made, tile)
     assert all(held <= made.buffers for _, held in found.fullest)
     assert [pair for pair, _ in found.fullest] == sorted(sent)
     writer = {key: span for span in found.spans for key in grid.writes(span.tile)}
@@ -331,7 +331,7 @@ def test_a_slow_receiver_holds_its_sender_back_by_the_channels_bound() -> None:
     seconds = lambda worker, tile: 0.0 if tile.stage in (0, 3) else 10.0 if worker else 1.0  # noqa: E731
 
     def stops(buffers: int) -> list[list[float]]:
-        found = simulate(wavefront(2, 4, backward=False, buffers=buffers), seconds, spans=True)
+        found = simulate(wavefront(2, 4, backward=False, buffers=buffers), seconds)
         return [[s.stop for s in found.spans if s.worker == w and s.tile.stage == w + 1] for w in (0, 1)]
 
     assert stops(1) == [[1, 2, 3, 12], [11, 21, 31, 41]]
@@ -343,7 +343,7 @@ def test_messages_overlap_with_computing_and_queue_at_the_senders_port() -> None
     seconds = lambda worker, tile: 2.0 * (tile.stage in (1, 2))  # noqa: E731
 
     def starts(message: float, latency: float = 0.0) -> list[float]:
-        found = simulate(made, seconds, lambda key: message, latency=latency, spans=True)
+        found = simulate(made, seconds, lambda key: message, latency=latency)
         return [s.start for s in found.spans if s.tile.stage == 2]
 
     assert starts(2.0, latency=0.5) == [
@@ -449,7 +449,7 @@ def test_equals_a_clock_that_ticks(problem: Any, seed: int) -> None:
     times = collections.defaultdict[Any, int](lambda: draw.randint(0, 9))
     tile, message = (lambda w, t: times[w, t]), times.__getitem__
     latency = draw.randint(0, 3)
-    found = simulate(made, tile, message, latency=latency, spans=True)
+    found = simulate(made, tile, message, latency=latency)
     assert found.seconds == ticking(made, tile, message, latency)
     for worker, program in enumerate(made.programs):
         tiles = [action.tile for action in program if isinstance(action, Run)]
@@ -488,7 +488,7 @@ def test_whoever_is_free_takes_the_next_unit(seed: int) -> None:
     speed = [draw.choice([1.0, 1.0, 5.0]) for _ in range(helpers + 1)]
     times = {(w, unit[0]): draw.uniform(1, 2) * speed[w] for w in range(helpers + 1) for unit in units}
     tile = lambda w, t: times[w, t]  # noqa: E731
-    found = simulate(pooled(units), tile, helpers=(0,) * helpers, spans=True)
+    found = simulate(pooled(units), tile, helpers=(0,) * helpers)
     assert found.seconds == pytest.approx(
         list_scheduled(units, lambda w, unit: times[w, unit[0]], helpers + 1)
     )
@@ -518,7 +518,7 @@ def test_processor_sharing_worked_out() -> None:
     """One slot, tiles of 1, 2 and 4 s begun together: thirds until 3 s, halves until 5 s, then the last alone
     until 7 s."""
     made = alone(*[(Run(Tile("F", 1, 0)),)] * 3)
-    found = simulate(made, lambda worker, tile: (1.0, 2.0, 4.0)[worker], slots=1, spans=True)
+    found = simulate(made, lambda worker, tile: (1.0, 2.0, 4.0)[worker], slots=1)
     assert [span.stop for span in found.spans] == pytest.approx([3, 5, 7])
     assert found.seconds == pytest.approx(7)
 

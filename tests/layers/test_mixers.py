@@ -13,9 +13,10 @@ import torch.nn.functional as F
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.batch import Batch
-from adjoint.cluster.memory import Setup
 from adjoint.errors import UserError
 from adjoint.kernels.attention import BAND, causal_attention
+from adjoint.plan.memory import Machine, Setup, needs
+from adjoint.plan.stack import model_of
 from adjoint.train.layout import Layout
 from tests.cluster.threads import (
     TRAINING,
@@ -304,7 +305,7 @@ def test_windows_are_refused(variant: str) -> None:
         with pytest.raises(ValueError, match=message):
             model(ids, labels=ids, method=method)
         with pytest.raises(ValueError, match=message):
-            _ = Setup(model.config, method, 2, 20).scheme
+            _ = Setup(model_of(model.config), method, 2, 20).scheme
     _, expected = gradients(model, ids, ids, Backprop())
     assert_same(gradients(model, ids, ids, Truncated(20, 7))[1], expected)  # nothing is cut
 
@@ -321,18 +322,19 @@ def test_keys_and_values_stay_with_one_worker() -> None:
 def test_the_plan_counts_keys_and_values() -> None:
     """What the slabs of a real run take, and work that grows with the past on a GPU alone."""
     config = StackConfig(**{**SIZES, "mixer": ["mamba", "attention"], **HEADS})
-    setup = Setup(config, Exact(16), 2, 64, "float64")
+    planned = model_of(config)
+    setup = Setup(planned, Exact(16), 2, 64, machine=Machine(precision="float64"))
     model, ids = Stack(config).double(), make_ids(2, 64)
     batch = Batch(ids, ids, states=model.stage_states(model.initial_state(2)))
     steps = model.steps(batch, setup.scheme)
     steps.loss().loss.backward()
     held = [s.values.nbytes + s.cotangents.nbytes for s in steps.worker.slabs[2]]
-    assert setup.past([0, 1], True) == sum(held)
-    assert setup.past([0], True) == setup.state(1) == 0
-    assert setup.flops().pairs == (0, 4 * 4 * 6)
+    (need,) = needs(setup, [range(2)])
+    assert need.parts["past"] == sum(held) and setup.state(1) == 0
+    assert [layer.pairs for layer in planned.layers] == [0, 4 * 4 * 6]
 
     def work(device: str, seqlen: int) -> int:
-        return Setup(config, Exact(512), 1, seqlen, device=device).layer(1, 512).pulled
+        return Setup(planned, Exact(512), 1, seqlen, machine=Machine(device)).piece(1).pulled
 
     assert work("cpu", 1 << 17) == work("cpu", 1 << 14)
     assert 4 < work("cuda", 1 << 17) / work("cuda", 1 << 14) < 9

@@ -7,30 +7,31 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
-from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint import Backprop, Exact, LayerLocal, StackConfig, Truncated
 from adjoint.cluster import training as cluster_training
 from adjoint.cluster.assign import make_specs
 from adjoint.cluster.devices import Device
-from adjoint.cluster.fit import Fit, needs
-from adjoint.cluster.memory import Setup
-from adjoint.cluster.partition import layer_costs
 from adjoint.cluster.placement import resources
 from adjoint.errors import UserError
+from adjoint.plan.fit import Fit
+from adjoint.plan.memory import Machine, Setup, needs
+from adjoint.plan.stack import model_of
 from adjoint.train.config import ClusterConfig, TrainingConfig, load_config
 from adjoint.train.layout import Layout
 
 MODEL = StackConfig(vocab_size=64, d_model=64, n_layer=6, tie_embeddings=False)
-SETUP = Setup(MODEL, Exact(chunk_size=512), batch=1, seqlen=8192, reserve=False)
+HALVES = [range(0, 3), range(3, 6)]
 
 
-def costs_of(model: StackConfig) -> list[float]:
-    with torch.device("meta"):
-        return layer_costs(Stack(model))
+def setup_of(shards: int, **changes: Any) -> Setup:
+    """Of so many shards, the margin for libraries left out."""
+    machine = Machine(reserve=False)
+    setup = Setup(PLANNED, Exact(chunk_size=512), 1, 8192, Layout(shards), machine)
+    return dataclasses.replace(setup, **changes)
 
 
-COSTS = costs_of(MODEL)
+PLANNED = model_of(MODEL)
 
 
 def totals(setup: Setup, spans: list[range]) -> list[int]:
@@ -38,31 +39,31 @@ def totals(setup: Setup, spans: list[range]) -> list[int]:
 
 
 def test_without_limits_it_is_the_fastest_partition() -> None:
-    assert Fit(SETUP, COSTS, 3).assign() == [range(0, 2), range(2, 4), range(4, 6)]
+    assert Fit(setup_of(3)).assign() == [range(0, 2), range(2, 4), range(4, 6)]
 
 
 def test_limits_move_layers_to_where_there_is_room() -> None:
-    even = totals(SETUP, [range(0, 3), range(3, 6)])
+    even = totals(setup_of(2), HALVES)
     limits = [0.8 * even[0], 2.0 * even[1]]
-    spans = Fit(SETUP, COSTS, 2, None, limits).assign()
+    spans = Fit(setup_of(2), limits).assign()
     assert len(spans[0]) < len(spans[1])
-    assert all(total <= limit for total, limit in zip(totals(SETUP, spans), limits, strict=True))
+    assert all(total <= limit for total, limit in zip(totals(setup_of(2), spans), limits, strict=True))
 
 
 @pytest.mark.parametrize(
     "method", [Exact(512), Exact(512, keep="inputs"), Truncated(256, 512), LayerLocal(None, 512)], ids=str
 )
 def test_every_layer_adds_to_its_shard(method: Any) -> None:
-    setup = dataclasses.replace(SETUP, method=method)
+    setup = setup_of(2, method=method)
     sizes = [totals(setup, [range(0, n), range(n, 6)])[0] for n in range(1, 6)]
     assert sizes == sorted(set(sizes))
 
 
 def test_a_refusal_says_why_and_each_remedy_works() -> None:
     """Every remedy is tried: with it the same request goes through."""
-    setup = dataclasses.replace(SETUP, method=Exact(chunk_size=4096))
-    limit = 0.6 * max(totals(setup, Fit(setup, COSTS, 2).assign()))
-    small = Fit(setup, COSTS, 2, None, [limit] * 2)
+    setup = setup_of(2, method=Exact(chunk_size=4096))
+    limit = 0.6 * max(totals(setup, HALVES))
+    small = Fit(setup, [limit] * 2)
     with pytest.raises(UserError, match=r"shard \d \(layers \d-\d\) needs .* the work on a chunk") as refused:
         small.assign()
     message = str(refused.value)
@@ -72,23 +73,22 @@ def test_a_refusal_says_why_and_each_remedy_works() -> None:
     assert chunk and devices
     small.of_method(chunk_size=int(chunk[1])).assign()
     more = int(devices[1])
-    assert len(Fit(setup, COSTS, more, None, [limit] * more).assign()) == more
-    assert Fit(setup, COSTS, more - 1, None, [limit] * (more - 1)).spans() is None
+    assert len(Fit(setup_of(more, method=setup.method), [limit] * more).assign()) == more
+    assert Fit(setup_of(more - 1, method=setup.method), [limit] * (more - 1)).spans() is None
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
-    fit = Fit(SETUP, COSTS, 2, None, [1.3 * max(totals(SETUP, Fit(SETUP, COSTS, 2).assign()))] * 2)
+    fit = Fit(setup_of(2), [1.3 * max(totals(setup_of(2), HALVES))] * 2)
     found = fit.longest()
-    assert found > SETUP.seqlen
+    assert found > 8192
     assert fit.of(seqlen=found).spans()
     assert fit.of(seqlen=int(found * 1.1)).spans() is None
 
 
 def test_backprop_is_told_of_exact() -> None:
-    setup = dataclasses.replace(SETUP, method=Backprop())
-    need = totals(setup, [range(0, 6)])[0]
+    setup = setup_of(1, method=Backprop())
     with pytest.raises(UserError, match=r"--method.name exact"):
-        Fit(setup, COSTS, 1, None, [need / 2]).assign()
+        Fit(setup, [totals(setup, [range(0, 6)])[0] / 2]).assign()
 
 
 def look(node: str, gpu: Device | None, memory: int = 10**12) -> dict[str, Any]:
@@ -107,15 +107,14 @@ def test_a_group_refuses_a_slice_too_small_for_its_shard() -> None:
         make_specs(MODEL, TrainingConfig(), method, Layout(2), found, ids)
     roomy = [look("a", gpu(4e9)), look("a", gpu(4e9, 1))]
     _, spans, _ = make_specs(MODEL, TrainingConfig(), method, Layout(2), roomy, ids)
-    assert spans == (range(0, 3), range(3, 6))
+    assert spans == tuple(HALVES)
 
 
 def test_a_group_lets_the_margin_go_where_only_that_is_missing() -> None:
-    setup = dataclasses.replace(SETUP, device="cuda")
-    need = max(totals(setup, [range(0, 3), range(3, 6)]))
+    need = max(totals(setup_of(2, machine=Machine("cuda", reserve=False)), HALVES))
     found = [look("a", gpu(1.02 * need)), look("a", gpu(1.02 * need, 1))]
     _, spans, _ = make_specs(MODEL, TrainingConfig(), Exact(chunk_size=512), Layout(2), found, (1, 8192))
-    assert spans == (range(0, 3), range(3, 6))
+    assert spans == tuple(HALVES)
 
 
 @pytest.mark.parametrize(
@@ -155,22 +154,19 @@ def test_cpus_that_are_given_are_the_threads_of_a_shard(
 
 def test_shards_on_cpus_are_refused_only_where_their_node_is_too_small() -> None:
     training, method, ids = TrainingConfig(), Exact(chunk_size=512), (1, 8192)
-    both = sum(totals(SETUP, [range(0, 3), range(3, 6)]))
+    both = sum(totals(setup_of(2), HALVES))
     small = int(0.75 * both)
     apart = [look("a", None, small), look("b", None, small)]
-    assert make_specs(MODEL, training, method, Layout(2), apart, ids)[1] == (range(0, 3), range(3, 6))
+    assert make_specs(MODEL, training, method, Layout(2), apart, ids)[1] == tuple(HALVES)
     together = [look("a", None, small), look("a", None, small)]
     with pytest.raises(UserError, match=r"2 shards on a node of 0\.\d GB need"):
         make_specs(MODEL, training, method, Layout(2), together, ids)
-    assert make_specs(MODEL, training, method, Layout(2), together)[1] == (
-        range(0, 3),
-        range(3, 6),
-    )  # nothing to reckon
+    assert make_specs(MODEL, training, method, Layout(2), together)[1] == tuple(HALVES)  # nothing to count
 
 
 def test_workers_in_turn_each_take_their_memory() -> None:
-    setup, layout = dataclasses.replace(SETUP, sequence=2), Layout(sequence=2)
-    each = totals(setup, [range(0, 6)])[0]
+    layout = Layout(sequence=2)
+    each = totals(setup_of(1, layout=layout), [range(0, 6)])[0]
     found = [look("a", None, int(2.1 * each))] * 2
     assert make_specs(MODEL, TrainingConfig(), Exact(512), layout, found, (1, 8192))[1] == (range(0, 6),)
     found = [look("a", None, int(1.9 * each))] * 2

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adjoint import Stack, StackConfig
+from adjoint import StackConfig
 from adjoint.cluster.devices import Device, shares
-from adjoint.cluster.partition import layer_costs, partition
 from adjoint.errors import UserError
+from adjoint.plan.partition import partition
+from adjoint.plan.stack import model_of
 
 
 def every_partition(layers: int, shards: int) -> Iterator[list[range]]:
@@ -92,8 +93,8 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_estimated_costs_count_matrices_and_put_the_head_last() -> None:
     small = {"vocab_size": 50, "d_model": 16, "n_layer": 3, "mixer": "mamba", "d_state": 4}
-    costs = layer_costs(Stack(StackConfig(**small)))
+    costs = model_of(StackConfig(**small)).costs
     assert costs[0] == costs[1] > 0
     assert costs[2] - costs[0] == 50 * 16
-    wider = layer_costs(Stack(StackConfig(**small, d_intermediate=64)))
+    wider = model_of(StackConfig(**small, d_intermediate=64)).costs
     assert wider[0] - costs[0] >= 2 * 16 * 64

@@ -21,7 +21,8 @@ from torch import nn
 from adjoint import Exact, Stack, StackConfig
 from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cli import main
-from adjoint.cluster.memory import Setup, memory
+from adjoint.plan.memory import Setup, needs
+from adjoint.plan.stack import model_of
 from adjoint.train import checkpoint
 from adjoint.train.config import TrainingConfig
 from adjoint.train.machine import StopRequest
@@ -392,8 +393,8 @@ def test_moments_in_8_bits_resume_bitwise_over_shards_too(tmp_path: Path, one_th
     assert stored["layers.0.mixer.A_log|exp_avg"].dtype == torch.float32  # too small
     kept = sum(stored[n].nbytes for n in stored.where if "|exp_avg" in n and not n.endswith(".qmap"))
     config = StackConfig(vocab_size=256, d_model=32, n_layer=2, tie_embeddings=False)
-    setup = Setup(config, Exact(), 1, 64, optimizer="adamw8bit")
-    assert abs(memory(setup, range(2)).parts["optimizer"] - kept) <= 1
+    setup = Setup(model_of(config), Exact(), 1, 64, training=TrainingConfig(optimizer="adamw8bit"))
+    assert abs(needs(setup, [range(2)])[0].parts["optimizer"] - kept) <= 1
     assert kept < 0.5 * 8 * Stack(config).num_parameters()
 
 

@@ -1,34 +1,38 @@
-"""`adjoint plan`: memory and time of a run before it runs, and a picture of its pipeline."""
+"""`adjoint plan`: memory and time of a run before it runs, the fastest layout that fits, and a picture of its
+pipeline."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from adjoint.cluster.fit import Fit, make_setup
-from adjoint.cluster.gpus import GPUS
-from adjoint.cluster.memory import Setup
-from adjoint.cluster.partition import layer_costs
 from adjoint.errors import UserError
-from adjoint.stack import Stack
-from adjoint.tools.plan import estimate as plan_time
+from adjoint.memory import size_bytes
+from adjoint.plan import estimate as plan_time
+from adjoint.plan.gpus import GPUS
+from adjoint.plan.layouts import Ranked, Task, rank
+from adjoint.plan.memory import Machine, Setup
+from adjoint.plan.stack import model_of
+from adjoint.settings import Positive, PositiveNumber, SeqLen
 from adjoint.tools.plan.report import as_dict, labels_of, text
 from adjoint.train.config import Config, load_config
-from adjoint.train.flags import Flags, count, nearest, size
+from adjoint.train.flags import Flags, nearest, reads
+from adjoint.train.layout import Layout
 from adjoint.train.machine import pick_precision
 
 UNNAMED = "a100-40gb"  # whose rate is assumed of a GPU that is not named
 SUSTAINED = 0.3  # of the peak, what a step is assumed to keep up
 CPU_TFLOPS = 0.05  # assumed of a CPU: --measure knows better
 BANDWIDTH = "10GB"  # a second from device to device: through host memory, as between MIG slices
+ALL = 1 << 30  # tiles: of what is drawn none is extrapolated
 
 
 def main(argv: list[str]) -> int:
@@ -38,34 +42,49 @@ def main(argv: list[str]) -> int:
         UserError: a bad argument, or a run that does not fit: the message says what would.
     """
     given, config = read_arguments(argv)
-    setup, replicas = setup_of(given, config), config.cluster.replicas
-    parameters, weights = sizes_of(setup, config)
-    limits = given.limits
-    speeds = None if limits is None else [limit / max(limits) for limit in limits]
-    fit = Fit(setup, weights, given.devices, speeds, limits)
+    task, ranked = task_of(given, config), []
+    layout = given.layout
+    if layout is None:
+        ranked = _compared(task)
+        layout = ranked[0].layout
+    fit = task.fit(layout)
     spans = fit.assign()
-    costs, drawn = _costs(given, setup, config), given.timeline is not None
-    estimate = plan_time.estimate(setup, spans, costs, given.bandwidth, speeds, replicas, drawn)
-    found = as_dict(fit, spans, estimate, costs.source, parameters, replicas)
+    drawn = given.timeline is not None
+    estimate = task.estimate(fit, spans, tiles=ALL if drawn else plan_time.MOST_TILES)
+    if ranked:
+        ranked[0] = dataclasses.replace(ranked[0], estimate=estimate)
+    found = as_dict(fit, spans, estimate, task.costs(fit.setup).source, ranked)
     print(json.dumps(found, indent=1) if given.json else text(found))
     if drawn:
-        _draw(given, setup, spans, estimate)
+        _draw(given, fit.setup, spans, estimate)
     return 0
 
 
-def sizes_of(setup: Setup, config: Config) -> tuple[int, list[float]]:
-    """The number of parameters, and each layer's cost by which layers are shared out."""
-    if setup.stages_are_spans:
-        return setup.model.found.num_parameters, list(setup.model.found.costs)
-    with torch.device("meta"):
-        model = Stack(config.model)
-    return model.num_parameters(), layer_costs(model)
+def _compared(task: Task) -> list[Ranked]:
+    """The layouts, the best first, with a bar on a terminal.
+
+    Raises:
+        UserError: none fits: the message is that of the one that is nearest to it.
+    """
+    from tqdm import tqdm
+
+    with tqdm(desc="comparing layouts", unit="layout", delay=1, leave=False, disable=None) as bar:
+
+        def show(done: int, of: int) -> None:
+            bar.total = of
+            bar.update(done - bar.n)
+
+        ranked = rank(task, show)
+    if not ranked[0].fits:
+        nearest_ = min(ranked, key=lambda one: one.memory or float("inf"))
+        task.fit(nearest_.layout).assign()
+    return ranked
 
 
 def _draw(given: Any, setup: Setup, spans: Sequence[range], estimate: plan_time.Estimate) -> None:
     from adjoint.tools.plan.plot import plot_timeline, text_timeline
 
-    labels = labels_of(spans, setup.sequence, setup.helpers)
+    labels = labels_of(spans, setup.layout)
     if given.timeline == "-":
         width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 200))
         print("\n" + text_timeline(estimate.timeline, labels, width))
@@ -80,70 +99,59 @@ def _draw(given: Any, setup: Setup, spans: Sequence[range], estimate: plan_time.
         print(f"timeline: {given.timeline}")
 
 
-def _costs(given: Any, setup: Setup, config: Config) -> plan_time.Costs:
-    if not given.measure:
-        return plan_time.counted(setup, *_rate(given, setup))
-    largest = max(setup.layer(k, 64).parameters for k in range(setup.model.n_layer))
-    # a few seconds a layer on a slow CPU, and enough tokens to fill it
-    most = 4096 if setup.device == "cuda" else max(64, int(1e10 / largest / setup.batch))
-    tokens = min(setup.scheme.chunk_size, most)
-    return plan_time.measured(setup, tokens, config.training.threads, torch.device(setup.device))
-
-
-def _rate(given: Any, setup: Setup) -> tuple[float, str]:
-    """FLOPs a second that a device of full speed keeps up, and why, a phrase."""
-    if given.device_tflops is not None:
-        return 1e12 * given.device_tflops, f"{given.device_tflops:g} TFLOP/s a device, as given"
-    if setup.device == "cpu" and given.device is None:
-        knows = "--device-tflops says better" if setup.stages_are_spans else "--measure times this machine"
-        return 1e12 * CPU_TFLOPS, f"{CPU_TFLOPS:g} TFLOP/s a process, assumed: {knows}"
-    named = given.device or UNNAMED
-    gpu = GPUS[named.lower()]
-    peak = {"float32": gpu.float32, "float64": gpu.float32 / 2}.get(setup.precision, gpu.bfloat16)
-    rate = SUSTAINED * peak
-    return 1e12 * rate, f"{rate:.3g} TFLOP/s a device, assumed: {SUSTAINED:.0%} of the peak of an {named}"
-
-
-def setup_of(given: Any, config: Config) -> Setup:
-    """What the plan is of.
+def task_of(given: argparse.Namespace, config: Config) -> Task:
+    """What is planned, for whatever layout.
 
     Raises:
-        UserError: the method does not run on so many devices.
+        UserError: layers of a pretrained model are to be measured, or its folder cannot be planned for.
     """
-    method = config.method
-    if given.devices > config.model.n_layer:
-        raise UserError(
-            f"--devices {given.devices}: the model has {config.model.n_layer} layers and a device needs "
-            f"one; take at most {config.model.n_layer}"
-        )
-    layout = dataclasses.replace(config.cluster.layout, shards=given.devices)
-    layout.check(config.model, method)
     precision: str = config.training.precision
     if precision == "auto":
         here = pick_precision("auto", torch.device("cpu"))
         precision = "bfloat16" if given.kind == "cuda" else here
     model: Any = config.model
     if config.model.from_pretrained is not None:
-        from adjoint.cluster.pretrained_memory import outlined
+        from adjoint.plan.pretrained import outlined
 
         if given.measure:
             raise UserError("--measure: times layers of a Stack; leave it out with model.from_pretrained")
         model = outlined(config.model.from_pretrained)
-    setup = make_setup(
-        model,
-        method,
-        layout.rows(config.data.batch),
-        config.data.seqlen,
-        precision,
-        given.kind,
-        None if given.limits is None else min(given.limits),
-        config.training.grad_accumulation,
-        sequence=layout.sequence,
-        helpers=layout.helpers,
-        optimizer=config.training.optimizer,
-    )
-    layout.check_chunks(method, setup.seqlen, setup.scheme.chunk_size)
-    return setup
+    machine = Machine(given.kind, precision, None if given.limits is None else min(given.limits))
+    sizes = config.data.batch, config.data.seqlen
+    setup = Setup(model_of(model), config.method.build(), *sizes, Layout(), machine, config.training)
+    costs = functools.partial(_measured if given.measure else _counted, given)
+    return Task(setup, given.devices, given.limits, costs, given.bandwidth)
+
+
+def _counted(given: argparse.Namespace, setup: Setup) -> plan_time.Costs:
+    return plan_time.counted(setup, *_rate(given, setup))
+
+
+def _measured(given: argparse.Namespace, setup: Setup) -> plan_time.Costs:
+    largest = max(layer.weights for layer in setup.model.layers)
+    # a few seconds a layer on a slow CPU, and enough tokens to fill it
+    most = 4096 if setup.machine.kind == "cuda" else max(64, int(1e10 / largest / setup.batch))
+    key = setup.batch, min(setup.scheme.chunk_size, most)
+    if key not in given.measured:
+        given.measured[key] = plan_time.measured(
+            setup, key[1], setup.training.threads, torch.device(setup.machine.kind)
+        )
+    return given.measured[key]
+
+
+def _rate(given: argparse.Namespace, setup: Setup) -> tuple[float, str]:
+    """FLOPs a second that a device of full speed keeps up, and why, a phrase."""
+    if given.device_tflops is not None:
+        return 1e12 * given.device_tflops, f"{given.device_tflops:g} TFLOP/s a device, as given"
+    if setup.machine.kind == "cpu" and given.device is None:
+        pretrained = setup.model.stages_are_spans
+        knows = "--device-tflops says better" if pretrained else "--measure times this machine"
+        return 1e12 * CPU_TFLOPS, f"{CPU_TFLOPS:g} TFLOP/s a process, assumed: {knows}"
+    named = given.device or UNNAMED
+    gpu = GPUS[named]
+    peak = {"float32": gpu.float32, "float64": gpu.float32 / 2}.get(setup.machine.precision, gpu.bfloat16)
+    rate = SUSTAINED * peak
+    return 1e12 * rate, f"{rate:.3g} TFLOP/s a device, assumed: {SUSTAINED:.0%} of the peak of an {named}"
 
 
 # ----------------------------------------------------------------------------------------- command line
@@ -154,99 +162,114 @@ def _parser() -> argparse.ArgumentParser:
         prog="adjoint plan",
         usage="%(prog)s [--config FILE] [--seqlen N] [--devices N] [--device-memory 40GB] …",
         description="Memory and time of a training run before it runs: part by part for each device, whether "
-        "it fits, up to what length it would, and how much of the pipeline's time is waiting.",
+        "it fits, up to what length it would, and how much of the pipeline's time is waiting. With --devices "
+        "and no --cluster.shards, layouts are compared: shards × workers of a sequence × replicas, and the "
+        "fastest that fits is planned.",
         epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576), sizes 40GB (10⁹) or 40GiB (2³⁰)."
         " All keys of adjoint train are flags here too (--model.d_model, --method.chunk_size, …).",
     )
-    add = parser.add_argument
-    add("--config", action="append", metavar="FILE", help="configuration, as for adjoint train")
-    add("--seqlen", metavar="N", help="tokens a sequence; default: the configuration's data.seqlen")
-    add("--devices", metavar="N", help="how many share the layers; default: cluster.shards, or 1")
-    add("--device-memory", metavar="SIZE", help="of each, such as 40GB; or one of each, as 20GB,10GB,10GB")
-    add("--device", metavar="NAME", help=f"memory and rate of a known GPU: {', '.join(GPUS)}")
-    add(
-        "--device-tflops",
-        metavar="X",
-        help=f"TFLOP/s that a device keeps up; default: {SUSTAINED:.0%} of the peak of the GPU named, or of "
-        f"an {UNNAMED}; {CPU_TFLOPS} of a CPU".replace("%", "%%"),
+    add = parser.add
+    add("--config", "configuration, as for adjoint train", action="append", default=[], metavar="FILE")
+    add("--seqlen", "tokens a sequence; default: the configuration's data.seqlen", reads(SeqLen), metavar="N")
+    add("--devices", "how many compute; default: those of cluster.shards, …", reads(Positive), metavar="N")
+    memory = "of each device, such as 40GB; or one of each worker, as 20GB,10GB,10GB"
+    add("--device-memory", memory, _sizes, metavar="SIZE")
+    add("--device", f"memory and rate of a known GPU: {', '.join(GPUS)}", _gpu, metavar="NAME")
+    rate = (
+        f"TFLOP/s that a device keeps up; default: {SUSTAINED:.0%} of the peak of the GPU named, or of an "
+        f"{UNNAMED}; {CPU_TFLOPS} of a CPU".replace("%", "%%")
     )
-    add("--measure", action="store_true", help="time one layer of each kind on this machine instead")
-    add(
-        "--bandwidth",
-        metavar="SIZE",
-        default=BANDWIDTH,
-        help=f"a second, from device to device; default: {BANDWIDTH}",
-    )
-    add("--timeline", metavar="FILE", help="draw the pipeline: .png, .svg or .pdf, or - in the terminal")
-    add("--json", action="store_true", help="print everything as JSON")
+    add("--device-tflops", rate, reads(PositiveNumber), metavar="X")
+    add("--measure", "time one layer of each kind on this machine instead", action="store_true")
+    bandwidth = f"a second, from device to device; default: {BANDWIDTH}"
+    add("--bandwidth", bandwidth, size_bytes, default=BANDWIDTH, metavar="SIZE")
+    add("--timeline", "draw the pipeline: .png, .svg or .pdf, or - in the terminal", _picture, metavar="FILE")
+    add("--json", "print everything as JSON", action="store_true")
     return parser
 
 
-def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """The plan's own flags, as numbers, and the configuration. Beside the flags there are
+def _sizes(text: str) -> tuple[float, ...]:
+    return tuple(map(size_bytes, text.split(",")))
 
-        limits  bytes of each device, None where they are not known
-        kind    of the devices: cpu or cuda
+
+def _gpu(text: str) -> str:
+    name = text.lower()
+    if name not in GPUS:
+        raise ValueError(
+            f"{text} is not a known GPU; did you mean {nearest(name, GPUS)}? Else give --device-memory and "
+            "--device-tflops"
+        )
+    return name
+
+
+def _picture(text: str) -> str:
+    path = Path(text)
+    if text != "-" and path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"{text}: expected a .png, .svg or .pdf file, or - for text")
+    if not path.parent.is_dir():
+        raise ValueError(f"{text}: there is no folder {path.parent}; make it first")
+    return text
+
+
+def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """The plan's own flags, and the configuration. Beside the flags there are
+
+        layout    of the workers; None to find one
+        limits    bytes of each worker's device, None where they are not known
+        kind      of the devices: cpu or cuda
+        measured  of layers, nothing yet
 
     Raises:
         UserError: naming the flag, what is wrong with it and what would be right.
         SystemExit: code 0, after ``--help``.
     """
     given, rest = _parser().parse_known_args(argv)
-    words = [word for file in given.config or [] for word in ("--config", file)] + rest
+    words = [word for file in given.config for word in ("--config", file)] + rest
     if given.seqlen is not None:
-        words += ["--data.seqlen", str(count("--seqlen", given.seqlen, 2))]
-    if given.timeline not in (None, "-"):
-        folder, suffix = Path(given.timeline).parent, Path(given.timeline).suffix
-        if suffix not in (".png", ".svg", ".pdf"):
-            raise UserError(f"--timeline {given.timeline}: expected a .png, .svg or .pdf file, or - for text")
-        if not folder.is_dir():
-            raise UserError(f"--timeline {given.timeline}: there is no folder {folder}; make it first")
+        words += ["--data.seqlen", str(given.seqlen)]
     config = load_config(words, "adjoint plan")
-    if given.device is not None and given.device.lower() not in GPUS:
-        raise UserError(
-            f"--device {given.device}: not a known GPU; did you mean {nearest(given.device.lower(), GPUS)}? "
-            "Else give --device-memory and --device-tflops"
-        )
-    given.limits = None if given.device is None else (float(GPUS[given.device.lower()].memory),)
-    if given.device_memory is not None:
-        given.limits = tuple(size("--device-memory", word) for word in given.device_memory.split(","))
-    given.devices = _devices(given.devices, given.limits, config)
+    limits, given.measured = given.device_memory, {}
+    if limits is None and given.device is not None:
+        limits = (float(GPUS[given.device].memory),)
+    if given.devices is None and limits is not None and len(limits) > 1:
+        given.devices = len(limits)
+    given.layout = _layout(given.devices, config)
+    given.devices = given.devices or given.layout.world
     wanted, here = config.training.device, torch.cuda.is_available()
-    gpus = wanted.startswith("cuda") or (wanted == "auto" and (given.limits is not None or here))
+    gpus = wanted.startswith("cuda") or (wanted == "auto" and (limits is not None or here))
     given.kind = "cuda" if gpus else "cpu"
-    if given.limits is None and gpus and here:
-        given.limits = (float(torch.cuda.get_device_properties(0).total_memory),)
-    if given.limits is not None:
-        if len(given.limits) == 1:
-            given.limits *= given.devices
-        if len(given.limits) != given.devices:
-            raise UserError(
-                f"--device-memory: {len(given.limits)} sizes for {given.devices} devices; give one for all "
-                "or one of each"
-            )
+    if limits is None and gpus and here:
+        limits = (float(torch.cuda.get_device_properties(0).total_memory),)
+    if limits is not None and len(limits) not in (1, given.devices):
+        raise UserError(
+            f"--device-memory: {len(limits)} sizes for {given.devices} devices; give one for all or one of "
+            "each"
+        )
+    given.limits = limits if limits is None or len(limits) > 1 else limits * given.devices
     if given.measure and gpus and not here:
         raise UserError("--measure: this machine has no GPU to time; leave it out, or --training.device cpu")
     if given.measure and given.device_tflops is not None:
         raise UserError("--measure: goes without --device-tflops; leave one of them out")
-    if given.device_tflops is not None:
-        given.device_tflops = _positive("--device-tflops", given.device_tflops)
-    given.bandwidth = size("--bandwidth", given.bandwidth)
     return given, config
 
 
-def _devices(text: str | None, limits: tuple[float, ...] | None, config: Config) -> int:
-    if text is not None:
-        return count("--devices", text, 1)
-    if limits is not None and len(limits) > 1:
-        return len(limits)
-    if config.cluster.shards == "auto":
-        raise UserError("cluster.shards: is auto, which a plan cannot know; say how many with --devices N")
-    return max(1, config.cluster.shards)
-
-
-def _positive(flag: str, text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (number := float(text)) < 1e9:
-            return number
-    raise UserError(f"{flag}: expected a number above 0, such as 90; got {text!r}")
+def _layout(devices: int | None, config: Config) -> Layout | None:
+    """That of the configuration, as training takes it; None where it says none, for several devices."""
+    cluster = config.cluster
+    layout = cluster.layout
+    if cluster.shards == "auto":
+        if devices is None:
+            raise UserError(
+                "cluster.shards: is auto, which a plan cannot know; say how many devices with --devices N"
+            )
+        room = devices // (layout.replicas * layout.sequence) - layout.helpers
+        return dataclasses.replace(layout, shards=max(1, min(room, config.model.n_layer)))
+    if cluster.shards == 0 and not cluster.helpers:
+        return Layout() if devices in (None, 1) else None
+    layout = dataclasses.replace(layout, shards=max(1, layout.shards))
+    if devices not in (None, layout.world):
+        raise UserError(
+            f"--devices {devices}: cluster.shards and the other keys of cluster ask for {layout.world}; "
+            "leave --devices out, or set --cluster.shards 0 to have layouts compared"
+        )
+    return layout

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from adjoint.engine.grid import KINDS
-from adjoint.engine.simulate import Span, Timeline
 from adjoint.files import save_figure
+from adjoint.plan.simulate import Span, Timeline
 
 NAMES = {**KINDS, "L": "forward and linearize"}
 COLOURS = {"F": "tab:blue", "L": "tab:cyan", "R": "tab:purple", "B": "tab:orange", "W": "tab:green"}
@@ -21,20 +21,14 @@ def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, t
     """Draws a simulated step; idle time is white.
 
     Args:
-        timeline: with its spans.
         labels: of each worker, such as "shard 0, layers 0-5".
         path: the picture, replaced in one piece; its suffix gives the format.
         title: a line above the picture.
-
-    Raises:
-        ValueError: the timeline has no spans.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    if not timeline.spans:
-        raise ValueError("nothing to draw: simulate with spans=True")
     workers, (unit, scale) = len(timeline.busy), _unit(timeline.seconds)
     figure = Figure(figsize=(11, min(max(1.6 + 0.42 * workers, 2.6), 16)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)

@@ -7,40 +7,44 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from adjoint.cluster.fit import LONGEST, Fit, needs
-from adjoint.cluster.memory import PARTS
-from adjoint.cluster.partition import GB
-from adjoint.tools.plan.estimate import Estimate
+from adjoint.plan.estimate import Estimate
+from adjoint.plan.fit import LONGEST, Fit
+from adjoint.plan.layouts import Ranked
+from adjoint.plan.memory import PARTS, needs
+from adjoint.plan.partition import GB
 from adjoint.train.config import plain
+from adjoint.train.layout import Layout
+
+SHOWN = 6  # layouts, of those that were compared
 
 
 def as_dict(
-    fit: Fit, spans: Sequence[range], estimate: Estimate, source: str, parameters: int, replicas: int = 1
+    fit: Fit, spans: Sequence[range], estimate: Estimate, source: str, ranked: Sequence[Ranked] = ()
 ) -> dict[str, Any]:
     """The plan in plain types. Sizes are bytes, times seconds.
 
     Args:
-        spans: each device's layers.
+        spans: each shard's layers.
         source: what times rest on.
-        replicas: of all this, each with rows of its own.
+        ranked: the layouts that were compared, the one planned for first.
     """
     setup, limits = fit.setup, fit.limits
-    found, turns = needs(setup, spans), setup.sequence
+    layout, found = setup.layout, needs(setup, spans)
     longest, leaner = (None, None) if limits is None else (fit.longest(), fit.leanest_chunk())
     fullest = max(need.total for need in found)
     size, least = leaner if leaner and leaner[1] < 0.9 * fullest else (None, None)
-    tokens = setup.batch * setup.seqlen * setup.grad_accumulation * replicas
+    tokens = setup.batch * setup.seqlen * setup.training.grad_accumulation * layout.replicas
     return {
-        "model": {"parameters": parameters, **setup.described()},
+        "model": {"parameters": setup.model.num_parameters, **setup.model.described()},
         "method": {"name": setup.method.name, **plain(dataclasses.asdict(setup.method))},
         "batch": setup.batch,
-        "replicas": replicas,
-        "sequence": turns,
+        "replicas": layout.replicas,
+        "sequence": layout.sequence,
         "seqlen": setup.seqlen,
         "chunk_size": setup.scheme.chunk_size,
         "task_size": setup.window[1],
-        "precision": setup.precision,
-        "device": setup.device,
+        "precision": setup.machine.precision,
+        "device": setup.machine.kind,
         "fits": limits is None or all(n.total <= x for n, x in zip(found, limits, strict=True)),
         "longest_seqlen": longest,
         "leaner_chunk_size": size,
@@ -52,31 +56,32 @@ def as_dict(
                 "total_bytes": need.total,
                 "host_bytes": need.host,
                 "parts_bytes": need.parts,
-                "busy_seconds": max(estimate.busy[i * turns : (i + 1) * turns]),
+                "busy_seconds": max(estimate.busy[i * layout.sequence : (i + 1) * layout.sequence]),
             }
             for i, (span, need) in enumerate(zip(spans, found, strict=True))
         ],
         "step": {
             "seconds": estimate.seconds,
             "tokens_per_second": tokens / estimate.seconds,
-            "idle_share": estimate.timeline.idle_share,
+            "idle_share": estimate.idle_share,
             "chunks": setup.chunks,
             "workers": len(estimate.busy),
             "bytes_sent": estimate.bytes_sent,
             "bytes_busiest_link": estimate.per_link,
             "rests_on": source,
         },
+        "layouts": [one.as_dict() for one in ranked],
     }
 
 
-def labels_of(spans: Sequence[range], sequence: int, helpers: int) -> list[str]:
+def labels_of(spans: Sequence[range], layout: Layout) -> list[str]:
     """A name for each worker of a replica."""
     names = []
     for i, span in enumerate(spans):
         layers = f"layer {span.start}" if len(span) == 1 else f"layers {span.start}-{span.stop - 1}"
-        turns = [""] if sequence == 1 else [f", turn {turn}" for turn in range(sequence)]
+        turns = [""] if layout.sequence == 1 else [f", turn {turn}" for turn in range(layout.sequence)]
         names += [f"{i}: {layers}{turn}" for turn in turns]
-    return names + [f"helper of {i % len(spans)}" for i in range(helpers)]
+    return names + [f"helper of {shard}" for shard in layout.helped]
 
 
 def text(found: dict[str, Any]) -> str:
@@ -97,7 +102,7 @@ def text(found: dict[str, Any]) -> str:
     data = f"{found['batch']} × {found['seqlen']:,} tokens in {step['chunks']:,} {chunks} of"
     lines = [f"model   {what} parameters, {found['precision']}"]
     lines += [f"method  {how}: {data} {found['chunk_size']:,}", "", *_table(found["devices"]), ""]
-    lines += _verdict(found)
+    lines += _fits(found)
     host = [device["host_bytes"] for device in found["devices"]]
     if any(host):
         total = _size(found["sequence"] * sum(host))
@@ -108,10 +113,12 @@ def text(found: dict[str, Any]) -> str:
         sent, busiest = _size(step["bytes_sent"]), _size(step["bytes_busiest_link"])
         idle = f"{step['idle_share']:.1%} of all devices' time"
         lines.append(f"idle    {idle}; {sent} sent a step, {busiest} over the busiest link")
+    if len(found["layouts"]) > 1:
+        lines += ["", *_compared(found["layouts"])]
     return "\n".join(lines)
 
 
-def _verdict(found: dict[str, Any]) -> list[str]:
+def _fits(found: dict[str, Any]) -> list[str]:
     fullest = max(found["devices"], key=lambda d: d["total_bytes"] / (d["memory_bytes"] or 1))
     need, there, longest = fullest["total_bytes"], fullest["memory_bytes"], found["longest_seqlen"]
     if there is None:
@@ -122,6 +129,29 @@ def _verdict(found: dict[str, Any]) -> list[str]:
     if found["leaner_chunk_size"]:
         size, least = found["leaner_chunk_size"], _size(found["leaner_bytes"])
         lines.append(f"        least with --method.chunk_size {size}: {least} there")
+    return lines
+
+
+def _compared(layouts: Sequence[dict[str, Any]]) -> list[str]:
+    """A row a layout, the fastest that fits first, with what puts it behind the first."""
+    rows = [["shards", "sequence", "replicas", "memory", "a step", "idle", ""]]
+    for one in layouts[:SHOWN]:
+        numbers = [str(one[key]) for key in ("shards", "sequence", "replicas")]
+        memory = "-" if one["memory_bytes"] is None else _size(one["memory_bytes"])
+        seconds = "-" if one["seconds"] is None else _seconds(one["seconds"])
+        idle = "-" if one["idle_share"] is None else f"{one['idle_share']:.1%}"
+        rows.append([*numbers, memory, seconds, idle, one["why_not"] or ""])
+    more = len(layouts) - SHOWN
+    return _aligned(rows) + [f"and {more} more layouts: see --json"] * (more > 0)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns to the right; one without a heading to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, rows[0], strict=True)
+        lines.append("  ".join(cell.rjust(w) if head else cell for cell, w, head in cells).rstrip())
     return lines
 
 
@@ -138,8 +168,7 @@ def _table(devices: Sequence[dict[str, Any]]) -> list[str]:
         cells = [f"{first['parts_bytes'][name] / scale:.2f}" for name in names]
         layers = f"{first['layers'][0]}-{last['layers'][1]}"
         rows.append([which, layers, *cells, f"{first['total_bytes'] / scale:.2f}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    return _aligned(rows)
 
 
 def _count(number: int) -> str:

@@ -35,13 +35,13 @@ class Timeline:
     Attributes:
         seconds: when the last worker was done.
         busy: of each worker, the sum of its tiles' times (on shared slots: of the time they took there).
-        spans: every tile, in the order of their starts; empty unless they were asked for.
+        spans: every tile, in the order of their starts.
         fullest: the most messages that each channel (sender, receiver) held.
     """
 
     seconds: float
     busy: tuple[float, ...]
-    spans: tuple[Span, ...] = ()
+    spans: tuple[Span, ...]
     fullest: tuple[tuple[tuple[int, int], int], ...] = ()
 
     @property
@@ -49,6 +49,13 @@ class Timeline:
         """The part of all workers' time in which they wait."""
         whole = self.seconds * len(self.busy)
         return 1 - sum(self.busy) / whole if whole else 0.0
+
+    def followed_by(self, then: Timeline) -> Timeline:
+        """This, and after all workers are done another."""
+        first = self.seconds
+        later = [Span(s.worker, first + s.start, first + s.stop, s.tile) for s in then.spans]
+        busy = tuple(a + b for a, b in zip(self.busy, then.busy, strict=True))
+        return Timeline(first + then.seconds, busy, (*self.spans, *later))
 
 
 def uniform(worker: int, tile: Tile) -> float:
@@ -65,7 +72,6 @@ def simulate(
     slots: float | None = None,
     hosts: Sequence[int] | None = None,
     helpers: Sequence[int] = (),
-    spans: bool = False,
 ) -> Timeline:
     """Runs programs through their times.
 
@@ -76,7 +82,6 @@ def simulate(
         slots: tiles a host runs at full speed at a time, such as its cores by the threads of a worker; no
             limit where None. hosts: of each worker, the number of its host; all on one where None.
         helpers: of each helper, the worker whose units it shares.
-        spans: whether to record every tile, for a drawing.
 
     Raises:
         ValueError: a program never ends, a message comes out of turn or is never received, or a time is
@@ -87,7 +92,7 @@ def simulate(
     workers = len(made.programs) + len(helpers)
     if hosts is not None and len(hosts) != workers:
         raise ValueError(f"hosts: {workers} workers, but {len(hosts)} values")
-    return _Simulation(made, tile, message, latency, slots, hosts, helpers, spans).run()
+    return _Simulation(made, tile, message, latency, slots, hosts, helpers).run()
 
 
 @dataclass(slots=True)
@@ -135,7 +140,6 @@ class _Simulation:
         slots: float | None,
         hosts: Sequence[int] | None,
         helpers: Sequence[int],
-        spans: bool,
     ) -> None:
         self.made, self.tile, self.message, self.latency = made, tile, message, latency
         self.helpers = helpers
@@ -143,7 +147,7 @@ class _Simulation:
         self.at, self.clock, self.busy, self.port = [0] * n, [0.0] * n, [0.0] * n, [0.0] * n
         self.began = [0.0] * n
         self.channels: dict[tuple[int, int], _Channel] = collections.defaultdict(_Channel)
-        self.spans: list[Span] | None = [] if spans else None
+        self.spans: list[Span] = []
         # of a worker that shares: its units, those not taken, and the tiles of the units under way
         self.left: dict[int, collections.deque[tuple[Tile, ...]]] = {}
         self.unit: dict[int, collections.deque[Tile]] = {}
@@ -171,7 +175,7 @@ class _Simulation:
             if len(channel.arrivals) > len(channel.received):
                 key = channel.arrivals[len(channel.received)][1]
                 raise ValueError(f"{named(key)} from {sender} to {receiver} is never received")
-        spans = sorted(self.spans or (), key=lambda span: (span.start, span.worker))
+        spans = sorted(self.spans, key=lambda span: (span.start, span.worker))
         fullest = tuple((pair, channel.fullest) for pair, channel in sorted(self.channels.items()))
         return Timeline(max(self.clock, default=0.0), tuple(self.busy), tuple(spans), fullest)
 
@@ -300,8 +304,7 @@ class _Simulation:
     def _record(self, w: int, tile: Tile, start: float, stop: float) -> None:
         self.clock[w] = stop
         self.busy[w] += stop - start
-        if self.spans is not None:
-            self.spans.append(Span(w, start, stop, tile))
+        self.spans.append(Span(w, start, stop, tile))
 
 
 def held_at_most(made: Plan, size: Callable[[Key], float]) -> list[float]:

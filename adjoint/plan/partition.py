@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from adjoint.engine.stages import costs_of
 from adjoint.errors import UserError
-from adjoint.stack import Stack
 
 GB = 1e9
 
@@ -29,10 +27,10 @@ def partition(
     shards is kept: which worker is next to which is for the caller to say.
 
     Args:
-        costs: time of each layer, measured or estimated (`layer_costs`), in any unit. What comes with the
+        costs: time of each layer, measured or estimated, in any unit. What comes with the
             first or the last layer counts there: the embedding in costs[0], norm and head in costs[-1].
         shards: how many.
-        capacities: of each shard, relative speed, such as `devices.shares`; equal where None.
+        capacities: of each shard, relative speed; equal where None.
         memory: bytes each layer needs where it lives, counted like `costs`.
         limits: bytes each shard has.
 
@@ -68,13 +66,6 @@ def partition(
         )
     cuts, _ = _cut(shards, square, np.add)
     return [range(a, b) for a, b in itertools.pairwise(cuts)]
-
-
-def layer_costs(model: Stack) -> list[float]:
-    """An estimate of each layer's time, the head counted with the last: `costs_of`."""
-    _, *costs, head = costs_of(model.stages())
-    costs[-1] += head
-    return costs
 
 
 def _loads(values: Sequence[float], name: str, layers: int) -> np.ndarray:

@@ -1,0 +1,255 @@
+"""How long a step takes: times of tiles, counted or measured, put through the programs that would run.
+
+Not in it: the optimizer's step, the sum of a tied table's gradients over its two shards, reading data,
+what helpers are sent. Times that rest on counted operations are relative ones: they say how long one plan
+takes next to another, if a device keeps the rate assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from adjoint.engine.grid import Grid, Key, Tile
+from adjoint.engine.program import Send
+from adjoint.engine.tile import Gradients
+from adjoint.plan.count import Conditions, example
+from adjoint.plan.memory import Setup, weights
+from adjoint.plan.simulate import Timeline, simulate
+from adjoint.stack import Stack
+from adjoint.train.machine import autocast
+
+LATENCY = 50e-6  # seconds of a message, besides its bytes
+MOST_TILES = 12_000  # a longer sequence's times are extrapolated; as many take seconds to plan
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds a token of every sequence of the batch, on a device of speed 1.
+
+    Attributes:
+        forward, backward: of each layer; the backward without the forward pass that it recomputes.
+        head: of norm, head and loss without gradients; with them, forward and backward, it is
+            `head_backward`.
+        source: what they rest on, a phrase.
+        pairs: of each layer, of a pair of tokens that look at each other, forward; () of none.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    head: float
+    head_backward: float
+    source: str
+    pairs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step's times and what goes over the network.
+
+    Attributes:
+        timeline: of one batch, tile by tile; of a part of it where the rest is extrapolated.
+        seconds: of an optimizer step: all batches whose gradients it adds up.
+        reduce_seconds: of these, the sum of gradients over workers that have the same layers.
+        busy: of each worker, seconds of its tiles. idle_share: the part of all workers' time on a batch in
+            which they wait.
+        bytes_sent: of all messages of a step; per_link: of the link that carries most of them.
+    """
+
+    timeline: Timeline
+    seconds: float
+    reduce_seconds: float
+    busy: tuple[float, ...]
+    idle_share: float
+    bytes_sent: int
+    per_link: int
+
+
+# --------------------------------------------------------------------------------------------- times of tiles
+
+
+def counted(setup: Setup, flops: float, source: str) -> Costs:
+    """Costs from operations; backward twice as many. A device of speed 1 keeps up `flops` a second."""
+    rate, layers = flops / setup.batch, setup.model.layers
+    forward, head = tuple(layer.flops / rate for layer in layers), setup.model.head_flops / rate
+    pairs = tuple(layer.pairs / rate for layer in layers) if any(layer.pairs for layer in layers) else ()
+    return Costs(forward, tuple(2 * f for f in forward), head, 3 * head, source, pairs)
+
+
+def measured(setup: Setup, tokens: int, threads: int | None, device: torch.device) -> Costs:
+    """Costs of one real layer of each kind, and of the head, on a short chunk on this machine.
+
+    Args:
+        tokens: of the chunk; times grow in proportion to it.
+        threads: CPU threads; None leaves PyTorch's choice.
+    """
+    config, precision = setup.model.given, setup.machine.precision
+    on = Conditions(setup.batch, tokens, precision=precision)
+
+    def both(kind: str, head: bool = False) -> tuple[float, float]:
+        """Seconds a token, forward and forward with backward."""
+        gradients = Gradients()
+        with torch.device(device):
+            stack = Stack(dataclasses.replace(config, mixer=kind, n_layer=1), 0).to(on.dtype)
+            stage, state = stack.stages()[-1 if head else 1], stack.initial_state(setup.batch)[0]
+            assert stage is not None
+            one = example(stage, () if head else state, on, config.d_model, "last" if head else "")
+        with autocast(precision, device):
+            return (
+                _seconds(one.forward, device) / tokens,
+                _seconds(lambda: one.pull(gradients), device) / tokens,
+            )
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        found = {kind: both(kind) for kind in dict.fromkeys(config.mixers)}
+        head, head_backward = both(config.mixers[0], head=True)
+    finally:
+        torch.set_num_threads(before)
+    forward, whole = zip(*(found[kind] for kind in config.mixers), strict=True)
+    backward = tuple(max(w - f, f) for f, w in zip(forward, whole, strict=True))
+    source = f"measured here on {device.type}, one layer of each kind, {tokens:,} tokens, {precision}"
+    return Costs(forward, backward, head, head_backward, source)
+
+
+def _seconds(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """The median of some calls, after one that loads and compiles."""
+    found = []
+    for _ in range(1 + repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:])
+
+
+def tile_seconds(setup: Setup, spans: Sequence[range], costs: Costs, grid: Grid, t: Tile) -> float:
+    """Seconds of a tile on a device of speed 1."""
+    start, stop = grid.cuts[t.chunk], grid.cuts[t.chunk + t.count]
+    # what the loss's gradient is made of is made with the loss
+    head = (stop - start) * {"F": costs.head, "B": 0.0}.get(t.kind, costs.head_backward)
+    if setup.model.stages_are_spans:
+        span = spans[t.stage]
+        seconds = sum(_layer_seconds(setup, costs, k, t.kind, start, stop) for k in span)
+        return seconds + head * (span.stop == setup.model.n_layer)
+    k = t.stage - 1
+    if k < 0:
+        return 0.0  # the embedding: rows are looked up, or added up
+    if k == setup.model.n_layer:
+        return head
+    if t.kind == "W":
+        left, _, _, halo_stop = grid.span(t)
+        return (halo_stop - left) * (costs.forward[k] + costs.backward[k])
+    return _layer_seconds(setup, costs, k, t.kind, start, stop)
+
+
+def _layer_seconds(setup: Setup, costs: Costs, k: int, kind: str, start: int, stop: int) -> float:
+    seconds = (stop - start) * (costs.backward[k] if kind == "B" else costs.forward[k])
+    if not costs.pairs or not costs.pairs[k]:
+        return seconds
+    window = setup.model.layers[k].window or stop
+    edge = min(max(window, start), stop)  # until there a token sees all before it
+    pairs = (edge**2 - start**2) / 2 + (stop - edge) * window
+    return seconds + (2 if kind == "B" else 1) * costs.pairs[k] * pairs
+
+
+# ------------------------------------------------------------------------------------------------ simulation
+
+
+def estimate(
+    setup: Setup,
+    spans: Sequence[range],
+    costs: Costs,
+    bytes_per_second: float,
+    speeds: Sequence[float] | None = None,
+    tiles: int = MOST_TILES,
+) -> Estimate:
+    """Simulates one step.
+
+    Args:
+        spans: each shard's layers.
+        speeds: of each shard's devices, relative; 1 where None. A helper is as fast as the slowest.
+        tiles: that are simulated at most; the time of more is extrapolated.
+    """
+    turns, helpers = setup.layout.sequence, setup.layout.helpers
+    speed = [s for s in speeds or [1.0] * len(spans) for _ in range(turns)]
+    speed += [min(speed)] * helpers
+    # attention takes a time that grows with the length's square
+    counts = setup.counted_chunks(tiles, 3 if costs.pairs else 2)
+    lengths = [min(setup.seqlen, n * setup.scheme.chunk_size) for n in counts]
+    found = [_batch(setup, n, spans, costs, bytes_per_second, speed) for n in counts]
+
+    def at(value: Callable[[Timeline, Counter[tuple[int, int]]], float]) -> float:
+        """What grows with the sequence as a polynomial does, at its full length (Lagrange's form)."""
+        return sum(
+            value(*f) * math.prod((setup.seqlen - m) / (n - m) for m in lengths if m != n)
+            for n, f in zip(lengths, found, strict=True)
+        )
+
+    steps, copies = setup.training.grad_accumulation, len(setup.layout.ranks(0))
+    firsts = range(len(spans))
+    sizes = [weights(setup, spans[s], s == 0, s + 1 == len(spans))["weights"] for s in firsts]
+    each = [2 * (copies - 1) / copies * size for size in sizes]  # what a worker sends in an all-reduce
+    reduce = max(each) / bytes_per_second
+    busy = [at(lambda line, _, w=w: line.busy[w]) for w in range(len(speed))]  # type: ignore[misc]
+    mean = sum(busy) / len(busy)
+    # waits by themselves, so that what is extrapolated is not the small difference of two large numbers
+    waits = max(0.0, max(busy) - mean, at(lambda line, _: line.idle_share * line.seconds))
+    return Estimate(
+        found[-1][0],
+        steps * (mean + waits) + reduce,
+        reduce,
+        tuple(steps * b for b in busy),
+        waits / (mean + waits) if mean else 0.0,
+        int(steps * at(lambda _, sent: sent.total()) + turns * sum(each)),
+        int(max(steps * at(lambda _, sent: max(sent.values(), default=0)), *each)),
+    )
+
+
+def _batch(
+    setup: Setup,
+    chunks: int,
+    spans: Sequence[range],
+    costs: Costs,
+    bytes_per_second: float,
+    speed: Sequence[float],
+) -> tuple[Timeline, Counter[tuple[int, int]]]:
+    """One batch, as workers go about it, and the bytes over each link."""
+    pipeline = setup.pipeline(spans, chunks)
+    grid, states = pipeline.grid, setup.stage_states(spans)
+
+    def size(key: Key) -> int:
+        if key[0] in ("S", "dS"):
+            return states[key[1]]
+        return setup.y(grid.reach if key[0] == "spill" else grid.tokens(key[2]))
+
+    lines, sent = [], Counter[tuple[int, int]]()
+    for made in pipeline.plans():
+        lines.append(
+            simulate(
+                made,
+                lambda worker, tile: tile_seconds(setup, spans, costs, grid, tile) / speed[worker],
+                lambda key: size(key) / bytes_per_second,
+                latency=LATENCY,
+                helpers=pipeline.helpers,
+            )
+        )
+        for worker, program in enumerate(made.programs):
+            for action in program:
+                if isinstance(action, Send):
+                    sent[worker, action.to] += size(action.key)
+    first, *rest = lines
+    for then in rest:  # after windows were picked
+        first = first.followed_by(then)
+    return first, sent

@@ -1,0 +1,406 @@
+"""How much memory a run takes, part by part and shard by shard, before it runs.
+
+What a tile takes is counted on the code that will run (`count`); what is held between tiles follows from the
+programs that will run. They are gone through action by action, for a few chunks where the sequence has many:
+then memory grows by the same amount with every chunk. That is what tensors hold. A process takes more:
+`RESERVED` says by how much.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from adjoint.engine.budget import RESERVED_CPU
+from adjoint.engine.grid import Grid, Key, Scheme
+from adjoint.engine.program import BUFFERS, Action, Owners, Plan, Recv, Run, Send, Share, keys_of
+from adjoint.engine.tile import WAITING
+from adjoint.methods import Backprop
+from adjoint.plan.count import Conditions, Counted, composed
+from adjoint.plan.model import EMBEDDING, HEAD, Model
+from adjoint.plan.schedule import forward_plan, grid_of, owners_of, step_plan
+from adjoint.train.config import TrainingConfig
+from adjoint.train.layout import Layout
+from adjoint.train.optimizer import moment_bytes
+
+# Beside what tensors hold: bytes that libraries take, and what the allocator leaves unused, as a share. Those
+# of a CPU are counted above a process that has imported everything (some 400 MB); those of a GPU, what its
+# context and cuBLAS's workspaces commonly take and a margin for fragments, are assumptions.
+RESERVED = {"cpu": RESERVED_CPU, "cuda": (0.75e9, 0.05)}
+PARTS = {
+    "weights": "parameters",
+    "casts": "the weights of linear maps in autocast's dtype",
+    "gradients": "their sums over chunks",
+    "optimizer": "AdamW's two moments",
+    "ids": "token ids and labels",
+    "states": "recurrent states at the chunks' edges",
+    "past": "keys and values of the whole sequence, with their cotangents",
+    "kept": "inputs and cotangents kept for the whole sequence",
+    "chunk": "the work on one chunk",
+    "head": "what the head's loss takes on top of a chunk",
+    "messages": "chunks that come and go",
+    "reserved": "libraries and the allocator",
+}
+COUNTED_TILES = 2000  # of a longer sequence's programs fewer chunks are gone through
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a worker computes on.
+
+    Attributes:
+        kind: cpu or cuda. memory: bytes of the smallest device, by which a GPU's default chunk is chosen.
+        precision: float32, bfloat16 (autocast) or float64.
+        reserve: whether what libraries and the allocator take counts.
+    """
+
+    kind: str = "cpu"
+    precision: str = "float32"
+    memory: float | None = None
+    reserve: bool = True
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight, and of an element of the residual stream between tiles."""
+        return 8 if self.precision == "float64" else 4
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What memory and time depend on.
+
+    Attributes:
+        model: `model_of` a StackConfig or a `Pretrained`.
+        method: how the gradient is computed.
+        batch, seqlen: of the token ids of a replica.
+        layout: all workers. machine: of each.
+        training: the optimizer, and the batches of its step.
+    """
+
+    model: Model
+    method: Any
+    batch: int
+    seqlen: int
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    machine: Machine = Machine()
+    training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+
+    @functools.cached_property
+    def scheme(self) -> Scheme:
+        """What the engine is asked for."""
+        size = self.batch, self.seqlen
+        return self.model.scheme(self.method, size, self.layout, self.machine)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.seqlen // self.scheme.chunk_size)
+
+    @property
+    def alone(self) -> bool:
+        """Whether one process has the whole model, under autograd."""
+        return self.layout.workers == 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether autograd goes through the whole sequence by itself."""
+        return self.alone and isinstance(self.method, Backprop)
+
+    @functools.cached_property
+    def window(self) -> tuple[int | None, int]:
+        """The window, None where nothing is cut off, and the tokens of a windowed vjp. A window that is
+        picked once the data is seen counts as a chunk."""
+        scheme = self.scheme
+        window = scheme.chunk_size if scheme.window == "auto" else scheme.window
+        layer = Grid((0, scheme.chunk_size, self.seqlen), (True,), (0,), windows=(window,))
+        return layer.window(0), min(self.seqlen, layer.per_task(0) * scheme.chunk_size)
+
+    def y(self, tokens: int) -> int:
+        """Bytes of the residual stream on so many tokens of every sequence."""
+        return self.batch * tokens * self.model.d_model * self.machine.element
+
+    def state(self, k: int) -> int:
+        """Bytes of layer k's state at a chunk's edge."""
+        return self.batch * self.model.layers[k].state * self.machine.element
+
+    def stage_states(self, spans: Sequence[range]) -> list[int]:
+        """Of each stage the bytes of its state at a chunk's edge."""
+        if self.model.stages_are_spans:
+            return [sum(map(self.state, span)) for span in spans]
+        return [0, *map(self.state, range(self.model.n_layer)), 0]
+
+    def piece(self, piece: int) -> Counted:
+        """What a piece takes on the last chunk, which has the longest past."""
+        tokens = min(self.scheme.chunk_size, self.seqlen)
+        given = self.batch, tokens, max(0, self.seqlen - tokens), self.machine.precision, self.machine.kind
+        plain = self.whole and self.model.stages_are_spans
+        return self.model.piece(piece, Conditions(*given, self.scheme.recompute, plain))
+
+    def task(self, k: int) -> int:
+        """The peak of a windowed vjp of layer k."""
+        window, tokens = self.window
+        assert window is not None
+        on = Conditions(self.batch, self.scheme.chunk_size, 0, self.machine.precision, self.machine.kind)
+        return self.model.task(k, on, tokens, min(window - 1, self.seqlen - tokens), window)
+
+    def stages(self, spans: Sequence[range]) -> tuple[Stage, ...]:
+        """What the tiles of each stage take; a stage is a span of layers, or embedding, a layer or head."""
+        layers, head = range(self.model.n_layer), self.piece(HEAD)
+        if not self.model.stages_are_spans:
+            counted = {k: self.piece(k) for k in layers}
+            tasks = {k: 0 if self.window[0] is None else self.task(k) for k in layers}
+            middle = [Stage(counted[k], counted[k], self.state(k), tasks[k]) for k in layers]
+            first = self.piece(EMBEDDING)
+            return Stage(first, first), *middle, Stage(Counted(), head)
+        y, stages = self.y(min(self.scheme.chunk_size, self.seqlen)), []
+        for span in spans:
+            pieces = [self.piece(EMBEDDING)] * (span.start == 0) + [self.piece(k) for k in span]
+            ends = [head] * (span.stop == self.model.n_layer)
+            both = composed(pieces, y), composed([*pieces, *ends], y)
+            stages.append(Stage(*both, sum(map(self.state, span))))
+        return tuple(stages)
+
+    def pipeline(self, spans: Sequence[range], chunks: int) -> Pipeline:
+        """What workers go through on a batch of so many chunks."""
+        model, scheme, helpers = self.model, self.scheme, self.layout.helped
+        seqlen, owners = (
+            min(self.seqlen, chunks * scheme.chunk_size),
+            owners_of(model.given, spans, self.layout.sequence),
+        )
+        windows = None if scheme.window != "auto" else [self.window[0] or seqlen] * model.n_layer
+        grid = grid_of(model.given, scheme, seqlen, owners, helpers, model.stage_costs(spans), windows)
+        if self.whole and scheme.tapes == 0:  # the head's backward comes right after its forward
+            scheme = dataclasses.replace(scheme, tapes=1)
+        return Pipeline(grid, owners, scheme, helpers)
+
+    def counted_chunks(self, tiles: int, ends: int = 2) -> list[int]:
+        """Numbers of chunks from which all of them are extrapolated, all of them alone where programs have
+        no more tiles than given. Whole rounds of the workers that share a sequence, and of tasks."""
+        stages = self.layout.shards if self.model.stages_are_spans else self.model.n_layer + 2
+        least, step = 2 * self.layout.shards + 2, self.layout.sequence
+        if self.window[0] is not None:
+            task, ahead = (-(-n // self.scheme.chunk_size) for n in (self.window[1], self.window[0]))
+            deep = stages if self.alone and self.scheme.dy_from == "above" else 2
+            step, least = math.lcm(step, task), least + (task + ahead) * deep
+        parts = [-(-max(least, tiles // (3 * stages * 2**i)) // step) * step for i in range(ends)]
+        parts = sorted({part + (ends - 1 - i) * step * (part == parts[-1]) for i, part in enumerate(parts)})
+        return [self.chunks] if self.chunks <= parts[-1] else parts
+
+
+class Pipeline(NamedTuple):
+    """What says which programs run."""
+
+    grid: Grid
+    owners: Owners
+    scheme: Scheme
+    helpers: tuple[int, ...]
+
+    def plans(self) -> list[Plan]:
+        """One after the other: where windows are picked after the forward, the forward's is apart."""
+        first = [forward_plan(self.grid, self.owners)] if self.scheme.window == "auto" else []
+        return [*first, step_plan(self.scheme, self.grid, self.owners, self.helpers)]
+
+
+class Stage(NamedTuple):
+    """What tiles of a stage take, in bytes.
+
+    Attributes:
+        layers: on a chunk, the head left out. all: with it.
+        state: at a chunk's edge. task: the peak of a windowed vjp.
+    """
+
+    layers: Counted
+    all: Counted
+    state: int = 0
+    task: int = 0
+
+    def work(self, kind: str) -> tuple[int, int]:
+        """The peak of a tile above what is there before it, its tape too: without and with the head."""
+        if kind == "W":
+            return self.task, self.task
+        both, tape = (self.layers, self.all), self.all.saved
+        first, second = ({"F": c.forward, "B": c.pulled - tape}.get(kind, c.linearized) for c in both)
+        return first, second
+
+
+class Held(NamedTuple):
+    """Bytes that a worker's program holds at its peak.
+
+    Attributes:
+        kept: of them, outputs and cotangents that the tile at work neither reads nor writes.
+        chunk: the others. head: what the head adds to both. messages: under way.
+    """
+
+    kept: float
+    chunk: float
+    head: float
+    messages: float
+
+
+@functools.lru_cache(256)
+def _held(pipeline: Pipeline, stages: tuple[Stage, ...], y: int, alone: bool) -> list[Held]:
+    """What each worker's programs hold beside states, weights and sums.
+
+    Args:
+        y: bytes of a token between stages. alone: whether one process runs them, under autograd.
+    """
+    grid = pipeline.grid
+    plans = pipeline.plans()
+    # autograd may go through the graph again: what tapes came from stays
+    stays = {key for t in grid.backward_tiles() for key in grid.reads(t) if key[0] == "y"} if alone else set()
+
+    def message(key: Key) -> int:
+        if key[0] in ("S", "dS"):
+            return stages[key[1]].state
+        return y * (grid.reach if key[0] == "spill" else grid.tokens(key[2]))
+
+    def size(key: Key, action: Action) -> int:
+        if key[0] == "tape":  # of a unit there is one at a time
+            return 0 if isinstance(action, Share) else stages[key[1]].all.saved
+        if key[0] == "dS":
+            return stages[key[1]].all.pinned
+        taped = isinstance(action, Run) and action.tile.kind in "LR"
+        return 0 if key[0] in ("S", "z") or (key[0] == "y" and taped) else message(key)
+
+    def of_worker(w: int) -> Held:
+        held: dict[Key, int] = {}
+        now = most = beside = best = 0
+        for i, made in enumerate(plans):
+            for action in made.programs[w]:
+                reads, writes = keys_of(grid, action)
+                tiles = [action.tile] if isinstance(action, Run) else []
+                tiles += [t for unit in action.units for t in unit] if isinstance(action, Share) else []
+                for t in tiles:
+                    layers, all_ = stages[t.stage].work(t.kind)
+                    if now + layers > best:
+                        best = now + layers
+                        ours = set(reads) if isinstance(action, Run) else set()
+                        beside = sum(held[key] for key in held if key[0] in ("y", "dy") and key not in ours)
+                    most = max(most, now + all_)
+                for key in writes:
+                    now += size(key, action) - held.get(key, 0)
+                    held[key] = size(key, action)
+                for key in action.frees if i + 1 == len(plans) else ():
+                    now -= 0 if key in stays else held.pop(key, 0)
+        sent, received = collections.defaultdict[int, list[int]](list), []
+        for made in plans:
+            for action in made.programs[w]:
+                if isinstance(action, Send):
+                    sent[action.to].append(message(action.key))
+                elif isinstance(action, Recv):
+                    received.append(message(action.key))
+        under_way = sum(min(BUFFERS, len(each)) * max(each) for each in [*sent.values(), received] if each)
+        return Held(beside, best - beside, max(0, most - best), under_way)
+
+    return [of_worker(w) for w in range(len(plans[-1].programs))]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one shard at its peak, by the names in `PARTS`, and what it keeps in host memory."""
+
+    parts: dict[str, int]
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
+    """What each worker of each shard takes, of those that share a sequence the one that takes most.
+
+    Args:
+        spans: every shard's layers, bottom up.
+    """
+    counts, stages, turns = setup.counted_chunks(COUNTED_TILES), setup.stages(spans), setup.layout.sequence
+    pipelines = [setup.pipeline(spans, n) for n in counts]
+    found = [_held(each, stages, setup.y(1), setup.alone and not setup.whole) for each in pipelines]
+
+    more = (setup.chunks - counts[-1]) / (counts[-1] - counts[0] or 1)
+
+    def of(w: int) -> Held:
+        first, last = found[0][w], found[-1][w]
+        return last._replace(kept=max(0.0, last.kept + more * (last.kept - first.kept)))
+
+    memories = []
+    for s, span in enumerate(spans):
+        most = max((of(s * turns + turn) for turn in range(turns)), key=sum)
+        memories.append(_memory(setup, span, most, s == 0, s + 1 == len(spans)))
+    return memories
+
+
+def weights(setup: Setup, span: Sequence[int], first: bool, last: bool) -> dict[str, int]:
+    """What a shard's parameters take, whatever the sequence."""
+    model, machine = setup.model, setup.machine
+    owned = model.others + sum(model.layers[k].weights for k in span)
+    owned += model.first * first + (model.last - model.table * (model.tie_embeddings and first)) * last
+    copied = model.table if first and model.tie_embeddings and not last else 0  # the head's shard owns it
+    accumulates = setup.training.grad_accumulation > 1 and not setup.whole
+    in_8bit = model.in_8bit if setup.training.optimizer == "adamw8bit" else 0.0
+    casts = sum(model.layers[k].casts for k in span) if machine.precision == "bfloat16" else 0
+    return {
+        "weights": machine.element * owned,
+        "casts": 2 * casts,
+        "gradients": machine.element * owned * (1 + accumulates),
+        "optimizer": moment_bytes(owned - copied, machine.element, in_8bit),
+    }
+
+
+def _of_sequence(setup: Setup, span: Sequence[int]) -> dict[str, int]:
+    """What layers hold of every chunk's edge, and of every token."""
+    model, machine, tokens = setup.model, setup.machine, setup.batch * setup.seqlen
+    layers = [model.layers[k] for k in span]
+    # at every edge, besides those before and after the sequence and the adjoint ones
+    states = sum(map(setup.state, span)) * (-(-setup.chunks // setup.layout.sequence) + 2)
+    half = 2 if machine.precision == "bfloat16" else machine.element
+    values = sum(machine.element * (layer.grown - layer.narrow) + half * layer.narrow for layer in layers)
+    if setup.whole:  # autograd's cotangents are its own, and transformers' values are in its graph
+        past = tokens * values * (not model.stages_are_spans)
+    else:
+        past = tokens * (values + machine.element * sum(layer.grown for layer in layers))
+    return {"states": states, "past": past}
+
+
+def layer_bytes(setup: Setup, k: int) -> float:
+    """About what a layer adds to its shard."""
+    scheme, size = setup.scheme, setup.scheme.chunk_size
+    taken = sum(weights(setup, [k], False, False).values())
+    if not (scheme.offload and setup.machine.kind == "cuda"):
+        taken += sum(_of_sequence(setup, [k]).values())
+    if scheme.keep == "edges" and setup.window[0] is None and not setup.layout.helpers:
+        taken += setup.piece(k).saved
+    elif not scheme.offload:
+        taken += setup.y(size) * -(-setup.chunks // setup.layout.sequence)
+    return taken * (1 + RESERVED[setup.machine.kind][1] * setup.machine.reserve)
+
+
+def _memory(setup: Setup, span: range, held: Held, first: bool, last: bool) -> Memory:
+    model, machine, scheme = setup.model, setup.machine, setup.scheme
+    parts = weights(setup, span, first, last) | {"ids": 2 * 8 * setup.batch * setup.seqlen}
+    parts |= _of_sequence(setup, span) | {"kept": int(held.kept), "messages": int(held.messages)}
+    host, work = 0, int(held.chunk)
+    if model.stages_are_spans and machine.kind == "cuda" and not setup.whole:
+        work += int(WAITING)  # gradients that a GPU has not added yet
+    if scheme.offload and machine.kind == "cuda":
+        host = parts["kept"] + parts["states"] + parts["past"]
+        # keys and values come over for the layers at work; cotangents a chunk at a time
+        parts |= {"kept": 0, "states": 3 * sum(map(setup.state, span)), "past": parts["past"] // 2}
+        work += setup.y(scheme.chunk_size)
+    # or AdamW's step of one tensor at a time; not compiled, that with 8-bit moments holds nine of its size
+    copies = 9 if setup.training.optimizer == "adamw8bit" and machine.kind == "cpu" else 2
+    table = model.table if model.stages_are_spans and (first or last) else 0
+    largest = max(table, *(model.layers[k].largest for k in span))
+    parts["chunk"] = max(work, copies * machine.element * largest)
+    parts["head"] = max(0, int(work + held.head) - parts["chunk"])
+    if isinstance(scheme.memory, float) and setup.alone:  # the budget is filled with tapes
+        tapes = sum(setup.piece(k).saved for k in span) * (setup.chunks - 1)
+        taken = sum(parts[name] for name in ("gradients", "states", "past", "kept", "chunk", "head"))
+        parts["chunk"] += int(max(0, min(scheme.memory - taken, tapes)))
+    fixed, share = RESERVED[machine.kind]
+    parts["reserved"] = int(fixed + share * sum(parts.values())) if machine.reserve else 0
+    return Memory({name: parts[name] for name in PARTS}, host)

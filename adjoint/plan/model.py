@@ -1,0 +1,148 @@
+"""What a planner has to know of a model: its sizes, and what its stages take on a chunk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from adjoint.engine.grid import Scheme
+from adjoint.engine.stages import Stage
+from adjoint.layers import State
+from adjoint.plan import count
+from adjoint.plan.count import Conditions, Counted
+
+EMBEDDING, HEAD = -2, -1  # pieces beside the layers, which have their numbers
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """Sizes of a layer.
+
+    Attributes:
+        kind: layers of a kind are alike.
+        weights, largest: elements, of all its parameters and of the largest of them.
+        casts: elements that autocast has in another dtype for the whole of a step.
+        state: elements a row of the recurrent state.
+        grown: elements a row and token of what grows with the sequence; narrow: of these, in half precision
+            under autocast.
+        flops: operations a token of a forward pass. pairs: besides those, a token that it looks back at.
+        window: how many tokens it looks back at most, None for all.
+    """
+
+    kind: Hashable
+    weights: int
+    largest: int
+    casts: int
+    state: int
+    grown: int = 0
+    narrow: int = 0
+    flops: float = 0.0
+    pairs: float = 0.0
+    window: int | None = None
+
+
+class Model:
+    """A model that is planned for.
+
+    Attributes:
+        given: the StackConfig or `Pretrained`.
+        layers: their sizes, bottom up. costs: their times relative to each other, the head's in the last.
+        first, last, others: numbers of parameters that come with the embedding, with the head, with any span
+            of layers; of those at either end `table` are the embedding's.
+        num_parameters, tie_embeddings: of the whole.
+        in_8bit: the share of the parameters whose moments adamw8bit has in 8 bits.
+        head_flops: operations a token of the head's forward pass.
+        stages_are_spans: whether a stage is a span of layers, with embedding and head at the ends; else
+            these are stages themselves, and each layer is one.
+    """
+
+    stages_are_spans: ClassVar[bool] = False
+    given: Any
+    layers: tuple[LayerSize, ...]
+    costs: tuple[float, ...]
+    first: int
+    last: int
+    others = 0
+    table: int
+    num_parameters: int
+    tie_embeddings: bool
+    in_8bit: float
+    head_flops: float
+    d_model: int
+
+    def __init__(self) -> None:
+        self.fakes: dict[Any, Any] = {}  # modules of fake tensors with their mode
+        self.counted: dict[Any, Counted] = {}
+        self.tasks: dict[Any, int] = {}
+
+    @property
+    def n_layer(self) -> int:
+        return len(self.layers)
+
+    def stage(self, piece: int, on: Conditions) -> tuple[Any, Stage, State]:
+        """The FakeTensorMode of a piece, its stage, and its state before a sequence."""
+        raise NotImplementedError
+
+    def scheme(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> Scheme:
+        """What the engine is asked for; size: (batch, seqlen)."""
+        raise NotImplementedError
+
+    def stage_costs(self, spans: Sequence[range]) -> tuple[float, ...]:
+        """Of each stage the time of its forward on a token, relative to others."""
+        if self.stages_are_spans:
+            return tuple(sum(self.costs[k] for k in span) for span in spans)
+        head = self.head_flops / 2
+        return (0.0, *self.costs[:-1], self.costs[-1] - head, head)
+
+    def described(self) -> dict[str, Any]:
+        """The model in plain types."""
+        raise NotImplementedError
+
+    def piece(self, piece: int, on: Conditions) -> Counted:
+        """What a piece takes on a chunk; pieces that are alike are counted once."""
+        grows = piece >= 0 and self.layers[piece].grown > 0
+        if on.start and not grows:
+            on = on._replace(start=on.tokens if self.stages_are_spans else 0)
+        kinds = [layer.kind for layer in self.layers]
+        like = kinds.index(kinds[piece]) if piece >= 0 else piece
+
+        def at(start: int) -> Counted:
+            key = like, on._replace(start=start)
+            if key not in self.counted:
+                self.counted[key] = self._count(*key)
+            return self.counted[key]
+
+        return at(on.start) if on.start in (0, on.tokens) else count.after_past(at, on.start)
+
+    def _count(self, piece: int, on: Conditions) -> Counted:
+        mode, stage, initial = self.stage(piece, on)
+        end = {EMBEDDING: "first", HEAD: "last"}.get(piece, "")
+        with count.counting(on, mode) as live:
+            return count.count(count.example(stage, initial, on, self.d_model, end), live)
+
+    def task(self, k: int, on: Conditions, tokens: int, halo: int, window: int) -> int:
+        """The peak of a windowed vjp of layer k on `tokens`, with a halo, in chunks of `on.tokens`."""
+        chunk, key = on.tokens, (self.layers[k].kind, on, tokens, halo, window)
+        if key not in self.tasks:
+            mode, stage, initial = self.stage(k, on)
+            on = on._replace(tokens=chunk + tokens + -(-halo // chunk) * chunk)
+            span = chunk - stage.reach, chunk, chunk + tokens, chunk + tokens + halo
+            with count.counting(on, mode) as live:
+                one = count.example(stage, initial, on, self.d_model)
+                self.tasks[key] = count.count_task(one, span, window, live)
+        return self.tasks[key]
+
+
+def sizes_of(parameters: Iterable[Tensor]) -> tuple[int, int]:
+    """Elements of all parameters and of the largest."""
+    sizes = [p.numel() for p in parameters]
+    return sum(sizes), max(sizes, default=0)
+
+
+def width(shape: Sequence[int], dim: int) -> int:
+    """Elements a token of a tensor that grows along `dim`."""
+    return math.prod(n for i, n in enumerate(shape) if i != dim)

@@ -1,0 +1,226 @@
+"""A transformers model as the planner sees it: all that is needed is a configuration. The model is made of
+fake tensors, and so no weight is read; its pieces are counted one by one, embedding, a layer each and head,
+with the stages that train."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations import moe
+
+from adjoint.batch import Batch
+from adjoint.engine.grid import Scheme
+from adjoint.engine.stages import Stage
+from adjoint.errors import UserError
+from adjoint.hf.cache import ChunkCache, Slot
+from adjoint.hf.head import head_scale
+from adjoint.hf.layers import backbone_of
+from adjoint.hf.load import KEY, configuration
+from adjoint.hf.replacements import rebound
+from adjoint.hf.split import Pretrained, describe
+from adjoint.hf.stage import Backbone, CausalLM
+from adjoint.hf.wrap import check_method, chunk_size_for, scheme_of
+from adjoint.layers import State
+from adjoint.plan.count import Conditions, Counted, Uncountable, fake_tensors
+from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
+from adjoint.train.optimizer import share_in_8bit
+
+
+def outlined(directory: str) -> Pretrained:
+    """What the config.json of a folder says of how its causal LM is cut. The multiplier is left at 1: memory
+    does not depend on it.
+
+    Raises:
+        UserError: there is no causal LM that transformers knows, it cannot be cut, or its code does not run
+            on fake tensors.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = configuration(directory)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise UserError(f"{KEY}: {directory}: transformers has no causal LM for a {type(config).__name__}")
+    try:
+        with fake_tensors(torch.float32) as mode, _countable(kind), mode:
+            model = kind(copy.deepcopy(config))
+            found = describe(model, torch.zeros(1, 13, dtype=torch.int64))
+    except UserError as error:
+        raise UserError(f"{KEY}: {error}") from None
+    except ValueError as error:
+        raise UserError(f"{KEY}: {directory}: {' '.join(str(error).split())}") from None
+    return dataclasses.replace(found, scale=_scale(model))
+
+
+def _scale(model: Any) -> float | None:
+    """`head_scale` of a model of fake tensors: of a small real table in its head's place."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        return None
+    model.set_output_embeddings(nn.Linear(head.in_features, 8, bias=False))
+    try:
+        return head_scale(model)
+    finally:
+        model.set_output_embeddings(head)
+
+
+@contextlib.contextmanager
+def _countable(kind: Any) -> Iterator[None]:
+    """Errors of fake tensors in one line that names the class."""
+    from torch._subclasses import fake_tensor
+
+    said = logging.getLogger(fake_tensor.__name__)
+    before = said.level
+    said.setLevel(logging.CRITICAL)
+    # PyTorch's grouped product of matrices says its shape for bfloat16 alone
+    other = {"_can_use_grouped_mm": lambda *_: False}
+    try:
+        with rebound([(vars(moe), other)]):
+            yield
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        # what comes of a `Refused` is one, and of an operator's error inside the model's code
+        cause = error.__cause__ or error
+        if isinstance(error, ValueError) and not isinstance(cause, (RuntimeError, NotImplementedError)):
+            raise
+        why = " ".join(str(cause).split())[:120]
+        raise Uncountable(
+            f"{kind.__name__}: its memory cannot be counted without running it ({why}); train a few steps "
+            "and read peak_memory_bytes in metrics.jsonl"
+        ) from None
+    finally:
+        said.setLevel(before)
+
+
+class PretrainedModel(Model):
+    """A causal LM of transformers.
+
+    Args:
+        found: how it is cut.
+    """
+
+    stages_are_spans: ClassVar[bool] = True
+
+    def __init__(self, found: Pretrained) -> None:
+        super().__init__()
+        self.given, self.d_model, self.costs = found, found.d_model, found.costs
+        self.num_parameters, self.tie_embeddings = found.num_parameters, found.tie_embeddings
+        model, n = self._whole(torch.float32)[1], found.n_layer
+        self.others = sizes_of(found.part(model, range(-1, -1)).parameters())[0]
+        self.first = sizes_of(found.part(model, range(0)).parameters())[0] - self.others
+        self.last = sizes_of(found.part(model, range(n, n)).parameters())[0] - self.others
+        self.table, self.in_8bit = (
+            model.get_input_embeddings().weight.numel(),
+            share_in_8bit(model.parameters()),
+        )
+        self.config = found.config.get_text_config()
+        self.head_flops = 2.0 * self.config.vocab_size * found.d_model
+        layers, caches = getattr(backbone_of(model), found.layers), ChunkCache(found.config).layers
+        self.layers = tuple(
+            self._size(k, layer, getattr(caches[k], "window", None) if k < len(caches) else None)
+            for k, layer in enumerate(layers)
+        )
+
+    def _size(self, k: int, layer: nn.Module, window: int | None) -> LayerSize:
+        found, slots, narrow = self.given, _of(self.given.slots, k), _of(self.given.autocast, k)
+        cost = found.costs[k] - (self.head_flops / 2 if k + 1 == found.n_layer else 0.0)
+        recurrent = sum(math.prod(slot.shape) for slot in slots if slot.name == "recurrent")
+        heads = getattr(self.config, "num_attention_heads", 0)
+        described = layer, [(s.name, s.index, s.shape) for s in slots], window, found.outputs[k]
+        return LayerSize(
+            "\n".join(map(str, described)),
+            *sizes_of(layer.parameters()),
+            casts=0,  # autocast makes them again in every tile
+            state=sum(math.prod(slot.shape) for slot in slots if slot.grows is None),
+            grown=sum(_width(slot) for slot in slots),
+            narrow=sum(_width(slot) for slot in narrow if slot.dtype == torch.bfloat16),
+            flops=2 * cost + 8 * recurrent,
+            pairs=2.0 * heads * sum(slot.shape[-1] for slot in slots if slot.grows is not None),
+            window=window,
+        )
+
+    def _whole(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        """The mode, and the model in it."""
+        if dtype not in self.fakes:
+            with fake_tensors(dtype) as mode, mode, _countable(self.given.kind):
+                self.fakes[dtype] = mode, self.given.kind(copy.deepcopy(self.given.config)).train()
+        return self.fakes[dtype]
+
+    def stage(self, piece: int, on: Conditions) -> tuple[Any, Stage, State]:
+        found, n = self.given.in_precision(on.precision), self.n_layer
+        mode, model = self._whole(on.dtype)
+        span = {EMBEDDING: range(0), HEAD: range(n, n)}.get(piece, range(piece, piece + 1))
+        with fake_tensors(on.dtype), mode:
+            part, slots = found.part(model, span), [] if on.plain else _of(found.slots, piece)
+            multiplier = None if piece == EMBEDDING else 1.0
+            state = tuple(
+                torch.zeros(on.batch, *s.shape, dtype=on.dtype if s.grows is None else s.dtype) for s in slots
+            )
+            if on.plain:
+                return mode, _Plain(part, multiplier, piece == HEAD), state
+            if piece == HEAD:
+                return mode, CausalLM(part, [], found.scale, multiplier), state
+            return mode, Backbone(part, slots, multiplier, on.recompute), state
+
+    def _count(self, piece: int, on: Conditions) -> Counted:
+        with _countable(self.given.kind):
+            return super()._count(piece, on)
+
+    def scheme(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> Scheme:
+        """As `Model`'s.
+
+        Raises:
+            UserError: the method is not for transformers models, or a sequence with keys and values would be
+                dealt out to several workers.
+        """
+        try:
+            check_method(method)
+        except ValueError as error:
+            raise UserError(f"method.name: {error}") from None
+        if layout.sequence > 1 and any(layer.grown for layer in self.layers):
+            raise UserError(
+                "cluster.sequence: keys and values stay with one worker, and this model's attention has "
+                "some; give --cluster.shards instead"
+            )
+        batch, seqlen = size
+        chunk = layout.at_most(chunk_size_for(batch, machine.kind), seqlen)
+        return scheme_of(method, batch, seqlen, machine.kind, chunk_size=chunk)
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "class": self.given.kind.__name__,
+            "vocab_size": self.config.vocab_size,
+            "d_model": self.d_model,
+            "n_layer": self.n_layer,
+            "tie_embeddings": self.tie_embeddings,
+        }
+
+
+class _Plain(Backbone):
+    """A piece by transformers' own code."""
+
+    def __init__(self, part: Any, multiplier: float | None, head: bool) -> None:
+        super().__init__(part, [], multiplier)
+        self.inside: Any = contextlib.nullcontext
+        self.head = head
+
+    def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        given = {"inputs_embeds" if x.is_floating_point() else "input_ids": x}
+        if self.head:
+            return self.model(**given, labels=chunk.targets).loss, ()
+        return self.backbone(**given)[0], ()
+
+
+def _of(slots: Any, layer: int) -> list[Slot]:
+    return [slot for slot in slots if slot.layer == layer]
+
+
+def _width(slot: Slot) -> int:
+    """Elements a token of what grows, else 0."""
+    return 0 if slot.grows is None else width(slot.shape, slot.grows - 1)

@@ -1,0 +1,106 @@
+"""A `Stack` as the planner sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from adjoint.engine.chunk_size import chunk_size_for
+from adjoint.engine.grid import Scheme
+from adjoint.engine.stages import Stage, check_windows, costs_of
+from adjoint.layers import MIXERS, Mixer, StackConfig, State
+from adjoint.plan.count import Conditions, fake_tensors
+from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
+from adjoint.stack import Stack
+from adjoint.train.config import plain
+from adjoint.train.optimizer import share_in_8bit
+
+
+class StackModel(Model):
+    """A `Stack`.
+
+    Args:
+        config: the whole one.
+    """
+
+    def __init__(self, config: StackConfig) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            stack = Stack(config, 0)
+        self.given, self.d_model = config, config.d_model
+        _, *costs, head = costs_of(stack.stages())
+        self.costs = (*costs[:-1], costs[-1] + head)
+        self.table, self.tie_embeddings = config.vocab_size * config.d_model, config.tie_embeddings
+        self.first = self.table
+        self.last = config.d_model + self.table
+        self.num_parameters, self.in_8bit = stack.num_parameters(), share_in_8bit(stack.parameters())
+        self.head_flops = 2.0 * head
+        self.layers = tuple(
+            self._size(k, layer, cost, state)
+            for k, (layer, cost, state) in enumerate(
+                zip(stack.layers, costs, stack.initial_state(1), strict=True)
+            )
+        )
+
+    def _size(self, k: int, layer: Any, cost: float, state: State) -> LayerSize:
+        config, grows = self.given, layer.mixer.grows
+        kind = config.mixers[k]
+        mixer = MIXERS.get(kind, Mixer)
+        linear = [m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear)]
+        recurrent = sum(s.numel() for s, dim in zip(state, grows, strict=True) if dim is None)
+        return LayerSize(
+            kind,
+            *sizes_of(layer.parameters()),
+            sum(linear),
+            recurrent,
+            sum(width(s.shape, dim) for s, dim in zip(state, grows, strict=True) if dim is not None),
+            # two operations a weight, eight an element of the recurrent state, and as many for each of a
+            # token's inputs and outputs that share it
+            flops=2 * cost + 8 * mixer.inputs_per_token(config) * recurrent,
+            # of each query head, two a channel of keys and of values
+            pairs=4.0 * mixer.attended_channels(config),
+            window=config.sliding_window,
+        )
+
+    def stage(self, piece: int, on: Conditions) -> tuple[Any, Stage, State]:
+        mode, part = self._part(piece, on.dtype)
+        with fake_tensors(on.dtype), mode:
+            initial = part.initial_state(on.batch)[0] if piece >= 0 else ()
+        stage = part.stages(on.recompute)[{EMBEDDING: 0, HEAD: -1}.get(piece, 1)]
+        assert stage is not None
+        return mode, stage, initial
+
+    def _part(self, piece: int, dtype: torch.dtype) -> tuple[Any, Stack]:
+        """A stack of fake tensors, of one layer like `piece`."""
+        kind = self.given.mixers[max(piece, 0)]
+        if (kind, dtype) not in self.fakes:
+            with fake_tensors(dtype) as mode, mode:
+                config = dataclasses.replace(self.given, mixer=kind, n_layer=1)
+                self.fakes[kind, dtype] = mode, Stack(config, 0)
+        return self.fakes[kind, dtype]
+
+    def scheme(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> Scheme:
+        element = 2 if machine.precision == "bfloat16" and machine.kind == "cuda" else machine.element
+        recompute = getattr(method, "recompute", "none")
+        given = size[0], machine.kind, element, machine.memory, recompute
+        default = chunk_size_for(self.given, *given)
+        scheme = method.scheme(size[1], layout.chunk_size(method, size[1], default))
+        check_windows(self.given, scheme)
+        return scheme
+
+    def described(self) -> dict[str, Any]:
+        return plain(dataclasses.asdict(self.given))
+
+
+def model_of(model: Any) -> Model:
+    """The planner's view of a StackConfig or a `Pretrained`."""
+    if isinstance(model, Model):
+        return model
+    if isinstance(model, StackConfig):
+        return StackModel(model)
+    from adjoint.plan.pretrained import PretrainedModel
+
+    return PretrainedModel(model)

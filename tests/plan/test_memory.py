@@ -1,0 +1,235 @@
+"""Memory that is planned against the memory of the code that trains."""
+
+from __future__ import annotations
+
+import collections
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint.cluster.shard import Shard
+from adjoint.cluster.spec import ShardSpec
+from adjoint.engine.budget import LiveBytes
+from adjoint.engine.chunk_size import default_chunk_size
+from adjoint.engine.program import BUFFERS
+from adjoint.loss import shift_labels
+from adjoint.plan import memory
+from adjoint.plan.count import Conditions, counting, fake_tensors
+from adjoint.plan.memory import Machine, Setup, needs
+from adjoint.plan.stack import model_of
+from adjoint.train.config import TrainingConfig
+from adjoint.train.layout import Layout
+
+METHODS = [
+    Backprop(),
+    Backprop(checkpoint=True),
+    Exact(512),
+    Exact(512, keep="inputs"),
+    Truncated(256, 512),
+    Truncated(700, 512),
+    LayerLocal(None, 512),
+    LayerLocal(256, 512),
+]
+
+
+def tensors(parts: dict[str, int], *apart: str) -> int:
+    """What tensors hold, some parts left out."""
+    return sum(size for name, size in parts.items() if name not in ("reserved", "optimizer", *apart))
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("mixer", ["mamba", "mamba2", "dense"])
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_memory_is_what_the_method_takes(mixer: str, method: Any) -> None:
+    """The whole method is run on fake tensors, several chunks of it, and every storage counted."""
+    config = StackConfig(vocab_size=64, d_model=64, n_layer=3, mixer=mixer, headdim=32, d_state=16)
+    (need,) = needs(Setup(model_of(config), method, 2, 2048), [range(3)])
+    with fake_tensors(torch.float32) as mode, counting(Conditions(2, 2048), mode) as live:
+        stack, ids = Stack(config, 0), torch.zeros(2, 2048, dtype=torch.long)
+        method.run(stack, ids, shift_labels(ids), 100, stack.initial_state(2)).loss.backward()
+    assert tensors(need.parts) == pytest.approx(live.peak, rel=0.1)
+
+
+class Zeros:
+    """A transport that brings zeros; what was sent last is not gone yet."""
+
+    buffers = BUFFERS
+
+    def __init__(self) -> None:
+        self.sent: dict[int, collections.deque[torch.Tensor]] = {}
+
+    def connect(self, channels: Any) -> None:
+        pass
+
+    def post(self, source: int, out: torch.Tensor) -> Any:
+        return out.zero_
+
+    def send(self, to: int, tensor: torch.Tensor) -> None:
+        self.sent.setdefault(to, collections.deque(maxlen=BUFFERS)).append(tensor)
+
+    def flush(self) -> None:
+        pass
+
+    def all_gather(self, tensor: torch.Tensor, ranks: Any) -> list[torch.Tensor]:
+        return [tensor]
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: Any) -> torch.Tensor:
+        return tensor
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("sequence", [1, 3])
+@pytest.mark.parametrize(
+    "method", [*METHODS, Truncated(1024, 512, unbiased=True), Truncated("auto", 512)], ids=str
+)
+def test_memory_of_a_shard_in_the_middle(method: Any, sequence: int) -> None:
+    """The same of a worker's program, every storage counted."""
+    if sequence > 1 and (isinstance(method, Backprop) or method == Truncated("auto", 512)):
+        pytest.skip("does not go over a sequence's workers")
+    config = StackConfig(vocab_size=64, d_model=64, n_layer=6, tie_embeddings=False)
+    spans, seqlen, layout = (range(0, 2), range(2, 4), range(4, 6)), 2048 * sequence, Layout(3, sequence)
+    parts = needs(Setup(model_of(config), method, 1, seqlen, layout), spans)[1].parts
+    shard: Any = Shard(ShardSpec(config, TrainingConfig(), method, layout, spans, sequence), Zeros())
+    passing = torch.ones(6, seqlen // 512) if getattr(method, "unbiased", False) else None
+    with LiveBytes() as live:
+        shard.accumulate(torch.zeros(1, seqlen, dtype=torch.long), passing=passing)
+    planned = tensors(parts) - parts["weights"]  # the weights were there before
+    assert 0.87 * live.peak < planned < 1.13 * live.peak
+
+
+@pytest.mark.parametrize(
+    "method, layout",
+    [
+        (Exact(64), Layout()),
+        (Exact(64), Layout(2, 2)),
+        (Exact(64, keep="inputs"), Layout(2)),
+        (Truncated(150, 64), Layout()),
+        (Truncated(150, 64), Layout(2)),
+        (LayerLocal(100, 64), Layout(2, helpers=2)),
+    ],
+    ids=str,
+)
+def test_a_few_chunks_tell_of_many(method: Any, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is extrapolated from a few chunks is what all of them take."""
+    config = StackConfig(d_model=64, n_layer=4)
+    spans = [range(4)] if layout.shards == 1 else [range(2), range(2, 4)]
+    setup = Setup(model_of(config), method, 1, 64 * 120, layout)
+    found = []
+    for most in (10**6, 10):
+        monkeypatch.setattr(memory, "COUNTED_TILES", most)
+        found.append([need.total for need in needs(setup, spans)])
+    assert len(setup.counted_chunks(10)) == 2 and setup.counted_chunks(10**6) == [120]
+    assert found[1] == pytest.approx(found[0], rel=0.03)
+
+
+def test_weights_gradients_and_moments_are_the_model_s() -> None:
+    for tied in (False, True):
+        config = StackConfig(vocab_size=100, d_model=32, n_layer=4, tie_embeddings=tied, d_intermediate=48)
+        model, count = model_of(config), Stack(config).num_parameters()
+        whole = needs(Setup(model, Exact(), 1, 4096), [range(4)])[0].parts
+        assert (whole["weights"], whole["gradients"], whole["optimizer"]) == (4 * count, 4 * count, 8 * count)
+        halves = needs(Setup(model, Exact(), 1, 4096, Layout(2)), [range(2), range(2, 4)])
+        assert sum(half.parts["optimizer"] for half in halves) == 8 * count
+        copy = 4 * 100 * 32 if tied else 0  # of the table, with the first shard
+        assert sum(half.parts["weights"] for half in halves) == 4 * count + copy
+
+
+def test_what_grows_with_the_sequence() -> None:
+    model = model_of(StackConfig(d_model=64, n_layer=4))
+
+    def of(method: Any, seqlen: int, kind: str = "cpu") -> Any:
+        return needs(Setup(model, method, 1, seqlen, machine=Machine(kind)), [range(4)])[0]
+
+    short, long = of(Exact(1024), 8192).parts, of(Exact(1024), 65536).parts
+    assert {name for name in long if long[name] != short[name]} == {"ids", "states", "reserved"}
+    whole = of(Backprop(), 8192).parts["chunk"]
+    assert of(Backprop(), 65536).parts["chunk"] == pytest.approx(8 * whole, rel=0.05)
+    inputs = (4 + 1) * 65536 * 64 * 4
+    assert of(Exact(1024, keep="inputs"), 65536).parts["kept"] == pytest.approx(inputs, rel=0.02)
+    offloaded = of(Exact(1024, keep="offload"), 65536, "cuda")
+    assert offloaded.parts["kept"] == 0 and offloaded.host > 0.98 * inputs
+
+
+def test_half_precision_and_a_gpu_s_kernels_take_less_a_chunk() -> None:
+    model = model_of(StackConfig(d_model=64, n_layer=2))
+
+    def parts(*machine: str) -> dict[str, int]:
+        return needs(Setup(model, Exact(2048), 1, 8192, machine=Machine(*machine)), [range(2)])[0].parts
+
+    full, half, double = parts(), parts("cuda", "bfloat16"), parts("cpu", "float64")
+    assert 0.4 * full["chunk"] < half["chunk"] < 0.75 * full["chunk"]
+    assert double["chunk"] == pytest.approx(2 * full["chunk"], rel=0.01)
+    assert double["weights"] == 2 * full["weights"]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_the_chunk_is_the_one_that_training_takes(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, seqlen = StackConfig(vocab_size=8, d_model=16, n_layer=1), 1 << 20
+    model, ids = model_of(config), torch.zeros(batch, seqlen, dtype=torch.int8)
+
+    def planned(*machine: Any) -> int:
+        return Setup(model, Exact(), batch, seqlen, machine=Machine(*machine)).scheme.chunk_size
+
+    assert planned() == default_chunk_size(Stack(config), ids)
+    there: Any = SimpleNamespace(shape=ids.shape, device=torch.device("cuda"), is_cuda=True)
+    for gigabytes in (0.05, 1):
+        properties = SimpleNamespace(total_memory=int(gigabytes * 1e9))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        assert planned("cuda", "float32", gigabytes * 1e9) == default_chunk_size(Stack(config), there)
+
+
+def test_workers_in_turn_have_two_chunks_each() -> None:
+    config, layout = StackConfig(vocab_size=8, d_model=16, n_layer=2), Layout(sequence=4)
+    shard = Shard(ShardSpec(config, TrainingConfig(), Exact(), layout, (range(2),), 0), Zeros())
+    setup = Setup(model_of(config), Exact(), 1, 1024, layout)
+    assert setup.scheme.chunk_size == shard.chunk_size(1, 1024) == 128 and setup.chunks == 8
+
+
+def test_a_memory_budget_is_filled_and_no_more() -> None:
+    model = model_of(StackConfig(d_model=64, n_layer=2))
+
+    def total(given: int | None) -> int:
+        (need,) = needs(Setup(model, Exact(64, memory=given), 1, 2048), [range(2)])
+        return sum(need.parts[name] for name in ("gradients", "states", "kept", "chunk", "head"))
+
+    least, most = total(None), total(1 << 40)
+    assert total(least // 2) == least < most
+    assert total((least + most) // 2) == pytest.approx((least + most) // 2, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["Exact()", "Backprop()", "Exact(keep='inputs')", "Truncated(512)"])
+def test_memory_is_what_a_process_takes(method: str) -> None:
+    """Resident memory of two steps in a fresh process, above what it has after its imports."""
+    code = f"""
+import sys, torch
+from adjoint import *
+from adjoint import memory as meter
+from adjoint.plan.memory import Setup, needs
+from adjoint.plan.stack import model_of
+from adjoint.train.config import TrainingConfig
+from adjoint.train.optimizer import make_optimizer
+one = torch.nn.Linear(2, 2)
+one(torch.zeros(1, 2)).sum().backward()
+torch.optim.AdamW(one.parameters()).step()  # imports more
+meter.reset_peak_rss()
+before, _ = meter.rss_bytes()
+config, how = StackConfig(d_model=256, n_layer=4), {method}
+model, ids = Stack(config), torch.randint(256, (1, 8192))
+optimizer = make_optimizer(model, TrainingConfig())
+for _ in range(2):
+    optimizer.zero_grad()
+    model(ids, labels=ids, method=how).loss.backward()
+    optimizer.step()
+taken = meter.rss_bytes()[1] - before
+print(needs(Setup(model_of(config), how, 1, 8192), [range(4)])[0].total / taken)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
+    )
+    assert 0.8 < float(done.stdout) < 1.25
