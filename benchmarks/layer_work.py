@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adjoint.cluster import count
 from adjoint.engine.chunk_size import kept_bytes
 from adjoint.engine.stages import Layer
 from adjoint.engine.tile import Gradients
 from adjoint.layers import StackConfig
 from adjoint.methods import RECOMPUTE
+from adjoint.plan.count import Conditions, Example, counting, example
+from adjoint.plan.stack import StackModel
 from benchmarks import report, runner
 from benchmarks.process import Point
 from benchmarks.report import Row
@@ -75,8 +76,10 @@ def measure(point: Point) -> Row:
     mixer, how = point["mixer"], point["recompute"]
     config = StackConfig(vocab_size=256, d_model=D_MODEL, n_layer=1, mixer=mixer)
     recompute = "none" if how == ALONE else how
-    with count.counting("bfloat16", "cuda"):
-        one = count.example(config, 1, TOKENS, "bfloat16", recompute=recompute, start=TOKENS)
+    model, on = StackModel(config), Conditions(1, TOKENS, TOKENS, "bfloat16", "cuda", recompute)
+    mode, stage, initial = model.stage(0, on)
+    with counting(on, mode):
+        one = example(stage, initial, on, D_MODEL)
         assert isinstance(one.stage, Layer)
         matrices = [m.weight for m in one.stage.block.modules() if isinstance(m, torch.nn.Linear)]
         shapes, sums = {tuple(w.shape) for w in matrices}, Gradients()
@@ -96,13 +99,13 @@ def measure(point: Point) -> Row:
     }
     if how == ALONE:
         return row
-    counted = count.stage(config, 1, TOKENS, "bfloat16", "cuda", recompute=how).saved
+    counted = model.piece(0, on._replace(start=0)).saved
     for d, dim in zip(one.d_state, one.stage.grows, strict=True):
         counted -= 0 if dim is None or d is None else d.nbytes  # keys and values are kept elsewhere
     return {**row, "kept_bytes": counted // TOKENS, "formula_bytes": kept_bytes(config, 2, how)}
 
 
-def _alone(one: count.Example, sums: Gradients) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _alone(one: Example, sums: Gradients) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Forward, and forward with backward, as plain PyTorch has them."""
     assert isinstance(one.stage, Layer)
     block, parameters = one.stage.block, list(one.stage.parameters())

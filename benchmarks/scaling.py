@@ -29,10 +29,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from adjoint.cluster.partition import partition
+from adjoint.plan.partition import partition
 from adjoint.engine.grid import Key, Tile
 from adjoint.engine.program import Owners
-from adjoint.engine.simulate import simulate
+from adjoint.plan.simulate import simulate
 from adjoint.layers import StackConfig
 from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.tools.sweep.compare import truncated_products

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.engine.program import Run
-from adjoint.engine.simulate import Span
+from adjoint.plan.simulate import Span
 from adjoint.files import write_atomically
 from adjoint.memory import usable_cores
 from adjoint.tools.plan.plot import COLOURS, NAMES, joined_spans

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
-from adjoint.cluster.shard import Shard
+from adjoint.batch import Batch, shift_labels
+from adjoint.cluster.shard import Microbatch, Shard
 from adjoint.cluster.spec import ShardSpec
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.program import BUFFERS
-from adjoint.loss import shift_labels
 from adjoint.plan import memory
 from adjoint.plan.count import Conditions, counting, fake_tensors
 from adjoint.plan.memory import Machine, Setup, needs
@@ -51,7 +51,13 @@ def test_memory_is_what_the_method_takes(mixer: str, method: Any) -> None:
     (need,) = needs(Setup(model_of(config), method, 2, 2048), [range(3)])
     with fake_tensors(torch.float32) as mode, counting(Conditions(2, 2048), mode) as live:
         stack, ids = Stack(config, 0), torch.zeros(2, 2048, dtype=torch.long)
-        method.run(stack, ids, shift_labels(ids), 100, stack.initial_state(2)).loss.backward()
+        states, targets = stack.initial_state(2), shift_labels(ids)
+        if isinstance(method, Backprop):
+            y, _ = stack._hidden(ids, states, None, method.checkpoint)
+            stack.head_loss(y, targets).backward()
+        else:
+            batch = Batch(ids, targets, states=stack.stage_states(states))
+            stack.steps(batch, method.scheme(2048, 512)).loss().loss.backward()
     assert tensors(need.parts) == pytest.approx(live.peak, rel=0.1)
 
 
@@ -95,9 +101,9 @@ def test_memory_of_a_shard_in_the_middle(method: Any, sequence: int) -> None:
     spans, seqlen, layout = (range(0, 2), range(2, 4), range(4, 6)), 2048 * sequence, Layout(3, sequence)
     parts = needs(Setup(model_of(config), method, 1, seqlen, layout), spans)[1].parts
     shard: Any = Shard(ShardSpec(config, TrainingConfig(), method, layout, spans, sequence), Zeros())
-    passing = torch.ones(6, seqlen // 512) if getattr(method, "unbiased", False) else None
+    passing = ((1.0,) * (seqlen // 512),) * 6 if getattr(method, "unbiased", False) else ()
     with LiveBytes() as live:
-        shard.accumulate(torch.zeros(1, seqlen, dtype=torch.long), passing=passing)
+        shard.accumulate(torch.zeros(1, seqlen, dtype=torch.long), step=Microbatch(passing=passing))
     planned = tensors(parts) - parts["weights"]  # the weights were there before
     assert 0.87 * live.peak < planned < 1.13 * live.peak
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from adjoint import Backprop, Exact, LayerLocal, StackConfig, Truncated
+from adjoint.batch import Batch, shift_labels
 from adjoint.cli import main
 from adjoint.engine.grid import Tile
 from adjoint.errors import UserError
-from adjoint.loss import shift_labels
 from adjoint.plan import estimate as plan_time
 from adjoint.plan.count import Conditions, counting, fake_tensors
 from adjoint.plan.layouts import Task, rank
@@ -389,9 +389,7 @@ def test_memory_of_a_pretrained_model_is_what_its_stage_takes(
             model(input_ids=ids, labels=ids).loss.backward()
         else:
             stage = CausalLM(model, found.slots, found.scale, recompute=setup.scheme.recompute)
-            initial, weights = [stage.initial_state(1, ids.device)], list(model.parameters())
-            args = (shift_labels(ids), seqlen - 1, initial, setup.scheme, weights, 32, torch.float32)
-            Steps([stage], ids, *args).loss()[0].backward()
+            steps_of([stage], Batch(ids, shift_labels(ids)), setup.scheme).loss().loss.backward()
     held = sum(need.parts.values()) - need.parts["reserved"] - need.parts["optimizer"]
     assert held == pytest.approx(live.peak, rel=0.1)
 
