@@ -29,12 +29,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from adjoint.plan.partition import partition
 from adjoint.engine.grid import Key, Tile
 from adjoint.engine.program import Owners
-from adjoint.plan.simulate import simulate
 from adjoint.layers import StackConfig
+from adjoint.plan.partition import partition
 from adjoint.plan.schedule import grid_of, step_plan
+from adjoint.plan.simulate import simulate
 from adjoint.tools.sweep.compare import truncated_products
 from benchmarks import report, runner
 from benchmarks.process import Point

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.engine.program import Run
-from adjoint.plan.simulate import Span
 from adjoint.files import write_atomically
 from adjoint.memory import usable_cores
+from adjoint.plan.simulate import Span
 from adjoint.tools.plan.plot import COLOURS, NAMES, joined_spans
 from benchmarks import report, runner
 from benchmarks.process import Point
@@ -210,7 +210,7 @@ def draw(run: Point) -> Any:
 
     tiles = {str(a.tile): a.tile for p in replay.plan_of(run).programs for a in p if isinstance(a, Run)}
     found = [Span(worker, start, stop, tiles[name]) for worker, name, start, stop in run["spans"]]
-    simulated = replay.simulated(run, spans=True)
+    simulated = replay.simulated(run)
     last = max(span.stop for span in found)
     panels = (("measured", found, last), ("simulated", simulated.spans, simulated.seconds))
     end, number = max(last, simulated.seconds), len(simulated.busy)

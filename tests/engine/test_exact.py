@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.batch import Batch
-from adjoint.cluster import count
 from adjoint.engine import budget
 from adjoint.engine.tile import Gradients
 from adjoint.engine.weights import Casts, SummedProducts
 from adjoint.methods import RECOMPUTE
+from adjoint.plan.count import Conditions, count, counting, example
+from adjoint.plan.stack import StackModel
 from tests.model_helpers import (
     ALL_MIXERS,
     UNWINDOWED,
@@ -600,7 +601,13 @@ def test_a_tile_that_computes_more_again_keeps_less() -> None:
     """Of mamba at real proportions, beside its input: all; its output, in_proj's and the scan's results; its
     output."""
     config = StackConfig(d_model=256, n_layer=1, mixer="mamba")
-    kept = {how: count.stage(config, 1, 1024, "float32", "cpu", recompute=how).saved for how in RECOMPUTE}
+    model, kept = StackModel(config), {}
+    for how in RECOMPUTE:
+        on = Conditions(1, 1024, 0, "float32", "cpu", how)
+        mode, stage, initial = model.stage(0, on)
+        with counting(on, mode) as live:
+            counted = count(example(stage, initial, on, 256), live)
+        kept[how] = counted.saved - counted.held  # its output, but no state
     states = 1024 // 64 * config.d_inner * 16 * 4
     stream, inner = 1024 * 256 * 4, 1024 * 512 * 4
     assert kept["none"] > 1.5 * kept["selective"]
