@@ -25,9 +25,9 @@ from adjoint.hf.head import head_scale
 from adjoint.hf.layers import backbone_of
 from adjoint.hf.load import KEY, configuration
 from adjoint.hf.replacements import rebound
+from adjoint.hf.schemes import check_method, chunk_size_for, scheme_of
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
-from adjoint.hf.wrap import check_method, chunk_size_for, scheme_of
 from adjoint.layers import State
 from adjoint.plan.count import Conditions, Counted, Uncountable, fake_tensors
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width

@@ -118,7 +118,7 @@ def task_of(given: argparse.Namespace, config: Config) -> Task:
         model = outlined(config.model.from_pretrained)
     machine = Machine(given.kind, precision, None if given.limits is None else min(given.limits))
     sizes = config.data.batch, config.data.seqlen
-    setup = Setup(model_of(model), config.method.build(), *sizes, Layout(), machine, config.training)
+    setup = Setup(model_of(model), config.method, *sizes, Layout(), machine, config.training)
     costs = functools.partial(_measured if given.measure else _counted, given)
     return Task(setup, given.devices, given.limits, costs, given.bandwidth)
 
