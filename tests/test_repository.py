@@ -285,3 +285,18 @@ def test_wheel_holds_the_kernels_sources_and_no_short_names(tmp_path: Path) -> N
     expected = {name for name in sources if name.endswith((".py", ".cpp", ".h"))}
     assert {name for name in names if name.endswith((".py", ".cpp", ".h"))} == expected
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"adjoint"}
+
+
+def test_no_function_takes_more_than_seven_parameters() -> None:
+    """But for kernels and `hf/functions.py`, with other libraries' signatures, and `Stack.forward`."""
+    mirrored = ("kernels", "functions.py", "stack.py: forward")
+    many = []
+    for path in python_files("adjoint"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                where = f"{path.relative_to(ROOT)}: {node.name}"
+                count = len(names) - (names[:1] in (["self"], ["cls"]))
+                if count > 7 and not any(name in where for name in mirrored):
+                    many.append(f"{where} takes {count}")
+    assert not many, "\n".join(many)
