@@ -153,9 +153,10 @@ def test_tasks_read_memory_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> Non
         here.tile = t
         windowed(worker, t)
 
-    def noting_layout(block: Any, span: Any, x: Any, state: Any, dy: Any, *rest: Any) -> Any:
-        seen[-1][here.tile] = [(s.stride(), s.data_ptr() % 64) for s in (x, *state, dy, *block.parameters())]
-        return vjp(block, span, x, state, dy, *rest)
+    def noting_layout(block: Any, given: tile.Windowed, gradients: Any) -> Any:
+        read = (given.x, *given.state, given.dy, *block.parameters())
+        seen[-1][here.tile] = [(s.stride(), s.data_ptr() % 64) for s in read]
+        return vjp(block, given, gradients)
 
     monkeypatch.setattr(Worker, "windowed", noting_tile)
     monkeypatch.setattr(tile, "windowed_vjp", noting_layout)
