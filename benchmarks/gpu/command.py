@@ -25,8 +25,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ from adjoint.files import write_atomically
 from adjoint.kernels import dispatch
 from adjoint.layers import StackConfig
 from adjoint.tools.doctor import cuda_devices
-from adjoint.train.machine import pick_precision
 from benchmarks import report, runner
 from benchmarks.gpu import kernels, tables
 from benchmarks.gpu.flops import data_sheet, forward_flops
@@ -55,6 +55,7 @@ TIMED = ("selective_scan", "ssd_scan", "causal_conv1d", "rms_norm", "add_rms_nor
 METHODS = ("exact", "backprop", "backprop-checkpoint")  # of stage g
 ENDED = ("measured", "wrong")  # what a later call does not try again
 FINE = ("measured", "missing", "out of memory")
+ATOMICS = 1e-3  # of the same launches in half precision: only sums by atomics come in another order
 AFTER_S = 5  # seconds of a budget below which no further point is begun
 TINY = {"vocab_size": 64, "d_model": 32, "n_layer": 2, "mixer": "mamba", "tie_embeddings": True}
 
@@ -78,73 +79,36 @@ STAGES = {
 }
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What is run, on a GPU or dry."""
-
-    device: str
-    model: dict[str, Any]
-    dtypes: tuple[str, ...]
-    precision: str  # of training
-    tokens: tuple[int, ...]
-    sizes: dict[str, dict[str, int]]  # of `TIMED`, but for the tokens
-    chunk_sizes: tuple[int, ...]
-    compared: int  # tokens
-    exact: int
-    checked: int
-    lengths: tuple[int, ...]  # of the long step, each if the one before did not come to its end
-    chunk_size: int  # of the long step
-    chunks_check: int
-    layers: tuple[int, ...]  # of the comparison, as they fit
-    curve: tuple[int, ...]  # lengths of stage g
+# What is run, on a GPU and dry, in tokens where nothing else is said.
+SIZES: dict[str, tuple[Any, Any]] = {
+    "device": ("cuda:0", "cpu"),  # by its number: trials are kept by the device's name
+    "dtypes": (("bfloat16", "float32"), ("float32", "float64")),
+    "precision": ("bfloat16", "float32"),  # of training
+    "timed": ((1792, 8192, 65536), (64, 128)),
+    "chunk_sizes": ((1792, 4096, 8192, 16384), (32, 64)),
+    "compared": (16384, 128),
+    "layers": ((48, 24, 12, 6), (2, 1)),  # of the comparison, as they fit
+    "exact": (65536, 256),
+    "checked": (2048, 64),
+    "lengths": ((2**20, 2**19, 2**18, 2**17), (512, 256)),  # each if the one before did not come to its end
+    "chunks_check": (2**20, 128),
+    "curve": (tuple(2**k for k in range(15, 21)), (64, 128)),  # of stage g
+}
 
 
-def on_gpu(model: dict[str, Any]) -> Sizes:
-    """The numbers of the real thing."""
-    return Sizes(
-        device="cuda:0",  # by its number: trials are kept by the device's name
-        model=model,
-        dtypes=("bfloat16", "float32"),
-        precision="bfloat16",
-        tokens=(1792, 8192, 65536),
-        sizes={op: dict(OPS[op].sizes["cuda"]["default"]) for op in TIMED},
-        chunk_sizes=(1792, 4096, 8192, 16384),
-        compared=16384,
-        exact=65536,
-        checked=2048,
-        lengths=(2**20, 2**19, 2**18, 2**17),
-        chunk_size=chunk_size_for(StackConfig(**model), 1, "cuda", 2, CAP_BYTES),
-        chunks_check=2**20,
-        layers=(48, 24, 12, 6),
-        curve=tuple(2**k for k in range(15, 21)),
-    )
-
-
-def dry(model: dict[str, Any]) -> Sizes:
-    """The same, tiny."""
-    return Sizes(
-        device="cpu",
-        model=model,
-        dtypes=("float32", "float64"),
-        precision="float32",
-        tokens=(64, 128),
-        sizes={op: dict(OPS[op].sizes["cpu"]["small"]) for op in TIMED},
-        chunk_sizes=(32, 64),
-        compared=128,
-        exact=256,
-        checked=64,
-        lengths=(512, 256),
-        chunk_size=32,
-        chunks_check=128,
-        layers=(2, 1),
-        curve=(64, 128),
-    )
+def sizes_of(model: dict[str, Any], *, dry: bool) -> SimpleNamespace:
+    """The sizes by name, with the model, the chunk size of the long step and the sizes of the operations."""
+    sizes = SimpleNamespace(model=model, **{name: both[dry] for name, both in SIZES.items()})
+    sizes.chunk_size = 32 if dry else chunk_size_for(StackConfig(**model), 1, "cuda", 2, CAP_BYTES)
+    kind, which = ("cpu", "small") if dry else ("cuda", "default")
+    sizes.operations = {op: OPS[op].sizes[kind][which] for op in TIMED}
+    return sizes
 
 
 # ----------------------------------------------------------------------------------------------------- points
 
 
-def groups(stage: str, s: Sizes) -> Iterator[list[Point]]:
+def groups(stage: str, s: SimpleNamespace) -> Iterator[list[Point]]:
     """The points of a stage, in order. Of a group only the first one that comes to its end counts."""
     shared: Point = {"device": s.device}
     model: Point = {**shared, "model": s.model, "precision": s.precision, "keep": "edges", "chunk_size": None}
@@ -158,13 +122,12 @@ def groups(stage: str, s: Sizes) -> Iterator[list[Point]]:
                     ]
             for name, case in kernels.CASES.items():
                 if dtype in kernels.dtypes_of(case.operation, s.dtypes):
-                    yield [{"kind": "values", **shared, "case": name, "dtype": dtype,
-                            "size": case.sizes[s.device.partition(":")[0]], "limit_s": 90}]  # fmt: skip
+                    yield [{"kind": "values", **shared, "case": name, "dtype": dtype, "limit_s": 90}]
     elif stage == "b":
         for contender in PEERS:
             for op in TIMED:
-                for tokens in s.tokens if contender in CONTENDERS[op] else ():
-                    size = s.sizes[op] | {"seqlen" if "seqlen" in s.sizes[op] else "tokens": tokens}
+                for tokens in s.timed if contender in CONTENDERS[op] else ():
+                    size = s.operations[op] | {"seqlen" if "seqlen" in s.operations[op] else "tokens": tokens}
                     yield [{"kind": "times", **shared, "op": op, "contender": contender, "tokens": tokens,
                             "dtype": s.dtypes[0], "size": size, "limit_s": 90}]  # fmt: skip
     elif stage == "c":
@@ -172,13 +135,16 @@ def groups(stage: str, s: Sizes) -> Iterator[list[Point]]:
         for chunk_size in s.chunk_sizes:
             yield [tile | {"chunk_size": chunk_size}]
     elif stage == "d":
-        compared: Point = {**model, "kind": "compare", "length": s.compared, "limit_s": 120}
-        yield [compared | {"model": s.model | {"n_layer": n}} for n in s.layers]
-        yield [{**model, "kind": "exact", "length": s.exact, "limit_s": 120}]
+        by_layers = [{"model": s.model | {"n_layer": n}} for n in s.layers]
+        compared: Point = {**model, "kind": "compared", "limit_s": 120}
+        both: Point = {**compared, "methods": {"backprop": None, "exact": {}}, "length": s.compared}
+        yield [both | layers for layers in by_layers]
+        yield [{**compared, "methods": {"exact": {}}, "length": s.exact}]
+        replayed: Point = {"methods": {"launched": {}, "graphs": {"cuda_graphs": True}}, "limit": ATOMICS}
         for chunk_size in s.chunk_sizes[:2]:
-            yield [{**model, "kind": "graphs", "length": s.exact, "chunk_size": chunk_size, "limit_s": 90}]
+            yield [{**compared, **replayed, "length": s.exact, "chunk_size": chunk_size, "limit_s": 90}]
         wide = {"precision": "float64" if s.device == "cpu" else "float32"}
-        yield [compared | wide | {"model": s.model | {"n_layer": n}} for n in s.layers[-2:]]
+        yield [both | wide | layers for layers in by_layers[-2:]]
         precisions = list(dict.fromkeys(("float64", "float32", s.precision)))
         yield [{**model, "kind": "gradient", "length": s.checked, "precisions": precisions,
                 "model": s.model | {"n_layer": min(4, s.model["n_layer"])},
@@ -226,10 +192,8 @@ class Gpu(Benchmark):
         except (ValueError, TypeError) as error:
             parser.error(f"--config {options.config}: {error}")
         options.budgets = {name: options.budget_s or stage.budget_s for name, stage in STAGES.items()}
-        sizes = dry(model) if options.dry_run else on_gpu(model)
-        precision = sizes.precision if options.dry_run else pick_precision("auto", torch.device("cuda"))
-        curve = tuple(sorted(set(options.lengths or sizes.curve)))
-        options.sizes = replace(sizes, precision=precision, curve=curve)
+        options.sizes = sizes_of(model, dry=options.dry_run)
+        options.sizes.curve = sorted(set(options.lengths or options.sizes.curve))
         options.device_name = None if options.dry_run else torch.cuda.get_device_name()
 
     def stem(self, options: argparse.Namespace) -> str:

@@ -24,22 +24,11 @@ from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.loss import linear_cross_entropy
-from adjoint.memory import PeakMemory
 from benchmarks.kernels.contenders import CONTENDERS
-from benchmarks.kernels.measure import LIMITS
+from benchmarks.kernels.measure import LIMITS, time_contender
 from benchmarks.kernels.operations import EPS, OPS, Normal, Op, Size, Tensors, draw
 from benchmarks.process import Point
-from benchmarks.timing import phases
 
-# The operation of `adjoint.kernels` behind each of the kernel benchmark's; the head's loss has none.
-OPERATION = {
-    "selective_scan": "selective_scan",
-    "ssd_scan": "ssd_scan",
-    "causal_conv1d": "causal_conv1d",
-    "rms_norm": "rms_norm",
-    "add_rms_norm": "rms_norm",
-    "head_loss": None,
-}
 WIDENED = ("linear_scan", "dense_scan")  # their inputs are float32 at least, whatever the model's
 REPEAT_S = 0.2  # how long a pass is repeated
 
@@ -78,34 +67,55 @@ class Case:
     handed on, inputs that are slices of a projection's output.
 
     Attributes:
-        op: whose inputs are drawn.
-        operation: of `adjoint.kernels`; None: it has no kernels.
-        sizes: on "cuda" and, tiny, on "cpu".
+        name: of the kernel benchmark's operation whose inputs are drawn.
         call: gives the outputs, of the inputs and `backend` by name.
+        large, small: numbers of its sizes, on a GPU and on a CPU.
         outputs: their names.
         slices: inputs that are slices of wider tensors.
+        state: of an initial state, the names of its dimensions.
+        float32: inputs that stay float32, besides the operation's own.
     """
 
-    op: Op
-    operation: str | None
-    sizes: dict[str, Size]
+    name: str
     call: Callable[..., Any]
+    large: tuple[int, ...]
+    small: tuple[int, ...]
     outputs: tuple[str, ...] = ("y",)
     slices: tuple[str, ...] = ()
+    state: str = ""
+    float32: tuple[str, ...] = ()
+
+    @property
+    def operation(self) -> str | None:
+        """Of `adjoint.kernels`; None: it has no kernels."""
+        return operation_of(self.name)
+
+    def size(self, device: str) -> Size:
+        """The sizes by name."""
+        numbers = self.large if device.startswith("cuda") else self.small
+        return dict(zip(OPS[self.name].sizes["cpu"]["small"], numbers, strict=True))
+
+    def op(self) -> Op:
+        """The operation with the inputs that a layer adds: an initial state, a gate."""
+        op = OPS[self.name]
+
+        def inputs(size: Size, normal: Normal) -> Tensors:
+            drawn = op.inputs(size, normal)
+            if self.state:
+                widths = size | {"taps before": size.get("d_conv", 0) - 1}
+                drawn["initial_state"] = normal(*(widths[name] for name in self.state.split(", ")))
+            if "gate" in self.slices:
+                drawn["gate"] = normal(size["tokens"], size["d_model"])
+            return drawn
+
+        return replace(op, inputs=inputs, wide=(*op.wide, *self.float32))
 
 
-def _op(name: str, wide: tuple[str, ...] = (), **more: Callable[[Size, Normal], Tensor]) -> Op:
-    """An operation of the kernel benchmark with more inputs; those of `wide` stay float32."""
-    op = OPS[name]
-
-    def inputs(size: Size, normal: Normal) -> Tensors:
-        return op.inputs(size, normal) | {key: drawn(size, normal) for key, drawn in more.items()}
-
-    return replace(op, inputs=inputs, wide=(*op.wide, *wide))
-
-
-def _sized(names: str, large: tuple[int, ...], small: tuple[int, ...]) -> dict[str, Size]:
-    return {kind: dict(zip(names.split(), n, strict=True)) for kind, n in (("cuda", large), ("cpu", small))}
+def operation_of(name: str) -> str | None:
+    """The operation of `adjoint.kernels` behind one of the kernel benchmark's; the head's loss has none."""
+    if name.startswith("linear_scan"):
+        return "linear_scan"
+    return {"add_rms_norm": "rms_norm", "head_loss": None}.get(name, name)
 
 
 def _gated_norm(x: Tensor, weight: Tensor, gate: Tensor, backend: str | None) -> Tensor:
@@ -119,85 +129,38 @@ def _head(hidden: Tensor, weight: Tensor, targets: Tensor, backend: str | None) 
     return F.cross_entropy(hidden @ weight.T, targets, ignore_index=-100, reduction="sum")
 
 
-_STATE: dict[str, Callable[[Size, Normal], Tensor]] = {
-    "selective_scan": lambda s, normal: normal(s["batch"], s["d_inner"], s["d_state"]),
-    "ssd_scan": lambda s, normal: normal(s["batch"], s["nheads"], s["headdim"], s["d_state"]),
-    "causal_conv1d": lambda s, normal: normal(s["batch"], s["channels"], s["d_conv"] - 1),
-    "linear_scan": lambda s, normal: normal(s["batch"], s["d_state"]),
-}
-
-
-def _selective(large: tuple[int, ...], small: tuple[int, ...], window: int | None = None) -> Case:
-    return Case(
-        _op("selective_scan", ("initial_state",), initial_state=_STATE["selective_scan"]),
-        "selective_scan",
-        _sized("batch seqlen d_inner d_state", large, small),
-        call=functools.partial(adjoint.selective_scan, delta_softplus=True, window=window),
-        outputs=("y", "final_state"),
-        slices=("B", "C", "z"),
-    )
-
-
-def _ssd(large: tuple[int, ...], small: tuple[int, ...], window: int | None = None) -> Case:
-    return Case(
-        _op("ssd_scan", ("initial_state",), initial_state=_STATE["ssd_scan"]),
-        "ssd_scan",
-        _sized("batch seqlen nheads headdim d_state", large, small),
-        call=functools.partial(adjoint.ssd_scan, dt_softplus=True, window=window),
-        outputs=("y", "final_state"),
-        slices=("x", "dt", "B", "C"),
-    )
-
-
-def _linear(kind: str) -> Case:
-    return Case(
-        _op(f"linear_scan_{kind}", initial_state=_STATE["linear_scan"]),
-        "linear_scan",
-        _sized("batch seqlen d_state", (1, 1792, 4096), (1, 96, 32)),
-        call=adjoint.linear_scan,
-    )
-
-
-_NORM = _sized("tokens d_model", (1792, 2048), (64, 32))
+_SCANNED, _WIDE = ("y", "final_state"), ("initial_state",)
+_selective = functools.partial(adjoint.selective_scan, delta_softplus=True)
+_ssd = functools.partial(adjoint.ssd_scan, dt_softplus=True)
+_norm = functools.partial(rms_norm, eps=EPS)
+_S6 = Case("selective_scan", _selective, (1, 1792, 4096, 16), (1, 96, 32, 16), _SCANNED, ("B", "C", "z"),
+           "batch, d_inner, d_state", _WIDE)  # fmt: skip
+_SSD = Case("ssd_scan", _ssd, (1, 1792, 16, 64, 128), (1, 96, 2, 16, 16), _SCANNED, ("x", "dt", "B", "C"),
+            "batch, nheads, headdim, d_state", _WIDE)  # fmt: skip
+_CONV = Case("causal_conv1d", functools.partial(causal_conv1d, silu=True), (1, 4, 1792, 4096), (1, 4, 96, 32),
+             _SCANNED, ("x",), "batch, channels, taps before")  # fmt: skip
+_RMS = Case("rms_norm", _norm, (1792, 2048), (64, 32))
+_LINEAR = Case("linear_scan_diagonal", adjoint.linear_scan, (1, 1792, 4096), (1, 96, 32),
+               state="batch, d_state")  # fmt: skip
+_WINDOW = {"window": 512}
 CASES = {
-    "selective scan": _selective((1, 1792, 4096, 16), (1, 96, 32, 16)),
-    "SSD scan": _ssd((1, 1792, 16, 64, 128), (1, 96, 2, 16, 16)),
-    "causal conv1d": Case(
-        _op("causal_conv1d", ("initial_state",), initial_state=_STATE["causal_conv1d"]),
-        "causal_conv1d",
-        _sized("batch d_conv seqlen channels", (1, 4, 1792, 4096), (1, 4, 96, 32)),
-        call=functools.partial(causal_conv1d, silu=True),
-        outputs=("y", "final_state"),
-        slices=("x",),
+    "selective scan": _S6,
+    "SSD scan": _SSD,
+    "causal conv1d": _CONV,
+    "RMSNorm": _RMS,
+    "residual sum + RMSNorm": replace(_RMS, name="add_rms_norm", outputs=("y", "sum"), float32=("residual",)),
+    "gated RMSNorm": replace(_RMS, call=_gated_norm, slices=("gate",)),
+    "head loss": Case("head_loss", _head, (1792, 2048, 50280), (64, 32, 64), ("loss",)),
+    "selective scan, 65,536 tokens": replace(_S6, large=(1, 65536, 512, 16), small=(1, 512, 16, 16)),
+    "SSD scan, 65,536 tokens": replace(_SSD, large=(1, 65536, 4, 64, 128), small=(1, 512, 2, 16, 16)),
+    "selective scan, window 512": replace(
+        _S6, large=(1, 1792, 512, 16), small=(1, 768, 8, 8), call=functools.partial(_selective, **_WINDOW)
     ),
-    "RMSNorm": Case(_op("rms_norm"), "rms_norm", _NORM, call=functools.partial(rms_norm, eps=EPS)),
-    "residual sum + RMSNorm": Case(
-        _op("add_rms_norm", ("residual",)),
-        "rms_norm",
-        _NORM,
-        call=functools.partial(rms_norm, eps=EPS),
-        outputs=("y", "sum"),
+    "SSD scan, window 512": replace(
+        _SSD, large=(1, 1792, 4, 64, 128), small=(1, 768, 2, 8, 8), call=functools.partial(_ssd, **_WINDOW)
     ),
-    "gated RMSNorm": Case(
-        _op("rms_norm", gate=lambda s, normal: normal(s["tokens"], s["d_model"])),
-        "rms_norm",
-        _NORM,
-        call=_gated_norm,
-        slices=("gate",),
-    ),
-    "head loss": Case(
-        _op("head_loss"),
-        None,
-        _sized("tokens d_model vocab_size", (1792, 2048, 50280), (64, 32, 64)),
-        call=_head,
-        outputs=("loss",),
-    ),
-    "selective scan, 65,536 tokens": _selective((1, 65536, 512, 16), (1, 512, 16, 16)),
-    "SSD scan, 65,536 tokens": _ssd((1, 65536, 4, 64, 128), (1, 512, 2, 16, 16)),
-    "selective scan, window 512": _selective((1, 1792, 512, 16), (1, 768, 8, 8), window=512),
-    "SSD scan, window 512": _ssd((1, 1792, 4, 64, 128), (1, 768, 2, 8, 8), window=512),
-    "linear scan, diagonal": _linear("diagonal"),
-    "linear scan, scalar": _linear("scalar"),
+    "linear scan, diagonal": _LINEAR,
+    "linear scan, scalar": replace(_LINEAR, name="linear_scan_scalar"),
 }
 
 
@@ -211,7 +174,7 @@ def values(point: Point) -> Point:
     ‖value‖ of each, and the largest beside what it may be. The fast backend is asked for by name: of one that
     has failed its trial this says where it is off."""
     case, dtype = CASES[point["case"]], getattr(torch, point["dtype"])
-    inputs, _ = draw(case.op, point["size"], point["device"], dtype)
+    inputs, _ = draw(case.op(), case.size(point["device"]), point["device"], dtype)
     began = time.perf_counter()
     found = {
         name: x.double().cpu() for name, x in _results(case, fast_backend(point["device"]), inputs).items()
@@ -266,43 +229,18 @@ def times(point: Point) -> Point:
     """Milliseconds of an operation by one contender, medians: forward as when nothing follows it, and forward
     and backward of a training step; and the most memory that they took besides the inputs. Values are not
     compared: ours are in `values`, others' in `benchmarks.kernels`."""
-    device, dtype = point["device"], getattr(torch, point["dtype"])
-    op, contender = OPS[point["op"]], CONTENDERS[point["op"]][point["contender"]]
+    device, op = point["device"], point["op"]
+    contender, operation = CONTENDERS[op][point["contender"]], operation_of(op)
     absent = contender.missing()
     if absent:
         return {"missing": f"{absent} is not installed"}
     if device.partition(":")[0] not in contender.devices:
         return {"missing": "it takes CUDA tensors only"}
-    operation = OPERATION[point["op"]]
-    function = contender.build()
+    backend = None
     if contender.ours and operation is not None:
-        required(operation, device, dtype)
+        required(operation, device, getattr(torch, point["dtype"]))
         # our own kernels by name: where a library is installed, it would be timed in their place
-        function = functools.partial(op.ours, backend=fast_backend(device))
-    inputs, dy = draw(op, point["size"], device, dtype)
-    leaves, dy = contender.enter(inputs), contender.cotangent(dy)
-    del inputs
-    wanted = [x for x in leaves.values() if x.requires_grad]
-
-    def forward(mark: Callable[[], None]) -> None:
-        with torch.no_grad():
-            function(**leaves)
-
-    def both(mark: Callable[[], None]) -> None:
-        made = function(**leaves)
-        mark()
-        ys = made if isinstance(made, tuple) else (made,)
-        torch.autograd.grad(ys, wanted, [dy.to(y.dtype) for y in ys])
-
-    alone = [seconds for (seconds,) in phases(forward, device, REPEAT_S)]
-    pairs = phases(both, device, REPEAT_S)
-    with PeakMemory(torch.device(device)) as peak:
-        both(lambda: None)
-    return {
-        "forward_ms": 1e3 * statistics.median(alone),
-        "training_forward_ms": 1e3 * statistics.median(pair[0] for pair in pairs),
-        "backward_ms": 1e3 * statistics.median(pair[1] for pair in pairs),
-        "both_ms": 1e3 * statistics.median(map(sum, pairs)),
-        "runs": len(pairs),
-        "peak_bytes": peak.bytes,
-    }
+        backend = fast_backend(device)
+    taken = time_contender({**point, "file": None, "repeat_s": REPEAT_S, "backend": backend})
+    medians = {f"{name}_ms": 1e3 * statistics.median(taken[name]) for name in ("forward", "backward", "both")}
+    return {**medians, "runs": len(taken["both"]), "peak_bytes": taken["peak_bytes"]}

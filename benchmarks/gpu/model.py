@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import statistics
@@ -32,7 +31,6 @@ REPEAT_S = 0.3
 TOP_KERNELS = 15  # those that take most of a tile's time are named
 # ‖difference‖ / ‖gradient‖ of two orders of rounding; half precision has no limit that would not be a guess.
 DISTANCES = {"float64": 1e-10, "float32": 1e-4}
-ATOMICS = 1e-3  # the same launches in half precision: only sums by atomics come in another order
 AS_GOOD_AS_BACKPROP = 1.5  # how much farther from the float64 gradient Exact may be
 
 
@@ -213,87 +211,52 @@ def counted(averages: Any) -> Point | None:
 # -------------------------------------------------------------------------------------------------- gradients
 
 
-def compare_methods(point: Point) -> Point:
-    """`Exact` beside `Backprop`: ‖difference‖ / ‖gradient‖, seconds of forward and backward, memory beyond
-    what was held before."""
+def compared(point: Point) -> Point:
+    """Gradients of one model by the point's methods, {name: options of `Exact`, or None for `Backprop`}.
+
+    Of each, as name_…, the seconds of forward and backward, of a second pass, as the first one compiles, and
+    the memory beyond what was held before. Of the second beside the first, ‖difference‖ / ‖gradient‖ and
+    the ratio of their times. That chunks cannot be recorded as CUDA graphs is an error.
+    """
     model, ids, chunk_size = prepared(point)
-    reference, backprop = _timed_gradient(model, ids, adjoint.Backprop(), point)
-    found, exact = _timed_gradient(model, ids, adjoint.Exact(chunk_size), point)
-    agreement = compare(reference, found)
-    layers = {
-        name: a.relative_error for name, a in agreement["layer"].items() if a.relative_error is not None
-    }
-    worst = max(layers, key=layers.__getitem__, default=None)
-    overall, limit = agreement["overall"]["overall"], DISTANCES.get(point["precision"])
-    within = overall.relative_error is not None and overall.relative_error <= (limit or math.inf)
-    finite = _finite(reference) and _finite(found)
-    return {
-        "chunk_size": chunk_size,
-        "distance": overall.relative_error,
-        "cosine": overall.cosine,
-        "limit": limit,
-        "worst_layer": worst,
-        "worst_layer_distance": None if worst is None else layers[worst],
-        "finite": finite,
-        "passed": finite and within,
-        "time_ratio": exact["seconds"] / backprop["seconds"],
-        **{f"exact_{key}": value for key, value in exact.items()},
-        **{f"backprop_{key}": value for key, value in backprop.items()},
-    }
-
-
-def _timed_gradient(
-    model: adjoint.Stack, ids: Tensor, method: Any, point: Point
-) -> tuple[dict[str, Tensor], Point]:
-    """The gradient of a second pass; the first one compiles."""
-    gradient_of(model, ids, method, point["precision"])
-    with memory.PeakMemory(ids.device) as peak:
-        synchronize(ids.device)
-        began = time.perf_counter()
-        gradient, _ = gradient_of(model, ids, method, point["precision"])
-        synchronize(ids.device)
-        seconds = time.perf_counter() - began
-    return gradient, {"seconds": seconds, "peak_bytes": peak.bytes}
-
-
-def _finite(gradients: dict[str, Tensor]) -> bool:
-    return all(bool(torch.isfinite(g).all()) for g in gradients.values())
-
-
-def exact(point: Point) -> Point:
-    """Forward and backward by `Exact` where `Backprop` no longer fits."""
-    model, ids, chunk_size = prepared(point)
-    gradient, found = _timed_gradient(model, ids, adjoint.Exact(chunk_size), point)
-    finite = _finite(gradient)
-    return {
-        "chunk_size": chunk_size,
-        **found,
-        "tokens_per_second": point["length"] / found["seconds"],
-        "memory_bytes": memory.peak_memory_bytes(ids.device),
-        "finite": finite,
-        "passed": finite,
-    }
-
-
-def graphs(point: Point) -> Point:
-    """`Exact` with its chunks recorded as CUDA graphs beside `Exact` without; that they cannot be is an
-    error."""
-    model, ids, _ = prepared(point)
-    eager = adjoint.Exact(point["chunk_size"])
-    expected, launched = _timed_gradient(model, ids, eager, point)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "chunks cannot be recorded")
-        replayed = dataclasses.replace(eager, cuda_graphs=True)
-        found, graphs = _timed_gradient(model, ids, replayed, point)
-    off, limit = distance(found, expected), DISTANCES.get(point["precision"], ATOMICS)
-    return {
-        "distance": off,
-        "limit": limit,
-        "passed": off <= limit,
-        "time_ratio": graphs["seconds"] / launched["seconds"],
-        **{f"graphs_{key}": value for key, value in graphs.items()},
-        **{f"launched_{key}": value for key, value in launched.items()},
-    }
+    found: Point = {"chunk_size": chunk_size}
+    gradients = []
+    for name, options in point["methods"].items():
+        method = (
+            adjoint.Backprop() if options is None else adjoint.Exact(**{"chunk_size": chunk_size, **options})
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "chunks cannot be recorded")
+            gradient_of(model, ids, method, point["precision"])
+            with memory.PeakMemory(ids.device) as peak:
+                synchronize(ids.device)
+                began = time.perf_counter()
+                gradients.append(gradient_of(model, ids, method, point["precision"])[0])
+                synchronize(ids.device)
+                seconds = time.perf_counter() - began
+        found |= {f"{name}_seconds": seconds, f"{name}_peak_bytes": peak.bytes}
+    found["memory_bytes"] = memory.peak_memory_bytes(ids.device)
+    found["tokens_per_second"] = point["length"] / seconds
+    found["finite"] = all(bool(torch.isfinite(g).all()) for by in gradients for g in by.values())
+    found["passed"] = found["finite"]
+    if len(gradients) > 1:
+        agreement = compare(*gradients)
+        overall = agreement["overall"]["overall"]
+        off = math.inf if overall.relative_error is None else overall.relative_error
+        limit = DISTANCES.get(point["precision"], point.get("limit"))
+        layers = {name: a.relative_error or 0.0 for name, a in agreement["layer"].items()}
+        worst = max(layers, key=layers.__getitem__, default=None)
+        first, second = (found[f"{name}_seconds"] for name in point["methods"])
+        found |= {
+            "distance": off,
+            "limit": limit,
+            "cosine": overall.cosine,
+            "worst_layer": worst,
+            "worst_layer_distance": None if worst is None else layers[worst],
+            "time_ratio": second / first,
+            "passed": found["finite"] and off <= (math.inf if limit is None else limit),
+        }
+    return found
 
 
 def gradient(point: Point) -> Point:

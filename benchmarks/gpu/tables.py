@@ -15,6 +15,11 @@ from benchmarks.kernels.roof import seconds
 from benchmarks.process import Point
 from benchmarks.report import Row
 
+BESIDE = {
+    ("backprop", "exact"): "Exact beside Backprop",
+    ("exact",): "Exact",
+    ("launched", "graphs"): "Exact by CUDA graphs beside Exact",
+}
 STATES = ("error", "out_of_memory", "stopped", "missing", "under_way", "skipped")
 SAID = ("left out", "error", "wrong", "out of memory", "stopped", "under way")  # below a table
 
@@ -42,10 +47,8 @@ def name(point: Point) -> str:
         return f"a layer on {point['chunk_size']:,} tokens"
     layers, tokens = point["model"]["n_layer"], point["length"]
     what = {
-        "compare": "Exact beside Backprop",
-        "exact": "Exact",
+        "compared": BESIDE.get(tuple(point.get("methods", ())), ""),
         "gradient": "gradients against float64",
-        "graphs": "Exact by CUDA graphs",
         "step": f"a step of {point.get('method')}",
         "chunks": "Exact with other chunks",
     }[kind]
@@ -178,32 +181,21 @@ def _tiles(rows: Sequence[Row], result: Row) -> str:
 
 
 def _gradients(rows: Sequence[Row], result: Row) -> str:
-    parts = []
-    compared = [
-        [f"{row['point']['length']:,}", str(row["point"]["model"]["n_layer"]), row["point"]["precision"],
-         f"{r['chunk_size']:,}", _number(r["distance"]), _number(r["limit"]), _number(r["exact_seconds"]),
-         _number(r["backprop_seconds"]), _number(r["time_ratio"]), _size(r["exact_peak_bytes"]),
-         _size(r["backprop_peak_bytes"])]
-        for row in _of(rows, "compare") for r in [row["result"]]
-    ]  # fmt: skip
-    if compared:
-        heads = ("tokens", "layers", "precision", "chunk", "distance", "may be", "Exact, s", "Backprop, s",
-                 "ratio", "Exact's memory", "Backprop's")  # fmt: skip
-        parts.append(report.markdown_table(heads, compared, left=(2,)))
-    for row in _of(rows, "exact"):
-        r = row["result"]
-        parts.append(
-            f"{row['name']}: {_number(r['seconds'])} s, {r['tokens_per_second']:,.0f} tokens/s, chunk "
-            f"{r['chunk_size']:,}, {_size(r['memory_bytes'])} at most, finite: {r['finite']}.\n"
-        )
-    for row in _of(rows, "graphs"):
-        r = row["result"]
-        parts.append(
-            f"{row['name']}, chunk {row['point']['chunk_size']:,}: {_number(r['graphs_seconds'])} s, "
-            f"{_number(r['launched_seconds'])} s without them, {_size(r['graphs_peak_bytes'])} and "
-            f"{_size(r['launched_peak_bytes'])}, distance {_number(r['distance'])}, may be "
-            f"{_number(r['limit'])}.\n"
-        )
+    parts, lines = [], []
+    for row in _of(rows, "compared"):
+        point, r = row["point"], row["result"]
+        names = list(point["methods"])
+        lines.append([
+            BESIDE[tuple(names)], f"{point['length']:,}", str(point["model"]["n_layer"]), point["precision"],
+            f"{r['chunk_size']:,}", *(_number(r.get(key)) for key in ("distance", "limit")),
+            " and ".join(_number(r[f"{name}_seconds"]) for name in names), _number(r.get("time_ratio")),
+            f"{r['tokens_per_second']:,.0f}", " and ".join(_size(r[f"{name}_peak_bytes"]) for name in names),
+            _size(r["memory_bytes"]), str(r["finite"]),
+        ])  # fmt: skip
+    if lines:
+        heads = ("", "tokens", "layers", "precision", "chunk", "distance", "may be", "seconds", "ratio",
+                 "tokens/s", "memory of each", "peak memory", "finite")  # fmt: skip
+        parts.append(report.markdown_table(heads, lines, left=(0, 3)))
     checks = [
         [f"{row['point']['length']:,}", f"{row['point']['chunk_size']:,}", check["precision"],
          *(f"{check[key]:.1e}" for key in ("exact", "backprop", "between", "limit")),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
-from torch import Tensor
 
+from adjoint.memory import PeakMemory
 from benchmarks.kernels import roof
-from benchmarks.kernels.contenders import CONTENDERS, Contender, Function
+from benchmarks.kernels.contenders import CONTENDERS, Contender
 from benchmarks.kernels.operations import OPS, Tensors, answer, draw, results
 from benchmarks.process import Point
-from benchmarks.timing import repeated
+from benchmarks.timing import Mark, phases
 
 PASSES = {"forward": "forward", "both": "forward + backward"}
 # ‖error‖ / ‖value‖ of an output or gradient. bfloat16 rounds each value by up to 0.4%.
@@ -20,37 +20,59 @@ LIMITS = {"float32": 1e-5, "float64": 1e-11, "bfloat16": 1e-2}
 CHECK_AT_MOST = {"seqlen": 2048, "d_inner": 512, "nheads": 8, "channels": 512, "tokens": 2048}
 
 
-def measure(point: Point) -> dict[str, Any]:
-    """Run one point in this process: what the parent asked for, an answer, the roof or a contender."""
+def measure(point: Point) -> Point:
+    """Run one point in this process: the roof, an answer or a contender."""
     dtype = getattr(torch, point["dtype"])
     if point["kind"] == "roof":
-        return roof.measure(point["device"], dtype)
+        return dict(roof.measure(point["device"], dtype))
     if point["kind"] == "answer":
         torch.save(answer(OPS[point["op"]], _check_size(point), point["device"], dtype), point["file"])
         return {"saved": True}
     return time_contender(point)
 
 
-def time_contender(point: Point) -> dict[str, Any]:
-    """Errors against the answer in `point["file"]`, unless None, and, if none is too large, seconds."""
+def time_contender(point: Point) -> Point:
+    """Errors against the answer in `point["file"]`, unless None; if none is too large, seconds of each pass,
+    and of a training pass also of its backward, and the most memory that it took besides the inputs.
+
+    point["backend"]: of this package's function, in the place of the contender's own.
+    """
     op, contender = OPS[point["op"]], CONTENDERS[point["op"]][point["contender"]]
-    function, backward = contender.build(), contender.runs_backward(point["size"])
-    dtype = getattr(torch, point["dtype"])
-    result: dict[str, Any] = {}
+    named, device = point.get("backend"), point["device"]
+    function = functools.partial(op.ours, backend=named) if named else contender.build()
+    dtype, backward = getattr(torch, point["dtype"]), contender.runs_backward(point["size"])
+    result: Point = {}
     if point["file"]:
-        inputs, dy = draw(op, _check_size(point), point["device"], dtype)
+        inputs, dy = draw(op, _check_size(point), device, dtype)
         found = results(op, function, contender.enter(inputs), contender.cotangent(dy), backward)
         errors = _errors(torch.load(point["file"]), contender, found, inputs)
-        del found
         wrong = {name: error for name, error in errors.items() if not error <= LIMITS[point["dtype"]]}
         result = {"errors": errors, "wrong": wrong}
         if wrong:
             return result
-    inputs, dy = draw(op, point["size"], point["device"], dtype)
+        del found
+    inputs, dy = draw(op, point["size"], device, dtype)
     leaves, dy = contender.enter(inputs), contender.cotangent(dy)
     del inputs
-    for name in PASSES if backward else ("forward",):
-        result[name] = _times(function, leaves, dy, name == "both", point)
+    wanted = [x for x in leaves.values() if x.requires_grad]
+
+    def forward(mark: Mark) -> None:
+        with torch.no_grad():
+            function(**leaves)
+
+    def both(mark: Mark) -> None:
+        made = function(**leaves)
+        mark()
+        ys = made if isinstance(made, tuple) else (made,)
+        torch.autograd.grad(ys, wanted, [dy.to(y.dtype) for y in ys])
+
+    result["forward"] = [seconds for (seconds,) in phases(forward, device, point["repeat_s"])]
+    if backward:
+        pairs = phases(both, device, point["repeat_s"])
+        result |= {"both": [a + b for a, b in pairs], "backward": [b for _, b in pairs]}
+        with PeakMemory(torch.device(device)) as peak:
+            both(lambda: None)
+        result["peak_bytes"] = peak.bytes
     return result
 
 
@@ -64,21 +86,6 @@ def _errors(want: Tensors, contender: Contender, found: Tensors, inputs: Tensors
         error = float((value - want[name]).norm() / want[name].norm())
         errors[name] = error if error == error else float("inf")
     return errors
-
-
-def _times(function: Function, leaves: Tensors, dy: Tensor, backward: bool, point: Point) -> list[float]:
-    """Seconds of each pass, after one that is not counted."""
-    wanted = [x for x in leaves.values() if x.requires_grad]
-
-    def run() -> None:
-        with torch.set_grad_enabled(backward):
-            made = function(**leaves)
-        if backward:
-            ys = made if isinstance(made, tuple) else (made,)
-            torch.autograd.grad(ys, wanted, [dy.to(y.dtype) for y in ys])
-
-    run()
-    return repeated(run, point["device"], point["repeat_s"])
 
 
 def _check_size(point: Point) -> dict[str, int]:

@@ -56,7 +56,7 @@ def run(out: Path, *arguments: str) -> tuple[int, dict[str, list[Any]]]:
 
 def point(stage: str, kind: str, **changes: object) -> dict[str, Any]:
     """The first such point of the dry run."""
-    groups = command.groups(stage, command.dry(command.TINY))
+    groups = command.groups(stage, command.sizes_of(command.TINY, dry=True))
     return next(p for group in groups for p in group if p["kind"] == kind) | changes
 
 
@@ -83,11 +83,11 @@ def test_a_dry_run(here: list[Any], tmp_path: Path, capsys: Any) -> None:
     for tile in kinds["tile"]:
         assert tile["forward"]["device_ms"] > 0 and tile["forward"]["launches"] is None  # no GPU, no kernels
         assert len(tile["backward"]["phases_ms"]) == 2
-    half, wide = kinds["compare"]
+    half, exact, *graphs, wide = kinds["compared"]
     assert half["distance"] <= half["limit"] == 1e-4 and wide["distance"] <= wide["limit"] == 1e-10
     assert half["time_ratio"] == pytest.approx(half["exact_seconds"] / half["backprop_seconds"])
-    assert kinds["exact"][0]["tokens_per_second"] > 0 and kinds["exact"][0]["finite"]
-    assert [found["distance"] for found in kinds["graphs"]] == [0, 0]  # nothing is replayed on a CPU
+    assert exact["tokens_per_second"] > 0 and exact["finite"] and "distance" not in exact
+    assert [found["distance"] for found in graphs] == [0, 0]  # nothing is replayed on a CPU
     checks = {check["precision"]: check for check in kinds["gradient"][0]["checks"]}
     assert max(checks["float64"]["exact"], checks["float64"]["worst_parameter"]) <= 1e-10
     assert 1e-10 < checks["float32"]["exact"] <= checks["float32"]["limit"] < 1e-5
@@ -109,10 +109,8 @@ def test_a_dry_run(here: list[Any], tmp_path: Path, capsys: Any) -> None:
 
 
 def test_every_case_agrees_with_the_reference_in_float64() -> None:
-    for name, case in kernels.CASES.items():
-        if case.operation != "selective_scan":
-            asked = {"case": name, "dtype": "float64", "size": case.sizes["cpu"], "device": "cpu"}
-            assert kernels.values(asked)["passed"], name
+    for name in kernels.CASES:
+        assert kernels.values({"case": name, "dtype": "float64", "device": "cpu"})["passed"], name
 
 
 @pytest.mark.slow
@@ -232,18 +230,16 @@ def test_a_second_call_goes_on(here: list[Any], tmp_path: Path, monkeypatch: pyt
 def test_what_does_not_fit_is_tried_smaller(
     here: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compare(p: dict[str, Any]) -> dict[str, Any]:
+    def compared(p: dict[str, Any]) -> dict[str, Any]:
+        if list(p["methods"]) != ["backprop", "exact"]:
+            return {"stopped": "it was enough"}
         if p["model"]["n_layer"] == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has 1 GiB.")
         raise ValueError("enough of it")
 
-    def stepped(p: dict[str, Any]) -> dict[str, Any]:
-        return {"out_of_memory": "full"} if p["method"] == "exact" else {"error": "it broke"}
-
-    monkeypatch.setattr(model, "compare_methods", compare)
-    monkeypatch.setattr("benchmarks.gpu.measure.step", stepped)
-    for kind in ("exact", "graphs", "gradient"):
-        monkeypatch.setattr(model, kind, lambda p: {"stopped": "it was enough"})
+    monkeypatch.setattr(model, "compared", compared)
+    monkeypatch.setattr(model, "gradient", lambda p: {"stopped": "it was enough"})
+    monkeypatch.setattr("benchmarks.gpu.measure.step", lambda p: {"out_of_memory": "full"})
     code, rows = run(tmp_path, "--stages", "d", "g", "--methods", "exact")
     states = [(row["status"], row["point"]["model"]["n_layer"]) for row in rows["d"]]
     tried = [("out of memory", 2), ("error", 1)]
@@ -334,7 +330,7 @@ def test_launches_are_those_of_kernels() -> None:
 
 
 def test_the_real_thing_is_the_size_it_says() -> None:
-    sizes = command.on_gpu(model.read_model(command.CONFIG))
+    sizes = command.sizes_of(model.read_model(command.CONFIG), dry=False)
     points = {stage: [p for g in command.groups(stage, sizes) for p in g] for stage in command.STAGES}
     assert (sizes.model["d_model"], sizes.model["n_layer"], sizes.lengths[0]) == (2048, 48, 2**20)
     assert sizes.chunk_size == 1792
