@@ -41,9 +41,8 @@ from tests.cluster.threads import (
     split,
     together,
 )
-from tests.engine import paper
 from tests.engine.recorded import recorder
-from tests.engine.test_windowed import SingleBlock, WindowedBackprop
+from tests.fuzz.oracle import reference_of
 from tests.model_helpers import (
     ALL_MIXERS,
     SIZES,
@@ -95,33 +94,6 @@ def flat(name: str, states: Iterable[Sequence[Tensor | None]]) -> Names:
     return {key: s for key, s in named.items() if s is not None}
 
 
-# -------------------------------------------------------------------------------------------- what is true
-
-
-class LayerLocalBackprop:
-    """Proposition 3 by autograd: every block's own vjp with dL/dy_K, its recurrence windowed by the scan."""
-
-    def __init__(self, window: int | None) -> None:
-        self.block = WindowedBackprop(window)
-
-    def run(self, model: Stack, batch: Batch, states: list[State]) -> tuple[Tensor, list[State]]:
-        y, handed, final = model.embed(batch.ids), [], []
-        for k, (block, state) in enumerate(zip(model.layers, states, strict=True)):
-            y, (after,) = self.block.run(SingleBlock(model, block, k), Batch(y, y), [state])
-            final.append(after)
-            handed.append(y)
-            y = y.detach()
-        y = y + sum(h - h.detach() for h in handed)  # what is added is zero, and its cotangent dL/dy_K
-        return model.head_loss(y, batch.targets) / batch.divisor, final
-
-
-def by_autograd(method: Any) -> Any:
-    """What a method's gradients are, without chunks."""
-    if isinstance(method, Truncated):
-        return WindowedBackprop(method.window)
-    return LayerLocalBackprop(method.window) if isinstance(method, LayerLocal) else Backprop()
-
-
 def in_one_call(given: Problem, method: Any) -> Names:
     """Everything a call of the model gives with a method."""
     model, ids = given.whole, given.ids
@@ -142,7 +114,7 @@ def in_one_call(given: Problem, method: Any) -> Names:
 
 @functools.cache
 def truth(method: Any, variant: str, *shape: int) -> Names:
-    return in_one_call(problem(variant, *shape), by_autograd(method))
+    return in_one_call(problem(variant, *shape), reference_of(method, shape[1]))
 
 
 # --------------------------------------------------------------------------------------- workers in threads
@@ -262,14 +234,8 @@ def carried_out(
 # --------------------------------------------------------------------------------------------- exactness
 
 
-METHODS = [
-    Exact(5),
-    Truncated(3, 5),
-    Truncated(12, 5),
-    LayerLocal(None, 5),
-    LayerLocal(3, 5),
-    LayerLocal(12, 5),
-]
+METHODS = [Exact(5), *(Truncated(window, 5) for window in (3, 12, 18))]
+METHODS += [LayerLocal(window, 5) for window in (None, 3, 12)]
 
 
 def compare(
@@ -362,22 +328,6 @@ def test_backprop_over_shards_is_backprop(method: Any, way: str) -> None:
 def test_a_call_of_the_model_gives_the_methods_gradients(method: Any) -> None:
     got = in_one_call(problem(MIXED, 2, 18), method)
     assert_same(got, truth(method, MIXED, 2, 18), 1e-12)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("variant", ["diagonal", "scalar", "dense"])
-@pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("way", [Way(), Way(2, 2)], ids=str)
-def test_the_papers_algorithms_over_workers(window: int | None, variant: str, way: Way) -> None:
-    """Every vector-Jacobian product by itself, token by token (`paper`)."""
-    given = problem(variant, 1, 11)
-    model, zeros = given.whole, given.whole.initial_state(1)
-    given = dataclasses.replace(given, states=zeros, d_final=zeros)
-    local, _ = paper.layer_local_gradients(model, given.ids, given.ids, window)
-    above, _ = paper.truncated_gradients(model, given.ids, given.ids, window)
-    for method, expected in ((LayerLocal(window, 3), local), (Truncated(window or 11, 3), above)):
-        got = over_workers(given, method.scheme(11, 3), way)
-        assert_same({name: got[name] for name in expected}, expected, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["S", "dS", "y", "dy"])
