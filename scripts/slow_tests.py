@@ -30,7 +30,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "compile": ("compile",),
     "models": ("transformers", "wrap", "wrap_promises", "loops", "mini_sequence"),
     "shards": ("layouts", "helpers", "transport", "plan"),
-    "ray": ("ray", "replicas_ray", "sequence_ray", "shards_pretrained"),
+    "ray": ("ray", "shards_pretrained"),
     "recovery": ("recovery", "nodes"),
 }
 HEADER = ("part", "passed", "skipped", "minutes", "date", "commit", "versions")

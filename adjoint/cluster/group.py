@@ -21,7 +21,7 @@ from adjoint.cluster.helpers import Task, as_arrays, as_tensors
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
 from adjoint.cluster.shard import HelperShard, Shard
 from adjoint.cluster.spec import ShardSpec
-from adjoint.cluster.transport import join
+from adjoint.cluster.transport import DistributedTransport
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.train.config import ClusterConfig, TrainingConfig
@@ -90,9 +90,11 @@ class ShardActor:
         from adjoint.train.machine import set_up
 
         set_up(dataclasses.replace(spec.training, threads=spec.threads), torch.device(spec.device))
-        transport = None
-        if spec.layout.world > 1:
-            transport = join(meeting, spec.rank, spec.layout.world, backend, patience, spec.layout.groups)
+        transport, layout = None, spec.layout
+        if layout.world > 1:
+            transport = DistributedTransport(
+                meeting, spec.rank, layout.world, backend, patience, layout.groups
+            )
         if spec.helps:
             self.shard = HelperShard(spec)
             return

@@ -6,9 +6,13 @@ import contextlib
 import logging
 import os
 import signal
+import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from adjoint.errors import UserError
 from adjoint.memory import usable_cores
@@ -25,15 +29,13 @@ class Resources:
     gpus: int = 0
 
     def __str__(self) -> str:
-        parts = [f"{count} {name}{'s' if count > 1 else ''}" for count, name in self._counts() if count]
-        return " and ".join(parts) or "nothing"
-
-    def _counts(self) -> list[tuple[int, str]]:
-        return [(self.cpus, "CPU"), (self.gpus, "GPU")]
+        parts = [f"{count:.0f} {name}{'s' if count > 1 else ''}" for name, count in self.bundle.items()]
+        return " and ".join(parts)
 
     @property
     def bundle(self) -> dict[str, float]:
-        return {key: float(count) for count, key in self._counts() if count}
+        """As a placement group is asked for them."""
+        return {key: float(n) for key, n in (("CPU", self.cpus), ("GPU", self.gpus)) if n}
 
     def times_in(self, node: Mapping[str, float]) -> int:
         """How many of these a node has room for."""
@@ -42,19 +44,14 @@ class Resources:
 
 def resources(device: str, cpus: int | None) -> Resources:
     """What one worker asks of its node: ``training.device`` and ``cluster.cpus`` say it."""
-    return Resources(cpus or 1, int(_is_gpu(device)))
-
-
-def _is_gpu(device: str) -> bool:
-    if device != "auto":
-        return device.startswith("cuda")
-    if _is_connected():
+    gpus = device.startswith("cuda")
+    if device == "auto" and _is_connected():
         import ray
 
-        return bool(ray.cluster_resources().get("GPU"))
-    import torch
-
-    return torch.cuda.is_available()
+        gpus = bool(ray.cluster_resources().get("GPU"))
+    elif device == "auto":
+        gpus = torch.cuda.is_available()
+    return Resources(cpus or 1, int(gpus))
 
 
 def connect(workers: int, each: Resources) -> bool:
@@ -105,28 +102,20 @@ def connect(workers: int, each: Resources) -> bool:
 @contextlib.contextmanager
 def _deaf_to_hangups() -> Iterator[None]:
     """Processes that start inside outlive the terminal: the run saves itself when that closes, with them."""
-    try:
-        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    except (AttributeError, ValueError):  # no such signal here, or not the main thread
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(AttributeError, ValueError):  # no such signal here, or not the main thread
+            before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            stack.callback(signal.signal, signal.SIGHUP, before or signal.SIG_DFL)
         yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, before or signal.SIG_DFL)
 
 
 def _is_connected() -> bool:
-    import sys
-
     ray = sys.modules.get("ray")
     return ray is not None and bool(getattr(ray, "is_initialized", lambda: False)())
 
 
 def loopback() -> str:
     """The name of the loopback interface, "lo" on Linux."""
-    import socket
-
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-# The more a cause explains, the earlier it stands.
-KINDS = (
-    *("out of memory", "preempted", "node lost", "died", "unreachable", "hung"),
-    *("environment", "error", "connection"),
-)
+# What may pass: it has befallen a process or its node.
+PASSING = ("out of memory", "preempted", "node lost", "died", "unreachable", "hung")
 # What would come again with the next group: a folder that not all nodes have, a full disk, a missing package;
-# an exception of the code. Whatever befalls a process, its node or a connection may pass.
+# an exception of the code.
 PERMANENT = ("environment", "error")
+KINDS = (*PASSING, *PERMANENT, "connection")  # the more a cause explains, the earlier it stands
 # CUDA's words, PyTorch's for the CPU, the kernel's and the C++ library's
 _NO_MEMORY = re.compile(r"out of memory|can(no|')t allocate memory|bad_alloc", re.IGNORECASE)
 _COLLATERAL = re.compile(
@@ -43,11 +41,7 @@ class Cause:
     error: BaseException | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        return (
-            f"shard {self.rank}: {self.kind}: {self.detail}"
-            if self.detail
-            else f"shard {self.rank}: {self.kind}"
-        )
+        return f"shard {self.rank}: {self.kind}{f': {self.detail}' if self.detail else ''}"
 
 
 class ShardFailure(RuntimeError):

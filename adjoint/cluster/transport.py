@@ -57,8 +57,8 @@ class Transport(run.Transport, Protocol):
 
 
 class DistributedTransport:
-    """Point-to-point messages and collectives of `torch.distributed`, whose default process group must be
-    there: gloo wherever an end is a CPU or a MIG slice, NCCL between whole GPUs.
+    """Point-to-point messages and collectives of `torch.distributed`: gloo wherever an end is a CPU or a MIG
+    slice, NCCL between whole GPUs. It makes this process's default process group.
 
     gloo carries CPU tensors: those of a GPU are staged through pinned host memory. NCCL runs the messages of
     a pair one after the other, so that a receive posted early would block the sends behind it: messages to
@@ -67,23 +67,30 @@ class DistributedTransport:
     to.
 
     Args:
+        meeting: where the processes meet: "file:///path" on one machine, which opens no port, or
+            "tcp://host:port".
+        rank: of this process. world: how many there are.
+        backend: "gloo" or "nccl".
+        timeout: seconds after which a message that does not come is an error.
         groups: lists of ranks between which there will be collectives; the same, in the same order, in all
             processes, whether they are in them or not, since all of them must take part in making a group.
-        timeout: after which a message that does not come is an error; None is PyTorch's own choice. The
-            default group has its own.
     """
 
     def __init__(
         self,
-        buffers: int = CAPACITY,
+        meeting: str,
+        rank: int,
+        world: int,
+        backend: str,
+        timeout: float,
         groups: Sequence[Sequence[int]] = (),
-        timeout: datetime.timedelta | None = None,
     ) -> None:
         import torch.distributed as dist
 
-        self.dist, self.buffers = dist, buffers
-        self.nccl, self.rank = dist.get_backend() == "nccl", dist.get_rank()
-        new_group = functools.partial(dist.new_group, timeout=timeout)
+        wait = datetime.timedelta(seconds=timeout)
+        dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, timeout=wait)
+        self.dist, self.nccl, self.rank, self.buffers = dist, backend == "nccl", rank, CAPACITY
+        new_group = functools.partial(dist.new_group, timeout=wait)
         self.up, self.down = (new_group(backend="nccl") if self.nccl else None for _ in range(2))
         self.among = {tuple(ranks): new_group(list(ranks)) for ranks in groups if len(ranks) > 1}
         self.under_way: dict[int, collections.deque[tuple[Any, Tensor]]] = collections.defaultdict(
@@ -144,47 +151,24 @@ class DistributedTransport:
         if len(ranks) == 1:
             return tensor
         # Either backend reduces each element in one place and hands the result on: no two ranks can differ.
-        host = self._staged(tensor)
+        own = tensor.detach()
+        host = self._staged(own)
         self.dist.all_reduce(host, group=self.among[tuple(ranks)])
-        return tensor if host is tensor else tensor.copy_(host)
+        if host is not own:
+            own.copy_(host)
+        return tensor
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
         if len(ranks) == 1:
             return [tensor.clone()]
-        host = self._staged(tensor)
+        host = self._staged(tensor.detach())
         found = [torch.empty_like(host) for _ in ranks]
         self.dist.all_gather(found, host, group=self.among[tuple(ranks)])
         return [part.to(tensor.device) for part in found]
 
     def _staged(self, tensor: Tensor) -> Tensor:
         """The tensor where the backend can read it."""
-        if not tensor.is_cuda or self.nccl:
-            return tensor.detach()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor.detach())
-
-
-def join(
-    address: str,
-    rank: int,
-    workers: int,
-    backend: str,
-    timeout: float,
-    groups: Sequence[Sequence[int]] = (),
-) -> DistributedTransport:
-    """Makes this process one of `workers` that send each other messages.
-
-    Args:
-        address: where they meet: "file:///path" on one machine, which opens no port, or "tcp://host:port".
-        backend: "gloo", or "nccl" between whole GPUs.
-        timeout: seconds after which a message that does not come is an error.
-        groups: as `DistributedTransport`'s.
-    """
-    import torch.distributed as dist
-
-    wait = datetime.timedelta(seconds=timeout)
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=workers, timeout=wait)
-    return DistributedTransport(groups=groups, timeout=wait)
+        return tensor if tensor.is_cuda == self.nccl else self._room(tensor).copy_(tensor)
 
 
 class ReplicaTransport:

@@ -96,6 +96,13 @@ def told(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in machine} for row in metrics(run)]
 
 
+def assert_undisturbed(run: Path, expected: Path, after: int = 0) -> None:
+    """A run has ended, from step `after` on, as one in which nothing failed, with nothing half-written."""
+    assert told(run) == told(expected)[after:]
+    assert files(run) == files(expected)
+    assert not list((run / "checkpoints").glob(".*"))
+
+
 class FaultyActor(ShardActor):
     """A shard's actor that comes to grief where the file says."""
 

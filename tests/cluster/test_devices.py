@@ -21,35 +21,14 @@ from adjoint.errors import UserError
 pynvml = pytest.importorskip("pynvml")
 
 # MiB of each product, whole ("") and by MIG profile, about as drivers report them.
-_EIGHTY = {
-    "1g.10gb": 9856,
-    "1g.20gb": 19968,
-    "2g.20gb": 19968,
-    "3g.40gb": 40192,
-    "4g.40gb": 40192,
-    "7g.80gb": 80384,
-}
-_FORTY = {
-    "1g.5gb": 4864,
-    "1g.10gb": 9856,
-    "2g.10gb": 9856,
-    "3g.20gb": 19968,
-    "4g.20gb": 19968,
-    "7g.40gb": 40192,
-}
-_H200 = {
-    "1g.18gb": 16384,
-    "1g.35gb": 33792,
-    "2g.35gb": 33792,
-    "3g.71gb": 71424,
-    "4g.71gb": 71424,
-    "7g.141gb": 143360,
-}
+_FORTY = {"1g.5gb": 4864, "1g.10gb": 9856, "2g.10gb": 9856, "3g.20gb": 19968, "4g.20gb": 19968}
+_EIGHTY = {"1g.10gb": 9856, "1g.20gb": 19968, "2g.20gb": 19968, "3g.40gb": 40192, "4g.40gb": 40192}
+_H200 = {"1g.18gb": 16384, "1g.35gb": 33792, "2g.35gb": 33792, "3g.71gb": 71424, "4g.71gb": 71424}
 SIZES = {
-    "NVIDIA A100-SXM4-40GB": {"": 40960, **_FORTY},
-    "NVIDIA A100-SXM4-80GB": {"": 81920, **_EIGHTY},
-    "NVIDIA H100 80GB HBM3": {"": 81559, **_EIGHTY},
-    "NVIDIA H200": {"": 143771, **_H200},
+    "NVIDIA A100-SXM4-40GB": {"": 40960, **_FORTY, "7g.40gb": 40192},
+    "NVIDIA A100-SXM4-80GB": {"": 81920, **_EIGHTY, "7g.80gb": 80384},
+    "NVIDIA H100 80GB HBM3": {"": 81559, **_EIGHTY, "7g.80gb": 80384},
+    "NVIDIA H200": {"": 143771, **_H200, "7g.141gb": 143360},
 }
 A100_40, A100_80, H100, H200 = SIZES
 NVMLError = pynvml.NVMLError
@@ -148,25 +127,11 @@ def test_eight_gpus_of_seven_slices_are_56_workers() -> None:
     assert "--num-gpus=56" in inventory.ray_start("--address=10.0.0.1:6379")
 
 
-def test_holes_in_the_index_space_end_nothing() -> None:
-    inventory = find(FakeNVML((A100_80, [None, "2g.20gb", None, None, "3g.40gb"])))
-    assert [(d.uuid, d.profile) for d in inventory.devices] == [
-        ("MIG-0000-1", "2g.20gb"),
-        ("MIG-0000-4", "3g.40gb"),
-    ]
-    assert inventory.notes == ()
-
-
-def test_mixed_slices_and_whole_gpus() -> None:
-    nvml = FakeNVML((A100_40, None), (A100_40, ["3g.20gb", "1g.5gb", "1g.5gb"]), ("NVIDIA TITAN V", None))
-    inventory = find(nvml)
-    assert [d.uuid for d in inventory.devices] == [
-        "GPU-0000",
-        "MIG-0001-0",
-        "MIG-0001-1",
-        "MIG-0001-2",
-        "GPU-0002",
-    ]
+def test_mixed_slices_and_whole_gpus_and_holes_in_the_index_space() -> None:
+    slices = ["3g.20gb", None, None, "1g.5gb", "1g.5gb"]
+    inventory = find(FakeNVML((A100_40, None), (A100_40, slices), ("NVIDIA TITAN V", None)))
+    uuids = ["GPU-0000", "MIG-0001-0", "MIG-0001-3", "MIG-0001-4", "GPU-0002"]
+    assert [d.uuid for d in inventory.devices] == uuids and inventory.notes == ()
     assert inventory.resources == {"whole_gpu": 2, "mig_slice": 3, "mig-3g.20gb": 1, "mig-1g.5gb": 2}
     words = shlex.split(inventory.ray_start())
     assert words[0] == f"CUDA_VISIBLE_DEVICES={inventory.visible}"
@@ -216,9 +181,7 @@ def test_an_nvml_that_does_not_start_is_one_line(code: str, words: str) -> None:
 
 
 def test_devices_that_may_not_be_used_are_named_and_the_others_found() -> None:
-    forbidden, lost = (
-        NVMLError(getattr(pynvml, f"NVML_ERROR_{c}")) for c in ("NO_PERMISSION", "GPU_IS_LOST")
-    )
+    forbidden, lost = NVMLError(pynvml.NVML_ERROR_NO_PERMISSION), NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
     inventory = find(FakeNVML(forbidden, lost, (H200, ["1g.18gb", forbidden, "1g.18gb"]), (H200, None)))
     assert [d.uuid for d in inventory.devices] == ["MIG-0002-0", "MIG-0002-2", "GPU-0003"]
     assert [note.partition(":")[0] for note in inventory.notes] == ["GPU 0", "GPU 1", "GPU 2, MIG device 1"]
@@ -267,13 +230,8 @@ def test_mine_is_the_slice_ray_gave() -> None:
     assert device is not None and (device.profile, device.memory_bytes) == ("1g.5gb", 4864 * MIB)
     assert str(device) == "NVIDIA A100-SXM4-40GB 1g.5gb, 4864 MiB"
     assert mine(MIXED, {"CUDA_VISIBLE_DEVICES": ""}) is None
-    assert (
-        mine(FakeNVML(init=NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)), {"CUDA_VISIBLE_DEVICES": "0"})
-        is None
-    )
-
-
-def test_a_process_with_several_slices_is_refused() -> None:
+    none = FakeNVML(init=NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
+    assert mine(none, {"CUDA_VISIBLE_DEVICES": "0"}) is None
     with pytest.raises(UserError, match=r"sees 3 devices.*can use one"):
         mine(MIXED, {})
 
@@ -312,9 +270,7 @@ def with_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeNVML], None]:
     return lambda nvml: monkeypatch.setattr(devices, "find", lambda: real(nvml))
 
 
-def test_command_lists_devices(
-    with_nvml: Callable[[FakeNVML], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_lists_devices(with_nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with_nvml(MIXED)
     assert command.main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -325,23 +281,14 @@ def test_command_lists_devices(
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(find(MIXED).as_dict()))
 
 
-def test_command_for_a_shell(
-    with_nvml: Callable[[FakeNVML], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_for_a_shell(with_nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with_nvml(FakeNVML((A100_40, ["1g.5gb"]), (A100_40, [])))
     assert command.main(["env", "--start=--address=10.0.0.1:6379 --object-manager-port=8076"]) == 0
     out, err = capsys.readouterr()
-    said = subprocess.run(
-        ["bash", "-c", 'ray() { echo "$CUDA_VISIBLE_DEVICES"; printf "%s\\n" "$@"; }; eval "$0"', out],
-        capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
-    assert said[:5] == [
-        "MIG-0000-0",
-        "start",
-        "--address=10.0.0.1:6379",
-        "--object-manager-port=8076",
-        "--num-gpus=1",
-    ]
+    shell = ["bash", "-c", 'ray() { echo "$CUDA_VISIBLE_DEVICES"; printf "%s\\n" "$@"; }; eval "$0"', out]
+    said = subprocess.run(shell, capture_output=True, text=True, check=True).stdout.splitlines()
+    given = ["--address=10.0.0.1:6379", "--object-manager-port=8076", "--num-gpus=1"]
+    assert said[:5] == ["MIG-0000-0", "start", *given]
     assert json.loads(said[5].removeprefix("--resources=")) == {"mig_slice": 1, "mig-1g.5gb": 1}
     assert err.startswith("not used: GPU 1")
 

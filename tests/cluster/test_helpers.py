@@ -230,10 +230,8 @@ def test_who_fails_leaves_nobody_waiting(
 
 
 def helped(n_layer: int, shards: int, owned: Sequence[int], window: int | None = 4, chunks: int = 8) -> Plan:
-    owners, config = (
-        Owners.of(split(n_layer, shards)),
-        StackConfig(vocab_size=17, d_model=12, n_layer=n_layer),
-    )
+    owners = Owners.of(split(n_layer, shards))
+    config = StackConfig(vocab_size=17, d_model=12, n_layer=n_layer)
     scheme = LayerLocal(window, 8).scheme(8 * chunks, 8)
     return step_plan(scheme, grid_of(config, scheme, 8 * chunks, owners, owned), owners, owned)
 
@@ -257,19 +255,15 @@ def test_units_are_all_shared_tiles_once(
     for shard, program in enumerate(made.programs):
         units = units_of(program)
         found = [t for unit in units for t in unit]
-        own = [
-            a.tile
-            for a in program
-            if isinstance(a, Run) and a.tile.kind in "RBW" and 0 < a.tile.stage <= n_layer
-        ]
+        runs = [a.tile for a in program if isinstance(a, Run)]
+        own = [tile for tile in runs if tile.kind in "RBW" and 0 < tile.stage <= n_layer]
         layers = sorted({t.stage for t in found})
         crew = 1 + owned.count(shard)
         assert not units or crew > 1
         assert {t.stage for t in own}.isdisjoint(layers) and (crew == 1 or {t.stage for t in own} <= {1})
         for k in {t.stage for t in own + found}:
-            assert [t for t in own + found if t.stage == k] == [
-                t for t in grid.backward_tiles() if t.stage == k
-            ]
+            backward = [t for t in grid.backward_tiles() if t.stage == k]
+            assert [t for t in own + found if t.stage == k] == backward
         for unit in units:
             assert len({t.stage for t in unit}) == 1
             made_here = {key for t in unit for key in grid.writes(t)}
@@ -324,9 +318,7 @@ def test_sums_are_added_in_their_order(
 ) -> None:
     """Those that come before their turn are held: few where all are equally fast, however many units."""
     monkeypatch.setattr("adjoint.engine.program.UNITS_EACH", 20)
-    (action,) = (
-        a for a in helped(n_layer, 1, (0,) * len(speeds), 4, 120).programs[0] if isinstance(a, Share)
-    )
+    program = helped(n_layer, 1, (0,) * len(speeds), 4, 120).programs[0]
     crew, added, held = InTicks(speeds), list[Any](), []
     monkeypatch.setattr(helpers, "carry_out", crew.by_owner)
     monkeypatch.setattr(helpers, "inputs_of", lambda worker, unit: {})
@@ -337,13 +329,11 @@ def test_sums_are_added_in_their_order(
 
     stage = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=None, detach=lambda: torch.empty(0))])
     worker = SimpleNamespace(stages=[stage] * (n_layer + 2), grid=None, gradients=SimpleNamespace(add=add))
-    units = [Unit(unit) for unit in action.units]
+    units = [Unit(unit) for unit in units_of(program)]
     helpers.share(worker, Share(tuple(units)), crew, set())
     assert sorted(added, key=units.index) == units
     for k in range(2, n_layer + 1):
-        assert [unit for unit in added if unit[0].stage == k] == [
-            unit for unit in units if unit[0].stage == k
-        ]
+        assert [u for u in added if u[0].stage == k] == [u for u in units if u[0].stage == k]
     if set(speeds) == {1}:
         assert max(held) <= 2 * len(speeds)
 
@@ -356,9 +346,8 @@ def test_a_slow_helper_takes_fewer_units() -> None:
     assert sum(tiles.values()) == 4 * 64
     assert tiles[2] < tiles[1] / 2 and abs(tiles[0] - tiles[1]) <= 2 * 64 / 3
     longest = 4.0 * max(len(unit) for unit in units_of(made.programs[0]))
-    assert (
-        found.seconds - began <= 4 * 64 / (1 + 1 + 1 / 4) + longest
-    )  # nobody idle, until someone is the last
+    # nobody is idle until someone is the last
+    assert found.seconds - began <= 4 * 64 / (1 + 1 + 1 / 4) + longest
 
 
 def test_helpers_share_the_tasks_of_their_own_shard() -> None:

@@ -14,20 +14,13 @@ import torch
 
 from adjoint.checkpoint import Tensors
 from tests.cluster import faults
-from tests.cluster.faults import FLAGS, MOMENTS, files, told
+from tests.cluster.faults import FLAGS, MOMENTS, assert_undisturbed, files, told
 from tests.training_helpers import tiny, train_tiny
 
 pytestmark = pytest.mark.slow  # half a minute each, most of it Ray's
 REPOSITORY = Path(__file__).parents[2]
 LEAST = 6 << 30  # bytes of free memory, half of which may be filled; Ray and two shards take about one GiB
 SAID = ("failure", "preemption", "error:")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(ray_on_loopback: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    assert train_tiny(folder, **FLAGS) == 0
-    return folder / "run"
 
 
 def on_nodes(folder: Path, settings: dict[str, Any], code: int = 0, **flags: Any) -> list[str]:
@@ -56,12 +49,6 @@ def ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`faults.ask_for`, of this test's cluster."""
     monkeypatch.setenv(faults.VARIABLE, str(fault(tmp_path)))
     return faults.ask_for
-
-
-def assert_undisturbed(run: Path, undisturbed: Path) -> None:
-    assert told(run) == told(undisturbed)
-    assert files(run) == files(undisturbed)
-    assert not list((run / "checkpoints").glob(".*"))
 
 
 @pytest.mark.parametrize("point, call", MOMENTS)

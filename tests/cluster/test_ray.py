@@ -1,8 +1,9 @@
-"""Shards in Ray actors: what they compute, what is refused, and training from the command line."""
+"""Workers in Ray actors: what they compute, what is refused, and training from the command line."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -23,31 +24,50 @@ import torch
 from adjoint import Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.checkpoint import Tensors
 from adjoint.cluster import placement
+from adjoint.cluster.group import Group
 from adjoint.cluster.placement import Resources
+from adjoint.cluster.shard import total_norm
 from adjoint.errors import UserError
 from adjoint.train.checkpoint import save_checkpoint
 from adjoint.train.config import ClusterConfig, TrainingConfig
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import learning_rate, make_optimizer
-from tests.model_helpers import SIZES, VARIANTS, assert_same, make_ids
-from tests.training_helpers import metrics, tiny, train_tiny
+from tests.model_helpers import ALL_MIXERS, SIZES, VARIANTS, assert_same, make_ids
+from tests.training_helpers import metrics, same_training, tiny, train_tiny
 
 REPOSITORY = Path(__file__).parents[2]
 TRAINING = TrainingConfig(
     steps=3, warmup_steps=1, lr=0.05, grad_clip=0.5, precision="float64", device="cpu", threads=1
 )
 
+# ---------------------------------------------------------------------------------------- what they compute
 
-def train_both(config: StackConfig, method: Any, shards: int, tmp_path: Path, helpers: int = 0) -> None:
-    """Two steps in one process and over shards: losses, norms and weights, and a sample, must agree."""
-    from adjoint.cluster.group import Group
-    from adjoint.cluster.shard import total_norm
+FOUR = {"n_layer": 4}
+COMPUTED: list[Any] = [
+    *((VARIANTS[v] | FOUR, Exact(7), Layout(n)) for n, v in enumerate(ALL_MIXERS[:4], 1)),
+    *((VARIANTS["dense"] | FOUR, Exact(7), Layout(n)) for n in (1, 4)),
+    *((FOUR, method, Layout(3)) for method in (Truncated(5, 8), LayerLocal(5, 8), LayerLocal(None, 8))),
+    *(({"n_layer": 5}, LayerLocal(window, 8), Layout(2, helpers=2)) for window in (5, None)),
+]
 
+
+@pytest.mark.parametrize(
+    "sizes, method, layout",
+    [
+        (VARIANTS["mixed, untied"], Exact(7), Layout(2)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in COMPUTED),
+    ],
+)
+def test_actors_compute_what_one_process_does(
+    ray_on_loopback: None, tmp_path: Path, one_thread: None, sizes: Any, method: Any, layout: Layout
+) -> None:
+    """Two steps in one process and over actors: losses, norms and weights, and a sample, agree."""
+    config = StackConfig(**{**SIZES, **sizes})
     torch.manual_seed(TRAINING.seed)
     stack = Stack(config).double()
     optimizer = make_optimizer(stack, TRAINING)
     names = [name for name, _ in stack.named_parameters()]
-    group = Group(config, TRAINING, method, ClusterConfig(shards, helpers=helpers))
+    group = Group(config, TRAINING, method, ClusterConfig(layout.shards, helpers=layout.helpers))
     try:
         for step in (1, 2):
             ids = make_ids(2, 24, seed=step)
@@ -59,9 +79,9 @@ def train_both(config: StackConfig, method: Any, shards: int, tmp_path: Path, he
                 parameter_group["lr"] = learning_rate(step, TRAINING)
             optimizer.step()
             group.all("zero_grad")
-            found = group.all("accumulate", ids.numpy())
-            assert found.count(None) == shards - 1
-            assert found[shards - 1] == pytest.approx(loss.item(), rel=1e-12)
+            *others, found = group.all("accumulate", ids.numpy())
+            assert others == [None] * (layout.shards - 1)
+            assert found == pytest.approx(loss.item(), rel=1e-12)
             norms = {name: n for part in group.all("norms") for name, n in part.items()}
             total = total_norm([norms[name] for name in names], "float64")
             assert total == pytest.approx(norm, rel=1e-12)
@@ -79,39 +99,6 @@ def train_both(config: StackConfig, method: Any, shards: int, tmp_path: Path, he
         assert torch.equal(sample, stack.generate(make_ids(1, 5), 12, 0.8, generator=generator))
     finally:
         group.kill()
-
-
-def test_two_shards_compute_what_one_process_does(
-    ray_on_loopback: None, tmp_path: Path, one_thread: None
-) -> None:
-    train_both(StackConfig(**{**SIZES, **VARIANTS["mixed, untied"]}), Exact(7), 2, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["mamba", "mamba2", "diagonal", "scalar", "dense"])
-@pytest.mark.parametrize("shards", [1, 2, 3, 4])
-def test_every_mixer_over_one_to_four_shards(
-    ray_on_loopback: None, tmp_path: Path, one_thread: None, variant: str, shards: int
-) -> None:
-    config = StackConfig(**{**SIZES, "n_layer": 4, **VARIANTS[variant]})
-    train_both(config, Exact(7), shards, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [Truncated(5, 8), LayerLocal(5, 8), LayerLocal(None, 8)], ids=str)
-def test_windowed_methods_over_shards(
-    ray_on_loopback: None, tmp_path: Path, one_thread: None, method: Any
-) -> None:
-    train_both(StackConfig(**{**SIZES, "n_layer": 4}), method, 3, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [5, None])
-def test_helpers_in_actors(
-    ray_on_loopback: None, tmp_path: Path, one_thread: None, window: int | None
-) -> None:
-    config = StackConfig(**{**SIZES, "n_layer": 5})
-    train_both(config, LayerLocal(window, 8), 2, tmp_path, helpers=2)
 
 
 def peaks(sizes: dict[str, Any], seqlen: int, shards: int) -> list[int]:
@@ -137,19 +124,35 @@ def test_a_shard_of_four_needs_less_than_a_third_of_the_memory() -> None:
     assert max(four) <= 0.32 * one, (four, one)
 
 
+@pytest.mark.slow
+def test_the_sequence_may_be_as_much_longer_as_there_are_workers(ray_on_loopback: None) -> None:
+    """A worker keeps the edges of its own chunks: memory is that of one process with its share of tokens."""
+    config = StackConfig(vocab_size=256, d_model=128, n_layer=4)
+    training = TrainingConfig(device="cpu", threads=1, precision="float32")
+
+    def peak(workers: int, seqlen: int) -> int:
+        group = Group(config, training, Exact(512), ClusterConfig(1, sequence=workers))
+        try:
+            group.all("accumulate", torch.zeros(1, seqlen, dtype=torch.int64).numpy())
+            return max(group.all("peak_memory_bytes"))
+        finally:
+            group.kill()
+
+    tokens = 24576  # a worker's
+    one, two, four = peak(1, tokens), peak(2, 2 * tokens), peak(4, 4 * tokens)
+    assert two <= 1.15 * one and four <= 1.15 * one, (one, two, four)
+
+
 # ------------------------------------------------------------------------------------------------ what fits
 
 NODES = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0}]
 
 
-ROOM = [
-    (Resources(*each), room)
-    for each, room in (((1,), 6), ((2,), 3), ((3,), 1), ((1, 1), 2), ((4, 1), 1), ((1, 3), 0))
-]
-
-
-@pytest.mark.parametrize(("each", "room"), ROOM, ids=str)
-def test_what_fits_is_counted_node_by_node(each: Resources, room: int) -> None:
+@pytest.mark.parametrize(
+    "cpus, gpus, room", [(1, 0, 6), (2, 0, 3), (3, 0, 1), (1, 1, 2), (4, 1, 1), (1, 3, 0)]
+)
+def test_what_fits_is_counted_node_by_node(cpus: int, gpus: int, room: int) -> None:
+    each = Resources(cpus, gpus)
     assert placement.how_many(each, NODES) == room
     for shards in range(1, room + 1):
         placement.check_feasible(Layout(shards), each, NODES)
@@ -162,54 +165,116 @@ def test_what_fits_is_counted_node_by_node(each: Resources, room: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("asked", "would"),
     [
-        ({"cluster__shards": 5, "model__n_layer": 5}, "5 shards with 1 CPU each asked for, but"),
-        ({"cluster__shards": 3}, "3 shards for 2 layers"),
-        ({"cluster__shards": 2, "training__device": "cuda"}, "GPU"),
-        ({"cluster__shards": 2, "cluster__sequence": 2, "method__name": "backprop"}, "nothing to deal out"),
-        ({"cluster__shards": 1, "cluster__helpers": 1}, "has no tasks to share; use layer-local"),
+        (Layout(3, replicas=3), "--cluster.replicas 2 or --cluster.shards 2"),
+        (Layout(1, replicas=8), "--cluster.replicas 6"),
+        (Layout(8, replicas=2), "--cluster.shards 3"),
+        (Layout(8, replicas=8), "--cluster.shards 6 --cluster.replicas 1"),
+        (Layout(1, 7), "--cluster.sequence 6"),
     ],
 )
+def test_what_would_fit_does(asked: Layout, would: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        placement.check_feasible(asked, Resources(1), NODES)
+    assert str(refusal.value).endswith(f"what fits: {would}")
+    for choice in would.split(" or "):
+        words = choice.replace("--cluster.", "").split()
+        numbers = {key: int(n) for key, n in zip(words[::2], words[1::2], strict=True)}
+        placement.check_feasible(dataclasses.replace(asked, **numbers), Resources(1), NODES)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"shards": 5}, "5 shards with 1 CPU each asked for, but the cluster has 4 CPUs, 0 GPUs; what fits"),
+        ({"replicas": 3, "shards": 2}, "3 replicas of 2 shards with 1 CPU each asked for, but"),
+        ({"sequence": 5, "shards": 1}, "but the cluster has 4 CPUs, 0 GPUs; what fits: --cluster.sequence 4"),
+        ({"shards": 6}, "6 shards for 5 layers"),
+        ({"replicas": 4, "shards": 1}, "4 replicas for a batch of 3, and each needs a row; --data.batch 4"),
+        ({"sequence": 3, "shards": 1}, "3 workers, and 2 chunks of 40 tokens to deal out; lower --method"),
+        ({"replicas": 2}, "give --cluster.shards 1 or more, or --cluster.replicas 1"),
+        ({"sequence": 2}, "give --cluster.shards 1"),
+        ({"sequence": 0, "shards": 1}, "--cluster.sequence: expected a whole number"),
+        ({"helpers": 1, "shards": 1}, "has no tasks to share; use layer-local"),
+        ({"transport": "object-store", "shards": 1}, "--cluster.transport: expected"),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(
     ray_on_loopback: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: Any, said: str
 ) -> None:
-    assert train_tiny(tmp_path, **flags) == 2
+    flags = {f"cluster__{key}": value for key, value in flags.items()}
+    chunks = {"method__chunk_size": 40 if "3 workers" in said else 10, "data__batch": 3}
+    assert train_tiny(tmp_path, **chunks, model__n_layer=5, **flags) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1, error
     assert said in error
     assert not (tmp_path / "run").exists()
 
 
+def test_gpus_that_are_not_there_are_refused(
+    ray_on_loopback: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_tiny(tmp_path, cluster__shards=2, training__device="cuda") == 2
+    assert "GPU" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------- training
 
+FLAGS: dict[str, Any] = {"data__batch": 3, "training__precision": "float64", "training__steps": 4}
+LOCAL = {"method__name": "layer-local", "method__window": 16, "method__chunk_size": 16}
 
-def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
-    stored = Tensors(run / "checkpoints" / f"step-{step:08d}", "model")
-    return {name: stored[name] for name in stored.where}
+
+def over(**numbers: Any) -> dict[str, Any]:
+    """Flags of a layout."""
+    return {f"cluster__{key}": number for key, number in {"shards": 1, **numbers}.items()}
 
 
 @pytest.mark.slow
-def test_a_run_may_change_its_number_of_shards(
-    ray_on_loopback: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flags", "announced"),
+    [
+        (over(shards=2, replicas=2), "layers 0-0, 1-1, on cpu, replicas of all this: 2"),
+        (over(replicas=3), "layers 0-1, on cpu, replicas of all this: 3"),
+        (over(shards="auto", replicas=2), "shards: 2, layers 0-0, 1-1"),
+        (over(sequence=4), "each sequence over 4 workers in turn"),
+        (over(sequence=3, transport="gloo"), "each sequence over 3 workers in turn"),
+        (over(sequence=2, replicas=2) | {"method__keep": "offload"}, "over 2 workers in turn, replicas"),
+        (over(shards=2, sequence=2), "layers 0-0, 1-1, on cpu, each sequence over 2 workers"),
+        (over(helpers=1, replicas=2) | LOCAL, "helpers: 1, replicas of all this: 2"),
+    ],
+    ids=str,
+)
+def test_every_layout_trains_as_one_process(
+    ray_on_loopback: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: Any, announced: str
 ) -> None:
-    flags = {"training__precision": "float64", "model__n_layer": 3, "training__sample_tokens": 5}
-    (tmp_path / "whole").mkdir()
-    assert train_tiny(tmp_path / "whole", **flags) == 0
-    for steps, shards in ((3, 2), (5, 3), (6, 0), (8, 1)):
-        resumed = {"run__resume": "auto", "cluster__shards": shards, "training__save_every": 1}
-        assert train_tiny(tmp_path, **flags, **resumed, training__steps=steps) == 0
-    # the learning rate depends on the number of steps: compare a run with the same history
+    assert train_tiny(tmp_path, **FLAGS, **flags) == 0
+    assert announced in capsys.readouterr().out
+    (tmp_path / "one").mkdir()
+    alone = {key: value for key, value in flags.items() if not key.startswith("cluster")}
+    assert train_tiny(tmp_path / "one", **FLAGS, **alone) == 0
+    same_training(tmp_path / "run", tmp_path / "one" / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [Layout(2), Layout(3), Layout(0), Layout(1)],
+        [Layout(2, replicas=2), Layout(replicas=3), Layout(0), Layout(2)],
+        [Layout(1, 3), Layout(2), Layout(1, 2), Layout(0)],
+    ],
+    ids=["shards", "replicas", "sequence"],
+)
+def test_a_run_may_change_its_layout(ray_on_loopback: None, tmp_path: Path, layouts: list[Layout]) -> None:
+    """Compared with a run of the same history: the learning rate depends on the number of steps."""
+    flags = {**FLAGS, "model__n_layer": 3, "training__save_every": 1, "run__resume": "auto"}
     (tmp_path / "alike").mkdir()
-    for steps in (3, 5, 6, 8):
-        resumed = {"run__resume": "auto", "training__save_every": 1}
-        assert train_tiny(tmp_path / "alike", **flags, **resumed, training__steps=steps) == 0
-    found, expected = (metrics(p / "run") for p in (tmp_path, tmp_path / "alike"))
-    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=1e-11)
-    assert [row["step"] for row in found] == list(range(1, 9))
-    mine, theirs = weights_of(tmp_path / "run", 8), weights_of(tmp_path / "alike" / "run", 8)
-    assert_same({k: v for k, v in mine.items() if k in theirs}, theirs, 1e-10)
-    assert (tmp_path / "run/sample.txt").read_text() == (tmp_path / "alike/run/sample.txt").read_text()
+    for steps, layout in zip((2, 3, 5, 6), layouts, strict=True):
+        flags["training__steps"] = steps
+        assert train_tiny(tmp_path, **flags, **over(**dataclasses.asdict(layout))) == 0
+        assert train_tiny(tmp_path / "alike", **flags) == 0
+    same_training(tmp_path / "run", tmp_path / "alike" / "run")
 
 
 @pytest.mark.slow
@@ -230,9 +295,8 @@ def test_a_laptop_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_pa
         output.append(process.stdout.read())
         assert process.wait(timeout=120) == 143, "".join(output)
     assert opened
-    assert all(re.match(r"(127\.0\.0\.1|\[::1\]|\[::ffff:127\.0\.0\.1\]):", address) for address in opened), (
-        opened
-    )
+    loopback = re.compile(r"(127\.0\.0\.1|\[::1\]|\[::ffff:127\.0\.0\.1\]):")
+    assert all(map(loopback.match, opened)), opened
     assert not _listening() - before
     assert "continue with" in "".join(output)
 

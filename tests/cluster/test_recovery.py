@@ -20,81 +20,77 @@ from adjoint.cluster.training import ShardedTrainer
 from adjoint.errors import UserError
 from adjoint.train.config import Config
 from tests.cluster import faults
-from tests.cluster.faults import FLAGS, MOMENTS, files, told
+from tests.cluster.faults import FLAGS, MOMENTS, assert_undisturbed, told
 from tests.training_helpers import tiny, train_tiny
-
-
-@pytest.fixture(scope="module")
-def undisturbed(ray_on_loopback: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    assert train_tiny(folder, **FLAGS) == 0
-    return folder / "run"
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "ShardActor", faults.FaultyActor)
 
 
 def recovers(
     tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str], after: int = 0, **flags: Any
 ) -> str:
     """Trains, and compares from step `after` on; the line that tells of the failure."""
-    assert train_tiny(tmp_path, **FLAGS, **flags) == 0
-    run = tmp_path / "run"
-    assert told(run) == told(undisturbed)[after:]
-    assert files(run) == files(undisturbed)
-    assert not list((run / "checkpoints").glob(".*"))
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1, lines
-    return lines[0]
+    assert train_tiny(tmp_path, **{**FLAGS, **flags}) == 0
+    assert_undisturbed(tmp_path / "run", undisturbed, after)
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+# how, the shard, and what is said of it
+WAYS = [
+    ("exit", 0, "died"),
+    ("kill", 1, "died"),
+    ("stop", 0, "hung"),
+    ("stop", 1, "hung"),
+    ("limit", 0, "out of memory"),
+]
+EARLY = [  # before step 5: point, time, shard, way, and what is said
+    ("backward", 4 * 2 + 3, 1, "kill", "failure 1 of at most 3 at step 3: shard 1: died", "after step 2"),
+    ("forward", 6, 0, "exit", "at step 2: shard 0: died", "after step 0"),
+    ("build", 1, 1, "kill", "at step 1: shard 1: died", "(during build); going on after step 0"),
+]
 
 
 @pytest.mark.slow
-def test_a_shard_killed_in_backward_is_made_anew(
-    undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    faults.ask_for("backward", rank=1, call=4 * 2 + 3, how="kill")  # in step 3
-    said = recovers(tmp_path, undisturbed, capsys)
-    assert "failure 1 of at most 3 at step 3: shard 1: died" in said
-    assert "going on after step 2" in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how, rank", [("exit", 0), ("kill", 1), ("stop", 0), ("stop", 1), ("limit", 0)])
-@pytest.mark.parametrize("point, call", MOMENTS)
-def test_any_failure_at_any_moment_changes_nothing(
+@pytest.mark.parametrize(
+    "point, call, rank, how, said, going_on",
+    [*EARLY, *((*moment, r, how, f"shard {r}: {kind}", "") for how, r, kind in WAYS for moment in MOMENTS)],
+)
+def test_a_failure_changes_nothing(
     undisturbed: Path,
     faulty: None,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    rank: int,
-    how: str,
     point: str,
     call: int,
+    rank: int,
+    how: str,
+    said: str,
+    going_on: str,
 ) -> None:
     faults.ask_for(point, rank, call, how)
-    said = recovers(tmp_path, undisturbed, capsys)
-    kind = {"exit": "died", "kill": "died", "stop": "hung", "limit": "out of memory"}[how]
-    assert f"shard {rank}: {kind}" in said
+    line = recovers(tmp_path, undisturbed, capsys)
+    assert said in line and line.endswith(going_on)
+
+
+LAYOUTS: list[tuple[dict[str, Any], list[tuple[str, int, int]]]] = [
+    ({"cluster__replicas": 2}, [("backward", 3, 2 * 4 + 3), ("step", 2, 3), ("forward", 2, 1)]),
+    ({"cluster__shards": 1, "cluster__sequence": 3}, [("forward", 1, 5), ("backward", 1, 6), ("step", 1, 3)]),
+]
 
 
 @pytest.mark.slow
-def test_before_the_first_checkpoint_the_run_begins_again(
-    undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("layout, moments", LAYOUTS, ids=["replicas", "sequence"])
+def test_a_lost_worker_of_any_layout_changes_nothing(
+    faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: Any, moments: Any
 ) -> None:
-    faults.ask_for("forward", rank=0, call=6, how="exit")
-    assert "going on after step 0" in recovers(tmp_path, undisturbed, capsys)
-
-
-@pytest.mark.slow
-def test_a_shard_may_be_lost_while_the_first_group_is_made(
-    undisturbed: Path, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    faults.ask_for("build", rank=1, call=1, how="kill")
-    said = recovers(tmp_path, undisturbed, capsys)
-    assert "at step 1: shard 1: died" in said
-    assert "(during build); going on after step 0" in said
+    flags = {**layout, "data__batch": 3, "training__precision": "float64", "training__steps": 4}
+    (tmp_path / "undisturbed").mkdir()
+    assert train_tiny(tmp_path / "undisturbed", **{**FLAGS, **flags}) == 0
+    capsys.readouterr()
+    for point, rank, call in moments:
+        (tmp_path / point).mkdir()
+        faults.ask_for(point, rank, call, "kill")
+        said = recovers(tmp_path / point, tmp_path / "undisturbed" / "run", capsys, **flags)
+        assert f"shard {rank}: died" in said
 
 
 @pytest.mark.slow
@@ -110,7 +106,7 @@ def test_a_run_that_went_on_from_another_one_falls_back_on_it(
 
 @pytest.mark.slow
 def test_a_step_that_always_fails_stops_the_run_with_its_cause(
-    ray_on_loopback: None, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults.ask_for("backward", rank=1, call=3, how="exit", again=True)
     assert train_tiny(tmp_path, **FLAGS, cluster__max_failures=1) == 2
@@ -123,12 +119,7 @@ def test_a_step_that_always_fails_stops_the_run_with_its_cause(
 @pytest.mark.slow
 @pytest.mark.parametrize("point, call", [("build", 1), *MOMENTS])
 def test_an_exception_of_the_code_is_a_bug_and_not_tried_again(
-    ray_on_loopback: None,
-    faulty: None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    point: str,
-    call: int,
+    faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], point: str, call: int
 ) -> None:
     faults.ask_for(point, 1, call, "error")  # once: tried again, it would pass
     with pytest.raises(ShardFailure, match="shard 1: error: ZeroDivisionError: division by zero") as raised:
@@ -139,7 +130,7 @@ def test_an_exception_of_the_code_is_a_bug_and_not_tried_again(
 
 @pytest.mark.slow
 def test_a_full_disk_is_told_at_once_in_one_line(
-    ray_on_loopback: None, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults.ask_for("save", rank=1, call=1, how="disk")
     assert train_tiny(tmp_path, **FLAGS) == 2
@@ -157,7 +148,7 @@ def test_shards_that_live_and_do_not_get_on_are_made_anew(
     point: str,
     call: int,
 ) -> None:
-    """One sleeps while the other waits for it: both hearts beat."""
+    """One sleeps while the other waits for it: both have heartbeats."""
     faults.ask_for(point, 1, call, "sleep")
     said = recovers(tmp_path, undisturbed, capsys, cluster__progress_timeout=10)
     assert "shard 1: hung: no progress of any shard for 10 s (cluster.progress_timeout), it is at: " in said
@@ -186,7 +177,7 @@ def test_a_hangup_of_the_whole_session_has_the_run_saved(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_carried_states_come_back_with_the_checkpoint(
-    ray_on_loopback: None, faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     carries = {"training__carry_state": "previous", "training__precision": "float64"}
     for name in ("alone", "undisturbed"):

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 import adjoint
 from adjoint.checkpoint import Tensors
-from adjoint.cluster import group as group_module
 from adjoint.cluster.pretrained import described_by_files
 from adjoint.cluster.shard import Microbatch
 from adjoint.errors import UserError
@@ -21,7 +20,7 @@ from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import learning_rate, make_optimizer
 from tests.cluster import faults
-from tests.cluster.faults import FLAGS, MOMENTS, files, told
+from tests.cluster.faults import FLAGS, MOMENTS, assert_undisturbed, told
 from tests.cluster.threads import TRAINING, make_shards, together, train_shards
 from tests.hf.hf_models import float64_throughout, make
 from tests.model_helpers import assert_same
@@ -198,7 +197,7 @@ def options(pretrained: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(ray_on_loopback: None, pretrained: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
+    folder = tmp_path_factory.mktemp("pretrained-undisturbed")
     assert train_tiny(folder, **options(pretrained)) == 0
     return folder / "run"
 
@@ -214,24 +213,22 @@ def test_a_run_over_shards_is_one_in_one_process(undisturbed: Path, pretrained: 
 @pytest.mark.parametrize("point, call", MOMENTS)
 def test_a_shard_killed_at_any_moment_changes_nothing(
     undisturbed: Path,
+    faulty: None,
     pretrained: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     point: str,
     call: int,
 ) -> None:
-    monkeypatch.setattr(group_module, "ShardActor", faults.FaultyActor)
     faults.ask_for(point, rank=1, call=call, how="kill")
     assert train_tiny(tmp_path, **options(pretrained)) == 0
-    assert told(tmp_path / "run") == told(undisturbed)
-    assert files(tmp_path / "run") == files(undisturbed)
+    assert_undisturbed(tmp_path / "run", undisturbed)
     assert "shard 1: died" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_run_with_dropout_ends_as_if_undisturbed(
-    ray_on_loopback: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    faulty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With two batches a step."""
     directory = tmp_path / "dropout"
@@ -242,13 +239,10 @@ def test_a_run_with_dropout_ends_as_if_undisturbed(
         (tmp_path / name).mkdir()
     assert train_tiny(tmp_path / "undisturbed", **options(str(directory)), **more) == 0
     capsys.readouterr()
-    monkeypatch.setattr(group_module, "ShardActor", faults.FaultyActor)
     faults.ask_for("step", rank=1, call=4, how="kill")
     assert train_tiny(tmp_path / "disturbed", **options(str(directory)), **more) == 0
     assert "shard 1: died" in capsys.readouterr().err
-    runs = [tmp_path / name / "run" for name in ("disturbed", "undisturbed")]
-    assert told(runs[0]) == told(runs[1])
-    assert files(runs[0]) == files(runs[1])
+    assert_undisturbed(tmp_path / "disturbed" / "run", tmp_path / "undisturbed" / "run")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from adjoint import Exact, LayerLocal, StackConfig, Truncated
-from adjoint.cluster.transport import DistributedTransport, ReplicaTransport, Transport, join
+from adjoint.cluster.transport import DistributedTransport, ReplicaTransport, Transport
 from adjoint.engine.program import Owners, Recv, Send
 from adjoint.plan.schedule import grid_of, step_plan
 from tests.cluster.threads import LocalTransport, in_threads, local_transports, split
@@ -112,7 +112,7 @@ def test_a_replica_counts_its_workers_from_zero() -> None:
 
 
 def over_gloo(rank: int, meeting: str, folder: str) -> None:
-    transport = join(f"file://{meeting}", rank, WORKERS, "gloo", 60.0, GROUPS)
+    transport = DistributedTransport(f"file://{meeting}", rank, WORKERS, "gloo", 60.0, GROUPS)
     for group in transport.among.values():
         if isinstance(group, torch.distributed.ProcessGroup):  # this rank is in it
             backend = group._get_backend(torch.device("cpu"))
