@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adjoint.cluster import devices, placement
-from adjoint.cluster.helpers import Task, as_arrays, as_tensors
+from adjoint.cluster.helpers import HelperShard, Task, as_arrays, as_tensors
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
-from adjoint.cluster.shard import HelperShard, Shard
+from adjoint.cluster.shard import Shard
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import DistributedTransport
 from adjoint.errors import UserError
@@ -102,25 +102,21 @@ class ShardActor:
         kind: Any = Shard
         if not isinstance(spec.model, StackConfig):
             from adjoint.cluster.pretrained import PretrainedShard as kind
-        shard = kind(spec, transport, checkpoint is None, RayCrew(mine) if mine else None)
+        shard = kind(spec, transport, checkpoint is None, RayHelpers(mine) if mine else None)
         if checkpoint is not None:
             shard.load(checkpoint)
         self.shard = shard
 
-    def task(self, task: Any, batch: int) -> list[Any]:
+    def task(self, task: Any) -> list[Any]:
         """Runs a task of the shard that this helper shares the tasks of."""
         assert isinstance(self.shard, HelperShard)
-        return [gradient.numpy() for gradient in self.shard.task(as_tensors(task), batch)]
+        return as_arrays(self.shard.task(as_tensors(task)))
 
     def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
         """Calls a method of the shard; NumPy arrays become tensors."""
-        import numpy as np
-        import torch
-
         assert self.shard is not None
         self.shard.at = name, False
-        own = [torch.from_numpy(a.copy()) if isinstance(a, np.ndarray) else a for a in arguments]
-        return getattr(self.shard, name)(*own, **keywords)
+        return getattr(self.shard, name)(*as_tensors(arguments), **keywords)
 
     def heartbeat(self) -> tuple[int, tuple[str, bool]]:
         """Answers, whatever else this process is doing: how much it has done, what it is at, and whether that
@@ -129,7 +125,7 @@ class ShardActor:
         return (0, ("", False)) if shard is None else (shard.progress, shard.at)
 
 
-class RayCrew:
+class RayHelpers:
     """A shard's helpers as Ray actors."""
 
     def __init__(self, actors: list[Any]) -> None:
@@ -138,8 +134,7 @@ class RayCrew:
     def submit(self, helper: int, task: Task) -> Any:
         import ray
 
-        batch = next(tensor.shape[0] for key, tensor in task[2].items() if key[0] == "y")
-        return self.actors[helper].task.remote(ray.put(as_arrays(task)), batch)
+        return self.actors[helper].task.remote(ray.put(as_arrays(task)))
 
     def ready(self, handles: Sequence[Any], wait: bool) -> list[Any]:
         import ray
@@ -148,9 +143,8 @@ class RayCrew:
 
     def result(self, handle: Any) -> list[Any]:
         import ray
-        import torch
 
-        return [torch.from_numpy(gradient.copy()) for gradient in ray.get(handle)]
+        return as_tensors(ray.get(handle))
 
 
 class Watch:

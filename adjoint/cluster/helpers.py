@@ -10,27 +10,31 @@ others."""
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from adjoint.batch import Batch
+from adjoint.cluster.spec import ShardSpec
 from adjoint.engine.grid import Grid, Key, Scheme, Tile
 from adjoint.engine.program import Share
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import Stage
 from adjoint.engine.tile import Gradients
-from adjoint.layers import State
+from adjoint.memory import peak_memory_bytes
+from adjoint.stack import Stack
+from adjoint.train.machine import autocast
 
 AHEAD = 2  # units that a helper holds: one under way, one whose inputs are there
-Task = tuple[
-    Grid, tuple[Tile, ...], dict[Key, Tensor], list[Tensor] | None
-]  # grid, tiles, inputs, new weights
+# grid, tiles, inputs, new weights
+Task = tuple[Grid, tuple[Tile, ...], dict[Key, Tensor], list[Tensor] | None]
 
 
-class Crew(Protocol):
+class Helpers(Protocol):
     """A shard's helpers, as it reaches them."""
 
     @property
@@ -49,7 +53,7 @@ class Crew(Protocol):
         ...
 
 
-def share(worker: Worker, action: Share, crew: Crew, known: set[tuple[int, int]]) -> None:
+def share(worker: Worker, action: Share, helpers: Helpers, known: set[tuple[int, int]]) -> None:
     """Carries a `Share` out as its owner.
 
     Args:
@@ -75,12 +79,12 @@ def share(worker: Worker, action: Share, crew: Crew, known: set[tuple[int, int]]
     def feed() -> None:
         held = collections.Counter(helper for helper, _ in under_way.values())
         for _ in range(AHEAD):
-            for helper in range(crew.size):
+            for helper in range(helpers.size):
                 if held[helper] < AHEAD and (i := following(back)) is not None:
                     new = None if (helper, stages[i]) in known else weights_of(worker.stages[stages[i]])
                     known.add((helper, stages[i]))
                     task = worker.grid, units[i], inputs_of(worker, units[i]), new
-                    under_way[crew.submit(helper, task)] = helper, i
+                    under_way[helpers.submit(helper, task)] = helper, i
                     held[helper] += 1
 
     def take_in(i: int, sums: list[Tensor]) -> None:
@@ -95,12 +99,12 @@ def share(worker: Worker, action: Share, crew: Crew, known: set[tuple[int, int]]
     feed()
     while (i := following(front)) is not None:
         take_in(i, carry_out(worker, units[i]))
-        for handle in crew.ready(list(under_way), wait=False):
-            take_in(under_way.pop(handle)[1], crew.result(handle))
+        for handle in helpers.ready(list(under_way), wait=False):
+            take_in(under_way.pop(handle)[1], helpers.result(handle))
         feed()
     while under_way:
-        for handle in crew.ready(list(under_way), wait=True):
-            take_in(under_way.pop(handle)[1], crew.result(handle))
+        for handle in helpers.ready(list(under_way), wait=True):
+            take_in(under_way.pop(handle)[1], helpers.result(handle))
 
 
 def carry_out(worker: Worker, tiles: Sequence[Tile]) -> list[Tensor]:
@@ -132,17 +136,18 @@ def weights_of(stage: Stage | None) -> list[Tensor]:
     return [p.detach().cpu() for p in stage.parameters()]
 
 
-class Helper:
-    """A helper's side: layers whose weights come with the tasks.
+class HelperShard:
+    """A helper: a shard's layers without embedding, head and optimizer; their weights come with the tasks."""
 
-    Args:
-        stages: the shard's. initial: states of the right sizes, one tuple a stage, of `batch` rows.
-    """
+    def __init__(self, spec: ShardSpec) -> None:
+        self.spec, self.device = spec, torch.device(spec.device)
+        with torch.device("meta"):
+            whole = Stack(spec.model, seed=0)
+        self.part = whole.split(spec.spans[spec.shard]).to_empty(device=self.device).to(spec.dtype)
+        self.stages = self.part.stages()
+        self.progress, self.at = 0, ("", True)  # as a shard's
 
-    def __init__(self, stages: Sequence[Stage | None], device: torch.device) -> None:
-        self.stages, self.device = stages, device
-
-    def carry_out(self, task: Task, initial: Sequence[State]) -> list[Tensor]:
+    def task(self, task: Task) -> list[Tensor]:
         """Runs a task; the sums of its gradients."""
         grid, tiles, inputs, weights = task
         stage = self.stages[tiles[0].stage]
@@ -151,27 +156,28 @@ class Helper:
             with torch.no_grad():
                 for parameter, weight in zip(stage.parameters(), weights, strict=True):
                     parameter.copy_(weight)
-        rows = initial[tiles[0].stage][0].shape[0]
+        rows = next(tensor.shape[0] for key, tensor in inputs.items() if key[0] == "y")
+        states = self.part.stage_states(self.part.initial_state(rows))
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device).expand(rows, grid.cuts[-1])
-        batch = Batch(ids, ids, seq_idx=inputs.pop(SEQ_IDX, None), states=initial)
-        worker = Worker(self.stages, grid, batch, Scheme(grid.tokens(0)))
-        worker.store |= {key: tensor.to(self.device) for key, tensor in inputs.items()}
-        with worker.precision():
-            return [gradient.cpu() for gradient in carry_out(worker, tiles)]
+        batch = Batch(ids, ids, seq_idx=inputs.pop(SEQ_IDX, None), states=states)
+        self.at = "task", False
+        with autocast(self.spec.precision, self.device):
+            worker = Worker(self.stages, grid, batch, Scheme(grid.tokens(0)))
+            worker.store |= {key: tensor.to(self.device) for key, tensor in inputs.items()}
+            with worker.precision():
+                found = [gradient.cpu() for gradient in carry_out(worker, tiles)]
+        self.progress, self.at = self.progress + 1, ("", True)
+        return found
+
+    def peak_memory_bytes(self) -> int:
+        return peak_memory_bytes(self.device)
 
 
-def as_arrays(task: Task) -> tuple[Grid, tuple[Tile, ...], dict[Key, Any], list[Any] | None]:
-    """A task with NumPy arrays in the place of tensors, which Ray ships without pickling them."""
-    grid, tiles, inputs, weights = task
-    return grid, tiles, _mapped(inputs, lambda t: t.numpy()), weights and [w.numpy() for w in weights]
+def as_arrays(task: Any) -> Any:
+    """Tensors as NumPy arrays, which Ray ships without pickling them."""
+    return tree_map_only(Tensor, Tensor.numpy, task)
 
 
-def as_tensors(task: tuple[Grid, tuple[Tile, ...], dict[Key, Any], list[Any] | None]) -> Task:
+def as_tensors(task: Any) -> Any:
     """The reverse; copies, since what Ray ships is read-only and shared."""
-    grid, tiles, inputs, weights = task
-    copied = _mapped(inputs, lambda a: torch.from_numpy(a).clone())
-    return grid, tiles, copied, weights and [torch.from_numpy(w.copy()) for w in weights]
-
-
-def _mapped(inputs: Mapping[Key, Any], change: Any) -> dict[Key, Any]:
-    return {key: change(value) for key, value in inputs.items()}
+    return tree_map_only(np.ndarray, lambda array: torch.from_numpy(array.copy()), task)

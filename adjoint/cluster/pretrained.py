@@ -34,7 +34,7 @@ class PretrainedShard(Shard):
         self.found = found = self.spec.model.in_precision(self.spec.precision)
         self.embedding_name, self.head_name = found.embedding, found.head
         self.costs = tuple(sum(found.costs[k] for k in s) for s in self.spec.spans)
-        dtype = torch.float64 if self.spec.precision == "float64" else torch.float32
+        dtype = self.spec.dtype
         part = found.part(found.empty(), span)
         for module in part.modules():
             for name, parameter in list(module._parameters.items()):

@@ -14,13 +14,8 @@ import torch
 from torch import Tensor
 
 from adjoint.cluster.transport import Transport
-from adjoint.train.layout import Layout
 
 BUCKET = 1 << 20  # elements: small gradients travel together
-
-
-def check_rows(batch: int, replicas: int) -> None:
-    Layout(replicas=replicas).check_rows(batch)
 
 
 @torch.no_grad()

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.checkpoint import Tensors
-from adjoint.cluster import helpers
-from adjoint.cluster.replicas import check_rows, sum_gradients
+from adjoint.cluster.helpers import Helpers, share
+from adjoint.cluster.replicas import sum_gradients
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import ReplicaTransport, Transport
 from adjoint.engine.chunk_size import default_chunk_size
@@ -34,7 +34,7 @@ from adjoint.engine.stages import costs_of
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
-from adjoint.plan.schedule import check_chunks, forward_plan, grid_of, step_plan
+from adjoint.plan.schedule import forward_plan, grid_of, step_plan
 from adjoint.stack import Stack
 from adjoint.train.carry import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
@@ -94,7 +94,7 @@ class Shard:
         transport: to the other workers, those of other replicas too; None where there are none.
         drawn: whether the weights are drawn now, as one process would draw them after `torch.manual_seed`;
             else they are undefined until `load`.
-        crew: the helpers of this worker, if it has any.
+        helpers: of this worker, if it has any.
     """
 
     def __init__(
@@ -102,13 +102,12 @@ class Shard:
         spec: ShardSpec,
         transport: Transport | None = None,
         drawn: bool = True,
-        crew: helpers.Crew | None = None,
+        helpers: Helpers | None = None,
     ) -> None:
         spec.layout.check(spec.model, spec.method)
-        self.spec, self.everyone, self.crew = spec, transport, crew
-        self.transport = (
-            None if transport is None else ReplicaTransport(transport, spec.replica * spec.layout.workers)
-        )
+        self.spec, self.everyone, self.helpers = spec, transport, helpers
+        self.replica, first = spec.layout.replica(spec.rank), spec.rank - spec.worker
+        self.transport = None if transport is None else ReplicaTransport(transport, first)
         self.device = torch.device(spec.device)
         self.part = self._make_part(drawn)
         if self.tied_head is not None:
@@ -140,7 +139,7 @@ class Shard:
                 torch.manual_seed(spec.training.seed)
                 seed = draw_seed()
             part.reset_parameters(seed)
-        return part.to(self.device, torch.float64 if spec.precision == "float64" else torch.float32)
+        return part.to(self.device, spec.dtype)
 
     def _stages(self) -> list[Any]:
         """The stages, None in the places of others'."""
@@ -222,23 +221,23 @@ class Shard:
         Raises:
             UserError: fewer rows than replicas, or fewer chunks than workers of a sequence.
         """
-        check_rows(len(ids), self.spec.replicas)
+        spec, layout = self.spec, self.spec.layout
+        layout.check_rows(len(ids))
         batch = self._batch(ids, seq_idx, self.carried.start(*step.start))
         scheme = self._scheme_of(batch, chunk_size)
-        check_chunks(self.spec.method, batch.seqlen, scheme.chunk_size, self.spec.sequence)
+        layout.check_chunks(spec.method, batch.seqlen, scheme.chunk_size)
         worker = self._worker(batch, scheme, step.passing)
         if worker.grid.chunks > 1:
-            with autocast(self.spec.precision, self.device):
-                dtype = next(self.part.parameters()).dtype
-                compare_own_layers(worker.stages, batch.states, worker.width, dtype, self.device)
+            with autocast(spec.precision, self.device):
+                compare_own_layers(worker.stages, batch.states, worker.width, spec.dtype, self.device)
         one = torch.ones((), dtype=worker.accumulate_dtype, device=self.device)
         worker.scale = one / step.batches / batch.divisor
         with self._drawing(step.number):
             if scheme.window == "auto":
-                self._carry_out(worker, forward_plan(worker.grid, self.spec.owners), free=False)
+                self._carry_out(worker, forward_plan(worker.grid, spec.owners), free=False)
                 self.windows = self._pick_windows(worker, scheme)
                 worker.grid = self._grid(scheme, batch.seqlen, self.windows)
-            self._carry_out(worker, step_plan(scheme, worker.grid, self.spec.owners, self.spec.helpers))
+            self._carry_out(worker, step_plan(scheme, worker.grid, spec.owners, layout.helped))
         if step.ended is not None:
             self.carried.end([worker.final[1 + k] for k in self.part.span], step.ended.to(self.device))
         for parameter in self.part.parameters():
@@ -254,7 +253,7 @@ class Shard:
     ) -> float | None:
         """On a last shard its share of the mean loss of a batch, None elsewhere. A batch may have fewer rows
         than there are replicas, and be too short for every worker of a sequence to have a chunk."""
-        if not len(ids.tensor_split(self.spec.replicas)[self.spec.replica]):
+        if not len(ids.tensor_split(self.spec.layout.replicas)[self.replica]):
             return 0.0 if self.is_last else None
         with torch.no_grad():
             batch = self._batch(ids, seq_idx)
@@ -265,8 +264,7 @@ class Shard:
 
     def _batch(self, ids: Tensor, seq_idx: Tensor | None, states: list[State] | None = None) -> Batch:
         """This worker's rows, whose divisor is the whole batch's, with the states before them."""
-        spec = self.spec
-        batch = Batch.of(ids, ids, seq_idx).share(spec.replica, spec.replicas, self.device)
+        batch = Batch.of(ids, ids, seq_idx).share(self.replica, self.spec.layout.replicas, self.device)
         return dataclasses.replace(batch, states=self._states(batch.rows, states))
 
     def _scheme_of(self, batch: Batch, chunk_size: int | None) -> Scheme:
@@ -278,14 +276,15 @@ class Shard:
         width = self.spec.model.d_model
         with autocast(self.spec.precision, self.device):
             worker = Worker(self._stages(), grid, batch, scheme, width, self.transport, self._traced)
-        if self.crew is not None:
-            crew, known = self.crew, self.known
-            worker.share = lambda worker, action: helpers.share(worker, action, crew, known)
+        if self.helpers is not None:
+            helpers, known = self.helpers, self.known
+            worker.share = lambda worker, action: share(worker, action, helpers, known)
         return worker
 
     def _grid(self, scheme: Scheme, seqlen: int, windows: list[int] | None = None) -> Grid:
-        owners, helpers = self.spec.owners, self.spec.helpers
-        return grid_of(self.spec.model, scheme, seqlen, owners, helpers, self.costs, windows)
+        spec = self.spec
+        helped = spec.layout.helped
+        return grid_of(spec.model, scheme, seqlen, spec.owners, helped, self.costs, windows)
 
     def _pick_windows(self, worker: Worker, scheme: Scheme) -> list[int]:
         """Each layer's window by the decays that its owners have seen: the widest that any replica's rows ask
@@ -297,7 +296,7 @@ class Shard:
         if self.everyone is None:
             return seen
         self.at = "windows of all", True
-        found = self.everyone.all_gather(torch.tensor(seen, device=self.device), self.spec.everyone)
+        found = self.everyone.all_gather(torch.tensor(seen, device=self.device), self.spec.layout.everyone)
         return torch.stack(found).amax(0).tolist()
 
     def _carry_out(self, worker: Worker, made: Plan, free: bool = True) -> None:
@@ -307,12 +306,8 @@ class Shard:
             free: whether what nobody reads any more is let go; else another program will read it.
         """
         self.trace = []
-        if self.everyone is not None:
-            self.everyone.buffers = made.buffers
-            first, replicas = self.spec.workers, range(self.spec.replicas)
-            self.everyone.connect(
-                [(first * r + a, first * r + b) for r in replicas for a, b in made.channels()]
-            )
+        if self.transport is not None:
+            self.transport.connect(made.channels(), made.buffers)
         program = made.programs[self.spec.worker]
         worker.run(program if free else [dataclasses.replace(action, frees=()) for action in program])
         if self.transport is not None:
@@ -336,9 +331,10 @@ class Shard:
         table = (self.table if self.is_first else self.tied_head) if self.shards > 1 else None
         if table is not None:
             sum_gradients([_gradient(table)], self.everyone, self.spec.layout.tied)
-        if len(self.spec.peers) > 1:
+        peers = self.spec.layout.ranks(self.spec.shard)
+        if len(peers) > 1:
             mine = [_gradient(p) for p in self.part.parameters() if p is not table and p.requires_grad]
-            sum_gradients(mine, self.everyone, self.spec.peers)
+            sum_gradients(mine, self.everyone, peers)
 
     def _loss(self, worker: Worker, batches: int = 1) -> float | None:
         if not self.is_last:
@@ -422,7 +418,6 @@ class Shard:
         worker, sequence = self.spec.worker, self.spec.layout.sequence
         above, below = worker + sequence, worker - sequence
         first, last = worker % sequence, (self.shards - 1) * sequence
-        dtype = next(part.parameters()).dtype
         generator = torch.Generator(self.device).manual_seed(seed)
         tokens, chunks = [prompt.to(self.device)], prompt.to(self.device).split(chunk_size, dim=1)
         for i in range(len(chunks) + max_new_tokens - 1):
@@ -432,8 +427,8 @@ class Shard:
             if part.is_first:
                 y = part.embed(ids)
             else:
-                room = torch.empty(*ids.shape, self.spec.model.d_model, dtype=dtype, device=self.device)
-                y = self._receive(below, room)
+                shape = (*ids.shape, self.spec.model.d_model)
+                y = self._receive(below, torch.empty(shape, dtype=self.spec.dtype, device=self.device))
             for k, block in enumerate(part.blocks()):
                 y, states[k] = block(y, states[k])
             if not part.is_last:
@@ -478,33 +473,6 @@ class Shard:
     def timings(self) -> list[Traced]:
         """The last batch as this worker carried it out, action by action: waits are those of receives."""
         return self.trace
-
-    def peak_memory_bytes(self) -> int:
-        return peak_memory_bytes(self.device)
-
-
-class HelperShard:
-    """A helper: a shard's layers without embedding, head and optimizer; their weights come with the tasks."""
-
-    def __init__(self, spec: ShardSpec) -> None:
-        device = torch.device(spec.device)
-        with torch.device("meta"):
-            whole = Stack(spec.model, seed=0)
-        dtype = torch.float64 if spec.precision == "float64" else torch.float32
-        self.spec, self.device = spec, device
-        self.part = whole.split(spec.spans[spec.shard]).to_empty(device=device).to(dtype)
-        stages = self.part.stages()
-        self.helper = helpers.Helper(stages, device)
-        self.progress, self.at = 0, ("", True)  # as a shard's
-
-    def task(self, task: helpers.Task, batch: int) -> list[Tensor]:
-        """Runs a task of `batch` rows; the sums of its gradients."""
-        states = self.part.stage_states(self.part.initial_state(batch))
-        self.at = "task", False
-        with autocast(self.spec.precision, self.device):
-            found = self.helper.carry_out(task, states)
-        self.progress, self.at = self.progress + 1, ("", True)
-        return found
 
     def peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self.device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from adjoint.engine.program import Owners
 from adjoint.plan.schedule import owners_of
 from adjoint.train.config import TrainingConfig
@@ -56,33 +58,6 @@ class ShardSpec:
         return self.layout.helps(self.rank)
 
     @property
-    def replica(self) -> int:
-        """Which replica this is of."""
-        return self.layout.replica(self.rank)
-
-    @property
-    def peers(self) -> list[int]:
-        """The ranks that have the same layers as this one."""
-        return self.layout.ranks(self.shard)
-
-    # Used by `Shard.accumulate` and what it calls.
-
-    @property
-    def replicas(self) -> int:
-        return self.layout.replicas
-
-    @property
-    def sequence(self) -> int:
-        return self.layout.sequence
-
-    @property
-    def workers(self) -> int:
-        return self.layout.workers
-
-    @property
-    def helpers(self) -> tuple[int, ...]:
-        return self.layout.helped
-
-    @property
-    def everyone(self) -> list[int]:
-        return self.layout.everyone
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return torch.float64 if self.precision == "float64" else torch.float32

@@ -38,7 +38,7 @@ class Transport(run.Transport, Protocol):
         """Connects channels before their first use, where that means to wait for the other end.
 
         Args:
-            channels: all that any worker will use, in one order for all.
+            channels: all that any worker of the replica will use, in one order for all.
         """
         ...
 
@@ -177,6 +177,11 @@ class ReplicaTransport:
 
     def __init__(self, transport: Transport, first: int) -> None:
         self.transport, self.first, self.flush = transport, first, transport.flush
+
+    def connect(self, channels: Sequence[Channel], buffers: int) -> None:
+        """Connects the channels of a program whose senders have at most `buffers` messages under way."""
+        self.transport.buffers = buffers
+        self.transport.connect([(self.first + a, self.first + b) for a, b in channels])
 
     def post(self, source: int, out: Tensor) -> Pending:
         return self.transport.post(self.first + source, out)

@@ -10,7 +10,6 @@ from typing import Any
 from adjoint.engine.grid import Grid, Scheme, make_grid
 from adjoint.engine.program import BUFFERS, CAPACITY, Owners, Plan, plan, shared
 from adjoint.layers import StackConfig
-from adjoint.train.layout import Layout
 
 
 def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
@@ -18,11 +17,6 @@ def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
     if not isinstance(model, StackConfig):  # a pretrained model's stages are its shards
         return Owners(tuple(range(len(spans))), sequence)
     return Owners.of(spans, sequence)
-
-
-def check_chunks(method: Any, seqlen: int, chunk_size: int | None, sequence: int) -> None:
-    """See `Layout.check_chunks`."""
-    Layout(sequence=sequence).check_chunks(method, seqlen, chunk_size)
 
 
 def grid_of(

@@ -15,7 +15,8 @@ import torch
 
 from adjoint import LayerLocal, StackConfig
 from adjoint.cluster import helpers
-from adjoint.cluster.shard import HelperShard, Microbatch, Shard
+from adjoint.cluster.helpers import HelperShard
+from adjoint.cluster.shard import Microbatch, Shard
 from adjoint.engine import tile
 from adjoint.engine.grid import Tile
 from adjoint.engine.program import Action, Owners, Plan, Run, Share
@@ -25,7 +26,7 @@ from adjoint.plan.simulate import simulate
 from adjoint.train.layout import Layout
 from tests.cluster.threads import (
     TRAINING,
-    ThreadCrew,
+    ThreadHelpers,
     disturbed_shards,
     disturbed_stack,
     split,
@@ -50,13 +51,13 @@ def trained(
     return train_shards(made, TRAINING, batches)
 
 
-def crews(made: list[Shard]) -> list[ThreadCrew]:
-    return [shard.crew for shard in made if isinstance(shard.crew, ThreadCrew)]
+def helpers_of(made: list[Shard]) -> list[ThreadHelpers]:
+    return [shard.helpers for shard in made if isinstance(shard.helpers, ThreadHelpers)]
 
 
 def taken(made: list[Shard], helper: int | None = None) -> int:
     """Chunks of layers that helpers have pulled back."""
-    tasks = [tiles for crew in crews(made) for who, tiles, _ in crew.taken if helper in (None, who)]
+    tasks = [tiles for them in helpers_of(made) for who, tiles, _ in them.taken if helper in (None, who)]
     return sum(t.count for tiles in tasks for t in tiles if t.kind in "BW")
 
 
@@ -67,7 +68,7 @@ def same_bits(one: Any, other: Any) -> bool:
 # ----------------------------------------------------------------------------------------------- who is free
 
 
-class ByChance(ThreadCrew):
+class ByChance(ThreadHelpers):
     """Helpers take any time, and what is ready is told late and in any order."""
 
     chance = random.Random(0)
@@ -81,7 +82,7 @@ class ByChance(ThreadCrew):
         return self.chance.sample(found, self.chance.randint(int(wait), len(found)))
 
 
-class OneSlow(ThreadCrew):
+class OneSlow(ThreadHelpers):
     """The last helper is not through with its first task before all units are taken."""
 
     def __init__(self, helpers: list[HelperShard]) -> None:
@@ -112,14 +113,15 @@ def test_whoever_takes_what_the_result_is_the_same(
     method = LayerLocal(window, 8)
     losses, expected = train_stack(disturbed_stack(CONFIG), method, TRAINING, BATCHES)
     found = []
-    for crew, units in ((ThreadCrew, OWNER_ALONE), (ThreadCrew, HELPERS_ALONE), (OneSlow, 2), (ByChance, 2)):
-        monkeypatch.setattr("tests.cluster.threads.ThreadCrew", crew)
+    ways = (ThreadHelpers, OWNER_ALONE), (ThreadHelpers, HELPERS_ALONE), (OneSlow, 2), (ByChance, 2)
+    for kind, units in ways:
+        monkeypatch.setattr("tests.cluster.threads.ThreadHelpers", kind)
         monkeypatch.setattr(helpers, "AHEAD", units)
         made = disturbed_shards(CONFIG, Layout(shards, helpers=count), method, TRAINING)
         found.append(trained(made))
         least = 0 if units == OWNER_ALONE else len(BATCHES) * (SHARED if units == HELPERS_ALONE else 1)
         assert least <= taken(made) <= min(least * SHARED, len(BATCHES) * SHARED)
-        stages = {t.stage for crew in crews(made) for _, tiles, _ in crew.taken for t in tiles}
+        stages = {t.stage for them in helpers_of(made) for _, tiles, _ in them.taken for t in tiles}
         assert stages <= set(range(2, CONFIG.n_layer + 1)), "the first layer's tiles stay with their shard"
     assert found[0][0] == pytest.approx(losses, rel=1e-12)
     assert_same(found[0][1], expected, 1e-12)
@@ -155,7 +157,7 @@ def test_tasks_read_memory_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def noting_layout(block: Any, given: tile.Windowed, gradients: Any) -> Any:
         read = (given.x, *given.state, given.dy, *block.parameters())
-        seen[-1][here.tile] = [(s.stride(), s.data_ptr() % 64) for s in read]
+        seen[-1][here.tile] = [(tensor.stride(), tensor.data_ptr() % 64) for tensor in read]
         return vjp(block, given, gradients)
 
     monkeypatch.setattr(Worker, "windowed", noting_tile)
@@ -171,10 +173,10 @@ def test_tasks_read_memory_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_slow_helper_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the units that it was handed at the start, and no more."""
-    monkeypatch.setattr("tests.cluster.threads.ThreadCrew", OneSlow)
+    monkeypatch.setattr("tests.cluster.threads.ThreadHelpers", OneSlow)
     made = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(7, 8), TRAINING)
     trained(made, BATCHES[:1])
-    units = [tiles for _, tiles, _ in crews(made)[0].taken]
+    units = [tiles for _, tiles, _ in helpers_of(made)[0].taken]
     assert 0 < taken(made, 1) <= 2 * max(len(tiles) for tiles in units)
 
 
@@ -187,10 +189,12 @@ def test_helpers_get_a_layers_weights_with_its_first_task_after_a_step(
     monkeypatch.setattr(helpers, "AHEAD", HELPERS_ALONE)
     made = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(7, 8), TRAINING)
     for step in range(2):
-        crews(made)[0].taken.clear()
+        helpers_of(made)[0].taken.clear()
         for _ in range(2):
             together(made, lambda shard: shard.accumulate(BATCHES[0], step=Microbatch(2)))
-        firsts = collections.Counter((who, tiles[0].stage) for who, tiles, new in crews(made)[0].taken if new)
+        firsts = collections.Counter(
+            (who, tiles[0].stage) for who, tiles, new in helpers_of(made)[0].taken if new
+        )
         assert firsts == {(who, stage): 1 for who in range(2) for stage in range(2, CONFIG.n_layer + 1)}, step
         together(made, lambda shard: shard.step(0.1, 1.0))
 
@@ -212,7 +216,7 @@ def fail_after(calls: int, function: Callable[..., Any], error: Exception) -> Ca
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(
     "who, name",
-    [(HelperShard, "task"), (helpers, "carry_out"), (ThreadCrew, "submit"), (ThreadCrew, "result")],
+    [(HelperShard, "task"), (helpers, "carry_out"), (ThreadHelpers, "submit"), (ThreadHelpers, "result")],
     ids=["a helper", "anyone", "sending", "receiving"],
 )
 def test_who_fails_leaves_nobody_waiting(
@@ -258,9 +262,9 @@ def test_units_are_all_shared_tiles_once(
         runs = [a.tile for a in program if isinstance(a, Run)]
         own = [tile for tile in runs if tile.kind in "RBW" and 0 < tile.stage <= n_layer]
         layers = sorted({t.stage for t in found})
-        crew = 1 + owned.count(shard)
-        assert not units or crew > 1
-        assert {t.stage for t in own}.isdisjoint(layers) and (crew == 1 or {t.stage for t in own} <= {1})
+        workers = 1 + owned.count(shard)
+        assert not units or workers > 1
+        assert {t.stage for t in own}.isdisjoint(layers) and (workers == 1 or {t.stage for t in own} <= {1})
         for k in {t.stage for t in own + found}:
             backward = [t for t in grid.backward_tiles() if t.stage == k]
             assert [t for t in own + found if t.stage == k] == backward
@@ -271,7 +275,7 @@ def test_units_are_all_shared_tiles_once(
         if grid.window(1) is None:  # a layer's adjoint state goes through all its chunks
             assert len(units) == len(layers)
         elif layers:
-            assert min(len(found), 4 * crew) <= len(units) < 4 * crew + len(layers)
+            assert min(len(found), 4 * workers) <= len(units) < 4 * workers + len(layers)
     stages = [t.stage for p in made.programs for unit in units_of(p) for t in unit]
     stages += [a.tile.stage for p in made.programs for a in p if isinstance(a, Run) and a.tile.kind in "BW"]
     assert set(stages) == set(range(n_layer + 2))
@@ -285,7 +289,7 @@ class Unit(tuple):
 
 
 class InTicks:
-    """A crew that carries nothing out: a unit takes each helper as many ticks as `speeds` says, the owner
+    """Helpers that carry nothing out: a unit takes each helper as many ticks as `speeds` says, the owner
     one."""
 
     def __init__(self, speeds: Sequence[int]) -> None:
@@ -319,18 +323,18 @@ def test_sums_are_added_in_their_order(
     """Those that come before their turn are held: few where all are equally fast, however many units."""
     monkeypatch.setattr("adjoint.engine.program.UNITS_EACH", 20)
     program = helped(n_layer, 1, (0,) * len(speeds), 4, 120).programs[0]
-    crew, added, held = InTicks(speeds), list[Any](), []
-    monkeypatch.setattr(helpers, "carry_out", crew.by_owner)
+    them, added, held = InTicks(speeds), list[Any](), []
+    monkeypatch.setattr(helpers, "carry_out", them.by_owner)
     monkeypatch.setattr(helpers, "inputs_of", lambda worker, unit: {})
 
     def add(parameter: Any, unit: Any) -> None:
         added.append(unit)
-        held.append(crew.back - len(added))
+        held.append(them.back - len(added))
 
     stage = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=None, detach=lambda: torch.empty(0))])
     worker = SimpleNamespace(stages=[stage] * (n_layer + 2), grid=None, gradients=SimpleNamespace(add=add))
     units = [Unit(unit) for unit in units_of(program)]
-    helpers.share(worker, Share(tuple(units)), crew, set())
+    helpers.share(worker, Share(tuple(units)), them, set())
     assert sorted(added, key=units.index) == units
     for k in range(2, n_layer + 1):
         assert [u for u in added if u[0].stage == k] == [u for u in units if u[0].stage == k]

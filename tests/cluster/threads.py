@@ -16,8 +16,8 @@ import torch
 
 from adjoint import Stack, StackConfig
 from adjoint.cluster import training as sharded
-from adjoint.cluster.helpers import Task, as_arrays, as_tensors
-from adjoint.cluster.shard import HelperShard, Microbatch, Shard, total_norm
+from adjoint.cluster.helpers import HelperShard, Task, as_arrays, as_tensors
+from adjoint.cluster.shard import Microbatch, Shard, total_norm
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import Channel
 from adjoint.engine.grid import Tile
@@ -99,7 +99,7 @@ def local_transports(workers: int, buffers: int = CAPACITY) -> list[LocalTranspo
     return [LocalTransport(rank, queues, broken) for rank in range(workers)]
 
 
-class ThreadCrew:
+class ThreadHelpers:
     """Helpers of a shard, a thread each; `taken` is every task so far: helper, tiles, whether weights came
     with it."""
 
@@ -114,8 +114,7 @@ class ThreadCrew:
         return self.threads[helper].submit(self.carry_out, helper, copied)
 
     def carry_out(self, helper: int, task: Task) -> list[torch.Tensor]:
-        batch = next(tensor.shape[0] for key, tensor in task[2].items() if key[0] == "y")
-        return self.helpers[helper].task(task, batch)
+        return self.helpers[helper].task(task)
 
     def ready(self, handles: Sequence[Future[Any]], wait: bool) -> list[Any]:
         timeout = None if wait else 0
@@ -150,11 +149,9 @@ def make_shards(
     kind: Any = Shard
     if not isinstance(config, StackConfig):
         from adjoint.cluster.pretrained import PretrainedShard as kind
-    for spec, transport in zip(specs, transports, strict=True):
-        if not spec.helps:
-            mine = [s for s in specs if s.helps and (s.replica, s.shard) == (spec.replica, spec.shard)]
-            crew = ThreadCrew([HelperShard(s) for s in mine]) if mine else None
-            made.append(kind(spec, transport, drawn, crew))
+    for rank in layout.everyone:
+        mine = [HelperShard(specs[helper]) for helper in layout.helpers_of(rank)]
+        made.append(kind(specs[rank], transports[rank], drawn, ThreadHelpers(mine) if mine else None))
     return made
 
 
