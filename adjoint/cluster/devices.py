@@ -2,15 +2,15 @@
 
 Ray counts physical GPUs and knows nothing of MIG. A node with slices is therefore started with the slices'
 UUIDs in ``CUDA_VISIBLE_DEVICES`` and their number as ``--num-gpus``: Ray then deals them out one to an actor
-that asks for ``num_gpus=1``, and CUDA shows a process one slice at most. Ray's custom resources are counters
-and no addresses: on a node of unequal slices any actor may get any slice. So the shards are placed first,
-each says which device it was given (`mine`), and only then are the layers shared out by memory (`shares`).
+that asks for ``num_gpus=1``. Which one an actor gets is Ray's affair: so shards are placed first, each says
+which device it was given (`mine`), and only then are the layers shared out by memory (`shares`).
 
 ``pynvml`` (nvidia-ml-py) is imported where it is used; every function takes another object in its place.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import json
@@ -70,12 +70,9 @@ class Inventory:
     @property
     def resources(self) -> dict[str, int]:
         """Ray's custom resources: devices by kind, and slices by profile ("mig-1g.5gb")."""
-        counts: dict[str, int] = {}
-        for device in self.devices:
-            kinds = [MIG_SLICE, f"mig-{device.profile}"] if device.is_slice else [WHOLE_GPU]
-            for kind in kinds:
-                counts[kind] = counts.get(kind, 0) + 1
-        return counts
+        slices = [device.profile for device in self.devices if device.is_slice]
+        kinds = [WHOLE_GPU] * (len(self.devices) - len(slices)) + [MIG_SLICE] * len(slices)
+        return dict(collections.Counter([*kinds, *(f"mig-{profile}" for profile in slices)]))
 
     def ray_start(self, *where: str) -> str:
         """The shell command that starts Ray on this node; `where` is ``--head`` or other arguments."""
@@ -112,34 +109,52 @@ def find(nvml: Any = None) -> Inventory:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return Inventory(notes=(_why_no_driver(nvml, error),))
-    try:
-        return _find(nvml)
-    except nvml.NVMLError as error:
-        return Inventory(notes=(f"NVML could not list the GPUs: {error}",))
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _find(nvml: Any) -> Inventory:
+        return Inventory(notes=(_reason(nvml, error, "NVML does not start: "),))
     devices: list[Device] = []
     notes: list[str] = []
-    for index in range(nvml.nvmlDeviceGetCount()):
-        try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            name = _text(nvml.nvmlDeviceGetName(handle))
-            if _mig_mode(nvml, handle):
-                found, remarks = _slices(nvml, handle, index, name)
-                devices += found
-                notes += remarks
-            else:
-                total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-                devices.append(Device(_text(nvml.nvmlDeviceGetUUID(handle)), name, index, total))
-        except nvml.NVMLError as error:
-            notes.append(f"GPU {index}: {_reason(nvml, error)}")
+    try:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                devices += _devices(nvml, index, notes)
+            except nvml.NVMLError as error:
+                notes.append(_reason(nvml, error, f"GPU {index}: "))
+    except nvml.NVMLError as error:
+        notes.append(_reason(nvml, error, "NVML could not list the GPUs: "))
+    finally:
+        nvml.nvmlShutdown()
     if not devices and not notes:
         notes.append("the NVIDIA driver is loaded and lists no GPU")
     return Inventory(tuple(devices), tuple(notes))
+
+
+def _devices(nvml: Any, index: int, notes: list[str]) -> list[Device]:
+    """A GPU, or its MIG devices, whose indices have holes where an instance was destroyed."""
+    gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+    name = _text(nvml.nvmlDeviceGetName(gpu))
+    if not _mig_mode(nvml, gpu):
+        total = int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)
+        return [Device(_text(nvml.nvmlDeviceGetUUID(gpu)), name, index, total)]
+    found, instances, before = list[Device](), list[Any](), len(notes)
+    for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+        try:
+            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place)
+            total, uuid = int(nvml.nvmlDeviceGetMemoryInfo(handle).total), nvml.nvmlDeviceGetUUID(handle)
+            instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
+            found.append(Device(_text(uuid), name, index, total, _profile(nvml, handle)))
+            instances.append(instance)
+        except nvml.NVMLError as error:
+            if error.value != nvml.NVML_ERROR_NOT_FOUND:
+                notes.append(_reason(nvml, error, f"GPU {index}, MIG device {place}: "))
+    if not found and len(notes) == before:
+        notes.append(
+            f"GPU {index}: in MIG mode without instances, unusable as it is; create some "
+            f"(nvidia-smi mig -i {index} -cgi … -C) or leave the mode (nvidia-smi -i {index} -mig 0)"
+        )
+    # compute instances of one GPU instance have its memory in common
+    return [
+        dataclasses.replace(device, memory_bytes=device.memory_bytes // instances.count(instance))
+        for device, instance in zip(found, instances, strict=True)
+    ]
 
 
 def _mig_mode(nvml: Any, handle: Any) -> bool:
@@ -152,60 +167,33 @@ def _mig_mode(nvml: Any, handle: Any) -> bool:
     return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
 
 
-def _slices(nvml: Any, gpu: Any, index: int, name: str) -> tuple[list[Device], list[str]]:
-    """The MIG devices of one GPU. Their indices have holes where an instance was destroyed."""
-    found, remarks = [], []
-    instances = []  # the GPU instance of each: compute instances of one have its memory in common
-    for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
-        try:
-            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place)
-            total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-            instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
-            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-            found.append(Device(uuid, name, index, total, _profile(nvml, handle)))
-            instances.append(instance)
-        except nvml.NVMLError as error:
-            if error.value != nvml.NVML_ERROR_NOT_FOUND:
-                remarks.append(f"GPU {index}, MIG device {place}: {_reason(nvml, error)}")
-    if not found and not remarks:
-        remarks.append(
-            f"GPU {index}: in MIG mode without instances, unusable as it is; create some "
-            f"(nvidia-smi mig -i {index} -cgi … -C) or leave the mode (nvidia-smi -i {index} -mig 0)"
-        )
-    found = [
-        dataclasses.replace(device, memory_bytes=device.memory_bytes // instances.count(instance))
-        for device, instance in zip(found, instances, strict=True)
-    ]
-    return found, remarks
-
-
 def _profile(nvml: Any, handle: Any) -> str:
     """ "1g.5gb" and the like: from the device's name, else from its attributes."""
     match = re.search(r"MIG (\S+)$", _text(nvml.nvmlDeviceGetName(handle)))
     if match:
         return match[1]
     attributes = nvml.nvmlDeviceGetAttributes(handle)
-    gb = -(-attributes.memorySizeMB // 1024)
-    return f"{attributes.gpuInstanceSliceCount}g.{gb}gb"
+    return f"{attributes.gpuInstanceSliceCount}g.{-(-attributes.memorySizeMB // 1024)}gb"
 
 
-def _why_no_driver(nvml: Any, error: Any) -> str:
-    if error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
-        return "no NVIDIA driver here (libnvidia-ml is not installed)"
-    if error.value == nvml.NVML_ERROR_DRIVER_NOT_LOADED:
-        return "the NVIDIA driver is installed but not loaded: load it (modprobe nvidia) or reboot"
-    if error.value == nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
-        return "the NVIDIA driver was updated under the running kernel module: reboot"
-    return f"NVML does not start: {_reason(nvml, error)}"
+_NO_DRIVER = {
+    "LIBRARY_NOT_FOUND": "no NVIDIA driver here (libnvidia-ml is not installed)",
+    "DRIVER_NOT_LOADED": "the NVIDIA driver is installed but not loaded: load it (modprobe nvidia) or reboot",
+    "LIB_RM_VERSION_MISMATCH": "the NVIDIA driver was updated under the running kernel module: reboot",
+}
+_NO_PERMISSION = (
+    "no permission to use it: for a GPU see the owner of /dev/nvidia*, for a MIG slice that of "
+    "/dev/nvidia-caps/*"
+)
 
 
-def _reason(nvml: Any, error: Any) -> str:
-    if error.value == nvml.NVML_ERROR_NO_PERMISSION:
-        return (
-            "no permission to use it: for a GPU see the owner of /dev/nvidia*, "
-            "for a MIG slice that of /dev/nvidia-caps/*"
-        )
-    return " ".join(str(error).split())
+def _reason(nvml: Any, error: Any, where: str) -> str:
+    """One line; an error of the driver stands by itself."""
+    for name, text in _NO_DRIVER.items():
+        if error.value == getattr(nvml, f"NVML_ERROR_{name}"):
+            return text
+    forbidden = error.value == nvml.NVML_ERROR_NO_PERMISSION
+    return where + (_NO_PERMISSION if forbidden else " ".join(str(error).split()))
 
 
 def _text(value: Any) -> str:

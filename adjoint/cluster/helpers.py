@@ -179,5 +179,5 @@ def as_arrays(task: Any) -> Any:
 
 
 def as_tensors(task: Any) -> Any:
-    """The reverse; copies, since what Ray ships is read-only and shared."""
-    return tree_map_only(np.ndarray, lambda array: torch.from_numpy(array.copy()), task)
+    """The reverse; copies, since what Ray ships is read-only and shared, aligned as PyTorch's own memory."""
+    return tree_map_only(np.ndarray, torch.tensor, task)
