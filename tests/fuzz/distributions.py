@@ -71,7 +71,9 @@ def check(case: Case) -> None:
             ),
         )
         losses.append(sum(part for part in found if part is not None))
-    windows = [w for shard in made if shard.spec.replica == 0 for w in shard.windows or ()] or None
+    windows = [
+        w for shard in made if layout.replica(shard.spec.rank) == 0 for w in shard.windows or ()
+    ] or None
     stack = disturbed_stack(config)
     for (ids, seq_idx), loss in zip(batches, losses, strict=True):
         reference = reference_of(method, shape["seqlen"], windows)
