@@ -1,4 +1,4 @@
-"""Peak memory and time a token against sequence length: `python -m benchmarks.memory`.
+"""Peak memory and time per token against sequence length: `python -m benchmarks.memory`.
 
 Every point is forward + backward of a whole language model on random tokens, in a fresh process: d_model 256,
 4 layers, expand 2, d_state 16, a byte vocabulary with tied embeddings, float32, batch 1. Mamba-2 has headdim
@@ -75,8 +75,12 @@ METHODS = {
                                    "--"),
 }  # fmt: skip
 BASE = "exact"  # what the ratios are against
+DRAWN = ("exact", "backprop", "backprop-checkpoint", "hf-mamba-checkpoint")  # the table has them all
 # field of a row, and the title of its panel
-FIELDS = {"memory_bytes": "Peak memory above the imports", "ms_per_token": "Time a token, forward + backward"}
+FIELDS = {
+    "memory_bytes": "Peak memory above the imports",
+    "ms_per_token": "Time per token, forward + backward",
+}
 
 
 class Memory(Benchmark):
@@ -85,7 +89,7 @@ class Memory(Benchmark):
     uses = ("memory",)
     whole = ("lengths", "methods", "allocator", "device")
     ratios = (tuple(FIELDS), {"method": BASE}, ("allocator", "length"))
-    document = "README.md"
+    document = "docs/results.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
@@ -140,9 +144,9 @@ class Memory(Benchmark):
         ]
 
     def markdown(self, result: Row) -> str:
-        """Of the first allocator: a method a line, a length a column, MiB and ms a token."""
+        """Of the first allocator: a method a line, a length a column, MiB and ms per token."""
         rows = [row for row in result["rows"] if row["allocator"] == result["rows"][0]["allocator"]]
-        title = "peak memory above the imports · time a token"
+        title = "peak memory above the imports · time per token"
         return report.by_length(title, rows, _bold, report.memory_and_time)
 
     def page(self, result: Row) -> str:
@@ -150,7 +154,10 @@ class Memory(Benchmark):
         parts = []
         for allocator in dict.fromkeys(row["allocator"] for row in result["rows"]):
             rows = [row for row in result["rows"] if row["allocator"] == allocator]
-            for title, cell in (("memory · time a token", report.memory_and_time), ("over Exact's", _ratios)):
+            for title, cell in (
+                ("memory · time per token", report.memory_and_time),
+                ("over Exact's", _ratios),
+            ):
                 parts.append(report.by_length(f"{title}, allocator {allocator}", rows, _bold, cell))
             parts += [f"- {row['label']} at {row['length']:,}: {row['status']}, {row['note']}\n"
                       for row in rows if row["note"]]  # fmt: skip
@@ -159,7 +166,11 @@ class Memory(Benchmark):
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         first = result["rows"][0]["allocator"] if result["rows"] else ""
         for allocator in dict.fromkeys(row["allocator"] for row in result["rows"]):
-            rows = [r for r in result["rows"] if r["allocator"] == allocator and r["status"] == "measured"]
+            rows = [
+                r
+                for r in result["rows"]
+                if r["allocator"] == allocator and r["status"] == "measured" and r["method"] in DRAWN
+            ]
             if rows:
                 conditions = f"d_model 256, 4 layers, d_state 16, float32, batch 1, allocator {allocator}"
                 suffix = "" if allocator == first else f"-{allocator}"
@@ -176,7 +187,7 @@ def _ratios(row: Row) -> str:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Memory and time a token against length, log-log, every curve labelled at its end."""
+    """Memory and time per token against length, log-log, every curve labelled at its end."""
     figure, panels = report.pyplot().subplots(1, 2, figsize=(13, 5.2))
     lengths = sorted({row["length"] for row in rows})
     for axes, (field, title) in zip(panels, FIELDS.items(), strict=True):
@@ -186,12 +197,15 @@ def draw(rows: Sequence[Row]) -> Any:
             method, width = METHODS[name], 2.6 if name == BASE else 1.6
             style = {"color": method.colour, "linewidth": width, "marker": "o", "markersize": 2.2 * width}
             axes.plot(*zip(*curve, strict=True), method.dash, **style)
-            ends.append((*curve[-1], method.label, method.colour))
+            ends.append((*curve[-1], method.label.replace(" (", "\n("), method.colour))
         axes.set(xscale="log", xlabel="tokens in the sequence")
         axes.set_yscale("log", base=2 if field == "memory_bytes" else 10)  # ticks at whole MiB and GiB
         axes.set_title(title)
         report.ticks_of_lengths(axes, lengths)
-        axes.yaxis.set_major_formatter(_bytes if field == "memory_bytes" else "{x:g} ms")
+        if field == "memory_bytes":
+            axes.yaxis.set_major_formatter(_bytes)
+        else:
+            report.plain_ticks(axes, " ms")
         _label_ends(axes, ends, max(lengths))
     return figure
 

@@ -167,6 +167,15 @@ def ticks_of_lengths(axes: Any, lengths: Sequence[int]) -> None:
     axes.minorticks_off()
 
 
+def plain_ticks(axes: Any, unit: str = "") -> None:
+    """Plain numbers at 1, 2 and 5 of each decade of a logarithmic axis upwards."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}" + unit))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 def save(figure: Any, path: Path, foot: str) -> None:
     """Write the picture, with `foot` in small letters below it."""
     figure.text(0.005, -0.01, foot, va="top", fontsize=7.5, color="#666666")

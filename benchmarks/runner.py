@@ -363,9 +363,9 @@ class Benchmark:
         self.save(result, place)
         self.show(result, place)
         if self.document and stem.name == self.name:
-            drawn = place.with_name(f"{self.name}.png")
-            if drawn.exists():
-                shutil.copyfile(drawn, ROOT / "docs" / drawn.name)
+            for drawn in place.parent.glob(f"{self.name}*.png"):
+                if (ROOT / "docs" / drawn.name).exists() or drawn.stem == self.name:
+                    shutil.copyfile(drawn, ROOT / "docs" / drawn.name)
             picture = f"![{self.caption}]({self.name}.png)\n\n" if self.caption else ""
             report.put_table(ROOT / self.document, self.mark or self.name, picture + self.markdown(result))
 

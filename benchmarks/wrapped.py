@@ -17,11 +17,12 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from adjoint.memory import total_memory_bytes
 from benchmarks import report, runner, steps
-from benchmarks.process import Point
+from benchmarks.process import ROOT, Point
 from benchmarks.report import BLUE, GREEN, GREY, ORANGE, Row
 from benchmarks.runner import Benchmark, Found
 
@@ -126,7 +127,7 @@ class Wrapped(Benchmark):
                 f"**{row['model']}, wrapped**" if row["way"] == "wrapped" else f"{row['model']}, {row['way']}"
             )
 
-        title = "peak memory above a short pass · time a token"
+        title = "peak memory above a short pass · time per token"
         return report.by_length(title, result["rows"], name, report.memory_and_time)
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
@@ -134,7 +135,46 @@ class Wrapped(Benchmark):
         rows = [row for row in rows if row["allocator"] == rows[0]["allocator"]]
         if rows:
             conditions = f"d_model 256, 4 layers, float32, batch 1, allocator {rows[0]['allocator']}"
-            yield "", draw(rows), report.footer(result["environment"], conditions)
+            foot = report.footer(result["environment"], conditions)
+            yield "", draw(rows), foot
+            yield (
+                "-mamba2",
+                draw_memory([row for row in rows if row["model"] == "Mamba-2"]),
+                f"Mamba-2, {foot}",
+            )
+
+    def publish(self, result: Row, stem: Path) -> None:
+        super().publish(result, stem)
+        if stem.name == self.name:
+            report.put_table(ROOT / "README.md", self.name, at_one_length(result["rows"]))
+
+
+def at_one_length(rows: Sequence[Row]) -> str:
+    """The README's table: a line a model at 32,768 tokens, a column a way."""
+    names = {"transformers": "transformers", "checkpointing": "with checkpointing", "wrapped": "**wrapped**"}
+    cells = {(r["model"], r["way"]): report.memory_and_time(r) for r in rows if r["length"] == 32768}
+    lines = ([model, *(cells.get((model, way), "–") for way in names)] for model in MODELS)
+    return report.markdown_table(["", *names.values()], lines)
+
+
+def draw_memory(rows: Sequence[Row]) -> Any:
+    """One model's memory against length on linear axes, each line with its name."""
+    figure, axes = report.pyplot().subplots(figsize=(7.2, 3.4))
+    names = {"checkpointing": "transformers,\nwith gradient checkpointing", "wrapped": "adjoint.wrap(model)"}
+    for way, (_, colour, dash) in WAYS.items():
+        curve = [row for row in rows if row["way"] == way]
+        xs, ys = [row["length"] for row in curve], [row["memory_bytes"] / 1e9 for row in curve]
+        axes.plot(xs, ys, dash, color=colour, linewidth=2.6, marker="o", markersize=4)
+        if curve:
+            label = f"{names.get(way, way)}\n{ys[-1]:.1f} GB"
+            axes.annotate(
+                label, (xs[-1], ys[-1]), (8, 0), textcoords="offset points", color=colour, va="center"
+            )
+    axes.set_xticks(lengths := sorted({row["length"] for row in rows}), map(report.tokens, lengths))
+    axes.set_xlabel("tokens in the sequence")
+    axes.set_ylabel("peak memory of a training step, GB")
+    axes.set_ylim(bottom=0)
+    return figure
 
 
 def draw(rows: Sequence[Row]) -> Any:
@@ -158,8 +198,9 @@ def draw(rows: Sequence[Row]) -> Any:
         for axes in panels[:, column]:
             axes.set_yscale("log")
             report.ticks_of_lengths(axes, lengths)
+            report.plain_ticks(axes)
     panels[0, 0].set_ylabel("peak memory, MiB")
-    panels[1, 0].set_ylabel("forward + backward, ms a token")
+    panels[1, 0].set_ylabel("forward + backward, ms per token")
     panels[0, -1].legend(fontsize=7.5)
     return figure
 
