@@ -20,7 +20,7 @@ with quiet_imports():
     from adjoint.stack import Stack, StackOutput
     from adjoint.train.in_backward import optimizer_in_backward
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Backprop",
     "Exact",

@@ -79,7 +79,7 @@ def _dispatch(argv: list[str]) -> int:
         print(_usage())
         return 0
     if argv[0] == "--version":
-        print(f"adjoint {_version()}")
+        print(f"adjoint {importlib.import_module('adjoint').__version__}")
         return 0
     if argv[0] not in COMMANDS:
         near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
@@ -94,15 +94,6 @@ def _usage() -> str:
     rows = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
     closing = "adjoint COMMAND --help explains one; adjoint --version"
     return f"usage: adjoint COMMAND ...\n\ncommands:\n{rows}\n\n{closing}"
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("adjoint")
-    except PackageNotFoundError:  # run from a checkout that was never installed
-        return getattr(importlib.import_module("adjoint"), "__version__", "unknown (not installed)")
 
 
 def _format_warning(message: Warning | str, *where: object, **more: object) -> str:

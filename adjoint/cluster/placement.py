@@ -72,7 +72,7 @@ def connect(workers: int, each: Resources) -> bool:
         import ray
     except ImportError:
         raise UserError(
-            'cluster.shards: needs Ray; pip install "adjoint[cluster]", or --cluster.shards 0'
+            'cluster.shards: needs Ray; pip install "adjoint-sharding[cluster]", or --cluster.shards 0'
         ) from None
     if ray.is_initialized():
         return False

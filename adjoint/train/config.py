@@ -358,6 +358,8 @@ def _file_values(path: str | None) -> Iterator[tuple[str, Any]]:
     if not path:
         raise UserError("--config: needs the path of a YAML file, such as --config configs/default.yaml")
     file = Path(path)
+    if not file.exists() and file.parent == Path("configs"):
+        file = Path(__file__).parents[1] / file  # the package brings them along
     if not file.is_file():
         beside = sorted(p.name for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
         remedy = f"{file.parent} holds {', '.join(beside)}" if beside else "give the path of a YAML file"
