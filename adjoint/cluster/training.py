@@ -211,6 +211,9 @@ class ShardedTrainer(Trainer):
         assert self.group is not None
         return self.group.all(name, *arguments, **keywords)
 
+    def _picked_chunk_size(self) -> int:
+        return self.chunk_size
+
     def _zero_grad(self) -> None:
         self._all("zero_grad")
 

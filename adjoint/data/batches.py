@@ -41,7 +41,7 @@ class DataConfig:
         seqlen: Tokens a sequence.
         batch: Sequences a step.
         tokenizer: "byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a local Hugging
-            Face tokenizer folder.
+            Face tokenizer folder. Unset: that of the folder of model.from_pretrained, else bytes.
         text_field: The field (.jsonl) or column (.parquet) that holds a document's text.
         documents: "stream", one text of all documents, read on across their ends; or "packed": nothing is
             carried over a document's beginning, and its first token is predicted from nothing.
@@ -60,7 +60,7 @@ class DataConfig:
     path: Annotated[str | list[str] | None, Must("a path, a list of paths or null", _are_paths)] = None
     seqlen: SeqLen = 16384
     batch: Positive = 1
-    tokenizer: Text = "byte"
+    tokenizer: Text | None = None
     text_field: Text = "text"
     documents: Literal["stream", "packed"] = "stream"
     separator: str | None = None
@@ -278,7 +278,8 @@ def open_data(
     if vocab_size is not None and cache.max_token_id >= vocab_size:
         raise UserError(
             f"token id {cache.max_token_id} in the text is out of range for model.vocab_size {vocab_size}: "
-            f"set model.vocab_size to {tokenizer.vocab_size}, the size of the tokenizer {tokenizer.name!r}"
+            f"set model.vocab_size to {tokenizer.vocab_size}, the size of the tokenizer {tokenizer.name!r}, "
+            "or data.tokenizer to the model's own"
         )
     if n_train < seqlen + 1:
         lower = f"lower data.seqlen to at most {n_train - 1} or " if n_train > 2 else ""

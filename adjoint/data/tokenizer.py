@@ -138,13 +138,46 @@ class FileTokenizer:
 Tokenizer = ByteTokenizer | FileTokenizer
 
 
-def load_tokenizer(tokenizer: str, separator: str | None = None) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names, with the document separator of `data.separator`.
+# Files of a tokenizer in a Hugging Face folder; one that matches the first row is a tokenizer.
+_PATTERNS = ("tokenizer*.json", "*.model", "vocab.*", "*.tiktoken")
+_BESIDE = ("merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
+BYTES = range(256, 513)  # sizes of vocabularies that may be bytes, with special tokens and padding
+
+
+def tokenizer_in(directory: str) -> str | None:
+    """A Hugging Face folder as a value of `data.tokenizer`; None where it has no tokenizer."""
+    return directory if tokenizer_files(directory) else None
+
+
+def tokenizer_files(path: str) -> list[Path]:
+    """The files of a tokenizer folder, or a tokenizer.json itself; none where there is no tokenizer."""
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    if not any(file for pattern in _PATTERNS for file in place.glob(pattern)):
+        return []
+    found = {file for pattern in _PATTERNS + _BESIDE for file in place.glob(pattern) if file.is_file()}
+    return sorted(found)
+
+
+def check_bytes(directory: str, vocab_size: int) -> None:
+    """Raises a UserError where the model of a folder without a tokenizer cannot be one of bytes."""
+    if vocab_size not in BYTES:
+        raise UserError(
+            f"data.tokenizer: {directory} has no tokenizer, and {vocab_size} tokens are no bytes; put the "
+            'model\'s tokenizer into it, or name one with --data.tokenizer ("byte" for bytes all the same)'
+        )
+
+
+def load_tokenizer(tokenizer: str | None, separator: str | None = None) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names, bytes if None, with the separator of `data.separator`.
 
     Raises:
         UserError: No such file, not a tokenizer, a package is missing, or there is no separator.
     """
-    return ByteTokenizer(separator) if tokenizer == "byte" else FileTokenizer(tokenizer, separator)
+    if tokenizer in (None, ByteTokenizer.name):
+        return ByteTokenizer(separator)
+    return FileTokenizer(tokenizer, separator)
 
 
 def _configured_eos(file: Path) -> str | None:

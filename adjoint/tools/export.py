@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from adjoint.checkpoint import read_trainer
+from adjoint.data.tokenizer import tokenizer_files
 from adjoint.errors import UserError
 from adjoint.files import flush, unfinished_path
 from adjoint.formats import FORMATS
@@ -47,7 +48,8 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
         UserError: the layout has no such model, or something is in the folder's place.
         OSError: the disk refused; nothing is left.
     """
-    source = read_trainer(checkpoint).get("config", {}).get("model", {}).get("from_pretrained")
+    trained = read_trainer(checkpoint).get("config", {})
+    source = trained.get("model", {}).get("from_pretrained")
     if source is not None and layout != "transformers":
         raise UserError(f"--format {layout}: the run is of transformers' model in {source}; leave it out")
     config = checkpoint_config(checkpoint) if source is None else None
@@ -68,6 +70,7 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
             told = _write(work, layout, *FORMATS[layout].convert(*from_checkpoint(checkpoint)))
         else:
             told = _write_pretrained(work, source, checkpoint)
+        told += _write_tokenizer(work, trained.get("data", {}).get("tokenizer"))
         flush(work)
         os.replace(work, folder)  # of an empty folder too, and of nothing else
         flush(folder.parent)
@@ -90,6 +93,18 @@ def _write_pretrained(work: Path, source: str, checkpoint: Path) -> str:
     for file in work.iterdir():
         flush(file)
     return f"{type(model).__name__} of transformers, {model.num_parameters():,} parameters"
+
+
+def _write_tokenizer(work: Path, tokenizer: str | None) -> str:
+    """The files of the tokenizer that a run was trained with; what was written, in words."""
+    if tokenizer in (None, "byte"):
+        return ""
+    files = tokenizer_files(tokenizer)
+    for file in files:
+        target = work / ("tokenizer.json" if Path(tokenizer) == file else file.name)
+        shutil.copyfile(file, target)
+        flush(target)
+    return ", its tokenizer" if files else f", without its tokenizer {tokenizer}, which is not there any more"
 
 
 def _write(work: Path, layout: str, given: dict[str, Any], weights: Weights) -> str:

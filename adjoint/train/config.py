@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from adjoint.data.batches import DataConfig
+from adjoint.data.tokenizer import tokenizer_in
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import METHODS
@@ -34,22 +35,17 @@ from adjoint.settings import (
     in_words,
     read_value,
 )
+from adjoint.train.elsewhere import ELSEWHERE
 from adjoint.train.flags import Flags, nearest
 from adjoint.train.layout import Layout
+from adjoint.train.trackers import are_trackers
 
-# What other trainers call some of the keys.
-_ELSEWHERE = {
-    "learning_rate": "training.lr",
-    "max_steps": "training.steps",
-    "batch_size": "data.batch",
-    "seq_len": "data.seqlen",
-    "context_length": "data.seqlen",
-    "output_dir": "run.dir",
-    "hidden_size": "model.d_model",
-}
 # Keys of older versions, and why they are gone. The config.yaml of an older run still has them.
 _RETIRED = {"cluster.exchange": "a sequence over several workers is dealt out to them in chunks in turn"}
+_TENSORBOARD = "training.tensorboard"  # is training.report_to now; what a run wrote had it until then
 Precision = Literal["auto", "float32", "bfloat16", "float64"]
+# What is other by default where a model is given to go on from.
+FINE_TUNING = {"lr": 2e-5, "weight_decay": 0.0}
 
 
 def _below_one(values: tuple[float, ...]) -> bool:
@@ -69,10 +65,14 @@ class TrainingConfig:
         seed: seed of the initial weights, of the order of the data and of the samples.
         optimizer: "adamw"; "adamw8bit", whose moments take 2 bytes a weight instead of 8 (torchao); or "muon"
             for the projections' matrices with AdamW for the rest.
-        lr: highest learning rate, reached after the warm-up.
-        min_lr: learning rate at the last step, where the cosine ends; null is a tenth of lr.
-        warmup_steps: steps of the linear warm-up, capped at half of the run.
-        weight_decay: AdamW's decay, applied to the projection matrices only.
+        lr: highest learning rate, reached after the warm-up; 2e-5 by default with model.from_pretrained.
+        schedule: of the learning rate after the warm-up: "cosine" or "linear" fall to min_lr; "constant"
+            stays; "wsd" (warm-up, stable, decay) stays, and falls to min_lr in the last decay_steps.
+        min_lr: learning rate at the last step; null is a tenth of lr.
+        warmup_steps: steps of the linear warm-up; null is 10, or half of the run where that is fewer.
+        decay_steps: steps of the decay of "wsd"; null is a fifth of the run.
+        weight_decay: AdamW's decay, applied to the projection matrices only, never to norms, biases and
+            embeddings; 0 by default with model.from_pretrained.
         betas: AdamW's two moments' decay rates.
         eps: AdamW's epsilon.
         grad_clip: largest L2 norm of the gradient; 0 switches clipping off.
@@ -93,15 +93,18 @@ class TrainingConfig:
         sample_tokens: tokens generated at the end; 0 switches the sample off.
         sample_prompt: text that the sample continues.
         sample_temperature: temperature of the sample; lower is more conservative.
-        tensorboard: also write TensorBoard event files to the run's folder.
+        report_to: where metrics are reported besides metrics.jsonl: "none", or tensorboard (event files in
+            the run's folder), wandb, trackio, with commas between them.
     """
 
     steps: Positive = 200
     seed: NotNegative = 0
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     lr: PositiveNumber = 6e-3
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     min_lr: NotNegativeNumber | None = None
-    warmup_steps: NotNegative = 10
+    warmup_steps: NotNegative | None = None
+    decay_steps: Positive | None = None
     weight_decay: NotNegativeNumber = 0.1
     betas: Annotated[tuple[float, float], Must("two numbers in [0, 1)", _below_one)] = (0.9, 0.95)
     eps: PositiveNumber = 1e-8
@@ -119,16 +122,42 @@ class TrainingConfig:
     sample_tokens: NotNegative = 400
     sample_prompt: str = "def "
     sample_temperature: PositiveNumber = 0.8
-    tensorboard: bool = False
+    report_to: Annotated[str, Must("none, or tensorboard, wandb, trackio", are_trackers)] = "none"
 
     def __post_init__(self) -> None:
         check_fields("training", self)
         if self.min_lr is not None and self.min_lr > self.lr:
             raise UserError(f"training.min_lr: {self.min_lr} is above training.lr {self.lr}; lower it")
+        if self.min_lr is not None and self.schedule == "constant":
+            raise UserError("training.min_lr: the schedule constant falls to none; leave it out (null)")
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise UserError(f"training.decay_steps: is wsd's, not {self.schedule}'s; leave it out (null)")
+        if self.schedule == "wsd" and self.warmup + self.decay > self.steps:
+            raise UserError(
+                f"training.decay_steps: {self.warmup} steps of warm-up and {self.decay} of decay are more "
+                f"than training.steps {self.steps}; lower them"
+            )
         if self.optimizer == "adamw8bit" and self.precision == "float64":
             raise UserError(
                 "training.optimizer: adamw8bit computes in float32; take adamw for training.precision float64"
             )
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the warm-up."""
+        return min(10, self.steps // 2) if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def decay(self) -> int:
+        """Steps of the decay of "wsd"."""
+        return -(-self.steps // 5) if self.decay_steps is None else self.decay_steps
+
+    @property
+    def lowest(self) -> float:
+        """The learning rate at the last step."""
+        if self.schedule == "constant":
+            return self.lr
+        return self.lr / 10 if self.min_lr is None else self.min_lr
 
 
 @dataclass(frozen=True)
@@ -253,6 +282,8 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
     keys, values = known_keys(), dict[str, Any]()
     for name, value, file in given:
         where = f"--{name}" if file is None else f"{file}: {name}"
+        if name == _TENSORBOARD:
+            name, value = "training.report_to", "tensorboard" if str(value).lower() == "true" else "none"
         if name in _RETIRED:
             warnings.warn(f"{where}: is left out; it is no key any more: {_RETIRED[name]}", stacklevel=2)
             continue
@@ -264,6 +295,10 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
             default = keys[name].default
             example = "" if default is None else f"; its default is {json.dumps(default)}"
             raise UserError(f"{where}: {error}{example}") from None
+    warmup = values.get("training.warmup_steps")
+    older = any(name == _TENSORBOARD and file for name, _, file in given)
+    if older and warmup and "training.warmup_steps" not in vars(options):  # was capped, and is as it was
+        values["training.warmup_steps"] = min(warmup, values["training.steps"] // 2)
     if values.get("run.name") is None:
         values["run.name"] = Path(options.config[-1]).stem if options.config else "default"
     config = _build(values)
@@ -337,12 +372,17 @@ def _parser(prog: str) -> Flags:
     text = "YAML file with any of the keys below"
     parser.add_argument("--config", action="append", nargs="?", default=[], metavar="FILE", help=text)
     parser.add_argument("--print_config", action="store_true", default=False, help="print all keys and end")
-    groups = {section: parser.add_argument_group(section) for section in vars(Config())}
+    about = {section: inspect.getdoc(type(value)) or "" for section, value in vars(Config()).items()}
+    about["method"] = "How the gradient is computed."
+    groups = {
+        section: parser.add_argument_group(section, " ".join(text.partition("\n\n")[0].split()))
+        for section, text in about.items()
+    }
     for name, key in known_keys().items():
         flags = [f"--{name}", "--resume"] if name == "run.resume" else [f"--{name}"]
         text = f"{key.help} ({in_words(key.hint)}; default: {json.dumps(key.default)})".replace("%", "%%")
         groups[name.partition(".")[0]].add_argument(*flags, dest=name, metavar="VALUE", help=text)
-    for name in _RETIRED:
+    for name in (*_RETIRED, _TENSORBOARD):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     return parser
 
@@ -395,8 +435,9 @@ def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
 
 
 def _unknown(name: str, where: str) -> UserError:
-    guess = _ELSEWHERE.get(name.rpartition(".")[2]) or nearest(name, known_keys())
-    return UserError(f"{where}: unknown key {name}; did you mean {guess}? (--help lists all keys)")
+    guess = ELSEWHERE.get(name.rpartition(".")[2]) or nearest(name, known_keys())
+    meant = f"did you mean {guess}?" if guess in known_keys() else guess
+    return UserError(f"{where}: unknown key {name}; {meant} (--help lists all keys)")
 
 
 def _method(name: str, given: dict[str, Any]) -> Any:
@@ -424,19 +465,29 @@ def _method(name: str, given: dict[str, Any]) -> Any:
         raise UserError(f"method ({name}): {error}") from error
 
 
+def _for_fine_tuning(section: str, default: Any, directory: str) -> Any:
+    """The defaults of a section where a model is given to go on from."""
+    if section == "training":
+        return dataclasses.replace(default, **FINE_TUNING)
+    if section == "data":
+        return dataclasses.replace(default, tokenizer=tokenizer_in(directory))
+    return default
+
+
 def _build(values: dict[str, Any]) -> Config:
     """The configuration of the dotted keys that are given; the others have their defaults."""
     sections: dict[str, Any] = {}
     for section, default in vars(Config()).items():
-        given = {
-            key.removeprefix(f"{section}."): value for key, value in values.items() if key.startswith(section)
-        }
+        own = f"{section}."
+        given = {key.removeprefix(own): value for key, value in values.items() if key.startswith(own)}
         try:
             if section == "method":
                 sections[section] = _method(given.pop("name", default.name), given)
             elif section == "model" and given.get("from_pretrained"):
                 sections[section] = _pretrained(default, given)
             else:
+                if values.get("model.from_pretrained"):
+                    default = _for_fine_tuning(section, default, values["model.from_pretrained"])
                 sections[section] = dataclasses.replace(default, **given)
         except ValueError as error:
             text = str(error)

@@ -169,10 +169,12 @@ def moment_bytes(weights: int, element: int, in_8bit: float) -> int:
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """The rate of step ``step``, counted from 1: linear up to ``lr``, then a cosine down to ``min_lr``."""
-    warmup = min(config.warmup_steps, config.steps // 2)
-    if step <= warmup:
-        return config.lr * step / warmup
-    lowest = config.lr / 10 if config.min_lr is None else config.min_lr
-    progress = (step - warmup) / max(1, config.steps - warmup)
-    return lowest + (config.lr - lowest) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    """The rate of step ``step``, counted from 1: linear up to ``lr``, then by ``schedule`` to ``min_lr``."""
+    if step <= config.warmup:
+        return config.lr * step / config.warmup
+    falling = config.decay if config.schedule == "wsd" else config.steps - config.warmup
+    progress = max(0, step - (config.steps - falling)) / max(1, falling)
+    if config.schedule == "cosine":
+        half = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return config.lowest + (config.lr - config.lowest) * half
+    return config.lr + (config.lowest - config.lr) * min(1.0, progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 import time
@@ -14,6 +15,8 @@ import torch
 from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.checkpoint import Tensors
 from adjoint.data.batches import Data, open_data
+from adjoint.data.tokenizer import check_bytes
+from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers import State
@@ -36,6 +39,7 @@ from adjoint.train.machine import (
 from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
 from adjoint.train.rundir import RunFolder, open_run
+from adjoint.train.trackers import Trackers
 
 Gradients = tuple[float, list[int] | None]  # of a batch: its loss, and the windows if the method picked them
 
@@ -84,6 +88,8 @@ class Trainer:
         self.precision = pick_precision(settings.precision, self.device)
         set_up(settings, self.device)
         on = settings.carry_state == "previous"
+        if config.model.from_pretrained is not None and config.data.tokenizer is None:
+            check_bytes(config.model.from_pretrained, config.model.vocab_size)
         self.data: Data = open_data(config.data, settings.seed, config.model.vocab_size, consecutive=on)
         self.method = config.method
         self.step = self.saved_step = 0
@@ -91,7 +97,7 @@ class Trainer:
         self._build(checkpoint)
         if checkpoint is not None:
             self._resume(checkpoint)
-        self.board = _open_tensorboard(folder.path, self.step) if settings.tensorboard else None
+        self.trackers = Trackers(settings.report_to, folder.path, self.step, config.to_dict())
         folder.start(self.step)
         write_atomically(folder.path / "config.yaml", config.to_yaml())
 
@@ -103,16 +109,14 @@ class Trainer:
                 row = self._train_step()
                 self.folder.append(row)
                 progress.show(row)
-                if self.board is not None:
-                    _write_scalars(self.board, row)
+                self.trackers.show(row)
                 if _due(self.step, self.settings.save_every) and self.step < self.settings.steps:
                     self._save()
                     self._plot()
             if self.step != self.saved_step:
                 self._save()
         self._plot()
-        if self.board is not None:
-            self.board.close()
+        self.trackers.close()
         path = self.folder.path
         if stop.signal is not None and self.step < self.settings.steps:
             # Data paths and the like are in config.yaml; only where the run is has to be said again.
@@ -160,6 +164,18 @@ class Trainer:
             raise UserError(
                 "training.carry_state: attention's keys and values would grow for ever; leave it out"
             )
+
+    def _picked_chunk_size(self) -> int:
+        """Tokens of a chunk of a training batch."""
+        rows, seqlen = self.config.data.batch, self.config.data.seqlen
+        if not isinstance(self.model, Stack):
+            from adjoint.hf.schemes import scheme_of
+
+            return scheme_of(self.method, rows, seqlen, self.device.type).chunk_size
+        ids = torch.empty(rows, seqlen, dtype=torch.int8, device=self.device)
+        with autocast(self.precision, self.device):
+            default = default_chunk_size(self.model, ids, getattr(self.method, "recompute", "none"))
+        return self.method.scheme(seqlen, default).chunk_size
 
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -310,7 +326,7 @@ class Trainer:
         print(f"resuming after step {self.step} from {checkpoint}")
         for section in ("method", "training"):
             for key, value in self.config.to_dict()[section].items():
-                before = trainer["config"][section].get(key)
+                before = trainer["config"][section].get(key, value)
                 if before != value:
                     print(f"changed since the checkpoint: {section}.{key} was {before}, is {value}")
 
@@ -345,18 +361,30 @@ class Trainer:
             "lower training.lr, raise training.warmup_steps or lower training.grad_clip"
         )
 
+    def _method_in_words(self) -> str:
+        """The method, with the chunk size that was picked where none is given."""
+        if getattr(self.method, "chunk_size", 0) is not None:
+            return str(self.method)
+        return str(dataclasses.replace(self.method, chunk_size=self._picked_chunk_size()))
+
     def _announce(self) -> None:
         data, settings = self.data, self.settings
         print(
             f"run: {self.folder.path}\n"
             f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
-            f"d_model {self.config.model.d_model}; method: {self.method}\n"
+            f"d_model {self.config.model.d_model}; method: {self._method_in_words()}\n"
             f"data: {data.description}: {data.n_train_tokens:,} tokens to train on, "
             f"{data.n_eval_tokens:,} held out, unigram entropy {data.unigram_entropy:.4f} nats per token\n"
+            f"tokenizer: {data.tokenizer.name}, {data.tokenizer.vocab_size:,} tokens\n"
             f"training: {settings.steps} steps of {self.config.data.batch * settings.grad_accumulation} x "
-            f"{self.config.data.seqlen:,} tokens on {self.device} in {self.precision}",
+            f"{self.config.data.seqlen:,} tokens on {self.device} in {self.precision}\n"
+            f"optimizer: {settings.optimizer}, learning rate {settings.lr:g} ({settings.schedule} to "
+            f"{settings.lowest:g}, warm-up {settings.warmup} steps), weight decay {settings.weight_decay:g}",
             flush=True,
         )
+        pretrained = self.config.model.from_pretrained
+        if pretrained is not None and self.config.data.tokenizer is None:
+            print(f"note: {pretrained} has no tokenizer: the text is read as bytes (--data.tokenizer)")
         if self.precision == "bfloat16" and self.device.type == "cpu":
             print("note: bfloat16 on a CPU saves memory, seldom time")
         if self.step >= settings.steps:
@@ -401,22 +429,3 @@ class _Progress:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _open_tensorboard(path: Path, step: int) -> Any:
-    """A writer of TensorBoard's event files, whose steps after ``step`` it overrides."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UserError(
-            "training.tensorboard: the package tensorboard is not installed; pip install tensorboard, "
-            "or leave --training.tensorboard false"
-        ) from None
-    return SummaryWriter(str(path / "tensorboard"), purge_step=step + 1)
-
-
-def _write_scalars(board: Any, row: dict[str, Any]) -> None:
-    scalars = {key: value for key, value in row.items() if key != "windows"}
-    scalars |= {f"windows/layer {k}": window for k, window in enumerate(row.get("windows", []))}
-    for key, value in scalars.items():
-        board.add_scalar(key, value, row["step"])

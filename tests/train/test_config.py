@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from adjoint.methods import METHODS, Exact
 from adjoint.settings import whole_number
 from adjoint.stack import Stack
 from adjoint.train.config import Config, known_keys, load_config
+from adjoint.train.elsewhere import ELSEWHERE
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER_SIZES = {f"mamba-{size}m": size * 1e6 for size in (32, 63, 127, 225)} | {"mamba-1.27b": 1.27e9}
@@ -130,6 +132,22 @@ def test_arguments_left_out_take_the_methods_own_default() -> None:
 
 def test_every_key_has_a_help_text() -> None:
     assert not [name for name, key in known_keys().items() if not key.help]
+
+
+def test_keys_of_other_trainers_are_answered_with_keys_that_exist() -> None:
+    for answer in ELSEWHERE.values():
+        named = re.findall(r"\b(?:model|method|data|training|run|cluster)\.\w+", answer)
+        assert all(key in known_keys() for key in named)
+        assert answer in named or " " in answer
+
+
+def test_what_an_older_run_wrote_means_what_it_meant(tmp_path: Path) -> None:
+    """Its warm-up was capped at half of the run."""
+    file = tmp_path / "config.yaml"
+    file.write_text("training: {steps: 8, warmup_steps: 10, lr: 1.0, tensorboard: true}\n")
+    config = load_config(["--config", str(file)]).training
+    assert (config.warmup, config.report_to) == (4, "tensorboard")
+    assert load_config(["--config", str(file), "--training.warmup_steps", "10"]).training.warmup == 10
 
 
 def test_help_shows_every_section(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,9 @@ import math
 import os
 import pty
 import signal
+import sys
 import time
+import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -313,22 +315,40 @@ def test_exact_and_backprop_train_alike(reference: Path, tmp_path: Path) -> None
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
-def test_tensorboard_files_are_written_when_asked_for(tmp_path: Path) -> None:
+def test_metrics_are_reported_where_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of wandb and trackio, which are not installed, what they would be called with."""
     pytest.importorskip("tensorboard")
-    assert train_tiny(tmp_path, training__tensorboard=True, training__steps=2) == 0
+    calls: list[tuple[Any, Any]] = []
+    for name in ("wandb", "trackio"):
+        module: Any = types.ModuleType(name)
+        module.init = lambda **given: calls.append((given["name"], given["project"]))
+        module.log = lambda values, step: calls.append((step, values["loss"]))
+        module.finish = lambda name=name: calls.append((name, "finished"))
+        monkeypatch.setitem(sys.modules, name, module)
+    report = "tensorboard,wandb,trackio"
+    assert train_tiny(tmp_path, training__report_to=report, training__steps=2) == 0
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+    losses = [(row["step"], row["loss"]) for row in metrics(tmp_path / "run") for _ in range(2)]
+    assert calls == [("run", "adjoint")] * 2 + losses + [("wandb", "finished"), ("trackio", "finished")]
 
 
-def test_the_learning_rate_warms_up_and_falls_to_its_end() -> None:
-    config = TrainingConfig(steps=100, lr=1.0, min_lr=0.1, warmup_steps=10)
+@pytest.mark.parametrize(
+    "schedule, half_way, last",
+    [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1.0, 1.0), ("wsd", 1.0, 0.1)],
+)
+def test_the_learning_rate_warms_up_and_falls_to_its_end(schedule: Any, half_way: float, last: float) -> None:
+    config = TrainingConfig(steps=100, lr=1.0, schedule=schedule, warmup_steps=10)
     rates = [learning_rate(step, config) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
     assert rates[9] == max(rates)
-    assert rates[54] == pytest.approx(0.55)  # half-way down the cosine
-    assert rates[-1] == pytest.approx(0.1)
-    assert all(later < earlier for earlier, later in itertools.pairwise(rates[9:]))
-    only = TrainingConfig(steps=1, lr=1.0, min_lr=0.1, warmup_steps=10)
-    assert learning_rate(1, only) == pytest.approx(0.1)
+    assert rates[54] == pytest.approx(half_way)
+    assert rates[-1] == pytest.approx(last)
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates[9:]))
+    if schedule == "wsd":
+        assert rates[79] == 1.0 > rates[80] and rates[89] == pytest.approx(0.55)
+    longer = TrainingConfig(steps=4, lr=1.0, warmup_steps=10)
+    assert TrainingConfig(steps=1).warmup == 0 and TrainingConfig(steps=7).warmup == 3
+    assert learning_rate(4, longer) == pytest.approx(0.4)  # as asked, though it ends after the run
 
 
 @pytest.mark.parametrize("mixer", ["mamba", "mamba2"])

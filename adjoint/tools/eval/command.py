@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adjoint.checkpoint import read_trainer
 from adjoint.data.batches import DataConfig, open_data
-from adjoint.data.tokenizer import load_tokenizer
+from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.methods import Exact
@@ -128,7 +128,10 @@ def load(run: str, device: torch.device, precision: str) -> Loaded:
         from adjoint.hf.load import load as load_pretrained
 
         found = load_pretrained(run, Exact()).to(device, dtype).eval()
-        return Loaded(found, DataConfig(tokenizer=run), Path("eval"))
+        tokenizer = tokenizer_in(run)
+        if tokenizer is None:
+            check_bytes(run, found.config.get_text_config().vocab_size)
+        return Loaded(found, DataConfig(tokenizer=tokenizer), Path("eval"))
     checkpoint = find_checkpoint(run)
     config = read_trainer(checkpoint)["config"]
     data = DataConfig(**{k: v for k, v in config["data"].items() if k in DataConfig.__dataclass_fields__})

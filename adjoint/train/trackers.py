@@ -1,0 +1,76 @@
+"""Where metrics are reported besides the run's folder: TensorBoard, Weights & Biases, trackio."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from adjoint.errors import UserError
+
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+
+
+def are_trackers(text: str) -> bool:
+    """Whether a value of ``training.report_to`` is one."""
+    return text == "none" or all(name in _MODULES for name in text.split(","))
+
+
+class Trackers:
+    """The open reports of a run.
+
+    Args:
+        names: ``training.report_to``.
+        path: the run's folder.
+        step: optimizer steps done; what was reported of later ones is done again.
+        config: the whole configuration as plain values.
+
+    Raises:
+        UserError: a package is not installed.
+    """
+
+    def __init__(self, names: str, path: Path, step: int, config: dict[str, Any]) -> None:
+        modules = {name: _imported(name) for name in names.split(",") if name != "none"}
+        self._logs: list[Callable[[dict[str, Any], int], Any]] = []
+        self._closes: list[Callable[[], Any]] = []
+        for name, module in modules.items():
+            if name == "tensorboard":
+                board = module.SummaryWriter(str(path / "tensorboard"), purge_step=step + 1)
+                self._logs.append(functools.partial(_write_scalars, board))
+                self._closes.append(board.close)
+            else:
+                settings: dict[str, Any] = {"dir": str(path)} if name == "wandb" else {}
+                module.init(project="adjoint", name=path.name, config=config, **settings)
+                self._logs.append(functools.partial(_log, module))
+                self._closes.append(module.finish)
+
+    def show(self, row: dict[str, Any]) -> None:
+        """Report a step's metrics."""
+        values = {key: value for key, value in row.items() if isinstance(value, int | float)}
+        values |= {f"windows/layer {k}": window for k, window in enumerate(row.get("windows", []))}
+        for log in self._logs:
+            log(values, row["step"])
+
+    def close(self) -> None:
+        for close in self._closes:
+            close()
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(_MODULES[name])
+    except ImportError:
+        raise UserError(
+            f"training.report_to: the package {name} is not installed; pip install {name}, or leave it out"
+        ) from None
+
+
+def _log(module: Any, values: dict[str, Any], step: int) -> None:
+    module.log(values, step=step)
+
+
+def _write_scalars(board: Any, values: dict[str, Any], step: int) -> None:
+    for key, value in values.items():
+        board.add_scalar(key, value, step)

@@ -1,0 +1,113 @@
+"""Fine-tuning a model of transformers: its tokenizer, the defaults, what export writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from adjoint.cli import main
+from adjoint.train.config import load_config
+from tests.training_helpers import SENTENCE, metrics, tiny, train_tiny
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 320
+
+
+def tokenizer_folder(folder: Path) -> None:
+    """A tokenizer of the words of `write_text`, with a chat template, as `save_pretrained` writes it."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB - 20,
+        special_tokens=["<|end|>", "<|user|>", "<|assistant|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([SENTENCE] * 3, trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Mamba-2 of transformers with a tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    config = transformers.Mamba2Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_heads=4,
+        head_dim=8,
+        state_size=8,
+        n_groups=1,
+        chunk_size=16,
+    )
+    transformers.Mamba2ForCausalLM(config).save_pretrained(folder)
+    tokenizer_folder(folder)
+    return folder
+
+
+def without_tokenizer(base: Path, folder: Path, vocab_size: int) -> Path:
+    """A model alone, with a table of another size."""
+    model = transformers.Mamba2ForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(vocab_size)
+    model.save_pretrained(folder)
+    return folder
+
+
+def options(base: Path, **more: Any) -> dict[str, Any]:
+    sizes = {"model__d_model": 16, "model__n_layer": 2, "model__from_pretrained": base}
+    return {**sizes, "training__steps": 2, "training__sample_tokens": 4, **more}
+
+
+def test_the_folders_tokenizer_and_the_defaults_of_fine_tuning(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_tiny(tmp_path, **options(base)) == 0
+    said = capsys.readouterr().out
+    assert f"tokenizer: {base}, 300 tokens" in said
+    assert "learning rate 2e-05 (cosine to 2e-06, warm-up 2 steps), weight decay 0" in said
+    assert "Exact(chunk_size=64" in said
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert written["data"]["tokenizer"] == str(base) and written["training"]["lr"] == 2e-5
+    words = len(
+        transformers.AutoTokenizer.from_pretrained(base)((tmp_path / "text.txt").read_text())["input_ids"]
+    )
+    cached = json.loads(next((tmp_path / "cache").glob("*.json")).read_text())
+    assert cached["n_total"] == words + 1  # and the end of the one document
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
+    assert "its tokenizer" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "run")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again.decode(again.encode(SENTENCE)) == SENTENCE and again.eos_token == "<|end|>"
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == VOCAB
+
+
+def test_what_is_given_wins_over_the_defaults_of_fine_tuning(base: Path, tmp_path: Path) -> None:
+    given = {"training__lr": 0.5, "training__weight_decay": 0.1, "data__tokenizer": "byte"}
+    config = load_config(tiny(tmp_path, **options(base, **given))[1:])
+    assert (config.training.lr, config.training.weight_decay, config.data.tokenizer) == (0.5, 0.1, "byte")
+
+
+def test_a_folder_without_a_tokenizer(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes, where they may be; else it is refused, unless bytes are asked for."""
+    small = without_tokenizer(base, tmp_path / "small", 260)
+    assert train_tiny(tmp_path, **options(small, training__steps=1)) == 0
+    assert f"note: {small} has no tokenizer: the text is read as bytes" in capsys.readouterr().out
+    large = without_tokenizer(base, tmp_path / "large", 600)
+    flags = options(large, training__steps=1, run__dir=tmp_path / "bytes")
+    assert train_tiny(tmp_path, **flags) == 2
+    assert "has no tokenizer, and 600 tokens are no bytes" in capsys.readouterr().err
+    assert train_tiny(tmp_path, **flags, data__tokenizer="byte") == 0
+    assert len(metrics(tmp_path / "bytes")) == 1
