@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,6 +98,21 @@ def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         model = names["model"]
         assert isinstance(model, torch.nn.Module)
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_commands_of_the_tutorial_run(tmp_path: Path) -> None:
+    """All of it, on short sequences."""
+    text = (ROOT / "docs" / "million_tokens.md").read_text()
+    script = "set -euo pipefail\n" + "".join(re.findall(r"```bash\n(.*?)```", text, re.S))
+    (tmp_path / "adjoint").write_text(f'#!/bin/sh\nexec {sys.executable} -m adjoint "$@"\n')
+    (tmp_path / "adjoint").chmod(0o755)
+    env = os.environ | {"SEQLEN": "4K", "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "peak_memory_bytes" in done.stdout
 
 
 def test_the_readmes_table_is_the_stored_result() -> None:
