@@ -24,7 +24,7 @@ class Batch:
         divisor: what the summed loss is divided by: the targets of the whole batch that are not ignored.
         seq_idx: (batch, seqlen), the documents of a sequence numbered from 0 in rising order; None of one.
         states: before the first token, a tuple a stage (see `engine.stages.Stage`).
-        inputs: others with a value a token, (batch, seqlen) each, by their names.
+        inputs: others with a value per token, (batch, seqlen) each, by their names.
         start: number of the first token in its sequence.
         document: number of the first token of its document, where chunks are cut at documents.
         starts_document: (batch,) bool, in which rows the first token begins a document that is not the first.

@@ -255,8 +255,8 @@ class Stack(nn.Module):
     @uncompiled
     def _by_chunks(self, batch: Batch, method: Any) -> tuple[Tensor, list[State], list[int] | None]:
         default = default_chunk_size(self, batch.ids, getattr(method, "recompute", "none"))
-        loss, states, windows = self.steps(batch, method.scheme(batch.seqlen, default)).loss()
-        return loss, states[1:-1], windows
+        found = self.steps(batch, method.scheme(batch.seqlen, default)).loss()
+        return found.loss, found.states[1:-1], found.windows
 
     def steps(self, batch: Batch, scheme: Scheme) -> Steps:
         """A batch's program; its states are those of `stage_states`."""

@@ -20,6 +20,7 @@ from adjoint.engine.grid import Key, Scheme, make_grid
 from adjoint.engine.program import Action, Owners, Run, plan
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import Stage
+from adjoint.engine.sums import Sum
 from adjoint.engine.tile import Gradients
 from adjoint.kernels.checks import differentiable_once
 from adjoint.layers import State
@@ -41,12 +42,13 @@ def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
 
 
 class Result(NamedTuple):
-    """The mean loss, the states after the sequence, a tuple a stage, and, where the method picked them
-    itself, each layer's window."""
+    """The mean loss, the states after the sequence, a tuple per stage, each layer's window where the method
+    picked them itself, and the totals of the steps' `sums`."""
 
     loss: Tensor
     states: list[State]
     windows: list[int] | None = None
+    sums: Sequence[Tensor] = ()
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -97,9 +99,11 @@ class Steps:
         width: of the tensors between stages.
         around: is entered around the backward: the model as it was in the forward, such as its tensors in
             their places, which a caller may have changed for the forward alone.
+        sums: what stages add up beside the loss.
 
     Attributes:
         parameters: those of all stages, each once.
+        initial: the batch's states, and its embeddings where it has those instead of ids.
         windows: of each layer, once they are picked.
     """
 
@@ -110,11 +114,14 @@ class Steps:
         scheme: Scheme,
         width: int,
         around: Around = contextlib.nullcontext,
+        sums: Sequence[Sum] = (),
     ) -> None:
         assert all(stage is not None for stage in stages), "a part of a stack has no loss by itself"
         self.stages, self.batch, self.scheme, self.width, self.around = stages, batch, scheme, width, around
+        self.sums = sums
         self.parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
         self.initial = [s for state in batch.states for s in state]
+        self.initial += [batch.ids] if batch.ids.is_floating_point() else []
         self.follows = torch.is_grad_enabled() and any(
             t.requires_grad for t in (*self.parameters, *self.initial)
         )
@@ -144,7 +151,8 @@ class Steps:
                 grid, passing=draw_passing(sum(self.stateful), grid.chunks, scheme.cut)
             )
         detached = [tuple(s.detach() for s in state) for state in self.batch.states]
-        return Worker(self.stages, grid, dataclasses.replace(self.batch, states=detached), scheme, self.width)
+        batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
+        return Worker(self.stages, grid, batch, scheme, self.width)
 
     def _measured(self) -> budget.Measured:
         """What the first chunk takes, run forward and back by itself; once a model and kind of batch."""
@@ -169,7 +177,8 @@ class Steps:
     def loss(self) -> Result:
         """The loss over the batch's divisor, and the final states."""
         loss, *final = _ChunkedLoss.apply(self, *self.parameters, *self.initial)
-        return Result(loss, _grouped(self.batch.states, final), self.windows)
+        sums = final[len(final) - len(self.sums) :]
+        return Result(loss, _grouped(self.batch.states, final), self.windows, sums)
 
     def forward(self) -> tuple[Tensor, list[Tensor]]:
         worker = self.worker
@@ -189,7 +198,7 @@ class Steps:
         assert worker.total is not None
         # other objects than the worker keeps: a function that held its own outputs would hold itself
         final = [s.detach() for state in worker.final for s in state]
-        return worker.total / self.batch.divisor, final
+        return worker.total / self.batch.divisor, final + [s.total for s in self.sums]
 
     def chunk_losses(self) -> list[Tensor]:
         """The forward alone; the summed loss of each chunk."""
@@ -211,6 +220,10 @@ class Steps:
         self, d_loss: Tensor | None, d_final: Sequence[Any]
     ) -> tuple[Gradients, list[Tensor | None]]:
         worker = self.worker
+        for one, d in zip(reversed(self.sums), reversed(d_final), strict=False):
+            one.cotangent = d
+            if d_loss is None and d is not None:  # which goes its way through the loss
+                d_loss = d.new_zeros(())
         worker.scale = None if d_loss is None else d_loss / self.batch.divisor
         worker.d_final = _grouped(self.batch.states, d_final)
         worker.d_initial = [(None,) * len(state) for state in self.batch.states]
@@ -218,9 +231,11 @@ class Steps:
         try:
             with self.around():
                 worker.run(self.later)
-            return worker.gradients, [d for state in worker.d_initial for d in state]
+            d_initial = [d for state in worker.d_initial for d in state]
+            embedded = self.batch.ids.is_floating_point()
+            return worker.gradients, d_initial + ([worker.d_ids] if embedded else [])
         finally:  # may be gone through again, after an interrupt too
-            worker.gradients = Gradients()
+            worker.gradients, worker.d_ids = Gradients(), None
             worker.store, self.later = kept, self._backward_program()
 
 

@@ -205,6 +205,7 @@ def _pieces(worker: Any, actions: Sequence[Action]) -> Iterator[_Piece]:
     grid, last = worker.grid, worker.grid.chunks - 1
     alike = not (grid.document_starts or grid.dropped or grid.passing or worker.decays)
     alike = alike and worker.batch.seq_idx is None and not worker.batch.inputs
+    alike = alike and not worker.batch.ids.is_floating_point()
 
     def name(action: Action) -> tuple[int, bool] | None:
         if not alike or not isinstance(action, Run) or action.tile.kind not in "FRB":

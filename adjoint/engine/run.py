@@ -80,6 +80,7 @@ class Worker:
         total, losses: the summed loss of the chunks that this worker has the head of, and of each of them.
         final, d_final, d_initial: states after the sequence and the cotangents of both ends, one tuple a
             stage.
+        d_ids: the cotangent of embeddings that are there instead of ids, as far as it is known.
         gradients: their sums so far.
     """
 
@@ -112,6 +113,7 @@ class Worker:
         self.final: list[State] = list(initial)
         self.d_final: list[Cotangents] = [(None,) * len(s) for s in initial]
         self.d_initial: list[Cotangents] = list(self.d_final)
+        self.d_ids: Tensor | None = None
         self.gradients = Gradients()
         self.decays = [Decays() for _ in stages] if scheme.window == "auto" else None
         self.store: dict[Key, Any] = {}
@@ -381,6 +383,7 @@ class Worker:
         dx, d_state = self.store.pop(("tape", k, c))(self._cotangent(k, start, stop), d_state)
         if ("dy", k - 1, c) in self.grid.writes(t):
             self.store["dy", k - 1, c] = dx
+        self._add_to_ids(k, start, dx)
         here = tuple(by_itself(d) for d in recurrent(d_state, grows))
         if here and self.grid.carries(c):
             self.store["dS", k, c - 1] = self._passed(k, c, here)
@@ -419,6 +422,14 @@ class Worker:
             piece = dx[:, max(a, left) - left : min(b, stop) - left]
             self.store[key] = piece.clone() if key[0] == "spill" else piece
         self._add_initial(k, start, d_state)
+        self._add_to_ids(k, left, dx)
+
+    def _add_to_ids(self, k: int, start: int, dx: Tensor | None) -> None:
+        """Adds the first stage's cotangent of tokens from `start` on, where they are embeddings."""
+        if k or dx is None:
+            return
+        self.d_ids = torch.zeros_like(self.batch.ids) if self.d_ids is None else self.d_ids
+        self.d_ids[:, start : start + dx.shape[1]] += dx
 
     def _add_initial(self, k: int, start: int, d_state: Cotangents) -> None:
         """The initial state's cotangent: from the first task; of the conv tail also from those that still

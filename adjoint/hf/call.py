@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +13,26 @@ from torch import Tensor
 from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
 from adjoint.hf import check, documents
 from adjoint.hf.layers import backbone_of, class_of
+from adjoint.hf.router import COUNTED
 
 # What more a call may ask for, all of which transformers' own forward gives.
 CACHES = ("past_key_values", "cache_params")
 MORE = (*CACHES, "use_cache", "output_attentions", "output_hidden_states")
 DOCUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # A causal LM called without labels hands on to its backbone what is its loss's.
-KNOWN = {"input_ids", "attention_mask", "return_dict", "num_items_in_batch", *DOCUMENTS}
+KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "return_dict", "num_items_in_batch", *DOCUMENTS}
 KNOWN_WITH_LABELS = {*KNOWN, "labels", "shift_labels"}
-# Inputs with a value a token, which a backbone may take beside ids.
-TOKEN_WISE = ("token_type_ids",)
+# Inputs with a value per token, which a backbone may take beside ids or embeddings.
+TOKEN_WISE = ("token_type_ids", "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
+
+
+class Kind(NamedTuple):
+    """What of a call its comparison on first use depends on: whether it has embeddings instead of ids,
+    `num_items_in_batch`, and a loss of the routers."""
+
+    embedded: bool = False
+    counted: bool = False
+    routed: bool = False
 
 
 class Call:
@@ -59,7 +69,7 @@ class Call:
                 given = getattr(self.model.config, name, False)
             if isinstance(given, (list, tuple)) or given:
                 return name
-        return None if self.has("input_ids") else "inputs_embeds instead of input_ids"
+        return None
 
     @property
     def tells_documents(self) -> bool:
@@ -75,9 +85,10 @@ class Call:
         return bool(getattr(self.model.config, "return_dict", True) if given is None else given)
 
     @property
-    def router(self) -> bool | None:
-        """`output_router_logits`; None leaves it to the configuration."""
-        return self.given.get("output_router_logits")
+    def kind(self) -> Kind:
+        given = self.given.get("output_router_logits")
+        routed = check.routes(self.model) if given is None else bool(given)
+        return Kind(self.tokens.dim() == 3, self.has("num_items_in_batch"), routed)
 
     @functools.cached_property
     def targets(self) -> Tensor:
@@ -86,7 +97,7 @@ class Call:
         Raises:
             ValueError: they have another shape than input_ids, or are no whole numbers.
         """
-        ids = self.given["input_ids"]
+        ids = self.ids
         name = "shift_labels" if self.has("shift_labels") else "labels"
         labels = self.given[name]
         if labels.is_floating_point() or labels.shape != ids.shape:
@@ -106,14 +117,35 @@ class Call:
         return given.to(self.targets.device) if isinstance(given, Tensor) else given
 
     @functools.cached_property
-    def ids(self) -> Tensor:
-        """(batch, seqlen) int64."""
-        ids = self.given["input_ids"]
-        if ids.dim() != 2 or ids.is_floating_point() or 0 in ids.shape:
+    def tokens(self) -> Tensor:
+        """ids, (batch, seqlen) int64, or embeddings, (batch, seqlen, hidden_size)."""
+        if self.has("input_ids") == self.has("inputs_embeds"):
+            raise ValueError("a call has either input_ids or inputs_embeds, one of them")
+        ids: Any = self.given.get("input_ids")
+        embeds: Any = self.given.get("inputs_embeds")
+        if embeds is None:
+            if ids.dim() != 2 or ids.is_floating_point() or 0 in ids.shape:
+                raise ValueError(
+                    f"input_ids must be (batch, seqlen) whole numbers, got {ids.dtype} {tuple(ids.shape)}"
+                )
+            return ids.long()
+        width = self.model.get_input_embeddings().weight.shape[1]
+        if (
+            embeds.dim() != 3
+            or not embeds.is_floating_point()
+            or 0 in embeds.shape
+            or embeds.shape[2] != width
+        ):
             raise ValueError(
-                f"input_ids must be (batch, seqlen) whole numbers, got {ids.dtype} {tuple(ids.shape)}"
+                f"inputs_embeds must be (batch, seqlen, {width}) floating point numbers, got {embeds.dtype} "
+                f"{tuple(embeds.shape)}"
             )
-        return ids.long()
+        return embeds
+
+    @property
+    def ids(self) -> Tensor:
+        """(batch, seqlen): the ids, or as many numbers in their places."""
+        return self.tokens if self.tokens.dim() == 2 else self.tokens.detach()[..., 0]
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
@@ -146,10 +178,12 @@ class Call:
             ValueError: an input is not known, or what it says cannot be.
         """
         self.refuse_unknown()
-        tensors = {"ids": self.ids, "targets": self.targets if self.has_labels else self.ids}
+        tensors = {"ids": self.tokens, "targets": self.targets if self.has_labels else self.ids}
         for name in TOKEN_WISE:
             if self.has(name):
                 tensors[name] = _token_wise(name, self.given[name], self.ids)
+        if self.kind.routed and self.mask is not None:
+            tensors[COUNTED] = self.mask
         divisor = self.divisor if self.has_labels else 1
         tensors, starts = documents.as_one_row(tensors, self.starts)
         return Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors), starts

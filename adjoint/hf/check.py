@@ -16,6 +16,7 @@ from adjoint.hf.layers import class_of
 OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
 # PEFT's hooks by which a call says what is to be done with each row or token of its batch.
 BY_POSITION = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
+ROUTED, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # losses beside the labels'
 ONE_PROCESS = "one process trains it: --cluster.shards 0"  # what cannot be cut into layers
 
 
@@ -23,37 +24,37 @@ class Refused(UserError):
     """A model whose gradient by chunks is not, or is not known to be, its own."""
 
 
-def refuse_other_losses(model: Any, router: bool | None) -> None:
-    """Refuses options with which the loss is no sum over chunks.
+def routes(model: Any) -> bool:
+    """Whether the configuration asks for the routers' loss."""
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+
+
+def refuse_other_losses(model: Any, routed: bool, known: tuple[str, ...] = ()) -> None:
+    """Refuses losses beside the labels' cross-entropy, but for those with `known` names.
 
     Args:
-        router: `output_router_logits` of a call; None leaves it to the configuration.
+        routed: whether routers have one.
 
     Raises:
-        Refused: one is on.
+        Refused: there is one.
     """
-    config = model.config.get_text_config()
-    if getattr(config, "output_router_logits", False) if router is None else router:
+    if routed and ROUTED not in known:
         refuse(
             model,
-            "output_router_logits adds a loss of the whole sequence's routing, which is no sum over chunks; "
-            "set config.output_router_logits to False",
+            "output_router_logits adds a loss of the whole sequence's routing, which Exact and Truncated "
+            "make where labels are given, and nothing else does; set output_router_logits to False",
         )
-    for name, value in vars(config).items():
-        if "z_loss" in name and isinstance(value, (int, float)) and value:
-            refuse(model, f"{name} is on, and that loss is no sum over chunks; set it to 0")
+    for name, value in vars(model.config.get_text_config()).items():
+        if "z_loss" in name and name not in known and isinstance(value, (int, float)) and value:
+            refuse(model, f"{name} is on, and that loss is not known here; set it to 0")
 
 
-def refuse_what_is_known(model: Any, router: bool | None = None) -> None:
+def refuse_what_is_known(model: Any) -> None:
     """Refuses options and modules with which a chunk is not a part of the whole.
-
-    Args:
-        router: as `refuse_other_losses`'.
 
     Raises:
         Refused: one is on.
     """
-    refuse_other_losses(model, router)
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]

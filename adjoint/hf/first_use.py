@@ -20,10 +20,12 @@ from adjoint.engine.first_use import COARSE, TOKENS, Results, Weighted, alike, d
 from adjoint.engine.grid import Scheme
 from adjoint.engine.run import Changed
 from adjoint.engine.weights import Tensors
-from adjoint.hf.check import Refused, as_refusal, refuse
-from adjoint.hf.head import head_scale
+from adjoint.hf.call import Kind
+from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
+from adjoint.hf.head import head_scale, z_loss
 from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of, put
 from adjoint.hf.noise import Noise
+from adjoint.hf.router import Balance, coefficient
 from adjoint.hf.snapshot import HOOKS, holders, settings
 from adjoint.hf.stage import Backbone, CausalLM, probe, steps_of
 from adjoint.memory import memory_left
@@ -270,55 +272,74 @@ def by_autograd(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Way:
 
 
 def by_engine(steps: Callable[[Any, Tensor, Tensor], Steps]) -> Way:
-    """The way of a program that (model, ids, labels) make."""
+    """The way of a program that (model, ids, labels) make. A loss of routers counts in full, as their small
+    coefficient would hide what is off."""
 
     def way(model: Any, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]) -> Any:
         with plainly(model):
             made = steps(model, ids, labels)
             with torch.no_grad():
-                loss, _ = made.forward()
-                gradients, _ = made.backward(torch.ones_like(loss), [None] * len(made.initial))
+                loss, final = made.forward()
+                cotangents: list[Tensor | None] = [None] * len(final)
+                if (balance := getattr(made.stages[0], "balance", None)) is not None:
+                    with torch.enable_grad():
+                        total = final[-1].detach().requires_grad_()
+                        routed = balance.loss(total)
+                    (cotangents[-1],) = torch.autograd.grad(routed, total)
+                    loss = loss + routed.detach()
+                gradients, _ = made.backward(torch.ones_like(loss), cotangents)
         return float(loss), [gradients.of(p) for p in followed]
 
     return way
 
 
-def loss_ways(method: Any, counted: bool = False) -> tuple[Way, Way]:
-    """The loss of a causal LM and its gradient, of the whole and by chunks.
-
-    Args:
-        counted: whether `num_items_in_batch` is given.
-    """
-    more = {"num_items_in_batch": COUNTED} if counted else {}
+def loss_ways(method: Any, kind: Kind) -> tuple[Way, Way]:
+    """The loss of a causal LM and its gradient, of the whole and by chunks."""
+    more: dict[str, Any] = {"num_items_in_batch": COUNTED} if kind.counted else {}
 
     def whole(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-        given = {"input_ids": ids, "labels": labels, "use_cache": False, "return_dict": True, **more}
-        return class_of(model).forward(model, **given)["loss"]
+        given = {**_tokens(model, ids, kind), "labels": labels, "use_cache": False, "return_dict": True}
+        if kind.routed or routes(model):
+            given[ROUTED] = kind.routed
+        found = class_of(model).forward(model, **given, **more)
+        if not kind.routed:
+            return found["loss"]
+        return found["loss"] + (1 - coefficient(model)) * found["aux_loss"]
 
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
         scale, targets = head_scale(model), shift_labels(labels)
-        stage = CausalLM(model, probe(model, ids), scale, recompute=_recompute(method))
-        return steps_of([stage], Batch(ids, targets, divisor(targets, counted)), SCHEME)
+        balance, z = Balance(model) if kind.routed else None, z_loss(model) / ids.numel()
+        stage = CausalLM(model, probe(model, ids), scale, None, _recompute(method), balance, z)
+        (x,) = _tokens(model, ids, kind).values()
+        return steps_of([stage], Batch(x, targets, divisor(targets, kind.counted)), SCHEME)
 
     return by_autograd(whole), by_engine(by_chunks)
 
 
+def _tokens(model: Any, ids: Tensor, kind: Kind) -> dict[str, Tensor]:
+    """ids, or their embeddings, by the name that a forward has for them."""
+    if not kind.embedded:
+        return {"input_ids": ids}
+    with torch.no_grad():
+        return {"inputs_embeds": model.get_input_embeddings()(ids)}
+
+
 def divisor(targets: Tensor, counted: bool) -> int | Tensor:
-    """What the summed loss of these ways is divided by; arguments as `loss_ways`'s."""
+    """What the summed loss of these ways is divided by."""
     return COUNTED if counted else (targets != IGNORE_INDEX).sum()
 
 
-def hidden_ways(method: Any) -> tuple[Way, Way]:
+def hidden_ways(method: Any, kind: Kind) -> tuple[Way, Way]:
     """A loss of a backbone's hidden states and its gradient, of the whole and by chunks."""
 
     def whole(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-        return Weighted.sum(
-            class_of(model).forward(model, input_ids=ids, use_cache=False, return_dict=True)[0]
-        )
+        given = {**_tokens(model, ids, kind), "use_cache": False, "return_dict": True}
+        return Weighted.sum(class_of(model).forward(model, **given)[0])
 
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
         stage = Backbone(model, probe(model, ids), recompute=_recompute(method))
-        return steps_of([stage, Weighted()], Batch(ids, ids), SCHEME)
+        (x,) = _tokens(model, ids, kind).values()
+        return steps_of([stage, Weighted()], Batch(x, ids), SCHEME)
 
     return by_autograd(whole), by_engine(by_chunks)
 

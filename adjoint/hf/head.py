@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.engine.first_use import some_numbers
+from adjoint.engine.first_use import alike, some_numbers
+from adjoint.hf import check
 from adjoint.hf.layers import backbone_of, class_of
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.loss import linear_cross_entropy, tokens_per_slice
@@ -28,11 +29,11 @@ class Output(MoeModelOutputWithPast):
 
 
 class _Stub(nn.Module):
-    """Stands where the backbone stood and gives back hidden states: what is left is the model's own head."""
+    """Stands where the backbone stood and gives back an output: what is left is the model's own head."""
 
-    def __init__(self, real: nn.Module, hidden: Tensor) -> None:
+    def __init__(self, real: nn.Module, output: Output) -> None:
         super().__init__()
-        self.__dict__["real"], self.__dict__["hidden"] = real, hidden
+        self.__dict__["real"], self.__dict__["output"] = real, output
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -43,25 +44,51 @@ class _Stub(nn.Module):
             return self if found is real.get_decoder() else found  # OPT calls its backbone's decoder
 
     def forward(self, *_: Any, **__: Any) -> Output:
-        return Output(last_hidden_state=self.__dict__["hidden"])
+        return self.__dict__["output"]
 
 
 @contextlib.contextmanager
-def _stubbed(model: Any, hidden: Tensor) -> Iterator[None]:
+def _stubbed(model: Any, output: Output) -> Iterator[None]:
     real = backbone_of(model)
     name = next(name for name, module in model.named_children() if module is real)
-    model._modules[name] = _Stub(real, hidden)
+    model._modules[name] = _Stub(real, output)
     try:
         yield
     finally:
         model._modules[name] = real
 
 
+def own_output(model: Any, output: Output, **given: Any) -> Any:
+    """What the model makes of its backbone's output, called with ids and what else is given."""
+    hidden: Any = output.last_hidden_state
+    ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+    with _stubbed(model, output):
+        return class_of(model).forward(model, input_ids=ids, use_cache=False, return_dict=True, **given)
+
+
 def own_logits(model: Any, hidden: Tensor) -> Tensor:
     """What the model makes of hidden states (batch, tokens, hidden_size): logits (batch, tokens, vocab)."""
-    ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-    with _stubbed(model, hidden):
-        return class_of(model).forward(model, input_ids=ids, use_cache=False, return_dict=True).logits
+    return own_output(model, Output(last_hidden_state=hidden)).logits
+
+
+@torch.no_grad()
+def z_loss(model: Any) -> float:
+    """What the model multiplies the mean of the squared log-partition functions by, which it adds to its
+    loss; 0 where it adds nothing. Seen by calling its head with no label that counts.
+
+    Raises:
+        Refused: it adds something else.
+    """
+    weight = model.get_output_embeddings().weight
+    factor = getattr(model.config.get_text_config(), check.Z_LOSS, 0) or 0
+    if not factor:
+        return 0.0
+    hidden = some_numbers(1, 4, weight.shape[1]).to(weight.device, weight.dtype)
+    ignored = torch.full((1, 4), IGNORE_INDEX, device=weight.device)
+    found = own_output(model, Output(last_hidden_state=hidden), labels=ignored, num_items_in_batch=1)
+    if not alike(found.loss, factor * found.logits.logsumexp(-1).square().mean()):
+        check.refuse(model, f"{check.Z_LOSS} is on, and its loss is not the usual one; set it to 0")
+    return factor
 
 
 def is_plain(head: Any) -> bool:
@@ -96,17 +123,23 @@ def multiple(found: Tensor, plain: Tensor) -> float | None:
 
 
 def summed_loss(
-    model: Any, hidden: Tensor, targets: Tensor, scale: float | None, slices: int | None = None
+    model: Any,
+    hidden: Tensor,
+    targets: Tensor,
+    scale: float | None,
+    slices: int | None = None,
+    z: float | Tensor | None = None,
 ) -> Tensor:
     """The loss of hidden states (batch, tokens, hidden_size) against targets (batch, tokens) that are already
     shifted, summed over those not ignored, in float32 at least.
 
     Args:
         scale: of `head_scale`. slices: of `tokens_per_slice`.
+        z: what the squared log-partition function of every token is multiplied by and added.
     """
     vocab_size = model.config.get_text_config().vocab_size
     tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
-    if scale is not None:
+    if scale is not None and z is None:
         weight = model.get_output_embeddings().weight
         hidden = hidden.to(weight.dtype)  # Mamba's residual stream, and so what comes of it, is float32
         return linear_cross_entropy(hidden if scale == 1 else hidden * scale, weight, targets, tokens)
@@ -114,7 +147,8 @@ def summed_loss(
     def of(hidden: Tensor, targets: Tensor) -> Tensor:
         logits = own_logits(model, hidden[None])[0]
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        return loss if z is None else loss + z * logits.logsumexp(-1).square().sum()
 
     total = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))
     for h, t in zip(hidden.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True):

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from adjoint.hf import check, first_use, mini_sequence
+from adjoint.hf import check, first_use, mini_sequence, router
 from adjoint.hf.cache import Slot
-from adjoint.hf.call import Call
-from adjoint.hf.first_use import Way, in_eval_mode, plainly, some_tokens
-from adjoint.hf.head import head_scale
+from adjoint.hf.call import Call, Kind
+from adjoint.hf.first_use import in_eval_mode, plainly, some_tokens
+from adjoint.hf.head import head_scale, z_loss
 from adjoint.hf.layers import backbone_of
 from adjoint.hf.snapshot import Snapshot
 from adjoint.hf.stage import probe
@@ -28,6 +28,7 @@ class Known:
 
     Attributes:
         precision: of `precision_of`. slots: of its cache. scale: of its head, see `head_scale`.
+        z: of `head.z_loss`. routers: of `router.coefficient`.
         checked: kinds of calls whose gradients have been compared.
         mlps: of a MiniSequence: names in the backbone of what runs in pieces.
     """
@@ -53,6 +54,16 @@ class Known:
     def scale(self) -> float | None:
         with plainly(self.model):
             return head_scale(self.model)
+
+    @functools.cached_property
+    def z(self) -> float:
+        with plainly(self.model):
+            return z_loss(self.model)
+
+    @functools.cached_property
+    def routers(self) -> float:
+        with plainly(self.model):
+            return router.coefficient(self.model)
 
     @functools.cached_property
     def mlps(self) -> list[str]:
@@ -125,21 +136,26 @@ def known_of(model: Any) -> Known:
     return record.known[0]
 
 
-def compared(model: Any, kind: tuple, ways: tuple[Way, Way], call: Call | None = None) -> Known:
+def compared(model: Any, kind: Kind, call: Call | None = None) -> Known:
     """What is known of a model, once gradients of a few tokens have been compared for this kind of call, and
     what the call says of padding at the left and of packed documents has been tried.
 
     Args:
-        ways: of the whole, and by chunks.
+        model: a causal LM, whose loss is compared, or a backbone, whose hidden states are.
 
     Raises:
         Refused: the model is known not to go by chunks, or has been found not to.
     """
-    check.refuse_what_is_known(model, None if call is None else call.router)
+    whole = backbone_of(model) is not model
+    check.refuse_other_losses(model, kind.routed, (check.ROUTED, check.Z_LOSS) if whole else ())
+    check.refuse_what_is_known(model)
+    if kind.routed:
+        router.record(model)
     known = known_of(model)
-    if known.is_new((*kind, model.training)):
+    if known.is_new((kind, model.training)):
+        ways = (first_use.loss_ways if whole else first_use.hidden_ways)(record_of(model).method, kind)
         first_use.compare(model, *ways, *first_use.NOT_THE_SAME)
-        known.checked.add((*kind, model.training))
+        known.checked.add((kind, model.training))
     if call is None:
         return known
     with in_eval_mode(model):

@@ -20,6 +20,7 @@ from adjoint.engine.autograd import Steps
 from adjoint.engine.first_use import some_numbers
 from adjoint.hf import check, first_use
 from adjoint.hf.cache import Slot, zeros
+from adjoint.hf.call import Kind
 from adjoint.hf.head import head_scale, multiple
 from adjoint.hf.layers import PassThrough, backbone_of, class_of
 from adjoint.hf.replacements import Inside
@@ -172,6 +173,7 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
         for parameter in layer.parameters():
             if seen.setdefault(parameter, k) != k:
                 check.refuse(model, f"layers {seen[parameter]} and {k} share weights", check.ONE_PROCESS)
+    check.refuse_other_losses(model, check.routes(model))
     with check.as_refusal(model), first_use.in_eval_mode(model):
         slots = probe(model, input_ids)
         with torch.autocast(input_ids.device.type, dtype=torch.bfloat16):
@@ -246,7 +248,7 @@ def _compare(model: Any, found: Pretrained) -> None:
         batch = Batch.of(ids, labels, states=initial)
         return Steps(stages, batch, first_use.SCHEME, found.d_model)
 
-    whole, _ = first_use.loss_ways(None)
+    whole, _ = first_use.loss_ways(None, Kind())
     try:
         first_use.compare(model, whole, first_use.by_engine(by_spans), *first_use.NOT_THE_SAME)
     except check.Refused:

@@ -18,11 +18,12 @@ from adjoint.engine.autograd import Around, Steps
 from adjoint.engine.grid import Scheme
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Tensors
-from adjoint.hf import head
+from adjoint.hf import check, head
 from adjoint.hf.cache import ChunkCache, Slot, zeros
 from adjoint.hf.layers import backbone_of, class_of, layers_of
 from adjoint.hf.noise import Noise
 from adjoint.hf.replacements import Inside, replaced
+from adjoint.hf.router import COUNTED, Balance
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 
@@ -57,10 +58,11 @@ class Backbone:
         self.key, self.positions = _keywords(self.backbone)
         self.noise, self.recompute = Noise(model), recompute
         self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
+        self.balance: Balance | None = None
 
     @property
     def replayable(self) -> bool:
-        return not (self.positions or self.noise.expected or self.noise.before)
+        return not (self.positions or self.noise.expected or self.noise.before or self.balance)
 
     def parameters(self) -> Iterable[Tensor]:
         return self.trained
@@ -85,6 +87,14 @@ class Backbone:
         return y, after, pullback
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        output, state = self.output(x, state, chunk)
+        return output[0], state
+
+    def output(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
+        """What the model's own backbone gives, and the new state."""
+        inputs: dict[str, Any] = {name: given for name, given in chunk.inputs.items() if name != COUNTED}
+        if self.balance is not None:
+            inputs |= {check.ROUTED: True, "return_dict": True}
         cache, seen = ChunkCache(self.model.config), chunk.start - chunk.document
         cache.layers = cache.begun(self.slots, state, seen)
         layers = self.layers if torch.is_grad_enabled() else []
@@ -92,8 +102,8 @@ class Backbone:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
         with replaced({layer: self._recomputed(layer.forward, cache, state, seen) for layer in layers}):
-            hidden = call_backbone(self.backbone, x, cache, self.key, self.positions, seen, **chunk.inputs)
-        return hidden, cache.out_of(self.slots)
+            output = call_backbone(self.backbone, x, cache, self.key, self.positions, seen, **inputs)
+        return output, cache.out_of(self.slots)
 
     def _recomputed(
         self, forward: Callable[..., Any], cache: ChunkCache, state: State, seen: int
@@ -122,7 +132,8 @@ class CausalLM(Backbone):
     """ids → the chunk's summed loss: the backbone and the head above it.
 
     Args:
-        scale: of `head.head_scale`.
+        scale: of `head.head_scale`. balance: of the routers; None where they have no loss.
+        z: as `head.summed_loss`'s, over the batch's divisor.
     """
 
     def __init__(
@@ -132,13 +143,20 @@ class CausalLM(Backbone):
         scale: float | None,
         multiplier: float | None = None,
         recompute: str = "none",
+        balance: Balance | None = None,
+        z: float = 0,
     ) -> None:
         super().__init__(model, slots, multiplier, recompute)
-        self.scale = scale
+        self.scale, self.balance, self.z = scale, balance, z
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        hidden, state = super().run(x, state, chunk)
-        return head.summed_loss(self.model, hidden, chunk.targets, self.scale), state
+        output, state = self.output(x, state, chunk)
+        z = self.z * torch.as_tensor(chunk.divisor, dtype=torch.float64) if self.z else None
+        loss = head.summed_loss(self.model, output[0], chunk.targets, self.scale, z=z)
+        if self.balance is not None:
+            part = self.balance.of(output.router_logits, chunk.inputs.get(COUNTED))
+            loss = loss + self.balance.add(part, chunk.start)
+        return loss, state
 
 
 class Collect:
@@ -197,7 +215,8 @@ def steps_of(
     model = stages[0].model
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
     width = model.config.get_text_config().hidden_size
-    return Steps(stages, dataclasses.replace(batch, states=states), scheme, width, around)
+    sums = [] if stages[0].balance is None else [stages[0].balance]
+    return Steps(stages, dataclasses.replace(batch, states=states), scheme, width, around, sums)
 
 
 @torch.no_grad()
@@ -212,16 +231,16 @@ def probe(model: Any, input_ids: Tensor) -> list[Slot]:
 
 
 def call_backbone(
-    backbone: Any, x: Tensor, cache: ChunkCache, key: str, positions: bool, first: int, **inputs: Tensor
-) -> Tensor:
-    """Hidden states of a chunk, given by its ids (batch, tokens) or its embeddings (batch, tokens,
-    hidden_size), whose first token is number `first` of its document; `inputs` are others of its tokens."""
+    backbone: Any, x: Tensor, cache: ChunkCache, key: str, positions: bool, first: int, **inputs: Any
+) -> Any:
+    """The output on a chunk, given by its ids (batch, tokens) or its embeddings (batch, tokens, hidden_size),
+    whose first token is number `first` of its document; `inputs` are others."""
     name = "inputs_embeds" if x.is_floating_point() else "input_ids"
     kwargs: dict[str, Any] = {key: cache, name: x, **inputs}
     if positions:
         places = torch.arange(first, first + x.shape[1], device=x.device)
         kwargs["position_ids"] = places.expand(x.shape[0], -1)
-    return backbone(use_cache=True, **kwargs)[0]
+    return backbone(use_cache=True, **kwargs)
 
 
 def _keywords(backbone: Any) -> tuple[str, bool]:

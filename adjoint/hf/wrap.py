@@ -16,17 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from adjoint.batch import Batch
 from adjoint.engine.autograd import Around, Steps, handed_over, uncompiled
 from adjoint.engine.grid import Scheme
 from adjoint.hf import check, first_use, mini_sequence
-from adjoint.hf.call import CACHES, Call
+from adjoint.hf.call import CACHES, Call, Kind
 from adjoint.hf.first_use import plainly
 from adjoint.hf.head import Output, own_logits
 from adjoint.hf.known import Known, Lock, Record, compared, known_of, record_of
 from adjoint.hf.layers import backbone_of, class_of
+from adjoint.hf.router import Balance
 from adjoint.hf.schemes import check_method, scheme_of
 from adjoint.hf.snapshot import Moment
 from adjoint.hf.stage import Backbone, CausalLM, Collect, steps_of
@@ -149,8 +150,8 @@ def _lm_forward(self: Any, given: dict[str, Any]) -> Any:
                 _warn(call)
             with plainly(self):
                 return call.by_transformers()
-        loss = _by_pieces(call) if isinstance(record.method, MiniSequence) else _by_chunks(call)
-    return CausalLMOutputWithPast(loss=loss) if call.returns_names else (loss,)
+        output = _by_pieces(call) if isinstance(record.method, MiniSequence) else _by_chunks(call)
+    return output if call.returns_names else output.to_tuple()
 
 
 @uncompiled
@@ -176,29 +177,37 @@ def _warn(call: Call) -> None:
     warnings.warn(f"{call.asks_for}: this call is backpropagated as if not wrapped", stacklevel=4)
 
 
-def _by_chunks(call: Call) -> Tensor:
+def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
     """The causal LM's loss by `Exact` or `Truncated`."""
     batch, starts = call.batch()
-    counted = call.has("num_items_in_batch")
-    ways = first_use.loss_ways(record_of(call.model).method, counted)
-    known = compared(call.model, ("loss", counted), ways, call)
-    return _steps(known, [_lm_stage(known)], batch, starts).loss().loss
+    known = compared(call.model, call.kind, call)
+    if known.z and call.mask is not None:
+        check.refuse(
+            call.model,
+            f"{check.Z_LOSS} is on, and its loss counts padded tokens, which chunks do not make as the model "
+            "does: give rows without padding, or set it to 0",
+        )
+    balance = Balance(call.model) if call.kind.routed else None
+    result = _steps(known, [_lm_stage(known, balance, call.ids.numel())], batch, starts).loss()
+    if balance is None:
+        return CausalLMOutputWithPast(loss=result.loss)
+    routed = balance.loss(result.sums[0])
+    return MoeCausalLMOutputWithPast(loss=result.loss + known.routers * routed, aux_loss=routed)
 
 
 def _hidden_by_chunks(call: Call) -> Tensor:
     """The backbone's hidden states (batch, seqlen, hidden_size) by `Exact` or `Truncated`."""
     batch, starts = call.batch()
-    method = record_of(call.model).method
-    known = compared(call.model, ("hidden",), first_use.hidden_ways(method), call)
-    stage = Backbone(call.model, known.slots, recompute=_recompute(method))
+    known = compared(call.model, call.kind, call)
+    stage = Backbone(call.model, known.slots, recompute=_recompute(record_of(call.model).method))
     steps = _steps(known, [stage, Collect(batch.seqlen)], batch, starts)
-    return _Hidden.apply(steps, *steps.parameters).reshape(*call.ids.shape, -1)
+    return _Hidden.apply(steps, *steps.parameters, *steps.initial).reshape(*call.ids.shape, -1)
 
 
 @torch.no_grad()
 def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
     """The summed loss of each chunk of ids (batch, seqlen), of a wrapped model in its present mode."""
-    known = compared(model, ("loss", False), first_use.loss_ways(record_of(model).method))
+    known = compared(model, Kind())
     return steps_of([_lm_stage(known)], Batch.of(ids, ids), scheme).chunk_losses()
 
 
@@ -206,16 +215,17 @@ def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
 def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
     """Logits (batch, tokens, vocab_size) of the last `tokens` of ids (batch, seqlen), of a wrapped model in
     its present mode; the sequence is run by chunks, of two tokens at least."""
-    known = compared(model, ("loss", False), first_use.loss_ways(record_of(model).method))
+    known = compared(model, Kind())
     last = Collect(tokens, ids.shape[1] - tokens)
     steps_of([Backbone(model, known.slots), last], Batch(ids, ids), scheme).forward()
     assert last.hidden is not None
     return own_logits(model, last.hidden)
 
 
-def _lm_stage(known: Known) -> CausalLM:
-    method = record_of(known.model).method
-    return CausalLM(known.model, known.slots, known.scale, recompute=_recompute(method))
+def _lm_stage(known: Known, balance: Balance | None = None, tokens: int = 0) -> CausalLM:
+    """`tokens` of the batch, of which a z-loss is the mean; 0 leaves it out."""
+    recompute, z = _recompute(record_of(known.model).method), known.z / tokens if tokens else 0.0
+    return CausalLM(known.model, known.slots, known.scale, None, recompute, balance, z)
 
 
 def _recompute(method: Any) -> str:
@@ -243,13 +253,13 @@ def _as_it_is(known: Known) -> Around:
 
 
 class _Hidden(torch.autograd.Function):
-    """Parameters → hidden states."""
+    """Parameters, and embeddings given instead of ids, → hidden states."""
 
     @staticmethod
-    def forward(ctx: Any, steps: Steps, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, steps: Steps, *tensors: Tensor) -> Tensor:
         steps.forward()
         ctx.steps = steps
-        ctx.save_for_backward(*parameters, *steps.batch.tensors)
+        ctx.save_for_backward(*tensors, *steps.batch.tensors)
         # another object than the stage keeps: a function that held its own output would hold itself
         return _collected(steps).hidden.detach()
 
@@ -258,8 +268,8 @@ class _Hidden(torch.autograd.Function):
     def backward(ctx: Any, d: Tensor) -> Any:
         _ = ctx.saved_tensors  # the check for changes in place happens on access
         _collected(ctx.steps).cotangent = d
-        gradients, _ = ctx.steps.backward(None, [None] * len(ctx.steps.initial))
-        return None, *handed_over(ctx.steps.parameters, gradients)
+        gradients, d_initial = ctx.steps.backward(None, [None] * len(ctx.steps.initial))
+        return None, *handed_over(ctx.steps.parameters, gradients), *d_initial
 
 
 def _collected(steps: Steps) -> Any:
@@ -269,21 +279,23 @@ def _collected(steps: Steps) -> Any:
 # -------------------------------------------------------------------------------------------- mini-sequences
 
 
-def _by_pieces(call: Call) -> Tensor:
+def _by_pieces(call: Call) -> CausalLMOutputWithPast:
     """The causal LM's loss by `MiniSequence`."""
-    model, counted = call.model, call.has("num_items_in_batch")
+    model, kind = call.model, call.kind._replace(embedded=False)
     method, known = record_of(model).method, known_of(model)
-    check.refuse_other_losses(model, call.router)
+    check.refuse_other_losses(model, kind.routed)
     call.refuse_unknown(whole=True)
-    if known.is_new(("pieces", counted)):
-        whole, _ = first_use.loss_ways(method, counted)
-        first_use.compare(model, whole, mini_sequence.way(method, counted), *mini_sequence.NOT_THE_SAME)
-        known.checked.add(("pieces", counted))
+    if known.is_new(("pieces", kind)):
+        whole, _ = first_use.loss_ways(method, kind)
+        by_pieces = mini_sequence.way(method, kind.counted)
+        first_use.compare(model, whole, by_pieces, *mini_sequence.NOT_THE_SAME)
+        known.checked.add(("pieces", kind))
     with plainly(model):
         total = mini_sequence.total_loss(model, method, known.mlps, known.scale, call.targets, call.given)
     _checked_in_backward(total, known)
     divisor = call.divisor
-    return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
+    divisor = divisor.to(total.device) if isinstance(divisor, Tensor) else divisor
+    return CausalLMOutputWithPast(loss=total / divisor)
 
 
 def _hidden_by_pieces(call: Call) -> Any:

@@ -69,8 +69,6 @@ def draw(rng: random.Random) -> Case:
         rng.choice(("padded", "packed")): lambda: rng.choice((0.1, 0.4, 1.0)),
     }  # fmt: skip
     case |= some(rng, 0.3, inputs) | some(rng, 0.35, life)
-    if case.get("call") == "embeds":  # which is transformers' own forward
-        case = {k: v for k, v in case.items() if k not in ("labels", "items", "packed")}
     case["method"] = draw_method(rng, case)
     if "packed" in case:
         case["form"] = rng.choice(("position_ids", "seq_idx", "cu_seq_lens_q"))

@@ -291,6 +291,25 @@ REFUSED: dict[str, dict[str, Any]] = {
     "DeepseekV4ForCausalLM": HEADS,
 }
 
+# For tests of what they alone have.
+OTHERS: dict[str, dict[str, Any]] = {
+    "JetMoeForCausalLM": {
+        **WIDTHS,
+        "intermediate_size": 40,
+        "num_key_value_heads": 2,
+        "kv_channels": 6,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "ErnieForCausalLM": {**HEADS, "num_hidden_layers": 2, "is_decoder": True, "use_task_id": True},
+    "RoCBertForCausalLM": {
+        **HEADS,
+        "num_hidden_layers": 2,
+        "is_decoder": True,
+        "shape_vocab_size": 4,
+        "pronunciation_vocab_size": 4,
+    },
+}
 
 SINGLE, TO_SINGLE = torch.float32, torch.Tensor.float
 
@@ -323,7 +342,7 @@ def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **options
         pytest.skip(f"transformers {transformers.__version__} has no {name} yet")
     cls = getattr(transformers, name)
     tokens = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model = cls(cls.config_class(**{**tokens, **{**MODELS, **REFUSED}[name], **options}))
+    model = cls(cls.config_class(**{**tokens, **{**MODELS, **REFUSED, **OTHERS}[name], **options}))
     return disturbed(model).to(dtype).train()
 
 

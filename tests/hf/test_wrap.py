@@ -437,11 +437,6 @@ def test_a_scan_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPatc
 WINDOWED = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
 LONG = {**WINDOWED, "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
 OPTIONS_REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "set config.output_router_logits to False": ("Qwen3MoeForCausalLM", {"output_router_logits": True}),
-    "z_loss_coefficient is on, and that loss is no sum over chunks; set it to 0": (
-        "BambaForCausalLM",
-        {"z_loss_coefficient": 1e-3},
-    ),
     "rope_type 'dynamic'": (
         "LlamaForCausalLM",
         {"rope_parameters": {**WINDOWED, "rope_type": "dynamic"}},

@@ -1,0 +1,87 @@
+"""The load-balancing loss of a model's routers (Fedus et al. 2021, equations 4 to 6): the number of experts
+times the sum over them of the share of tokens that each is given by its mean probability, over the tokens of
+all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+from adjoint.engine.first_use import alike, some_numbers
+from adjoint.engine.sums import Sum
+from adjoint.hf import check
+from adjoint.hf.head import Output, own_output
+from adjoint.hf.layers import backbone_of
+from adjoint.kernels.checks import accumulate_dtype
+
+COUNTED = "attention_mask"  # of a chunk's inputs, (batch, tokens): the tokens that count
+
+
+class Balance(Sum):
+    """What experts are given and how probable they are, (2, experts), summed over tokens and layers."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.top_k: int = model.num_experts_per_tok
+
+    def of(self, router_logits: Sequence[Tensor], counted: Tensor | None) -> Tensor:
+        """The sums of a chunk, whose router logits are (tokens, experts) in each layer."""
+        sums: Any = 0
+        for logits in router_logits:
+            p = F.softmax(logits.flatten(0, -2), dim=-1)
+            picked = p.topk(self.top_k, dim=-1).indices.flatten()
+            p = p.to(accumulate_dtype(p.dtype))
+            weights = p.new_ones(len(p)) if counted is None else counted.flatten().to(p)
+            given = p.new_zeros(p.shape[1]).index_add_(0, picked, weights.repeat_interleave(self.top_k))
+            sums = sums + torch.stack([given, weights @ p])
+        return sums
+
+    def loss(self, total: Tensor) -> Tensor:
+        """What the whole's sums give."""
+        given, p = total
+        tokens = given.sum() / self.top_k
+        return len(p) * (given.detach() * p).sum() / tokens.detach() ** 2
+
+
+@torch.no_grad()
+def coefficient(model: Any) -> float:
+    """What a model multiplies its routers' loss by. Seen by giving its forward some logits of routers, and no
+    labels that count.
+
+    Raises:
+        Refused: it is another loss than this one.
+    """
+    weight = model.get_output_embeddings().weight
+    hidden, mask = some_numbers(1, 5, weight.shape[1]).to(weight), weight.new_ones(1, 5, dtype=torch.int64)
+    mask[:, 3:] = 0
+    try:
+        logits = some_numbers(2, 5, model.num_experts).to(weight)
+        found = own_output(
+            model,
+            Output(last_hidden_state=hidden, router_logits=tuple(logits)),
+            attention_mask=mask,
+            labels=torch.full_like(mask, -100),
+            num_items_in_batch=1,
+            output_router_logits=True,
+        )
+        balance = Balance(model)
+        expected = balance.loss(balance.of(tuple(logits), mask))
+        same = alike(found.aux_loss, expected)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        same = False
+    if not same:
+        check.refuse(
+            model,
+            "its routers' loss is not the usual load-balancing loss; set output_router_logits to False",
+        )
+    return float(found.loss / found.aux_loss)
+
+
+def record(model: Any) -> None:
+    """Has transformers put its hooks on the routers now and not at the first call, as a hook is a change."""
+    maybe_install_capturing_hooks(backbone_of(model))

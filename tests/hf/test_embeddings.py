@@ -1,0 +1,134 @@
+"""Embeddings instead of ids: loss, gradients and the embeddings' own gradient, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adjoint
+from tests.hf.hf_models import (
+    assert_exact,
+    current_gradients,
+    loss_and_gradients,
+    make,
+    make_batch,
+    one_line,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread", "double")
+
+LLAMA, BAMBA, QWEN = "LlamaForCausalLM", "BambaForCausalLM", "Qwen3_5ForCausalLM"
+EXACT = adjoint.Exact(chunk_size=8)
+BATCH = make_batch(29)
+IDS = BATCH.pop("input_ids")
+LEFT = {"attention_mask": torch.ones_like(IDS).index_fill(1, torch.arange(6), 0)}
+LEFT["labels"] = IDS.masked_fill(LEFT["attention_mask"].roll(1, dims=1) == 0, -100)
+ROWS = torch.cat([torch.arange(11), torch.arange(18)])[None].expand(2, -1)
+
+Call = Callable[[Any, Tensor], Tensor]
+
+
+def labelled(**given: Any) -> Call:
+    return lambda model, embeds: model(inputs_embeds=embeds, **{**BATCH, **given}).loss
+
+
+def above_the_backbone(model: Any, embeds: Tensor) -> Tensor:
+    weight = torch.randn(embeds.shape, dtype=embeds.dtype, generator=torch.Generator().manual_seed(5))
+    return (model.base_model(inputs_embeds=embeds)[0] * weight).sum()
+
+
+def frozen(model: Any, embeds: Tensor) -> Tensor:
+    model.requires_grad_(False)
+    return labelled()(model, embeds)
+
+
+def by_documents(model: Any, embeds: Tensor) -> Tensor:
+    """What the untouched model makes of packed documents, it makes of each by itself."""
+    labels = IDS.index_fill(1, torch.tensor([11]), -100)
+    if "_adjoint" in vars(model):
+        return model(inputs_embeds=embeds, labels=labels, position_ids=ROWS).loss
+    pieces = zip(embeds.split([11, 18], dim=1), labels.split([11, 18], dim=1), strict=True)
+    losses = [model(inputs_embeds=e, labels=i, num_items_in_batch=54).loss for e, i in pieces]
+    return losses[0] + losses[1]
+
+
+CASES: list[tuple[str, Any, Call]] = [
+    *(
+        (name, EXACT, labelled())
+        for name in (LLAMA, "Mamba2ForCausalLM", BAMBA, QWEN, "Qwen3NextForCausalLM")
+    ),
+    (BAMBA, adjoint.Truncated(64, chunk_size=8), labelled()),
+    (QWEN, adjoint.Exact(chunk_size=5, keep="inputs", recompute="full"), labelled()),
+    (LLAMA, adjoint.Exact(memory="1GB"), labelled(num_items_in_batch=7)),
+    (LLAMA, adjoint.MiniSequence(), labelled()),
+    (BAMBA, EXACT, labelled(**LEFT)),
+    (BAMBA, EXACT, by_documents),
+    (BAMBA, EXACT, frozen),
+    (LLAMA, EXACT, above_the_backbone),
+    (BAMBA, EXACT, above_the_backbone),
+]
+
+
+@pytest.mark.parametrize(("name", "method", "call"), CASES)
+def test_embeddings_have_the_models_own_gradient(name: str, method: Any, call: Call) -> None:
+    found = []
+    for wrapped in (True, False):
+        model = adjoint.wrap(make(name), method) if wrapped else make(name)
+        embeds = torch.randn(2, 29, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        embeds.requires_grad_()
+        loss = call(model, embeds)
+        loss.backward()
+        assert embeds.grad is not None
+        found.append((loss.detach(), {**current_gradients(model), "embeddings": embeds.grad}))
+    assert_exact(*found)
+
+
+@pytest.mark.parametrize("name", [LLAMA, BAMBA])
+def test_prompt_tuning(name: str) -> None:
+    peft = pytest.importorskip("peft")
+    found = []
+    for wrapped in (True, False):
+        model = adjoint.wrap(make(name), EXACT) if wrapped else make(name)
+        torch.manual_seed(1)
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+        found.append(loss_and_gradients(peft.get_peft_model(model, config), input_ids=IDS, **BATCH))
+    assert_exact(*found)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "a call has either input_ids or inputs_embeds, one of them": {"input_ids": IDS},
+    "a call has either input_ids or inputs_embeds": {"inputs_embeds": None},
+    "inputs_embeds must be (batch, seqlen, 24) floating point numbers, got torch.float64 (2, 29, 23)": {
+        "inputs_embeds": torch.zeros(2, 29, 23, dtype=torch.float64)
+    },
+    "labels must be whole numbers of input_ids' shape (2, 29)": {"labels": IDS[:, 1:]},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_refused_of_embeddings(message: str) -> None:
+    model = adjoint.wrap(make(LLAMA), EXACT)
+    with one_line(message):
+        model(**{**BATCH, "inputs_embeds": torch.zeros(2, 29, 24), **REFUSED[message]})
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        ("ErnieForCausalLM", ["task_type_ids"]),
+        ("RoCBertForCausalLM", ["input_shape_ids", "input_pronunciation_ids"]),
+    ],
+)
+def test_other_inputs_with_a_value_per_token(name: str, inputs: list[str]) -> None:
+    """Dropout is off."""
+    draw = torch.Generator().manual_seed(2)
+    given = {n: torch.randint(3, IDS.shape, generator=draw) for n in inputs}
+    models = [make(name).eval() for _ in range(2)]
+    adjoint.wrap(models[0], EXACT)
+    found = [loss_and_gradients(model, input_ids=IDS, **BATCH, **given) for model in models]
+    assert_exact(*found)
+    assert abs(found[0][0] - models[0](input_ids=IDS, **BATCH).loss) > 1e-6

@@ -1,0 +1,129 @@
+"""Losses beside the labels' cross-entropy: of routers over the whole sequence, and of the logits' sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint.hf import router
+from tests.hf.hf_models import assert_exact, current_gradients, make, make_batch, one_line
+
+pytestmark = pytest.mark.usefixtures("one_thread", "double")
+
+EXACT = adjoint.Exact(chunk_size=8)
+BATCH = make_batch(29)
+WITHOUT_MASK = {name: given for name, given in BATCH.items() if name != "attention_mask"}
+LEFT = torch.ones_like(BATCH["labels"])
+LEFT[1, :6] = 0
+PADDED_LEFT = {
+    **BATCH,
+    "attention_mask": LEFT,
+    "labels": BATCH["labels"].masked_fill(LEFT.roll(1, 1) == 0, -100),
+}
+MIXTRAL, QWEN, BAMBA = "MixtralForCausalLM", "Qwen3MoeForCausalLM", "BambaForCausalLM"
+
+
+def results(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of the loss, and of that of the routers once more: it may be a part of another loss too."""
+    model.zero_grad()
+    out = model(**inputs)
+    loss = out.loss if out.get("aux_loss") is None else out.loss + 0.3 * out.aux_loss
+    loss.backward()
+    return loss.detach(), current_gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "inputs"),
+    [
+        *((n, EXACT, BATCH) for n in (MIXTRAL, QWEN, "GptOssForCausalLM", "JetMoeForCausalLM")),
+        ("GraniteMoeHybridForCausalLM", EXACT, WITHOUT_MASK),
+        ("Qwen3NextForCausalLM", adjoint.Truncated(64, chunk_size=5), WITHOUT_MASK),
+        (MIXTRAL, adjoint.Exact(chunk_size=8, keep="inputs", recompute="full"), WITHOUT_MASK),
+        (QWEN, adjoint.Exact(chunk_size=8, memory="1GB"), {**BATCH, "num_items_in_batch": 7}),
+        (QWEN, EXACT, PADDED_LEFT),
+    ],
+)
+def test_the_routers_loss(name: str, method: Any, inputs: dict[str, Any]) -> None:
+    model, plain = make(name), make(name)
+    adjoint.wrap(model, method)
+    on = {**inputs, "output_router_logits": True}
+    expected = results(plain, **on)
+    assert_exact(results(model, **on), expected)
+    with torch.no_grad():
+        out, wanted = model(**on), plain(**on)
+    assert out.router_logits is None
+    assert torch.stack([out.loss, out.aux_loss]).allclose(torch.stack([wanted.loss, wanted.aux_loss]))
+    assert torch.stack(model(**on, return_dict=False)).allclose(torch.stack([out.loss, out.aux_loss]))
+    without = results(plain, **inputs)
+    assert abs(without[0] - expected[0]) > 1e-3
+    assert_exact(results(model, **inputs), without)
+
+
+def test_the_routers_loss_by_configuration() -> None:
+    model = make(MIXTRAL, output_router_logits=True, router_aux_loss_coef=0.5)
+    plain = make(MIXTRAL, output_router_logits=True, router_aux_loss_coef=0.5)
+    adjoint.wrap(model, EXACT)
+    assert_exact(results(model, **BATCH), results(plain, **BATCH))
+    off = {**BATCH, "output_router_logits": False}
+    assert_exact(results(model, **off), results(plain, **off))
+
+
+@pytest.mark.parametrize("counted", [{}, {"num_items_in_batch": torch.tensor(7)}])
+def test_a_z_loss(counted: dict[str, Any]) -> None:
+    model, plain = (make(BAMBA, z_loss_coefficient=0.1) for _ in range(2))
+    adjoint.wrap(model, EXACT)
+    expected = results(plain, **WITHOUT_MASK, **counted)
+    assert_exact(results(model, **WITHOUT_MASK, **counted), expected)
+    assert abs(results(make(BAMBA), **WITHOUT_MASK, **counted)[0] - expected[0]) > 0.1
+
+
+def other_loss(model: Any) -> None:
+    """Beside the usual one, by a thousandth of it: its coefficient would hide that."""
+    forward = type(model).forward
+
+    class Other(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = forward(self, *args, **kwargs)
+            out.aux_loss = 1.01 * out.aux_loss
+            return out
+
+    model.__class__ = Other
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
+    "its routers' loss is not the usual load-balancing loss": (MIXTRAL, {}, BATCH, EXACT),
+    "output_router_logits adds a loss of the whole sequence's routing": (
+        MIXTRAL,
+        {},
+        {"input_ids": BATCH["input_ids"]},
+        EXACT,
+    ),
+    "which Exact and Truncated make where labels are given": (MIXTRAL, {}, BATCH, adjoint.MiniSequence()),
+    "z_loss_coefficient is on, and its loss counts padded tokens": (
+        BAMBA,
+        {"z_loss_coefficient": 0.1},
+        BATCH,
+        EXACT,
+    ),
+    "router_z_loss_coef is on, and that loss is not known here": (
+        MIXTRAL,
+        {"router_z_loss_coef": 0.1},
+        BATCH,
+        EXACT,
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_losses_that_are_refused(message: str) -> None:
+    name, options, inputs, method = REFUSED[message]
+    model = make(name, **options)
+    if "not the usual" in message:
+        other_loss(model)
+    with one_line(message):
+        adjoint.wrap(model, method)(**inputs, **({"output_router_logits": True} if name == MIXTRAL else {}))
+    assert router.COUNTED not in options
