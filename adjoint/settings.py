@@ -101,6 +101,11 @@ def read_value(value: Any, hint: Any) -> Any:
             return value
         elif origin is types.NoneType and value in (None, "null"):
             return None
+        elif isinstance(origin, type) and dataclasses.is_dataclass(origin):
+            if isinstance(value, origin):
+                return value
+            if isinstance(value, dict):
+                return origin(**value)
     raise ValueError(f"expected {in_words(hint)}, got {'null' if value is None else repr(value)}")
 
 

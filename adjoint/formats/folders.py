@@ -74,6 +74,7 @@ def checkpoint_config(checkpoint: Path) -> StackConfig:
         given = dict(read_trainer(checkpoint)["config"]["model"])
         if given.pop("from_pretrained", None) is not None:
             raise ValueError("it is of a Hugging Face model")
+        given.pop("lora", None)
         return StackConfig(**given)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(

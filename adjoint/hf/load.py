@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjoint.errors import UserError
 from adjoint.files import flush
@@ -18,6 +18,8 @@ from adjoint.hf.split import Pretrained, examine
 from adjoint.hf.wrap import unwrap, wrap
 
 KEY = "model.from_pretrained"
+# Modules without an adapter where none are named: transformers or a fused kernel reads their weight past it.
+_UNADAPTED = {"out_proj", "dt_proj"}
 
 
 def configuration(directory: str) -> Any:
@@ -48,8 +50,11 @@ def sizes(directory: str) -> dict[str, int]:
     return {ours: getattr(config, theirs) for ours, theirs in names.items()}
 
 
-def load(directory: str, method: Any) -> Any:
+def load(directory: str, method: Any, lora: Mapping[str, Any] | None = None) -> Any:
     """The model of a folder, in float32, wrapped.
+
+    Args:
+        lora: settings of `model.lora`, for a model with adapters.
 
     Raises:
         UserError: it is no causal LM that transformers knows, lacks weights, or cannot be wrapped.
@@ -66,7 +71,38 @@ def load(directory: str, method: Any) -> Any:
                 f"{len(lacking)} weights of {type(model).__name__} are not there or of another shape, such "
                 f"as {lacking[0]}; name a folder that save_pretrained wrote of it"
             )
-        return wrap(model, method)
+        wrapped = wrap(model, method)
+    return wrapped if lora is None else _adapted(wrapped, lora)
+
+
+def _adapted(model: Any, lora: Mapping[str, Any]) -> Any:
+    """A model with adapters, the rest of it frozen."""
+    try:
+        import peft
+    except ImportError:
+        raise UserError("model.lora: adapters are PEFT's, which is not installed; pip install peft") from None
+    targets, rank = lora["target_modules"], lora["rank"]
+    settings = {"r": rank, "lora_alpha": lora["alpha"] or 2 * rank, "lora_dropout": lora["dropout"]}
+    settings["target_modules"] = _linear_maps(model) if targets is None else targets
+    try:
+        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+        if any(type(module).__name__ == "ParamWrapper" for module in adapted.modules()):
+            raise ValueError("PEFT changes the weights of experts in the forward; name other modules")
+    except ValueError as error:
+        raise UserError(f"model.lora.target_modules: {' '.join(str(error).split())}") from None
+    return adapted
+
+
+def _linear_maps(model: Any) -> list[str]:
+    """The modules that get an adapter where none are named."""
+    modules, head = dict(model.named_modules()), model.get_output_embeddings()
+    left_out = set(_UNADAPTED)
+    if any(name.endswith(".experts") for name in modules):  # whose own these names stand for too
+        left_out |= {"gate", "gate_proj", "up_proj", "down_proj"}
+    linear = [
+        name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head
+    ]
+    return [name for name in linear if name.rpartition(".")[2] not in left_out]
 
 
 def described(directory: str, method: Any, folder: Path | None) -> Pretrained:

@@ -17,7 +17,8 @@ from adjoint.files import flush, unfinished_path
 from adjoint.formats import FORMATS
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
-from adjoint.train.checkpoint import write_file
+from adjoint.methods import Backprop
+from adjoint.train.checkpoint import trained_model, write_file
 from adjoint.train.flags import Flags
 from adjoint.train.rundir import find_checkpoint
 
@@ -69,7 +70,7 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
         if source is None:
             told = _write(work, layout, *FORMATS[layout].convert(*from_checkpoint(checkpoint)))
         else:
-            told = _write_pretrained(work, source, checkpoint)
+            told = _write_pretrained(work, checkpoint)
         told += _write_tokenizer(work, trained.get("data", {}).get("tokenizer"))
         flush(work)
         os.replace(work, folder)  # of an empty folder too, and of nothing else
@@ -80,15 +81,11 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
     return told
 
 
-def _write_pretrained(work: Path, source: str, checkpoint: Path) -> str:
+def _write_pretrained(work: Path, checkpoint: Path) -> str:
     """A run of a Hugging Face model: its own `save_pretrained`, with the run's weights."""
-    from adjoint.hf.load import load
     from adjoint.hf.wrap import unwrap
-    from adjoint.methods import Backprop
-    from adjoint.train.checkpoint import load_checkpoint
 
-    model = unwrap(load(source, Backprop()))
-    load_checkpoint(checkpoint, model, verify=False)
+    model = unwrap(trained_model(checkpoint, Backprop()))
     model.save_pretrained(work)
     for file in work.iterdir():
         flush(file)

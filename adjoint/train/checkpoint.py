@@ -94,13 +94,15 @@ def model_files(
     """What `save_checkpoint` writes of a model in one process.
 
     Args:
-        model: its ``state_dict`` is saved; tensors that are shared (a tied head) once.
+        model: its ``state_dict`` is saved; tensors that are shared (a tied head) once; of a model with
+            adapters what is trained.
         optimizer: its per-parameter state is saved by the parameter's name; None saves none.
         states: recurrent states that the next batch goes on from, by name.
     """
 
     def write(folder: Path) -> dict[str, dict[str, Any]]:
         own = model.state_dict(keep_vars=True)
+        own = {name: tensor for name, tensor in own.items() if not _is_the_folders(model, tensor)}
         first_names = {id(tensor): name for name, tensor in reversed(own.items())}
         contents: dict[str, Mapping[str, torch.Tensor]] = {
             "model": {name: own[name] for name in first_names.values()},
@@ -159,6 +161,17 @@ def load_checkpoint(
         load_optimizer(optimizer, {name: stored.of(name) for name in names}, dict(model.named_parameters()))
     rng = torch.load(path / "rng.pt", weights_only=True, map_location="cpu")
     return trainer, rng
+
+
+def trained_model(checkpoint: Path, method: Any) -> Any:
+    """The transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are merged
+    into its weights."""
+    from adjoint.hf.load import load
+
+    given = read_trainer(checkpoint)["config"]["model"]
+    model = load(given["from_pretrained"], method, given.get("lora"))
+    load_checkpoint(checkpoint, model, verify=False)
+    return model.merge_and_unload() if given.get("lora") else model
 
 
 def check_config(path: Path, config: dict[str, Any]) -> None:
@@ -224,7 +237,7 @@ def _load_weights(path: Path, model: nn.Module) -> None:
     """Fill a model. Of a tensor with several names, as a tied table has, the checkpoint needs only one."""
     stored, own = Tensors(path, "model"), model.state_dict(keep_vars=True)
     given = {id(own[name]) for name in own if name in stored.where}
-    missing = {name for name, tensor in own.items() if id(tensor) not in given}
+    missing = {n for n, t in own.items() if id(t) not in given and not _is_the_folders(model, t)}
     differing = sorted(missing | (stored.where.keys() - own.keys()))
     try:
         if differing:
@@ -235,6 +248,11 @@ def _load_weights(path: Path, model: nn.Module) -> None:
         raise UserError(
             f"{path}: its weights do not fit this model ({reason}); resume with its own config"
         ) from None
+
+
+def _is_the_folders(model: nn.Module, tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a model with adapters is as it was read from the model's folder."""
+    return hasattr(model, "peft_config") and not tensor.requires_grad
 
 
 def _remove(path: Path) -> None:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from adjoint.data.batches import DataConfig
 from adjoint.data.tokenizer import tokenizer_in
@@ -65,7 +65,8 @@ class TrainingConfig:
         seed: seed of the initial weights, of the order of the data and of the samples.
         optimizer: "adamw"; "adamw8bit", whose moments take 2 bytes a weight instead of 8 (torchao); or "muon"
             for the projections' matrices with AdamW for the rest.
-        lr: highest learning rate, reached after the warm-up; 2e-5 by default with model.from_pretrained.
+        lr: highest learning rate, reached after the warm-up; by default 2e-5 with model.from_pretrained, 2e-4
+            with model.lora.
         schedule: of the learning rate after the warm-up: "cosine" or "linear" fall to min_lr; "constant"
             stays; "wsd" (warm-up, stable, decay) stays, and falls to min_lr in the last decay_steps.
         min_lr: learning rate at the last step; null is a tenth of lr.
@@ -225,6 +226,28 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of low rank, by PEFT: they are trained, the model's own weights are not (Hu et al. 2021).
+
+    Args:
+        rank: of each adapter; with any model.lora key there are adapters.
+        alpha: an adapter's output is multiplied by alpha / rank; null is twice the rank.
+        dropout: of an adapter's input.
+        target_modules: modules that get one, as PEFT takes them: names, a pattern or "all-linear"; null is
+            every linear map but the head, the MLPs of models with experts, and dt_proj and out_proj, whose
+            weights are read past an adapter.
+    """
+
+    rank: Positive = 8
+    alpha: PositiveNumber | None = None
+    dropout: Annotated[float, Must("a number in [0, 1)", lambda x: 0 <= x < 1)] = 0.0
+    target_modules: str | list[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields("model.lora", self)
+
+
+@dataclass(frozen=True)
 class ModelConfig(StackConfig):
     """The model that is trained.
 
@@ -234,6 +257,14 @@ class ModelConfig(StackConfig):
     """
 
     from_pretrained: str | None = None
+    lora: LoraConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora is not None and self.from_pretrained is None:
+            raise UserError(
+                "model.lora: adapters are of a model that is given; name it by model.from_pretrained"
+            )
 
 
 def default_model() -> ModelConfig:
@@ -354,10 +385,14 @@ def _documented(cls: type, defaults: object) -> dict[str, Key]:
         arguments = inspect.cleandoc(parent.__doc__ or "").partition("Args:\n")[2]
         for names, text in re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {5}.*)*)", arguments, re.MULTILINE):
             texts |= dict.fromkeys(names.split(", "), " ".join(text.split()))  # several keys may share a text
-    return {
-        name: Key(hint, getattr(defaults, name, None), texts.get(name, ""))
-        for name, hint in hints_of(cls).items()
-    }
+    keys: dict[str, Key] = {}
+    for name, hint in hints_of(cls).items():
+        inner = next((t for t in get_args(hint) if isinstance(t, type) and dataclasses.is_dataclass(t)), None)
+        if inner is None:
+            keys[name] = Key(hint, getattr(defaults, name, None), texts.get(name, ""))
+        else:
+            keys |= {f"{name}.{key}": value for key, value in _documented(inner, inner()).items()}
+    return keys
 
 
 def _parser(prog: str) -> Flags:
@@ -414,7 +449,12 @@ def _file_values(path: str | None) -> Iterator[tuple[str, Any]]:
         if section not in vars(Config()):
             yield str(section), content
         elif isinstance(content, dict):
-            yield from ((f"{section}.{key}", value) for key, value in content.items())
+            for key, value in content.items():
+                name = f"{section}.{key}"
+                if isinstance(value, dict):
+                    yield from ((f"{name}.{inner}", each) for inner, each in value.items())
+                elif value is not None or not any(known.startswith(f"{name}.") for known in known_keys()):
+                    yield name, value
         else:
             raise UserError(
                 f"{path}: {section} is a section; write its keys indented below it, or leave it out"
@@ -425,13 +465,14 @@ def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     """The sizes of a Hugging Face model; what is given besides must agree with them."""
     from adjoint.hf.load import sizes
 
-    own: dict[str, Any] = sizes(given["from_pretrained"])
+    ours = {key: given.pop(key) for key in ("from_pretrained", "lora") if key in given}
+    own: dict[str, Any] = sizes(ours["from_pretrained"])
     for key, value in given.items():
-        if value != own.get(key, getattr(default, key) if key != "from_pretrained" else value):
+        if value != own.get(key, getattr(default, key)):
             raise UserError(
                 f"model.{key}: {value} was given, and comes with model.from_pretrained; leave it out"
             )
-    return dataclasses.replace(default, from_pretrained=given["from_pretrained"], **own)
+    return dataclasses.replace(default, **ours, **own)
 
 
 def _unknown(name: str, where: str) -> UserError:
@@ -465,12 +506,12 @@ def _method(name: str, given: dict[str, Any]) -> Any:
         raise UserError(f"method ({name}): {error}") from error
 
 
-def _for_fine_tuning(section: str, default: Any, directory: str) -> Any:
+def _for_fine_tuning(section: str, default: Any, model: ModelConfig) -> Any:
     """The defaults of a section where a model is given to go on from."""
     if section == "training":
-        return dataclasses.replace(default, **FINE_TUNING)
+        return dataclasses.replace(default, **(FINE_TUNING | ({"lr": 2e-4} if model.lora else {})))
     if section == "data":
-        return dataclasses.replace(default, tokenizer=tokenizer_in(directory))
+        return dataclasses.replace(default, tokenizer=tokenizer_in(str(model.from_pretrained)))
     return default
 
 
@@ -480,6 +521,9 @@ def _build(values: dict[str, Any]) -> Config:
     for section, default in vars(Config()).items():
         own = f"{section}."
         given = {key.removeprefix(own): value for key, value in values.items() if key.startswith(own)}
+        for key in [key for key in given if "." in key]:
+            outer, _, inner = key.partition(".")
+            given.setdefault(outer, {})[inner] = given.pop(key)
         try:
             if section == "method":
                 sections[section] = _method(given.pop("name", default.name), given)
@@ -487,7 +531,7 @@ def _build(values: dict[str, Any]) -> Config:
                 sections[section] = _pretrained(default, given)
             else:
                 if values.get("model.from_pretrained"):
-                    default = _for_fine_tuning(section, default, values["model.from_pretrained"])
+                    default = _for_fine_tuning(section, default, sections["model"])
                 sections[section] = dataclasses.replace(default, **given)
         except ValueError as error:
             text = str(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-_LORA = "LoRA goes by PEFT in a loop of your own: examples/peft_lora.py"
 _PACKED = 'documents are always packed; data.documents "packed" keeps them apart'
 _PRECISION = "here it is training.precision bfloat16"
 _MEMORY = "activations are recomputed by the method; see method.recompute"
@@ -12,7 +11,7 @@ ELSEWHERE = {
     "adam_beta1": "training.betas",
     "adam_beta2": "training.betas",
     "adam_epsilon": "training.eps",
-    "adapter": _LORA,
+    "adapter": "adapters are those of model.lora.rank",
     "base_model": "model.from_pretrained",
     "batch_size": "data.batch",
     "beta1": "training.betas",
@@ -40,10 +39,11 @@ ELSEWHERE = {
     "load_in_4bit": "weights are trained in full precision; leave it out",
     "load_in_8bit": "weights are trained in full precision; leave it out",
     "logging_steps": "training.log_every",
-    "lora_alpha": _LORA,
-    "lora_dropout": _LORA,
-    "lora_r": _LORA,
-    "lora_target_modules": _LORA,
+    "lora_alpha": "model.lora.alpha",
+    "lora_dropout": "model.lora.dropout",
+    "lora_r": "model.lora.rank",
+    "lora_target_linear": "model.lora.target_modules",
+    "lora_target_modules": "model.lora.target_modules",
     "lr_scheduler": "training.schedule",
     "lr_scheduler_type": "training.schedule",
     "max_grad_norm": "training.grad_clip",
@@ -74,7 +74,7 @@ ELSEWHERE = {
     "tokenizer_name": "data.tokenizer",
     "tokenizer_name_or_path": "data.tokenizer",
     "train_file": "data.path",
-    "use_peft": _LORA,
+    "use_peft": "adapters are those of model.lora.rank",
     "val_set_size": "data.eval_fraction",
     "warmup_ratio": "training.warmup_steps",
     "warmup_steps": "training.warmup_steps",

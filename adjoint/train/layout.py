@@ -183,13 +183,16 @@ class Layout:
                 f"most {chunks} workers"
             )
 
-    def check_run(self, method: Any, carry_state: str, packed: bool) -> None:
+    def check_run(self, method: Any, carry_state: str, packed: bool, adapters: bool = False) -> None:
         """Raises a UserError for what only one process can do.
 
         Args:
             carry_state: as ``training.carry_state``.
             packed: whether several documents of a pretrained model lie in a row.
+            adapters: whether the model has some (``model.lora``).
         """
+        if adapters:
+            raise UserError("model.lora: adapters are for one process; set cluster.shards to 0")
         if getattr(method, "memory", None) is not None:
             raise UserError(
                 "method.memory: a budget is for one process, shards keep one chunk each; leave it out, or "

@@ -40,7 +40,7 @@ def parameter_groups(
             or getattr(parameter, "_no_weight_decay", False)
             or id(parameter) in embeddings
         )
-        if id(parameter) not in left_out:
+        if id(parameter) not in left_out and parameter.requires_grad:
             groups[spared].append(parameter)
     return [{"params": groups[0], "weight_decay": weight_decay}, {"params": groups[1], "weight_decay": 0.0}]
 

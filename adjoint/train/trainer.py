@@ -6,6 +6,7 @@ import dataclasses
 import math
 import shlex
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,8 @@ class Trainer:
             from adjoint.hf.load import load
 
             self._check_carried(None)
-            self.model = load(self.config.model.from_pretrained, self.method).to(self.device, dtype)
+            lora = self.config.to_dict()["model"]["lora"]
+            self.model = load(self.config.model.from_pretrained, self.method, lora).to(self.device, dtype)
         self.optimizer = make_optimizer(self.model, self.settings)
         self.num_parameters = self.model.num_parameters()
 
@@ -211,6 +213,8 @@ class Trainer:
 
     def _update(self, step: int) -> float:
         """Clip the gradients and step; the gradient's norm before that."""
+        if self.config.model.lora is not None and not self.folder.rows:
+            self._warn_of_idle_adapters()
         # clip_grad_norm_ measures the norm whatever it clips to
         limit = self.settings.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
@@ -218,6 +222,15 @@ class Trainer:
             self._diverged("gradient norm", norm, step)
         take_step(self.optimizer, learning_rate(step, self.settings))
         return norm
+
+    def _warn_of_idle_adapters(self) -> None:
+        ends = [(n, p.grad) for n, p in self.model.named_parameters() if p.requires_grad and "lora_B" in n]
+        if idle := [name for name, gradient in ends if gradient is None or not gradient.any()]:
+            warnings.warn(
+                f"model.lora.target_modules: {len(idle)} adapters have no gradient, such as "
+                f"{idle[0].partition('.lora_B')[0]}, whose weight the model reads past them; leave them out",
+                stacklevel=2,
+            )
 
     def _loss_of(self, ids: torch.Tensor) -> float:
         """The mean loss of a batch, without gradients."""
@@ -382,7 +395,10 @@ class Trainer:
             f"{settings.lowest:g}, warm-up {settings.warmup} steps), weight decay {settings.weight_decay:g}",
             flush=True,
         )
-        pretrained = self.config.model.from_pretrained
+        pretrained, lora = self.config.model.from_pretrained, self.config.model.lora
+        if lora is not None:
+            trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+            print(f"adapters: of rank {lora.rank}, {trained:,} parameters; the model's own are not trained")
         if pretrained is not None and self.config.data.tokenizer is None:
             print(f"note: {pretrained} has no tokenizer: the text is read as bytes (--data.tokenizer)")
         if self.precision == "bfloat16" and self.device.type == "cpu":

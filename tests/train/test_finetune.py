@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cli import main
 from adjoint.train.config import load_config
 from tests.training_helpers import SENTENCE, metrics, tiny, train_tiny
@@ -111,3 +112,61 @@ def test_a_folder_without_a_tokenizer(base: Path, tmp_path: Path, capsys: pytest
     assert "has no tokenizer, and 600 tokens are no bytes" in capsys.readouterr().err
     assert train_tiny(tmp_path, **flags, data__tokenizer="byte") == 0
     assert len(metrics(tmp_path / "bytes")) == 1
+
+
+LORA = {"model__lora__rank": 4, "model__lora__dropout": 0.1, "training__lr": 1e-2}
+
+
+def test_adapters_train_resume_bitwise_and_are_merged(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    flags = options(base, **LORA, training__steps=6, data__seqlen=32)
+    assert train_tiny(tmp_path, **flags) == 0
+    written = load_config(["--config", str(tmp_path / "run" / "config.yaml")])
+    assert written.model == load_config(tiny(tmp_path, **flags)[1:]).model
+    first, last = list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert train_tiny(tmp_path, **flags, run__dir=tmp_path / "again", run__resume=first) == 0
+    for file in last.glob("*.safetensors"):
+        assert (tmp_path / "again" / "checkpoints" / last.name / file.name).read_bytes() == file.read_bytes()
+    stored = Tensors(last, "model")
+    assert {name.rpartition(".lora_")[2] for name in stored.where} == {"A.default.weight", "B.default.weight"}
+    assert all(stored[name].norm() > 0 for name in stored.where)
+    rows = metrics(tmp_path / "run")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
+    before, merged = (transformers.AutoModelForCausalLM.from_pretrained(f) for f in (base, tmp_path / "out"))
+    for name, weight in merged.named_parameters():
+        own = name.removesuffix(".weight")
+        change = torch.zeros_like(weight)
+        if f"base_model.model.{own}.lora_A.default.weight" in stored.where:
+            a, b = (stored[f"base_model.model.{own}.lora_{k}.default.weight"] for k in "AB")
+            change = b @ a * 2
+        torch.testing.assert_close(weight, before.get_parameter(name) + change)
+
+
+def test_adapters_without_a_gradient_are_told_of(tmp_path: Path) -> None:
+    """Transformers reads the weight of Mamba's dt_proj past them."""
+    pytest.importorskip("peft")
+    config = transformers.MambaConfig(vocab_size=256, hidden_size=16, num_hidden_layers=2, state_size=4)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    flags = options(tmp_path / "mamba", **LORA, training__steps=1, training__sample_tokens=0)
+    with pytest.warns(UserWarning, match=r"2 adapters have no gradient, such as .*layers\.0\.mixer\.dt_proj"):
+        assert train_tiny(tmp_path, **flags, model__lora__target_modules="[in_proj, dt_proj]") == 0
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ({"cluster__shards": 1}, "model.lora: adapters are for one process"),
+        ({"model__lora__target_modules": "nothing"}, "model.lora.target_modules: "),
+        ({"model__lora__rank": 0}, "--model.lora.rank: expected a whole number (1 or more)"),
+        ({"model__from_pretrained": "null"}, "model.lora: adapters are of a model that is given"),
+        ({"model__lora__r": 3}, "did you mean model.lora.rank?"),
+    ],
+)
+def test_adapters_that_are_refused(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, Any], said: str
+) -> None:
+    pytest.importorskip("peft")
+    assert train_tiny(tmp_path, **options(base, **{**LORA, **flags})) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert said in error[-1]

@@ -20,6 +20,7 @@ from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
 from adjoint.stack import Stack
 from adjoint.tools.eval import needles, positions
+from adjoint.train.checkpoint import trained_model
 from adjoint.train.config import Precision
 from adjoint.train.flags import Flags, comma_list, reads
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
@@ -140,11 +141,7 @@ def load(run: str, device: torch.device, precision: str) -> Loaded:
     if source is None:
         model = Stack.from_pretrained(checkpoint)
     else:
-        from adjoint.hf.load import load as load_pretrained
-        from adjoint.train.checkpoint import load_checkpoint
-
-        model = load_pretrained(source, Exact()).eval()
-        load_checkpoint(checkpoint, model, verify=False)
+        model = trained_model(checkpoint, Exact()).eval()
     return Loaded(model.to(device, dtype), data, checkpoint.parent.parent / "eval")
 
 

@@ -113,6 +113,8 @@ def task_of(given: argparse.Namespace, config: Config) -> Task:
     if config.model.from_pretrained is not None:
         from adjoint.plan.pretrained import outlined
 
+        if config.model.lora is not None:
+            raise UserError("model.lora: plans are of runs that train all weights; leave it out")
         if given.measure:
             raise UserError("--measure: times layers of a Stack; leave it out with model.from_pretrained")
         model = outlined(config.model.from_pretrained)
