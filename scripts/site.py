@@ -1,4 +1,4 @@
-"""The hooks of mkdocs.yml: the README is the first page, and links out of docs/ become the paths they lead to."""
+"""The hooks of mkdocs.yml: the README is the first page; links out of docs/ become the paths they lead to."""
 
 from __future__ import annotations
 
