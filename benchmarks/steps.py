@@ -75,8 +75,9 @@ def loss_by(model: Any, way: Point) -> Callable[[Tensor], Tensor]:
 def measure(point: Point) -> Point:
     """Bytes at the peak, seconds of each forward + backward, and the loss, on random tokens.
 
-    point: model, way, length; device; above: what memory is counted above, "imports" or a first "step" of
-    `first` tokens, which loads libraries and starts threads; repeat_s: how long passes are repeated.
+    point: model, way, length; device; dtype of the weights, float32 if none is said; above: what memory is
+    counted above, "imports" or a first "step" of `first` tokens, which loads libraries and starts threads;
+    repeat_s: how long passes are repeated.
     """
     device, cuda = torch.device(point["device"]), point["device"] != "cpu"
     build, baseline = builder(point["model"]), 0
@@ -90,7 +91,8 @@ def measure(point: Point) -> Point:
 
     mark()
     torch.manual_seed(0)
-    model = build().to(device)
+    with device:
+        model = build().to(getattr(torch, point.get("dtype", "float32")))
     loss_of = loss_by(model, point["way"])
     ids = torch.randint(point["model"]["vocab_size"], (1, point["length"])).to(device)
     value = 0.0

@@ -9,6 +9,7 @@ In stages that can be run one by one, each with a budget of seconds:
     e  a training step of mamba-1.27b at 1,048,576 tokens under 40 GB
     f  pytest -m gpu
     g  whole steps at many lengths by several methods, as far as they fit; only where asked for
+    h  wrapped models of transformers beside checkpointing, as far as they fit; only where asked for
 
 Every point is written to the results at once, and kept in a journal: a run that was cut off goes on where it
 was. An operation that falls back to plain PyTorch is an error here. The checkout, PyTorch, Triton and NumPy
@@ -18,6 +19,7 @@ are enough; `--dry-run` goes through all of it on a CPU, with tiny sizes, in a m
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -42,6 +44,7 @@ from benchmarks.gpu import kernels, tables
 from benchmarks.gpu.flops import data_sheet, forward_flops
 from benchmarks.gpu.model import read_model
 from benchmarks.gpu.tables import status
+from benchmarks.gpu.wrapped import MODELS, WAYS, tiny
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.operations import OPS
 from benchmarks.process import ROOT, Point
@@ -56,6 +59,7 @@ METHODS = ("exact", "backprop", "backprop-checkpoint")  # of stage g
 ENDED = ("measured", "wrong")  # what a later call does not try again
 FINE = ("measured", "missing", "out of memory")
 ATOMICS = 1e-3  # of the same launches in half precision: only sums by atomics come in another order
+APART = ("g", "h")  # stages whose points are processes of their own
 AFTER_S = 5  # seconds of a budget below which no further point is begun
 TINY = {"vocab_size": 64, "d_model": 32, "n_layer": 2, "mixer": "mamba", "tie_embeddings": True}
 
@@ -76,6 +80,7 @@ STAGES = {
     "e": Stage("a step at 1,048,576 tokens under 40 GB", 420),
     "f": Stage("pytest -m gpu", 170),
     "g": Stage("whole steps by length and method", 3600),
+    "h": Stage("wrapped models of transformers", 1500),
 }
 
 
@@ -92,7 +97,7 @@ SIZES: dict[str, tuple[Any, Any]] = {
     "checked": (2048, 64),
     "lengths": ((2**20, 2**19, 2**18, 2**17), (512, 256)),  # each if the one before did not come to its end
     "chunks_check": (2**20, 128),
-    "curve": (tuple(2**k for k in range(15, 21)), (64, 128)),  # of stage g
+    "curve": (tuple(2**k for k in range(15, 21)), (64, 128)),  # of stages g and h
 }
 
 
@@ -157,6 +162,11 @@ def groups(stage: str, s: SimpleNamespace) -> Iterator[list[Point]]:
                 "model": s.model | {"n_layer": 2}, "chunk_size": s.chunk_size, "limit_s": 120}]  # fmt: skip
     elif stage == "f":
         yield [{"kind": "tests", **shared}]
+    elif stage == "h":
+        for length, (name, config), way in itertools.product(s.curve, MODELS.items(), WAYS):
+            config = tiny(config) if s.device == "cpu" else config
+            yield [{"kind": "wrapped", **shared, "of": name, "model": config, "way": way, "length": length,
+                    "dtype": s.precision, "limit_s": 300}]  # fmt: skip
     else:
         for length in s.curve:
             for method in METHODS:
@@ -174,11 +184,11 @@ class Gpu(Benchmark):
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
         add("--stages", nargs="+", choices=STAGES, default=list("abcdef"), metavar="STAGE",
-            help="among a to g (default a to f)")  # fmt: skip
+            help="among a to h (default a to f)")  # fmt: skip
         add("--budget-s", type=int, metavar="S", help="seconds for each stage (default: each has its own)")
         add("--dry-run", action="store_true", help="tiny sizes on the CPU")
         add("--config", type=Path, help="whose model: section is taken (default configs/mamba-1.27b.yaml)")
-        add("--lengths", type=runner.tokens, nargs="+", help="of stage g (default 32K … 1M)")
+        add("--lengths", type=runner.tokens, nargs="+", help="of stages g and h (default 32K … 1M)")
         add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME",
             help=f"of stage g: {', '.join(METHODS)}")  # fmt: skip
 
@@ -232,8 +242,8 @@ class Gpu(Benchmark):
         return tables.name(point)
 
     def skip(self, point: Point, found: Found, options: argparse.Namespace) -> str | None:
-        """Only what is asked for runs; of a group only the first one that comes to its end; of stage g what
-        is longer than what did not fit is left out; and what there is no time for."""
+        """Only what is asked for runs; of a group only the first one that comes to its end; of stages g and h
+        what is longer than what did not fit is left out; and what there is no time for."""
         stage, known = point["stage"], {Journal.key(p): status(r) for p, r in found}
         if stage not in options.stages or (stage == "g" and point["method"] not in options.methods):
             return ""
@@ -244,7 +254,7 @@ class Gpu(Benchmark):
             s not in ("out of memory", "stopped") for s in before
         ):
             return ""
-        for other, result in found if stage == "g" else ():
+        for other, result in found if stage in APART else ():
             same = {**other, "length": point["length"]} == point
             if same and other["length"] < point["length"] and "out_of_memory" in result:
                 return f"out of memory at {other['length']:,} tokens"
@@ -262,10 +272,10 @@ class Gpu(Benchmark):
         return min(left, point.get("limit_s", left))
 
     def shared(self, point: Point) -> str | None:
-        """A process a stage, with a GPU's memory as it was; of stage g a process a point."""
+        """A process a stage, with a GPU's memory as it was; of stages g and h a process a point."""
         if point["device"] == "cpu":
             return "dry"
-        return None if point["stage"] == "g" else point["stage"]
+        return None if point["stage"] in APART else point["stage"]
 
     def settled(self, result: Point) -> bool:
         return status(result) in (*ENDED, "out of memory")

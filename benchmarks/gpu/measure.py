@@ -17,6 +17,7 @@ import torch
 from benchmarks import process
 from benchmarks.gpu import kernels, model
 from benchmarks.gpu.step import MARGIN_S, step
+from benchmarks.gpu.wrapped import wrapped
 from benchmarks.kernels import roof
 from benchmarks.process import ROOT, Point
 
@@ -35,6 +36,7 @@ def measure(point: Point) -> Point:
         "gradient": model.gradient,
         "chunks": model.chunks,
         "step": step,
+        "wrapped": wrapped,
         "tests": gpu_tests,
     }
     return kinds[point["kind"]](point)

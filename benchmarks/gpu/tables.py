@@ -45,6 +45,8 @@ def name(point: Point) -> str:
         return f"{point['op']} by {point['contender']}, {point['tokens']:,} tokens"
     if kind == "tile":
         return f"a layer on {point['chunk_size']:,} tokens"
+    if kind == "wrapped":
+        return f"{point['of']}, {point['way']}, {point['length']:,} tokens"
     layers, tokens = point["model"]["n_layer"], point["length"]
     what = {
         "compared": BESIDE.get(tuple(point.get("methods", ())), ""),
@@ -67,7 +69,16 @@ def markdown(result: Row, titles: Mapping[str, str]) -> str:
         f"{environment['commit']}{'' if result['complete'] else '; stopped before the end'}.\n"
     )
     parts = ["# A GPU's first half hour\n", ran]
-    tables = {"a": _checks, "b": _times, "c": _tiles, "d": _gradients, "e": _steps, "f": _tests, "g": _steps}
+    tables = {
+        "a": _checks,
+        "b": _times,
+        "c": _tiles,
+        "d": _gradients,
+        "e": _steps,
+        "f": _tests,
+        "g": _steps,
+        "h": _wrapped,
+    }
     for stage, table in tables.items():
         rows = [row for row in result["rows"] if row["point"]["stage"] == stage]
         done = [row for row in rows if row["status"] in ("measured", "wrong")]
@@ -243,6 +254,23 @@ def utilisation(row: Row, result: Row) -> list[str]:
     peak, sheet = rates and rates["matmul_flops"], result["data_sheet_flops"]
     shares = ((forward.model, peak), (forward.model, sheet), (done, peak))
     return [f"{flops * taken['tokens_per_second'] / rate:.1%}" if rate else "–" for flops, rate in shares]
+
+
+def _wrapped(rows: Sequence[Row], result: Row) -> str:
+    lines = [
+        {
+            "name": f"{row['point']['of']}, {row['point']['way']}",
+            "length": row["point"]["length"],
+            **row["result"],
+        }
+        for row in rows
+    ]
+    return report.by_length(
+        "peak memory · tokens per second",
+        lines,
+        lambda line: line["name"],
+        lambda line: f"{line['memory_bytes'] / 2**30:.2f} GiB · {line['tokens_per_second']:,.0f}",
+    )
 
 
 def _tests(rows: Sequence[Row], result: Row) -> str:

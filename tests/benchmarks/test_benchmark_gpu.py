@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import adjoint
 from adjoint.kernels import dispatch
 from benchmarks import process, timing
-from benchmarks.gpu import command, flops, kernels, model, step
+from benchmarks.gpu import command, flops, kernels, model, step, wrapped
 from benchmarks.kernels import roof
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.process import ROOT
@@ -44,6 +44,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "PEERS", ("adjoint", "torch", "mamba-ssm"))
     cases = ("SSD scan", "gated RMSNorm", "selective scan, window 512", "head loss")
     monkeypatch.setattr(kernels, "CASES", {name: kernels.CASES[name] for name in cases})
+    monkeypatch.setattr(command, "MODELS", {"Llama": wrapped.MODELS["Llama"]})
 
 
 def run(out: Path, *arguments: str) -> tuple[int, dict[str, list[Any]]]:
@@ -65,7 +66,7 @@ def point(stage: str, kind: str, **changes: object) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("one_thread", "quick")
 def test_a_dry_run(here: list[Any], tmp_path: Path, capsys: Any) -> None:
-    code, rows = run(tmp_path, "--stages", *"abcdeg")
+    code, rows = run(tmp_path, "--stages", *"abcdegh")
     assert code == 0, [row for of in rows.values() for row in of if row["status"] != "measured"]
     states = {stage: {row["status"] for row in of} for stage, of in rows.items()}
     assert states.pop("b") == {"measured", "missing"} and states.pop("f") == set()
@@ -92,6 +93,7 @@ def test_a_dry_run(here: list[Any], tmp_path: Path, capsys: Any) -> None:
     assert max(checks["float64"]["exact"], checks["float64"]["worst_parameter"]) <= 1e-10
     assert 1e-10 < checks["float32"]["exact"] <= checks["float32"]["limit"] < 1e-5
     assert kinds["chunks"][0]["chunk_sizes"] == [32, 21] and 0 < kinds["chunks"][0]["distance"] <= 1e-4
+    assert len(kinds["wrapped"]) == 6 and all(r["tokens_per_second"] > 0 for r in kinds["wrapped"])
     long, *others = kinds["step"]
     assert (long["chunks"], long["chunks_forward"], long["chunks_backward"]) == (16, 16, 15)
     assert long["step_s"] == pytest.approx(long["forward_s"] + long["backward_s"] + long["optimizer_s"])
