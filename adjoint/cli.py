@@ -31,6 +31,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "adjoint.tools.sweep.command:main",
         "gradients of the methods against backpropagation: how long a window?",
     ),
+    "compare": (
+        "adjoint.tools.compare.command:main",
+        "memory, time and longest sequence of a Hugging Face model, wrapped and not",
+    ),
     "plan": (
         "adjoint.tools.plan.command:main",
         "memory and time of a run before it runs, and a picture of its pipeline",

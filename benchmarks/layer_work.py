@@ -27,8 +27,8 @@ from adjoint.layers import StackConfig
 from adjoint.methods import RECOMPUTE
 from adjoint.plan.count import Conditions, Example, counting, example
 from adjoint.plan.stack import StackModel
+from adjoint.tools.points.process import Point
 from benchmarks import report, runner
-from benchmarks.process import Point
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from adjoint.memory import total_memory_bytes
+from adjoint.tools.points import show
+from adjoint.tools.points.process import Point
 from benchmarks import report, runner, steps
-from benchmarks.process import Point
 from benchmarks.report import BLACK, BLUE, GREY, Row
 from benchmarks.runner import Benchmark, Found
 
@@ -201,11 +202,11 @@ def draw(rows: Sequence[Row]) -> Any:
         axes.set(xscale="log", xlabel="tokens in the sequence")
         axes.set_yscale("log", base=2 if field == "memory_bytes" else 10)  # ticks at whole MiB and GiB
         axes.set_title(title)
-        report.ticks_of_lengths(axes, lengths)
+        show.ticks_of_lengths(axes, lengths)
         if field == "memory_bytes":
             axes.yaxis.set_major_formatter(_bytes)
         else:
-            report.plain_ticks(axes, " ms")
+            show.plain_ticks(axes, " ms")
         _label_ends(axes, ends, max(lengths))
     return figure
 

@@ -12,8 +12,8 @@ import argparse
 import math
 from collections.abc import Sequence
 
+from adjoint.tools.points.process import Point
 from benchmarks import report, runner
-from benchmarks.process import Point
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 

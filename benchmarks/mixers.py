@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import adjoint
+from adjoint.tools.points.process import Point
 from benchmarks import report, runner, steps
-from benchmarks.process import Point
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 

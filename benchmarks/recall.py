@@ -25,8 +25,8 @@ from adjoint.batch import IGNORE_INDEX
 from adjoint.data.recall import DEPTHS, VOCAB, needles, pairs_and_questions
 from adjoint.layers import MIXERS
 from adjoint.tools.eval.needles import heat_maps
+from adjoint.tools.points.process import Point
 from benchmarks import report, runner
-from benchmarks.process import Point
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 

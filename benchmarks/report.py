@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.files import write_atomically
+from adjoint.tools.points.process import ROOT
 from adjoint.train import machine
-from benchmarks.process import ROOT
 
 Row = dict[str, Any]  # a line of the results
 
@@ -71,14 +71,6 @@ def add_ratios(rows: Sequence[Row], fields: Sequence[str], base: Row, within: Se
         for field in fields:
             if field in row and bases.get(where(row), {}).get(field):
                 row[f"{field}_ratio"] = row[field] / bases[where(row)][field]
-
-
-def tokens(n: int) -> str:
-    """1,048,576 as 1M, 1,024 as 1K."""
-    for size, letter in ((2**20, "M"), (2**10, "K")):
-        if n >= size and n % size == 0:
-            return f"{n // size}{letter}"
-    return f"{n:,}"
 
 
 def memory_and_time(row: Row) -> str:
@@ -158,22 +150,6 @@ def pyplot() -> Any:
         "figure.constrained_layout.use": True, "legend.frameon": False,
     })  # fmt: skip
     return plt
-
-
-def ticks_of_lengths(axes: Any, lengths: Sequence[int]) -> None:
-    """A logarithmic axis of tokens, with a tick for each length."""
-    axes.set_xscale("log")
-    axes.set_xticks(lengths, map(tokens, lengths))
-    axes.minorticks_off()
-
-
-def plain_ticks(axes: Any, unit: str = "") -> None:
-    """Plain numbers at 1, 2 and 5 of each decade of a logarithmic axis upwards."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}" + unit))
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def save(figure: Any, path: Path, foot: str) -> None:

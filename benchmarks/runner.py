@@ -1,9 +1,9 @@
 """How a benchmark is run: its command line, its points one after the other, what is kept, written and shown.
 
 A `Benchmark` says what varies, how a point is measured, and what is made of the results. Each point is
-measured in a fresh process (`benchmarks.process`) and kept in a journal at once: a run that was stopped goes
-on where it was. Results go to runs/benchmarks/NAME, or `--out`: what lies in benchmarks/results and in the
-documents is replaced with `--publish` only, by whole runs in which nothing failed.
+measured in a fresh process and kept in a journal at once (`adjoint.tools.points`): a run that was stopped
+goes on where it was. Results go to runs/benchmarks/NAME, or `--out`: what lies in benchmarks/results and in
+the documents is replaced with `--publish` only, by whole runs in which nothing failed.
 
 A machine with a GPU may have no more than PyTorch and NumPy: other packages are imported where they are used.
 """
@@ -11,10 +11,8 @@ A machine with a GPU may have no more than PyTorch and NumPy: other packages are
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import hashlib
-import importlib.util
 import json
 import re
 import shutil
@@ -31,8 +29,9 @@ import torch
 from adjoint.files import write_atomically
 from adjoint.memory import size_bytes
 from adjoint.settings import whole_number
+from adjoint.tools.points.journal import Journal, progress
+from adjoint.tools.points.process import ROOT, Point, Process
 from benchmarks import report
-from benchmarks.process import ROOT, Point, Process
 from benchmarks.report import Row
 
 RESULTS, RUNS = ROOT / "benchmarks" / "results", ROOT / "runs" / "benchmarks"
@@ -79,42 +78,6 @@ def at_least(parser: argparse.ArgumentParser, options: argparse.Namespace, **lea
 
 
 # ---------------------------------------------------------------------------------------------------- journal
-
-
-class Journal:
-    """Finished points, a line of JSON each, under a first line with the fingerprint they belong to.
-
-    A journal of another fingerprint is not continued: a new one is begun. `discarded` says so.
-    """
-
-    def __init__(self, path: Path, mark: str, *, fresh: bool = False) -> None:
-        self.path, self.done = path, dict[str, Point]()
-        head = json.dumps({"fingerprint": mark})
-        lines = path.read_text().splitlines() if path.exists() and not fresh else []
-        self.discarded = bool(lines) and lines[0] != head
-        kept = [head]
-        for line in lines[1:] if not self.discarded else []:
-            with contextlib.suppress(ValueError):  # the line a kill cut short
-                entry = json.loads(line)
-                self.done[entry["key"]] = entry["result"]
-                kept.append(line)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, "\n".join(kept) + "\n")
-
-    @staticmethod
-    def key(point: Mapping[str, Any]) -> str:
-        """One string for one point, whatever the order of its fields."""
-        return json.dumps(dict(point), sort_keys=True)
-
-    def get(self, point: Mapping[str, Any]) -> Point | None:
-        """The result kept for `point`, or None."""
-        return self.done.get(self.key(point))
-
-    def add(self, point: Mapping[str, Any], result: Point) -> None:
-        """Keep `result` for `point`, on disk at once."""
-        self.done[self.key(point)] = result
-        with self.path.open("a") as file:
-            file.write(json.dumps({"key": self.key(point), "result": result}) + "\n")
 
 
 def fingerprint(sources: Iterable[Path], environment: Mapping[str, Any], packages: Collection[str]) -> str:
@@ -310,7 +273,7 @@ class Benchmark:
     def journal(self, folder: Path, stem: str, environment: Row, fresh: bool) -> Journal:
         """The journal folder/partial/stem.jsonl; says on stderr whether it is continued."""
         place = ROOT / "benchmarks"
-        own = [self.module.split(".")[1], *self.uses, "process", "steps", "timing"]
+        own = [self.module.split(".")[1], *self.uses, "steps", "timing"]
         sources = [p for name in own for p in (place / f"{name}.py", *(place / name).glob("*.py"))]
         sources = [p for p in sources if p.exists() and p.name not in ("report.py", "command.py")]
         package = (p for p in (ROOT / "adjoint").rglob("*") if p.suffix in {".py", ".cpp", ".h"})
@@ -389,7 +352,7 @@ class _Sweep:
     def run(self) -> None:
         """Measure; a point that fails is recorded, not raised."""
         jobs, waiting = getattr(self.options, "jobs", 1), iter(self.points)
-        with _progress(len(self.points)) as self.progress:
+        with progress(len(self.points)) as self.progress:
             try:
                 if jobs == 1:
                     return self._work(waiting)
@@ -446,24 +409,3 @@ class _Sweep:
         with self.lock:
             self.told[key] = {"under_way": found}
             self.save()
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[str, int], object]]:
-    """Takes lines to be written, and how many points they begin; a bar where tqdm is there and stderr is a
-    terminal."""
-    if importlib.util.find_spec("tqdm") is not None and sys.stderr.isatty():
-        from tqdm import tqdm
-
-        with tqdm(total=total, unit="point", dynamic_ncols=True, smoothing=0) as bar:
-            yield lambda words, new: bar.update(new) if new else bar.write(words, file=sys.stderr)
-        return
-    begun = 0
-
-    def tell(words: str, new: int) -> None:
-        nonlocal begun
-        begun += new
-        if words:
-            print(f"[{begun}/{total}] {words}", file=sys.stderr, flush=True)
-
-    yield tell

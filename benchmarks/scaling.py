@@ -35,9 +35,10 @@ from adjoint.layers import StackConfig
 from adjoint.plan.partition import partition
 from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.plan.simulate import simulate
+from adjoint.tools.points import show
+from adjoint.tools.points.process import Point
 from adjoint.tools.sweep.compare import truncated_products
 from benchmarks import report, runner
-from benchmarks.process import Point
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 from benchmarks.shards import replay
@@ -222,7 +223,7 @@ class Scaling(Benchmark):
         a, curves = result["assumptions"], curves_of(result["rows"])
         lengths = list(dict.fromkeys(row["context"] for row in result["rows"]))
         days = report.markdown_table(
-            ["method", "devices", *map(report.tokens, lengths)],
+            ["method", "devices", *map(show.tokens, lengths)],
             [[*name, *(f"{points[length]:.3g}" for length in lengths)] for name, points in curves.items()],
             left=(0, 1),
         )
@@ -240,7 +241,7 @@ class Scaling(Benchmark):
             ],
             left=(0, 1),
         )
-        context = report.tokens(result["slices"][0]["context"])
+        context = show.tokens(result["slices"][0]["context"])
         return f"{text}\nSpeed-up over one whole GPU, {context} tokens, {a['layers']} layers:\n\n{speedups}"
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
@@ -294,7 +295,7 @@ def draw(figure: Sequence[Row], a: Row) -> Any:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sorted({row["context"] for row in figure}))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: report.tokens(int(value))))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show.tokens(int(value))))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("days an epoch")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes.util
 import itertools
-import statistics
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,11 +17,12 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint import memory
-from benchmarks import report, timing
-from benchmarks.process import Point
+from adjoint.tools.points.journal import Journal
+from adjoint.tools.points.passes import Passes, measured, predicted_bytes, repeated, typical
+from adjoint.tools.points.process import Point
+from benchmarks import report
 from benchmarks.report import Row
-from benchmarks.runner import Found, Journal
+from benchmarks.runner import Found
 
 ALLOCATORS: dict[str, dict[str, str]] = {
     # glibc as it comes: large blocks are mapped and given back at each free.
@@ -79,37 +79,19 @@ def measure(point: Point) -> Point:
     counted above, "imports" or a first "step" of `first` tokens, which loads libraries and starts threads;
     repeat_s: how long passes are repeated.
     """
-    device, cuda = torch.device(point["device"]), point["device"] != "cpu"
-    build, baseline = builder(point["model"]), 0
+    build = builder(point["model"])
+    ids = torch.randint(point["model"]["vocab_size"], (1, point["length"]), device=point["device"])
 
-    def mark() -> None:
-        nonlocal baseline
-        memory.reset_peak_rss()
-        baseline = memory.rss_bytes()[0]
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
+    def prepare() -> Passes:
+        torch.manual_seed(0)
+        with torch.device(point["device"]):
+            model = build().to(getattr(torch, point.get("dtype", "float32")))
+        return Passes(model, loss_by(model, point["way"]))
 
-    mark()
-    torch.manual_seed(0)
-    with device:
-        model = build().to(getattr(torch, point.get("dtype", "float32")))
-    loss_of = loss_by(model, point["way"])
-    ids = torch.randint(point["model"]["vocab_size"], (1, point["length"])).to(device)
-    value = 0.0
+    def repeat(step: Callable[[], object]) -> list[float]:
+        return repeated(step, point["device"], point["repeat_s"], least=1, most=20)
 
-    def step(ids: Tensor = ids) -> None:
-        nonlocal value
-        model.zero_grad(set_to_none=True)
-        loss = loss_of(ids)
-        loss.backward()
-        value = loss.item()
-
-    step(ids[:, : point["first"]])
-    if point["above"] == "step":
-        mark()
-    seconds = timing.repeated(step, point["device"], point["repeat_s"], least=1, most=20)
-    peak = torch.cuda.max_memory_allocated() if cuda else memory.rss_bytes()[1] - baseline
-    return {"memory_bytes": peak, "seconds": seconds, "loss": value}
+    return measured(prepare, ids, point["first"], repeat, above=point["above"])
 
 
 # -------------------------------------------------------------------------------------------------- summaries
@@ -121,8 +103,7 @@ def medians(results: Sequence[Point], length: int) -> Row:
     if not good:
         (status, note), *_ = results[0].items()
         return {"status": {"error": "failed"}.get(status, status.replace("_", " ")), "note": note}
-    # The first pass of several also paid for touching memory for the first time.
-    times = [statistics.median(r["seconds"][1:] or r["seconds"]) / length * 1e3 for r in good]
+    times = [typical(r["seconds"]) / length * 1e3 for r in good]
     sizes = report.spread("memory_bytes", [r["memory_bytes"] for r in good])
     return {
         "status": "measured",
@@ -149,21 +130,11 @@ def too_large(point: Point, found: Found, limit: int) -> str | None:
     for other, result in curve:
         if "memory_bytes" not in result and other["length"] <= point["length"] and other != point:
             return f"at {other['length']:,} tokens: {next(iter(result.values()))}"
-    measured = [(p["length"], r["memory_bytes"]) for p, r in curve if "memory_bytes" in r]
-    expected = predicted_bytes(measured, point["length"])
+    sizes = [(p["length"], r["memory_bytes"]) for p, r in curve if "memory_bytes" in r]
+    expected = predicted_bytes(sizes, point["length"])
     if expected is None or expected <= limit:
         return None
     return f"{expected / 2**30:.1f} GiB predicted, the limit is {limit / 2**30:.1f}"
-
-
-def predicted_bytes(measured: Sequence[tuple[int, int]], length: int) -> int | None:
-    """Memory at `length` by a line through the last two (length, bytes) before it, or through one and the
-    origin; of several at one length the highest counts."""
-    shorter = list({n: size for n, size in sorted(measured) if n < length}.items())[-2:]
-    if not shorter:
-        return None
-    (a, low), (b, high) = shorter if len(shorter) == 2 else [(0, 0), *shorter]
-    return int(high + max((high - low) / (b - a), 0.0) * (length - b))
 
 
 def alternating(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -172,7 +143,7 @@ def alternating(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str,
     names, times = list(runs), {name: list[float]() for name in runs}
     for number, name in itertools.product(range(rounds + 1), range(len(names))):
         turned = names[(name + number) % len(names)]
-        (seconds,) = timing.repeated(runs[turned], "cpu", 0.0, least=1)
+        (seconds,) = repeated(runs[turned], "cpu", 0.0, least=1)
         if number:
             times[turned].append(seconds)
     return times

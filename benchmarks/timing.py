@@ -8,32 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-
-def synchronize(device: str | torch.device) -> None:
-    """Wait for the device's queue."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def repeated(
-    run: Callable[[], object], device: str, repeat_s: float, least: int = 3, most: int = 200
-) -> list[float]:
-    """Seconds of each of several runs, the device waited for.
-
-    They go on until they have taken `repeat_s` together and are `least`; they are never more than `most`, and
-    fewer than `least` if those took five times as long.
-    """
-    times: list[float] = []
-    while not times or (
-        (sum(times) < repeat_s or len(times) < least) and len(times) < most and sum(times) <= 5 * repeat_s
-    ):
-        synchronize(device)
-        began = time.perf_counter()
-        run()
-        synchronize(device)
-        times.append(time.perf_counter() - began)
-    return times
-
+from adjoint.tools.points.passes import repeated, synchronize
 
 Mark = Callable[[], None]
 

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
+from adjoint.tools.points.passes import repeated
+from adjoint.tools.points.process import Point
 from benchmarks import report, runner
 from benchmarks.kernels import operations
-from benchmarks.process import Point
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
-from benchmarks.timing import repeated
 
 LIMIT = 2.5  # what no ratio may pass
 # scan → what tables call it, the operation, its widths, its colour

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.memory import total_memory_bytes
+from adjoint.tools.points import show
+from adjoint.tools.points.process import ROOT, Point
 from benchmarks import report, runner, steps
-from benchmarks.process import ROOT, Point
 from benchmarks.report import BLUE, GREEN, GREY, ORANGE, Row
 from benchmarks.runner import Benchmark, Found
 
@@ -170,7 +171,7 @@ def draw_memory(rows: Sequence[Row]) -> Any:
             axes.annotate(
                 label, (xs[-1], ys[-1]), (8, 0), textcoords="offset points", color=colour, va="center"
             )
-    axes.set_xticks(lengths := sorted({row["length"] for row in rows}), map(report.tokens, lengths))
+    axes.set_xticks(lengths := sorted({row["length"] for row in rows}), map(show.tokens, lengths))
     axes.set_xlabel("tokens in the sequence")
     axes.set_ylabel("peak memory of a training step, GB")
     axes.set_ylim(bottom=0)
@@ -197,8 +198,8 @@ def draw(rows: Sequence[Row]) -> Any:
         panels[0, column].set_title(name)
         for axes in panels[:, column]:
             axes.set_yscale("log")
-            report.ticks_of_lengths(axes, lengths)
-            report.plain_ticks(axes)
+            show.ticks_of_lengths(axes, lengths)
+            show.plain_ticks(axes)
     panels[0, 0].set_ylabel("peak memory, MiB")
     panels[1, 0].set_ylabel("forward + backward, ms per token")
     panels[0, -1].legend(fontsize=7.5)

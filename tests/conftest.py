@@ -1,12 +1,14 @@
-"""What tests share: a cache of their own, but for the compiled kernels; and `one_thread`."""
+"""What tests share: a cache of their own, but for the compiled kernels; `one_thread`, and `here`."""
 
 from __future__ import annotations
 
 import collections
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import torch
 
 from adjoint.kernels.cpu import build as cpu_build
+from adjoint.tools.points import process
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -85,3 +88,17 @@ def ray_on_loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Measures points in this process, which saves the imports, and lists them."""
+    points: list[dict[str, Any]] = []
+
+    def measure(self: Any, point: dict[str, Any], limit_s: float = 0.0) -> Any:
+        points.append(point)
+        module = importlib.import_module(self.module)
+        return json.loads(json.dumps(process.answer(module.measure, json.loads(json.dumps(point)))))
+
+    monkeypatch.setattr(process.Process, "measure", measure)
+    return points

@@ -59,11 +59,22 @@ def load(directory: str, method: Any, lora: Mapping[str, Any] | None = None) -> 
     Raises:
         UserError: it is no causal LM that transformers knows, lacks weights, or cannot be wrapped.
     """
+    with _naming(directory):
+        wrapped = wrap(unwrapped(directory, torch.float32), method)
+    return wrapped if lora is None else _adapted(wrapped, lora)
+
+
+def unwrapped(directory: str, dtype: torch.dtype) -> Any:
+    """The model of a folder, as transformers makes it.
+
+    Raises:
+        UserError: it is no causal LM that transformers knows, or lacks weights.
+    """
     from transformers import AutoModelForCausalLM
 
     with _naming(directory):
         model, found = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            directory, dtype=dtype, local_files_only=True, output_loading_info=True
         )
         # which transformers would leave at random
         if lacking := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
@@ -71,8 +82,7 @@ def load(directory: str, method: Any, lora: Mapping[str, Any] | None = None) -> 
                 f"{len(lacking)} weights of {type(model).__name__} are not there or of another shape, such "
                 f"as {lacking[0]}; name a folder that save_pretrained wrote of it"
             )
-        wrapped = wrap(model, method)
-    return wrapped if lora is None else _adapted(wrapped, lora)
+    return model
 
 
 def _adapted(model: Any, lora: Mapping[str, Any]) -> Any:

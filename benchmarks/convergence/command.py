@@ -24,11 +24,11 @@ from typing import Any
 
 from adjoint.errors import UserError
 from adjoint.memory import usable_cores
+from adjoint.tools.points.process import Point
 from benchmarks import report, runner
 from benchmarks.convergence import pictures, tables
 from benchmarks.convergence.tasks import TASKS, distances_within
 from benchmarks.convergence.train import BATCH, METHOD_NAMES, MODEL, SEQLEN, make_method
-from benchmarks.process import Point
 from benchmarks.report import Row, spread
 from benchmarks.runner import Benchmark, Found
 

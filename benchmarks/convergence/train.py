@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 import adjoint
+from adjoint.tools.points.process import Point
 from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import learning_rate, make_optimizer
 from benchmarks.convergence.tasks import TASKS, open_lessons, open_task
-from benchmarks.process import Point
 
 MODEL: dict[str, Any] = {"d_model": 64, "n_layer": 2, "d_state": 16, "expand": 2, "mixer": "mamba"}
 BATCH, SEQLEN, WARMUP = 4, 512, 20

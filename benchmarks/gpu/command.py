@@ -39,6 +39,8 @@ from adjoint.files import write_atomically
 from adjoint.kernels import dispatch
 from adjoint.layers import StackConfig
 from adjoint.tools.doctor import cuda_devices
+from adjoint.tools.points.journal import Journal
+from adjoint.tools.points.process import ROOT, Point
 from benchmarks import report, runner
 from benchmarks.gpu import kernels, tables
 from benchmarks.gpu.flops import data_sheet, forward_flops
@@ -47,9 +49,8 @@ from benchmarks.gpu.tables import status
 from benchmarks.gpu.wrapped import MODELS, WAYS, tiny
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.operations import OPS
-from benchmarks.process import ROOT, Point
 from benchmarks.report import Row
-from benchmarks.runner import Benchmark, Found, Journal
+from benchmarks.runner import Benchmark, Found
 
 CONFIG = ROOT / "configs" / "mamba-1.27b.yaml"
 CAP_BYTES = 40_000_000_000

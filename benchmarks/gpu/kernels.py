@@ -24,10 +24,10 @@ from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.loss import linear_cross_entropy
+from adjoint.tools.points.process import Point
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.measure import LIMITS, time_contender
 from benchmarks.kernels.operations import EPS, OPS, Normal, Op, Size, Tensors, draw
-from benchmarks.process import Point
 
 WIDENED = ("linear_scan", "dense_scan")  # their inputs are float32 at least, whatever the model's
 REPEAT_S = 0.2  # how long a pass is repeated

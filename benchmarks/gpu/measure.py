@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import process
+from adjoint.tools.points import process
+from adjoint.tools.points.process import ROOT, Point
 from benchmarks.gpu import kernels, model
 from benchmarks.gpu.step import MARGIN_S, step
 from benchmarks.gpu.wrapped import wrapped
 from benchmarks.kernels import roof
-from benchmarks.process import ROOT, Point
 
 MOST_S = 3600  # for the tests, where there is no limit
 

@@ -20,12 +20,13 @@ from adjoint import memory
 from adjoint.batch import Batch
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.tile import Gradients
+from adjoint.tools.points.passes import synchronize
+from adjoint.tools.points.process import Point
 from adjoint.tools.sweep.compare import compare
 from adjoint.tools.sweep.compare import gradient as gradient_of
 from adjoint.train.machine import autocast
 from benchmarks.gpu.kernels import required
-from benchmarks.process import Point
-from benchmarks.timing import Mark, phases, synchronize
+from benchmarks.timing import Mark, phases
 
 REPEAT_S = 0.3
 TOP_KERNELS = 15  # those that take most of a tile's time are named

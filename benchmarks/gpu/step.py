@@ -16,13 +16,13 @@ from torch import Tensor, nn
 import adjoint
 from adjoint import memory
 from adjoint.engine.first_use import TOKENS
+from adjoint.tools.points import process
+from adjoint.tools.points.passes import synchronize
+from adjoint.tools.points.process import Point
 from adjoint.train.config import TrainingConfig
 from adjoint.train.machine import autocast
 from adjoint.train.optimizer import make_optimizer
-from benchmarks import process
 from benchmarks.gpu import model as models
-from benchmarks.process import Point
-from benchmarks.timing import synchronize
 
 WARM_UP = 2048  # tokens of Backprop's first step; `Exact` takes its chunk and its last chunk
 MARGIN_S = 3  # seconds before its deadline at which a step gives up

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from adjoint.layers import StackConfig
+from adjoint.tools.points.process import Point
 from benchmarks import report
 from benchmarks.gpu.flops import forward_flops
 from benchmarks.kernels.operations import OPS
 from benchmarks.kernels.roof import seconds
-from benchmarks.process import Point
 from benchmarks.report import Row
 
 BESIDE = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+from adjoint.tools.points.process import Point
 from benchmarks import steps
-from benchmarks.process import Point
 
 WAYS: dict[str, Point] = {
     "checkpointing": {"checkpointing": True},

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
+from adjoint.tools.points.process import Point
 from benchmarks import report, runner, steps
 from benchmarks.kernels import roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender
 from benchmarks.kernels.measure import LIMITS, PASSES
 from benchmarks.kernels.operations import OPS
-from benchmarks.process import Point
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 

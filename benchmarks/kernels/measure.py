@@ -7,10 +7,10 @@ import functools
 import torch
 
 from adjoint.memory import PeakMemory
+from adjoint.tools.points.process import Point
 from benchmarks.kernels import roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender
 from benchmarks.kernels.operations import OPS, Tensors, answer, draw, results
-from benchmarks.process import Point
 from benchmarks.timing import Mark, phases
 
 PASSES = {"forward": "forward", "both": "forward + backward"}

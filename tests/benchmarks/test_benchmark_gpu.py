@@ -19,11 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import adjoint
 from adjoint.kernels import dispatch
-from benchmarks import process, timing
+from adjoint.tools.points import process
+from adjoint.tools.points.process import ROOT
+from benchmarks import timing
 from benchmarks.gpu import command, flops, kernels, model, step, wrapped
 from benchmarks.kernels import roof
 from benchmarks.kernels.contenders import CONTENDERS
-from benchmarks.process import ROOT
 
 NAME = "gpu-dry-run.json"
 # What PyTorch and Triton bring along themselves.
@@ -304,7 +305,7 @@ def test_phases_on_a_gpu_are_those_between_events(monkeypatch: pytest.MonkeyPatc
 
     kept: list[float] = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(timing, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(timing, "_Busy", lambda device: SimpleNamespace(keep=kept.append))
     assert timing.phases(lambda mark: mark(), "cuda:0", 1.0, most=3) == [[1e-3, 1e-3]] * 3
     assert (len(kept), len(recorded)) == (3, 9)

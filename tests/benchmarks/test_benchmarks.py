@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from adjoint.tools.points import journal, passes, process
 from benchmarks import (
     layer_work,
     memory,
     mini_sequence,
     mixers,
-    process,
     recall,
     report,
     runner,
@@ -267,21 +267,21 @@ def test_a_stopped_run_goes_on_and_only_an_asked_for_whole_one_is_published(
 
 def test_a_journal_is_of_one_code_and_machine(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    journal = runner.Journal(path, "mark")
-    journal.add({"length": 1, "method": "a"}, {"value": 1})
-    journal.add({"length": 2, "method": "a"}, {"value": 2})
+    first = journal.Journal(path, "mark")
+    first.add({"length": 1, "method": "a"}, {"value": 1})
+    first.add({"length": 2, "method": "a"}, {"value": 2})
     path.write_text(path.read_text()[:-5])  # killed while it wrote the second
-    again = runner.Journal(path, "mark")
+    again = journal.Journal(path, "mark")
     assert again.get({"method": "a", "length": 1}) == {"value": 1}
     assert again.get({"method": "a", "length": 2}) is None
     again.add({"length": 2, "method": "a"}, {"value": 3})
-    assert runner.Journal(path, "mark").get({"length": 2, "method": "a"}) == {"value": 3}
-    assert not runner.Journal(path, "mark", fresh=True).done
-    other = runner.Journal(path, "another mark")
+    assert journal.Journal(path, "mark").get({"length": 2, "method": "a"}) == {"value": 3}
+    assert not journal.Journal(path, "mark", fresh=True).done
+    other = journal.Journal(path, "another mark")
     assert other.discarded and not other.done
     machine: dict[str, Any] = {"versions": {"torch": "1", "x": "1"}, "gpu": None, "cpu": "c"}
     upgraded = machine | {"versions": {"torch": "1", "x": "2"}}
-    source = [report.ROOT / "benchmarks" / "process.py"]
+    source = [report.ROOT / "benchmarks" / "timing.py"]
     assert runner.fingerprint(source, machine, ()) != runner.fingerprint(source, upgraded, ())
     assert runner.fingerprint(source, machine, ["torch"]) == runner.fingerprint(source, upgraded, ["torch"])
 
@@ -290,11 +290,11 @@ def test_a_journal_is_of_one_code_and_machine(tmp_path: Path) -> None:
 
 
 def test_prediction_is_linear_in_the_last_two() -> None:
-    assert steps.predicted_bytes([], 4096) is None
-    assert steps.predicted_bytes([(1024, 100)], 4096) == 400
-    assert steps.predicted_bytes([(256, 5), (4096, 1300), (1024, 100)], 8192) == 1300 + 4096 * 1200 // 3072
-    assert steps.predicted_bytes([(1024, 100), (4096, 90)], 8192) == 90  # noise never predicts less
-    assert steps.predicted_bytes([(8192, 100)], 4096) is None
+    assert passes.predicted_bytes([], 4096) is None
+    assert passes.predicted_bytes([(1024, 100)], 4096) == 400
+    assert passes.predicted_bytes([(256, 5), (4096, 1300), (1024, 100)], 8192) == 1300 + 4096 * 1200 // 3072
+    assert passes.predicted_bytes([(1024, 100), (4096, 90)], 8192) == 90  # noise never predicts less
+    assert passes.predicted_bytes([(8192, 100)], 4096) is None
 
 
 def test_methods_alternate_and_what_would_not_fit_is_left_out() -> None:

@@ -34,6 +34,25 @@ BARE: Case = {
 }  # without all that is optional
 
 
+def mend_interpreter() -> None:
+    """Triton 3.9's gives what a comparison of scalars found the type of what was compared, and so refuses the
+    mask `block & (scalar < stop)`."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    splat = InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, kind: Any, given: Any) -> Any:
+        made = splat(self, kind, given)
+        made.data = made.data.astype(given.data.dtype)
+        return made
+
+    InterpreterBuilder.create_splat = create_splat
+
+
+if INTERPRETED:
+    mend_interpreter()
+
+
 def has_kernel(operation: str, backend: str) -> bool:
     """Whether a backend has its own code for the operation, and does not leave it to the reference."""
     name = operation.replace("dense linear", "dense").split()[-1]

@@ -29,6 +29,7 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
@@ -49,7 +50,6 @@ POINTERS = {
     torch.int64: "*i64",
 }
 BF16, FP32 = torch.bfloat16, torch.float32
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 MULTIPROCESSORS = 132  # of the device that launches are made for: enough that sequences are split
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -132,7 +132,8 @@ def assemble(ptx: str, cubin: Path | None = None) -> tuple[int, int]:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         out = cubin or Path(folder) / "kernel.cubin"
-        command = [str(PTXAS), "-v", f"--gpu-name={arch}", str(source), "-o", str(out)]
+        ptxas = get_ptxas(int(re.search(r"\d+", arch).group())).path
+        command = [ptxas, "-v", f"--gpu-name={arch}", str(source), "-o", str(out)]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
@@ -289,7 +290,7 @@ def table(names: Sequence[str] = (), capabilities: Sequence[int] = (80, 90)) -> 
 
 def versions() -> str:
     """Triton, its ptxas and torch, and today's date."""
-    report = subprocess.run([str(PTXAS), "--version"], capture_output=True, text=True, check=True).stdout
+    report = subprocess.check_output([get_ptxas(90).path, "--version"], text=True)
     release = re.search(r"release [\d.]+, (V[\d.]+)", report)
     ptxas = release.group(1) if release else "of unknown version"
     return (

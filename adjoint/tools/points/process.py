@@ -29,12 +29,14 @@ from typing import IO, Any
 
 import torch
 
+from adjoint.errors import UserError
+from adjoint.memory import out_of_memory
+
 Point = dict[str, Any]  # what is to be measured, or what was found, as JSON can hold it
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]  # where `adjoint` lies: processes import it from there
 RESULT, PARTIAL = "result: ", "partial: "
 GRACE_S = 60  # after its limit a process ends itself, should the parent be gone
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 # ------------------------------------------------------------------------------------------------- the parent
 
@@ -59,7 +61,7 @@ class Process:
         quiet: bool = True,
         command: Sequence[str] = (),
     ) -> None:
-        code = "import sys; from benchmarks import process; process.serve(sys.argv[1])"
+        code = "import sys; from adjoint.tools.points import process; process.serve(sys.argv[1])"
         self.module = module
         self.command = command or (sys.executable, "-c", code, module)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
@@ -163,9 +165,11 @@ def answer(measure: Callable[[Point], Point], point: Point) -> Point:
     try:
         return measure(point)
     except Exception as error:
-        reason = out_of_memory(error)
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
-        return {"out_of_memory": reason} if reason else {"error": said}
+        said = " ".join(str(error).split())
+        if out_of_memory(error):
+            return {"out_of_memory": " ".join(said.split(". ")[:2])[:300]}
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        return {"error": kind + said[:600]}
 
 
 def report(found: Point) -> None:
@@ -177,14 +181,6 @@ def report(found: Point) -> None:
 def deadline() -> float:
     """When the point has to end, by `time.monotonic()`; inf without a limit."""
     return _deadline
-
-
-def out_of_memory(error: Exception) -> str | None:
-    """One line, if that is what the error says; some allocators have no exception of their own for it."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return " ".join(str(error).split(". ")[:2])
-    told = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
-    return str(error).splitlines()[0] if told else None
 
 
 def _spoiled() -> bool:

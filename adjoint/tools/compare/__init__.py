@@ -1,0 +1,1 @@
+"""`adjoint compare`: what wrapping a model of transformers gains on this machine."""

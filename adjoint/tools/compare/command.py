@@ -1,0 +1,236 @@
+"""`adjoint compare`: a model of transformers as it is, with gradient checkpointing, and wrapped.
+
+Every point (a way at a length) runs in a fresh process and is kept in a journal: a run that was stopped goes
+on where it was, and one that is asked for more lengths measures only those. Results lie in one folder:
+compare.json and compare.png.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from adjoint.engine.first_use import tolerance
+from adjoint.errors import UserError
+from adjoint.files import write_atomically
+from adjoint.memory import size_bytes, total_memory_bytes
+from adjoint.methods import Exact
+from adjoint.settings import Positive, SeqLen
+from adjoint.tools.compare import report
+from adjoint.tools.points.journal import Journal, progress
+from adjoint.tools.points.passes import longest, predicted_bytes, typical
+from adjoint.tools.points.process import Point, Process
+from adjoint.train.config import Config, Precision, load_config, plain
+from adjoint.train.flags import Flags, comma_list, reads
+from adjoint.train.machine import environment, pick_device, pick_precision
+
+WAYS = ("transformers", "checkpointing", "wrapped")
+GRADIENTS = "gradients"
+BEYOND = 64  # times the longest measured length: lines are not drawn further
+
+
+def main(argv: list[str]) -> int:
+    """`adjoint compare`: exit code 0; 1 where gradients differ; 130 after Ctrl-C, with what was finished."""
+    request, config = read_arguments(argv)
+    settings = _settings(request, config)
+    journal = Journal(request.out / "points.jsonl", json.dumps(settings, sort_keys=True), fresh=request.fresh)
+    if journal.discarded:
+        print(f"{request.out} holds a comparison with other settings: measuring all again", file=sys.stderr)
+    weights = "random weights" if settings["random"] else "its weights"
+    print(
+        f"{request.model}, {weights}, {settings['dtype']}, batch {settings['batch']} on {settings['device']}"
+    )
+    result: dict[str, Any] = {"settings": settings, "environment": environment(torch.device(request.device))}
+    interrupted = False
+    try:
+        _measure(request, settings, journal)
+    except KeyboardInterrupt:
+        interrupted = True
+    rows = list(_rows(journal))
+    result |= {"complete": not interrupted, "rows": rows, "fits": _fits(rows, settings["limit"])}
+    result[GRADIENTS] = journal.get(settings | {"way": GRADIENTS, "length": min(request.lengths)})
+    write_atomically(request.out / "compare.json", json.dumps(result, indent=1) + "\n")
+    if rows:
+        report.show(result)
+        report.draw(result, request.out / "compare.png")
+        print(f"written to {request.out}: compare.json, compare.png")
+    if interrupted:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+    return 130 if interrupted else 0
+
+
+def _settings(request: Namespace, config: Config) -> dict[str, Any]:
+    """What every point has in common."""
+    from adjoint.hf.schemes import check_method
+
+    method = config.method
+    try:
+        check_method(method)
+    except ValueError as error:
+        raise UserError(f"--method {method.name}: {error}") from None
+    device = pick_device(request.device)
+    request.device = str(device)
+    folder = Path(request.model)
+    total = total_memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
+    return {
+        "model": str(folder.resolve()),
+        "random": folder.is_file() or not [*folder.glob("*.safetensors"), *folder.glob("*.bin")],
+        "dtype": pick_precision(request.dtype, device),
+        "device": str(device),
+        "batch": request.batch,
+        "method": plain({"name": method.name, **vars(method)}),
+        "repeat": request.repeat,
+        "limit": int(request.memory or 0.75 * total),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+
+
+def _measure(request: Namespace, settings: dict[str, Any], journal: Journal) -> None:
+    """Measures what the journal lacks: gradients first, then lengths as they grow.
+
+    Raises:
+        UserError: the model cannot be measured, or its gradients differ.
+    """
+    lengths, process = sorted(request.lengths), Process("adjoint.tools.compare.measure")
+    with progress(1 + len(lengths) * len(request.ways)) as tell:
+
+        def point(way: str, length: int) -> Point:
+            key = settings | {"way": way, "length": length}
+            tell("", 1)
+            found = journal.get(key)
+            if found is None:
+                tell(f"{way}, {length:,} tokens", 0)
+                found = _skipped(journal, way, length, settings["limit"]) or process.measure(key)
+                process.close()
+                if "error" in found and not _killed(found):
+                    raise UserError(f"{request.model}: {way}, {length:,} tokens: {found['error']}")
+                journal.add(key, found)
+            return found
+
+        try:
+            if "wrapped" in request.ways:
+                _check(point(GRADIENTS, lengths[0]), settings)
+            for length in lengths:
+                for way in request.ways:
+                    point(way, length)
+            if request.search:
+                _search(point, request.ways, lengths[-1])
+        finally:
+            process.close()
+
+
+def _search(point: Callable[[str, int], Point], ways: list[str], length: int) -> None:
+    """Doubles the length of each way until it does not fit."""
+    for way in ways:
+        n = length
+        while "memory_bytes" in point(way, n):
+            n *= 2
+
+
+def _check(found: Point, settings: dict[str, Any]) -> None:
+    """Raises a UserError where the gradients of the model wrapped are not its own."""
+    limit = tolerance([getattr(torch, settings["dtype"])])
+    if settings["method"]["name"] == Exact.name and not found.get("difference", 0.0) <= limit:
+        raise UserError(
+            f"the gradient of {found['parameter']} differs by {found['difference']:.1e} when the model is "
+            f"wrapped, more than the {limit:g} of rounding in {settings['dtype']}: nothing was timed; in "
+            "float32 (--dtype float32) this is a fault of adjoint's: report it with the model's config.json"
+        )
+
+
+def _skipped(journal: Journal, way: str, length: int, limit: int) -> Point | None:
+    """Why a point need not be run."""
+    mine = [row for row in _rows(journal) if row["way"] == way and row["length"] < length]
+    if any("memory_bytes" not in row for row in mine):
+        return {"skipped": "a shorter one did not fit"}
+    expected = predicted_bytes([(row["length"], row["memory_bytes"]) for row in mine], length) or 0
+    return {"skipped": f"{expected / 1e9:.1f} GB predicted"} if expected > 2 * limit else None
+
+
+def _killed(found: Point) -> bool:
+    """Whether the process was ended from outside, as the system does where memory is full."""
+    return any(f"ended by {name}" in found.get("error", "") for name in ("SIGKILL", "SIGABRT"))
+
+
+# -------------------------------------------------------------------------------------------------- results
+
+
+def _rows(journal: Journal) -> Iterator[dict[str, Any]]:
+    """What is known of each way and length, in their order."""
+    points = ((json.loads(key), found) for key, found in journal.done.items())
+    timed = [(p["length"], WAYS.index(p["way"]), found) for p, found in points if p["way"] != GRADIENTS]
+    for length, way, found in sorted(timed, key=lambda row: row[:2]):
+        row: dict[str, Any] = {"way": WAYS[way], "length": length}
+        if "memory_bytes" in found:
+            yield row | found | {"seconds_per_step": typical(found["seconds"])}
+        else:
+            yield row | {"why": next(iter(found.values()))}
+
+
+def _fits(rows: list[dict[str, Any]], limit: int) -> dict[str, dict[str, Any]]:
+    """For each way: the longest length `measured` to fit, the shortest that did not (`failed`), and the one
+    at which a line through the last two measured comes to the limit (`extrapolated`)."""
+    found = {}
+    for way in dict.fromkeys(row["way"] for row in rows):
+        mine = [row for row in rows if row["way"] == way]
+        sizes = [(row["length"], row["memory_bytes"]) for row in mine if "memory_bytes" in row]
+        failed = min((row["length"] for row in mine if "memory_bytes" not in row), default=None)
+        line = min(longest(sizes, limit), BEYOND * sizes[-1][0], failed or float("inf")) if sizes else 0
+        found[way] = {
+            "measured": sizes[-1][0] if sizes else None,
+            "failed": failed,
+            "extrapolated": max(int(line), sizes[-1][0]) if sizes else None,
+            "at_least": bool(sizes) and line == BEYOND * sizes[-1][0],
+        }
+    return found
+
+
+# ----------------------------------------------------------------------------------------- the command line
+
+
+def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
+    """The command line: what is the command's own, and a configuration that has its method."""
+    parser = Flags(
+        prog="adjoint compare",
+        usage="%(prog)s DIR [--lengths 4K,16K,64K] [--memory 8GB] [--method exact] …",
+        description="Measure what adjoint.wrap gains for a model of transformers on this machine: peak "
+        "memory and time of forward + backward as it is, with gradient checkpointing, and wrapped; how far "
+        "gradients differ; and the longest sequence that fits.",
+        epilog="The method's own settings are flags too, as for adjoint train: --method.chunk_size 4K. "
+        "Memory is what a step takes beyond the imports: weights, gradients and activations, without an "
+        "optimizer.",
+    )
+    add = parser.add
+    ways, least = ",".join(WAYS), reads(Positive)
+    add("model", "a folder of transformers, or a config.json: without weights they are random", metavar="DIR")
+    add("--lengths", "tokens; default: %(default)s", comma_list(reads(SeqLen)), default="4K,16K,64K")
+    add("--memory", "limit of a step, as 8GB; default: three quarters of all there is", size_bytes)
+    add("--ways", "of %(default)s; default: all", comma_list(reads(Literal[WAYS])), default=ways)
+    add("--method", "of the wrapped model: exact or truncated; default: %(default)s", default=Exact.name)
+    add("--dtype", "float32, bfloat16 or float64; default: %(default)s", reads(Precision), default="auto")
+    add("--batch", "sequences; default: %(default)s", least, default="1", metavar="N")
+    add("--repeat", "passes that are timed; default: %(default)s", least, default="3", metavar="N")
+    add("--device", "auto, cpu, cuda or cuda:1; default: %(default)s", default="auto")
+    add("--search", "double the length until it does not fit, instead of extrapolating", action="store_true")
+    add("--fresh", "measure again what was measured before", action="store_true")
+    add("--out", "folder of the results; default: %(default)s", Path, default=Path("compare"), metavar="DIR")
+    given, rest = parser.parse_known_args(argv)
+    for word in rest:
+        if not word.startswith("--method.") and word.startswith("-"):
+            raise UserError(f"{word}: adjoint compare does not take it; see adjoint compare --help")
+    if not Path(given.model).exists() or (
+        Path(given.model).is_dir() and not (Path(given.model) / "config.json").is_file()
+    ):
+        raise UserError(f"{given.model}: no config.json there; name a folder that save_pretrained wrote")
+    if given.out.is_file():
+        raise UserError(f"--out {given.out}: is a file; name a folder")
+    given.ways = [way for way in WAYS if way in given.ways]
+    return given, load_config(["--method.name", given.method, *rest], "adjoint compare")

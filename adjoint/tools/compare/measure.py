@@ -1,0 +1,111 @@
+"""A point of `adjoint compare`, measured in a process of its own: a model run one way at one length, or its
+gradients both ways."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from adjoint import memory
+from adjoint.hf.load import unwrapped
+from adjoint.hf.wrap import wrap
+from adjoint.methods import METHODS
+from adjoint.tools.points.passes import Passes, measured, repeated
+from adjoint.tools.points.process import Point
+
+FIRST = 64  # tokens of the pass before those that count
+
+
+def measure(point: Point) -> Point:
+    """What is found of a point: `model`, `random`, `dtype`, `device`, `batch`, `length`, `method`, and `way`;
+    "gradients" are compared, the other ways are timed `repeat` times in `limit` bytes."""
+    vocabulary = (
+        AutoConfig.from_pretrained(point["model"], local_files_only=True).get_text_config().vocab_size
+    )
+    torch.manual_seed(0)
+    ids = torch.randint(vocabulary, (point["batch"], point["length"])).to(point["device"])
+    if point["way"] == "gradients":
+        return _gradients(point, ids)
+    _limit(point["limit"], ids.device)
+
+    def prepare() -> Passes:
+        model = _model(point).train()
+        if point["way"] == "checkpointing":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return _loss(wrap(model, _method(point)) if point["way"] == "wrapped" else model)
+
+    def repeat(step: Callable[[], object]) -> list[float]:
+        return repeated(step, point["device"], math.inf, most=point["repeat"])
+
+    return measured(prepare, ids, min(FIRST, point["length"]), repeat)
+
+
+def _gradients(point: Point, ids: Tensor) -> Point:
+    """The largest relative L2 difference of a parameter's gradient, of the model wrapped and not; without
+    dropout, which would draw other numbers."""
+    model = _model(point).eval()
+    expected: dict[str, Tensor | None] = {}
+    difference, worst = 0.0, ""
+    for wrapped in (False, True):
+        model, loss = _loss(wrap(model, _method(point)) if wrapped else model)
+        model.zero_grad()
+        value = loss(ids)
+        value.backward()
+        for name, parameter in model.named_parameters():
+            if not wrapped:
+                expected[name] = parameter.grad
+                parameter.grad = None
+                continue
+            apart = _apart(parameter.grad, expected.pop(name))
+            if not apart <= difference:
+                difference, worst = apart, name
+        if not wrapped:
+            own = value.item()
+    found = {"difference": difference, "parameter": worst, "loss": own, "wrapped_loss": value.item()}
+    return {"length": point["length"], **found}
+
+
+def _apart(got: Tensor | None, expected: Tensor | None) -> float:
+    if got is None or expected is None:
+        return 0.0 if got is expected else math.inf
+    size = float(expected.double().norm())
+    return float((got.double() - expected.double()).norm()) / size if size else float(got.double().norm())
+
+
+def _model(point: Point) -> Any:
+    dtype = getattr(torch, point["dtype"])
+    torch.manual_seed(0)
+    if point["random"]:
+        config = AutoConfig.from_pretrained(point["model"], local_files_only=True)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    else:
+        model = unwrapped(point["model"], dtype)
+    model.config.use_cache = False  # of which training has no use
+    return model.to(point["device"])
+
+
+def _method(point: Point) -> Any:
+    return METHODS[point["method"]["name"]](**{k: v for k, v in point["method"].items() if k != "name"})
+
+
+def _loss(model: Any) -> Passes:
+    return Passes(model, lambda ids: model(input_ids=ids, labels=ids).loss)
+
+
+def _limit(size: float, device: torch.device) -> None:
+    """Lets allocations fail that go beyond `size` bytes, on top of what is there."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), device)
+        return
+    with contextlib.suppress(ImportError, KeyError, OSError, ValueError):  # not Linux
+        import resource
+
+        held = int(memory.proc_fields("self/status")["VmData"].split()[0]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (held + int(size), resource.RLIM_INFINITY))

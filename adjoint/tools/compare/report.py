@@ -1,0 +1,118 @@
+"""What a comparison found: a table on the terminal, and compare.png."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from adjoint.files import new_figure, save_figure
+from adjoint.tools.points.show import plain_ticks, ticks_of_lengths, tokens
+
+STYLES = {
+    "transformers": ("tab:gray", "-"),
+    "checkpointing": ("tab:blue", "--"),
+    "wrapped": ("tab:orange", "-"),
+}
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Prints the table and the conclusion."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 120  # a file or a pipe has no width of its own
+    settings, rows = result["settings"], result["rows"]
+    lengths = sorted({row["length"] for row in rows})
+    table = Table(title="peak memory · time of forward + backward")
+    table.add_column("")
+    for length in lengths:
+        table.add_column(tokens(length), justify="right")
+    table.add_column(f"fits in {size_text(settings['limit'])}", justify="right")
+    for way, fits in result["fits"].items():
+        cells = {row["length"]: _cell(row) for row in rows if row["way"] == way}
+        table.add_row(way, *(cells.get(n, "") for n in lengths), fits_text(fits))
+    console.print(table)
+    where = result["environment"]["gpu"] or f"{result['environment']['cores']} cores"
+    console.print(
+        "memory: what a step takes beyond the imports, weights and gradients included, without an "
+        f"optimizer; time: median of {settings['repeat']} steps; ~: by a line through the last two; {where}"
+    )
+    for line in conclusion(result):
+        console.print(line, style="bold")
+
+
+def conclusion(result: Mapping[str, Any]) -> list[str]:
+    """How far the gradients are apart, and what is gained at the longest length that both ways ran."""
+    lines, gradients = [], result["gradients"]
+    if gradients is not None:
+        lines.append(
+            f"gradients of {gradients['length']:,} tokens differ by {gradients['difference']:.1e} at most "
+            f"({gradients['parameter']}, {result['settings']['dtype']})"
+            if "difference" in gradients
+            else "gradients were not compared: both ways together do not fit"
+        )
+    runs = {(row["way"], row["length"]): row for row in result["rows"] if row.get("memory_bytes")}
+    for way in ("transformers", "checkpointing"):
+        both = [n for w, n in runs if w == way and ("wrapped", n) in runs]
+        if both:
+            theirs, ours = runs[way, max(both)], runs["wrapped", max(both)]
+            memory = theirs["memory_bytes"] / ours["memory_bytes"]
+            speed = theirs["seconds_per_step"] / ours["seconds_per_step"]
+            lines.append(
+                f"at {tokens(max(both))} tokens wrapped takes 1/{memory:.1f} of the memory of {way}, and "
+                f"runs {speed:.2f} times as fast"
+            )
+    return lines
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    if "memory_bytes" not in row:
+        return "does not fit"
+    return f"{size_text(row['memory_bytes'])} · {row['seconds_per_step']:.2f} s"
+
+
+def fits_text(fits: Mapping[str, Any]) -> str:
+    """The longest length that fits, and how that is known."""
+    if fits["measured"] is None:
+        return f"< {tokens(fits['failed'])}"
+    n = fits["extrapolated"]
+    n = n // 1024 * 1024 if n >= 8192 else n
+    return f"{'>' if fits['at_least'] else '~'} {tokens(n)}"
+
+
+def size_text(size: float) -> str:
+    """Bytes as 812 MB or 1.50 GB."""
+    return f"{size / 1e6:,.0f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Memory and time against length, a line per way; the limit of memory is dotted."""
+    figure = new_figure(9, 3.8)
+    rows = [row for row in result["rows"] if "memory_bytes" in row]
+    lengths = sorted({row["length"] for row in result["rows"]})
+    panels = (
+        ("memory_bytes", 1e9, "peak memory of a step, GB"),
+        ("seconds_per_step", 1, "forward + backward, seconds"),
+    )
+    for place, (field, unit, label) in enumerate(panels, 1):
+        axes = figure.add_subplot(1, 2, place)
+        for way, (colour, dash) in STYLES.items():
+            mine = [(row["length"], row[field] / unit) for row in rows if row["way"] == way]
+            if mine:
+                axes.plot(*zip(*mine, strict=True), "o", linestyle=dash, color=colour, label=way)
+        axes.set_yscale("log")
+        plain_ticks(axes)
+        axes.set(xlabel="tokens", ylabel=label)
+        ticks_of_lengths(axes, lengths)
+        axes.grid(alpha=0.25)
+    limit = result["settings"]["limit"]
+    figure.axes[0].axhline(limit / 1e9, color="tab:red", linestyle=":", label=f"limit, {size_text(limit)}")
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(
+        f"{Path(result['settings']['model']).name}: {'; '.join(conclusion(result)[-1:])}", fontsize=9
+    )
+    save_figure(figure, path)

@@ -1,0 +1,1 @@
+"""Things measured in processes of their own, point by point: by benchmarks and by `adjoint compare`."""

@@ -1,0 +1,71 @@
+"""Finished points, kept as they are finished; and how far a run of points has come."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from adjoint.files import write_atomically
+from adjoint.tools.points.process import Point
+
+
+class Journal:
+    """Finished points, a line of JSON each, under a first line with the fingerprint they belong to.
+
+    A journal of another fingerprint is not continued: a new one is begun. `discarded` says so.
+    """
+
+    def __init__(self, path: Path, mark: str, *, fresh: bool = False) -> None:
+        self.path, self.done = path, dict[str, Point]()
+        head = json.dumps({"fingerprint": mark})
+        lines = path.read_text().splitlines() if path.exists() and not fresh else []
+        self.discarded = bool(lines) and lines[0] != head
+        kept = [head]
+        for line in lines[1:] if not self.discarded else []:
+            with contextlib.suppress(ValueError):  # the line a kill cut short
+                entry = json.loads(line)
+                self.done[entry["key"]] = entry["result"]
+                kept.append(line)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, "\n".join(kept) + "\n")
+
+    @staticmethod
+    def key(point: Mapping[str, Any]) -> str:
+        """One string for one point, whatever the order of its fields."""
+        return json.dumps(dict(point), sort_keys=True)
+
+    def get(self, point: Mapping[str, Any]) -> Point | None:
+        """The result kept for `point`, or None."""
+        return self.done.get(self.key(point))
+
+    def add(self, point: Mapping[str, Any], result: Point) -> None:
+        """Keep `result` for `point`, on disk at once."""
+        self.done[self.key(point)] = result
+        with self.path.open("a") as file:
+            file.write(json.dumps({"key": self.key(point), "result": result}) + "\n")
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str, int], object]]:
+    """Takes lines to be written, and how many points they begin; a bar where tqdm is there and stderr is a
+    terminal."""
+    if importlib.util.find_spec("tqdm") is not None and sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=total, unit="point", dynamic_ncols=True, smoothing=0) as bar:
+            yield lambda words, new: bar.update(new) if new else bar.write(words, file=sys.stderr)
+        return
+    begun = 0
+
+    def tell(words: str, new: int) -> None:
+        nonlocal begun
+        begun += new
+        if words:
+            print(f"[{begun}/{total}] {words}", file=sys.stderr, flush=True)
+
+    yield tell

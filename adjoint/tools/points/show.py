@@ -1,0 +1,30 @@
+"""Lengths in tables and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def tokens(n: int) -> str:
+    """1,048,576 as 1M, 1,024 as 1K."""
+    for size, letter in ((2**20, "M"), (2**10, "K")):
+        if n >= size and n % size == 0:
+            return f"{n // size}{letter}"
+    return f"{n:,}"
+
+
+def ticks_of_lengths(axes: Any, lengths: Sequence[int]) -> None:
+    """A logarithmic axis of tokens, with a tick for each length."""
+    axes.set_xscale("log")
+    axes.set_xticks(lengths, map(tokens, lengths))
+    axes.minorticks_off()
+
+
+def plain_ticks(axes: Any, unit: str = "") -> None:
+    """Plain numbers at 1, 2 and 5 of each decade of a logarithmic axis upwards."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}" + unit))
+    axes.yaxis.set_minor_formatter(NullFormatter())
