@@ -12,6 +12,7 @@ stream into windows of `seqlen` consecutive tokens, in an order that depends on 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -31,13 +32,17 @@ def _are_paths(path: str | list[str] | None) -> bool:
     return path is None or all([path] if isinstance(path, str) else path or [""])
 
 
+Paths = Annotated[str | list[str] | None, Must("a path, a list of paths or null", _are_paths)]
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """What text to train on and how it is cut.
 
     Args:
         path: A file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl
-            .parquet, each also as .gz. Unset: the sources of the Python standard library.
+            .parquet, each also as .gz or .zst. Unset: the sources of the Python standard library.
+        validation_path: Held-out text of its own, as `path`. Unset: a share of `path`'s (`eval_fraction`).
         seqlen: Tokens a sequence.
         batch: Sequences a step.
         tokenizer: "byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a local Hugging
@@ -47,8 +52,9 @@ class DataConfig:
             carried over a document's beginning, and its first token is predicted from nothing.
         separator: What closes each document in the stream. Unset: byte 0, or the tokenizer's end-of-text
             token. A token of the tokenizer (any text for "byte"); "" for none.
-        eval_fraction: Share of the text held out for evaluation, above 0 and at most 0.5: whole files where
-            that comes near the share, else the end of the stream.
+        eval_fraction: Share of the text held out for evaluation, at most 0.5: whole files where that comes
+            near the share, else the end of the stream. 0 holds nothing out, and there is no evaluation but on
+            a `validation_path`, beside which no share is held out.
         eval_tokens: At most so many held-out tokens are read at each evaluation; 0 for no evaluation.
         cache_dir: Where tokenised text is kept. Unset: $ADJOINT_CACHE, else $XDG_CACHE_HOME/adjoint, else
             ~/.cache/adjoint.
@@ -57,14 +63,15 @@ class DataConfig:
         UserError: A value is out of range or of the wrong type.
     """
 
-    path: Annotated[str | list[str] | None, Must("a path, a list of paths or null", _are_paths)] = None
+    path: Paths = None
+    validation_path: Paths = None
     seqlen: SeqLen = 16384
     batch: Positive = 1
     tokenizer: Text | None = None
     text_field: Text = "text"
     documents: Literal["stream", "packed"] = "stream"
     separator: str | None = None
-    eval_fraction: Annotated[float, Must("a number above 0 and at most 0.5", lambda x: 0 < x <= 0.5)] = 0.05
+    eval_fraction: Annotated[float, Must("a number from 0 to 0.5", lambda x: 0 <= x <= 0.5)] = 0.05
     eval_tokens: NotNegative = 65536
     cache_dir: str | None = None
 
@@ -273,7 +280,21 @@ def open_data(
     """
     tokenizer = load_tokenizer(config.tokenizer, config.separator)
     sources = find_sources(config.path)
-    cache = open_tokens(sources, tokenizer, config.text_field, config.eval_fraction, config.cache_dir)
+    fraction = config.eval_fraction if config.validation_path is None else 0.0
+    cache = open_tokens(sources, tokenizer, config.text_field, fraction, config.cache_dir)
+    if config.validation_path is not None:
+        others = find_sources(config.validation_path, "data.validation_path")
+        if both := {file.path.resolve() for file in sources.files} & {f.path.resolve() for f in others.files}:
+            raise UserError(
+                f"data.validation_path: {min(both)} is trained on too; leave it out of one of them"
+            )
+        held_out = open_tokens(others, tokenizer, config.text_field, 0.0, config.cache_dir)
+        cache = dataclasses.replace(
+            cache,
+            eval=held_out.train,
+            n_documents=cache.n_documents + held_out.n_documents,
+            max_token_id=max(cache.max_token_id, held_out.max_token_id),
+        )
     n_train, n_eval, seqlen = len(cache.train), len(cache.eval), config.seqlen
     if vocab_size is not None and cache.max_token_id >= vocab_size:
         raise UserError(

@@ -25,7 +25,8 @@ from typing import Any, Never
 from adjoint.errors import UserError
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
-_SUPPORTED = f"supported are {' '.join(SUFFIXES)}, each also as .gz"
+_COMPRESSED = (".gz", ".zst")
+_SUPPORTED = f"supported are {' '.join(SUFFIXES)}, each also as .gz or .zst"
 
 # In the standard library: tests (some broken on purpose, not installed everywhere) and what pip installs.
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages"}
@@ -51,8 +52,9 @@ class Sources:
     lenient: bool = False
 
 
-def find_sources(path: str | Iterable[str] | None) -> Sources:
-    """The files that `data.path` names, each once, in a fixed order; None is the standard library's sources.
+def find_sources(path: str | Iterable[str] | None, key: str = "data.path") -> Sources:
+    """The files that a key, `data.path`, names, each once, in a fixed order; None is the standard library's
+    sources.
 
     Raises:
         UserError: A path does not exist, a glob or folder holds no supported file, a file has another suffix.
@@ -63,11 +65,11 @@ def find_sources(path: str | Iterable[str] | None) -> Sources:
         paths = [path] if isinstance(path, str) else list(path)
         found: dict[Path, Source] = {}
         for each in paths:
-            for file, name in _expand(each):
+            for file, name in _expand(each, key):
                 # The same file named twice (overlapping globs, links) must not be in both splits.
                 found.setdefault(file.resolve(), _source(file, name))
     except OSError as error:
-        raise UserError(f"data.path: {error.filename}: cannot be read ({error.strerror or error})") from None
+        raise UserError(f"{key}: {error.filename}: cannot be read ({error.strerror or error})") from None
     files = tuple(found.values())
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
     description = ", ".join(paths[:3]) + (f", … ({len(paths)} paths)" if len(paths) > 3 else "")
@@ -111,13 +113,13 @@ def read_documents(source: Source, text_field: str, lenient: bool = False) -> It
             should be.
     """
     path, kind = source.path, _suffix(source.path)
-    compressed = path.name.lower().endswith(".gz")
+    compressed = path.name.lower().endswith(_COMPRESSED)
     try:
-        with gzip.open(path) if compressed else open(path, "rb") as stream:
+        with _opened(path) as stream:
             if kind == ".jsonl":
                 yield from _jsonl_documents(stream, path, text_field)
             elif kind == ".parquet":
-                # It is read from its end, and a gzip stream cannot seek there cheaply.
+                # It is read from its end, and a compressed stream cannot seek there cheaply.
                 seekable = io.BytesIO(stream.read()) if compressed else stream
                 yield from _parquet_documents(seekable, path, text_field)
             else:
@@ -130,7 +132,24 @@ def read_documents(source: Source, text_field: str, lenient: bool = False) -> It
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: damaged gzip file ({error})") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+        what = "damaged zstd file" if error.errno is None else "cannot be read"
+        raise UserError(f"{path}: {what} ({error.strerror or error})") from None
+
+
+def _opened(path: Path) -> Any:
+    """A file's bytes, decompressed."""
+    if path.name.lower().endswith(".zst"):
+        return io.BufferedReader(_pyarrow(path).input_stream(str(path), compression="zstd"))
+    return gzip.open(path) if path.name.lower().endswith(".gz") else open(path, "rb")
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        kind = ".zst" if path.name.lower().endswith(".zst") else ".parquet"
+        raise UserError(f"{path}: reading {kind} needs pyarrow: pip install pyarrow") from None
+    return pyarrow
 
 
 def _stdlib_sources() -> Sources:
@@ -150,17 +169,17 @@ def _stdlib_sources() -> Sources:
     return Sources(tuple(files), f"the Python {version} standard library ({len(files)} files)", lenient=True)
 
 
-def _expand(text: str) -> list[tuple[Path, str]]:
-    """(file, name) of everything that one entry of data.path names. Raises OSError and UserError."""
+def _expand(text: str, key: str) -> list[tuple[Path, str]]:
+    """(file, name) of everything that one entry of a key names. Raises OSError and UserError."""
     path = Path(text).expanduser()
     if path.is_dir():
-        return _walk(path) or _nothing_in(path)
+        return _walk(path) or _nothing_in(path, key)
     if path.exists():
         if _suffix(path) is None:
-            raise UserError(f"data.path {text}: unsupported kind of file; {_SUPPORTED}")
+            raise UserError(f"{key} {text}: unsupported kind of file; {_SUPPORTED}")
         if not path.is_file():  # it would be waited for, and can be read but once
             raise UserError(
-                f"data.path {text}: a pipe, socket or device, and no file; write its text to a file first"
+                f"{key} {text}: a pipe, socket or device, and no file; write its text to a file first"
             )
         return [(path, path.name)]
     if glob.has_magic(text):
@@ -168,13 +187,13 @@ def _expand(text: str) -> list[tuple[Path, str]]:
         files = [m for m in matches if m.is_file() and _suffix(m)]
         if not files:
             what = f"{len(matches)} entries but none is a supported file" if matches else "nothing"
-            raise UserError(f"data.path {text}: the pattern matches {what}; {_SUPPORTED}")
+            raise UserError(f"{key} {text}: the pattern matches {what}; {_SUPPORTED}")
         root = os.path.commonpath([m.parent for m in files])
         return [(m, m.relative_to(root).as_posix()) for m in files]
     beside = os.listdir(path.parent) if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
     hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-    raise UserError(f"data.path {text}: no such file or folder{hint}")
+    raise UserError(f"{key} {text}: no such file or folder{hint}")
 
 
 def _walk(root: Path, skipped: Container[str] = ()) -> list[tuple[Path, str]]:
@@ -199,15 +218,16 @@ def _walk(root: Path, skipped: Container[str] = ()) -> list[tuple[Path, str]]:
     return sorted(named, key=lambda pair: pair[1])
 
 
-def _nothing_in(root: Path) -> Never:
+def _nothing_in(root: Path, key: str) -> Never:
     entries = sum(path.is_file() for path in root.rglob("*"))
     what = f"none of its {entries} files is of a supported kind" if entries else "the folder is empty"
-    raise UserError(f"data.path {root}: {what}; {_SUPPORTED}")
+    raise UserError(f"{key} {root}: {what}; {_SUPPORTED}")
 
 
 def _suffix(path: Path) -> str | None:
-    """The supported suffix of a file, less .gz; None where there is none."""
-    name = path.name.lower().removesuffix(".gz")
+    """The supported suffix of a file, less that of its compression; None where there is none."""
+    name = path.name.lower()
+    name = next((name.removesuffix(end) for end in _COMPRESSED if name.endswith(end)), name)
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
@@ -243,11 +263,9 @@ def _jsonl_documents(stream: Iterable[bytes], path: Path, field: str) -> Iterato
 
 
 def _parquet_documents(stream: Any, path: Path, field: str) -> Iterator[str]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise UserError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from None
+    pa = _pyarrow(path)
+    import pyarrow.parquet as pq
+
     try:
         table = pq.ParquetFile(stream)
         columns = table.schema_arrow.names

@@ -53,7 +53,7 @@ def test_standard_library_without_sources(tmp_path: Path, monkeypatch: pytest.Mo
         open_data(DataConfig())
 
 
-@pytest.mark.parametrize("compressed", ["", ".gz"])
+@pytest.mark.parametrize("compressed", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("kind", ["txt", "md", "py", "jsonl", "parquet"])
 def test_every_kind_of_file(tmp_path: Path, kind: str, compressed: str) -> None:
     texts = TEXTS if kind in ("jsonl", "parquet") else TEXTS[1:2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -144,6 +145,19 @@ def test_one_file_holds_out_its_end(tmp_path: Path) -> None:
     assert data.n_eval_tokens == 200
     assert stream(data) == packed([text])
     assert [tuple(ids.shape) for ids in data.eval] == [(1, 64)] * 3
+
+
+def test_held_out_text_of_its_own_or_none(tmp_path: Path) -> None:
+    text, other = "some text " * 50, "more of it"
+    for name, content in (("a.txt", text), ("b.txt", other)):
+        (tmp_path / name).write_text(content)
+    config = DataConfig(path=str(tmp_path / "a.txt"), seqlen=8, eval_fraction=0)
+    data = open_data(config)
+    assert (data.train.tokens.tolist(), len(data.eval)) == (packed([text]), 0)
+    both = open_data(dataclasses.replace(config, eval_fraction=0.3, validation_path=str(tmp_path / "b.txt")))
+    assert both.train.tokens.tolist() == packed([text])
+    assert both.eval.tokens.tolist() == packed([other])
+    assert (both.n_documents, both.fingerprint) == (2, data.fingerprint)
 
 
 def test_training_never_sees_held_out_files(tmp_path: Path) -> None:

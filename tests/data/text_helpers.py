@@ -38,7 +38,7 @@ def words(folder: Path, files: int, size: int = 400) -> Path:
 
 def write(path: Path, texts: list[str], field: str = "text") -> Path:
     """Texts in the format that the name asks for."""
-    kind = path.name.removesuffix(".gz").rsplit(".", 1)[1]
+    kind = path.name.removesuffix(".gz").removesuffix(".zst").rsplit(".", 1)[1]
     if kind == "parquet":
         pa = pytest.importorskip("pyarrow")
         import pyarrow.parquet as pq
@@ -51,5 +51,10 @@ def write(path: Path, texts: list[str], field: str = "text") -> Path:
     else:
         assert len(texts) == 1
         content = texts[0].encode()
+    if path.name.endswith(".zst"):
+        pa = pytest.importorskip("pyarrow")
+        with pa.CompressedOutputStream(str(path), "zstd") as stream:
+            stream.write(content)
+        return path
     path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
     return path

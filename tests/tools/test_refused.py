@@ -36,6 +36,8 @@ FILES: dict[str, bytes] = {
     "digits.jsonl": b'{"text": "a"}\n{"n": ' + b"1" * 5000 + b"}",
     "not.txt.gz": b"not gzip",
     "cut.txt.gz": gzip.compress(b"x" * 9999)[:-20],
+    "not.txt.zst": b"not zstd",
+    "cut.txt.zst": bytes.fromhex("28b52ffd2478"),
     "not.parquet": b"PAR1 nonsense PAR1",
     "object.json": b"{}",
     "not.json": b"not json",
@@ -104,9 +106,11 @@ VALUES = [
     ("--data.seqlen 1", "--data.seqlen: expected a whole number (2 or more)"),
     ("--data.batch 0", "--data.batch: expected a whole number (1 or more)"),
     ("--data.eval_tokens -1", "--data.eval_tokens: expected a whole number (0 or more)"),
-    ("--data.eval_fraction 0", "--data.eval_fraction: expected a number above 0 and at most 0.5"),
-    ("--data.eval_fraction 0.6", "--data.eval_fraction: expected a number above 0 and at most 0.5"),
-    ("--data.eval_fraction nan", "--data.eval_fraction: expected a number above 0 and at most 0.5"),
+    ("--data.eval_fraction -0.1", "--data.eval_fraction: expected a number from 0 to 0.5"),
+    ("--data.eval_fraction 0.6", "--data.eval_fraction: expected a number from 0 to 0.5"),
+    ("--data.eval_fraction nan", "--data.eval_fraction: expected a number from 0 to 0.5"),
+    ("--data.validation_path nothing.txt", "data.validation_path nothing.txt: no such file or folder"),
+    ("--data.validation_path text.txt", "text.txt is trained on too; leave it out of one of them"),
     ("--data.tokenizer ''", "--data.tokenizer: expected a text that is not empty"),
     ("--data.text_field ''", "--data.text_field: expected a text that is not empty"),
     ("--data.path ''", "--data.path: expected a path, a list of paths or null"),
@@ -163,6 +167,8 @@ TEXTS = [
     ("digits.jsonl", "digits.jsonl:2: not a JSON line"),
     ("not.txt.gz", "not.txt.gz: damaged gzip"),
     ("cut.txt.gz", "cut.txt.gz: damaged gzip"),
+    ("not.txt.zst", "not.txt.zst: damaged zstd"),
+    ("cut.txt.zst", "cut.txt.zst: damaged zstd"),
     ("not.parquet", "not.parquet: damaged parquet"),
     ("pipe.txt", "pipe.txt: a pipe, socket or device"),
     ("device.txt", "device.txt: a pipe, socket or device"),
@@ -265,7 +271,7 @@ def train(words: str) -> list[str]:
     ],
 )
 def test_train(words: str, said: str, refused: Refused) -> None:
-    for package, kind in (("pyarrow", ".parquet"), ("tokenizers", ".json")):
+    for package, kind in (("pyarrow", ".parquet"), ("pyarrow", ".zst'"), ("tokenizers", ".json")):
         if words.endswith(kind):
             pytest.importorskip(package)
     assert said in refused(train(words))

@@ -151,7 +151,9 @@ def _held_out(data: DataConfig, path: str | None, longest: int) -> Tensor:
     Raises:
         UserError: there are fewer than the longest window has.
     """
-    named = dataclasses.replace(data, path=path or data.path, seqlen=2, batch=1, eval_tokens=1 << 62)
+    named = dataclasses.replace(data, seqlen=2, batch=1, eval_tokens=1 << 62)
+    if path:
+        named = dataclasses.replace(named, path=path, validation_path=None)
     opened = open_data(named)
     split = opened.train.tokens if path else opened.eval.tokens
     if len(split) < longest:
