@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,11 @@ KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "return_dict", "num_ite
 KNOWN_WITH_LABELS = {*KNOWN, "labels", "shift_labels"}
 # Inputs with a value per token, which a backbone may take beside ids or embeddings.
 TOKEN_WISE = ("token_type_ids", "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
+
+REMEDIES = {
+    "ignore_index": "set the labels that do not count to -100",
+    "logits_to_keep": "Exact and Truncated give logits beside a loss under torch.no_grad()",
+}
 
 
 class Kind(NamedTuple):
@@ -89,6 +95,21 @@ class Call:
         given = self.given.get("output_router_logits")
         routed = check.routes(self.model) if given is None else bool(given)
         return Kind(self.tokens.dim() == 3, self.has("num_items_in_batch"), routed)
+
+    @functools.cached_property
+    def logits(self) -> slice | Tensor | None:
+        """Of which tokens logits are asked for beside the loss, as an index: by `logits_to_keep`, or by the
+        Trainer, for its compute_metrics; None of none. Without gradients alone."""
+        if torch.is_grad_enabled() or not self.has_labels:
+            return None
+        given = self.given.get("logits_to_keep")
+        if isinstance(given, Tensor) or given:
+            return given if isinstance(given, Tensor) else slice(-given, None)
+        frame: Any = sys._getframe()
+        while (frame := frame.f_back) is not None:
+            if frame.f_code.co_name == "prediction_step" and "prediction_loss_only" in frame.f_locals:
+                return None if frame.f_locals["prediction_loss_only"] else slice(None)
+        return None
 
     @functools.cached_property
     def targets(self) -> Tensor:
@@ -209,7 +230,9 @@ class Call:
                 continue
             if name == "ignore_index" and value == IGNORE_INDEX:
                 continue
-            remedy = "set the labels that do not count to -100" if name == "ignore_index" else "leave it out"
+            if name == "logits_to_keep" and self.logits is not None and not whole:
+                continue
+            remedy = REMEDIES.get(name, "leave it out")
             check.refuse(self.model, f"{name} is not an input that chunks know: {remedy}")
 
 

@@ -22,7 +22,7 @@ from adjoint.engine.run import Changed
 from adjoint.engine.weights import Tensors
 from adjoint.hf.call import Kind
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
-from adjoint.hf.head import head_scale, z_loss
+from adjoint.hf.head import head_of
 from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of, put
 from adjoint.hf.noise import Noise
 from adjoint.hf.router import Balance, coefficient
@@ -43,7 +43,7 @@ WINDOWS = (
 )
 NOT_THE_SAME = (
     f"the gradient of {TOKENS} tokens in chunks is not that of the whole",
-    "it keeps something else than its cache between tokens, or its loss is more than cross-entropy",
+    "it keeps something else than its cache between tokens, or its loss is more than that of each token",
 )
 SCHEME = Scheme(CHUNK, least=2)
 COUNTED = 7  # of the labels, as `num_items_in_batch` where a call gives that
@@ -307,9 +307,9 @@ def loss_ways(method: Any, kind: Kind) -> tuple[Way, Way]:
         return found["loss"] + (1 - coefficient(model)) * found["aux_loss"]
 
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
-        scale, targets = head_scale(model), shift_labels(labels)
-        balance, z = Balance(model) if kind.routed else None, z_loss(model) / ids.numel()
-        stage = CausalLM(model, probe(model, ids), scale, None, _recompute(method), balance, z)
+        head, targets = head_of(model).over(ids.numel()), shift_labels(labels)
+        balance = Balance(model) if kind.routed else None
+        stage = CausalLM(model, probe(model, ids), head, None, _recompute(method), balance)
         (x,) = _tokens(model, ids, kind).values()
         return steps_of([stage], Batch(x, targets, divisor(targets, kind.counted)), SCHEME)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,25 @@ from adjoint.hf import check
 from adjoint.hf.layers import backbone_of, class_of
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.loss import linear_cross_entropy, tokens_per_slice
+
+Loss = Callable[..., Tensor]
+
+
+class Head(NamedTuple):
+    """How a causal LM makes its loss of hidden states.
+
+    Attributes:
+        scale: of `head_scale`. own: of `own_loss`.
+        z: what the squared log-partition function of every token is multiplied by and added, or None.
+    """
+
+    scale: float | None
+    z: float | Tensor | None = None
+    own: Loss | None = None
+
+    def over(self, tokens: int) -> Head:
+        """With a z-loss that is the mean over so many tokens."""
+        return self if self.z is None else self._replace(z=self.z / tokens)
 
 
 class Output(MoeModelOutputWithPast):
@@ -71,10 +90,67 @@ def own_logits(model: Any, hidden: Tensor) -> Tensor:
     return own_output(model, Output(last_hidden_state=hidden)).logits
 
 
+def logits_of(model: Any, hidden: Tensor) -> Tensor:
+    """The same, made slice by slice."""
+    logits: Any = None
+    tokens = tokens_per_slice(hidden.shape[1], _vocab_size(model), hidden.is_cuda, None)
+    for start in range(0, hidden.shape[1], tokens):
+        piece = own_logits(model, hidden[:, start : start + tokens])
+        if logits is None:
+            logits = piece.new_empty(*hidden.shape[:2], piece.shape[2])
+        logits[:, start : start + tokens] = piece
+    return logits
+
+
+def head_of(model: Any) -> Head:
+    """Raises `Refused` where its loss is not known."""
+    return Head(head_scale(model), z_loss(model), own_loss(model))
+
+
+def own_loss(model: Any) -> Loss | None:
+    """The `loss_function` that a user has given a model; None where it has transformers' own. It is asked for
+    its sum over tokens by `num_items_in_batch=1`, with labels that are shifted already.
+
+    Raises:
+        Refused: it is no such sum.
+    """
+    loss = vars(model).get("_loss_function")
+    if loss is None:
+        return None
+    weight, words = model.get_output_embeddings().weight, _vocab_size(model)
+    logits = some_numbers(1, 8, words).to(weight.device)
+    targets = (torch.arange(8, device=weight.device) * 7 % words)[None]
+    targets[:, 2] = IGNORE_INDEX
+
+    def of(tokens: slice, items: int) -> Tensor:
+        piece = targets[:, tokens]
+        return loss(
+            logits=logits[:, tokens],
+            labels=piece,
+            vocab_size=words,
+            num_items_in_batch=items,
+            shift_labels=piece,
+        )
+
+    with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
+        parts = of(slice(0, 3), 2) + of(slice(3, 8), 2)
+        if torch.allclose(2 * parts, of(slice(0, 8), 1), rtol=1e-5):
+            return loss
+    check.refuse(
+        model,
+        "its loss_function is no sum over tokens over num_items_in_batch: let it take shift_labels and "
+        "num_items_in_batch as transformers' ForCausalLMLoss does",
+    )
+
+
+def _vocab_size(model: Any) -> int:
+    return model.config.get_text_config().vocab_size
+
+
 @torch.no_grad()
-def z_loss(model: Any) -> float:
+def z_loss(model: Any) -> float | None:
     """What the model multiplies the mean of the squared log-partition functions by, which it adds to its
-    loss; 0 where it adds nothing. Seen by calling its head with no label that counts.
+    loss; None where it adds nothing. Seen by calling its head with no label that counts.
 
     Raises:
         Refused: it adds something else.
@@ -82,7 +158,7 @@ def z_loss(model: Any) -> float:
     weight = model.get_output_embeddings().weight
     factor = getattr(model.config.get_text_config(), check.Z_LOSS, 0) or 0
     if not factor:
-        return 0.0
+        return None
     hidden = some_numbers(1, 4, weight.shape[1]).to(weight.device, weight.dtype)
     ignored = torch.full((1, 4), IGNORE_INDEX, device=weight.device)
     found = own_output(model, Output(last_hidden_state=hidden), labels=ignored, num_items_in_batch=1)
@@ -122,31 +198,28 @@ def multiple(found: Tensor, plain: Tensor) -> float | None:
     return 1.0 if abs(scale - 1) < 1e-6 else scale
 
 
-def summed_loss(
-    model: Any,
-    hidden: Tensor,
-    targets: Tensor,
-    scale: float | None,
-    slices: int | None = None,
-    z: float | Tensor | None = None,
-) -> Tensor:
+def summed_loss(model: Any, hidden: Tensor, targets: Tensor, head: Head, slices: int | None = None) -> Tensor:
     """The loss of hidden states (batch, tokens, hidden_size) against targets (batch, tokens) that are already
     shifted, summed over those not ignored, in float32 at least.
 
     Args:
-        scale: of `head_scale`. slices: of `tokens_per_slice`.
-        z: what the squared log-partition function of every token is multiplied by and added.
+        slices: of `tokens_per_slice`.
     """
-    vocab_size = model.config.get_text_config().vocab_size
-    tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
-    if scale is not None and z is None:
+    (scale, z, own), words = head, _vocab_size(model)
+    tokens = tokens_per_slice(targets.numel(), words, hidden.is_cuda, slices)
+    if scale is not None and z is None and own is None:
         weight = model.get_output_embeddings().weight
         hidden = hidden.to(weight.dtype)  # Mamba's residual stream, and so what comes of it, is float32
         return linear_cross_entropy(hidden if scale == 1 else hidden * scale, weight, targets, tokens)
 
     def of(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = own_logits(model, hidden[None])[0]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = own_logits(model, hidden[None])
+        if own is not None:
+            labels = targets[None]
+            return own(
+                logits=logits, labels=labels, vocab_size=words, num_items_in_batch=1, shift_labels=labels
+            )
+        logits = logits[0] if logits.dtype == torch.float64 else logits[0].float()
         loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         return loss if z is None else loss + z * logits.logsumexp(-1).square().sum()
 

@@ -14,7 +14,7 @@ from adjoint.hf import check, first_use, mini_sequence, router
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import Call, Kind
 from adjoint.hf.first_use import in_eval_mode, plainly, some_tokens
-from adjoint.hf.head import head_scale, z_loss
+from adjoint.hf.head import Head, head_of
 from adjoint.hf.layers import backbone_of
 from adjoint.hf.snapshot import Snapshot
 from adjoint.hf.stage import probe
@@ -27,8 +27,8 @@ class Known:
     """What was found out about a model as it is: it holds for no other, and keeps none alive.
 
     Attributes:
-        precision: of `precision_of`. slots: of its cache. scale: of its head, see `head_scale`.
-        z: of `head.z_loss`. routers: of `router.coefficient`.
+        precision: of `precision_of`. slots: of its cache. head: of `head_of`.
+        routers: of `router.coefficient`.
         checked: kinds of calls whose gradients have been compared.
         mlps: of a MiniSequence: names in the backbone of what runs in pieces.
     """
@@ -51,14 +51,9 @@ class Known:
             return probe(self.model, some_tokens(self.model)[0])
 
     @functools.cached_property
-    def scale(self) -> float | None:
+    def head(self) -> Head:
         with plainly(self.model):
-            return head_scale(self.model)
-
-    @functools.cached_property
-    def z(self) -> float:
-        with plainly(self.model):
-            return z_loss(self.model)
+            return head_of(self.model)
 
     @functools.cached_property
     def routers(self) -> float:

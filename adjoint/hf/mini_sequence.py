@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from adjoint.batch import shift_labels
 from adjoint.engine.first_use import TOKENS, alike
 from adjoint.hf import first_use
-from adjoint.hf.head import head_scale, recomputed, summed_loss
+from adjoint.hf.head import Head, head_of, recomputed, summed_loss
 from adjoint.hf.layers import backbone_of, class_of, layers_of, put
 from adjoint.hf.replacements import replaced
 from adjoint.methods import MiniSequence
@@ -36,7 +36,7 @@ def total_loss(
     model: Any,
     method: MiniSequence,
     mlps: Sequence[str],
-    scale: float | None,
+    head: Head,
     targets: Tensor,
     kwargs: dict[str, Any],
 ) -> Tensor:
@@ -44,7 +44,7 @@ def total_loss(
     `kwargs`.
 
     Args:
-        mlps: as `token_wise` names them. scale: of `adjoint.hf.head.head_scale`.
+        mlps: as `token_wise` names them.
     """
     takes = inspect.signature(class_of(backbone_of(model)).forward).parameters
     any_kind = any(p.kind is p.VAR_KEYWORD for p in takes.values())
@@ -52,7 +52,7 @@ def total_loss(
     given = {k: v for k, v in given.items() if any_kind or k in takes}
     with splitting(backbone_of(model), mlps, method.mlp_chunks):
         hidden = backbone_of(model)(**given, use_cache=False)[0]
-    return summed_loss(model, hidden, targets.to(hidden.device), scale, method.head_chunks)
+    return summed_loss(model, hidden, targets.to(hidden.device), head, method.head_chunks)
 
 
 @contextlib.contextmanager
@@ -139,9 +139,9 @@ def way(method: MiniSequence, counted: bool) -> first_use.Way:
     """The loss of a causal LM and its gradient by mini-sequences, for `first_use.compare`."""
 
     def by_pieces(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-        scale, mlps = head_scale(model), token_wise(backbone_of(model))
+        head, mlps = head_of(model), token_wise(backbone_of(model))
         targets = shift_labels(labels)
-        total = total_loss(model, method, mlps, scale, targets, {"input_ids": ids})
+        total = total_loss(model, method, mlps, head, targets, {"input_ids": ids})
         return total / first_use.divisor(targets, counted)
 
     return first_use.by_autograd(by_pieces)

@@ -21,7 +21,7 @@ from adjoint.engine.first_use import some_numbers
 from adjoint.hf import check, first_use
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.call import Kind
-from adjoint.hf.head import head_scale, multiple
+from adjoint.hf.head import Head, head_scale, multiple
 from adjoint.hf.layers import PassThrough, backbone_of, class_of
 from adjoint.hf.replacements import Inside
 from adjoint.hf.stage import Backbone, CausalLM, probe
@@ -114,7 +114,7 @@ class Pretrained:
         slots = [slot for slot in self.slots if slot.layer in span]
         multiplier = None if span.start == 0 else self.multiplier
         if span.stop == self.n_layer:
-            return CausalLM(part, slots, self.scale, multiplier, recompute)
+            return CausalLM(part, slots, Head(self.scale), multiplier, recompute)
         return Backbone(part, slots, multiplier, recompute)
 
     def empty(self) -> Any:

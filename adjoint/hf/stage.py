@@ -18,8 +18,9 @@ from adjoint.engine.autograd import Around, Steps
 from adjoint.engine.grid import Scheme
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Tensors
-from adjoint.hf import check, head
+from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache, Slot, zeros
+from adjoint.hf.head import Head, summed_loss
 from adjoint.hf.layers import backbone_of, class_of, layers_of
 from adjoint.hf.noise import Noise
 from adjoint.hf.replacements import Inside, replaced
@@ -132,60 +133,76 @@ class CausalLM(Backbone):
     """ids → the chunk's summed loss: the backbone and the head above it.
 
     Args:
-        scale: of `head.head_scale`. balance: of the routers; None where they have no loss.
-        z: as `head.summed_loss`'s, over the batch's divisor.
+        head: its z over the tokens of the batch. balance: of the routers; None where they have no loss.
+        kept: where hidden states are gathered too.
     """
 
     def __init__(
         self,
         model: Any,
         slots: Sequence[Slot],
-        scale: float | None,
+        head: Head,
         multiplier: float | None = None,
         recompute: str = "none",
         balance: Balance | None = None,
-        z: float = 0,
+        kept: Kept | None = None,
     ) -> None:
         super().__init__(model, slots, multiplier, recompute)
-        self.scale, self.balance, self.z = scale, balance, z
+        self.head, self.balance, self.kept = head, balance, kept
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.output(x, state, chunk)
-        z = self.z * torch.as_tensor(chunk.divisor, dtype=torch.float64) if self.z else None
-        loss = head.summed_loss(self.model, output[0], chunk.targets, self.scale, z=z)
+        head = self.head
+        if head.z is not None:  # which is over the divisor with all of the loss
+            head = head._replace(z=head.z * torch.as_tensor(chunk.divisor, dtype=torch.float64))
+        loss = summed_loss(self.model, output[0], chunk.targets, head)
+        if self.kept is not None:
+            self.kept.add(output[0], chunk.start)
         if self.balance is not None:
             part = self.balance.of(output.router_logits, chunk.inputs.get(COUNTED))
             loss = loss + self.balance.add(part, chunk.start)
         return loss, state
 
 
-class Collect:
-    """Above a backbone: gathers the hidden states instead of making a loss of them.
-
-    Args:
-        tokens: how many. first: the first of them; where it is not 0 no backward may follow.
+class Kept:
+    """Hidden states of the last `tokens` of a sequence, of which `first` is the first.
 
     Attributes:
         hidden: (batch, tokens, hidden_size) after the forward.
-        cotangent: of it, to be set before the backward.
+    """
+
+    def __init__(self, tokens: int, first: int = 0) -> None:
+        self.tokens, self.first = tokens, first
+        self.hidden: Tensor | None = None
+
+    def add(self, hidden: Tensor, start: int) -> None:
+        """Takes what it needs of a chunk's hidden states."""
+        if self.hidden is None:
+            self.hidden = hidden.new_empty(hidden.shape[0], self.tokens, hidden.shape[2])
+        y = hidden[:, max(0, self.first - start) :]
+        at = max(0, start - self.first)
+        self.hidden[:, at : at + y.shape[1]] = y
+
+
+class Collect(Kept):
+    """Above a backbone: gathers the hidden states instead of making a loss of them; where not all are kept no
+    backward may follow.
+
+    Attributes:
+        cotangent: of them, to be set before the backward.
     """
 
     stateful, grows, reach, replayable = False, (), 0, False
 
     def __init__(self, tokens: int, first: int = 0) -> None:
-        self.tokens, self.first = tokens, first
-        self.hidden: Tensor | None = None
+        super().__init__(tokens, first)
         self.cotangent: Tensor | None = None
 
     def parameters(self) -> Iterable[Tensor]:
         return ()
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        if self.hidden is None:
-            self.hidden = x.new_empty(x.shape[0], self.tokens, x.shape[2])
-        y = x[:, max(0, self.first - chunk.start) :]
-        at = max(0, chunk.start - self.first)
-        self.hidden[:, at : at + y.shape[1]] = y
+        self.add(x, chunk.start)
         return _size(x), ()
 
     def linearize(

@@ -24,13 +24,13 @@ from adjoint.engine.grid import Scheme
 from adjoint.hf import check, first_use, mini_sequence
 from adjoint.hf.call import CACHES, Call, Kind
 from adjoint.hf.first_use import plainly
-from adjoint.hf.head import Output, own_logits
+from adjoint.hf.head import Output, logits_of
 from adjoint.hf.known import Known, Lock, Record, compared, known_of, record_of
 from adjoint.hf.layers import backbone_of, class_of
 from adjoint.hf.router import Balance
 from adjoint.hf.schemes import check_method, scheme_of
 from adjoint.hf.snapshot import Moment
-from adjoint.hf.stage import Backbone, CausalLM, Collect, steps_of
+from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, steps_of
 from adjoint.kernels.checks import differentiable_once
 from adjoint.methods import Backprop, Exact, MiniSequence
 
@@ -46,8 +46,9 @@ def wrap(model: Any, method: Any = None) -> Any:
     edges, keys and values once with their cotangents, and the backward recomputes a chunk at a time. On first
     use, and again when the model's modules, settings or hooks have changed, a few tokens are run both ways
     and the gradients compared; a model for which they differ is refused. docs/promises.md says what is exact,
-    what is refused and what is not seen. `out.logits` is None where labels are given. Do not wrap a model
-    whose sequences fit in memory anyway and where time is all that counts.
+    what is refused and what is not seen. `out.logits` is None where labels are given, unless they are asked
+    for without gradients (`logits_to_keep`, the Trainer's compute_metrics). Do not wrap a model whose
+    sequences fit in memory anyway and where time is all that counts.
 
     Args:
         model: a `PreTrainedModel` with a language-model head, or a PEFT model around one; wrapped in place.
@@ -145,12 +146,13 @@ def _lm_forward(self: Any, given: dict[str, Any]) -> Any:
     with record.lock:
         if record.plain or not call.has_labels:
             return call.by_transformers()
-        if isinstance(record.method, Backprop) or call.asks_for:
-            if not isinstance(record.method, Backprop):
+        plain, pieces = (isinstance(record.method, kind) for kind in (Backprop, MiniSequence))
+        if plain or call.asks_for or (pieces and call.logits is not None):
+            if call.asks_for and not plain:
                 _warn(call)
             with plainly(self):
                 return call.by_transformers()
-        output = _by_pieces(call) if isinstance(record.method, MiniSequence) else _by_chunks(call)
+        output = _by_pieces(call) if pieces else _by_chunks(call)
     return output if call.returns_names else output.to_tuple()
 
 
@@ -181,18 +183,34 @@ def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast
     """The causal LM's loss by `Exact` or `Truncated`."""
     batch, starts = call.batch()
     known = compared(call.model, call.kind, call)
-    if known.z and call.mask is not None:
+    if known.head.z is not None and call.mask is not None:
         check.refuse(
             call.model,
             f"{check.Z_LOSS} is on, and its loss counts padded tokens, which chunks do not make as the model "
             "does: give rows without padding, or set it to 0",
         )
     balance = Balance(call.model) if call.kind.routed else None
-    result = _steps(known, [_lm_stage(known, balance, call.ids.numel())], batch, starts).loss()
+    kept = None if call.logits is None else _kept(call, batch)
+    stage = _lm_stage(known, call.ids.numel(), balance, kept)
+    result = _steps(known, [stage], batch, starts).loss()
+    logits = None
+    if kept is not None and kept.hidden is not None:
+        rows, width = len(call.ids), kept.hidden.shape[-1]
+        logits = logits_of(call.model, kept.hidden.reshape(rows, -1, width)[:, call.logits])
     if balance is None:
-        return CausalLMOutputWithPast(loss=result.loss)
+        return CausalLMOutputWithPast(loss=result.loss, logits=logits)
     routed = balance.loss(result.sums[0])
-    return MoeCausalLMOutputWithPast(loss=result.loss + known.routers * routed, aux_loss=routed)
+    loss = result.loss + known.routers * routed
+    return MoeCausalLMOutputWithPast(loss=loss, aux_loss=routed, logits=logits)
+
+
+def _kept(call: Call, batch: Batch) -> Kept:
+    """Room for the hidden states of which logits are asked for: of the last tokens, where these are the
+    batch's last."""
+    asked, last = call.logits, batch.seqlen
+    if isinstance(asked, slice) and asked.start is not None and batch.rows == len(call.ids):
+        last = min(-asked.start, last)
+    return Kept(last, batch.seqlen - last)
 
 
 def _hidden_by_chunks(call: Call) -> Tensor:
@@ -208,7 +226,7 @@ def _hidden_by_chunks(call: Call) -> Tensor:
 def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
     """The summed loss of each chunk of ids (batch, seqlen), of a wrapped model in its present mode."""
     known = compared(model, Kind())
-    return steps_of([_lm_stage(known)], Batch.of(ids, ids), scheme).chunk_losses()
+    return steps_of([_lm_stage(known, ids.numel())], Batch.of(ids, ids), scheme).chunk_losses()
 
 
 @torch.no_grad()
@@ -219,13 +237,15 @@ def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
     last = Collect(tokens, ids.shape[1] - tokens)
     steps_of([Backbone(model, known.slots), last], Batch(ids, ids), scheme).forward()
     assert last.hidden is not None
-    return own_logits(model, last.hidden)
+    return logits_of(model, last.hidden)
 
 
-def _lm_stage(known: Known, balance: Balance | None = None, tokens: int = 0) -> CausalLM:
-    """`tokens` of the batch, of which a z-loss is the mean; 0 leaves it out."""
-    recompute, z = _recompute(record_of(known.model).method), known.z / tokens if tokens else 0.0
-    return CausalLM(known.model, known.slots, known.scale, None, recompute, balance, z)
+def _lm_stage(
+    known: Known, tokens: int, balance: Balance | None = None, kept: Kept | None = None
+) -> CausalLM:
+    """`tokens` of the batch, of which a z-loss is the mean; others as `CausalLM`'s."""
+    recompute = _recompute(record_of(known.model).method)
+    return CausalLM(known.model, known.slots, known.head.over(tokens), None, recompute, balance, kept)
 
 
 def _recompute(method: Any) -> str:
@@ -291,7 +311,7 @@ def _by_pieces(call: Call) -> CausalLMOutputWithPast:
         first_use.compare(model, whole, by_pieces, *mini_sequence.NOT_THE_SAME)
         known.checked.add(("pieces", kind))
     with plainly(model):
-        total = mini_sequence.total_loss(model, method, known.mlps, known.scale, call.targets, call.given)
+        total = mini_sequence.total_loss(model, method, known.mlps, known.head, call.targets, call.given)
     _checked_in_backward(total, known)
     divisor = call.divisor
     divisor = divisor.to(total.device) if isinstance(divisor, Tensor) else divisor

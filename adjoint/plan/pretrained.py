@@ -21,7 +21,7 @@ from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import Stage
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
-from adjoint.hf.head import head_scale
+from adjoint.hf.head import Head, head_scale
 from adjoint.hf.layers import backbone_of
 from adjoint.hf.load import KEY, configuration
 from adjoint.hf.replacements import rebound
@@ -165,7 +165,7 @@ class PretrainedModel(Model):
             if on.plain:
                 return mode, _Plain(part, multiplier, piece == HEAD), state
             if piece == HEAD:
-                return mode, CausalLM(part, [], found.scale, multiplier), state
+                return mode, CausalLM(part, [], Head(found.scale), multiplier), state
             return mode, Backbone(part, slots, multiplier, on.recompute), state
 
     def _count(self, piece: int, on: Conditions) -> Counted:

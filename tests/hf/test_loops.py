@@ -135,6 +135,45 @@ def test_trainer_resumes_bitwise(trained: tuple[Any, Any, Path], tmp_path: Path)
         assert torch.equal(value, ends[name]), name
 
 
+def own_loss(output: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits, targets = output["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    right, counted = (
+        found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:],
+        found.label_ids[:, 1:] != -100,
+    )
+    return {"accuracy": (right & counted).sum() / counted.sum(), "logits": found.predictions.size}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [({}, {}), ({"label_smoothing_factor": 0.2}, {}), ({}, {"compute_loss_func": own_loss})],
+)
+def test_trainer_with_metrics_and_other_losses(
+    arguments: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    found = []
+    for model in (tiny(), adjoint.wrap(tiny(), METHOD)):
+        rows = [{"input_ids": ids} for ids in documents(16)]
+        trainer = transformers.Trainer(
+            model,
+            transformers.TrainingArguments(str(tmp_path), **{**TRAINING, "max_steps": 3}, **arguments),
+            train_dataset=rows[8:],
+            eval_dataset=rows[:8],
+            data_collator=padded,
+            compute_metrics=accuracy,
+            **options,
+        )
+        trainer.train()
+        evaluated = trainer.evaluate()
+        names = ("eval_loss", "eval_accuracy", "eval_logits")
+        found.append(torch.cat([logged(trainer, "loss"), torch.tensor([evaluated[n] for n in names])]))
+    assert torch.allclose(*found, rtol=0, atol=1e-5)
+
+
 # ----------------------------------------------------------------------------------------- TRL's SFTTrainer
 
 

@@ -235,7 +235,7 @@ def test_what_is_more_than_the_labels_loss_is_refused() -> None:
         model(**batch(29), output_router_logits=True)
     model = hf_model("llama")
     model.loss_function = lambda logits, **_: logits.square().mean()
-    with one_line("more than the labels' cross-entropy"):
+    with one_line("its loss_function is no sum over tokens"):
         adjoint.wrap(model, adjoint.MiniSequence())(**batch(29))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import adjoint
@@ -79,6 +80,34 @@ def test_a_z_loss(counted: dict[str, Any]) -> None:
     expected = results(plain, **WITHOUT_MASK, **counted)
     assert_exact(results(model, **WITHOUT_MASK, **counted), expected)
     assert abs(results(make(BAMBA), **WITHOUT_MASK, **counted)[0] - expected[0]) > 0.1
+
+
+def smoothed(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    given = logits.double().flatten(0, 1), shift_labels.flatten()
+    loss = F.cross_entropy(*given, label_smoothing=0.1, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+@pytest.mark.parametrize("method", [EXACT, adjoint.MiniSequence()])
+@pytest.mark.parametrize("counted", [{}, {"num_items_in_batch": torch.tensor(7)}])
+def test_a_loss_function_of_ones_own(method: Any, counted: dict[str, Any]) -> None:
+    """Above a head that is more than its weight."""
+    model, plain = (make("Gemma2ForCausalLM") for _ in range(2))
+    without = results(plain, **BATCH, **counted)
+    model.loss_function = plain.loss_function = smoothed
+    expected = results(plain, **BATCH, **counted)
+    assert_exact(results(adjoint.wrap(model, method), **BATCH, **counted), expected)
+    assert abs(expected[0] - without[0]) > 1e-3
 
 
 def other_loss(model: Any) -> None:

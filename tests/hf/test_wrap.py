@@ -404,7 +404,22 @@ def test_the_forms_of_a_call(double: None) -> None:
         quiet = wrapped.eval()(**inputs).loss
     assert quiet.item() == out.loss.item()
     assert not quiet.requires_grad
-    assert torch.equal(wrapped(ids).logits, model.eval()(ids).logits)  # no labels: transformers' own
+    model.eval()
+    assert torch.equal(wrapped(ids).logits, model(ids).logits)  # no labels: transformers' own
+    left = {
+        **inputs,
+        "attention_mask": mask.flip(1),
+        "labels": labels.masked_fill(mask.flip(1).roll(1) == 0, -100),
+    }
+    for given in ({"input_ids": ids, "labels": labels}, left):
+        with torch.no_grad():
+            expected = model(**given).logits
+            for keep in (3, 100, torch.tensor([0, 11, 28])):
+                got = wrapped(**given, logits_to_keep=keep)
+                tokens = keep if isinstance(keep, Tensor) else slice(-keep, None)
+                real = given.get("attention_mask", torch.ones_like(ids))[:, tokens, None]
+                assert torch.allclose(got.logits * real, expected[:, tokens] * real, atol=1e-12)
+                assert got.loss.item() == wrapped(**given).loss.item()
 
 
 # -------------------------------------------------------------------------------------------------- refusals
