@@ -19,7 +19,7 @@ CODE   := adjoint benchmarks examples scripts tests $(wildcard train.py)
 # Set-up leaves compiling a module to its first import: kept, or every process of a test compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-slow fuzz test-numpy-1.26 test-triton-3.6 test-transformers-5.21 lint format site setup \
+.PHONY: help train test test-slow fuzz test-numpy-1.26 test-triton-3.6 test-transformers-5.21 lint format benchmarks site setup \
 	setup-dev clean distclean
 .DEFAULT_GOAL := help
 
@@ -49,6 +49,9 @@ test-triton-3.6: $(VENV)/triton-3.6/ready  ## the scan's compiled layout under t
 test-transformers-5.21: $(VENV)/transformers-5.21/ready  ## wrapped models under the oldest transformers; TESTS='-m "slow or not slow"' for all of it
 	PYTHONPATH=$(VENV)/transformers-5.21 $(BIN)/python -m pytest -n 2 \
 		$(or $(TESTS),-k "models_own or again or refused or packed") tests/hf/test_wrap.py
+
+benchmarks: setup-dev  ## measure every figure of README and docs again, in hours; QUICK=1 tries each, in minutes
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
 
 site: setup  ## build the documentation as a site, in build/site
 	$(BIN)/python -m pip install -q -e ".[docs]"

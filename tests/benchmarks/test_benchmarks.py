@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from adjoint.tools.points import journal, passes, process
+from benchmarks import __main__ as manifest
 from benchmarks import (
     layer_work,
     memory,
@@ -344,3 +345,13 @@ def test_windows_reach_from_one_to_the_length_and_ratios_are_of_pairs() -> None:
     row = window_time.summary("dense", 4, [(1.0, 2.0), (10.0, 30.0), (2.0, 2.0)])
     assert (row["ratio_min"], row["ratio"], row["ratio_max"]) == (1.0, 2.0, 3.0)
     assert (row["unwindowed_ms"], row["windowed_ms"], row["pairs"]) == (2000.0, 2000.0, 3)
+
+
+def test_every_figure_of_the_documents_has_its_command_and_its_stored_result() -> None:
+    told = manifest.listed()
+    for benchmark in (*SHOWN, Convergence()):
+        assert any(benchmark.document in f.shown and benchmark.name == f.benchmark for f in manifest.FIGURES)
+    assert told.count("\n") == len(manifest.FIGURES) + 2
+    for figure in manifest.FIGURES:
+        for page in figure.shown.split(", "):
+            assert (runner.ROOT / page).is_file()
