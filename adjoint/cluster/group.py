@@ -267,7 +267,7 @@ class Group:
         options = {
             "num_cpus": each.cpus,
             "num_gpus": each.gpus,
-            "max_restarts": 0,  # a restarted actor would be blank: the group is made anew as a whole
+            "max_restarts": 0,  # a restarted actor would be blank: the whole group is made again
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.place, rank),
             "runtime_env": {"env_vars": hidden},

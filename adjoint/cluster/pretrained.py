@@ -43,8 +43,8 @@ class PretrainedShard(Shard):
                     setattr(module, name, torch.nn.Parameter(made, parameter.requires_grad))
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    wide = dtype if buffer.is_floating_point() else buffer.dtype
-                    module._buffers[name] = buffer.to(self.device, wide)
+                    own = dtype if buffer.is_floating_point() else buffer.dtype
+                    module._buffers[name] = buffer.to(self.device, own)
         for name, buffer in part.named_buffers():  # those of the model that was examined, to the bit
             if name in found.buffers:
                 buffer.copy_(found.buffers[name])

@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from adjoint.memory import out_of_memory
+
 # What may pass: it has befallen a process or its node.
 PASSING = ("out of memory", "preempted", "node lost", "died", "unreachable", "hung")
 # What would come again with the next group: a folder that not all nodes have, a full disk, a missing package;
 # an exception of the code.
 PERMANENT = ("environment", "error")
 KINDS = (*PASSING, *PERMANENT, "connection")  # the more a cause explains, the earlier it stands
-# CUDA's words, PyTorch's for the CPU, the kernel's and the C++ library's
-_NO_MEMORY = re.compile(r"out of memory|can(no|')t allocate memory|bad_alloc", re.IGNORECASE)
 _COLLATERAL = re.compile(
     r"connection (closed|reset|refused)|gloo|nccl|another shard has failed|broken pipe|timed out|"
     r"\bpeer\b|\bsocket\b|(TCP|File|Prefix)Store",
@@ -94,7 +94,7 @@ def cause_of(error: BaseException, rank: int) -> Cause:
     if isinstance(error, known.RayTaskError):
         inner = error.cause if isinstance(error.cause, BaseException) else error
         text = f"{type(inner).__name__}: {_first_line(inner)}"
-        if isinstance(inner, MemoryError) or _NO_MEMORY.search(str(inner)):
+        if out_of_memory(inner):
             return Cause("out of memory", rank, text)
         if _is_collateral(inner):
             return Cause("connection", rank, text)

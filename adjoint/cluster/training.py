@@ -4,7 +4,7 @@
 is never imported. A run over shards writes the same folder, and its checkpoints are read by any number of
 shards and by one process.
 
-When shards are lost the group is made anew from the last checkpoint and the steps since are done again; the
+When shards are lost the group is made again from the last checkpoint and the steps since are done again; the
 order of batches and every draw are the checkpoint's, so that the run ends as if nothing had happened.
 """
 
@@ -92,7 +92,7 @@ class ShardedTrainer(Trainer):
             self.group = None
 
     def _recover(self, failure: ShardFailure) -> None:
-        """Makes the group anew from the last checkpoint, or from the beginning where there is none yet.
+        """Makes the group again from the last checkpoint, or from the beginning where there is none yet.
 
         Raises:
             UserError: that was one failure too many, or there is no place for the shards any more.

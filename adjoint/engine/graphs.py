@@ -64,7 +64,7 @@ class _Recorded:
 
 @dataclasses.dataclass(frozen=True)
 class _Tape:
-    """A tape in a graph's memory, where every replay writes it anew. It can be pulled back once: while the
+    """A tape in a graph's memory, where every replay writes it again. It can be pulled back once: while the
     piece that does it is recorded."""
 
     pullback: Pullback

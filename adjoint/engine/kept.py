@@ -128,11 +128,11 @@ class Slab:
 
     def begin(self, d_final: Tensor | None) -> None:
         """Lets the cotangents begin at those of the final state."""
-        wide = accumulate_dtype(self.values.dtype)
+        dtype = accumulate_dtype(self.values.dtype)
         if d_final is None and not self.host:  # where nothing is gathered, nothing is touched
-            self.cotangents = torch.zeros_like(self.values, dtype=wide)
+            self.cotangents = torch.zeros_like(self.values, dtype=dtype)
             return
-        self.cotangents = room(self.values.shape, wide, self.device, self.host)
+        self.cotangents = room(self.values.shape, dtype, self.device, self.host)
         if d_final is None:
             self.cotangents.zero_()
         else:

@@ -350,11 +350,11 @@ def shared(made: Plan, shards: Sequence[int], helpers: Sequence[int]) -> Plan:
     grid, top = made.grid, made.grid.stages - 1
     programs = list(made.programs)
     for shard in set(helpers):
-        crew, program = 1 + list(helpers).count(shard), programs[shard]
+        workers, program = 1 + list(helpers).count(shard), programs[shard]
         layers = [k for k in range(2, top) if shards[k] == shard]
         of = {k: [a.tile for a in program if isinstance(a, Run) and _in_backward(a.tile, k)] for k in layers}
         units = [
-            unit for k in layers for unit in _units(grid, k, of[k], -(-UNITS_EACH * crew // len(layers)))
+            unit for k in layers for unit in _units(grid, k, of[k], -(-UNITS_EACH * workers // len(layers)))
         ]
         kept = [
             a

@@ -43,8 +43,7 @@ class Gradients:
         if parameter in self.sums:
             self.sums[parameter] += gradient
         else:  # a copy: autograd may have given the same memory to others
-            wide = accumulate_dtype(gradient.dtype)
-            self.sums[parameter] = gradient.to(wide, copy=True)
+            self.sums[parameter] = gradient.to(accumulate_dtype(gradient.dtype), copy=True)
 
     def add_all(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """Adds the gradients of several parameters, (parameter, gradient) each; what is there already by one
@@ -63,8 +62,8 @@ class Gradients:
         """Adds gradient (n, d) to the rows (n,) of a table: an embedding's gradient without a dense table a
         chunk."""
         if parameter not in self.sums:
-            wide = accumulate_dtype(parameter.dtype)
-            self.sums[parameter] = torch.zeros_like(parameter, dtype=wide)
+            dtype = accumulate_dtype(parameter.dtype)
+            self.sums[parameter] = torch.zeros_like(parameter, dtype=dtype)
         self.sums[parameter].index_add_(0, rows, gradient.to(self.sums[parameter].dtype))
 
     def add_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:

@@ -36,21 +36,14 @@ def partition(
 
     Raises:
         UserError: more shards than layers; no partition keeps to the limits.
-        ValueError: lengths that do not fit, a negative cost, a capacity that is not positive.
     """
     layers = len(costs)
-    if shards < 1:
-        raise UserError(f"{shards} shards: there must be at least one")
     if shards > layers:
         raise UserError(
             f"{shards} shards for {layers} layers: a shard needs a layer; take at most {layers} shards"
         )
-    if (memory is None) != (limits is None):
-        raise ValueError("memory and limits go together: give both or neither")
-    load, speed = _loads(costs, "costs", layers), _positive(capacities, "capacities", shards)
-    need, room = np.zeros_like(load), np.full(shards, np.inf)
-    if memory is not None and limits is not None:
-        need, room = _loads(memory, "memory", layers), _positive(limits, "limits", shards)
+    load, need = _sums(costs), _sums(memory or [0.0] * layers)
+    speed, room = capacities or [1.0] * shards, limits or [np.inf] * shards
 
     def time(shard: int) -> np.ndarray:
         return np.where(need <= room[shard], load / speed[shard], np.inf)
@@ -68,24 +61,10 @@ def partition(
     return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
 
-def _loads(values: Sequence[float], name: str, layers: int) -> np.ndarray:
+def _sums(values: Sequence[float]) -> np.ndarray:
     """(layers + 1, layers + 1): at [b, a] the sum over the layers [a, b), infinite where that is empty."""
-    array = np.asarray(values, dtype=np.float64)
-    if array.shape != (layers,):
-        raise ValueError(f"{name}: {layers} layers, but {array.size} values")
-    if not np.all(array >= 0):
-        raise ValueError(f"{name} must be numbers of at least 0, got {min(values)}")
-    ends = np.concatenate([[0.0], np.cumsum(array)])
-    return np.where(np.tri(layers + 1, k=-1, dtype=bool), ends[:, None] - ends[None, :], np.inf)
-
-
-def _positive(values: Sequence[float] | None, name: str, shards: int) -> np.ndarray:
-    array = np.ones(shards) if values is None else np.asarray(values, dtype=np.float64)
-    if array.shape != (shards,):
-        raise ValueError(f"{name}: {shards} shards, but {array.size} values")
-    if not np.all(array > 0):
-        raise ValueError(f"{name} must be greater than 0, got {array.min()}")
-    return array
+    ends = np.concatenate([[0.0], np.cumsum(values)])
+    return np.where(np.tri(len(ends), k=-1, dtype=bool), ends[:, None] - ends[None, :], np.inf)
 
 
 def _cut(shards: int, load: Callable[[int], np.ndarray], combine: np.ufunc) -> tuple[list[int], float]:

@@ -1,8 +1,8 @@
 """How long programs take and what they hold, without carrying them out; the proof that they end.
 
 Tiles take the time that a function gives them, messages keep their sender's port busy for the time another
-gives. Cores that several workers share slow each other down: with `slots`, n tiles under way on a host go at
-min(1, slots / n) of their speed each (processor sharing, as an operating system does it)."""
+gives. Workers that share cores slow each other down: with `slots`, n tiles under way go at min(1, slots / n)
+of their speed each (processor sharing, as an operating system does it)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from adjoint.engine.grid import Key, Tile
-from adjoint.engine.program import TIMES, Plan, Run, Send, Share, keys_of, named
+from adjoint.engine.program import Plan, Run, Send, Share, named
 
 TileTime = Callable[[int, Tile], float]
 MessageTime = Callable[[Key], float]
@@ -36,13 +36,11 @@ class Timeline:
         seconds: when the last worker was done.
         busy: of each worker, the sum of its tiles' times (on shared slots: of the time they took there).
         spans: every tile, in the order of their starts.
-        fullest: the most messages that each channel (sender, receiver) held.
     """
 
     seconds: float
     busy: tuple[float, ...]
     spans: tuple[Span, ...]
-    fullest: tuple[tuple[tuple[int, int], int], ...] = ()
 
     @property
     def idle_share(self) -> float:
@@ -58,41 +56,31 @@ class Timeline:
         return Timeline(first + then.seconds, busy, (*self.spans, *later))
 
 
-def uniform(worker: int, tile: Tile) -> float:
-    """Every stage alike: forward 1 a chunk, backward 2, a windowed vjp 3."""
-    return TIMES[tile.kind] * tile.count
-
-
 def simulate(
     made: Plan,
-    tile: TileTime = uniform,
-    message: MessageTime | None = None,
+    tile: TileTime,
+    message: MessageTime = lambda key: 0.0,
     *,
     latency: float = 0.0,
     slots: float | None = None,
-    hosts: Sequence[int] | None = None,
     helpers: Sequence[int] = (),
 ) -> Timeline:
     """Runs programs through their times.
 
     Args:
         tile: seconds of a tile: (worker, tile) → seconds; helpers have the numbers after the workers.
-        message: seconds a message keeps its sender's port busy; none where None.
+        message: seconds a message keeps its sender's port busy.
         latency: seconds from the end of a transfer to when it can be received.
-        slots: tiles a host runs at full speed at a time, such as its cores by the threads of a worker; no
-            limit where None. hosts: of each worker, the number of its host; all on one where None.
+        slots: tiles that run at full speed at a time, such as a machine's cores by the threads of a worker;
+            no limit where None.
         helpers: of each helper, the worker whose units it shares.
 
     Raises:
         ValueError: a program never ends, a message comes out of turn or is never received, or a time is
             negative.
     """
-    if slots is not None and not slots > 0:
-        raise ValueError(f"slots must be more than 0, got {slots}")
-    workers = len(made.programs) + len(helpers)
-    if hosts is not None and len(hosts) != workers:
-        raise ValueError(f"hosts: {workers} workers, but {len(hosts)} values")
-    return _Simulation(made, tile, message, latency, slots, hosts, helpers).run()
+    host = None if slots is None else _Host(slots)
+    return _Simulation(made, tile, message, latency, host, helpers).run()
 
 
 @dataclass(slots=True)
@@ -102,7 +90,6 @@ class _Channel:
     arrivals: list[tuple[float, Key]] = field(default_factory=list)
     received: list[float] = field(default_factory=list)
     asleep: int | None = None  # the worker that waits for the other end; both cannot
-    fullest: int = 0
 
 
 @dataclass(slots=True)
@@ -135,14 +122,13 @@ class _Simulation:
         self,
         made: Plan,
         tile: TileTime,
-        message: MessageTime | None,
+        message: MessageTime,
         latency: float,
-        slots: float | None,
-        hosts: Sequence[int] | None,
+        host: _Host | None,
         helpers: Sequence[int],
     ) -> None:
         self.made, self.tile, self.message, self.latency = made, tile, message, latency
-        self.helpers = helpers
+        self.host, self.helpers = host, helpers
         n = len(made.programs) + len(helpers)
         self.at, self.clock, self.busy, self.port = [0] * n, [0.0] * n, [0.0] * n, [0.0] * n
         self.began = [0.0] * n
@@ -151,19 +137,14 @@ class _Simulation:
         # of a worker that shares: its units, those not taken, and the tiles of the units under way
         self.left: dict[int, collections.deque[tuple[Tile, ...]]] = {}
         self.unit: dict[int, collections.deque[Tile]] = {}
-        self.crew: dict[int, int] = {}  # of each worker under way in a Share, whose units it takes
-        numbers = [0] * n if hosts is None else list(hosts)
-        by_number = {} if slots is None else {number: _Host(slots) for number in numbers}
-        self.hosts = list(by_number.values())
-        self.host_of = [by_number.get(number) for number in numbers]
+        self.owner: dict[int, int] = {}  # of each worker under way in a Share, whose units it takes
         self.ready = [(0.0, w) for w in range(len(made.programs))]
 
     def run(self) -> Timeline:
         while True:
-            crowded = [host for host in self.hosts if host.running]
-            first = min(crowded, key=_Host.next_end, default=None)
-            if first is not None and (not self.ready or first.next_end() <= self.ready[0][0]):
-                self._finish(first)
+            host = self.host if self.host is not None and self.host.running else None
+            if host is not None and (not self.ready or host.next_end() <= self.ready[0][0]):
+                self._finish(host)
             elif self.ready:
                 self._go_on(*heapq.heappop(self.ready))
             else:
@@ -176,14 +157,13 @@ class _Simulation:
                 key = channel.arrivals[len(channel.received)][1]
                 raise ValueError(f"{named(key)} from {sender} to {receiver} is never received")
         spans = sorted(self.spans, key=lambda span: (span.start, span.worker))
-        fullest = tuple((pair, channel.fullest) for pair, channel in sorted(self.channels.items()))
-        return Timeline(max(self.clock, default=0.0), tuple(self.busy), tuple(spans), fullest)
+        return Timeline(max(self.clock, default=0.0), tuple(self.busy), tuple(spans))
 
     def _go_on(self, now: float, w: int) -> None:
         """Carries the worker's program out until it has to wait."""
         self.clock[w] = max(now, self.clock[w])
         while True:
-            if w in self.crew:
+            if w in self.owner:
                 if not self._share(w, now):
                     return
                 continue
@@ -196,15 +176,12 @@ class _Simulation:
                     return
             elif isinstance(action, Share):
                 self.left[w] = collections.deque(action.units)
-                crew = [
-                    w,
-                    *(len(self.made.programs) + i for i, owner in enumerate(self.helpers) if owner == w),
-                ]
-                for member in crew:
-                    self.crew[member] = w
-                    self.clock[member] = max(self.clock[member], self.clock[w])
-                    if member != w:
-                        heapq.heappush(self.ready, (self.clock[w], member))
+                self.owner[w] = w
+                for helper, helped in enumerate(self.helpers, start=len(self.made.programs)):
+                    if helped == w:
+                        self.owner[helper] = w
+                        self.clock[helper] = max(self.clock[helper], self.clock[w])
+                        heapq.heappush(self.ready, (self.clock[w], helper))
             elif isinstance(action, Send):
                 if not self._send(w, action):
                     return
@@ -217,20 +194,19 @@ class _Simulation:
         seconds = self.tile(w, tile)
         if seconds < 0:
             raise ValueError(f"worker {w}, {tile}: a time of {seconds} s")
-        host = self.host_of[w]
-        if host is None:
+        if self.host is None:
             self._record(w, tile, self.clock[w], self.clock[w] + seconds)
             return True
-        if self.clock[w] > now:  # it may join its host's tiles only when that time has come
+        if self.clock[w] > now:  # it may join the tiles under way only when that time has come
             heapq.heappush(self.ready, (self.clock[w], w))
             return False
-        host.advance(now)
-        heapq.heappush(host.running, (host.done + seconds, w))
+        self.host.advance(now)
+        heapq.heappush(self.host.running, (self.host.done + seconds, w))
         self.began[w] = now
         return False
 
     def _finish(self, host: _Host) -> None:
-        """Ends the tile that is done next on a host with few slots; its worker goes on."""
+        """Ends the tile that is done next on few slots; its worker goes on."""
         now = host.next_end()
         host.advance(now)
         _, w = heapq.heappop(host.running)
@@ -247,15 +223,15 @@ class _Simulation:
     def _share(self, w: int, now: float) -> bool:
         """The next tile of the units that a worker and its helpers share; False where the worker has to
         wait."""
-        owner = self.crew[w]
+        owner = self.owner[w]
         if not self.unit.get(w):
             if self.clock[w] > now:  # others may take a unit before
                 heapq.heappush(self.ready, (self.clock[w], w))
                 return False
             units = self.left[owner]
             if not units:  # this one is done; the owner goes on when all are
-                del self.crew[w]
-                if owner in self.crew.values():
+                del self.owner[w]
+                if owner in self.owner.values():
                     return False
                 self.at[owner] += 1
                 heapq.heappush(self.ready, (max(self.clock[owner], self.clock[w]), owner))
@@ -274,9 +250,8 @@ class _Simulation:
             return False
         if full >= 0:
             self.clock[w] = max(self.clock[w], channel.received[full])
-        self.port[w] = max(self.clock[w], self.port[w]) + (self.message(send.key) if self.message else 0.0)
+        self.port[w] = max(self.clock[w], self.port[w]) + self.message(send.key)
         channel.arrivals.append((self.port[w] + self.latency, send.key))
-        channel.fullest = max(channel.fullest, len(channel.arrivals) - len(channel.received))
         self._wake(channel, channel.arrivals[-1][0])
         return True
 
@@ -305,20 +280,3 @@ class _Simulation:
         self.clock[w] = stop
         self.busy[w] += stop - start
         self.spans.append(Span(w, start, stop, tile))
-
-
-def held_at_most(made: Plan, size: Callable[[Key], float]) -> list[float]:
-    """The most that each worker holds of what tiles write, whatever the times."""
-    peaks = []
-    for program in made.programs:
-        held: dict[Key, float] = {}
-        now = peak = 0.0
-        for action in program:
-            for key in keys_of(made.grid, action)[1]:
-                now += size(key) - held.get(key, 0.0)
-                held[key] = size(key)
-            peak = max(peak, now)
-            for key in action.frees:
-                now -= held.pop(key, 0.0)
-        peaks.append(peak)
-    return peaks

@@ -13,9 +13,9 @@ import pytest
 
 from adjoint.cluster.shard import Traced
 from adjoint.engine.grid import Tile
-from adjoint.engine.program import Recv, Run, Send, Share
+from adjoint.engine.program import TIMES, Recv, Run, Send, Share
 from adjoint.errors import UserError
-from adjoint.plan.simulate import simulate, uniform
+from adjoint.plan.simulate import simulate
 from adjoint.tools.sweep.compare import truncated_products
 from benchmarks import scaling
 from benchmarks.shards import command, measure, replay
@@ -31,7 +31,7 @@ ENVIRONMENT = {"cores": 2, "cpu": "a processor", "gpu": None, "versions": {"torc
 
 
 def uneven(worker: int, tile: Tile) -> float:
-    return uniform(worker, tile) + 0.5 * worker + 0.25 * tile.chunk
+    return TIMES[tile.kind] * tile.count + 0.5 * worker + 0.25 * tile.chunk
 
 
 def traces_of(run: dict[str, Any], slow: float) -> list[list[Traced]]:

@@ -30,12 +30,12 @@ from adjoint.engine.run import Worker
 from adjoint.engine.stages import Embedding, Head, Layer
 from adjoint.engine.tile import Gradients, Pullback
 from adjoint.layers import State
-from adjoint.plan.simulate import held_at_most
 from adjoint.train.layout import Layout
 from tests.cluster.threads import (
     TRAINING,
     disturbed_shards,
     disturbed_stack,
+    held_at_most,
     in_threads,
     local_transports,
     split,

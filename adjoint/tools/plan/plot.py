@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from adjoint.engine.grid import KINDS
-from adjoint.files import save_figure
+from adjoint.files import new_figure, save_figure
 from adjoint.plan.simulate import Span, Timeline
 
 NAMES = {**KINDS, "L": "forward and linearize"}
@@ -25,13 +25,10 @@ def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, t
         path: the picture, replaced in one piece; its suffix gives the format.
         title: a line above the picture.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     workers, (unit, scale) = len(timeline.busy), _unit(timeline.seconds)
-    figure = Figure(figsize=(11, min(max(1.6 + 0.42 * workers, 2.6), 16)), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, min(max(1.6 + 0.42 * workers, 2.6), 16))
     axes = figure.add_subplot()
     narrow = timeline.seconds / 250  # some pixels: lines between shorter bars would cover them
     rows: dict[tuple[int, str], list[Span]] = defaultdict(list)
