@@ -90,6 +90,14 @@ class Batch:
         )
 
 
+def labelled(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and labels of tokens as data gives them: one that is read and not predicted comes as -1 - id."""
+    unpredicted = tokens < 0
+    if not unpredicted.any():
+        return tokens, tokens
+    return torch.where(unpredicted, -1 - tokens, tokens), tokens.masked_fill(unpredicted, IGNORE_INDEX)
+
+
 def shift_labels(labels: Tensor, seq_idx: Tensor | None = None) -> Tensor:
     """Targets aligned with the tokens that predict them: position t holds label t + 1, the last position is
     ignored, and so is the last one of every document where seq_idx (batch, seqlen) tells them apart."""

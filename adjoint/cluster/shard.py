@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjoint.batch import Batch
+from adjoint.batch import Batch, labelled
 from adjoint.checkpoint import Tensors
 from adjoint.cluster.helpers import Helpers, share
 from adjoint.cluster.replicas import sum_gradients
@@ -65,7 +65,8 @@ class Microbatch:
     """Which of a run's batches one is, and what was decided about it for all workers.
 
     Attributes:
-        batches: of how many batches it is one; the loss and the gradients are divided by it.
+        batches: of how many batches it is one, or of how many as heavy as it; the loss and the gradients are
+            divided by it.
         final: whether it is the last one before the optimizer's step: then gradients are summed over all that
             have these layers.
         number: of it since the run began: what is drawn on it, such as dropout's masks, is a worker's own and
@@ -74,7 +75,7 @@ class Microbatch:
         start: where states are carried, `Carried.start`'s arguments. ended: (batch,) bool, `end`'s.
     """
 
-    batches: int = 1
+    batches: float = 1
     final: bool = True
     number: int = 0
     passing: tuple[tuple[float, ...], ...] = ()
@@ -210,7 +211,7 @@ class Shard:
         """Forward and backward over this worker's part of one batch; adds to the gradients.
 
         Args:
-            ids: (batch, seqlen) int64, the same on every worker; the labels are the same ids.
+            ids: (batch, seqlen) int64, the same on every worker; see `adjoint.batch.labelled`.
             chunk_size: tokens a chunk, the same on every worker; None takes this device's own choice.
             seq_idx: (batch, seqlen) of packed documents, numbered from 0 in rising order.
 
@@ -264,7 +265,7 @@ class Shard:
 
     def _batch(self, ids: Tensor, seq_idx: Tensor | None, states: list[State] | None = None) -> Batch:
         """This worker's rows, whose divisor is the whole batch's, with the states before them."""
-        batch = Batch.of(ids, ids, seq_idx).share(self.replica, self.spec.layout.replicas, self.device)
+        batch = Batch.of(*labelled(ids), seq_idx).share(self.replica, self.spec.layout.replicas, self.device)
         return dataclasses.replace(batch, states=self._states(batch.rows, states))
 
     def _scheme_of(self, batch: Batch, chunk_size: int | None) -> Scheme:
@@ -336,7 +337,7 @@ class Shard:
             mine = [_gradient(p) for p in self.part.parameters() if p is not table and p.requires_grad]
             sum_gradients(mine, self.everyone, peers)
 
-    def _loss(self, worker: Worker, batches: int = 1) -> float | None:
+    def _loss(self, worker: Worker, batches: float = 1) -> float | None:
         if not self.is_last:
             return None
         return 0.0 if worker.total is None else (worker.total / (worker.batch.divisor * batches)).item()

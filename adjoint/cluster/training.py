@@ -31,7 +31,7 @@ from adjoint.train.config import Config, load_config
 from adjoint.train.machine import rng_state, set_rng_state
 from adjoint.train.optimizer import learning_rate
 from adjoint.train.rundir import open_run
-from adjoint.train.trainer import Gradients, Outcome, Trainer
+from adjoint.train.trainer import Gradients, Outcome, Start, Trainer
 from adjoint.train.trainer import train as train_in_one_process
 
 
@@ -217,11 +217,11 @@ class ShardedTrainer(Trainer):
     def _zero_grad(self) -> None:
         self._all("zero_grad")
 
-    def _gradients(self, ids: torch.Tensor, start: tuple[bool, int], number: int) -> Gradients:
+    def _gradients(self, ids: torch.Tensor, start: Start, number: int, heavier: float) -> Gradients:
         batches, scheme = self.settings.grad_accumulation, self.method.scheme(ids.shape[1], self.chunk_size)
         chunks, carries = len(scheme.cuts(ids.shape[1])) - 1, self.settings.carry_state != "none"
         which = Microbatch(
-            batches,
+            heavier,
             (number + 1) % batches == 0,
             number,
             draw_passing(self.config.model.n_layer, chunks, scheme.cut) if scheme.cut else (),

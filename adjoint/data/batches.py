@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 
+from adjoint.batch import labelled, shift_labels
 from adjoint.data.cache import open_tokens
 from adjoint.data.sources import find_sources
 from adjoint.data.tokenizer import Tokenizer, load_tokenizer
@@ -41,7 +42,9 @@ class DataConfig:
 
     Args:
         path: A file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl
-            .parquet, each also as .gz or .zst. Unset: the sources of the Python standard library.
+            .parquet, each also as .gz or .zst. Records with `messages` are conversations: the tokenizer's
+            chat template is put around them, and the assistant's answers alone are predicted. Unset: the
+            sources of the Python standard library.
         validation_path: Held-out text of its own, as `path`. Unset: a share of `path`'s (`eval_fraction`).
         seqlen: Tokens a sequence.
         batch: Sequences a step.
@@ -102,8 +105,10 @@ class Batches:
         seed: int,
         fingerprint: str,
         consecutive: bool = False,
+        predicted: np.ndarray | None = None,
     ) -> None:
-        """tokens: (n,) unsigned integers, n > seqlen, named by their fingerprint; seed: at least 0."""
+        """tokens: (n,) unsigned integers, n > seqlen, named by their fingerprint; seed: at least 0.
+        predicted: (n,) bool, None of all."""
         if consecutive and len(tokens) < batch * seqlen:
             raise UserError(
                 f"{len(tokens)} tokens are too few for {batch} rows that read on, of data.seqlen {seqlen}: "
@@ -113,7 +118,7 @@ class Batches:
         if len(tokens) < seqlen + 1:
             raise UserError(f"{len(tokens)} tokens are too few for data.seqlen {seqlen}")
         self.tokens, self.seqlen, self.batch, self.seed = tokens, seqlen, batch, seed
-        self.fingerprint = fingerprint
+        self.fingerprint, self.predicted = fingerprint, predicted
         self.epoch, self.position = 0, 0
         self._starts_epoch = -1
         self._starts = np.empty(0, np.int64)
@@ -122,7 +127,7 @@ class Batches:
         return self
 
     def __next__(self) -> torch.Tensor:
-        """The next batch: (batch, seqlen) int64 on the CPU."""
+        """The next batch: (batch, seqlen) int64 on the CPU; see `adjoint.batch.labelled`."""
         ids = np.empty((self.batch, self.seqlen), np.int64)
         for row in ids:
             starts = self._window_starts(self.epoch)
@@ -130,7 +135,7 @@ class Batches:
                 self.epoch, self.position = self.epoch + 1, 0
                 starts = self._window_starts(self.epoch)
             start = starts[self.position]
-            row[:] = self.tokens[start : start + self.seqlen]
+            row[:] = _marked(self.tokens, self.predicted, start, start + self.seqlen)
             self.position += 1
         return torch.from_numpy(ids)
 
@@ -201,11 +206,18 @@ class EvalBatches:
     than two tokens.
     """
 
-    def __init__(self, tokens: np.ndarray, seqlen: int, batch: int, eval_tokens: int) -> None:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        seqlen: int,
+        batch: int,
+        eval_tokens: int,
+        predicted: np.ndarray | None = None,
+    ) -> None:
         available = min(len(tokens), eval_tokens)
         self.window = min(seqlen, available)
         self.n_windows = available // self.window if self.window >= 2 else 0
-        self.tokens, self.batch = tokens, batch
+        self.tokens, self.batch, self.predicted = tokens, batch, predicted
 
     @property
     def n_tokens(self) -> int:
@@ -218,8 +230,14 @@ class EvalBatches:
     def __iter__(self) -> Iterator[torch.Tensor]:
         for first in range(0, self.n_windows, self.batch):
             last = min(first + self.batch, self.n_windows)
-            ids = self.tokens[first * self.window : last * self.window].astype(np.int64)
+            ids = _marked(self.tokens, self.predicted, first * self.window, last * self.window)
             yield torch.from_numpy(ids.reshape(last - first, self.window))
+
+
+def _marked(tokens: np.ndarray, predicted: np.ndarray | None, first: int, last: int) -> np.ndarray:
+    """Tokens as int64, those that are not predicted as -1 - id."""
+    ids = tokens[first:last].astype(np.int64)
+    return ids if predicted is None else np.where(predicted[first:last], ids, -1 - ids)
 
 
 @dataclass(frozen=True)
@@ -239,6 +257,7 @@ class Data:
         description: One line for the log: what the text is.
         fingerprint: Digest of the tokens, as in the cursor.
         packed: Whether documents are kept apart.
+        predicted: Share of the training tokens that are predicted, where not all are.
     """
 
     train: Batches
@@ -252,16 +271,21 @@ class Data:
     description: str
     fingerprint: str
     packed: bool = False
+    predicted: float | None = None
 
     def seq_idx(self, ids: torch.Tensor) -> torch.Tensor | None:
         """Of a batch (batch, seqlen), the number of each token's document; None where they are one stream."""
-        return from_separator(ids, self.tokenizer.separator_ids) if self.packed else None
+        return from_separator(labelled(ids)[0], self.tokenizer.separator_ids) if self.packed else None
+
+    def targets(self, ids: torch.Tensor) -> torch.Tensor:
+        """Of a batch, what each token predicts, -100 for nothing."""
+        return shift_labels(labelled(ids)[1], self.seq_idx(ids))
 
     def ended(self, ids: torch.Tensor) -> torch.Tensor:
         """(batch,) bool: of a batch, which rows' last token ends a document that is kept apart."""
         if not self.packed:
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        return document_ends(ids, self.tokenizer.separator_ids)[:, -1]
+        return document_ends(labelled(ids)[0], self.tokenizer.separator_ids)[:, -1]
 
 
 def open_data(
@@ -294,7 +318,15 @@ def open_data(
             eval=held_out.train,
             n_documents=cache.n_documents + held_out.n_documents,
             max_token_id=max(cache.max_token_id, held_out.max_token_id),
+            predicted=(cache.predicted[0], held_out.predicted[0]),
+            apart=cache.apart and held_out.apart,
         )
+    if config.documents == "packed" and not cache.apart:
+        raise UserError(
+            f"data.separator: {tokenizer.decode(tokenizer.separator_ids)!r} stands inside conversations "
+            "too and would cut them; name another token"
+        )
+    answers, theirs = cache.predicted
     n_train, n_eval, seqlen = len(cache.train), len(cache.eval), config.seqlen
     if vocab_size is not None and cache.max_token_id >= vocab_size:
         raise UserError(
@@ -309,8 +341,8 @@ def open_data(
             f"but data.seqlen {seqlen} needs at least {seqlen + 1}: {lower}give more text"
         )
     return Data(
-        train=Batches(cache.train, seqlen, config.batch, seed, cache.fingerprint, consecutive),
-        eval=EvalBatches(cache.eval, seqlen, config.batch, config.eval_tokens),
+        train=Batches(cache.train, seqlen, config.batch, seed, cache.fingerprint, consecutive, answers),
+        eval=EvalBatches(cache.eval, seqlen, config.batch, config.eval_tokens, theirs),
         tokenizer=tokenizer,
         vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
         n_train_tokens=n_train,
@@ -320,4 +352,5 @@ def open_data(
         description=sources.description,
         fingerprint=cache.fingerprint,
         packed=config.documents == "packed",
+        predicted=None if answers is None else float(answers.mean()),
     )

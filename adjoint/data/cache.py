@@ -2,9 +2,10 @@
 
 The cache of a corpus is two files: KEY.json, written last, and KEY-DIGEST.bin, the tokens of the training
 documents followed by those of the held-out ones, as unsigned integers as narrow as the vocabulary allows,
-memory-mapped for reading. KEY names the sources (paths, sizes, modification times), the tokenizer and the
-settings; DIGEST names the tokens. Both files are whole or not there, and processes that build the same cache
-at once write the same bytes under the same names.
+memory-mapped for reading; with conversations a byte per token follows, whether it is predicted. KEY names the
+sources (paths, sizes, modification times), the tokenizer and the settings; DIGEST names the content. Both
+files are whole or not there, and processes that build the same cache at once write the same bytes under the
+same names.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from adjoint.data.sources import Source, Sources, read_documents, split_sources
+from adjoint.data.chat import encode_chat
+from adjoint.data.sources import Chat, Source, Sources, read_documents, split_sources
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.errors import UserError
 from adjoint.files import cache_folder, publish, remove_unfinished, unfinished_path, write_atomically
@@ -33,7 +35,12 @@ _STALE_SECONDS = 86400  # what is unfinished for so long belongs to a process th
 
 @dataclass(frozen=True)
 class TokenCache:
-    """Tokenised text: `train` and `eval` (n,) unsigned integers, memory-mapped, read-only."""
+    """Tokenised text: `train` and `eval` (n,) unsigned integers, memory-mapped, read-only.
+
+    Attributes:
+        predicted: of each token of `train`, and of `eval`, whether it is predicted, (n,) bool; None of all.
+        apart: whether the separator stands at the ends of documents only.
+    """
 
     train: np.ndarray
     eval: np.ndarray
@@ -41,6 +48,8 @@ class TokenCache:
     n_documents: int
     max_token_id: int
     unigram_entropy: float
+    predicted: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    apart: bool = True
 
 
 def open_tokens(
@@ -103,10 +112,12 @@ def _read_cache(folder: Path, key: str) -> TokenCache | None:
     """The cache, or None where there is none or it is damaged."""
     try:
         meta = json.loads((folder / f"{key}.json").read_bytes())
-        tokens = np.memmap(folder / f"{key}-{meta['digest']}.bin", dtype=meta["dtype"], mode="r")
-        n_train = meta["n_train"]
-        if len(tokens) != meta["n_total"] or _digest(tokens) != meta["digest"]:
+        content = np.memmap(folder / f"{key}-{meta['digest']}.bin", dtype=np.uint8, mode="r")
+        n_train, size = meta["n_train"], meta["n_total"] * np.dtype(meta["dtype"]).itemsize
+        masked = meta.get("masked", False)
+        if len(content) != size + masked * meta["n_total"] or _digest(content) != meta["digest"]:
             return None
+        tokens, mask = content[:size].view(meta["dtype"]), content[size:].view(bool)
         return TokenCache(
             train=tokens[:n_train],
             eval=tokens[n_train:],
@@ -115,6 +126,8 @@ def _read_cache(folder: Path, key: str) -> TokenCache | None:
             n_documents=meta["n_documents"],
             max_token_id=meta["max_token_id"],
             unigram_entropy=meta["unigram_entropy"],
+            predicted=(mask[:n_train], mask[n_train:]) if masked else (None, None),
+            apart=meta.get("apart", True),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -132,23 +145,27 @@ def _build(
     size = sum(file.size for file in sources.files)
     bar = tqdm(total=size, unit="B", unit_scale=True, desc="tokenising", delay=2, leave=False, disable=None)
     try:
-        n_documents, ends = 0, []
+        n_documents, ends, chats = 0, [], _Chats(tokenizer, dtype)
         with open(unfinished, "xb") as out, bar:
             for files in (train, held_out):
                 documents = _documents(files, text_field, sources.lenient, bar)
-                n_documents += _write_tokens(out, documents, tokenizer, dtype)
+                n_documents += _write_tokens(out, documents, tokenizer, chats)
                 ends.append(out.tell() // dtype.itemsize)
+            chats.finish(out, ends[-1])
         n_train, n_total = ends
         if n_total == 0:
             raise UserError(f"{sources.description}: there is no text in it")
         if not held_out:
             n_train = n_total - round(n_total * eval_fraction)
-        tokens = np.memmap(unfinished, dtype=dtype, mode="r")
+        content = np.memmap(unfinished, dtype=np.uint8, mode="r")
+        tokens = content[: n_total * dtype.itemsize].view(dtype)
         meta = {
             "source": sources.description,
             "tokenizer": tokenizer.name,
             "dtype": dtype.name,
-            "digest": _digest(tokens),
+            "digest": _digest(content),
+            "masked": bool(chats.unpredicted),
+            "apart": chats.apart,
             "n_train": n_train,
             "n_total": n_total,
             "n_documents": n_documents,
@@ -161,23 +178,61 @@ def _build(
     write_atomically(place.with_name(f"{place.name}.json"), json.dumps(meta, indent=1))
 
 
-def _documents(files: Iterable[Source], text_field: str, lenient: bool, bar: Any) -> Iterator[str]:
+class _Chats:
+    """The conversations of a cache that is being built.
+
+    Attributes:
+        unpredicted: where tokens are that are not predicted, (n,) each.
+        apart: whether the separator stands at their ends only.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype) -> None:
+        self.tokenizer, self.dtype = tokenizer, dtype
+        self.unpredicted: list[np.ndarray] = []
+        self.apart = True
+
+    def write(self, out: IO[bytes], chat: Chat) -> None:
+        ids, predicted = encode_chat(self.tokenizer, chat)
+        separator = self.tokenizer.separator_ids
+        inside = [ids[i : i + len(separator)] for i in range(len(ids) - len(separator))]
+        self.apart = self.apart and not (separator and list(separator) in inside)
+        self.unpredicted.append(out.tell() // self.dtype.itemsize + np.flatnonzero(~predicted))
+        out.write(np.asarray(ids, self.dtype).tobytes())
+
+    def finish(self, out: IO[bytes], n_total: int) -> None:
+        """Write which tokens are predicted, where not all are."""
+        if self.unpredicted:
+            mask = np.ones(n_total, bool)
+            mask[np.concatenate(self.unpredicted)] = False
+            if not mask.any():
+                raise UserError("data.path: its conversations have no answer of the role assistant to learn")
+            out.write(mask.tobytes())
+
+
+def _documents(files: Iterable[Source], text_field: str, lenient: bool, bar: Any) -> Iterator[str | Chat]:
     """The documents of files. The bar counts bytes on disk: a compressed file's text at most to its size."""
     for file in files:
         end = bar.n + file.size
         for text in read_documents(file, text_field, lenient):
             yield text
-            bar.update(min(len(text), end - bar.n))
+            bar.update(min(len(text) if isinstance(text, str) else 0, end - bar.n))
         bar.update(end - bar.n)
 
 
-def _write_tokens(out: IO[bytes], documents: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> int:
+def _write_tokens(
+    out: IO[bytes], documents: Iterable[str | Chat], tokenizer: Tokenizer, chats: _Chats
+) -> int:
     """Append the tokens of documents, the separator after each; returns the number of documents, empty ones
     left out.
     """
+    dtype = chats.dtype
     separator = np.asarray(tokenizer.separator_ids, dtype).tobytes()
     n_documents = 0
     for pieces in _groups(documents):
+        if isinstance(pieces, Chat):
+            chats.write(out, pieces)
+            n_documents += 1
+            continue
         encoded = tokenizer.encode_batch([text for text, _ in pieces])
         for ids, (_, last) in zip(encoded, pieces, strict=True):
             out.write(np.asarray(ids, dtype).tobytes())
@@ -187,13 +242,18 @@ def _write_tokens(out: IO[bytes], documents: Iterable[str], tokenizer: Tokenizer
     return n_documents
 
 
-def _groups(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+def _groups(documents: Iterable[str | Chat]) -> Iterator[list[tuple[str, bool]] | Chat]:
     """Documents in groups to be tokenised together: many short ones, or a piece of a very long one, which is
-    cut at line ends. Each piece comes with whether it is its document's last.
+    cut at line ends. Each piece comes with whether it is its document's last. Conversations come alone.
     """
     group: list[tuple[str, bool]] = []
     characters = 0
     for text in documents:
+        if isinstance(text, Chat):
+            yield group
+            group, characters = [], 0
+            yield text
+            continue
         first = 0
         while first < len(text):
             end = min(first + _PIECE, len(text))

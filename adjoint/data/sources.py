@@ -52,6 +52,20 @@ class Sources:
     lenient: bool = False
 
 
+@dataclass(frozen=True)
+class Chat:
+    """A conversation.
+
+    Attributes:
+        messages: with role and content each. tools: that the assistant may call.
+        place: where it stands, for errors.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: Any
+    place: str
+
+
 def find_sources(path: str | Iterable[str] | None, key: str = "data.path") -> Sources:
     """The files that a key, `data.path`, names, each once, in a fixed order; None is the standard library's
     sources.
@@ -102,11 +116,11 @@ def split_sources(files: tuple[Source, ...], fraction: float) -> tuple[list[Sour
     return [file for file in files if file.path not in chosen], held
 
 
-def read_documents(source: Source, text_field: str, lenient: bool = False) -> Iterator[str]:
+def read_documents(source: Source, text_field: str, lenient: bool = False) -> Iterator[str | Chat]:
     """The documents of one file.
 
     A byte order mark is dropped, line ends are kept as they are; blank .jsonl lines and null texts are left
-    out.
+    out. A field with a list of messages is a conversation; `messages` is read where `text_field` is missing.
 
     Raises:
         UserError: The file cannot be read or decoded, a .jsonl line or the .parquet column is not as it
@@ -236,7 +250,7 @@ def _source(file: Path, name: str) -> Source:
     return Source(file, name, stat.st_size, stat.st_mtime_ns)
 
 
-def _jsonl_documents(stream: Iterable[bytes], path: Path, field: str) -> Iterator[str]:
+def _jsonl_documents(stream: Iterable[bytes], path: Path, field: str) -> Iterator[str | Chat]:
     for number, line in enumerate(stream, 1):
         wrong = None
         try:
@@ -247,28 +261,51 @@ def _jsonl_documents(stream: Iterable[bytes], path: Path, field: str) -> Iterato
         except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
             wrong = f"not a JSON line ({error})"
         else:
-            text = record.get(field) if isinstance(record, dict) else None
+            own = _field_of(record, field) if isinstance(record, dict) else field
+            text = record.get(own) if isinstance(record, dict) else None
             if not isinstance(record, dict):
                 wrong = f"expected a JSON object with a field {field!r}"
-            elif field not in record:
+            elif own not in record:
                 wrong = f"no field {field!r}; {_name_field(record)}"
+            elif isinstance(text, list):
+                wrong = _wrong_messages(text, own)
             elif text is not None and not isinstance(text, str):
                 wrong = f"field {field!r} is {type(text).__name__}, not text; {_name_field(record)}"
-            elif text is not None and not text.isascii() and _HALF_PAIR.search(text):
-                wrong = f"field {field!r} has half of a surrogate pair (\\ud800…), which is no text"
+            said = json.dumps(text, ensure_ascii=False) if isinstance(text, list) else str(text)
+            if wrong is None and not said.isascii() and _HALF_PAIR.search(said):
+                wrong = f"field {own!r} has half of a surrogate pair (\\ud800…), which is no text"
         if wrong is not None:
             raise UserError(f"{path}:{number}: {wrong}")
         if text is not None:
-            yield text
+            yield Chat(text, record.get("tools"), f"{path}:{number}") if isinstance(text, list) else text
 
 
-def _parquet_documents(stream: Any, path: Path, field: str) -> Iterator[str]:
+def _field_of(names: Container[str], field: str) -> str:
+    return "messages" if field not in names and "messages" in names else field
+
+
+def _wrong_messages(messages: list[Any], field: str) -> str | None:
+    """What is wrong with a list that should be a conversation, in words."""
+    if not messages:
+        return f"field {field!r} has no messages"
+    for message in messages:
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or "content" not in message
+        ):
+            return f"field {field!r}: a message is an object with role and content, not {str(message)[:60]}"
+    return None
+
+
+def _parquet_documents(stream: Any, path: Path, field: str) -> Iterator[str | Chat]:
     pa = _pyarrow(path)
     import pyarrow.parquet as pq
 
     try:
         table = pq.ParquetFile(stream)
         columns = table.schema_arrow.names
+        field = _field_of(columns, field)
         if field not in columns:
             raise UserError(f"{path}: no column {field!r}; {_name_field(columns)}")
         kind = table.schema_arrow.field(field).type
@@ -276,6 +313,11 @@ def _parquet_documents(stream: Any, path: Path, field: str) -> Iterator[str]:
             for text in rows.column(0).to_pylist():
                 if isinstance(text, str):
                     yield text
+                elif isinstance(text, list):
+                    if wrong := _wrong_messages(text, field):
+                        raise UserError(f"{path}: {wrong}")
+                    given = [{k: v for k, v in message.items() if v is not None} for message in text]
+                    yield Chat([{"content": "", **message} for message in given], None, str(path))
                 elif text is not None:
                     raise UserError(f"{path}: column {field!r} is {kind}, not text; {_name_field(columns)}")
     except pa.ArrowException as error:

@@ -74,6 +74,10 @@ class FileTokenizer:
         if self.vocab_size == 0:
             raise UserError(f"data.tokenizer {path}: its vocabulary is empty")
         self.separator_ids = self._separator(separator)
+        if template := _configured(place if place.is_dir() else place.parent, "chat_template"):
+            self.identity = hashlib.blake2b(
+                f"{self.identity} {template}".encode(), digest_size=16
+            ).hexdigest()
 
     def _load_file(self, file: Path) -> None:
         from tokenizers import Tokenizer as Backend
@@ -88,7 +92,8 @@ class FileTokenizer:
         self._encode_batch = lambda texts: [e.ids for e in run(texts, add_special_tokens=False)]
         self._decode = lambda ids: backend.decode(ids, skip_special_tokens=False)
         self._vocab = backend.get_vocab(with_added_tokens=True)
-        self._eos = _configured_eos(file.with_name("tokenizer_config.json"))
+        eos = _configured(file.parent, "eos_token")
+        self._eos = eos if isinstance(eos, str) else (eos or {}).get("content")
         self.identity = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def _load_folder(self, folder: Path) -> None:
@@ -180,13 +185,13 @@ def load_tokenizer(tokenizer: str | None, separator: str | None = None) -> Token
     return FileTokenizer(tokenizer, separator)
 
 
-def _configured_eos(file: Path) -> str | None:
-    """eos_token of a tokenizer_config.json, which writes it as a text or as an object with `content`."""
+def _configured(folder: Path, key: str) -> Any:
+    """What the tokenizer_config.json of a folder, or else a file KEY.jinja, says; None where nothing does."""
     try:
-        config = json.loads(file.read_text("utf-8"))
+        config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     except (OSError, ValueError):
-        return None
-    eos = config.get("eos_token") if isinstance(config, dict) else None
-    if isinstance(eos, dict):
-        eos = eos.get("content")
-    return eos if isinstance(eos, str) else None
+        config = None
+    found = config.get(key) if isinstance(config, dict) else None
+    if found is None and (folder / f"{key}.jinja").is_file():
+        return (folder / f"{key}.jinja").read_text("utf-8")
+    return found

@@ -7,13 +7,14 @@ import math
 import shlex
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from adjoint.batch import IGNORE_INDEX, shift_labels
+from adjoint.batch import IGNORE_INDEX, labelled, shift_labels
 from adjoint.checkpoint import Tensors
 from adjoint.data.batches import Data, open_data
 from adjoint.data.tokenizer import check_bytes
@@ -42,6 +43,7 @@ from adjoint.train.plots import plot_losses
 from adjoint.train.rundir import RunFolder, open_run
 from adjoint.train.trackers import Trackers
 
+Start = tuple[bool, int]  # whether a batch may start from carried states, and the seed of noise
 Gradients = tuple[float, list[int] | None]  # of a batch: its loss, and the windows if the method picked them
 
 
@@ -182,34 +184,35 @@ class Trainer:
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _gradients(self, ids: torch.Tensor, start: tuple[bool, int], number: int) -> Gradients:
+    def _gradients(self, ids: torch.Tensor, start: Start, number: int, heavier: float) -> Gradients:
         """Add a batch's gradients, divided by the batches of a step, to those there are.
 
         Args:
-            ids: (batch, seqlen). start: `Carried.start`'s arguments. number: of the batch, from 0.
+            ids: (batch, seqlen), see `labelled`. start: `Carried.start`'s arguments.
+            number: of the batch, from 0. heavier: how many times the weight of the batch the step's is.
         """
-        ids, carries = ids.to(self.device), self.settings.carry_state != "none"
+        carries = self.settings.carry_state != "none"
         with autocast(self.precision, self.device):
             output = self._run(ids, self.carried.start(*start) if carries else None)
         if carries:
-            self.carried.end(output.state, self.data.ended(ids))
-        # Every batch weighs the same; they hold as many predictions, but for packed documents.
-        loss = output.loss / self.settings.grad_accumulation
+            self.carried.end(output.state, self.data.ended(ids).to(self.device))
+        loss = output.loss / heavier
         loss.backward()
         return loss.item(), getattr(output, "windows", None)
 
     def _run(self, ids: torch.Tensor, state: list[State] | None = None) -> Any:
         """The model's output on a batch, by the method."""
-        seq_idx = self.data.seq_idx(ids)
+        tokens, labels = (t.to(self.device) for t in labelled(ids))
+        seq_idx = self.data.seq_idx(tokens)
         if isinstance(self.model, Stack):
             carries = self.settings.carry_state != "none"
             return self.model(
-                ids, labels=ids, method=self.method, state=state, return_state=carries, seq_idx=seq_idx
+                tokens, labels=labels, method=self.method, state=state, return_state=carries, seq_idx=seq_idx
             )
         self.model.train(torch.is_grad_enabled())  # it may have dropout
         if seq_idx is None:
-            return self.model(input_ids=ids, labels=ids)
-        return self.model(input_ids=ids, shift_labels=shift_labels(ids, seq_idx), seq_idx=seq_idx)
+            return self.model(input_ids=tokens, labels=labels)
+        return self.model(input_ids=tokens, shift_labels=shift_labels(labels, seq_idx), seq_idx=seq_idx)
 
     def _update(self, step: int) -> float:
         """Clip the gradients and step; the gradient's norm before that."""
@@ -234,7 +237,6 @@ class Trainer:
 
     def _loss_of(self, ids: torch.Tensor) -> float:
         """The mean loss of a batch, without gradients."""
-        ids = ids.to(self.device)
         with autocast(self.precision, self.device):
             return self._run(ids).loss.item()
 
@@ -289,14 +291,16 @@ class Trainer:
 
     def _accumulate(self, step: int) -> tuple[float, int, list[int] | None]:
         """Fill the gradients from the next batches: the mean loss, tokens, each layer's window if picked."""
-        how, batches = self.settings.carry_state, self.settings.grad_accumulation
+        batches = self.settings.grad_accumulation
         self._zero_grad()
         loss, tokens, windows = 0.0, 0, None
-        for i in range(batches):
-            # whether the batch may start from carried states, and the seed of noise
-            start = how != "previous" or not self.data.train.begins, draw_seed() if how == "noise" else 0
-            ids = next(self.data.train)
-            part, picked = self._gradients(ids, start, (step - 1) * batches + i)
+        drawn, heavier = self._drawn(), [float(batches)] * batches
+        if self.data.predicted is not None:  # as one batch of all of them would: by their predictions
+            drawn = iter(ahead := list(drawn))
+            counts = [self._predictions(ids) for _, ids in ahead]
+            heavier = [sum(counts) / count if count else math.inf for count in counts]
+        for i, (start, ids) in enumerate(drawn):
+            part, picked = self._gradients(ids, start, (step - 1) * batches + i, heavier[i])
             loss += part
             if not math.isfinite(loss):
                 self._diverged("loss", loss, step)
@@ -305,12 +309,22 @@ class Trainer:
             tokens += ids.numel()
         return loss, tokens, windows
 
+    def _drawn(self) -> Iterator[tuple[Start, torch.Tensor]]:
+        """The batches of a step as they are read."""
+        how = self.settings.carry_state
+        for _ in range(self.settings.grad_accumulation):
+            start = how != "previous" or not self.data.train.begins, draw_seed() if how == "noise" else 0
+            yield start, next(self.data.train)
+
+    def _predictions(self, ids: torch.Tensor) -> int:
+        return int((self.data.targets(ids) != IGNORE_INDEX).sum())
+
     @torch.no_grad()
     def _evaluate(self) -> float:
         """Mean loss over the held-out text, nats per token."""
         total, count = 0.0, 0
         for ids in self.data.eval:
-            predictions = int((shift_labels(ids, self.data.seq_idx(ids)) != IGNORE_INDEX).sum())
+            predictions = self._predictions(ids)
             total += self._loss_of(ids) * predictions
             count += predictions
         return total / max(count, 1)
@@ -382,11 +396,12 @@ class Trainer:
 
     def _announce(self) -> None:
         data, settings = self.data, self.settings
+        answers = "" if data.predicted is None else f", {data.predicted:.0%} of them predicted"
         print(
             f"run: {self.folder.path}\n"
             f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
             f"d_model {self.config.model.d_model}; method: {self._method_in_words()}\n"
-            f"data: {data.description}: {data.n_train_tokens:,} tokens to train on, "
+            f"data: {data.description}: {data.n_train_tokens:,} tokens to train on{answers}, "
             f"{data.n_eval_tokens:,} held out, unigram entropy {data.unigram_entropy:.4f} nats per token\n"
             f"tokenizer: {data.tokenizer.name}, {data.tokenizer.vocab_size:,} tokens\n"
             f"training: {settings.steps} steps of {self.config.data.batch * settings.grad_accumulation} x "

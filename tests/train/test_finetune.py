@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
+from adjoint.batch import labelled
 from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cli import main
+from adjoint.data.batches import DataConfig, open_data
+from adjoint.data.chat import _template
+from adjoint.errors import UserError
 from adjoint.train.config import load_config
-from tests.training_helpers import SENTENCE, metrics, tiny, train_tiny
+from tests.cluster.threads import train_in_threads
+from tests.training_helpers import SENTENCE, metrics, same_training, tiny, train_tiny
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -170,3 +177,90 @@ def test_adapters_that_are_refused(
     assert train_tiny(tmp_path, **options(base, **{**LORA, **flags})) == 2
     error = capsys.readouterr().err.splitlines()
     assert said in error[-1]
+
+
+# ------------------------------------------------------------------------------------------- conversations
+
+PLAIN = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TURNS = [
+    ("user", "the state"),
+    ("assistant", "of a chunk"),
+    ("user", "is all"),
+    ("assistant", "that next needs"),
+]
+
+
+@pytest.fixture
+def chatty(base: Path, tmp_path: Path) -> Path:
+    """A copy of the model's folder whose tokenizer has a chat template, and `chat.jsonl` beside it."""
+    folder = tmp_path / "chatty"
+    shutil.copytree(base, folder)
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    said = [{"role": role, "content": content} for role, content in TURNS]
+    chats = [{"messages": said}, {"messages": said[:2]}, {"messages": [*said, *said[:1]]}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats * 20))
+    return folder
+
+
+def chat_options(chatty: Path, **more: Any) -> dict[str, Any]:
+    return options(chatty, data__path=chatty.parent / "chat.jsonl", data__seqlen=48, **more)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_answers_alone_are_predicted(chatty: Path, tmp_path: Path, template: str) -> None:
+    (chatty / "chat_template.jinja").write_text(template)
+    _template.cache_clear()
+    config = DataConfig(
+        path=str(tmp_path / "chat.jsonl"), tokenizer=str(chatty), seqlen=48, cache_dir=str(tmp_path)
+    )
+    data = open_data(config)
+    ids, labels = labelled(next(data.train))
+    assert (ids >= 0).all() and (labels[labels >= 0] == ids[labels >= 0]).all()
+    whole, mask = data.train.tokens, data.train.predicted
+    assert mask is not None
+    runs = data.tokenizer.decode(np.where(mask, whole, 1)).replace("<|user|>", " ").split("<|end|>")
+    assert {run.strip() for run in runs} == {"", "of a chunk", "that next needs"}
+    text = data.tokenizer.decode(whole)
+    assert text.startswith("<|user|>the state<|end|><|assistant|>of a chunk<|end|><|user|>is all<|end|>")
+    with pytest.raises(UserError, match=r"data.separator: '<\|end\|>' stands inside conversations"):
+        open_data(dataclasses.replace(config, documents="packed"))
+
+
+def test_a_batch_of_answers_weighs_as_they_do(
+    chatty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two batches of one row are one of two rows, which differ in how many tokens are predicted."""
+    rows = []
+    for name, batch, parts in (("whole", 2, 1), ("parts", 1, 2)):
+        flags = {"data__batch": batch, "training__grad_accumulation": parts, "run__dir": tmp_path / name}
+        assert train_tiny(tmp_path, **chat_options(chatty, training__precision="float64", **flags)) == 0
+        rows.append(metrics(tmp_path / name))
+    assert "% of them predicted" in capsys.readouterr().out
+    for one, other in zip(*rows, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-10)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
+
+
+def test_conversations_over_shards_are_as_in_one_process(
+    chatty: Path, tmp_path: Path, one_thread: None
+) -> None:
+    """Of a `Stack`: how a run is spread does not matter to what is predicted."""
+    flags: dict[str, Any] = {
+        "data__path": tmp_path / "chat.jsonl",
+        "data__tokenizer": chatty,
+        "model__vocab_size": VOCAB,
+        "training__precision": "float64",
+        "training__steps": 3,
+        "training__grad_accumulation": 2,
+    }
+    assert train_tiny(tmp_path, **flags) == 0
+    train_in_threads(tiny(tmp_path, **flags, cluster__shards=2, run__dir=tmp_path / "shards"))
+    same_training(tmp_path / "shards", tmp_path / "run")

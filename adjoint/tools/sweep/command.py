@@ -155,6 +155,8 @@ def _batches(request: Namespace, config: Config, shape: StackConfig) -> tuple[li
         drawn = [torch.randint(shape.vocab_size, size, generator=generator) for _ in range(request.batches)]
         return drawn, "random tokens", "random"
     text = open_data(data, request.seed, None if request.model else shape.vocab_size)
+    if text.predicted is not None:
+        raise UserError("data.path: a sweep predicts all tokens, conversations have others; name text")
     batches = [next(text.train) for _ in range(request.batches)]
     highest = max(int(ids.max()) for ids in batches)
     if highest >= shape.vocab_size:

@@ -1,0 +1,94 @@
+"""Conversations to tokens, by a tokenizer's chat template; the assistant's answers alone are predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adjoint.data.sources import Chat
+from adjoint.data.tokenizer import Tokenizer
+from adjoint.errors import UserError
+
+
+def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[list[int], np.ndarray]:
+    """A conversation's token ids with the separator behind them, and which of them are predicted, bool.
+
+    Those are the ones that the template marks by ``{% generation %}``. With a template that marks none they
+    are what an answer adds to the conversation before it with the generation prompt.
+
+    Raises:
+        UserError: there is no chat template, it refuses the conversation, or it writes a beginning in another
+            way than the whole, so that nothing says which tokens are an answer's.
+    """
+    template = _template(tokenizer.name)
+    given: dict[str, Any] = {"tools": chat.tools} if chat.tools else {}
+    try:
+        if re.search(r"\{%-?\s*generation\b", template.get_chat_template(**given)):
+            found = template.apply_chat_template(
+                chat.messages, return_dict=True, return_assistant_tokens_mask=True, **given
+            )
+            ids, predicted = found["input_ids"], np.array(found["assistant_masks"], bool)
+        else:
+            ids, predicted = _by_prefixes(functools.partial(_ids, template, given), chat)
+    except UserError:
+        raise
+    except Exception as error:  # templates raise what they like
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{chat.place}: the chat template of {tokenizer.name} refuses it ({reason})"
+        ) from None
+    separator = list(tokenizer.separator_ids)
+    if separator and ids[-len(separator) :] != separator:
+        answered = chat.messages[-1]["role"] == "assistant"
+        ids, predicted = ids + separator, np.append(predicted, [answered] * len(separator))
+    return ids, predicted
+
+
+def _by_prefixes(ids_of: Any, chat: Chat) -> tuple[list[int], np.ndarray]:
+    whole = ids_of(chat.messages)
+    predicted = np.zeros(len(whole), bool)
+    for i, message in enumerate(chat.messages):
+        if message["role"] == "assistant":
+            before, through = ids_of(chat.messages[:i], True), ids_of(chat.messages[: i + 1])
+            if through[: len(before)] != before or whole[: len(through)] != through:
+                raise UserError(
+                    f"{chat.place}: the chat template writes message {i + 1} in another way where others "
+                    "follow; give the tokenizer a template with {% generation %} around answers"
+                )
+            predicted[len(before) : len(through)] = True
+    return whole, predicted
+
+
+def _ids(
+    template: Any, given: dict[str, Any], messages: list[dict[str, Any]], prompt: bool = False
+) -> list[int]:
+    if not messages:  # an answer that nothing precedes
+        return []
+    made = template.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True, **given)
+    return list(made["input_ids"])
+
+
+@functools.cache
+def _template(name: str) -> Any:
+    """The tokenizer of transformers with a chat template that `data.tokenizer` names."""
+    place = Path(name).expanduser()
+    folder = place if place.is_dir() else place.parent
+    found = None
+    if name != "byte":
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise UserError("conversations need transformers: pip install transformers") from None
+        with contextlib.suppress(OSError, ValueError):  # a tokenizer.json alone
+            found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    if getattr(found, "chat_template", None) is None:
+        raise UserError(
+            f"data.tokenizer {name}: has no chat template, which conversations need; name the folder of one "
+            "that has, or text by data.text_field"
+        )
+    return found
