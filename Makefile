@@ -1,9 +1,9 @@
 # make train   set everything up and train the default model      make test   set everything up and run the tests
 #
-# The environment lives in .venv. PYTHON=… picks another interpreter to build it with (3.11 or 3.12);
+# The environment lives in .venv. PYTHON=… picks another interpreter to build it with (3.11 to 3.13);
 # TRAIN="--training.steps 50 …" hands flags to the training run, TESTS="-m slow tests/test_x.py" to pytest,
-# FUZZ="--kinds wrapped --seed 7" to the fuzzer; PART="kernels triton" names parts of the slow tests, JOBS=1 runs
-# them in one process.
+# FUZZ="--kinds wrapped --seed 7" to the fuzzer; PART="kernels triton" names parts of the slow tests, ROWS versions
+# to test; JOBS=1 runs these in one process.
 
 SHELL  := /bin/bash
 VENV   := .venv
@@ -13,14 +13,14 @@ TESTS  :=
 MINUTES := 60
 FUZZ   :=
 PART   :=
+ROWS   :=
 JOBS   := 2
 CODE   := adjoint benchmarks examples scripts tests $(wildcard train.py)
 
 # Set-up leaves compiling a module to its first import: kept, or every process of a test compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-slow fuzz test-numpy-1.26 test-triton-3.6 test-transformers-5.21 lint format benchmarks site setup \
-	setup-dev clean distclean
+.PHONY: help train test test-slow test-versions fuzz lint format benchmarks site setup setup-dev clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -38,17 +38,8 @@ fuzz: setup-dev  ## random cases against references for an hour, or MINUTES=5; p
 test-slow: setup-dev  ## run the tests marked slow, part by part, and record what passed in docs/slow_tests.md; PART=kernels runs one
 	JOBS=$(JOBS) $(BIN)/python scripts/slow_tests.py $(PART)
 
-test-numpy-1.26: $(VENV)/numpy-1.26/ready  ## models, data and a run under the oldest NumPy (without .parquet: pyarrow needs NumPy 2)
-	PYTHONPATH=$(VENV)/numpy-1.26 $(BIN)/python -m pytest -n 2 $(or $(TESTS),-k "not parquet") \
-		tests/layers/test_layers.py tests/data/test_data.py tests/data/test_corpus.py tests/train/test_training.py
-
-test-triton-3.6: $(VENV)/triton-3.6/ready  ## the scan's compiled layout under the oldest Triton; TESTS="-m slow" for all kernels
-	TRITON_CACHE_DIR=$(VENV)/triton-3.6/cache PYTHONPATH=$(VENV)/triton-3.6 $(BIN)/python -m pytest -n 2 \
-		$(or $(TESTS),-k keeps_its_layout) tests/kernels/test_triton_compile.py
-
-test-transformers-5.21: $(VENV)/transformers-5.21/ready  ## wrapped models under the oldest transformers; TESTS='-m "slow or not slow"' for all of it
-	PYTHONPATH=$(VENV)/transformers-5.21 $(BIN)/python -m pytest -n 2 \
-		$(or $(TESTS),-k "models_own or again or refused or packed") tests/hf/test_wrap.py
+test-versions: setup-dev  ## run tests under other versions, row by row (docs/versions.md); ROWS="triton-3.6 python-3.13" runs two
+	JOBS=$(JOBS) $(BIN)/python scripts/versions.py $(ROWS)
 
 benchmarks: setup-dev  ## measure every figure of README and docs again, in hours; QUICK=1 tries each, in minutes
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
@@ -78,11 +69,6 @@ $(VENV)/ready: pyproject.toml constraints.txt scripts/setup.sh
 $(VENV)/ready-dev: pyproject.toml constraints.txt scripts/setup.sh
 	@scripts/setup.sh $(VENV) "dev"
 	@touch $(VENV)/ready $@
-
-# The oldest of a library, in a folder that is put before the environment's own: pinned versions stay as they are.
-$(VENV)/numpy-1.26/ready $(VENV)/triton-3.6/ready $(VENV)/transformers-5.21/ready: $(VENV)/%/ready: $(VENV)/ready-dev
-	$(BIN)/python -m pip install -q --no-deps --no-compile --upgrade --target $(VENV)/$* $(subst -,==,$*).0
-	@touch $@
 
 clean:  ## remove caches and builds (runs/ and .venv stay)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# scripts/setup.sh VENV EXTRAS: make VENV and install this repository into it with EXTRAS ("" or "dev" or "dev,cluster").
+# scripts/setup.sh VENV EXTRAS [PIN…]: make VENV and install this repository into it with EXTRAS ("" or "dev" or "dev,cluster").
+# A PIN such as torch==2.15.0 stands in the place of its line of constraints.txt.
 #
 # Where there is no NVIDIA GPU the CPU build of torch is asked for by its local version (2.13.0+cpu). Plain
 # "torch" from PyPI is the CUDA build on Linux: gigabytes that such a machine cannot use.
@@ -10,15 +11,15 @@ extras=${2:-}
 say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
+usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # none yet, or one whose making was interrupted
     python=
-    for candidate in ${PYTHON:-python3 python3.12 python3.11}; do
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
         if usable "$candidate"; then python=$candidate; break; fi
     done
-    [[ -n $python ]] || die "need Python 3.11 or 3.12 with its venv module (on Debian and Ubuntu: apt install" \
-        "python3-venv); found none as ${PYTHON:-python3, python3.12 or python3.11}. Name one with: make PYTHON=/path/to/python"
+    [[ -n $python ]] || die "need Python 3.11, 3.12 or 3.13 with its venv module (on Debian and Ubuntu: apt install" \
+        "python3-venv); found none as ${PYTHON:-python3 or python3.11 to python3.13}. Name one with: make PYTHON=/path/to/python"
     say "making $venv with $("$python" --version)"
     "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install -q --upgrade pip || true  # the one Python comes with takes twice as long
@@ -26,20 +27,27 @@ fi
 
 pip=("$venv/bin/python" -m pip --disable-pip-version-check install --no-compile)  # modules are, as they are imported
 [[ -t 1 ]] || pip+=(-q)  # a progress bar for people, a few lines for logs
-torch=$(sed -nE 's/^torch==([0-9.]+).*/\1/p' constraints.txt)
+pins=$(mktemp)
+trap 'rm -f "$pins"' EXIT
+cp constraints.txt "$pins"
+for pin in "${@:3}"; do
+    sed -i "/^${pin%%==*}==/d" "$pins"
+    printf '%s\n' "$pin" >>"$pins"
+done
+torch=$(sed -nE 's/^torch==([0-9.]+).*/\1/p' "$pins")
 
 if [[ $(uname -s) == Linux ]] && ! { command -v nvidia-smi && nvidia-smi -L | grep -q GPU; } >/dev/null 2>&1; then
     if ! "$venv/bin/python" -c "from importlib.metadata import version as v; assert v('torch') == '$torch+cpu'" 2>/dev/null; then
         say "no NVIDIA GPU here: installing torch $torch for the CPU (about 200 MB)"
         # First from wherever pip is set up to look (a local wheel, a mirror), then from PyTorch's own index.
         if ! "${pip[@]}" --no-deps "torch==$torch+cpu" 2>/dev/null; then
-            "${pip[@]}" --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$torch+cpu" ||
-                die "could not get torch $torch+cpu: neither pip's sources nor https://download.pytorch.org/whl/cpu" \
-                    "have it. Put its wheel into a folder and set PIP_FIND_LINKS to it, then run this again."
+            "${pip[@]}" --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$torch+cpu" 2>/dev/null ||
+                say "neither pip's sources nor https://download.pytorch.org/whl/cpu have torch $torch+cpu for this Python:" \
+                    "installing the CUDA build, gigabytes larger (or put the wheel into a folder named by PIP_FIND_LINKS)"
         fi
     fi
 fi
 
 say "installing adjoint${extras:+[$extras]} and the pinned versions of constraints.txt"
-"${pip[@]}" -c constraints.txt -e ".${extras:+[$extras]}"
+"${pip[@]}" -c "$pins" -e ".${extras:+[$extras]}"
 say "ready: $("$venv/bin/python" -c 'import sys, torch; print("Python", sys.version.split()[0], "· torch", torch.__version__)')"

@@ -6,21 +6,26 @@ should take two cores less than an hour.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import importlib.metadata
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "slow_tests.md"
-PACKAGES = ("torch", "triton", "transformers", "ray")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "ray")
+# told by the Python that ran the tests
+VERSIONS = """import platform, sys
+from importlib.metadata import distributions
+have = {d.metadata["Name"]: d.version for d in reversed([*distributions()])}  # the first on the path wins
+found = [f"{name} {have[name]}" for name in sys.argv[1:] if name in have]
+print(", ".join([f"Python {platform.python_version()}", *found]))
+"""
 REST = "rest"
 # The test files of each part, without test_ and .py; REST is all that no other part names.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -33,7 +38,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "ray": ("ray", "shards_pretrained"),
     "recovery": ("recovery", "nodes"),
 }
-HEADER = ("part", "passed", "skipped", "minutes", "date", "commit", "versions")
+HEADER = ("passed", "skipped", "minutes", "date", "commit", "versions")
 
 
 def files_of(part: str) -> list[Path]:
@@ -46,84 +51,76 @@ def files_of(part: str) -> list[Path]:
     return [file for file in all_files if stems[file] in PARTS[part]]
 
 
-def run(part: str) -> list[str] | None:
-    """Runs a part; its row of the record, or None if it did not pass."""
-    began, tested = time.monotonic(), commit()
+def run(tests: Sequence[str], python: str = sys.executable, **environment: str) -> list[str] | None:
+    """Runs tests, as arguments of pytest; what a record says of them, or None if they did not pass."""
+    began, tested, env = time.monotonic(), commit(), os.environ | environment
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        how = [
-            "-q",
-            "-n",
-            os.environ.get("JOBS", "2"),
-            "--dist",
-            "loadgroup",
-            f"--junitxml={report}",
-            "-m",
-            "slow and not gpu",
-        ]
-        code = subprocess.call([sys.executable, "-m", "pytest", *how, *map(str, files_of(part))], cwd=ROOT)
-        if code != 0:
+        how = ["-q", "-n", os.environ.get("JOBS", "2"), "--dist", "loadgroup", f"--junitxml={report}"]
+        if subprocess.call([python, "-m", "pytest", *how, *tests], cwd=ROOT, env=env) != 0:
             return None
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     if commit() != tested:  # files were changed meanwhile
         tested = tested.rstrip("+") + "+"
     skipped, minutes = int(suite.get("skipped", 0)), (time.monotonic() - began) / 60
-    if minutes > 60:
-        print(f"{part}: took {minutes:.0f} minutes; more than an hour should be two parts")
     passed = int(suite.get("tests", 0)) - skipped
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return [part, str(passed), str(skipped), f"{minutes:.0f}", date, tested, versions()]
-
-
-def versions() -> str:
-    found = [f"Python {platform.python_version()}"]
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return ", ".join(found)
+    versions = subprocess.check_output([python, "-c", VERSIONS, *PACKAGES], cwd=ROOT, env=env, text=True)
+    return [str(passed), str(skipped), f"{minutes:.0f}", date, tested, versions.strip()]
 
 
 def commit() -> str:
-    """The commit that was tested; with a + where files differ from it, the record itself aside."""
+    """The commit that was tested; with a + where files differ from it, the records themselves aside."""
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
-    record = f":!{RECORD.relative_to(ROOT)}"
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", record)
+    records = ":!docs/slow_tests.md", ":!docs/versions.md"
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *records)
     return git("rev-parse", "--short=12", "HEAD").strip() + "+" * bool(changed)
 
 
-def write(row: list[str], file: Path = RECORD) -> None:
-    """Puts a part's row into the table at the end of the record, in place of its last one."""
+def write(row: list[str], names: Sequence[str], file: Path) -> None:
+    """Puts a row into the table at the end of a record, in place of its last one; `names`: of all rows."""
     text = file.read_text(encoding="utf-8")
-    start = text.index(f"| {HEADER[0]} |")
+    start = text.index("\n| ") + 1
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text[start:].splitlines()]
     rows = {cells[0]: cells for cells in lines[2:]} | {row[0]: row}
-    never = ["–"] * (len(HEADER) - 1)
-    body = [rows.get(part, [part, *never]) for part in (*PARTS, REST)]
-    table = "".join(f"| {' | '.join(cells)} |\n" for cells in [HEADER, ["---"] * len(HEADER), *body])
+    never, head = ["–"] * len(HEADER), [lines[0][0], *HEADER]
+    body = [rows.get(name, [name, *never]) for name in names]
+    table = "".join(f"| {' | '.join(cells)} |\n" for cells in [head, ["---"] * len(head), *body])
     file.write_text(text[:start] + table, encoding="utf-8")
 
 
-def main(parts: list[str]) -> int:
-    """Exit code 0 where all parts passed, 1 where one did not, 2 where there is no such part."""
-    known = [*PARTS, REST]
-    if unknown := [part for part in parts if part not in known]:
-        print(f"error: no part {unknown[0]!r}; parts are {', '.join(known)}", file=sys.stderr)
+def record(
+    wanted: Sequence[str], names: Sequence[str], run_row: Callable[[str], list[str] | None], file: Path
+) -> int:
+    """Runs the rows that are wanted, or all, and writes those that pass into a record. Exit code 0 where all
+    passed, 1 where one did not, 2 where there is no such row."""
+    if unknown := [name for name in wanted if name not in names]:
+        print(f"error: no {unknown[0]!r}; there are {', '.join(names)}", file=sys.stderr)
         return 2
     failed = []
-    for part in parts or known:
-        print(f"== {part}", flush=True)
-        row = run(part)
-        if row is None:
-            failed.append(part)
+    for name in wanted or names:
+        print(f"== {name}", flush=True)
+        found = run_row(name)
+        if found is None:
+            failed.append(name)
         else:
-            write(row)
+            write([name, *found], names, file)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def main(parts: list[str]) -> int:
+    """`record` of the parts."""
+
+    def run_part(part: str) -> list[str] | None:
+        return run(["-m", "slow and not gpu", *map(str, files_of(part))])
+
+    return record(parts, [*PARTS, REST], run_part, RECORD)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def test_a_part_that_passes_gets_its_row_and_one_that_fails_keeps_it(
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "PARTS", {"first": ("a",), "second": ("b",)})
     monkeypatch.setattr(script, "commit", lambda: "0123456789ab")
-    monkeypatch.setattr(script.write, "__defaults__", (record,))
+    monkeypatch.setattr(script, "RECORD", record)
     slow = "import pytest\n@pytest.mark.slow\n@pytest.mark.parametrize('n', range(3))\ndef test_it(n):\n    "
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: x\n    gpu: x\n")
     (tests / "test_a.py").write_text(slow + "assert n < 5\ndef test_quick():\n    assert False\n")

@@ -66,7 +66,7 @@ def test_light_kernels_keep_to_registers(name):
 
 
 # Triton's versions lay the selective scan's tiles out each in its own way, with the same values and several
-# times slower where it is the wrong one: `make test-triton-3.6` runs the tests of this name with the oldest.
+# times slower where it is the wrong one: `make test-versions` runs the tests of this name with others.
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_the_selective_scan_keeps_its_layout(capability):
     """As a model runs it: bfloat16, no resets, even sizes."""

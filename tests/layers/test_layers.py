@@ -60,7 +60,7 @@ def test_mamba2_starts_as_in_mamba_ssm() -> None:
 
 
 def test_seeds_need_no_arithmetic_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy 1 refuses to shift a uint64 by an int, which NumPy 2 does: `make test-numpy-1.26` tries it."""
+    """NumPy 1 refuses to shift a uint64 by an int, which NumPy 2 does: `make test-versions` tries it."""
     expected = seed_of(3, 1)
 
     class Word(int):
