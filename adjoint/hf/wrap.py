@@ -51,7 +51,8 @@ def wrap(model: Any, method: Any = None) -> Any:
     sequences fit in memory anyway and where time is all that counts.
 
     Args:
-        model: a `PreTrainedModel` with a language-model head, or a PEFT model around one; wrapped in place.
+        model: a `PreTrainedModel` with a language-model head or one for sequences or tokens (a reward model),
+            or a PEFT model around one; wrapped in place.
         method: `Exact` (the default), `Truncated`, `MiniSequence` or `Backprop`. Truncated drops the
             cotangents of states, keys and values at edges `window` tokens apart, rounded down to whole
             chunks; between them, and where the window is as long as the sequence, gradients are whole.
@@ -66,15 +67,15 @@ def wrap(model: Any, method: Any = None) -> Any:
     """
     method = Exact() if method is None else method
     check_method(method)
-    lm = _causal_lm(model)
-    for module in (lm, backbone_of(lm)):
+    doors = _doors(model)
+    for module in doors:
         if "forward" in vars(module):
             raise ValueError(
                 f"{type(module).__name__} has a forward of its own on the instance, which calls would go to: "
                 "wrap a model before accelerate.prepare or whatever else replaces it"
             )
     lock = Lock()
-    for module, forward in ((lm, _lm_forward), (backbone_of(lm), _backbone_forward)):
+    for module, forward in doors.items():
         module.__dict__["_adjoint"] = Record(method, lock)
         module.__class__ = _swapped(class_of(module), forward)
     return model
@@ -84,24 +85,26 @@ def unwrap(model: Any) -> Any:
     """Undoes `wrap`: the model is transformers' own again. Returns it.
 
     Raises:
-        ValueError: the model is no causal LM of transformers.
+        ValueError: the model is none that `wrap` takes.
     """
-    lm = _causal_lm(model)
-    for module in (lm, backbone_of(lm)):
+    for module in _doors(model):
         module.__dict__.pop("_adjoint", None)
         module.__class__ = class_of(module)
     return model
 
 
-def _causal_lm(model: Any) -> Any:
-    """The transformers model, inside of PEFT's too."""
+def _doors(model: Any) -> dict[Any, Any]:
+    """The modules of transformers that calls come in by, inside of PEFT's too, with their forwards: the
+    backbone, and the causal LM itself. Above a backbone alone any head may stand, as a classifier's."""
     lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = type(model).__name__
-    if not isinstance(lm, PreTrainedModel) or lm.get_output_embeddings() is None:
-        raise ValueError(f"adjoint.wrap takes a causal LM of transformers with a head, this is a {name}")
-    if backbone_of(lm) is lm:
+    if not isinstance(lm, PreTrainedModel):
+        raise ValueError(f"adjoint.wrap takes a causal LM of transformers, or a classifier: this is a {name}")
+    backbone = backbone_of(lm)
+    if backbone is lm:
         raise ValueError(f"{name} has no backbone apart from its head: its layers cannot be run by chunks")
-    return lm
+    doors = {backbone: _backbone_forward}
+    return doors if lm.get_output_embeddings() is None else {lm: _lm_forward, **doors}
 
 
 # ----------------------------------------------------------------------------------------------- class swap

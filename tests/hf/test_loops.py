@@ -9,7 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import adjoint
+from adjoint.hf import wrap as wrap_module
 from tests.hf.hf_models import VOCAB, errors, float64_throughout, loss_and_gradients, make
 from tests.model_helpers import current_gradients, make_ids
 
@@ -225,6 +226,88 @@ def test_sft_trainer_padded_and_packed(tmp_path: Path) -> None:
         assert (logged(trainer, "eval_loss") - logged(plain, "eval_loss")).abs().max() <= 1e-5, options
 
 
+# ------------------------------------------------------------------ TRL's other trainers, ten steps of each
+
+FEW = TRAINING | {"max_steps": 10, "bf16": False, "save_strategy": "no"}
+TURNS = """{% for m in messages %}{% if m["role"] == "assistant" %}{% generation %}{{ m["content"] }} <eos> \
+{% endgeneration %}{% else %}{{ m["content"] }} {% endif %}{% endfor %}"""
+
+
+def words(ids: Iterable[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def dataset(**columns: Callable[[list[int]], Any]) -> Any:
+    """A row for each document, made of it."""
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({name: [of(d) for d in documents(24)] for name, of in columns.items()})
+
+
+def with_packing(trl: Any, model: Any, folder: Path) -> Any:
+    """Several dialogues a row, of which the answers are learnt."""
+    turns = dataset(messages=lambda d: [{"role": "user", "content": words(d[:5])},
+                                        {"role": "assistant", "content": words(d[5:])}])  # fmt: skip
+    processing = tokenizer()
+    processing.chat_template = TURNS
+    arguments = trl.SFTConfig(str(folder), packing=True, max_length=64, assistant_only_loss=True, **FEW)
+    return trl.SFTTrainer(model, args=arguments, train_dataset=turns, processing_class=processing)
+
+
+def with_preferences(trl: Any, model: Any, folder: Path) -> Any:
+    pairs = dataset(prompt=lambda d: words(d[:6]), chosen=lambda d: " " + words(d[6:]),
+                    rejected=lambda d: " " + words(d[:2:-1]))  # fmt: skip
+    arguments = trl.DPOConfig(str(folder), max_length=64, **FEW)
+    return trl.DPOTrainer(model, args=arguments, train_dataset=pairs, processing_class=tokenizer())
+
+
+def with_rewards(trl: Any, model: Any, folder: Path) -> Any:
+    pairs = dataset(chosen=words, rejected=lambda d: words(d[::-1]))
+    arguments = trl.RewardConfig(str(folder), max_length=64, **FEW)
+    return trl.RewardTrainer(model, args=arguments, train_dataset=pairs, processing_class=tokenizer())
+
+
+def with_grpo(trl: Any, model: Any, folder: Path) -> Any:
+    """Sampled by the model itself, with a reference model (beta)."""
+    settings = FEW | {"per_device_train_batch_size": 4, "beta": 0.1}
+    arguments = trl.GRPOConfig(str(folder), num_generations=4, max_completion_length=24, **settings)
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [sum(int(word) % 7 for word in text.split() if word.isdigit()) / 10 for text in completions]
+
+    prompts = dataset(prompt=lambda d: words(d[:6]))
+    return trl.GRPOTrainer(model, reward_funcs=reward, args=arguments, train_dataset=prompts,
+                           processing_class=tokenizer())  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "make_trainer"),
+    [
+        # untouched, a recurrent model does not keep packed documents apart
+        pytest.param("LlamaForCausalLM", with_packing, id="packed, answers only"),
+        pytest.param(BAMBA, with_preferences, id="DPO"),
+        pytest.param("LlamaForSequenceClassification", with_rewards, id="reward model"),
+        pytest.param(BAMBA, with_grpo, id="GRPO", marks=pytest.mark.slow),
+    ],
+)
+def test_trl(name: str, make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trl = pytest.importorskip("trl")
+    config = tiny(name.replace("SequenceClassification", "CausalLM")).config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    getattr(transformers, name)(config).save_pretrained(tmp_path / "model")
+    losses, calls = [], []
+    own_steps = wrap_module._steps
+    monkeypatch.setattr(wrap_module, "_steps", lambda *given: calls.append(1) or own_steps(*given))
+    for prepare in (lambda model: model, lambda model: adjoint.wrap(model, METHOD)):
+        model = getattr(transformers, name).from_pretrained(tmp_path / "model", dtype=torch.float32)
+        trainer = make_trainer(trl, prepare(model.train()), tmp_path)
+        assert not calls
+        trainer.train()
+        losses.append(logged(trainer, "loss"))
+    assert len(calls) == len(losses[0]) == 10, "each step by chunks"
+    assert losses[0].std() > 1e-4 and (losses[1] - losses[0]).abs().max() <= 1e-5
+
+
 # ------------------------------------------------------------------------------------------------ PEFT
 
 
@@ -255,6 +338,34 @@ def test_lora_gradients(case: str, wrapped_first: bool) -> None:
         found = errors(loss_and_gradients(model, **batch()), expected)
     assert all(g.norm() > 0 for g in expected[1].values())
     assert (found.loss <= 1e-12, found.worst <= 1e-10) == (True, True), found
+
+
+ADAPTERS: dict[str, Callable[[Any], Any]] = {
+    "LoRA": lambda peft: peft.LoraConfig(r=3, target_modules=["in_proj", "q_proj"], lora_dropout=0.0),
+    "DoRA": lambda peft: peft.LoraConfig(r=3, target_modules=["in_proj", "q_proj"], use_dora=True),
+    "modules_to_save": lambda peft: peft.LoraConfig(
+        r=3, target_modules=["in_proj"], modules_to_save=["lm_head", "embed_tokens"]
+    ),
+    "prompt tuning": lambda peft: peft.PromptTuningConfig(num_virtual_tokens=5),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_ten_steps_of_peft(case: str) -> None:
+    peft = pytest.importorskip("peft")
+    losses: dict[bool, list[Tensor]] = {False: [], True: []}
+    for wrapped, found in losses.items():
+        torch.manual_seed(1)
+        config = ADAPTERS[case](peft)
+        config.task_type = "CAUSAL_LM"
+        model = peft.get_peft_model(adjoint.wrap(tiny(), METHOD) if wrapped else tiny(), config)
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+        for _ in range(10):
+            found.append(loss_and_gradients(model, **batch())[0])
+            optimizer.step()
+        assert is_wrapped(model) == wrapped
+    plain, ours = (torch.stack(found) for found in losses.values())
+    assert plain[-1] < plain[0] and (ours - plain).abs().max() <= 1e-5
 
 
 def test_an_adapter_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -475,8 +475,8 @@ def test_models_and_methods_that_are_refused() -> None:
     model, two = make("LlamaForCausalLM"), make("LlamaForCausalLM")
     two.base_model_prefix, two.another = "neither", model.model
     for wrong, method, message in (
-        (torch.nn.Linear(2, 2), None, "takes a causal LM of transformers with a head, this is a Linear"),
-        (model.model, None, "with a head, this is a LlamaModel"),
+        (torch.nn.Linear(2, 2), None, "takes a causal LM of transformers, or a classifier: this is a Linear"),
+        (model.model, None, "LlamaModel has no backbone apart from its head"),
         (two, None, "LlamaForCausalLM has no backbone apart from its head"),
         (model, adjoint.Truncated("auto"), r"takes Truncated\(window\) with a window in tokens"),
         (model, adjoint.LayerLocal(), r"got LayerLocal\("),
