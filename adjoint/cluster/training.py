@@ -54,6 +54,8 @@ def train(config: Config) -> Outcome:
     layout.check_rows(data.batch)
     layout.check_chunks(method, data.seqlen)
     packed = data.documents == "packed" and config.model.from_pretrained is not None
+    if config.training.profile:
+        raise UserError("training.profile: records one process; set it or cluster.shards to 0")
     layout.check_run(method, config.training.carry_state, packed, config.model.lora is not None)
     each = placement.resources(config.training.device, config.cluster.cpus)
     folder, checkpoint = open_run(config.run)

@@ -42,6 +42,7 @@ def save_checkpoint(
     trainer: Mapping[str, Any],
     rng: Mapping[str, Any] | None = None,
     keep: int | None = None,
+    spared: int | None = None,
 ) -> Path:
     """Write ``directory/step-XXXXXXXX`` and return its path.
 
@@ -53,6 +54,7 @@ def save_checkpoint(
         trainer: what JSON can hold: data cursor, configuration, …
         rng: random generator states, tensors and plain values only.
         keep: afterwards, delete all but the newest ``keep`` checkpoints; None keeps all.
+        spared: step of one that is kept besides.
 
     Raises:
         OSError: the disk refused; earlier checkpoints are as they were.
@@ -82,7 +84,8 @@ def save_checkpoint(
     flush(final.parent)
     if keep is not None:
         for old in list_checkpoints(final.parent)[:-keep]:
-            _remove(old)
+            if step_of(old) != spared:
+                _remove(old)
     return final
 
 

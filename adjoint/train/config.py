@@ -89,13 +89,16 @@ class TrainingConfig:
         threads: CPU threads; null leaves PyTorch's own choice.
         eval_every: steps between evaluations on the held-out text; 0 is at the end only.
         save_every: steps between checkpoints; 0 is at the end only.
-        keep_checkpoints: how many of the newest checkpoints are kept.
+        keep_checkpoints: how many of the newest checkpoints are kept; and besides them the one with the
+            lowest held-out loss, of those at whose step there was an evaluation.
         log_every: steps between log lines where there is no terminal for a progress bar.
         sample_tokens: tokens generated at the end; 0 switches the sample off.
         sample_prompt: text that the sample continues.
         sample_temperature: temperature of the sample; lower is more conservative.
         report_to: where metrics are reported besides metrics.jsonl: "none", or tensorboard (event files in
             the run's folder), wandb, trackio, with commas between them.
+        profile: steps, from the second one on, that torch.profiler records into trace.json in the run's
+            folder, for chrome://tracing or Perfetto; 0 for none.
     """
 
     steps: Positive = 200
@@ -124,6 +127,7 @@ class TrainingConfig:
     sample_prompt: str = "def "
     sample_temperature: PositiveNumber = 0.8
     report_to: Annotated[str, Must("none, or tensorboard, wandb, trackio", are_trackers)] = "none"
+    profile: NotNegative = 0
 
     def __post_init__(self) -> None:
         check_fields("training", self)

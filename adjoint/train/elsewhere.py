@@ -35,7 +35,7 @@ ELSEWHERE = {
     "gradient_clipping": "training.grad_clip",
     "hidden_size": "model.d_model",
     "learning_rate": "training.lr",
-    "load_best_model_at_end": "checkpoints are kept by training.keep_checkpoints",
+    "load_best_model_at_end": "the best checkpoint is kept, see training.keep_checkpoints",
     "load_in_4bit": "weights are trained in full precision; leave it out",
     "load_in_8bit": "weights are trained in full precision; leave it out",
     "logging_steps": "training.log_every",

@@ -9,6 +9,8 @@ import os
 import platform
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,6 +20,7 @@ from adjoint import memory
 from adjoint.engine import generators
 from adjoint.errors import UserError
 from adjoint.train.config import TrainingConfig
+from adjoint.train.gpus import by_driver_name
 
 # Whose versions say what a measurement was made with.
 PACKAGES = (
@@ -53,6 +56,25 @@ def pick_precision(name: str, device: torch.device) -> str:
         return name
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bfloat16" if native else "float32"
+
+
+def peak_flops(precision: str, device: torch.device) -> float | None:
+    """FLOP/s of a GPU's data sheet; None of other devices, GPUs that are not in the table, and float64."""
+    gpu = by_driver_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if gpu is None or precision == "float64" else getattr(gpu, precision) * 1e12
+
+
+@contextlib.contextmanager
+def recorded(path: Path, steps: int) -> Iterator[Callable[[], None]]:
+    """Records so many steps by torch.profiler, from the second on; gives what is to be called after each."""
+    if not steps:
+        yield lambda: None
+        return
+    from torch.profiler import profile, schedule
+
+    plan = schedule(wait=0, warmup=1, active=steps, repeat=1)
+    with profile(schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(path))) as recording:
+        yield recording.step
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:

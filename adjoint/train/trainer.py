@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from adjoint.batch import IGNORE_INDEX, labelled, shift_labels
-from adjoint.checkpoint import Tensors
+from adjoint.checkpoint import Tensors, list_checkpoints, step_of
 from adjoint.data.batches import Data, open_data
 from adjoint.data.tokenizer import check_bytes
 from adjoint.engine.chunk_size import default_chunk_size
@@ -31,8 +31,10 @@ from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.machine import (
     StopRequest,
     autocast,
+    peak_flops,
     pick_device,
     pick_precision,
+    recorded,
     rng_state,
     set_rng_state,
     set_up,
@@ -84,6 +86,10 @@ class Trainer:
         checkpoint: where to continue from, or None.
     """
 
+    # Of the device, if its data sheet is known, and of the products with parameters for a token.
+    peak_flops: float | None = None
+    flops: float = 0.0
+
     def __init__(self, config: Config, folder: RunFolder, checkpoint: Path | None) -> None:
         settings = config.training
         self.config, self.settings, self.folder = config, settings, folder
@@ -107,9 +113,15 @@ class Trainer:
     def run(self) -> Outcome:
         """Do the steps that are left, then evaluate, sample and plot."""
         self._announce()
-        with StopRequest() as stop, _Progress(self.step, self.settings) as progress:
+        trace = self.folder.path / "trace.json"
+        with (
+            StopRequest() as stop,
+            _Progress(self.step, self.settings) as progress,
+            recorded(trace, self.settings.profile) as recording,
+        ):
             while self.step < self.settings.steps and stop.signal is None:
                 row = self._train_step()
+                recording()
                 self.folder.append(row)
                 progress.show(row)
                 self.trackers.show(row)
@@ -128,6 +140,8 @@ class Trainer:
             print(f"stopped after step {self.step}; continue with: {again}", flush=True)
             return Outcome(path, self.step, stop.signal)
         self._sample()
+        if (best := self._best()) is not None:
+            print(f"lowest held-out loss: {best['eval_loss']:.4f}, checkpoints/step-{best['step']:08d}")
         print(f"run: {path} (metrics.jsonl, loss.png, sample.txt, config.yaml, checkpoints/)", flush=True)
         return Outcome(path, self.step)
 
@@ -156,6 +170,9 @@ class Trainer:
             self.model = load(self.config.model.from_pretrained, self.method, lora).to(self.device, dtype)
         self.optimizer = make_optimizer(self.model, self.settings)
         self.num_parameters = self.model.num_parameters()
+        self.peak_flops = peak_flops(self.precision, self.device)
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        self.flops = 4 * self.num_parameters + 2 * trained
 
     def _check_carried(self, stack: Stack | None) -> None:
         """Raises a UserError where states cannot be carried from batch to batch; None stands for a pretrained
@@ -282,7 +299,10 @@ class Trainer:
             "tokens": self.tokens,
             "tokens_per_second": tokens / (time.perf_counter() - started),
             "peak_memory_bytes": self._peak_memory_bytes(),
+            "time": time.time(),
         }
+        if self.peak_flops is not None:
+            row["mfu"] = self.flops * row["tokens_per_second"] / self.peak_flops
         if windows is not None:
             row["windows"] = windows
         if (_due(step, settings.eval_every) or step == settings.steps) and len(self.data.eval):
@@ -338,8 +358,16 @@ class Trainer:
             "config": self.config.to_dict(),
         }
         folder = self.folder.path / "checkpoints"
-        save_checkpoint(folder, self.step, self._write, trainer, rng_state(), self.settings.keep_checkpoints)
+        best, keep = self._best(), self.settings.keep_checkpoints
+        spared = None if best is None else best["step"]
+        save_checkpoint(folder, self.step, self._write, trainer, rng_state(), keep, spared)
         self.saved_step = self.step
+
+    def _best(self) -> dict[str, Any] | None:
+        """The row with the lowest held-out loss, of those at whose step there is a checkpoint or will be now."""
+        there = {step_of(path) for path in list_checkpoints(self.folder.path / "checkpoints")} | {self.step}
+        rows = [row for row in self.folder.rows if "eval_loss" in row and row["step"] in there]
+        return min(rows, key=lambda row: row["eval_loss"], default=None)
 
     def _resume(self, checkpoint: Path) -> None:
         trainer, rng = self._load(checkpoint)  # open_run has compared the checksums already

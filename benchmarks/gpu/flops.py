@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from adjoint.layers import MIXERS, StackConfig
-from adjoint.plan.gpus import by_driver_name
 from adjoint.stack import Stack
+from adjoint.train.gpus import by_driver_name
 
 _SCAN = {"mamba": 7, "mamba2": 5}  # FLOPs a state element and token, forward
 

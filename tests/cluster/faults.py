@@ -92,7 +92,7 @@ def files(run: Path) -> dict[str, bytes]:
 
 def told(run: Path) -> list[dict[str, Any]]:
     """A run's metrics, but for what the machine has to do with."""
-    machine = {"tokens_per_second", "peak_memory_bytes"}
+    machine = {"tokens_per_second", "peak_memory_bytes", "time"}
     return [{k: v for k, v in row.items() if k not in machine} for row in metrics(run)]
 
 

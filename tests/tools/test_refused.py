@@ -148,6 +148,7 @@ VALUES = [
     ("--training.carry_state previous --cluster.shards 1 --cluster.sequence 2", "leave out cluster.replicas"),
     ("--cluster.shards -1", "--cluster.shards: expected a whole number (0 or more) or auto"),
     ("--cluster.sequence 2", "need processes of their own"),
+    ("--training.profile 2 --cluster.shards 1", "training.profile: records one process"),
 ]
 TEXTS = [
     ("nothing.txt", "no such file or folder"),

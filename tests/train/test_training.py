@@ -25,15 +25,15 @@ from adjoint.checkpoint import Tensors, list_checkpoints
 from adjoint.cli import main
 from adjoint.plan.memory import Setup, needs
 from adjoint.plan.stack import model_of
-from adjoint.train import checkpoint
-from adjoint.train.config import TrainingConfig
+from adjoint.train import checkpoint, trainer
+from adjoint.train.config import TrainingConfig, load_config
 from adjoint.train.machine import StopRequest
 from adjoint.train.optimizer import learning_rate, parameter_groups
 from adjoint.train.rundir import RunFolder
 from tests.cluster.threads import train_in_threads
 from tests.training_helpers import exit_code, forked, metrics, tiny, train_tiny, weights
 
-KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory_bytes"}
+KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory_bytes", "time"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assert_same_run(run: Path, reference: Path) -> None:
     """Final weights bit for bit, and the same metrics at every step but for time and memory."""
     assert weights(run, 8) == weights(reference, 8)
-    machine = {"tokens_per_second": 0, "peak_memory_bytes": 0}
+    machine = {"tokens_per_second": 0, "peak_memory_bytes": 0, "time": 0}
     assert [row | machine for row in metrics(run)] == [row | machine for row in metrics(reference)]
 
 
@@ -313,6 +313,26 @@ def test_exact_and_backprop_train_alike(reference: Path, tmp_path: Path) -> None
     assert train_tiny(tmp_path, method__name="backprop") == 0
     for one, other in zip(metrics(tmp_path / "run"), metrics(reference), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_the_best_checkpoint_is_kept_and_steps_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the share of a data sheet's rate is that of the products with parameters."""
+    monkeypatch.setattr(trainer, "peak_flops", lambda precision, device: 1e12)
+    losses = iter([5.0, 3.0, 4.0, 6.0])
+    monkeypatch.setattr(trainer.Trainer, "_evaluate", lambda self: next(losses))
+    flags = {"training__eval_every": 2, "training__save_every": 2, "training__keep_checkpoints": 1}
+    assert train_tiny(tmp_path, **flags, training__profile=2) == 0
+    kept = [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert kept == ["step-00000004", "step-00000008"]
+    assert "lowest held-out loss: 3.0000, checkpoints/step-00000004" in capsys.readouterr().out
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    assert sum(event["name"].startswith("ProfilerStep#") for event in events) >= 2
+    size = Stack(load_config(tiny(tmp_path)[1:]).model).num_parameters()
+    for row in metrics(tmp_path / "run"):
+        assert row["mfu"] == pytest.approx(6 * size * row["tokens_per_second"] / 1e12)
+        assert abs(row["time"] - time.time()) < 60
 
 
 def test_metrics_are_reported_where_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ import torch
 from adjoint.errors import UserError
 from adjoint.memory import size_bytes
 from adjoint.plan import estimate as plan_time
-from adjoint.plan.gpus import GPUS
 from adjoint.plan.layouts import Ranked, Task, rank
 from adjoint.plan.memory import Machine, Setup
 from adjoint.plan.stack import model_of
@@ -25,6 +24,7 @@ from adjoint.settings import Positive, PositiveNumber, SeqLen
 from adjoint.tools.plan.report import as_dict, labels_of, text
 from adjoint.train.config import Config, load_config
 from adjoint.train.flags import Flags, nearest, reads
+from adjoint.train.gpus import GPUS
 from adjoint.train.layout import Layout
 from adjoint.train.machine import pick_precision
 
