@@ -364,7 +364,7 @@ class Trainer:
         self.saved_step = self.step
 
     def _best(self) -> dict[str, Any] | None:
-        """The row with the lowest held-out loss, of those at whose step there is a checkpoint or will be now."""
+        """The row with the lowest held-out loss of those whose checkpoint is there, or is being written."""
         there = {step_of(path) for path in list_checkpoints(self.folder.path / "checkpoints")} | {self.step}
         rows = [row for row in self.folder.rows if "eval_loss" in row and row["step"] in there]
         return min(rows, key=lambda row: row["eval_loss"], default=None)
