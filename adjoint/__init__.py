@@ -2,12 +2,15 @@
 grows with length."""
 
 import os
+import sys
+import warnings
 from typing import Any
 
 from adjoint.interrupt import quiet_imports
 
 # Threads that wait for work sleep instead of spinning, unless told otherwise or torch is loaded already: a
 # chunk is many short parallel regions, and on shared cores spinning costs several times the work itself.
+_spinning = "torch" in sys.modules and "OMP_WAIT_POLICY" not in os.environ
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 with quiet_imports():
@@ -16,6 +19,7 @@ with quiet_imports():
     from adjoint.kernels.selective_scan import selective_scan
     from adjoint.kernels.ssd_scan import ssd_scan
     from adjoint.layers import StackConfig
+    from adjoint.memory import usable_cores
     from adjoint.methods import Backprop, Exact, LayerLocal, MiniSequence, Truncated
     from adjoint.stack import Stack, StackOutput
     from adjoint.train.in_backward import optimizer_in_backward
@@ -41,6 +45,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """`wrap` and `unwrap`, which need transformers."""
     if name in ("wrap", "unwrap"):
@@ -48,3 +56,17 @@ def __getattr__(name: str) -> Any:
 
         return getattr(module, name)
     raise AttributeError(f"module 'adjoint' has no attribute {name!r}")
+
+
+def _warn_of_spinning() -> None:
+    """Where other programs want the cores: the policy is read once, when torch is loaded."""
+    busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > usable_cores()
+    if _spinning and busy and os.environ.get("OMP_NUM_THREADS") != "1":
+        warnings.warn(
+            "other programs want the cores, and torch's threads spin while they wait, which can make steps "
+            "several times slower: import adjoint before torch, or set OMP_WAIT_POLICY=passive",
+            stacklevel=3,
+        )
+
+
+_warn_of_spinning()

@@ -42,7 +42,8 @@ def test_text_of_a_machine_with_gpus(
     monkeypatch.setattr(doctor, "cuda_devices", lambda: [old | {"multiprocessors": 72}])
     report = doctor.examine()
     assert report["settings"][0]["torch"] == torch.get_num_threads()
-    assert {p["name"]: p["version"] for p in report["packages"]}["torch"] == torch.__version__
+    installed = {p["name"]: p["version"] for p in report["packages"]}["torch"]
+    assert torch.__version__.startswith(installed), "its wheel may leave out the +cu130 that torch tells"
     assert chosen(report) == {"cpu"}
     assert {"reference", "cpu"} <= {check["backend"] for check in report["checks"]}
     doctor.show(report)
