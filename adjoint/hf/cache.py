@@ -7,7 +7,7 @@ and neither can be differentiated from chunk to chunk in flat memory."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -186,17 +186,27 @@ class ChunkCache(DynamicCache):
         ValueError: the model's cache has a kind of layer that this does not know.
     """
 
+    linear_cache: Sequence[Any] = ()  # MiniMax's, whose states lie in layers here
+    seqlen_offset = 0  # xLSTM's, which counts tokens there
+
     def __init__(self, config: Any) -> None:
-        super().__init__(config=config)
+        DynamicCache.__init__(self, config=config)
         if self.layer_class_to_replicate is not None:
             raise ValueError(f"{type(config).__name__} does not say which layers its cache has")
         self.kinds: list[Any] = self.layers
+        if config.model_type == "xlstm":
+            self.kinds = [theirs.LinearAttentionLayer(number_of_states=3) for _ in range(config.num_blocks)]
         self.layers: list[Any] = [_ours(layer) for layer in self.kinds]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         state = super().get_recurrent_state(layer_idx, state_idx)
         functions.handed.state = state  # Mamba-1's mixers do not give it to their scan
         return state
+
+    @property
+    def rnn_state(self) -> list[_States]:
+        """As xLSTM's cache has them."""
+        return [_States(layer) for layer in self.layers]
 
     def begun(self, slots: Sequence[Slot], state: State, seen: int) -> list[Any]:
         """Layers that hold a state, `seen` tokens after its document's start; there only what grows has
@@ -233,6 +243,40 @@ class ChunkCache(DynamicCache):
                     shape[GROWS[name]] = 0
                 out.append(Slot(i, name, index, tuple(shape[1:]), value.dtype))
         return out
+
+
+def chunk_cache(config: Any) -> ChunkCache:
+    """Of the class that a model insists on."""
+    if config.model_type != "minimax":
+        return ChunkCache(config)
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    return type("MiniMaxChunkCache", (ChunkCache, MiniMaxCache), {})(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class _States:
+    """A layer's recurrent states as a tuple, whose items take others' values in `copy_`."""
+
+    layer: Any
+
+    def __len__(self) -> int:
+        return self.layer.number_of_states
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter([self.layer.recurrent_states[i] for i in range(len(self))])
+
+    def __getitem__(self, i: int) -> _State:
+        return _State(self.layer, i)
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    layer: Any
+    index: int
+
+    def copy_(self, value: Tensor) -> None:
+        self.layer.set("recurrent", self.index, value)
 
 
 def _ours(layer: Any) -> Any:

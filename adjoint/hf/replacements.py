@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adjoint.engine.first_use import some_numbers
-from adjoint.hf import functions
+from adjoint.hf import functions, mixers
 from adjoint.hf.layers import put
 from adjoint.hf.snapshot import HOOKS, Remembered
 from adjoint.kernels.gated import gated, gated_linear
@@ -77,7 +77,7 @@ class Inside:
     def __init__(self, model: nn.Module) -> None:
         modules: list[Any] = list(model.modules())
         self.functions = functions.places(model)
-        self.forwards = forwards(model)
+        self.forwards = {**forwards(model), **mixers.forwards(model)}
         self.may_checkpoint = [m for m in modules if hasattr(m, "gradient_checkpointing")]
 
     @contextlib.contextmanager

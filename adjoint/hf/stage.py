@@ -19,7 +19,7 @@ from adjoint.engine.grid import Scheme
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Tensors
 from adjoint.hf import check
-from adjoint.hf.cache import ChunkCache, Slot, zeros
+from adjoint.hf.cache import ChunkCache, Slot, chunk_cache, zeros
 from adjoint.hf.head import Head, summed_loss
 from adjoint.hf.layers import backbone_of, class_of, layers_of
 from adjoint.hf.noise import Noise
@@ -96,7 +96,7 @@ class Backbone:
         inputs: dict[str, Any] = {name: given for name, given in chunk.inputs.items() if name != COUNTED}
         if self.balance is not None:
             inputs |= {check.ROUTED: True, "return_dict": True}
-        cache, seen = ChunkCache(self.model.config), chunk.start - chunk.document
+        cache, seen = chunk_cache(self.model.config), chunk.start - chunk.document
         cache.layers = cache.begun(self.slots, state, seen)
         layers = self.layers if torch.is_grad_enabled() else []
         if self.multiplier is not None:
@@ -239,7 +239,7 @@ def steps_of(
 @torch.no_grad()
 def probe(model: Any, input_ids: Tensor) -> list[Slot]:
     """The tensors of a model's state, seen by running it on two tokens of one sequence."""
-    backbone, cache = backbone_of(model), ChunkCache(model.config)
+    backbone, cache = backbone_of(model), chunk_cache(model.config)
     key, positions = _keywords(backbone)
     ids = input_ids[:1, :1].expand(1, 2)
     with Inside(model)(), Noise(model).undone():
