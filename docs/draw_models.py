@@ -56,16 +56,93 @@ SMALL: dict[str, Any] = {
 }
 
 
-# Of those for which a guess is not enough.
+# Of those for which a guess is not enough: all options.
+TINY: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TINY |= {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4}
+TEXT: dict[str, Any] = {**TINY, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5}
+SEEN: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+SEEN |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+PER_LAYER: dict[str, Any] = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCAB}
+GEMMA4 = {
+    **TEXT,
+    **PER_LAYER,
+    "global_head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 BY_HAND: dict[str, dict[str, Any]] = {
-    "GPTNeoForCausalLM": {
-        "attention_types": [[["global", "local"], 2]],
-        "num_layers": 4,
-        "window_size": 5,
-        "attention_dropout": 0.0,
-        "embed_dropout": 0.0,
-        "resid_dropout": 0.0,
+    "BigBirdForCausalLM": {**TINY, "is_decoder": True, "attention_type": "original_full"},
+    "DbrxForCausalLM": {
+        "vocab_size": VOCAB,
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "Dots1ForCausalLM": {
+        **TEXT,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+    "FuyuForCausalLM": {
+        "text_config": {**TINY, "model_type": "persimmon"},
+        "hidden_size": 32,
+        "vocab_size": VOCAB,
+    },
+    "Gemma3ForConditionalGeneration": {"text_config": TEXT, "vision_config": SEEN, "mm_tokens_per_image": 4},
+    "Gemma3nForCausalLM": {
+        **TEXT,
+        **PER_LAYER,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "Gemma4ForConditionalGeneration": {"text_config": GEMMA4, "vision_config": SEEN, "audio_config": None},
+    "Gemma4UnifiedForCausalLM": GEMMA4,
+    "GotOcr2ForConditionalGeneration": {
+        "text_config": {**TEXT, "model_type": "qwen2"},
+        "vision_config": {
+            "hidden_size": 16,
+            "output_channels": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+            "mlp_dim": 16,
+            "window_size": 2,
+            "global_attn_indexes": [0],
+        },
+    },
+    "GPTNeoForCausalLM": {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_layers": 4,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 5,
+        "max_position_embeddings": 64,
+    },
+    "LongcatFlashForCausalLM": {
+        **TINY,
+        "num_layers": 2,
+        "ffn_hidden_size": 40,
+        "expert_ffn_hidden_size": 16,
+        "n_routed_experts": 4,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "head_dim": 4,
+        "v_head_dim": 6,
+    },
+    "XmodForCausalLM": {**TINY, "is_decoder": True, "languages": ["en_XX"], "default_language": "en_XX"},
 }
 
 
@@ -84,6 +161,8 @@ def tried(model: Any) -> tuple[str, str]:
 
 def small(cls: Any) -> Any:
     """A model of a class that nothing is known of, without the noise of training."""
+    if cls.__name__ in BY_HAND:
+        return disturbed(cls(cls.config_class(**BY_HAND[cls.__name__]))).to(torch.float64).eval()
     config = cls.config_class().get_text_config()
     options = {name: value for name, value in SMALL.items() if hasattr(config, name)}
     options = {n: v for n, v in options.items() if not isinstance(getattr(type(config), n, None), property)}
