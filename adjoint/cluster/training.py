@@ -1,8 +1,8 @@
 """Training over shards: the loop of `adjoint.train.trainer`, with the model in the hands of a `Group`.
 
-`adjoint train` comes through here: with ``cluster.shards`` 0 it goes on to the loop in one process, and Ray
-is never imported. A run over shards writes the same folder, and its checkpoints are read by any number of
-shards and by one process.
+`adjoint train` comes through here: with ``cluster.shards`` 0 it goes on to the loop in one process, or in
+each of torchrun's, and Ray is never imported. A run over shards writes the same folder, and its checkpoints
+are read by any number of shards and by one process.
 
 When shards are lost the group is made again from the last checkpoint and the steps since are done again; the
 order of batches and every draw are the checkpoint's, so that the run ends as if nothing had happened.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from adjoint.checkpoint import newest_checkpoint, read_trainer
-from adjoint.cluster import placement
+from adjoint.cluster import placement, torchrun
 from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.shard import Microbatch, total_norm
@@ -47,6 +47,8 @@ def train(config: Config) -> Outcome:
     Raises:
         UserError: something the user can mend; also more failures than ``cluster.max_failures``.
     """
+    if (here := torchrun.place(config.cluster.shards)) is not None:
+        return torchrun.train(config, here)
     if config.cluster.shards == 0:
         return train_in_one_process(config)
     layout, method, data = config.cluster.layout, config.method, config.data

@@ -150,8 +150,8 @@ class StopRequest:
 
 
 def terminal_bar(total: int, unit: str, **settings: Any) -> Any:
-    """A progress bar of tqdm where stderr is a terminal, else None."""
-    if not sys.stderr.isatty():
+    """A progress bar of tqdm where stderr is a terminal, else None; of several processes, in the first."""
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         return None
     from tqdm import tqdm
 

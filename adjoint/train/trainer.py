@@ -119,7 +119,7 @@ class Trainer:
             _Progress(self.step, self.settings) as progress,
             recorded(trace, self.settings.profile) as recording,
         ):
-            while self.step < self.settings.steps and stop.signal is None:
+            while self.step < self.settings.steps and not self._stopped(stop):
                 row = self._train_step()
                 recording()
                 self.folder.append(row)
@@ -186,9 +186,17 @@ class Trainer:
                 "training.carry_state: attention's keys and values would grow for ever; leave it out"
             )
 
+    @property
+    def rows(self) -> int:
+        """Rows of a batch that this process works on."""
+        return self.config.data.batch
+
+    def _stopped(self, stop: StopRequest) -> bool:
+        return stop.signal is not None
+
     def _picked_chunk_size(self) -> int:
         """Tokens of a chunk of a training batch."""
-        rows, seqlen = self.config.data.batch, self.config.data.seqlen
+        rows, seqlen = self.rows, self.config.data.seqlen
         if not isinstance(self.model, Stack):
             from adjoint.hf.schemes import scheme_of
 

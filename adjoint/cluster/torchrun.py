@@ -1,0 +1,206 @@
+"""Replicas that torchrun or srun has started, without Ray: the loop of `adjoint.train.trainer` in each of
+their processes.
+
+Every process draws every batch and works on its rows of it. Gradients are summed before the optimizer's step
+and are those of the whole batch, so that weights stay the same everywhere. Process 0 alone writes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.cluster.replicas import sum_gradients
+from adjoint.cluster.transport import DistributedTransport
+from adjoint.errors import UserError
+from adjoint.layers.init import drawn_from
+from adjoint.train.config import Config
+from adjoint.train.layout import Layout
+from adjoint.train.machine import StopRequest, pick_device
+from adjoint.train.rundir import RunFolder, open_run
+from adjoint.train.trainer import Gradients, Outcome, Start, Trainer
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the processes this one is.
+
+    Attributes:
+        rank: among `world` of them. local: among those of its machine, and the number of its GPU.
+    """
+
+    rank: int
+    world: int
+    local: int
+
+
+def place(shards: int | str) -> Place | None:
+    """What torchrun's environment says, or srun's; None of a process that was started alone.
+
+    Args:
+        shards: ``cluster.shards``. Ray's driver may run inside a step of Slurm, not under torchrun.
+
+    Raises:
+        UserError: torchrun has started this, and Ray is to start shards.
+    """
+    here, env = None, os.environ
+    if int(env.get("WORLD_SIZE", 1)) > 1 and "RANK" in env:
+        if shards != 0:
+            raise UserError(
+                "cluster.shards: Ray starts shards by itself; run python train.py without torchrun, or set "
+                "cluster.shards to 0"
+            )
+        here = Place(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)))
+    elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and shards == 0:
+        here = Place(
+            int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_LOCALID", 0))
+        )
+        env.setdefault("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
+        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
+        env["RANK"] = str(here.rank)
+    return here
+
+
+def train(config: Config, here: Place) -> Outcome:
+    """Train as configured, this process being one of several.
+
+    Raises:
+        UserError: something the user can mend.
+    """
+    _check(config, here)
+    if cuda := pick_device(config.training.device).type == "cuda":
+        torch.cuda.set_device(here.local)
+    timeout, backend = config.cluster.progress_timeout, "nccl" if cuda else "gloo"
+    everyone = [list(range(here.world))]
+    transport = DistributedTransport("env://", here.rank, here.world, backend, timeout, everyone)
+    try:
+        folder, checkpoint = _open_run(config, here)
+        quiet = contextlib.nullcontext() if here.rank == 0 else contextlib.redirect_stdout(None)
+        try:
+            with quiet:
+                return Replica(config, folder, checkpoint, here, transport).run()
+        finally:
+            folder.close()
+            if here.rank:
+                shutil.rmtree(folder.path, ignore_errors=True)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _check(config: Config, here: Place) -> None:
+    """Raises a UserError where a run cannot be spread so."""
+    Layout(1, replicas=here.world).check_rows(config.data.batch)
+    settings = config.training
+    if settings.carry_state != "none":
+        raise UserError("training.carry_state: states stay with one process; leave it out, or start one")
+    if settings.profile:
+        raise UserError("training.profile: records one process; leave it out, or start one")
+    if getattr(config.method, "window", None) == "auto":
+        raise UserError("method.window: auto picks by all rows; give a number, or start one process")
+    if ":" in settings.device:
+        raise UserError(f"training.device: each process has a GPU of its own; cuda for {settings.device}")
+
+
+def _open_run(config: Config, here: Place) -> tuple[RunFolder, Path | None]:
+    """Process 0's folder, for others one that goes away; and the checkpoint that process 0 has found."""
+    found: list[Any] = [None, None]  # the checkpoint, or the error
+    folder = None
+    if here.rank == 0:
+        try:
+            folder, found[0] = open_run(config.run)
+        except UserError as error:
+            found[1] = str(error)
+    torch.distributed.broadcast_object_list(found)
+    if found[1] is not None:
+        raise UserError(found[1])
+    return folder or RunFolder(Path(tempfile.mkdtemp(prefix="adjoint-"))), found[0]
+
+
+class Replica(Trainer):
+    """One process of a run, with its rows of every batch.
+
+    Args:
+        here: which one it is. transport: to the others.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        checkpoint: Path | None,
+        here: Place,
+        transport: DistributedTransport,
+    ) -> None:
+        self.here, self.transport, self.everyone = here, transport, list(range(here.world))
+        if here.rank:
+            silent: dict[str, Any] = {"report_to": "none", "sample_tokens": 0, "save_every": 0}
+            config = dataclasses.replace(config, training=dataclasses.replace(config.training, **silent))
+        super().__init__(config, folder, checkpoint)
+        if self.peak_flops is not None:
+            self.peak_flops *= here.world
+
+    @property
+    def rows(self) -> int:
+        return -(-self.config.data.batch // self.here.world)
+
+    def _own(self, ids: Tensor) -> tuple[Tensor, float]:
+        """This process's rows, and their share of what the batch predicts."""
+        own = ids.tensor_split(self.here.world)[self.here.rank]
+        return own, self._predictions(own) / max(1, self._predictions(ids)) if len(own) else 0.0
+
+    def _gathered(self, value: float) -> list[float]:
+        each = self.transport.all_gather(torch.tensor([value], dtype=torch.float64), self.everyone)
+        return torch.cat(each).tolist()
+
+    def _gradients(self, ids: Tensor, start: Start, number: int, heavier: float) -> Gradients:
+        own, share = self._own(ids)
+        heavier = heavier / share if share else math.inf
+        with drawn_from(self.settings.seed, number, self.here.rank):
+            loss, _ = super()._gradients(own, start, number, heavier)
+        return sum(self._gathered(loss)), None
+
+    def _accumulate(self, step: int) -> tuple[float, int, list[int] | None]:
+        found = super()._accumulate(step)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        has = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
+        anywhere = self.transport.all_reduce(has, self.everyone).tolist()
+        kinds: dict[torch.dtype, list[Tensor]] = {}
+        for parameter, counts in zip(trained, anywhere, strict=True):
+            if counts:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                kinds.setdefault(parameter.dtype, []).append(parameter.grad)
+        for gradients in kinds.values():
+            sum_gradients(gradients, self.transport, self.everyone)
+        return found
+
+    def _loss_of(self, ids: Tensor) -> float:
+        own, share = self._own(ids)
+        return sum(self._gathered(super()._loss_of(own) * share if share else 0.0))
+
+    def _stopped(self, stop: StopRequest) -> bool:
+        """All stop after the same step, whichever of them was asked to."""
+        number = int(max(self._gathered(stop.signal or 0)))
+        stop.signal = number or None
+        return bool(number)
+
+    def _peak_memory_bytes(self) -> int:
+        return int(max(self._gathered(super()._peak_memory_bytes())))
+
+    def _save(self) -> None:
+        if self.here.rank == 0:
+            super()._save()
+        self.saved_step = self.step
+
+    def _announce(self) -> None:
+        super()._announce()
+        print(f"replicas: {self.here.world} processes, which share the rows of every batch out", flush=True)

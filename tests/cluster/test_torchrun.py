@@ -1,0 +1,88 @@
+"""Runs whose processes torchrun or srun has started: here they are forked, with their environment."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adjoint.checkpoint import list_checkpoints
+from tests.training_helpers import exit_code, forked, metrics, run, same_training, tiny, train_tiny, weights
+
+FLAGS: dict[str, Any] = {
+    "data__batch": 3,
+    "training__grad_accumulation": 2,
+    "training__precision": "float64",
+    "training__steps": 6,
+}
+
+
+def torchrun(rank: int, world: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+
+
+def srun(rank: int, world: int) -> dict[str, str]:
+    own = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(world), "SLURM_LOCALID": str(rank)}
+    return {**own, "SLURM_JOB_ID": "1", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
+
+
+def started(
+    environments: list[Mapping[str, str]], argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """The exit codes of processes, each with an environment of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    children = []
+    for environment in environments:
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            children.append(forked(lambda: run(argv)))
+    return [exit_code(child) for child in children]
+
+
+@pytest.mark.parametrize("launcher, flags", [(torchrun, {"data__documents": "packed"}), (srun, {})])
+def test_processes_train_as_one(
+    launcher: Any, flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With unequal rows; process 0 alone writes, and a run that goes on ends with the same bits."""
+    assert train_tiny(tmp_path, **FLAGS, **flags, run__dir=tmp_path / "one") == 0
+    argv = tiny(tmp_path, **FLAGS, **flags)
+    environments = [launcher(rank, 2) for rank in range(2)]
+    assert started(environments, argv, monkeypatch) == [0, 0]
+    same_training(tmp_path / "run", tmp_path / "one")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "one", "run", "text.txt"]
+    first = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    more = tiny(tmp_path, **FLAGS, **flags, run__dir=tmp_path / "again", run__resume=first)
+    assert started(environments, more, monkeypatch) == [0, 0]
+    assert weights(tmp_path / "again", 6) == weights(tmp_path / "run", 6)
+    assert [row["step"] for row in metrics(tmp_path / "again")] == [4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ({"cluster__shards": 1}, "cluster.shards: Ray starts shards by itself"),
+        ({"data__batch": 1}, "2 replicas for a batch of 1"),
+        ({"training__carry_state": "previous"}, "training.carry_state: states stay with one process"),
+        ({"training__profile": 1}, "training.profile: records one process"),
+        ({"training__device": "cuda:1"}, "training.device: each process has a GPU of its own"),
+        ({"method__name": "truncated", "method__window": "auto"}, "method.window: auto picks by all rows"),
+    ],
+)
+def test_what_processes_refuse(
+    flags: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in torchrun(0, 2).items():
+        monkeypatch.setenv(name, value)
+    assert train_tiny(tmp_path, **{**FLAGS, **flags}) == 2
+    assert said in capsys.readouterr().err
