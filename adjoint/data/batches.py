@@ -43,8 +43,9 @@ class DataConfig:
     Args:
         path: A file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl
             .parquet, each also as .gz or .zst. Records with `messages` are conversations: the tokenizer's
-            chat template is put around them, and the assistant's answers alone are predicted. Unset: the
-            sources of the Python standard library.
+            chat template is put around them, and the assistant's answers alone are predicted. hf:NAME or
+            hf:NAME:split is a table of the datasets library, of its hub or a folder. Unset: the sources of
+            the Python standard library.
         validation_path: Held-out text of its own, as `path`. Unset: a share of `path`'s (`eval_fraction`).
         seqlen: Tokens a sequence.
         batch: Sequences a step.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +59,7 @@ def open_tokens(
     Raises:
         UserError: A source cannot be read, there is no text in them, or the cache folder cannot be written.
     """
-    files = [[os.path.abspath(f.path), f.name, f.size, f.mtime_ns] for f in sources.files]
+    files = [source.identity for source in sources.files]
     settings = [_FORMAT, tokenizer.identity, tokenizer.separator_ids, text_field, eval_fraction]
     key = hashlib.blake2b(json.dumps([settings, files]).encode(), digest_size=16).hexdigest()
     folder = Path(cache_dir).expanduser() if cache_dir else cache_folder()

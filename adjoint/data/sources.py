@@ -17,7 +17,7 @@ import platform
 import re
 import sysconfig
 import zlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never
@@ -35,12 +35,22 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can
 
 @dataclass(frozen=True)
 class Source:
-    """One file. `name`, relative and with /, decides its split; `size` is in bytes."""
+    """One file, or a `table` of the datasets library.
+
+    `name`, relative and with /, decides its split; `size` is in bytes.
+    """
 
     path: Path
     name: str
     size: int
     mtime_ns: int
+    table: Any = None
+
+    @property
+    def identity(self) -> list[str | int]:
+        """What decides its documents."""
+        where = self.name if self.table is not None else os.path.abspath(self.path)
+        return [where, self.name, self.size, self.mtime_ns]
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,9 @@ def find_sources(path: str | Iterable[str] | None, key: str = "data.path") -> So
         paths = [path] if isinstance(path, str) else list(path)
         found: dict[Path, Source] = {}
         for each in paths:
+            if each.startswith("hf:"):
+                found[Path(each)] = _table(each, key)
+                continue
             for file, name in _expand(each, key):
                 # The same file named twice (overlapping globs, links) must not be in both splits.
                 found.setdefault(file.resolve(), _source(file, name))
@@ -127,6 +140,9 @@ def read_documents(source: Source, text_field: str, lenient: bool = False) -> It
             should be.
     """
     path, kind = source.path, _suffix(source.path)
+    if source.table is not None:
+        yield from _table_documents(source.table, path, text_field)
+        return
     compressed = path.name.lower().endswith(_COMPRESSED)
     try:
         with _opened(path) as stream:
@@ -298,6 +314,52 @@ def _wrong_messages(messages: list[Any], field: str) -> str | None:
     return None
 
 
+def _table(text: str, key: str) -> Source:
+    """The table of ``hf:NAME[:split]``, by the datasets library, which keeps it on the disk.
+
+    Raises:
+        UserError: the library is not installed, or it finds none.
+    """
+    name, _, split = text.removeprefix("hf:").partition(":")
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"{key} {text}: hf: needs datasets: pip install datasets") from None
+    try:
+        table = datasets.load_dataset(name, split=split or "train")
+    except Exception as error:  # connections, names, formats: each has its own
+        raise UserError(f"{key} {text}: {' '.join(str(error).split())[:300]}") from None
+    return Source(Path(text), f"{text}@{table._fingerprint}", table.data.nbytes, 0, table)
+
+
+def _table_documents(table: Any, path: Path, field: str) -> Iterator[str | Chat]:
+    field = _column(table.column_names, field, path)
+    for rows in table.select_columns([field]).iter(1024):
+        yield from _values(rows[field], path, field, table.column_names)
+
+
+def _column(columns: Sequence[str], field: str, path: Path) -> str:
+    field = _field_of(columns, field)
+    if field not in columns:
+        raise UserError(f"{path}: no column {field!r}; {_name_field(columns)}")
+    return field
+
+
+def _values(values: Iterable[Any], path: Path, field: str, columns: Sequence[str]) -> Iterator[str | Chat]:
+    """The documents of a column."""
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            if wrong := _wrong_messages(value, field):
+                raise UserError(f"{path}: {wrong}")
+            given = [{k: v for k, v in message.items() if v is not None} for message in value]
+            yield Chat([{"content": "", **message} for message in given], None, str(path))
+        elif value is not None:
+            kind = type(value).__name__
+            raise UserError(f"{path}: column {field!r} is {kind}, not text; {_name_field(columns)}")
+
+
 def _parquet_documents(stream: Any, path: Path, field: str) -> Iterator[str | Chat]:
     pa = _pyarrow(path)
     import pyarrow.parquet as pq
@@ -305,21 +367,9 @@ def _parquet_documents(stream: Any, path: Path, field: str) -> Iterator[str | Ch
     try:
         table = pq.ParquetFile(stream)
         columns = table.schema_arrow.names
-        field = _field_of(columns, field)
-        if field not in columns:
-            raise UserError(f"{path}: no column {field!r}; {_name_field(columns)}")
-        kind = table.schema_arrow.field(field).type
+        field = _column(columns, field, path)
         for rows in table.iter_batches(batch_size=1024, columns=[field]):
-            for text in rows.column(0).to_pylist():
-                if isinstance(text, str):
-                    yield text
-                elif isinstance(text, list):
-                    if wrong := _wrong_messages(text, field):
-                        raise UserError(f"{path}: {wrong}")
-                    given = [{k: v for k, v in message.items() if v is not None} for message in text]
-                    yield Chat([{"content": "", **message} for message in given], None, str(path))
-                elif text is not None:
-                    raise UserError(f"{path}: column {field!r} is {kind}, not text; {_name_field(columns)}")
+            yield from _values(rows.column(0).to_pylist(), path, field, columns)
     except pa.ArrowException as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: damaged parquet file ({reason})") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,31 @@ def test_text_field_and_texts_that_are_null(tmp_path: Path, kind: str) -> None:
     assert stream(data) == packed([TEXTS[0], TEXTS[2]])
 
 
+def test_tables_of_the_datasets_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked: list[tuple[str, str]] = []
+
+    def load_dataset(name: str, split: str) -> Any:
+        asked.append((name, split))
+        if name == "nowhere":
+            raise FileNotFoundError("no such dataset")
+        return datasets.Dataset.from_dict({"id": [0, 1, 2], "body": [TEXTS[0], None, TEXTS[2]]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (tmp_path / "a.txt").write_text(TEXTS[1])
+    config = DataConfig(path=["hf:org/name:train[:3]", str(tmp_path / "a.txt")], text_field="body", seqlen=8)
+    data = open_data(config)
+    assert stream(data) == packed([TEXTS[0], TEXTS[2], TEXTS[1]])
+    assert asked == [("org/name", "train[:3]")]
+    for path, field, said in [
+        ("hf:nowhere", "body", r"data.path hf:nowhere: no such dataset"),
+        ("hf:org/name", "text", r"hf:org/name: no column 'text'; there are 'id', 'body'"),
+        ("hf:org/name", "id", r"column 'id' is int, not text"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            open_data(DataConfig(path=path, text_field=field, seqlen=8))
+
+
 def test_byte_order_mark_and_blank_lines(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello there")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one more"}\n\n  \n{"text": "and two"}\n')
@@ -132,5 +158,5 @@ def test_parquet_column(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", TEXTS, field="body")
     with pytest.raises(UserError, match=r"no column 'text'; there are 'id', 'body': choose with data.text_f"):
         open_data(DataConfig(path=str(file), seqlen=8))
-    with pytest.raises(UserError, match="column 'id' is int64, not text"):
+    with pytest.raises(UserError, match="column 'id' is int, not text"):
         open_data(DataConfig(path=str(file), seqlen=8, text_field="id"))

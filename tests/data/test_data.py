@@ -195,4 +195,4 @@ def test_data_reports_the_entropy_of_the_training_split(tmp_path: Path) -> None:
 def test_optional_packages_are_imported_where_they_are_used() -> None:
     for path in python_files("adjoint/data"):
         names = {name.partition(".")[0] for _, name in imports_of(path, at_import=True)}
-        assert not names & {"pyarrow", "tokenizers", "transformers"}
+        assert not names & {"datasets", "pyarrow", "tokenizers", "transformers"}
