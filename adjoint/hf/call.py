@@ -33,9 +33,10 @@ REMEDIES = {
 
 
 class Kind(NamedTuple):
-    """What of a call its comparison on first use depends on: whether it has embeddings instead of ids,
-    `num_items_in_batch`, and a loss of the routers."""
+    """What of a call its comparison on first use depends on: whether it asks for a loss, has embeddings
+    instead of ids, `num_items_in_batch`, and a loss of the routers."""
 
+    loss: bool = True
     embedded: bool = False
     counted: bool = False
     routed: bool = False
@@ -94,7 +95,8 @@ class Call:
     def kind(self) -> Kind:
         given = self.given.get("output_router_logits")
         routed = check.routes(self.model) if given is None else bool(given)
-        return Kind(self.tokens.dim() == 3, self.has("num_items_in_batch"), routed)
+        counted = self.has_labels and self.has("num_items_in_batch")
+        return Kind(self.has_labels, self.tokens.dim() == 3, counted, routed)
 
     @functools.cached_property
     def logits(self) -> slice | Tensor | None:

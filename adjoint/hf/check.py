@@ -42,7 +42,7 @@ def refuse_other_losses(model: Any, routed: bool, known: tuple[str, ...] = ()) -
         refuse(
             model,
             "output_router_logits adds a loss of the whole sequence's routing, which Exact and Truncated "
-            "make where labels are given, and nothing else does; set output_router_logits to False",
+            "make in one process and nothing else does; set output_router_logits to False",
         )
     for name, value in vars(model.config.get_text_config()).items():
         if "z_loss" in name and name not in known and isinstance(value, (int, float)) and value:

@@ -26,6 +26,7 @@ from adjoint.hf.head import head_of
 from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of, put
 from adjoint.hf.noise import Noise
 from adjoint.hf.router import Balance, coefficient
+from adjoint.hf.schemes import recompute_of
 from adjoint.hf.snapshot import HOOKS, holders, settings
 from adjoint.hf.stage import Backbone, CausalLM, probe, steps_of
 from adjoint.memory import memory_left
@@ -309,7 +310,7 @@ def loss_ways(method: Any, kind: Kind) -> tuple[Way, Way]:
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
         head, targets = head_of(model).over(ids.numel()), shift_labels(labels)
         balance = Balance(model) if kind.routed else None
-        stage = CausalLM(model, probe(model, ids), head, None, _recompute(method), balance)
+        stage = CausalLM(model, probe(model, ids), head, None, recompute_of(method), balance)
         (x,) = _tokens(model, ids, kind).values()
         return steps_of([stage], Batch(x, targets, divisor(targets, kind.counted)), SCHEME)
 
@@ -337,15 +338,11 @@ def hidden_ways(method: Any, kind: Kind) -> tuple[Way, Way]:
         return Weighted.sum(class_of(model).forward(model, **given)[0])
 
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
-        stage = Backbone(model, probe(model, ids), recompute=_recompute(method))
+        stage = Backbone(model, probe(model, ids), recompute=recompute_of(method))
         (x,) = _tokens(model, ids, kind).values()
         return steps_of([stage, Weighted()], Batch(x, ids), SCHEME)
 
     return by_autograd(whole), by_engine(by_chunks)
-
-
-def _recompute(method: Any) -> str:
-    return getattr(method, "recompute", "none")
 
 
 # ------------------------------------------------------------------------------- what else a call may bring

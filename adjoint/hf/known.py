@@ -136,19 +136,18 @@ def compared(model: Any, kind: Kind, call: Call | None = None) -> Known:
     what the call says of padding at the left and of packed documents has been tried.
 
     Args:
-        model: a causal LM, whose loss is compared, or a backbone, whose hidden states are.
+        model: a causal LM, or a backbone, whose hidden states are compared and not its loss.
 
     Raises:
         Refused: the model is known not to go by chunks, or has been found not to.
     """
-    whole = backbone_of(model) is not model
-    check.refuse_other_losses(model, kind.routed, (check.ROUTED, check.Z_LOSS) if whole else ())
+    check.refuse_other_losses(model, kind.routed, (check.ROUTED, check.Z_LOSS))
     check.refuse_what_is_known(model)
     if kind.routed:
         router.record(model)
     known = known_of(model)
     if known.is_new((kind, model.training)):
-        ways = (first_use.loss_ways if whole else first_use.hidden_ways)(record_of(model).method, kind)
+        ways = (first_use.loss_ways if kind.loss else first_use.hidden_ways)(record_of(model).method, kind)
         first_use.compare(model, *ways, *first_use.NOT_THE_SAME)
         known.checked.add((kind, model.training))
     if call is None:

@@ -38,7 +38,9 @@ class Balance(Sum):
             p = p.to(accumulate_dtype(p.dtype))
             weights = p.new_ones(len(p)) if counted is None else counted.flatten().to(p)
             given = p.new_zeros(p.shape[1]).index_add_(0, picked, weights.repeat_interleave(self.top_k))
-            sums = sums + torch.stack([given, weights @ p])
+            sums = sums + torch.stack(
+                [given, (weights[:, None] * p).sum(0)]
+            )  # a product autocast would round
         return sums
 
     def loss(self, total: Tensor) -> Tensor:
@@ -46,6 +48,47 @@ class Balance(Sum):
         given, p = total
         tokens = given.sum() / self.top_k
         return len(p) * (given.detach() * p).sum() / tokens.detach() ** 2
+
+
+class Logits:
+    """The logits of a backbone's routers, for whoever makes a loss of them.
+
+    Args:
+        tokens: of the sequences.
+
+    Attributes:
+        layers: (batch, tokens, experts) of each router after the forward.
+        cotangents: of them, to be set before the backward.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.layers: list[Tensor] = []
+        self.cotangents: Sequence[Tensor] | None = None
+
+    def attached(self, hidden: Tensor, router_logits: Sequence[Tensor], start: int) -> Tensor:
+        """Notes those of a chunk that begins at token `start`; gives its hidden states (batch, tokens,
+        hidden_size), whose backward hands the logits their cotangents."""
+        return _Attached.apply(hidden, self, start, *router_logits)
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, whole: Logits, start: int, *logits: Tensor) -> Tensor:
+        rows, tokens = hidden.shape[:2]
+        ctx.whole, ctx.tokens, ctx.shapes = whole, slice(start, start + tokens), [t.shape for t in logits]
+        if whole.cotangents is None:  # else they were noted before
+            if not whole.layers:
+                whole.layers = [t.new_empty(rows, whole.tokens, t.shape[-1]) for t in logits]
+            for layer, t in zip(whole.layers, logits, strict=True):
+                layer[:, ctx.tokens] = t.view(rows, tokens, -1)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:
+        given = ctx.whole.cotangents or [None] * len(ctx.shapes)
+        pairs = zip(given, ctx.shapes, strict=True)
+        return d, None, None, *(None if g is None else g[:, ctx.tokens].reshape(shape) for g, shape in pairs)
 
 
 @torch.no_grad()

@@ -30,6 +30,11 @@ def check_method(method: Any) -> None:
         )
 
 
+def recompute_of(method: Any) -> str:
+    """How much of a layer's tape is computed again."""
+    return getattr(method, "recompute", "none")
+
+
 def scheme_of(
     method: Any,
     batch: int,

@@ -24,7 +24,7 @@ from adjoint.hf.head import Head, summed_loss
 from adjoint.hf.layers import backbone_of, class_of, layers_of
 from adjoint.hf.noise import Noise
 from adjoint.hf.replacements import Inside, replaced
-from adjoint.hf.router import COUNTED, Balance
+from adjoint.hf.router import COUNTED, Balance, Logits
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 
@@ -60,10 +60,12 @@ class Backbone:
         self.noise, self.recompute = Noise(model), recompute
         self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
         self.balance: Balance | None = None
+        self.logits: Logits | None = None
 
     @property
     def replayable(self) -> bool:
-        return not (self.positions or self.noise.expected or self.noise.before or self.balance)
+        drawn = self.noise.expected or self.noise.before
+        return not (self.positions or drawn or self.balance or self.logits)
 
     def parameters(self) -> Iterable[Tensor]:
         return self.trained
@@ -89,12 +91,14 @@ class Backbone:
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.output(x, state, chunk)
-        return output[0], state
+        if self.logits is None:
+            return output[0], state
+        return self.logits.attached(output[0], output.router_logits, chunk.start), state
 
     def output(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
         """What the model's own backbone gives, and the new state."""
         inputs: dict[str, Any] = {name: given for name, given in chunk.inputs.items() if name != COUNTED}
-        if self.balance is not None:
+        if self.balance or self.logits:
             inputs |= {check.ROUTED: True, "return_dict": True}
         cache, seen = chunk_cache(self.model.config), chunk.start - chunk.document
         cache.layers = cache.begun(self.slots, state, seen)

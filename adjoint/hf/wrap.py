@@ -27,8 +27,8 @@ from adjoint.hf.first_use import plainly
 from adjoint.hf.head import Output, logits_of
 from adjoint.hf.known import Known, Lock, Record, compared, known_of, record_of
 from adjoint.hf.layers import backbone_of, class_of
-from adjoint.hf.router import Balance
-from adjoint.hf.schemes import check_method, scheme_of
+from adjoint.hf.router import Balance, Logits
+from adjoint.hf.schemes import check_method, recompute_of, scheme_of
 from adjoint.hf.snapshot import Moment
 from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, steps_of
 from adjoint.kernels.checks import differentiable_once
@@ -174,8 +174,8 @@ def _backbone_forward(self: Any, given: dict[str, Any]) -> Any:
             return call.by_transformers()
         if pieces:
             return _hidden_by_pieces(call)
-        hidden = _hidden_by_chunks(call)
-    return Output(last_hidden_state=hidden) if call.returns_names else (hidden,)
+        output = _hidden_by_chunks(call)
+    return output if call.returns_names else output.to_tuple()
 
 
 def _warn(call: Call) -> None:
@@ -216,13 +216,19 @@ def _kept(call: Call, batch: Batch) -> Kept:
     return Kept(last, batch.seqlen - last)
 
 
-def _hidden_by_chunks(call: Call) -> Tensor:
-    """The backbone's hidden states (batch, seqlen, hidden_size) by `Exact` or `Truncated`."""
+def _hidden_by_chunks(call: Call) -> Any:
+    """The backbone's hidden states (batch, seqlen, hidden_size), and its routers' logits where they are asked
+    for, by `Exact` or `Truncated`."""
     batch, starts = call.batch()
     known = compared(call.model, call.kind, call)
-    stage = Backbone(call.model, known.slots, recompute=_recompute(record_of(call.model).method))
+    stage = Backbone(call.model, known.slots, recompute=recompute_of(record_of(call.model).method))
+    stage.logits = Logits(batch.seqlen) if call.kind.routed else None
     steps = _steps(known, [stage, Collect(batch.seqlen)], batch, starts)
-    return _Hidden.apply(steps, *steps.parameters, *steps.initial).reshape(*call.ids.shape, -1)
+    hidden, *logits = _Hidden.apply(steps, *steps.parameters, *steps.initial)
+    made = Output(last_hidden_state=hidden.reshape(*call.ids.shape, -1))
+    if call.kind.routed:
+        made.router_logits = tuple(layer.flatten(0, 1) for layer in logits)
+    return made
 
 
 @torch.no_grad()
@@ -247,12 +253,8 @@ def _lm_stage(
     known: Known, tokens: int, balance: Balance | None = None, kept: Kept | None = None
 ) -> CausalLM:
     """`tokens` of the batch, of which a z-loss is the mean; others as `CausalLM`'s."""
-    recompute = _recompute(record_of(known.model).method)
+    recompute = recompute_of(record_of(known.model).method)
     return CausalLM(known.model, known.slots, known.head.over(tokens), None, recompute, balance, kept)
-
-
-def _recompute(method: Any) -> str:
-    return getattr(method, "recompute", "none")
 
 
 def _steps(known: Known, stages: list[Any], batch: Batch, starts: tuple[int, ...]) -> Steps:
@@ -276,27 +278,29 @@ def _as_it_is(known: Known) -> Around:
 
 
 class _Hidden(torch.autograd.Function):
-    """Parameters, and embeddings given instead of ids, → hidden states."""
+    """Parameters, and embeddings given instead of ids, → hidden states, and routers' logits."""
 
     @staticmethod
-    def forward(ctx: Any, steps: Steps, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, steps: Steps, *tensors: Tensor) -> Any:
         steps.forward()
         ctx.steps = steps
         ctx.save_for_backward(*tensors, *steps.batch.tensors)
-        # another object than the stage keeps: a function that held its own output would hold itself
-        return _collected(steps).hidden.detach()
+        stages: Any = steps.worker.stages
+        backbone, collected = stages
+        # other objects than stages keep: a function that held its own output would hold itself
+        logits = () if backbone.logits is None else [layer.detach() for layer in backbone.logits.layers]
+        return collected.hidden.detach(), *logits
 
     @staticmethod
     @differentiable_once("a backbone by chunks")
-    def backward(ctx: Any, d: Tensor) -> Any:
+    def backward(ctx: Any, d: Tensor, *d_logits: Tensor) -> Any:
         _ = ctx.saved_tensors  # the check for changes in place happens on access
-        _collected(ctx.steps).cotangent = d
+        backbone, collected = ctx.steps.worker.stages
+        collected.cotangent = d
+        if backbone.logits is not None:
+            backbone.logits.cotangents = d_logits
         gradients, d_initial = ctx.steps.backward(None, [None] * len(ctx.steps.initial))
         return None, *handed_over(ctx.steps.parameters, gradients), *d_initial
-
-
-def _collected(steps: Steps) -> Any:
-    return steps.worker.stages[-1]
 
 
 # -------------------------------------------------------------------------------------------- mini-sequences
