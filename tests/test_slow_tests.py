@@ -1,25 +1,31 @@
-"""The script behind `make test-slow`: parts, and the record of those that passed."""
+"""The scripts behind `make test-slow` and `make test-versions`: what runs, and the record of what passed."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("slow_tests", ROOT / "scripts" / "slow_tests.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    return load("slow_tests")
 
 
 def test_every_test_file_is_in_one_part(script: ModuleType) -> None:
@@ -54,3 +60,21 @@ def test_a_part_that_passes_gets_its_row_and_one_that_fails_keeps_it(
     assert f"Python {sys.version_info[0]}." in rows[0][6]
     assert rows[1][1] == "–"
     assert script.main(["third"]) == 2
+
+
+def test_the_oldest_versions_that_are_promised_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    rows = load("versions").ROWS
+    tested = {pin for row in rows.values() for pin in row.packages}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["hf"],
+        *project["optional-dependencies"]["gpu"],
+    ]
+    for requirement in map(Requirement, asked):
+        if requirement.name in ("torch", "numpy", "transformers", "triton"):
+            (floor,) = [one.version for one in requirement.specifier if one.operator == ">="]
+            assert f"{requirement.name}=={floor}.0" in tested
+    for row in rows.values():
+        assert all((ROOT / word).is_file() for word in row.tests if word.startswith("tests/"))

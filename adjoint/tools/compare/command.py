@@ -36,17 +36,20 @@ BEYOND = 64  # times the longest measured length: lines are not drawn further
 
 
 def main(argv: list[str]) -> int:
-    """`adjoint compare`: exit code 0; 1 where gradients differ; 130 after Ctrl-C, with what was finished."""
+    """`adjoint compare`: exit code 0; 130 after Ctrl-C, with what was finished."""
     request, config = read_arguments(argv)
     settings = _settings(request, config)
-    journal = Journal(request.out / "points.jsonl", json.dumps(settings, sort_keys=True), fresh=request.fresh)
+    here = environment(torch.device(request.device))
+    journal = Journal(request.out / "points.jsonl", _mark(request, settings, here), fresh=request.fresh)
     if journal.discarded:
-        print(f"{request.out} holds a comparison with other settings: measuring all again", file=sys.stderr)
+        print(
+            f"{request.out}: of other settings, versions or another machine: measuring all", file=sys.stderr
+        )
     weights = "random weights" if settings["random"] else "its weights"
     print(
         f"{request.model}, {weights}, {settings['dtype']}, batch {settings['batch']} on {settings['device']}"
     )
-    result: dict[str, Any] = {"settings": settings, "environment": environment(torch.device(request.device))}
+    result: dict[str, Any] = {"settings": settings, "environment": here}
     interrupted = False
     try:
         _measure(request, settings, journal)
@@ -63,6 +66,13 @@ def main(argv: list[str]) -> int:
     if interrupted:
         print("interrupted; the same command goes on from here", file=sys.stderr)
     return 130 if interrupted else 0
+
+
+def _mark(request: Namespace, settings: dict[str, Any], here: dict[str, Any]) -> str:
+    """What all points of a journal have been measured with."""
+    config = Path(request.model)
+    text = (config / "config.json" if config.is_dir() else config).read_text(encoding="utf-8")
+    return json.dumps([settings, here["versions"], here["gpu"] or here["cpu"], text])
 
 
 def _settings(request: Namespace, config: Config) -> dict[str, Any]:
