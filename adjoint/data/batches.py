@@ -12,21 +12,22 @@ stream into windows of `seqlen` consecutive tokens, in an order that depends on 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 
 from adjoint.batch import labelled, shift_labels
-from adjoint.data.cache import open_tokens
-from adjoint.data.sources import find_sources
+from adjoint.data.cache import TokenCache, open_tokens
+from adjoint.data.mixture import Mixture, mixed_entropy
+from adjoint.data.sources import Sources, find_sources
 from adjoint.data.tokenizer import Tokenizer, load_tokenizer
 from adjoint.documents import document_ends, from_separator
 from adjoint.errors import UserError
-from adjoint.settings import Must, NotNegative, Positive, SeqLen, Text, check_fields
+from adjoint.settings import Must, NotNegative, Positive, PositiveNumber, SeqLen, Text, check_fields
 
 
 def _are_paths(path: str | list[str] | None) -> bool:
@@ -46,6 +47,8 @@ class DataConfig:
             chat template is put around them, and the assistant's answers alone are predicted. hf:NAME or
             hf:NAME:split is a table of the datasets library, of its hub or a folder. Unset: the sources of
             the Python standard library.
+        weights: How often a row of a batch is taken from each entry of `path`, a list, in proportion; each is
+            a stream of its own, read over and over. Unset: one stream of all.
         validation_path: Held-out text of its own, as `path`. Unset: a share of `path`'s (`eval_fraction`).
         seqlen: Tokens a sequence.
         batch: Sequences a step.
@@ -68,6 +71,7 @@ class DataConfig:
     """
 
     path: Paths = None
+    weights: list[PositiveNumber] | None = None
     validation_path: Paths = None
     seqlen: SeqLen = 16384
     batch: Positive = 1
@@ -81,6 +85,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_fields("data", self)
+        entries = len(self.path) if isinstance(self.path, list) else 1
+        if self.weights is not None and len(self.weights) != entries:
+            raise UserError(
+                f"data.weights: {len(self.weights)} of them for {entries} entries of data.path; each has one"
+            )
         if self.documents == "packed" and self.separator == "":
             raise UserError('data.documents: packed documents need a data.separator that closes each, not ""')
 
@@ -261,7 +270,7 @@ class Data:
         predicted: Share of the training tokens that are predicted, where not all are.
     """
 
-    train: Batches
+    train: Batches | Mixture
     eval: EvalBatches
     tokenizer: Tokenizer
     vocab_size: int
@@ -304,54 +313,95 @@ def open_data(
         UserError: Paths, files, tokenizer or sizes do not fit; the message says which and what to do.
     """
     tokenizer = load_tokenizer(config.tokenizer, config.separator)
-    sources = find_sources(config.path)
-    fraction = config.eval_fraction if config.validation_path is None else 0.0
-    cache = open_tokens(sources, tokenizer, config.text_field, fraction, config.cache_dir)
-    if config.validation_path is not None:
-        others = find_sources(config.validation_path, "data.validation_path")
-        if both := {file.path.resolve() for file in sources.files} & {f.path.resolve() for f in others.files}:
-            raise UserError(
-                f"data.validation_path: {min(both)} is trained on too; leave it out of one of them"
-            )
-        held_out = open_tokens(others, tokenizer, config.text_field, 0.0, config.cache_dir)
-        cache = dataclasses.replace(
-            cache,
-            eval=held_out.train,
-            n_documents=cache.n_documents + held_out.n_documents,
-            max_token_id=max(cache.max_token_id, held_out.max_token_id),
-            predicted=(cache.predicted[0], held_out.predicted[0]),
-            apart=cache.apart and held_out.apart,
-        )
-    if config.documents == "packed" and not cache.apart:
+    weights, own = config.weights, config.validation_path is None
+    if weights is not None and consecutive:
+        raise UserError("data.weights: rows that read on come from one stream; leave them out")
+    alone = weights is None or not isinstance(config.path, list)
+    parts = [find_sources(entry) for entry in ([config.path] if alone else config.path or [])]
+    others = [] if own else [find_sources(config.validation_path, "data.validation_path")]
+    _check_apart(parts, others)
+
+    def tokens_of(sources: Sources, fraction: float) -> TokenCache:
+        return open_tokens(sources, tokenizer, config.text_field, fraction, config.cache_dir)
+
+    caches = [tokens_of(sources, config.eval_fraction if own else 0.0) for sources in parts]
+    held_out = [tokens_of(sources, 0.0) for sources in others]
+    _check_tokens([*caches, *held_out], tokenizer, vocab_size, config)
+    shape = config.seqlen, config.batch if weights is None else 1, seed
+    streams = [
+        _batches(cache, sources, shape, consecutive) for cache, sources in zip(caches, parts, strict=True)
+    ]
+    pieces = [(c.train, c.predicted[0]) for c in held_out] or [(c.eval, c.predicted[1]) for c in caches]
+    tokens, predicted = _joined(pieces)
+    answers = [1.0 if c.predicted[0] is None else float(c.predicted[0].mean()) for c in caches]
+    shares = [1.0] if weights is None else [weight / sum(weights) for weight in weights]
+    return Data(
+        train=streams[0] if weights is None else Mixture(streams, weights, config.batch),
+        eval=EvalBatches(tokens, config.seqlen, config.batch, config.eval_tokens, predicted),
+        tokenizer=tokenizer,
+        vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
+        n_train_tokens=sum(len(cache.train) for cache in caches),
+        n_eval_tokens=len(tokens),
+        n_documents=sum(cache.n_documents for cache in [*caches, *held_out]),
+        unigram_entropy=caches[0].unigram_entropy
+        if weights is None
+        else mixed_entropy([cache.train for cache in caches], shares),
+        description=" + ".join(sources.description for sources in parts),
+        fingerprint=" ".join(cache.fingerprint for cache in caches),
+        packed=config.documents == "packed",
+        predicted=None if all(c.predicted[0] is None for c in caches) else float(np.dot(shares, answers)),
+    )
+
+
+def _check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
+    """Raises a UserError where a file is in two streams, or in training and held-out text."""
+    seen: set[Path] = set()
+    for sources in [*parts, *held_out]:
+        files = {file.path.resolve() for file in sources.files}
+        if both := files & seen:
+            if sources in held_out:
+                raise UserError(
+                    f"data.validation_path: {min(both)} is trained on too; leave it out of one of them"
+                )
+            raise UserError(f"data.weights: {min(both)} is in two entries of data.path; leave it out of one")
+        seen |= files
+
+
+def _check_tokens(
+    caches: Sequence[TokenCache], tokenizer: Tokenizer, vocab_size: int | None, config: DataConfig
+) -> None:
+    """Raises a UserError where a model does not know all tokens, or documents cannot be told apart."""
+    if config.documents == "packed" and not all(cache.apart for cache in caches):
         raise UserError(
             f"data.separator: {tokenizer.decode(tokenizer.separator_ids)!r} stands inside conversations "
             "too and would cut them; name another token"
         )
-    answers, theirs = cache.predicted
-    n_train, n_eval, seqlen = len(cache.train), len(cache.eval), config.seqlen
-    if vocab_size is not None and cache.max_token_id >= vocab_size:
+    highest = max(cache.max_token_id for cache in caches)
+    if vocab_size is not None and highest >= vocab_size:
         raise UserError(
-            f"token id {cache.max_token_id} in the text is out of range for model.vocab_size {vocab_size}: "
+            f"token id {highest} in the text is out of range for model.vocab_size {vocab_size}: "
             f"set model.vocab_size to {tokenizer.vocab_size}, the size of the tokenizer {tokenizer.name!r}, "
             "or data.tokenizer to the model's own"
         )
+
+
+def _batches(cache: TokenCache, sources: Sources, shape: tuple[int, int, int], consecutive: bool) -> Batches:
+    """A stream cut into batches of a shape: seqlen, rows, seed."""
+    (seqlen, rows, seed), n_train = shape, len(cache.train)
     if n_train < seqlen + 1:
         lower = f"lower data.seqlen to at most {n_train - 1} or " if n_train > 2 else ""
         raise UserError(
-            f"{sources.description} has {n_train + n_eval} tokens, {n_train} of them for training, "
+            f"{sources.description} has {n_train + len(cache.eval)} tokens, {n_train} of them for training, "
             f"but data.seqlen {seqlen} needs at least {seqlen + 1}: {lower}give more text"
         )
-    return Data(
-        train=Batches(cache.train, seqlen, config.batch, seed, cache.fingerprint, consecutive, answers),
-        eval=EvalBatches(cache.eval, seqlen, config.batch, config.eval_tokens, theirs),
-        tokenizer=tokenizer,
-        vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
-        n_train_tokens=n_train,
-        n_eval_tokens=n_eval,
-        n_documents=cache.n_documents,
-        unigram_entropy=cache.unigram_entropy,
-        description=sources.description,
-        fingerprint=cache.fingerprint,
-        packed=config.documents == "packed",
-        predicted=None if answers is None else float(answers.mean()),
-    )
+    return Batches(cache.train, seqlen, rows, seed, cache.fingerprint, consecutive, cache.predicted[0])
+
+
+def _joined(
+    pieces: Sequence[tuple[np.ndarray, np.ndarray | None]],
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Tokens, and which of them are predicted, one after the other."""
+    if len(pieces) == 1:
+        return pieces[0]
+    masks = [np.ones(len(tokens), bool) if mask is None else mask for tokens, mask in pieces]
+    return np.concatenate([tokens for tokens, _ in pieces]), np.concatenate(masks)

@@ -88,12 +88,22 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 
     tokens: (n,) integers of at least 0, n may be 0 (entropy 0.0).
     """
+    return entropy(frequencies(tokens))
+
+
+def frequencies(tokens: np.ndarray) -> np.ndarray:
+    """The share of each id among tokens (n,), up to the highest there is."""
     counts = np.zeros(0, np.int64)  # how often each id occurs
     for first in range(0, len(tokens), _SPAN):  # bincount copies what it counts to int64
         more = np.bincount(tokens[first : first + _SPAN], minlength=len(counts))
         more[: len(counts)] += counts
         counts = more
-    p = counts[counts > 0] / max(counts.sum(), 1)
+    return counts / max(counts.sum(), 1)
+
+
+def entropy(shares: np.ndarray) -> float:
+    """In nats."""
+    p = shares[shares > 0]
     return float(-(p * np.log(p)).sum()) + 0.0  # + 0.0: no "-0.0" for a single token
 
 

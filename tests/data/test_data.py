@@ -147,6 +147,26 @@ def test_one_file_holds_out_its_end(tmp_path: Path) -> None:
     assert [tuple(ids.shape) for ids in data.eval] == [(1, 64)] * 3
 
 
+def test_rows_are_taken_by_weight(tmp_path: Path) -> None:
+    """Each stream is read over and over; a cursor goes on as the rows would have."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 300)
+    paths = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    config = DataConfig(path=paths, weights=[3, 1], seqlen=16, batch=2)
+    data = open_data(config, seed=1)
+    assert (data.n_train_tokens, data.n_eval_tokens, data.n_documents) == (572, 30, 2)
+    assert data.unigram_entropy == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4))
+    seen = [row.tolist() for _ in range(40) for row in next(data.train)]
+    counts = [sum(ord(letter) in row for row in seen) for letter in "ab"]
+    assert counts == [60, 20] and [ord("b") in row for row in seen[:4]].count(True) == 1
+    cursor = json.loads(json.dumps(data.train.state_dict()))
+    again = open_data(config, seed=1).train
+    again.load_state_dict(cursor)
+    assert all(torch.equal(next(again), next(data.train)) for _ in range(5))
+    with pytest.raises(UserError, match=r"has weights \[3.0, 1.0\] and batch 2, this run has \[1.0, 1.0\]"):
+        open_data(dataclasses.replace(config, weights=[1, 1]), seed=1).train.load_state_dict(cursor)
+
+
 def test_held_out_text_of_its_own_or_none(tmp_path: Path) -> None:
     text, other = "some text " * 50, "more of it"
     for name, content in (("a.txt", text), ("b.txt", other)):

@@ -153,9 +153,9 @@ def _held_out(data: DataConfig, path: str | None, longest: int) -> Tensor:
     """
     named = dataclasses.replace(data, seqlen=2, batch=1, eval_tokens=1 << 62)
     if path:
-        named = dataclasses.replace(named, path=path, validation_path=None)
+        named = dataclasses.replace(named, path=path, validation_path=None, weights=None)
     opened = open_data(named)
-    split = opened.train.tokens if path else opened.eval.tokens
+    split = opened.train.tokens if path else opened.eval.tokens  # type: ignore[union-attr] # no mixture
     if len(split) < longest:
         raise UserError(
             f"--lengths: {longest:,} tokens asked for, {len(split):,} held out; name a longer "
