@@ -87,7 +87,8 @@ def _settings(request: Namespace, config: Config) -> dict[str, Any]:
     device = pick_device(request.device)
     request.device = str(device)
     folder = Path(request.model)
-    total = total_memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
+    on_gpu = device.type == "cuda"
+    total = torch.cuda.get_device_properties(device).total_memory if on_gpu else total_memory_bytes()
     return {
         "model": str(folder.resolve()),
         "random": folder.is_file() or not [*folder.glob("*.safetensors"), *folder.glob("*.bin")],

@@ -60,11 +60,10 @@ def conclusion(result: Mapping[str, Any]) -> list[str]:
         both = [n for w, n in runs if w == way and ("wrapped", n) in runs]
         if both:
             theirs, ours = runs[way, max(both)], runs["wrapped", max(both)]
-            memory = theirs["memory_bytes"] / ours["memory_bytes"]
-            speed = theirs["seconds_per_step"] / ours["seconds_per_step"]
+            memory, time = (ours[field] / theirs[field] for field in ("memory_bytes", "seconds_per_step"))
             lines.append(
-                f"at {tokens(max(both))} tokens wrapped takes 1/{memory:.1f} of the memory of {way}, and "
-                f"runs {speed:.2f} times as fast"
+                f"at {tokens(max(both))} tokens, wrapped takes {memory:.0%} of the memory of {way} and "
+                f"{time:.0%} of its time"
             )
     return lines
 
