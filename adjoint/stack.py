@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.documents import document_numbers
-from adjoint.engine.autograd import Steps, uncompiled
+from adjoint.engine.autograd import Steps, grouped, uncompiled
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.grid import Scheme
+from adjoint.engine.sharded import is_sharded, joined_steps
 from adjoint.engine.stages import Embedding, Head, Layer, check_windows
 from adjoint.engine.weights import Tensors
 from adjoint.errors import UserError
@@ -256,13 +257,16 @@ class Stack(nn.Module):
     def _by_chunks(self, batch: Batch, method: Any) -> tuple[Tensor, list[State], list[int] | None]:
         default = default_chunk_size(self, batch.ids, getattr(method, "recompute", "none"))
         found = self.steps(batch, method.scheme(batch.seqlen, default)).loss()
-        return found.loss, found.states[1:-1], found.windows
+        states = grouped(batch.states, [s for state in found.states for s in state])
+        return found.loss, states[1:-1], found.windows
 
     def steps(self, batch: Batch, scheme: Scheme) -> Steps:
         """A batch's program; its states are those of `stage_states`."""
         check_windows(self.config, scheme)
-        places = Tensors(self)
         stages, width = self.stages(scheme.recompute), self.config.d_model
+        if is_sharded(self):
+            return joined_steps(self, stages, batch, scheme)
+        places = Tensors(self)
         return Steps(stages, batch, scheme, width, lambda: places.replaced({}))
 
     def _hidden(

@@ -34,8 +34,8 @@ WAYS: dict[str, tuple[Point, str, str]] = {
     "wrapped": ({"method": "Exact"}, ORANGE, "-"),
 }
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
-_WIDTHS = {"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 4}
-_WIDTHS |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+WIDTHS = {"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 4}
+WIDTHS |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _ATTENTION = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "intermediate_size": 512}
 _DELTA = {
     **{"head_dim": HEAD_DIM, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
@@ -95,7 +95,7 @@ class Wrapped(Benchmark):
         )
         return [
             {"name": name, "by": way, "length": n, "allocator": allocator, "repeat": repeat, **shared,
-             "model": _WIDTHS | MODELS[name][0], "way": WAYS[way][0]}
+             "model": WIDTHS | MODELS[name][0], "way": WAYS[way][0]}
             for repeat, n, name, allocator, way in of
             if n <= MODELS[name][2] and (n <= 8192 or way == "wrapped" or repeat == 0)
         ]  # fmt: skip

@@ -178,7 +178,7 @@ class Steps:
         """The loss over the batch's divisor, and the final states."""
         loss, *final = _ChunkedLoss.apply(self, *self.parameters, *self.initial)
         sums = final[len(final) - len(self.sums) :]
-        return Result(loss, _grouped(self.batch.states, final), self.windows, sums)
+        return Result(loss, grouped(self.batch.states, final), self.windows, sums)
 
     def forward(self) -> tuple[Tensor, list[Tensor]]:
         worker = self.worker
@@ -225,7 +225,7 @@ class Steps:
             if d_loss is None and d is not None:  # which goes its way through the loss
                 d_loss = d.new_zeros(())
         worker.scale = None if d_loss is None else d_loss / self.batch.divisor
-        worker.d_final = _grouped(self.batch.states, d_final)
+        worker.d_final = grouped(self.batch.states, d_final)
         worker.d_initial = [(None,) * len(state) for state in self.batch.states]
         kept = {key: value for key, value in worker.store.items() if key[0] != "tape"}
         try:
@@ -247,7 +247,7 @@ def _freeing_less(action: Action, stays: set[Key]) -> Action:
     return dataclasses.replace(action, frees=tuple(key for key in action.frees if key not in stays))
 
 
-def _grouped(states: Sequence[State], flat: Sequence[Any]) -> list[Any]:
+def grouped(states: Sequence[State], flat: Sequence[Any]) -> list[Any]:
     """A flat list as one tuple a state."""
     rest = iter(flat)
     return [tuple(next(rest) for _ in state) for state in states]

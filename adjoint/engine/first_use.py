@@ -164,7 +164,7 @@ def compare_own_layers(
     kinds: dict[Any, list[tuple[Layer, State]]] = {}
     for stage, state in zip(stages, initial, strict=True):
         if (cls := own_class(stage)) is not None:
-            kinds.setdefault((cls, *_kind(stage, dtype, device)), []).append((stage, state))
+            kinds.setdefault((cls, *kind_of(stage, dtype, device)), []).append((stage, state))
     for kind, of_it in kinds.items():
         noted = [stage.block.__dict__.setdefault("_adjoint_compared", set()) for stage, _ in of_it]
         if not any(kind in compared for compared in noted):
@@ -173,7 +173,8 @@ def compare_own_layers(
             compared.add(kind)
 
 
-def _kind(stage: Layer, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+def kind_of(stage: Layer, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """What a comparison of a layer depends on."""
     shapes: tuple[Any, ...] = tuple(
         (name, tuple(p.shape), p.requires_grad) for name, p in stage.block.named_parameters()
     )

@@ -15,12 +15,15 @@ class Sum:
     What is made of the total, and so its cotangent, is known when the whole forward is over. The backward of
     each chunk, recomputed or not, hands it to the chunk's part.
 
+    Args:
+        factor: of `loss` in the whole loss.
+
     Attributes:
         parts: by the chunks' first tokens. cotangent: of the total, to be set before the backward.
     """
 
-    def __init__(self) -> None:
-        self.parts: dict[int, Tensor] = {}
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor, self.parts = factor, dict[int, Tensor]()
         self.cotangent: Tensor | None = None
 
     def add(self, part: Tensor, start: int) -> Tensor:
@@ -32,6 +35,17 @@ class Sum:
     @property
     def total(self) -> Tensor:
         return torch.stack(list(self.parts.values())).sum(0)
+
+    def loss(self, total: Tensor) -> Tensor:
+        """What is made of the total."""
+        raise NotImplementedError
+
+    def cotangent_of(self, total: Tensor) -> Tensor:
+        """Of the total, where the whole loss has the cotangent 1."""
+        total = total.detach().requires_grad_()
+        with torch.enable_grad():
+            loss = self.factor * self.loss(total)
+        return torch.autograd.grad(loss, total)[0]
 
 
 class _Zero(torch.autograd.Function):

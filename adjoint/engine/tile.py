@@ -72,6 +72,10 @@ class Gradients:
             self.sums[parameter] = torch.zeros_like(parameter)
         add_product(self.sums[parameter], a, b)
 
+    def vjp(self, pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Cotangents:
+        """As the function."""
+        return vjp(pairs, inputs)
+
     def of(self, parameter: Tensor) -> Tensor | None:
         """The sum, in the parameter's dtype."""
         total = self.sums.get(parameter)
@@ -143,7 +147,7 @@ def linearize(
         arriving = _Arriving(gradients)
         for parameter, leaf in trained:
             leaf.register_hook(functools.partial(arriving.take, parameter))
-        grads = vjp(given, [*followed, *(leaf for _, leaf in trained)])
+        grads = gradients.vjp(given, [*followed, *(leaf for _, leaf in trained)])
         arriving.add()
         of = dict(zip(map(id, followed), grads, strict=False))
         return of.get(id(x)), tuple(of.get(id(s)) for s in state)
@@ -210,10 +214,14 @@ def vjp(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> tup
     """The vector-Jacobian product of (output, cotangent) pairs with respect to `inputs`, None where an input
     has no part in it: `torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)`, which imports
     SymPy to compare shapes: a second of time and 40 MB of memory."""
+    return torch.autograd.grad(seeded(pairs), inputs, allow_unused=True)
+
+
+def seeded(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """A scalar whose backward hands each output of (output, cotangent) pairs its cotangent."""
     outputs, cotangents = zip(*pairs, strict=True)
     with torch.enable_grad():
-        seed = _Seed.apply(list(cotangents), *outputs)
-    return torch.autograd.grad(seed, inputs, allow_unused=True)
+        return _Seed.apply(list(cotangents), *outputs)
 
 
 # ----------------------------------------------------------------------------------------- blocks, windowed

@@ -22,15 +22,20 @@ from adjoint.kernels.checks import differentiable_once
 
 
 class Casts:
-    """A module's weights of linear maps in autocast's dtype, each made again when its weight has changed."""
+    """A module's weights of linear maps in autocast's dtype, each made again when its weight has changed.
+
+    Attributes:
+        allowed: whether there may be any.
+    """
 
     def __init__(self) -> None:
+        self.allowed = True
         self.made: dict[str, tuple[int, Tensor]] = {}  # by name, each with the version it was made from
 
     def of(self, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
         """By name; empty without autocast."""
         dtype = dispatch.autocast_dtype(device)
-        if dtype is None:
+        if dtype is None or not self.allowed:
             return {}
         for prefix, part in module.named_modules():
             if isinstance(part, nn.Linear) and part.weight.dtype == torch.float32:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from adjoint.engine.sharded import why_not
 from adjoint.errors import UserError
-from adjoint.hf.layers import class_of
+from adjoint.hf.layers import class_of, root_of
 
 OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
 # PEFT's hooks by which a call says what is to be done with each row or token of its batch.
@@ -70,13 +70,8 @@ def refuse_what_is_known(model: Any) -> None:
         map(nn.utils.parametrize.is_parametrized, model.modules())
     ):
         refuse(model, "parametrize.cached() keeps weights from one chunk to the next; leave it")
-    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    if any(isinstance(p, sharded) for p in model.parameters()):
-        refuse(
-            model,
-            "parameters of its layers are sharded (DTensors of fully_shard or tensor parallelism), and a "
-            "chunk that is computed again does not gather them; shard the root alone, or train with DDP",
-        )
+    if why := why_not(model, root_of(model)):
+        refuse(model, why)
 
 
 def _reason(module: nn.Module) -> str | None:

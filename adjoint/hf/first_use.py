@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,16 +20,17 @@ from adjoint.engine.autograd import Steps
 from adjoint.engine.first_use import COARSE, TOKENS, Results, Weighted, alike, difference, tolerance
 from adjoint.engine.grid import Scheme
 from adjoint.engine.run import Changed
+from adjoint.engine.sharded import gradients, is_sharded, precisions, reshard, trained
 from adjoint.engine.weights import Tensors
 from adjoint.hf.call import Kind
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
 from adjoint.hf.head import head_of
-from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of, put
+from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of, put, root_of
 from adjoint.hf.noise import Noise
 from adjoint.hf.router import Balance, coefficient
 from adjoint.hf.schemes import recompute_of
 from adjoint.hf.snapshot import HOOKS, holders, settings
-from adjoint.hf.stage import Backbone, CausalLM, probe, steps_of
+from adjoint.hf.stage import Backbone, CausalLM, gathering, probe, steps_of
 from adjoint.memory import memory_left
 
 CHUNK = 5  # of the TOKENS that are compared
@@ -69,6 +71,7 @@ def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> None
     Raises:
         Refused: the gradients differ, or the model's code fails by chunks.
     """
+    reshard(model)
     with _isolated(model):
         copied = replica(model)
         if copied is not None:
@@ -123,6 +126,8 @@ def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -
         except Changed:
             refuse(model, f"{what}: {why}")
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    if is_sharded(model):
+        dtypes += precisions(root_of(model))
     limit = tolerance(dtypes, _device(model))
     if found := difference(wanted, got, limit, each=limit != COARSE):
         refuse(model, f"{what} ({found}): {why}")
@@ -149,6 +154,8 @@ def replica(model: Any) -> Any:
     """A copy of a model's modules over its own parameters' memory, in float32 where they are half precision;
     without dropout. Of the whole model or, where gradients and what is cast do not fit, of one layer of each
     kind. None where there is none."""
+    if is_sharded(model):
+        return None
     room, left_out = memory_left(_device(model)) / 2, []
     if _needed(model.parameters()) > room:
         left_out = repeated(list(layers_of(backbone_of(model)).values()))
@@ -263,6 +270,8 @@ def by_autograd(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Way:
     hooks are nobody's."""
 
     def way(model: Any, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]) -> Any:
+        if is_sharded(model):
+            return _by_backward(loss, model, ids, labels, followed)
         leaves = [p.detach().requires_grad_() for p in followed]
         places = Tensors(model).replaced(dict(zip(followed, leaves, strict=True)))
         with places, plainly(model):
@@ -270,6 +279,25 @@ def by_autograd(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Way:
             return float(found.detach()), torch.autograd.grad(found, leaves, allow_unused=True)
 
     return way
+
+
+def _by_backward(
+    loss: Callable[[Any, Tensor, Tensor], Tensor],
+    model: Any,
+    ids: Tensor,
+    labels: Tensor,
+    followed: Sequence[Tensor],
+) -> Any:
+    """The same of a sharded model, whose gradients are reduced in a backward of its own parameters."""
+    losses: list[Tensor] = []
+
+    def run() -> None:
+        losses.append(gathering(model)(lambda: loss(model, ids, labels)))
+        losses[0].backward()
+
+    with plainly(model):
+        found = gradients(root_of(model), trained(model), run)
+    return float(losses[0].detach()), [found.get(p) for p in followed]
 
 
 def by_engine(steps: Callable[[Any, Tensor, Tensor], Steps]) -> Way:
@@ -282,12 +310,9 @@ def by_engine(steps: Callable[[Any, Tensor, Tensor], Steps]) -> Way:
             with torch.no_grad():
                 loss, final = made.forward()
                 cotangents: list[Tensor | None] = [None] * len(final)
-                if (balance := getattr(made.stages[0], "balance", None)) is not None:
-                    with torch.enable_grad():
-                        total = final[-1].detach().requires_grad_()
-                        routed = balance.loss(total)
-                    (cotangents[-1],) = torch.autograd.grad(routed, total)
-                    loss = loss + routed.detach()
+                for balance in made.sums:
+                    cotangents[-1] = balance.cotangent_of(final[-1])
+                    loss = loss + balance.loss(final[-1])
                 gradients, _ = made.backward(torch.ones_like(loss), cotangents)
         return float(loss), [gradients.of(p) for p in followed]
 
@@ -308,8 +333,8 @@ def loss_ways(method: Any, kind: Kind) -> tuple[Way, Way]:
         return found["loss"] + (1 - coefficient(model)) * found["aux_loss"]
 
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
-        head, targets = head_of(model).over(ids.numel()), shift_labels(labels)
-        balance = Balance(model) if kind.routed else None
+        head = gathering(model)(lambda: head_of(model)).over(ids.numel())
+        balance, targets = Balance(model) if kind.routed else None, shift_labels(labels)
         stage = CausalLM(model, probe(model, ids), head, None, recompute_of(method), balance)
         (x,) = _tokens(model, ids, kind).values()
         return steps_of([stage], Batch(x, targets, divisor(targets, kind.counted)), SCHEME)
@@ -322,7 +347,7 @@ def _tokens(model: Any, ids: Tensor, kind: Kind) -> dict[str, Tensor]:
     if not kind.embedded:
         return {"input_ids": ids}
     with torch.no_grad():
-        return {"inputs_embeds": model.get_input_embeddings()(ids)}
+        return {"inputs_embeds": gathering(model)(lambda: model.get_input_embeddings()(ids))}
 
 
 def divisor(targets: Tensor, counted: bool) -> int | Tensor:
@@ -391,4 +416,5 @@ def _hidden(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     takes = inspect.signature(class_of(backbone).forward).parameters
     given = {name: value for name, value in kwargs.items() if name in takes}
     with plainly(model), plainly(backbone):
-        return class_of(backbone).forward(backbone, input_ids=ids, return_dict=True, **given)[0]
+        forward = functools.partial(class_of(backbone).forward, backbone, input_ids=ids, return_dict=True)
+        return gathering(model)(lambda: forward(**given))[0]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from adjoint.engine.sharded import is_sharded, largest, reshard
 from adjoint.hf import check, first_use, mini_sequence, router
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import Call, Kind
@@ -17,7 +18,7 @@ from adjoint.hf.first_use import in_eval_mode, plainly, some_tokens
 from adjoint.hf.head import Head, head_of
 from adjoint.hf.layers import backbone_of
 from adjoint.hf.snapshot import Snapshot
-from adjoint.hf.stage import probe
+from adjoint.hf.stage import gathering, probe
 from adjoint.methods import Backprop
 
 REMEMBERED = 16  # states of a model of which it is remembered what was found out: adapters taken in turn
@@ -53,17 +54,17 @@ class Known:
     @functools.cached_property
     def head(self) -> Head:
         with plainly(self.model):
-            return head_of(self.model)
+            return gathering(self.model)(lambda: head_of(self.model))
 
     @functools.cached_property
     def routers(self) -> float:
         with plainly(self.model):
-            return router.coefficient(self.model)
+            return gathering(self.model)(lambda: router.coefficient(self.model))
 
     @functools.cached_property
     def mlps(self) -> list[str]:
         with plainly(self.model):
-            return mini_sequence.token_wise(backbone_of(self.model))
+            return gathering(self.model)(lambda: mini_sequence.token_wise(backbone_of(self.model)))
 
 
 class Lock:
@@ -90,10 +91,11 @@ class Record:
         plain: whether calls go to transformers' own forward for the time being.
         lock: held while a thread runs the model, whose modules are not its own for the time of a chunk.
         known: of the model as it was lately.
+        outer: a reference to what was wrapped, where that is a model around it.
     """
 
-    def __init__(self, method: Any, lock: Lock) -> None:
-        self.method, self.plain, self.lock = method, False, lock
+    def __init__(self, method: Any, lock: Lock, outer: weakref.ref[Any] | None = None) -> None:
+        self.method, self.plain, self.lock, self.outer = method, False, lock, outer
         self.known: list[Known] = []
 
     def __reduce__(self) -> Any:
@@ -141,6 +143,7 @@ def compared(model: Any, kind: Kind, call: Call | None = None) -> Known:
     Raises:
         Refused: the model is known not to go by chunks, or has been found not to.
     """
+    reshard(model)
     check.refuse_other_losses(model, kind.routed, (check.ROUTED, check.Z_LOSS))
     check.refuse_what_is_known(model)
     if kind.routed:
@@ -152,11 +155,14 @@ def compared(model: Any, kind: Kind, call: Call | None = None) -> Known:
         known.checked.add((kind, model.training))
     if call is None:
         return known
+    padded, packed = call.padded_left, call.packed
+    if is_sharded(model):  # processes gather its parameters together, whoever asks for it
+        padded, packed = map(bool, largest(model, padded, packed))
     with in_eval_mode(model):
-        if call.padded_left and known.is_new("padded at the left"):
+        if padded and known.is_new("padded at the left"):
             first_use.left_padding(model)
             known.checked.add("padded at the left")
-        if call.packed and known.is_new("packed"):
+        if packed and known.is_new("packed"):
             first_use.packing(model, call.has("attention_mask"), call.given.get("use_cache"))
             known.checked.add("packed")
     return known

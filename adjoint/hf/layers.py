@@ -25,6 +25,13 @@ def backbone_of(model: Any) -> Any:
     return found[0] if len(found) == 1 else model
 
 
+def root_of(model: Any) -> Any:
+    """What `adjoint.wrap` was given: the causal LM, or PEFT's model around it."""
+    record = vars(model).get("_adjoint")
+    outer = None if record is None or record.outer is None else record.outer()
+    return model if outer is None else outer
+
+
 def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:
     """By name, what transformers itself would recompute; of layers inside layers the outer ones."""
     found: dict[str, nn.Module] = {}

@@ -158,13 +158,13 @@ def _computes(module: Any, row: Row) -> bool:
     x = x * torch.tensor(SIZES, device="cpu").repeat(2)[:, None]
     a, b, c = (t[0, 0] for t in drawn)
     maps = (lambda x: 3 * x * a, lambda x: x + b, lambda x: x * c)
-    trial = copy.copy(module)
-    trial._parameters = dict.fromkeys(row.parameters, a)
-    trial._modules = {**module._modules, **dict(zip(row.children, map(_Map, maps), strict=False))}
     try:
+        trial = copy.copy(module)
+        trial._parameters = dict.fromkeys(row.parameters, a)
+        trial._modules = {**module._modules, **dict(zip(row.children, map(_Map, maps), strict=False))}
         theirs = type(module).forward(trial, *(x, gate)[: row.inputs])
         ours = row.formula(trial, *(x, gate)[: row.inputs])
-    except Exception:  # it wants more, or other shapes
+    except Exception:  # it wants more, or other shapes, or is not to be copied
         return False
     if not isinstance(theirs, Tensor) or theirs.shape != ours.shape:
         return False

@@ -25,8 +25,8 @@ COUNTED = "attention_mask"  # of a chunk's inputs, (batch, tokens): the tokens t
 class Balance(Sum):
     """What experts are given and how probable they are, (2, experts), summed over tokens and layers."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
+    def __init__(self, model: Any, factor: float = 1.0) -> None:
+        super().__init__(factor)
         self.top_k: int = model.num_experts_per_tok
 
     def of(self, router_logits: Sequence[Tensor], counted: Tensor | None) -> Tensor:

@@ -16,12 +16,13 @@ from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.autograd import Around, Steps
 from adjoint.engine.grid import Scheme
+from adjoint.engine.sharded import Gathering, ShardedSteps, Whole, is_sharded, trained
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Tensors
 from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache, Slot, chunk_cache, zeros
 from adjoint.hf.head import Head, summed_loss
-from adjoint.hf.layers import backbone_of, class_of, layers_of
+from adjoint.hf.layers import backbone_of, class_of, layers_of, root_of
 from adjoint.hf.noise import Noise
 from adjoint.hf.replacements import Inside, replaced
 from adjoint.hf.router import COUNTED, Balance, Logits
@@ -54,7 +55,7 @@ class Backbone:
         self.multiplier = multiplier
         self.grows = tuple(slot.grows for slot in self.slots)
         self.inside = Inside(model)
-        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.trained = trained(model)
         self.tensors = Tensors(model)
         self.key, self.positions = _keywords(self.backbone)
         self.noise, self.recompute = Noise(model), recompute
@@ -233,11 +234,19 @@ def steps_of(
     stages: Sequence[Any], batch: Batch, scheme: Scheme, around: Around = contextlib.nullcontext
 ) -> Steps:
     """A batch's program for a model that is one stage, or has one above it; states begin as zeros."""
-    model = stages[0].model
+    model, root = stages[0].model, root_of(stages[0].model)
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
     width = model.config.get_text_config().hidden_size
+    batch = dataclasses.replace(batch, states=states)
     sums = [] if stages[0].balance is None else [stages[0].balance]
-    return Steps(stages, dataclasses.replace(batch, states=states), scheme, width, around, sums)
+    if is_sharded(model):
+        return ShardedSteps([Whole(stages[0], root), *stages[1:]], batch, scheme, width, sums)
+    return Steps(stages, batch, scheme, width, around, sums)
+
+
+def gathering(model: Any) -> Callable[[Callable[[], Any]], Any]:
+    """Calls what runs a model's modules one by one: of a sharded model inside the forward of its root."""
+    return Gathering(root_of(model)) if is_sharded(model) else lambda call: call()
 
 
 @torch.no_grad()
@@ -247,7 +256,7 @@ def probe(model: Any, input_ids: Tensor) -> list[Slot]:
     key, positions = _keywords(backbone)
     ids = input_ids[:1, :1].expand(1, 2)
     with Inside(model)(), Noise(model).undone():
-        call_backbone(backbone, ids, cache, key, positions, 0)
+        gathering(model)(lambda: call_backbone(backbone, ids, cache, key, positions, 0))
     return cache.slots()
 
 

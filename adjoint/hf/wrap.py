@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from adjoint.batch import Batch
 from adjoint.engine.autograd import Around, Steps, handed_over, uncompiled
 from adjoint.engine.grid import Scheme
+from adjoint.engine.sharded import is_sharded
 from adjoint.hf import check, first_use, mini_sequence
 from adjoint.hf.call import CACHES, Call, Kind
 from adjoint.hf.first_use import plainly
@@ -30,7 +32,7 @@ from adjoint.hf.layers import backbone_of, class_of
 from adjoint.hf.router import Balance, Logits
 from adjoint.hf.schemes import check_method, recompute_of, scheme_of
 from adjoint.hf.snapshot import Moment
-from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, steps_of
+from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, gathering, steps_of
 from adjoint.kernels.checks import differentiable_once
 from adjoint.methods import Backprop, Exact, MiniSequence
 
@@ -74,10 +76,11 @@ def wrap(model: Any, method: Any = None) -> Any:
                 f"{type(module).__name__} has a forward of its own on the instance, which calls would go to: "
                 "wrap a model before accelerate.prepare or whatever else replaces it"
             )
-    lock = Lock()
+    lock, outer = Lock(), None if model in doors else weakref.ref(model)
     for module, forward in doors.items():
-        module.__dict__["_adjoint"] = Record(method, lock)
-        module.__class__ = _swapped(class_of(module), forward)
+        module.__dict__["_adjoint"] = Record(method, lock, outer)
+        if class_of(module) is type(module):
+            module.__class__ = _swapped(type(module), forward)
     return model
 
 
@@ -89,7 +92,7 @@ def unwrap(model: Any) -> Any:
     """
     for module in _doors(model):
         module.__dict__.pop("_adjoint", None)
-        module.__class__ = class_of(module)
+        module.__class__ = _original(type(module))
     return model
 
 
@@ -131,6 +134,15 @@ def _swapped(cls: Any, run: Any) -> type:
     own = {"forward": forward, "__reduce_ex__": reduce, "_adjoint_original": cls}
     _classes[cls, run] = type(cls.__name__, (cls,), {**own, **kept})
     return _classes[cls, run]
+
+
+def _original(cls: type) -> type:
+    """A class without ours among its bases, `fully_shard` having made it of ours or not."""
+    if not hasattr(cls, "_adjoint_original"):
+        return cls
+    rest = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    bases = tuple(map(_original, cls.__bases__))
+    return rest.get("_adjoint_original") or type(cls.__name__, bases, rest)
 
 
 def _rebuilt(cls: Any, run: Any) -> Any:
@@ -192,18 +204,19 @@ def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast
             f"{check.Z_LOSS} is on, and its loss counts padded tokens, which chunks do not make as the model "
             "does: give rows without padding, or set it to 0",
         )
-    balance = Balance(call.model) if call.kind.routed else None
+    balance = Balance(call.model, known.routers) if call.kind.routed else None
     kept = None if call.logits is None else _kept(call, batch)
     stage = _lm_stage(known, call.ids.numel(), balance, kept)
     result = _steps(known, [stage], batch, starts).loss()
     logits = None
     if kept is not None and kept.hidden is not None:
         rows, width = len(call.ids), kept.hidden.shape[-1]
-        logits = logits_of(call.model, kept.hidden.reshape(rows, -1, width)[:, call.logits])
+        hidden = kept.hidden.reshape(rows, -1, width)[:, call.logits]
+        logits = gathering(call.model)(lambda: logits_of(call.model, hidden))
     if balance is None:
         return CausalLMOutputWithPast(loss=result.loss, logits=logits)
     routed = balance.loss(result.sums[0])
-    loss = result.loss + known.routers * routed
+    loss = result.loss + balance.factor * routed
     return MoeCausalLMOutputWithPast(loss=loss, aux_loss=routed, logits=logits)
 
 
@@ -220,6 +233,12 @@ def _hidden_by_chunks(call: Call) -> Any:
     """The backbone's hidden states (batch, seqlen, hidden_size), and its routers' logits where they are asked
     for, by `Exact` or `Truncated`."""
     batch, starts = call.batch()
+    if is_sharded(call.model) and torch.is_grad_enabled():
+        check.refuse(
+            call.model,
+            "under fully_shard chunks run back inside the forward, before a loss made of hidden states is "
+            "known: give labels to the causal LM",
+        )
     known = compared(call.model, call.kind, call)
     stage = Backbone(call.model, known.slots, recompute=recompute_of(record_of(call.model).method))
     stage.logits = Logits(batch.seqlen) if call.kind.routed else None
@@ -265,7 +284,7 @@ def _steps(known: Known, stages: list[Any], batch: Batch, starts: tuple[int, ...
 
 def _as_it_is(known: Known) -> Around:
     """Around a backward: the model as it is now, and no other thread's meanwhile."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or is_sharded(known.model):  # whose backward is part of its forward
         return contextlib.nullcontext
     lock, moment = record_of(known.model).lock, Moment(known.model, known.snapshot)
 
@@ -318,7 +337,8 @@ def _by_pieces(call: Call) -> CausalLMOutputWithPast:
         first_use.compare(model, whole, by_pieces, *mini_sequence.NOT_THE_SAME)
         known.checked.add(("pieces", kind))
     with plainly(model):
-        total = mini_sequence.total_loss(model, method, known.mlps, known.head, call.targets, call.given)
+        given = model, method, known.mlps, known.head, call.targets, call.given
+        total = gathering(model)(lambda: mini_sequence.total_loss(*given))
     _checked_in_backward(total, known)
     divisor = call.divisor
     divisor = divisor.to(total.device) if isinstance(divisor, Tensor) else divisor

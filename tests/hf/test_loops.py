@@ -577,6 +577,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         ("transformers_trainer", "accelerate"),
         pytest.param("accelerate_loop", "accelerate", marks=pytest.mark.slow),
         pytest.param("ddp", None, marks=pytest.mark.slow),
+        pytest.param("fsdp", None, marks=pytest.mark.slow),
         pytest.param("peft_lora", "peft", marks=pytest.mark.slow),
         pytest.param("trl_sft", "trl", marks=pytest.mark.slow),
     ],
@@ -585,8 +586,9 @@ def test_example(name: str, needs: str | None, tmp_path: Path) -> None:
     """It runs from anywhere without a network, and leaves nothing behind."""
     if needs is not None:
         pytest.importorskip(needs)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if name == "fsdp" else []
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--steps", "2", "--seqlen", "512"],
+        [sys.executable, *launcher, str(ROOT / "examples" / f"{name}.py"), "--steps", "2", "--seqlen", "512"],
         cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

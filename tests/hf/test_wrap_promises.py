@@ -779,22 +779,6 @@ def test_inside_a_compiled_model() -> None:
     assert_exact(*zip(found, gradients, strict=True))
 
 
-def test_sharded_layers_are_refused_by_their_name(tmp_path: Any) -> None:
-    from torch.distributed import destroy_process_group, init_process_group
-    from torch.distributed.fsdp import fully_shard
-
-    init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        model = make(LLAMA, torch.float32)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        with pytest.raises(ValueError, match="parameters of its layers are sharded"):
-            run(wrapped(fully_shard(model, mesh=mesh)))
-    finally:
-        destroy_process_group()
-
-
 def test_a_setting_that_changes_at_every_call_is_named() -> None:
     model = wrapped(make("MambaForCausalLM", num_hidden_layers=1))
     model.backbone.register_forward_pre_hook(lambda module, _: setattr(module, "count", module.count + 1))

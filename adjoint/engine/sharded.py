@@ -1,0 +1,404 @@
+"""Models whose layers `fully_shard` (FSDP2) has sharded over processes.
+
+FSDP gathers parameters and reduces gradients in hooks around modules' forwards and backwards. So each chunk
+runs forward and back as FSDP expects it: with the modules' own parameters, to whose `.grad` autograd adds.
+That cannot happen inside another backward. The reverse sweep therefore follows the forward sweep at once,
+inside the model's forward; its gradients are kept until the loss's own backward says by what they are
+multiplied."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from adjoint.batch import Batch
+from adjoint.engine import first_use, tile
+from adjoint.engine.autograd import Steps
+from adjoint.engine.grid import Scheme
+from adjoint.engine.run import AGAIN, Worker
+from adjoint.engine.stages import Layer
+from adjoint.engine.sums import Sum
+from adjoint.engine.tile import Cotangents, Gradients, Pullback
+from adjoint.errors import UserError
+from adjoint.layers import State
+
+T = TypeVar("T")
+OTHERS = "shard its layers and what adjoint.wrap is given with fully_shard, or use DistributedDataParallel"
+
+
+def _class(module: str, name: str) -> Any:
+    """A class of a module, or no class where nobody has imported that."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def units(model: nn.Module) -> list[Any]:
+    """The modules in a model that `fully_shard` was called for."""
+    kind = _class("torch.distributed.fsdp", "FSDPModule")
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def _dtensors(model: nn.Module) -> list[Any]:
+    kind = _class("torch.distributed.tensor", "DTensor")
+    return [p for p in model.parameters() if isinstance(p, kind)]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parts of a model are gathered one by one. A model that is one unit has all its parameters
+    throughout a call, and runs as any other."""
+    return any(unit is not model for unit in units(model))
+
+
+def reshard(model: nn.Module) -> None:
+    """Puts a sharded model's shards in the places of its parameters: gradients are accumulated in the shards.
+
+    FSDP does that before it makes a state dict; `FSDPModule.reshard` leaves a root as it is during its
+    forward."""
+    if is_sharded(model):
+        model.state_dict(keep_vars=True)
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    """The parameters that are trained; of a sharded model their shards."""
+    reshard(model)
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def why_not(model: nn.Module, root: nn.Module) -> str | None:
+    """Why a model that is spread over processes cannot be run by chunks; None if it can.
+
+    Args:
+        root: as `Gathering`'s.
+    """
+    if any(hasattr(p, "ds_id") for p in model.parameters()):
+        return f"DeepSpeed ZeRO-3 holds parameters where chunks do not find them; {OTHERS}, or use ZeRO-2"
+    around, found = [*units(model), *units(root)[:1]], _dtensors(model)
+    twice = any(sum(placement.is_shard() for placement in p.placements) > 1 for p in found)
+    if twice or (found and not around):
+        return f"its parameters are DTensors of tensor parallelism, which chunks cannot use; {OTHERS}"
+    if not around and any(vars(module).get("_is_fsdp_managed_module") for module in model.modules()):
+        return f"FullyShardedDataParallel (FSDP1), or fully_shard of a module around it, shards it; {OTHERS}"
+    own = {p for unit in around for p in unit.parameters()}
+    if any(p not in own for p in found):
+        return "fully_shard was called for a module around it: give that one to adjoint.wrap"
+    return None
+
+
+_precisions: WeakKeyDictionary[nn.Module, set[torch.dtype]] = WeakKeyDictionary()
+
+
+def precisions(root: nn.Module) -> set[torch.dtype]:
+    """The dtypes that a sharded model's parameters have when they are gathered (`MixedPrecisionPolicy`)."""
+    if root not in _precisions:
+        found = _precisions[root] = set()
+        for unit in units(root):
+            unit.unshard()
+            found |= {p.dtype for p in set(unit.parameters()).difference(_dtensors(unit))}
+            unit.reshard()
+        reshard(root)
+    return _precisions[root]
+
+
+def largest(model: nn.Module, *values: float) -> list[float]:
+    """The largest of each value among the processes."""
+    mesh = _dtensors(model)[0].device_mesh
+    found = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return found.tolist()
+
+
+class Gathering:
+    """Runs code inside the forward of a sharded model's root as FSDP sees it; hooks of users do not see it.
+
+    Args:
+        root: the outermost module that `fully_shard` was called for; without one, layers are roots.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root: Any = root
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        """What a call gives: a tensor at which its backward begins, or a tuple whose first is that."""
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        if "_adjoint_run" in self.root.__dict__:  # inside already
+            return call()
+        found: list[T] = []
+
+        def run() -> Any:
+            found.append(call())
+            return found[0][0] if isinstance(found[0], tuple) else found[0]
+
+        self.root.__dict__["_adjoint_run"] = lambda run: run()
+        try:
+            register_fsdp_forward_method(self.root, "_adjoint_run")
+            with warnings.catch_warnings():  # layers return states that are views; nobody writes to them
+                warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+                self.root._adjoint_run(run)
+        finally:
+            del self.root.__dict__["_adjoint_run"]
+        return found[0]
+
+
+def gradients(root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], Any]) -> dict[Tensor, Tensor]:
+    """The gradients that a run of forwards and backwards of a sharded model gives its parameters. Those that
+    they have already are left alone; hooks on accumulation are not called.
+
+    Raises:
+        UserError: FSDP keeps the gradients to itself.
+    """
+    before: list[tuple[Any, Any, Any]] = []
+    try:
+        for p in parameters:
+            hooks: Any = p._post_accumulate_grad_hooks
+            before.append((p, p.grad, hooks))
+            p.grad, p._post_accumulate_grad_hooks = None, None  # type: ignore[assignment]
+        run()
+        for then in (_reduce, _refuse):
+            if parameters and all(p.grad is None for p in parameters):
+                then(root)
+        return {p: p.grad for p in parameters if p.grad is not None}
+    finally:
+        for p, gradient, hooks in before:
+            p.grad, p._post_accumulate_grad_hooks = gradient, hooks
+
+
+def _reduce(root: Any) -> None:
+    """Reduces what FSDP has summed up since `set_requires_gradient_sync(False)`, by an empty forward and
+    backward of its root."""
+    if root in units(root):
+        root.set_requires_gradient_sync(True)
+        try:
+            with torch.enable_grad():
+                nothing = torch.zeros((), device=next(root.parameters()).device, requires_grad=True)
+                Gathering(root)(lambda: nothing.clone()).backward()
+        finally:
+            root.set_requires_gradient_sync(False)
+
+
+def _refuse(root: Any) -> None:
+    raise UserError(
+        "FSDP did not reduce the gradients of a chunk's backward: call fully_shard for the whole model "
+        "too, and leave set_requires_all_reduce and set_is_last_backward at their defaults"
+    )
+
+
+class Joined:
+    """Several stages as one, whose state is theirs one after the other."""
+
+    def __init__(self, stages: Sequence[Any]) -> None:
+        self.stages, self.grows = stages, tuple(dim for stage in stages for dim in stage.grows)
+
+    def parameters(self) -> Iterable[Tensor]:
+        return (p for stage in self.stages for p in stage.parameters())
+
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        before, after = iter(state), list[Tensor]()
+        for stage in self.stages:
+            x, new = stage.forward(x, tuple(itertools.islice(before, len(stage.grows))), chunk)
+            after += new
+        return x, tuple(after)
+
+
+class Whole:
+    """A sharded model as one stage; each chunk is a forward and a backward for FSDP.
+
+    Args:
+        stage: one whose forward also runs with gradients. root: as `Gathering`'s.
+    """
+
+    stateful, reach, replayable = True, 0, False
+
+    def __init__(self, stage: Any, root: nn.Module) -> None:
+        self.stage, self.gathering, self.grows = stage, Gathering(root), stage.grows
+
+    def parameters(self) -> Iterable[Tensor]:
+        return self.stage.parameters()
+
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return self.gathering(lambda: self.stage.forward(x, state, chunk))
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        return tile.linearize(lambda _, x, state: self.forward(x, state, chunk), (), x, state, gradients)
+
+
+class _Accumulated(Gradients):
+    """Gradients that autograd adds to `.grad`."""
+
+    def vjp(self, pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Cotangents:
+        tile.seeded(pairs).backward()
+        return tuple(t.grad for t in inputs)
+
+
+class ShardedSteps(Steps):
+    """A sharded model's program. Its forward includes the reverse sweep, where a backward may follow.
+
+    Args:
+        stages: the first is a `Whole`. Others as `Steps`'.
+    """
+
+    def __init__(
+        self, stages: Sequence[Any], batch: Batch, scheme: Scheme, width: int, sums: Sequence[Sum] = ()
+    ) -> None:
+        self.root = stages[0].gathering.root
+        self.found: dict[Tensor, Tensor] | None = None
+        self.d_initial: list[Tensor | None] = []
+        if scheme.window is not None or scheme.cut or scheme.dy_from != "above":
+            raise UserError("Truncated and LayerLocal do not run on a stack under fully_shard: use Exact()")
+        if scheme.memory is not None:
+            raise UserError(
+                "memory= fits chunks to what one process has left, but under fully_shard all processes "
+                "must run the same chunks: give chunk_size instead"
+            )
+        reshard(self.root)
+        super().__init__(stages, batch, self._aligned(batch, scheme), width, sums=sums)
+
+    def _aligned(self, batch: Batch, scheme: Scheme) -> Scheme:
+        """The scheme with as many chunks as the process with the most: all gather the parameters for each."""
+        cuts = list(scheme.cuts(batch.seqlen))
+        possible = sum((stop - start) // scheme.least for start, stop in itertools.pairwise(cuts))
+        wanted, fewest = largest(self.root, len(cuts) - 1, -possible)
+        if wanted > -fewest:
+            raise UserError(
+                f"one process has {wanted:.0f} chunks, and another's tokens make {-fewest:.0f} at most: "
+                "give the processes sequences of more similar lengths, or a larger chunk_size"
+            )
+        while len(cuts) - 1 < wanted:
+            size, start = max((stop - start, start) for start, stop in itertools.pairwise(cuts))
+            cuts = sorted([*cuts, start + size // 2])
+        return dataclasses.replace(scheme, cut_at=tuple(cuts[1:-1]))
+
+    def _worker(self, scheme: Scheme) -> Worker:
+        worker = super()._worker(scheme)
+        worker.gradients = _Accumulated()
+        dtypes = precisions(self.root) | {worker.narrow}
+        worker.narrow = max(dtypes & AGAIN.keys(), key=AGAIN.__getitem__)
+        if self.follows and (torch.float16 in dtypes or worker.autocast == (True, torch.float16)):
+            raise UserError(
+                "float16 under fully_shard: gradients are computed before a GradScaler has scaled the "
+                "loss, so that small ones would be lost; use bfloat16"
+            )
+        return worker
+
+    def forward(self) -> tuple[Tensor, list[Tensor]]:
+        if not self.follows:
+            return super().forward()
+        swept: list[Any] = []
+        self.found = gradients(self.root, self.parameters, lambda: swept.extend(self._sweep()))
+        del self.worker  # what it keeps is as long as the sequence
+        loss, final, self.d_initial = swept
+        return loss, final
+
+    def _sweep(self) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+        """Forward and back: the loss, the final states, the cotangents of the initial ones."""
+        loss, final = super().forward()
+        states = len(final) - len(self.sums)
+        of_sums = [one.cotangent_of(total) for one, total in zip(self.sums, final[states:], strict=True)]
+        _, d_initial = super().backward(torch.ones_like(loss), [*[None] * states, *of_sums])
+        return loss, final, d_initial
+
+    def backward(
+        self, d_loss: Tensor | None, d_final: Sequence[Any]
+    ) -> tuple[Gradients, list[Tensor | None]]:
+        states = len(d_final) - len(self.sums)
+        if any(d is not None for d in d_final[:states]):
+            raise UserError(
+                "under fully_shard gradients are computed before the final state's is known: detach that"
+            )
+        if self.found is None:
+            raise RuntimeError(
+                "under fully_shard a loss is backpropagated once: its gradients are handed over"
+            )
+        scaled, found, self.found = Gradients(), self.found, None
+        scale = 0.0 if d_loss is None else float(d_loss)
+        high, low = largest(self.root, scale, -scale)
+        if high != -low:
+            raise UserError(
+                f"the loss is multiplied by {-low:g} on one process and by {high:g} on another, but its "
+                "gradients are averaged already: give num_items_in_batch to the model instead"
+            )
+        for one, d in zip(self.sums, d_final[states:], strict=True):
+            assert one.cotangent is not None
+            expected = scale * one.cotangent
+            if not torch.allclose(
+                torch.zeros_like(expected) if d is None else d, expected, rtol=1e-4, atol=0
+            ):
+                raise UserError(
+                    "under fully_shard the routers' loss counts as in the loss that the model gives: "
+                    "backpropagate that, not aux_loss by itself or with another factor"
+                )
+        for p in list(found):
+            scaled.sums[p] = found.pop(p).mul_(scale)
+        return scaled, [None if d is None else d * scale for d in self.d_initial]
+
+
+# ---------------------------------------------------------------------------------------------------- stacks
+
+
+def joined_steps(stack: Any, stages: Sequence[Any], batch: Batch, scheme: Scheme) -> Steps:
+    """The program of a sharded `Stack`; on first use gradients by chunks and of the whole are compared."""
+    reshard(stack)
+    for stage in stages:
+        if isinstance(stage, Layer):
+            stage.casts.allowed = False  # its weights are not there yet when they would be cast
+
+    def steps(batch: Batch, scheme: Scheme) -> Steps:
+        states = [tuple(s for state in batch.states for s in state)]
+        batch = dataclasses.replace(batch, states=states)
+        return ShardedSteps([Whole(Joined(stages), stack)], batch, scheme, stack.config.d_model)
+
+    dtype, device = next(stack.parameters()).dtype, batch.ids.device
+    kinds = tuple(first_use.kind_of(s, dtype, device) for s in stages if isinstance(s, Layer))
+    compared = stack.__dict__.setdefault("_adjoint_compared", set())
+    if kinds not in compared and torch.is_grad_enabled():
+        _compare(stack, steps, device)
+        compared.add(kinds)
+    return steps(batch, scheme)
+
+
+def _compare(stack: Any, steps: Callable[[Batch, Scheme], Steps], device: torch.device) -> None:
+    """Compares the gradients of a few tokens by chunks with those of the whole.
+
+    Raises:
+        ValueError: they differ.
+    """
+    parameters = trained(stack)
+    names = [name for name, p in stack.named_parameters() if p.requires_grad]
+    ids = torch.arange(first_use.TOKENS, device=device)[None] % stack.config.vocab_size
+
+    def by_chunks() -> Tensor:
+        given = Batch.of(ids, ids, states=stack.stage_states(stack.initial_state(1)))
+        return steps(given, Scheme(first_use.CHUNK)).loss().loss
+
+    def whole() -> Tensor:
+        return Gathering(stack)(lambda: type(stack).forward(stack, ids, labels=ids).loss)
+
+    def results(loss: Callable[[], Tensor]) -> first_use.Results:
+        losses: list[Tensor] = []
+
+        def run() -> None:
+            losses.append(loss())
+            losses[0].backward()
+
+        found = gradients(stack, parameters, run)
+        by_name = {name: found.get(p) for name, p in zip(names, parameters, strict=True)}
+        return first_use.Results(by_name, float(losses[0].detach()))
+
+    limit = first_use.tolerance([*precisions(stack), *{p.dtype for p in parameters}], device)
+    wanted, got = results(whole), results(by_chunks)
+    if found := first_use.difference(wanted, got, limit, each=limit != first_use.COARSE):
+        raise ValueError(
+            f"a stack under fully_shard cannot be trained by chunks: of {first_use.TOKENS} tokens {found}: "
+            f"{first_use.WHY}; Backprop() works"
+        )

@@ -1,0 +1,378 @@
+"""Models under `fully_shard` (FSDP2) on two processes, against one process with all rows."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import adjoint
+from adjoint.hf.layers import backbone_of, layers_of
+from tests.hf.hf_models import (
+    VOCAB,
+    current_gradients,
+    errors,
+    float64_throughout,
+    make,
+    transformers,
+)
+
+pytestmark = pytest.mark.xdist_group("fsdp")
+RANKS, METHOD = 2, adjoint.Exact(chunk_size=16)
+LLAMA, BAMBA = "LlamaForCausalLM", "BambaForCausalLM"
+NAMES = ["MixtralForCausalLM", "Mamba2ForCausalLM", BAMBA, "Qwen3NextForCausalLM", LLAMA]
+CASES: dict[str, Callable[..., None]] = {}
+
+
+# ------------------------------------------------------------------------------------------ two processes
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The other process: runs the cases that it is told."""
+    folder = str(tmp_path_factory.mktemp("fsdp"))
+    spawn = mp.get_context("spawn")
+    told, said = spawn.Queue(), spawn.Queue()
+    other = spawn.Process(target=listen, args=(folder, told, said), daemon=True)
+    other.start()
+    threads = torch.get_num_threads()
+    join(0, folder)
+    yield told, said
+    told.put(None)
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+    other.join(60)
+    assert other.exitcode == 0
+
+
+def join(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    init = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=100)}
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, **init)
+
+
+def listen(folder: str, told: Any, said: Any) -> None:
+    join(1, folder)
+    while (task := told.get()) is not None:
+        name, args = task
+        try:
+            CASES[name](1, *args)
+            said.put("")
+        except BaseException:
+            said.put(traceback.format_exc())
+    dist.destroy_process_group()
+
+
+def on_both(peer: Any, name: str, *args: Any) -> None:
+    """Runs a case on both processes."""
+    told, said = peer
+    told.put((name, args))
+    try:
+        CASES[name](0, *args)
+    finally:
+        problem = said.get(timeout=120)
+    assert not problem, problem
+
+
+def case(run: Callable[..., None]) -> Callable[..., None]:
+    CASES[run.__name__] = run
+    return run
+
+
+# -------------------------------------------------------------------------------------------------- models
+
+
+def mesh(*shape: int) -> Any:
+    names = ("replicate", "shard")[-len(shape or (RANKS,)) :]
+    return dist.init_device_mesh("cpu", shape or (RANKS,), mesh_dim_names=names)
+
+
+def shard(model: Any, **options: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    options = {"mesh": mesh(), **options}
+    layers = model.layers if isinstance(model, adjoint.Stack) else layers_of(backbone_of(model)).values()
+    for layer in layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def sharded(name: str, first: str = "wrap", dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    model = make(name, dtype)
+    if first == "wrap":
+        return shard(adjoint.wrap(model, METHOD), **options)
+    return adjoint.wrap(shard(model, **options), METHOD)
+
+
+def rows(seed: int = 5, seqlen: int = 53) -> Tensor:
+    """One for each process."""
+    return torch.randint(3, VOCAB, (RANKS, seqlen), generator=torch.Generator().manual_seed(seed))
+
+
+def whole_gradients(model: Any) -> dict[str, Tensor]:
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 1e-12) -> None:
+    one = torch.ones(())
+    apart = errors((one, found), (one, expected))
+    assert apart.worst <= limit, apart
+
+
+def unsharded(model: Any, *losses: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    """Gradients of one process."""
+    for loss in losses:
+        loss(model).backward()
+    return current_gradients(model)
+
+
+# ------------------------------------------------------------------------------------------------- gradients
+
+
+@case
+def equal(rank: int, name: str, first: str, each_chunk: bool) -> None:
+    """Two batches, accumulated; Mixtral's routers have a loss, which is a sequence's own."""
+    routed = {"output_router_logits": True} if "Mixtral" in name else {}
+    with float64_throughout():
+        batches = [rows(1), rows(2)]
+        model = sharded(name, first)
+        model.set_requires_gradient_sync(each_chunk)
+        for ids in batches:
+            mine = ids[rank : rank + 1]
+            (model(input_ids=mine, labels=mine, **routed).loss / 2).backward()
+        each = [ids[i : i + 1] for ids in batches for i in range(RANKS)]
+        losses = [lambda m, ids=ids: m(input_ids=ids, labels=ids, **routed).loss / 4 for ids in each]
+        limit = 1e-11 if "Qwen3" in name else 1e-12  # the delta rule's own rounding
+        assert_same(whole_gradients(model), unsharded(make(name), *losses), limit)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("each_chunk", [True, False])
+@pytest.mark.parametrize("first", ["wrap", "shard"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_one_process(name: str, first: str, each_chunk: bool, peer: Any) -> None:
+    on_both(peer, "equal", name, first, each_chunk)
+
+
+@case
+def lengths(rank: int) -> None:
+    """One process has a long row, the other two short ones: documents, then rows padded at the left."""
+    long, ids = {"input_ids": rows(4)[:1], "labels": rows(4)[:1]}, rows(3, 12)
+    labels, positions = ids.clone(), torch.arange(12).expand(2, 12).clone()
+    positions[0, 5:] -= 5
+    labels[0, 5] = -100
+    packed = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    padded = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.cumsum(1) < 2, -100)}
+    with float64_throughout():
+        model, one = sharded(BAMBA), adjoint.wrap(make(BAMBA), METHOD)
+        for short, counted in ((packed, {}), (padded, {"num_items_in_batch": torch.tensor(40)})):
+            given = [{**long, **counted}, {**short, **counted}]
+            model.zero_grad()
+            one.zero_grad()
+            model(**given[rank]).loss.backward()
+            # transformers' own forward does not keep documents apart
+            losses = [lambda m, inputs=inputs: m(**inputs).loss / 2 for inputs in given]
+            assert_same(whole_gradients(model), unsharded(one, *losses))
+
+
+@case
+def embeddings(rank: int) -> None:
+    """Given instead of ids; the routers' loss is not to be had by itself."""
+    name, ids = "MixtralForCausalLM", rows()[rank : rank + 1]
+    with float64_throughout():
+        found = []
+        for model in (sharded(name), make(name)):
+            given = torch.randn(1, 53, 24, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+            model(inputs_embeds=given, labels=ids).loss.backward()
+            found.append({"given": given.grad})
+        assert_same(*found)
+        out = sharded(name)(input_ids=ids, labels=ids, output_router_logits=True)
+        with pytest.raises(ValueError, match="not aux_loss by itself"):
+            (out.loss + out.aux_loss).backward()
+
+
+@case
+def stacks(rank: int) -> None:
+    config = adjoint.StackConfig(VOCAB, 16, 3, ["mamba", "mamba2", "attention"], d_state=4, headdim=8)
+    ids = rows()
+    model, one = (adjoint.Stack(config, seed=0).double() for _ in range(2))
+    shard(model)
+    model(ids[rank : rank + 1], labels=ids[rank : rank + 1], method=METHOD).loss.backward()
+    assert_same(whole_gradients(model), unsharded(one, lambda m: m(ids, labels=ids).loss))
+    with pytest.raises(ValueError, match="LayerLocal do not run on a stack under"):
+        model(ids, labels=ids, method=adjoint.LayerLocal(chunk_size=16))
+    model = adjoint.Stack(config, seed=0).double()
+    model.layers[0].mixer.in_proj.register_forward_hook(lambda _, __, y: y - y.mean(1, keepdim=True))
+    with pytest.raises(ValueError, match="of 13 tokens the gradient of"):
+        shard(model)(ids, labels=ids, method=METHOD)
+
+
+@case
+def precision(rank: int) -> None:
+    """bfloat16 by FSDP's policy, against float64."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ids, mine = rows(), rows()[rank : rank + 1]
+    with float64_throughout():
+        exact = make(BAMBA, torch.float32).double()
+        expected = unsharded(exact, lambda m: m(input_ids=ids, labels=ids).loss)
+    found = []
+    for wrapped in (True, False):
+        model = sharded(BAMBA, "shard", torch.float32, mp_policy=policy)
+        model = model if wrapped else adjoint.unwrap(model)
+        model(input_ids=mine, labels=mine).loss.backward()
+        gradients = {n: g.double() for n, g in whole_gradients(model).items()}
+        found.append(errors((torch.ones(()), gradients), (torch.ones(()), expected)).total)
+    assert found[1] > 1e-3  # it is bfloat16 that is measured
+    assert found[0] <= 1.05 * found[1], found
+
+
+@case
+def training(rank: int) -> None:
+    """Clipping, a hook, AdamW, and a checkpoint that goes on in one process."""
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    whole = dcp.StateDictOptions(full_state_dict=True)
+    with float64_throughout():
+        models = sharded(LLAMA), make(LLAMA)
+        fired: list[Tensor] = []
+        next(models[0].parameters()).register_post_accumulate_grad_hook(fired.append)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+        for step in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                ids = rows(step) if model is models[1] else rows(step)[rank : rank + 1]
+                model(input_ids=ids, labels=ids).loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                assert norm > 0.1
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(fired) == 3
+        saved = dcp.get_model_state_dict(models[0], options=whole)
+        if rank == 0:  # the others get nothing
+            expected = models[1].state_dict()
+            assert saved.keys() == expected.keys()
+            assert all((saved[n] - expected[n]).norm() <= 1e-9 * expected[n].norm() for n in expected)
+        dcp.set_model_state_dict(models[0], models[1].state_dict(), options=whole)
+        ids = rows(7)
+        loss = models[0](input_ids=ids, labels=ids).loss
+        torch.testing.assert_close(loss, models[1](input_ids=ids, labels=ids).loss)
+        loss.backward()
+        plain = type(adjoint.unwrap(models[0]))
+        assert plain.__name__ == f"FSDP{LLAMA}" and plain.forward is transformers.LlamaForCausalLM.forward
+
+
+@case
+def replicated(rank: int) -> None:
+    """HSDP, of one process a shard group."""
+    ids = rows()
+    with float64_throughout():
+        model = sharded(LLAMA, mesh=mesh(RANKS, 1))
+        model(input_ids=ids[rank : rank + 1], labels=ids[rank : rank + 1]).loss.backward()
+        assert_same(
+            whole_gradients(model), unsharded(make(LLAMA), lambda m: m(input_ids=ids, labels=ids).loss)
+        )
+
+
+@case
+def finer(rank: int) -> None:
+    """Units inside layers, and beside them; MiniSequence; logits."""
+    from torch.distributed.fsdp import fully_shard
+
+    ids = rows()
+    with float64_throughout():
+        one = make(LLAMA)
+        expected = unsharded(one, lambda m: m(input_ids=ids, labels=ids).loss)
+        for method in (METHOD, adjoint.MiniSequence(2, 2)):
+            model = make(LLAMA)
+            if method is METHOD:
+                for layer in model.model.layers:
+                    fully_shard(layer.mlp, mesh=mesh())
+                fully_shard(model.model.embed_tokens, mesh=mesh())
+                fully_shard([model.model.norm, model.lm_head], mesh=mesh())
+            adjoint.wrap(shard(model), method)
+            model(input_ids=ids[rank : rank + 1], labels=ids[rank : rank + 1]).loss.backward()
+            assert_same(whole_gradients(model), expected)
+        with torch.no_grad():
+            adjoint.wrap(model, METHOD)
+            found = model(input_ids=ids, labels=ids, logits_to_keep=5).logits
+            torch.testing.assert_close(found, one(input_ids=ids).logits[:, -5:])
+
+
+@case
+def adapters(rank: int) -> None:
+    """PEFT's model is the root."""
+    from torch.distributed.fsdp import fully_shard
+
+    peft = pytest.importorskip("peft")
+    ids = rows()
+
+    def adapted() -> Any:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=3, init_lora_weights=False, task_type="CAUSAL_LM")
+        return peft.get_peft_model(make(LLAMA), config)
+
+    with float64_throughout():
+        model = adjoint.wrap(adapted(), METHOD)
+        for layer in layers_of(backbone_of(model.get_base_model())).values():
+            fully_shard(layer, mesh=mesh())
+        fully_shard(model, mesh=mesh())
+        model(input_ids=ids[rank : rank + 1], labels=ids[rank : rank + 1]).loss.backward()
+        expected = unsharded(adapted(), lambda m: m(input_ids=ids, labels=ids).loss)
+        assert_same(whole_gradients(model), expected)
+        # wrapped again, of which FSDP's root knows nothing
+        adjoint.wrap(model.get_base_model(), METHOD)
+        with pytest.raises(ValueError, match="for a module around it: give that"):
+            model(input_ids=ids, labels=ids)
+
+
+def fsdp1(model: Any) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def tensor_parallel(model: Any) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {"up_proj": ColwiseParallel(), "gate_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer.mlp, mesh(), styles)
+    return model
+
+
+@case
+def refused(rank: int) -> None:
+    """FSDP wants a model of its own for each: an error leaves it in the middle of something."""
+    ids, model = rows(), sharded(LLAMA, dtype=torch.float32)
+    loss = model(input_ids=ids, labels=ids).loss
+    with pytest.raises(ValueError, match="multiplied by 1 on one process and by 2 on another"):
+        (loss * (1 + rank)).backward()
+    with pytest.raises(RuntimeError, match="is backpropagated once"):
+        loss.backward()
+    short = ids[:, : 5 if rank else 53]
+    whole = {"input_ids": ids, "labels": ids}
+    for message, spread in (("FSDP1", fsdp1), ("tensor parallelism", tensor_parallel)):
+        with pytest.raises(ValueError, match=message):
+            spread(adjoint.wrap(make(LLAMA, torch.float32), METHOD))(**whole)
+    for message, method, inputs in (
+        ("give labels to the causal LM", METHOD, {"input_ids": ids}),
+        ("give chunk_size instead", adjoint.Exact(16, memory="1GB"), whole),
+        ("more similar lengths", METHOD, {"input_ids": short, "labels": short}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adjoint.wrap(sharded(LLAMA, dtype=torch.float32), method)(**inputs)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "equal"])
+def test_under_fully_shard(name: str, peer: Any) -> None:
+    on_both(peer, name)
