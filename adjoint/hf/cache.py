@@ -206,7 +206,7 @@ class ChunkCache(DynamicCache):
     @property
     def rnn_state(self) -> list[_States]:
         """As xLSTM's cache has them."""
-        return [_States(layer) for layer in self.layers]
+        return [_States(layer, tuple(layer.recurrent_states.values())) for layer in self.layers]
 
     def begun(self, slots: Sequence[Slot], state: State, seen: int) -> list[Any]:
         """Layers that hold a state, `seen` tokens after its document's start; there only what grows has
@@ -256,15 +256,16 @@ def chunk_cache(config: Any) -> ChunkCache:
 
 @dataclasses.dataclass(frozen=True)
 class _States:
-    """A layer's recurrent states as a tuple, whose items take others' values in `copy_`."""
+    """A layer's recurrent states as a tuple, as they are now; its items take the new ones in `copy_`."""
 
     layer: Any
+    values: tuple[Tensor | None, ...]
 
     def __len__(self) -> int:
-        return self.layer.number_of_states
+        return len(self.values)
 
     def __iter__(self) -> Iterator[Tensor | None]:
-        return iter([self.layer.recurrent_states[i] for i in range(len(self))])
+        return iter(self.values)
 
     def __getitem__(self, i: int) -> _State:
         return _State(self.layer, i)

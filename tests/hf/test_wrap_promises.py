@@ -422,9 +422,17 @@ def test_methods_that_a_chunk_is_too_short_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["MistralForCausalLM", "Llama4ForCausalLM", "DeepseekV32ForCausalLM", "Qwen4ExpForCausalLM"]
+    "name",
+    [
+        "MistralForCausalLM",
+        "Llama4ForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "Qwen4ExpForCausalLM",
+        "RecurrentGemmaForCausalLM",
+        "xLSTMForCausalLM",
+    ],
 )
-def test_windows_and_picked_keys_with_selective_recomputation(name: str) -> None:
+def test_states_of_many_kinds_with_selective_recomputation(name: str) -> None:
     method = adjoint.Exact(chunk_size=8, recompute="selective")
     untouched(name, prepare=lambda model: adjoint.wrap(model, method))
 
