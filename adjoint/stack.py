@@ -31,6 +31,7 @@ from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.init import draw_seed, drawn_from
+from adjoint.layers.mixer import reach_of
 from adjoint.layers.norm import RMSNorm
 from adjoint.loss import linear_cross_entropy
 
@@ -139,11 +140,10 @@ class Stack(nn.Module):
         Args:
             recompute: as `Exact`'s.
         """
-        reach = self.config.d_conv - 1
         found: list[Any] = [None] * (self.config.n_layer + 2)
         for k in self.span:
             block: Any = self.layers[k]
-            found[1 + k] = Layer(block, reach, block.mixer.grows, recompute)
+            found[1 + k] = Layer(block, reach_of(self.config), block.mixer.grows, recompute)
         if self.is_first:
             found[0] = Embedding(self.embedding)
         if self.is_last:

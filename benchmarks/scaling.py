@@ -17,8 +17,6 @@ long as evaluating it (section 4.5). A token and layer then cost
 What a slice does in relation to a whole GPU decides the second question, so both cases are shown: work that
 keeps a GPU busy, of which a slice does its share of the memory's bandwidth (one eighth), and the paper's
 premise, work that leaves six sevenths of a GPU idle, which a slice does as fast as the GPU.
-
-`--measured FILE …` compares runs of real shards with their simulation (see `benchmarks.shards.replay`).
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from adjoint.engine.grid import Key, Tile
@@ -196,7 +193,6 @@ class Scaling(Benchmark):
         add("--windows", type=int, nargs="+", default=[15, 100, 500, 2500], help="T̄ of the paper's curves")
         add("--our-window", type=int, default=256, help="window of Truncated and LayerLocal (256)")
         add("--slice-length", type=runner.tokens, default=100 * 1024, help="context of the 56 slices (100K)")
-        add("--measured", type=Path, nargs="+", help="runs to compare with their simulation")
         for field in fields(Assumptions):
             name = f"--{field.name.replace('_', '-')}"
             add(name, type=type(field.default), default=field.default, help=f"default {field.default:g}")
@@ -246,10 +242,6 @@ class Scaling(Benchmark):
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         yield "", draw(result["rows"], result["assumptions"]), ""
-
-    def main(self, arguments: Sequence[str] | None = None) -> int:
-        options = self.parse(arguments)
-        return replay.compare(options.measured) if options.measured else super().main(arguments)
 
     @staticmethod
     def _assumptions(options: argparse.Namespace) -> Row:

@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Points $ADJOINT_CACHE at a fresh folder; its kernels/ leads to the usual place: built only once."""
     kernels = cpu_build.cache_dir()
-    cpu_build.load()  # now, so that a test that takes the cache away does not have them built anew
+    cpu_build.load()  # now, so that a test that takes the cache away does not have them built again
     folder = tmp_path_factory.mktemp("adjoint-cache")
     if kernels.is_dir():
         (folder / "kernels").symlink_to(kernels.resolve(), target_is_directory=True)

@@ -15,7 +15,7 @@ from adjoint import Exact
 from adjoint.engine.grid import Scheme
 from tests.fuzz import runner
 from tests.fuzz.oracle import Refusal, Vacuous
-from tests.fuzz.runner import Verdict, draw, judge, module_of, shrink
+from tests.fuzz.runner import Outcome, draw, judge, module_of, shrink
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,7 +59,7 @@ class Here:
     def __init__(self, kinds: list[str]) -> None:
         pass
 
-    def judge(self, case: dict[str, Any]) -> Verdict:
+    def judge(self, case: dict[str, Any]) -> Outcome:
         return judge(case)
 
     def stop(self) -> None:

@@ -31,6 +31,7 @@ from adjoint.engine.kept import (
 from adjoint.engine.program import BUFFERS, Action, Recv, Run, Send, Share
 from adjoint.engine.stages import Stage
 from adjoint.engine.tile import Cotangents, Gradients, Windowed
+from adjoint.kernels import checks
 from adjoint.layers import State
 
 Pending = Callable[[], Tensor]  # waits for a message and gives it
@@ -135,11 +136,12 @@ class Worker:
         self.edges = [Edges(packing, grid.chunks, self.host) for packing in self.packing]
         self.slabs: dict[int, list[Slab]] = {}
         for k, stage in enumerate(stages):
-            if stage is not None and any(dim is not None for dim in grows[k]):
-                pairs = zip(initial[k], grows[k], strict=True)
-                self.slabs[k] = [
-                    Slab(s, dim, grid.cuts[-1], self.host) for s, dim in pairs if dim is not None
-                ]
+            if stage is None:
+                continue
+            for s, dim in zip(initial[k], grows[k], strict=True):
+                if dim is not None:
+                    checks.shape("initial_state", s, batch.rows, *s.shape[1:])
+                    self.slabs.setdefault(k, []).append(Slab(s, dim, grid.cuts[-1], self.host))
 
     def kept_bytes(self) -> int:
         """Bytes on the device that are kept of the whole sequence beside tapes: states at the edges, and what

@@ -54,6 +54,10 @@ class MambaMixer(ScanMixer):
         nn.init.ones_(self.D)
 
     @classmethod
+    def reach(cls, config: StackConfig) -> int:
+        return config.d_conv - 1
+
+    @classmethod
     def step_rank(cls, config: StackConfig) -> int:
         return math.ceil(config.d_model / 16) if config.dt_rank is None else config.dt_rank
 

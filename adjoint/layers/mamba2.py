@@ -54,6 +54,10 @@ class Mamba2Mixer(ScanMixer):
         nn.init.ones_(self.D)
 
     @classmethod
+    def reach(cls, config: StackConfig) -> int:
+        return config.d_conv - 1
+
+    @classmethod
     def check(cls, config: StackConfig) -> None:
         check_heads(config, config.ngroups)
 

@@ -49,6 +49,12 @@ class Mixer(nn.Module):
         return cls.default_d_state if config.d_state is None else config.d_state
 
     @classmethod
+    def reach(cls, config: StackConfig) -> int:
+        """Tokens before a piece of the sequence that its windowed vjp reads besides the state: a
+        convolution's."""
+        return 0
+
+    @classmethod
     def inputs_per_token(cls, config: StackConfig) -> int:
         """How many inputs and outputs of a token share the state."""
         return 1
@@ -122,6 +128,11 @@ def make_mixer(config: StackConfig, layer: int) -> nn.Module:
     if not hasattr(mixer, "grows"):
         mixer.grows = (None,) * len(mixer.initial_state(1, torch.float32, torch.device("cpu")))
     return mixer
+
+
+def reach_of(config: StackConfig) -> int:
+    """The largest `Mixer.reach` of a stack."""
+    return max(MIXERS.get(kind, Mixer).reach(config) for kind in config.mixers)
 
 
 def check_heads(config: StackConfig, ngroups: int = 1) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from adjoint.engine.grid import Grid, Scheme, make_grid
 from adjoint.engine.program import BUFFERS, CAPACITY, Owners, Plan, plan, shared
 from adjoint.layers import StackConfig
+from adjoint.layers.mixer import reach_of
 
 
 def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
@@ -36,7 +37,7 @@ def grid_of(
         return make_grid(scheme, seqlen, [True] * len(owners.shards), 0, owners.shards, costs=costs)
     stateful = [False, *[True] * model.n_layer, False]
     segments = range(model.n_layer + 2) if helpers else owners.shards
-    return make_grid(scheme, seqlen, stateful, model.d_conv - 1, tuple(segments), windows, costs)
+    return make_grid(scheme, seqlen, stateful, reach_of(model), tuple(segments), windows, costs)
 
 
 def forward_plan(grid: Grid, owners: Owners) -> Plan:

@@ -108,7 +108,7 @@ class Case:
                 drawn["gate"] = normal(size["tokens"], size["d_model"])
             return drawn
 
-        return replace(op, inputs=inputs, wide=(*op.wide, *self.float32))
+        return replace(op, inputs=inputs, float32=(*op.float32, *self.float32))
 
 
 def operation_of(name: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -36,51 +35,23 @@ AS_GOOD_AS_BACKPROP = 1.5  # how much farther from the float64 gradient Exact ma
 
 
 def read_model(path: Path) -> dict[str, Any]:
-    """The `model:` section of a configuration file, StackConfig's arguments, with or without PyYAML.
+    """The `model:` section of a configuration file, StackConfig's arguments.
 
     Raises:
-        ValueError: there is no such file or section, or a line of it cannot be read.
+        ValueError: there is no such file or section, or PyYAML is missing.
     """
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
     try:
         import yaml
+
+        section = (yaml.safe_load(path.read_text()) or {}).get("model")
     except ImportError:
-        section = flat_section(text, path)
-    else:
-        try:
-            section = (yaml.safe_load(text) or {}).get("model")
-        except (yaml.YAMLError, AttributeError) as error:
-            raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+        raise ValueError("pip install pyyaml to read it") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, AttributeError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(section, dict):
         raise ValueError(f"{path}: has no section model")
-    return section
-
-
-def flat_section(text: str, path: Path) -> dict[str, Any] | None:
-    """The section `model` of plain `key: value` lines, for where PyYAML is missing; None if there is none.
-
-    Raises:
-        ValueError: a line of it is something else.
-    """
-    section: dict[str, Any] | None = None
-    inside = False
-    for line in (line.split(" #")[0].rstrip() for line in text.splitlines() if not line.startswith("#")):
-        if line and not line.startswith(" "):
-            inside = line == "model:"
-            section = {} if inside else section
-        elif line and inside and section is not None:
-            key, _, value = map(str.strip, line.partition(":"))
-            if not value:
-                raise ValueError(
-                    f"{path}: {line.strip()!r} is not `key: value`; pip install pyyaml to read it"
-                )
-            try:
-                section[key] = json.loads(value)
-            except ValueError:
-                section[key] = value
     return section
 
 

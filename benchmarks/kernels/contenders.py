@@ -317,8 +317,8 @@ CONV = ours("causal_conv1d") | {
 
 def _head_torch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     logits = hidden @ weight.T
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide, targets, ignore_index=-100)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, targets, ignore_index=-100)
 
 
 HEAD = {

@@ -2,7 +2,7 @@
 
 Layouts are this package's own: (batch, seqlen, …). `work` counts what any implementation has to do: every
 input read once, every output written once (in the backward the inputs and the cotangent are read again and
-the gradients written), and the arithmetic of the recurrence, with the states computed anew in the backward.
+the gradients written), and the arithmetic of the recurrence, with the states computed again in the backward.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import adjoint
+from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.loss import linear_cross_entropy
@@ -53,7 +54,7 @@ class Op:
         work: of the forward and of the backward.
         like: the input whose shape the output has; None: a scalar.
         oracle: what gives the answer in float64; None: `ours` in plain PyTorch.
-        wide: inputs that stay float32 where the others are bfloat16.
+        float32: inputs that stay float32 where the others are bfloat16.
         outputs: of one shape; each gets the same cotangent.
     """
 
@@ -64,7 +65,7 @@ class Op:
     work: Callable[[Size], tuple[Work, Work]]
     like: str | None
     oracle: Callable[..., Any] | None = None
-    wide: tuple[str, ...] = ()
+    float32: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ("y",)
 
 
@@ -75,13 +76,13 @@ def draw(op: Op, size: Size, device: str, dtype: torch.dtype) -> tuple[Tensors, 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    at_least_float32 = torch.float64 if dtype == torch.float64 else torch.float32
+    finer = accumulate_dtype(dtype)
     inputs = {
-        name: value.to(at_least_float32 if name in op.wide else dtype) if value.is_floating_point() else value
+        name: value.to(finer if name in op.float32 else dtype) if value.is_floating_point() else value
         for name, value in op.inputs(size, normal).items()
     }
     if op.like is None:
-        return inputs, torch.ones((), device=device, dtype=at_least_float32)
+        return inputs, torch.ones((), device=device, dtype=finer)
     return inputs, normal(*inputs[op.like].shape).to(dtype)
 
 
@@ -290,7 +291,7 @@ OPS = {
         _selective_scan,
         _selective_work,
         like="u",
-        wide=("A", "D", "delta_bias"),
+        float32=("A", "D", "delta_bias"),
     ),
     "ssd_scan": Op(
         "SSD scan (Mamba-2)",
@@ -304,7 +305,7 @@ OPS = {
         _ssd_scan,
         _ssd_work,
         like="x",
-        wide=("A", "D", "dt_bias"),
+        float32=("A", "D", "dt_bias"),
     ),
     "linear_scan_diagonal": Op(
         "linear scan, diagonal",

@@ -17,10 +17,8 @@ different repeats.
 from __future__ import annotations
 
 import collections
-import json
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from adjoint.engine.grid import Tile
@@ -146,17 +144,6 @@ def compared(run: dict[str, Any]) -> dict[str, Any]:
         "measured_most": max(run["wall_seconds"]),
         "error": expected / measured - 1,
     }
-
-
-def compare(paths: Sequence[Path]) -> int:
-    """Prints predicted next to measured; 1 if one is off by more than 20%, else 0."""
-    rows = [compared({"name": path.stem, **json.loads(path.read_text())}) for path in paths]
-    for row in rows:
-        print(
-            f"{row['name']}: predicted {row['predicted_seconds']:.4g} s, "
-            f"measured {row['measured_seconds']:.4g} s, {row['error']:+.1%}"
-        )
-    return int(any(abs(row["error"]) > TOLERANCE for row in rows))
 
 
 # -------------------------------------------------------------------------------------- from repeats to a run

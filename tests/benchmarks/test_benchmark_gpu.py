@@ -142,15 +142,6 @@ def test_torch_triton_and_numpy_are_enough(stages: str, tmp_path: Path) -> None:
     assert all(state == {"measured"} for state in states.values()), states
 
 
-@pytest.mark.slow
-def test_the_stage_of_tests_collects_them(here: list[Any], tmp_path: Path) -> None:
-    code, rows = run(tmp_path, "--stages", "f")
-    (row,) = rows["f"]
-    assert (code, row["status"]) == (0, "measured"), row
-    assert set(row["result"]["files"]) >= {"test_benchmark_gpu.py", "test_gpu.py"}
-    assert "collected" in row["result"]["summary"]
-
-
 @pytest.mark.gpu
 def test_whole_steps_on_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(
@@ -206,30 +197,6 @@ def test_a_wrong_kernel_and_a_wrong_gradient_are_seen(
     assert [c["passed"] for c in check["checks"]] == [False] * 3 and not check["passed"]
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_a_second_call_goes_on(here: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a stopped one, of one that failed, and of one for which there was no time."""
-    outcomes: list[Any] = [{"forward": 1}, KeyboardInterrupt]
-
-    def tile(p: dict[str, Any]) -> dict[str, Any]:
-        if outcomes[len(here) - 1] is KeyboardInterrupt:
-            raise KeyboardInterrupt
-        return outcomes[len(here) - 1]
-
-    monkeypatch.setattr(model, "tile", tile)
-    monkeypatch.setattr(command.tables, "_tiles", lambda rows, result: "")
-    code, rows = run(tmp_path, "--stages", "c")
-    assert (code, [row["point"]["chunk_size"] for row in rows["c"]]) == (130, [32])
-    code, rows = run(tmp_path, "--stages", "c", "--budget-s", "1")
-    assert (code, [row["status"] for row in rows["c"]], len(here)) == (1, ["measured", "left out"], 2)
-    for state, expected in (({"error": "it broke"}, 1), ({"forward": 2}, 0)):
-        outcomes[1] = state
-        del here[:]
-        here.append(None)
-        assert run(tmp_path, "--stages", "c")[0] == expected
-        assert [p["chunk_size"] for p in here[1:]] == [64]
-
-
 def test_what_does_not_fit_is_tried_smaller(
     here: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,22 +234,6 @@ def test_a_step_that_would_not_end_in_time_is_stopped(monkeypatch: pytest.Monkey
     assert found["stopped"].startswith("it would take") and "memory_bytes" in found
     assert (found["chunks"], found["chunks_forward"]) == (16, 4)
     assert [t["chunks_forward"] for t in told] == [1, 2, 3, 4] and told[0]["projected_s"] > 0
-
-
-def test_a_projection_follows_the_measured_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(step, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    watch = step.Watch(10, 1e9, lambda found: None)
-    watch.began = 100.0
-    for _ in range(10):  # a second a chunk forward
-        watch.chunk_begins()
-        clock[0] += 1
-    assert watch.found["projected_s"] == pytest.approx(10 * (1 + step.USUALLY))
-    for _ in range(5):
-        clock[0] += 2  # then three seconds a chunk backward, the first one's part of the forward before it
-        watch.chunk_begins()
-    assert (watch.found["chunks_backward"], watch.found["backward_chunk_s"]) == (5, pytest.approx(2))
-    assert watch.found["projected_s"] == pytest.approx(30)
 
 
 # ------------------------------------------------------------------------------------------ times and counts
@@ -333,7 +284,8 @@ def test_launches_are_those_of_kernels() -> None:
 
 
 def test_the_real_thing_is_the_size_it_says() -> None:
-    sizes = command.sizes_of(model.read_model(command.CONFIG), dry=False)
+    assert model.read_model(ROOT / "configs" / "mamba-1.27b.yaml") == command.LARGE
+    sizes = command.sizes_of(command.LARGE, dry=False)
     points = {stage: [p for g in command.groups(stage, sizes) for p in g] for stage in command.STAGES}
     assert (sizes.model["d_model"], sizes.model["n_layer"], sizes.lengths[0]) == (2048, 48, 2**20)
     assert sizes.chunk_size == 1792
@@ -345,20 +297,6 @@ def test_the_real_thing_is_the_size_it_says() -> None:
     half_hour = [command.STAGES[stage].budget_s for stage in "abcdef"]
     assert sum(half_hour) <= 25 * 60 and max(half_hour) <= 8 * 60
     assert all(p["contender"] in CONTENDERS[p["op"]] for p in points["b"])
-
-
-def test_models_are_read_alike_with_and_without_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = sorted((ROOT / "configs").glob("mamba-*.yaml"))
-    expected = [model.read_model(path) for path in paths]
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    assert [model.read_model(path) for path in paths] == expected and paths
-    for text, reason in (
-        ("data:\n  batch: 1\n", "no section model"),
-        ("model:\n  mixer:\n", "is not `key: value`"),
-    ):
-        (tmp_path / "x.yaml").write_text(text)
-        with pytest.raises(ValueError, match=reason):
-            model.read_model(tmp_path / "x.yaml")
 
 
 class MatmulFlops(TorchDispatchMode):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import adjoint
-from adjoint.errors import UserError
 from benchmarks.convergence import command, tables, train
 from benchmarks.convergence import tasks as recall_tasks
 
@@ -50,15 +48,6 @@ def test_questions_ask_for_the_token_after_the_trigger_before() -> None:
     assert drawn.ids.min() >= 0 and drawn.ids.max() == recall_tasks.TRIGGER
 
 
-def test_answers_cannot_be_guessed_from_their_frequency() -> None:
-    drawn = recall_tasks.questions(np.random.default_rng(1), 400, 128, [4, 8])
-    answers = drawn.labels[drawn.labels >= 0]
-    counts = torch.bincount(answers, minlength=recall_tasks.ALPHABET).double()
-    expected = len(answers) / recall_tasks.ALPHABET
-    # chi-squared with 15 degrees of freedom is above 44.3 once in 10,000 fair draws; this draw is fixed
-    assert float(((counts - expected) ** 2 / expected).sum()) < 44.3
-
-
 def test_accuracy_is_counted_by_distance() -> None:
     """A model that always finds the value at distance 4 and never another."""
 
@@ -84,29 +73,6 @@ def test_seeds_change_the_training_data_and_nothing_else() -> None:
     assert torch.equal(first, next(same.train())[0])
     assert not torch.equal(first, next(other.train())[0])
     assert not torch.equal(first, next(one.train())[0])  # no batch twice
-
-
-def test_text_is_evaluated_by_its_mean_over_predictions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ADJOINT_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
-    data = recall_tasks.TextData(64, 2, seed=0, path=str(tmp_path / "text.txt"))
-    ids, labels = next(data.train())
-    assert ids.shape == (2, 64) and torch.equal(ids, labels)
-    torch.manual_seed(0)
-    model = adjoint.Stack(adjoint.StackConfig(vocab_size=data.vocab_size, d_model=8, n_layer=1))
-    batches = list(data.data.eval)
-    with torch.no_grad():
-        expected = sum(model(b, labels=b).loss.item() * b[:, 1:].numel() for b in batches)
-    expected /= sum(b[:, 1:].numel() for b in batches)
-    assert data.evaluate(model)["held_out"] == pytest.approx(expected)
-
-
-def test_too_short_a_sequence_is_refused() -> None:
-    with pytest.raises(UserError, match="at least 32"):
-        recall_tasks.distances_within(16)
-    assert recall_tasks.distances_within(64) == [4, 8, 16, 32]
 
 
 # ----------------------------------------------------------------------------------------------- the training
@@ -146,29 +112,6 @@ def test_lessons_come_first_and_are_the_same_for_every_method(monkeypatch: pytes
     assert "before" not in unprepared and unprepared["losses"][0] != before.pop()[0]
 
 
-def test_auto_reports_a_window_a_layer_and_step() -> None:
-    point = {"task": "recall-fast", "method": "truncated-auto", "seed": 0, "steps": 2} | SMALL
-    result = train.measure(point)
-    assert [len(row) for row in result["windows"]] == [2, 2]
-    assert all(1 <= w <= SMALL["seqlen"] for row in result["windows"] for w in row)
-
-
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        ("backprop", adjoint.Backprop()),
-        ("exact", adjoint.Exact(chunk_size=train.CHUNK)),
-        ("truncated-16", adjoint.Truncated(16)),
-        ("truncated-auto", adjoint.Truncated("auto", tolerance=1e-3)),
-        ("unbiased-64", adjoint.Truncated(64, unbiased=True)),
-        ("layer-local", adjoint.LayerLocal(chunk_size=train.CHUNK)),
-        ("layer-local-16", adjoint.LayerLocal(16)),
-    ],
-)
-def test_names_of_methods(name: str, method: object) -> None:
-    assert train.make_method(name) == method
-
-
 # ----------------------------------------------------------------------------------------- what is made of it
 
 
@@ -190,11 +133,3 @@ def test_rows_pair_seeds_and_keep_failures() -> None:
     result = convergence.payload(options, found) | {"rows": rows}
     assert result["curves"][0]["losses"]["1"] == [5.5, 11.5]
     assert "| Exact | 5.600 (1.100 … 10.100) | +0.100 (+0.100 … +0.100) |" in tables.markdown(result)
-
-
-def test_when_recall_was_half_learned() -> None:
-    result = {"block_steps": 10}
-    curve = {"losses": {"0": [2.8, 1.38, 1.5], "1": [2.7, 2.6, 1.0], "2": [2.7, 2.6, 2.5]}}
-    found = tables.half_learned(result, curve)  # guessing among 16 costs 2.77
-    assert found == [20, 30, None]
-    assert tables.steps_text(found) == "30 (20 … never)"

@@ -1,4 +1,4 @@
-"""Helpers: the same bits whoever takes what and however slow anyone is; weights anew after a step; errors."""
+"""Helpers: the same bits whoever takes what and however slow anyone is; new weights after a step; errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from adjoint.engine.grid import Tile
 from adjoint.engine.program import Action, Owners, Plan, Run, Share
 from adjoint.engine.run import Worker
 from adjoint.plan.schedule import grid_of, step_plan
-from adjoint.plan.simulate import simulate
 from adjoint.train.layout import Layout
 from tests.cluster.threads import (
     TRAINING,
@@ -279,83 +277,3 @@ def test_units_are_all_shared_tiles_once(
     stages = [t.stage for p in made.programs for unit in units_of(p) for t in unit]
     stages += [a.tile.stage for p in made.programs for a in p if isinstance(a, Run) and a.tile.kind in "BW"]
     assert set(stages) == set(range(n_layer + 2))
-
-
-class Unit(tuple):
-    """A unit's tiles, which are also their own sums of gradients."""
-
-    def to(self, device: None) -> Unit:
-        return self
-
-
-class InTicks:
-    """Helpers that carry nothing out: a unit takes each helper as many ticks as `speeds` says, the owner
-    one."""
-
-    def __init__(self, speeds: Sequence[int]) -> None:
-        self.speeds, self.size, self.now = speeds, len(speeds), 0
-        self.free = [0] * len(speeds)
-        self.back = 0  # units whose sums are back, the owner's own among them
-
-    def submit(self, helper: int, task: Any) -> tuple[int, Any]:
-        self.free[helper] = max(self.free[helper], self.now) + self.speeds[helper]
-        return self.free[helper], task[1]
-
-    def ready(self, handles: Sequence[Any], wait: bool) -> list[Any]:
-        if wait:
-            self.now = max(self.now, min(when for when, _ in handles))
-        return sorted((h for h in handles if h[0] <= self.now), key=lambda h: h[0])
-
-    def result(self, handle: tuple[int, Any]) -> list[Any]:
-        self.back += 1
-        return [handle[1]]
-
-    def by_owner(self, worker: Any, unit: Any) -> list[Any]:
-        self.now, self.back = self.now + 1, self.back + 1
-        return [unit]
-
-
-@pytest.mark.parametrize("speeds", [(1,), (1, 1), (1,) * 6, (7, 1), (30, 1, 3)], ids=str)
-@pytest.mark.parametrize("n_layer", [2, 5])
-def test_sums_are_added_in_their_order(
-    n_layer: int, speeds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that come before their turn are held: few where all are equally fast, however many units."""
-    monkeypatch.setattr("adjoint.engine.program.UNITS_EACH", 20)
-    program = helped(n_layer, 1, (0,) * len(speeds), 4, 120).programs[0]
-    them, added, held = InTicks(speeds), list[Any](), []
-    monkeypatch.setattr(helpers, "carry_out", them.by_owner)
-    monkeypatch.setattr(helpers, "inputs_of", lambda worker, unit: {})
-
-    def add(parameter: Any, unit: Any) -> None:
-        added.append(unit)
-        held.append(them.back - len(added))
-
-    stage = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=None, detach=lambda: torch.empty(0))])
-    worker = SimpleNamespace(stages=[stage] * (n_layer + 2), grid=None, gradients=SimpleNamespace(add=add))
-    units = [Unit(unit) for unit in units_of(program)]
-    helpers.share(worker, Share(tuple(units)), them, set())
-    assert sorted(added, key=units.index) == units
-    for k in range(2, n_layer + 1):
-        assert [u for u in added if u[0].stage == k] == [u for u in units if u[0].stage == k]
-    if set(speeds) == {1}:
-        assert max(held) <= 2 * len(speeds)
-
-
-def test_a_slow_helper_takes_fewer_units() -> None:
-    made = helped(5, 1, (0, 0), chunks=64)
-    found = simulate(made, lambda w, t: 4.0 if w == 2 else 1.0, helpers=(0, 0))
-    began = min(span.start for span in found.spans if span.worker)
-    tiles = collections.Counter(span.worker for span in found.spans if span.start >= began)
-    assert sum(tiles.values()) == 4 * 64
-    assert tiles[2] < tiles[1] / 2 and abs(tiles[0] - tiles[1]) <= 2 * 64 / 3
-    longest = 4.0 * max(len(unit) for unit in units_of(made.programs[0]))
-    # nobody is idle until someone is the last
-    assert found.seconds - began <= 4 * 64 / (1 + 1 + 1 / 4) + longest
-
-
-def test_helpers_share_the_tasks_of_their_own_shard() -> None:
-    found = simulate(helped(6, 2, (1, 0, 1)), helpers=(1, 0, 1))
-    stages = [{span.tile.stage for span in found.spans if span.worker == w} for w in (2, 3, 4)]
-    assert stages[0] | stages[2] <= {4, 5, 6} and stages[1] <= {2, 3}
-    assert found.seconds < 0.9 * simulate(helped(6, 2, ())).seconds

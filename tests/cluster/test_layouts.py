@@ -103,15 +103,6 @@ def test_training_is_that_of_one_process(config: StackConfig, layout: Layout) ->
     trained(config, Exact(7), layout, batches)
 
 
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize("variant", ["mamba, MLP, untied", *ALL_MIXERS])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("shards", [1, 2, 4])
-def test_every_mixer_over_shards(variant: str, tied: bool, shards: int) -> None:
-    config = StackConfig(**{**SIZES, "n_layer": 4, **VARIANTS[variant], "tie_embeddings": tied})
-    trained(config, Exact(7), Layout(shards), [make_ids(2, 24, seed=step) for step in range(3)])
-
-
 METHODS = [
     *(Exact(5, keep=keep) for keep in ("inputs", "offload")),
     *(Truncated(window, 8) for window in (5, 11, 40)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import secrets
@@ -99,29 +98,6 @@ def test_actors_compute_what_one_process_does(
         assert torch.equal(sample, stack.generate(make_ids(1, 5), 12, 0.8, generator=generator))
     finally:
         group.kill()
-
-
-def peaks(sizes: dict[str, Any], seqlen: int, shards: int) -> list[int]:
-    """Of each process above its imports, with a malloc that gives back what is freed: what is needed, without
-    the holes of a heap, which come and go with the order in which threads happen to run."""
-    argv = [sys.executable, "-m", "tests.cluster.memory", json.dumps(sizes), str(seqlen), str(shards)]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10), "PYTHONPATH": str(REPOSITORY)}
-    environment.pop("RAY_ADDRESS", None)
-    done = subprocess.run(argv, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
-def test_a_shard_of_four_needs_less_than_a_third_of_the_memory() -> None:
-    """A quarter of layers, gradients, optimizer state and activations; besides, what only shards have: the
-    inputs they keep, messages under way, a process group."""
-    sizes = {"vocab_size": 256, "d_model": 1024, "n_layer": 8, "mixer": "mamba"}
-    [one] = peaks(sizes, 2048, 0)
-    assert one > 8 << 27, one  # 55 million parameters with gradients and optimizer state are 0.9 GB
-    four = peaks(sizes, 2048, 4)
-    assert len(four) == 4
-    assert max(four) <= 0.32 * one, (four, one)
 
 
 @pytest.mark.slow

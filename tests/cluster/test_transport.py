@@ -167,7 +167,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_all_connections_come_about(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two replicas at once; twice, which connects nothing anew. Upwards and downwards in groups apart."""
+    """In two replicas at once; twice, which connects nothing more. Upwards and downwards in groups apart."""
     method, shards, in_turn, helpers = WAYS[name]
     owners, config = Owners.of(split(6, shards), in_turn), StackConfig(vocab_size=17, d_model=12, n_layer=6)
     scheme = method.scheme(40, 10)

@@ -20,8 +20,8 @@ from adjoint.cluster.helpers import HelperShard, Task, as_arrays, as_tensors
 from adjoint.cluster.shard import Microbatch, Shard, total_norm
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import Channel
-from adjoint.engine.grid import Key, Tile
-from adjoint.engine.program import CAPACITY, Plan, keys_of
+from adjoint.engine.grid import Tile
+from adjoint.engine.program import CAPACITY
 from adjoint.engine.run import Pending
 from adjoint.train.config import TrainingConfig, load_config
 from adjoint.train.layout import Layout
@@ -33,21 +33,6 @@ TRAINING = TrainingConfig(steps=3, warmup_steps=1, lr=0.05, grad_clip=0.5)
 
 def split(n_layer: int, shards: int) -> list[range]:
     return [range(n_layer * s // shards, n_layer * (s + 1) // shards) for s in range(shards)]
-
-
-def held_at_most(made: Plan, size: Callable[[Key], float]) -> list[float]:
-    """The most that each worker holds of what tiles write, whatever the times."""
-    peaks = []
-    for program in made.programs:
-        held: dict[Key, float] = {}
-        peak = 0.0
-        for action in program:
-            held |= {key: size(key) for key in keys_of(made.grid, action)[1]}
-            peak = max(peak, sum(held.values()))
-            for key in action.frees:
-                held.pop(key, None)
-        peaks.append(peak)
-    return peaks
 
 
 class LocalTransport:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from adjoint import Backprop, Exact, LayerLocal, StackConfig, Truncated
 from adjoint.batch import shift_labels
@@ -17,7 +15,7 @@ from adjoint.documents import document_numbers, from_separator
 from adjoint.errors import UserError
 from adjoint.train.layout import Layout
 from tests.cluster.threads import TRAINING, disturbed_shards, disturbed_stack, together
-from tests.model_helpers import SIZES, VARIANTS, current_gradients, make_ids, make_model, relative
+from tests.model_helpers import SIZES, UNWINDOWED, VARIANTS, current_gradients, make_ids, make_model, relative
 
 METHODS = {
     "backprop": Backprop(),
@@ -32,17 +30,6 @@ MIXED = {"mixer": ["mamba", "mamba2", "diagonal", "dense"], "n_layer": 4, "ngrou
 # Of two rows: documents of one token, longer than chunks, ends on chunks' edges; the first row's other than
 # the second's.
 PACKED = [[1, 1, 12, 7, 7, 3, 1, 4], [9, 20, 5, 2]]
-
-
-UNWINDOWED = {  # mixers without windows
-    "attention": {"mixer": "attention", "num_attention_heads": 2, "num_key_value_heads": 1},
-    "sliding": {"mixer": "attention", "num_attention_heads": 2, "sliding_window": 5},
-    "gated_deltanet": {"mixer": "gated_deltanet"},
-    "mamba3": {"mixer": "mamba3"},
-    "mamba3, mimo": {"mixer": "mamba3", "is_mimo": True, "mimo_rank": 3},
-    "attention, conv": {"mixer": "attention", "num_attention_heads": 2, "attention_d_conv": 4},
-}
-
 
 QUICK = ("mamba, MLP, untied", "mixed, untied")
 
@@ -93,29 +80,9 @@ def test_packed_equals_one_by_one(variant: str, method: str) -> None:
     "method", [name for name in METHODS if name not in ("truncated", "layer-local, windowed")]
 )
 def test_packed_equals_one_by_one_without_windows(variant: str, method: str) -> None:
-    model = make_model("mamba", **UNWINDOWED[variant])
+    model = make_model(variant)
     ids = make_ids(2, sum(PACKED[0]), seed=3)
     assert_equal(model, ids, PACKED, METHODS[method])
-
-
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=8),
-    st.integers(1, 12),
-    st.sampled_from(sorted(METHODS)),
-    st.integers(0, 3),
-)
-def test_packed_equals_one_by_one_whatever_the_lengths(
-    lengths: list[int], chunk_size: int, name: str, seed: int
-) -> None:
-    """Rows with the documents in this order and in the reverse one."""
-    method = METHODS[name]
-    if name != "backprop" and name != "checkpointing":
-        method = type(method)(**{**vars(method), "chunk_size": chunk_size})
-    model = make_model("mixed, untied", seed=seed, **MIXED)
-    if max(lengths) == 1:
-        lengths = [*lengths, 2]
-    assert_equal(model, make_ids(2, sum(lengths), seed=seed), [lengths, lengths[::-1]], method)
 
 
 @pytest.mark.parametrize("method", ["exact", "truncated", "layer-local, windowed"])
@@ -159,8 +126,8 @@ def test_what_is_no_number_stays_in_its_document(variant: str | None, method: st
     number, and none of the other tokens' gradients shows it."""
     if variant and method not in ("exact", "inputs"):
         pytest.skip("a window is for selective layers")
-    options = UNWINDOWED[variant] if variant else MIXED
-    model = make_model("mamba", **{"vocab_size": 34, "tie_embeddings": False, **options})
+    options = {} if variant else MIXED
+    model = make_model(variant or "mamba", **options, vocab_size=34, tie_embeddings=False)
     seq_idx = numbers([[9, 5, 1, 12, 3]] * 2)
     ids, weight = make_ids(2, 30) + 17 * (seq_idx == 1), model.embedding.weight
     labels, found = torch.where(seq_idx == 1, -100, ids), []
@@ -192,17 +159,6 @@ def test_shards_keep_documents_apart(method: str, layout: dict[str, int]) -> Non
     together(shards, lambda shard: shard.zero_grad())
     losses = together(shards, lambda shard: shard.evaluate(ids, seq_idx=seq_idx))
     assert abs(sum(share or 0 for share in losses) - loss) <= 1e-12 * loss
-
-
-def test_helpers_keep_documents_apart() -> None:
-    config = StackConfig(**{**SIZES, **MIXED})
-    method = METHODS["layer-local, windowed"]
-    shards = disturbed_shards(config, Layout(helpers=2), method, TRAINING)
-    stack, ids = disturbed_stack(config), make_ids(2, sum(PACKED[0]), seed=3)
-    _, expected = one_by_one(stack, ids, PACKED, method)
-    together(shards, lambda shard: shard.accumulate(ids, seq_idx=numbers(PACKED)))
-    for name, parameter in shards[0].named_weights().items():
-        assert relative(parameter.grad, expected[name]) <= 1e-12, name
 
 
 def test_both_forms_say_the_same() -> None:

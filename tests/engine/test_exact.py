@@ -52,20 +52,41 @@ def labels_with_gaps(input_ids: torch.Tensor) -> torch.Tensor:
     return labels
 
 
-@pytest.mark.sampled(3)
+def flat(states: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    return [s for state in states for s in state]
+
+
+def states_before(model: Stack, batch: int, tokens: int) -> list[tuple[torch.Tensor, ...]]:
+    """Random states, of attention keys and values of so many tokens."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(s: torch.Tensor) -> torch.Tensor:
+        shape = [*s.shape[:2], tokens, s.shape[3]] if s.dim() == 4 and not s.shape[2] else s.shape
+        return torch.randn(shape, dtype=s.dtype, generator=generator).requires_grad_()
+
+    return [tuple(draw(s) for s in state) for state in model.initial_state(batch)]
+
+
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seqlen", CHUNKS)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_equal_backprop(variant: str, batch: int, seqlen: int) -> None:
+@pytest.mark.parametrize("batch, before", [(1, None), (3, 3)])
+@pytest.mark.parametrize("variant", [*VARIANTS, *UNWINDOWED])
+def test_gradients_equal_backprop(variant: str, batch: int, before: int | None, seqlen: int) -> None:
+    """Of a loss of labels and of the final states, from states and from none."""
     model, input_ids = make_model(variant), make_ids(batch, seqlen)
-    labels = labels_with_gaps(input_ids)
-    loss, expected = gradients(model, input_ids, labels, Backprop())
-    assert all(g.isfinite().all() for g in expected.values())
-    methods = [Backprop(checkpoint=True), *(Exact(chunk, keep) for chunk in CHUNKS[seqlen] for keep in KEEP)]
-    for method in methods:
-        got_loss, got = gradients(model, input_ids, labels, method)
-        assert relative(got_loss, loss) <= 1e-13, method
-        assert_same(got, expected)
+    labels, found = labels_with_gaps(input_ids), []
+    methods = [Backprop(), Backprop(checkpoint=True)]
+    for method in [*methods, *(Exact(chunk, keep) for chunk in CHUNKS[seqlen] for keep in KEEP)]:
+        model.zero_grad()
+        given = None if before is None else states_before(model, batch, before)
+        out = model(input_ids, labels=labels, method=method, state=given, return_state=True)
+        final = flat(out.state)
+        (out.loss + sum((s * torch.arange(s.numel()).view_as(s).sin()).sum() for s in final)).backward()
+        got = current_gradients(model) | {f"initial {i}": s.grad for i, s in enumerate(flat(given or []))}
+        assert all(g.isfinite().all() for g in got.values())
+        got |= {f"final {i}": s.detach() for i, s in enumerate(final)}
+        found.append(got | {"loss": out.loss.detach()})
+        assert_same(found[-1], found[0])
 
 
 def test_gradient_is_the_derivative_of_the_loss() -> None:
@@ -114,16 +135,6 @@ def test_all_labels_ignored_is_zero_with_a_warning(method: object) -> None:
 # ----------------------------------------------------------------------------------------------------- states
 
 
-def random_states(model: torch.nn.Module, batch: int) -> list[tuple[torch.Tensor, ...]]:
-    generator = torch.Generator().manual_seed(3)
-    draw = lambda s: torch.randn(s.shape, dtype=s.dtype, generator=generator).requires_grad_()  # noqa: E731
-    return [tuple(draw(s) for s in state) for state in model.initial_state(batch)]
-
-
-def flat(states: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    return [s for state in states for s in state]
-
-
 @pytest.mark.parametrize("variant", ["mixed, untied", "mamba, MLP, untied"])
 def test_final_states_alone_carry_gradients(variant: str) -> None:
     """To the initial ones and to parameters. (With the loss: tests/engine/test_engine.py.)"""
@@ -131,7 +142,7 @@ def test_final_states_alone_carry_gradients(variant: str) -> None:
     found = []
     for method in EVERY_METHOD:
         model.zero_grad()
-        states = random_states(model, 3)
+        states = states_before(model, 3, 3)
         out = model(input_ids, labels=input_ids, method=method, state=states, return_state=True)
         sum((s * torch.arange(s.numel()).view_as(s).sin()).sum() for s in flat(out.state)).backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -169,29 +180,6 @@ def test_two_calls_with_the_state_passed_equal_one(variant: str, cut: int) -> No
 
 
 # -------------------------------------------------------------------------------------- like any other module
-
-
-def test_gradients_accumulate_over_backwards() -> None:
-    model = make_model("mamba")
-    pieces = [make_ids(2, 30, seed=seed) for seed in (1, 2)]
-    single = [gradients(model, ids, ids, Exact(chunk_size=8))[1] for ids in pieces]
-    model.zero_grad()
-    for ids in pieces:
-        model(ids, labels=ids, method=Exact(chunk_size=8)).loss.backward()
-    assert_same(
-        current_gradients(model), {name: single[0][name] + single[1][name] for name in single[0]}, 1e-14
-    )
-
-
-@pytest.mark.parametrize("keep", KEEP)
-def test_scaled_loss_and_loss_inside_a_larger_expression(keep: str) -> None:
-    model, ids = make_model("mamba2"), make_ids(2, 30)
-    _, expected = gradients(model, ids, ids, Backprop())
-    model.zero_grad()
-    loss = model(ids, labels=ids, method=Exact(chunk_size=8, keep=keep)).loss
-    (3 * loss + 0.1 * model.norm_f.weight.sum()).backward()
-    expected = {name: 3 * g + (0.1 if name == "norm_f.weight" else 0) for name, g in expected.items()}
-    assert_same(current_gradients(model), expected)
 
 
 @pytest.mark.parametrize("keep", KEEP)
@@ -234,22 +222,6 @@ def test_clipping_and_autograd_grad() -> None:
     assert_same(
         dict(enumerate(asked)), {0: expected["layers.0.mixer.A_log"], 1: expected["embedding.weight"]}
     )
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("keep", KEEP)
-@pytest.mark.parametrize("frozen", ["embedding.", "layers.0.", "layers.1.", "lm_head.", "norm_f.", "layers."])
-@pytest.mark.parametrize("variant", ["mamba", "mamba, MLP, untied"])
-def test_frozen_parameters_get_no_gradient_and_change_no_other(variant: str, frozen: str, keep: str) -> None:
-    model, ids = make_model(variant), make_ids(2, 30)
-    _, expected = gradients(model, ids, ids, Backprop())
-    for name, p in model.named_parameters(remove_duplicate=False):
-        p.requires_grad_(not name.startswith(frozen) and p.requires_grad)
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trainable != set(expected)
-    _, got = gradients(model, ids, ids, Exact(chunk_size=8, keep=keep))
-    assert got.keys() == trainable
-    assert_same(got, {name: expected[name] for name in trainable})
 
 
 @pytest.mark.parametrize("keep", KEEP)
@@ -401,7 +373,7 @@ def assert_no_worse(ours: list[float], theirs: list[float]) -> None:
 @pytest.mark.parametrize("pure", [False, True], ids=["autocast", "bfloat16 parameters"])
 @pytest.mark.parametrize("mixer", ALL_MIXERS)
 def test_bfloat16_error_is_no_larger_than_backprop_s(mixer: str, pure: bool) -> None:
-    methods = {"backprop": Backprop(), **{keep: Exact(chunk_size=40, keep=keep) for keep in KEEP}}
+    methods = {"backprop": Backprop(), **{keep: Exact(chunk_size=10, keep=keep) for keep in KEEP}}
     errors: dict[str, list[float]] = {name: [] for name in methods}
     for seed in range(6):
         model = make_model(mixer, torch.float32, seed, d_model=32, headdim=16, d_state=8)
@@ -422,42 +394,6 @@ def test_bfloat16_error_is_no_larger_than_backprop_s(mixer: str, pure: bool) -> 
     for keep in KEEP:
         assert sum(errors[keep]) > 0.5 * sum(errors["backprop"])  # else it ran in float32
         assert_no_worse(errors[keep], errors["backprop"])
-
-
-@pytest.mark.slow
-def test_bfloat16_gradients_do_not_lose_small_terms_over_many_chunks() -> None:
-    """200 chunks of 2 tokens: summed in bfloat16 their gradients would be twice as far off."""
-    errors: list[list[float]] = [[], []]
-    for seed in range(3):
-        model = make_model("mamba", torch.bfloat16, seed, d_model=32, d_state=8)
-        ids = make_ids(1, 400, seed=seed)
-        found = [gradients(model, ids, ids, method)[1] for method in (Backprop(), Exact(chunk_size=2))]
-        _, expected = gradients(model.double(), ids, ids, Backprop())
-        for kept, got in zip(errors, found, strict=True):
-            kept.append(error(got, expected))
-    assert_no_worse(errors[1], errors[0])
-
-
-@pytest.mark.slow
-def test_a_hundred_steps_give_backprop_s_losses() -> None:
-    losses = []
-    for method in (Backprop(), Exact(chunk_size=24)):
-        torch.manual_seed(0)
-        model = make_model("mamba, MLP, untied", dtype=torch.float32)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        run = []
-        for step in range(100):
-            ids = (
-                make_ids(2, 65, seed=step).cumsum(1) % 17
-            )  # something to learn: the next id is near the last
-            loss = model(ids, labels=ids, method=method).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            run.append(loss.item())
-        losses.append(torch.tensor(run, dtype=torch.float64))
-    assert losses[0][-1] < losses[0][0] - 0.1
-    assert ((losses[1] - losses[0]) / losses[0]).abs().max() < 1e-5
 
 
 # ----------------------------------------------------------------------------------------------------- memory

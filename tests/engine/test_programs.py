@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from adjoint.engine.grid import Grid, Key, Scheme, Tile, make_grid
 from adjoint.engine.program import TIMES, Action, Owners, Plan, Recv, Run, Send, Share, keys_of, plan
 from adjoint.plan.simulate import Timeline, simulate
-from tests.cluster.threads import held_at_most, split
+from tests.cluster.threads import split
 
 REACH = 3
 
@@ -92,15 +92,6 @@ def check(
     return found
 
 
-def when(found: Timeline) -> dict[tuple[str, int, int], tuple[float, float]]:
-    """Start and stop of each tile, by kind, stage and chunk; L is F and R in one."""
-    at = {}
-    for span in found.spans:
-        for kind in "FR" if span.tile.kind == "L" else span.tile.kind:
-            at[kind, span.tile.stage, span.tile.chunk] = span.start, span.stop
-    return at
-
-
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Grid, Owners, dict[str, Any]]:
     """Any grid that a method makes or could make, owners of its tiles, and how it is planned."""
@@ -141,92 +132,6 @@ def test_programs_run_every_tile_after_what_it_reads(problem: Any, seed: int) ->
         made = plan(grid, owners, **how, **some)
         check(made, owners, **some)
         check(made, owners, **some, tile=lambda w, t: seconds[w, t])  # and however long anything takes
-
-
-SHAPES = [(1, 1), (1, 5), (2, 1), (2, 7), (3, 2), (4, 9), (7, 3)]
-
-
-@pytest.mark.parametrize("buffers", [1, 2, 3])
-@pytest.mark.parametrize("shards, chunks", SHAPES)
-def test_exact_carries_the_adjoint_state_from_the_last_chunk_on(
-    shards: int, chunks: int, buffers: int
-) -> None:
-    made = wavefront(shards, chunks, buffers=buffers)
-    at = when(check(made, Owners.of(split(shards, shards))))
-    for k, c in itertools.product(range(shards + 2), range(chunks)):
-        assert at["F", k, c][1] <= at["R", k, c][1] <= at["B", k, c][0]
-        if k:
-            assert at["F", k - 1, c][1] <= at["F", k, c][0] and at["B", k, c][1] <= at["B", k - 1, c][0]
-        if c and 0 < k <= shards:
-            assert at["F", k, c - 1][1] <= at["F", k, c][0] and at["B", k, c][1] <= at["B", k, c - 1][0]
-    both = {(s, s + 1) for s in range(shards - 1)} | {(s + 1, s) for s in range(shards - 1)}
-    assert set(made.channels()) == both
-
-
-GEOMETRIES = [
-    (8, 40, 10, 3),  # window below a chunk
-    (4, 41, 10, 25),  # halos over several chunks, a last chunk of one token
-    (5, 30, 2, 7),  # chunks shorter than the convolution
-    (3, 20, 20, 5),  # one chunk
-    (6, 33, 8, 1),  # no halo
-]
-
-
-def tasks(made: Plan) -> list[tuple[int, range, range, range]]:
-    """Of each windowed tile its layer, its tokens, and those whose inputs and whose cotangents it needs."""
-    found, cuts = [], made.grid.cuts
-    for program in made.programs:
-        for t in (a.tile for a in program if isinstance(a, Run) and a.tile.kind == "W"):
-            window = made.grid.windows[t.stage]
-            assert window is not None
-            start, stop = cuts[t.chunk], cuts[t.chunk + t.count]
-            halo = min(cuts[-1], stop + window - 1)
-            found.append(
-                (t.stage, range(start, stop), range(max(0, start - REACH), halo), range(start, halo))
-            )
-    return found
-
-
-def overlap(a: range, b: range) -> bool:
-    return a.start < b.stop and b.start < a.stop
-
-
-@pytest.mark.parametrize("n_layer, seqlen, chunk_size, window", GEOMETRIES)
-@pytest.mark.parametrize("owned", [(1, 1), (2, 1), (3, 1), (1, 2), (2, 3)], ids=str)
-@pytest.mark.parametrize("buffers", [1, 2])
-@pytest.mark.parametrize("dy_from", ["above", "head"])
-def test_windowed_tasks_run_once_their_cotangents_are_whole(
-    n_layer: int,
-    seqlen: int,
-    chunk_size: int,
-    window: int,
-    owned: tuple[int, int],
-    buffers: int,
-    dy_from: Any,
-) -> None:
-    owners = Owners.of(split(n_layer, owned[0]), owned[1])
-    scheme = Scheme(chunk_size, dy_from=dy_from, window=window)
-    made = plan(grid_of(n_layer, scheme, seqlen, owners), owners, stream=True, buffers=buffers)
-    at, cuts = when(check(made, owners)), made.grid.cuts
-    chunk_of = {cut: c for c, cut in enumerate(cuts)}
-    all_tasks = tasks(made)
-    tokens = collections.Counter((k, token) for k, own, _, _ in all_tasks for token in own)
-    assert tokens == dict.fromkeys(itertools.product(range(1, n_layer + 1), range(seqlen)), 1)
-    for k, own, x, dy in all_tasks:
-        begins, ends = at["W", k, chunk_of[own.start]]
-        for c in range(len(cuts) - 1):
-            chunk = range(cuts[c], cuts[c + 1])
-            if overlap(chunk, x):  # of the stage below
-                assert at["F", k - 1, c][1] <= begins
-            if overlap(chunk, dy) and (k == n_layer or dy_from == "head"):
-                assert at["B", n_layer + 1, c][1] <= begins
-            if k == 1 and overlap(
-                chunk, range(x.start, own.stop)
-            ):  # the embedding needs all of its cotangents
-                assert ends <= at["B", 0, c][0]
-        for other, other_own, other_x, _ in all_tasks:
-            if other == k + 1 and dy_from == "above" and overlap(range(other_x.start, other_own.stop), dy):
-                assert at["W", other, chunk_of[other_own.start]][1] <= begins
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -370,6 +275,21 @@ def test_the_heads_cotangent_is_relayed(chunks: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------- what is held
+
+
+def held_at_most(made: Plan, size: Callable[[Key], float]) -> list[float]:
+    """The most that each worker holds of what tiles write, whatever the times."""
+    peaks = []
+    for program in made.programs:
+        held: dict[Key, float] = {}
+        peak = 0.0
+        for action in program:
+            held |= {key: size(key) for key in keys_of(made.grid, action)[1]}
+            peak = max(peak, sum(held.values()))
+            for key in action.frees:
+                held.pop(key, None)
+        peaks.append(peak)
+    return peaks
 
 
 def test_what_a_worker_holds_in_turn_does_not_grow_with_the_sequence() -> None:

@@ -112,16 +112,6 @@ def test_adjoint_states_are_derivatives_of_outputs_by_states(structure: str) -> 
                 torch.testing.assert_close(state[..., n], change, rtol=1e-10, atol=1e-12)
 
 
-def test_a_window_keeps_the_last_adjoint_states() -> None:
-    mixer = make_model("dense", 1).layers[0].mixer
-    stored = layer_forward(mixer, torch.randn(1, 7, 6, dtype=torch.float64))
-    whole = adjoint_states(stored.A, stored.C, 6)
-    for window in range(1, 10):
-        windowed = adjoint_states(stored.A, stored.C, 6, window)
-        assert list(windowed) == list(range(6, max(-1, 6 - window), -1))
-        assert all(torch.equal(windowed[i], whole[i]) for i in windowed)
-
-
 # --------------------------------------------------------------------------- Algorithm 3, and 4 for one layer
 
 

@@ -251,7 +251,7 @@ def _scanned(
     step: Callable, out: Callable, h0: Tensor, t: Tensors, case: Case, packed: Any
 ) -> tuple[Tensor, Tensor]:
     """h = step(tensors, s, h) and out(tensors, s, h) token by token. With a window each output's state is
-    made anew from the one `window` tokens before, a constant; tokens of the halo are constants."""
+    made again from the one `window` tokens before, a constant; tokens of the halo are constants."""
     seqlen, window = case["seqlen"], case.get("window") or case["seqlen"] + 2
     constants = {name: x.detach() for name, x in t.items()}
     tensors = [t] * (seqlen - case.get("halo", 0)) + [constants] * case.get("halo", 0)

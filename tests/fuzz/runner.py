@@ -26,7 +26,7 @@ from tests.fuzz import KINDS
 LIMIT = 60.0  # seconds a case
 SMALLER = 20.0  # seconds spent on making a failure smaller
 
-Verdict = tuple[str, str]  # "" where it holds, "vacuous", "refused" or the kind of failure; and what was said
+Outcome = tuple[str, str]  # "" where it holds, "vacuous", "refused" or the kind of failure; and what was said
 
 
 def module_of(kind: str) -> Any:
@@ -37,7 +37,7 @@ def draw(kind: str, seed: Any) -> dict[str, Any]:
     return module_of(kind).draw(random.Random(str(seed)))
 
 
-def judge(case: dict[str, Any]) -> Verdict:
+def judge(case: dict[str, Any]) -> Outcome:
     from tests.fuzz.oracle import Refusal, Vacuous, where
 
     try:
@@ -65,7 +65,7 @@ def _serve(connection: Any, kinds: list[str]) -> None:
 
 
 class Worker:
-    """A process that judges cases: that it hangs or crashes is a verdict too, and another takes its place."""
+    """A process that judges cases: that it hangs or crashes is a outcome too, and another takes its place."""
 
     def __init__(self, kinds: list[str]) -> None:
         self.kinds = kinds
@@ -85,7 +85,7 @@ class Worker:
             self.process.join()
             self.process = None
 
-    def judge(self, case: dict[str, Any]) -> Verdict:
+    def judge(self, case: dict[str, Any]) -> Outcome:
         if self.process is None:
             self.start()
         try:
@@ -134,9 +134,9 @@ def again(file: Path) -> int:
     cases = [json.loads(line) for line in lines]
     worker, failed = Worker(sorted({case["kind"] for case in cases})), 0
     for line, case in zip(lines, cases, strict=True):
-        verdict, said = worker.judge(case)
-        failed += verdict not in ("", "vacuous", "refused")
-        print(f"{verdict or 'holds'}: {said}\n  {line}", flush=True)
+        outcome, said = worker.judge(case)
+        failed += outcome not in ("", "vacuous", "refused")
+        print(f"{outcome or 'holds'}: {said}\n  {line}", flush=True)
     worker.stop()
     print(f"{failed} of {len(cases)} cases deviate")
     return 1 if failed else 0
@@ -170,23 +170,23 @@ def main(given: Sequence[str] | None = None) -> int:
             kind = kinds[number % len(kinds)]
             case = draw(kind, f"{seed}:{number}")
             number += 1
-            verdict, said = worker.judge(case)
+            outcome, said = worker.judge(case)
             counts[kind]["cases"] += 1
-            counts[kind][verdict if verdict in ("", "vacuous", "refused") else "deviations"] += 1
-            if verdict == "refused":
+            counts[kind][outcome if outcome in ("", "vacuous", "refused") else "deviations"] += 1
+            if outcome == "refused":
                 refusals[f"{kind}: {said}"].append(json.dumps(case))
-            elif verdict not in ("", "vacuous"):
+            elif outcome not in ("", "vacuous"):
                 worker.stop()
                 alone = worker.judge(case)[0]  # in a process that has seen no other case
-                known = failures[kind, verdict]
-                if alone == verdict and len(known) < 4:
-                    case = shrink(worker, case, verdict)
-                note = "" if alone == verdict else f" (only after the cases before it, number {number - 1})"
+                known = failures[kind, outcome]
+                if alone == outcome and len(known) < 4:
+                    case = shrink(worker, case, outcome)
+                note = "" if alone == outcome else f" (only after the cases before it, number {number - 1})"
                 known.append(line := json.dumps(case))
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)
                 with arguments.out.open("a") as file:
                     file.write(line + "\n")
-                tqdm.write(f"\n{kind}, seed {seed}, {verdict}: {said}{note}\n  {line}")
+                tqdm.write(f"\n{kind}, seed {seed}, {outcome}: {said}{note}\n  {line}")
             bar.n = min(bar.total, round(passed))
             bar.set_postfix_str(", ".join(f"{k} {c['cases']} ({c['deviations']})" for k, c in counts.items()))
     worker.stop()
@@ -195,6 +195,6 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"{kind}: {counted['cases']} cases{', ' + rest if rest else ''}")
     for said, lines in sorted(refusals.items(), key=lambda item: -len(item[1])):
         print(f"refused {len(lines)} times: {said}\n  {min(lines, key=len)}")
-    for (kind, verdict), lines in failures.items():
-        print(f"{kind}, {verdict}, {len(lines)} times:", *lines[:3], sep="\n  ")
+    for (kind, outcome), lines in failures.items():
+        print(f"{kind}, {outcome}, {len(lines)} times:", *lines[:3], sep="\n  ")
     return 1 if failures else 0

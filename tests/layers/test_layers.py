@@ -289,7 +289,7 @@ def test_arguments_that_do_not_fit_are_named(method: object) -> None:
     for variant in ("attention", "gated_deltanet", "mamba3"):
         model = make_model(variant)
         with pytest.raises(ValueError, match="initial_state must have shape"):
-            model(ids, labels=ids, state=model.initial_state(3))
+            model(ids, labels=ids, state=model.initial_state(3), method=method)
 
 
 def test_wrong_chunk_sizes_and_keep_are_refused() -> None:

@@ -23,15 +23,12 @@ from tests.cluster.threads import (
     disturbed_shards,
     disturbed_stack,
     together,
-    train_shards,
-    train_stack,
 )
 from tests.model_helpers import (
     HEADS,
     SIZES,
     UNWINDOWED,
     assert_same,
-    current_gradients,
     gradients,
     make_ids,
     make_model,
@@ -42,48 +39,7 @@ from tests.training_helpers import train_tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def states_before(model: Stack, batch: int, tokens: int) -> list[tuple[torch.Tensor, ...]]:
-    """Random states, of attention keys and values of so many tokens."""
-    generator = torch.Generator().manual_seed(3)
-
-    def draw(s: torch.Tensor) -> torch.Tensor:
-        shape = [*s.shape[:2], tokens, s.shape[3]] if s.dim() == 4 and not s.shape[2] else s.shape
-        return torch.randn(shape, dtype=s.dtype, generator=generator).requires_grad_()
-
-    return [tuple(draw(s) for s in state) for state in model.initial_state(batch)]
-
-
 # ----------------------------------------------------------------------------------------------- the gradient
-
-
-METHODS = [
-    Backprop(),
-    Backprop(checkpoint=True),
-    Exact(7),
-    Exact(8, "inputs"),
-    Exact(9, "offload"),
-    Exact(29),
-]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("seed, before", [(0, None), (1, 3), (2, 3)])
-@pytest.mark.parametrize("variant", UNWINDOWED)
-def test_exact_equals_backprop_states_included(variant: str, seed: int, before: int | None) -> None:
-    model, ids = make_model(variant, seed=seed), make_ids(3, 29, seed=seed)
-    labels = ids.masked_fill(make_ids(3, 29, seed=seed + 9) == 4, -100)
-    found = []
-    for method in [*METHODS, *[Exact(1)] * (seed == 1)]:
-        model.zero_grad()
-        given = None if before is None else states_before(model, 3, before)
-        out = model(ids, labels=labels, method=method, state=given, return_state=True)
-        final = [s for state in out.state for s in state]
-        (out.loss + sum((s * torch.arange(s.numel()).view_as(s).sin()).sum() for s in final)).backward()
-        initial = [s.grad for state in given or [] for s in state]
-        found.append(current_gradients(model) | {f"initial {i}": g for i, g in enumerate(initial)})
-        found[-1] |= {f"final {i}": s.detach() for i, s in enumerate(final)} | {"loss": out.loss.detach()}
-    for got in found[1:]:
-        assert_same(got, found[0])
 
 
 @pytest.mark.parametrize("variant", ["mamba3", "mamba3, norm", "mamba3, mimo", "gated_deltanet"])
@@ -283,18 +239,6 @@ def test_a_run_is_trained_stopped_and_read_back(tmp_path: Path) -> None:
     fresh.load_state_dict(model.state_dict())
     ids = make_ids(2, 30)
     assert torch.equal(fresh(ids, labels=ids).loss, again(ids, labels=ids).loss)
-
-
-@pytest.mark.parametrize("shards", [2, 5])
-def test_shards_equal_one_process(shards: int) -> None:
-    config = StackConfig(**{**SIZES, **UNWINDOWED["hybrid"]})
-    batches = [make_ids(2, 24, seed=step) for step in range(2)]
-    stack = disturbed_stack(config)
-    losses, expected = train_stack(stack, Exact(7), TRAINING, batches)
-    made = disturbed_shards(config, shards, Exact(7), TRAINING)
-    found_losses, found = train_shards(made, TRAINING, batches)
-    assert found_losses == pytest.approx(losses, rel=1e-12)
-    assert_same(found, expected, 1e-12)
 
 
 @pytest.mark.parametrize("variant", ["attention", "gated_deltanet", "mamba3"])
