@@ -303,9 +303,8 @@ class Grid:
             head = C - 1 - t.chunk if self.carried else t.chunk
             found = [head + (0 if stream and not self.carried else C)] if t.stage == top else []
             found += [at[key] for key in self.reads(t) if key in at]
-            if (
-                t.kind == "W"
-            ):  # as if the sequence went on: what lies below the last chunks need not wait for all
+            # as if the sequence went on: what lies below the last chunks need not wait for all
+            if t.kind == "W":
                 above = self.stateful[t.stage + 1] and self.dy_from == "above"
                 ahead = (self.window(t.stage) or 1) - 1 + (self.reach if above else 0)
                 first = self.cotangents(t.stage, *self.span(t)[1:3])[0]

@@ -120,11 +120,8 @@ class Worker:
         self.store: dict[Key, Any] = {}
         self.passed_on: set[Key] = set()
         self.share: Callable[[Worker, Share], None] | None = None  # carries a `Share` out
-        enabled, dtype = (
-            torch.is_autocast_enabled(self.device.type),
-            torch.get_autocast_dtype(self.device.type),
-        )
-        self.autocast = (enabled, dtype)
+        kind = self.device.type
+        self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         grows = [
             (None,) * len(s) if stage is None else stage.grows
             for s, stage in zip(initial, stages, strict=True)
@@ -162,10 +159,9 @@ class Worker:
         receives = collections.deque(a for a in actions if isinstance(a, Recv))
         posted: collections.deque[Pending] = collections.deque()
         self._count_edges(actions)
+        left = actions if self.record is None else graphs.Graphs(self.record).replay(self, actions)
         with self.precision():
-            for action in (
-                actions if self.record is None else graphs.Graphs(self.record).replay(self, actions)
-            ):
+            for action in left:
                 with self.traced(action):
                     while receives and len(posted) < BUFFERS:
                         assert self.transport is not None

@@ -102,10 +102,8 @@ def measured(setup: Setup, tokens: int, threads: int | None, device: torch.devic
             assert stage is not None
             one = example(stage, () if head else state, on, config.d_model, "last" if head else "")
         with autocast(precision, device):
-            return (
-                _seconds(one.forward, device) / tokens,
-                _seconds(lambda: one.pull(gradients), device) / tokens,
-            )
+            forward, whole = _seconds(one.forward, device), _seconds(lambda: one.pull(gradients), device)
+        return forward / tokens, whole / tokens
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
@@ -197,10 +195,7 @@ def estimate(
             for n, f in zip(lengths, found, strict=True)
         )
 
-    steps, copies = setup.training.grad_accumulation, len(setup.layout.ranks(0))
-    firsts = range(len(spans))
-    sizes = [weights(setup, spans[s], s == 0, s + 1 == len(spans))["weights"] for s in firsts]
-    each = [2 * (copies - 1) / copies * size for size in sizes]  # what a worker sends in an all-reduce
+    steps, each = setup.training.grad_accumulation, reduced_bytes(setup, spans)
     reduce = max(each) / bytes_per_second
     busy = [at(lambda line, _, w=w: line.busy[w]) for w in range(len(speed))]  # type: ignore[misc]
     mean = sum(busy) / len(busy)
@@ -215,6 +210,13 @@ def estimate(
         int(steps * at(lambda _, sent: sent.total()) + turns * sum(each)),
         int(max(steps * at(lambda _, sent: max(sent.values(), default=0)), *each)),
     )
+
+
+def reduced_bytes(setup: Setup, spans: Sequence[range]) -> list[float]:
+    """What a worker of each shard sends in a step's sum of gradients."""
+    copies, last = len(setup.layout.ranks(0)), len(spans) - 1
+    sizes = [weights(setup, span, s == 0, s == last)["weights"] for s, span in enumerate(spans)]
+    return [2 * (copies - 1) / copies * size for size in sizes]
 
 
 def _batch(

@@ -11,7 +11,7 @@ from typing import Any
 
 from adjoint.errors import UserError
 from adjoint.plan.memory import PARTS, Setup, layer_bytes, needs
-from adjoint.plan.partition import GB, partition
+from adjoint.plan.partition import GB, named, partition
 
 LONGEST = 1 << 33  # tokens; no sequence is longer
 ATTEMPTS = 3  # at cutting the layers such that they fit, each from what the last one took
@@ -120,9 +120,8 @@ class Fit:
         names = {**PARTS, "chunk": f"the work on a chunk of {self.setup.window[1]:,} tokens"}
         parts = sorted(need.parts.items(), key=lambda part: -part[1])[:2]
         what = " and ".join(f"{size / GB:.2f} GB for {names[name]}" for name, size in parts)
-        layers = f"layer {span.start}" if len(span) == 1 else f"layers {span.start}-{span.stop - 1}"
         has = f"needs {need.total / GB:.2f} GB and its device has {limit / GB:.2f}"
-        return f"shard {worst} ({layers}) {has}: {what}"
+        return f"shard {worst} ({named(span)}) {has}: {what}"
 
     def refusal(self) -> str:
         """One line: the shortage, and what would fit."""

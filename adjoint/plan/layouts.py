@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adjoint.errors import UserError
-from adjoint.plan.estimate import Costs, Estimate, estimate
+from adjoint.plan.estimate import Costs, Estimate, estimate, reduced_bytes
 from adjoint.plan.fit import Fit
 from adjoint.plan.memory import COUNTED_TILES, Setup, needs, weights
 from adjoint.plan.partition import GB
@@ -140,10 +140,7 @@ def _least(task: Task, fit: Fit) -> float:
     setup, costs = fit.setup, task.costs(fit.setup)
     work = sum(costs.forward) + sum(costs.backward) + costs.head_backward
     steps, workers = setup.training.grad_accumulation, setup.layout.workers
-    copies = len(setup.layout.ranks(0))
-    spans = fit.fastest()
-    sizes = [weights(setup, span, s == 0, s + 1 == len(spans))["weights"] for s, span in enumerate(spans)]
-    reduce = 2 * (copies - 1) / copies * max(sizes) / task.bytes_per_second
+    reduce = max(reduced_bytes(setup, fit.fastest())) / task.bytes_per_second
     return steps * work * setup.seqlen / workers + reduce
 
 

@@ -167,10 +167,8 @@ class Setup:
     def pipeline(self, spans: Sequence[range], chunks: int) -> Pipeline:
         """What workers go through on a batch of so many chunks."""
         model, scheme, helpers = self.model, self.scheme, self.layout.helped
-        seqlen, owners = (
-            min(self.seqlen, chunks * scheme.chunk_size),
-            owners_of(model.given, spans, self.layout.sequence),
-        )
+        seqlen = min(self.seqlen, chunks * scheme.chunk_size)
+        owners = owners_of(model.given, spans, self.layout.sequence)
         windows = None if scheme.window != "auto" else [self.window[0] or seqlen] * model.n_layer
         grid = grid_of(model.given, scheme, seqlen, owners, helpers, model.stage_costs(spans), windows)
         if self.whole and scheme.tapes == 0:  # the head's backward comes right after its forward

@@ -61,6 +61,11 @@ def partition(
     return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
 
+def named(span: range) -> str:
+    """layer 3, or layers 0-5."""
+    return f"layer {span.start}" if len(span) == 1 else f"layers {span.start}-{span.stop - 1}"
+
+
 def _sums(values: Sequence[float]) -> np.ndarray:
     """(layers + 1, layers + 1): at [b, a] the sum over the layers [a, b), infinite where that is empty."""
     ends = np.concatenate([[0.0], np.cumsum(values)])

@@ -115,10 +115,8 @@ class PretrainedModel(Model):
         self.others = sizes_of(found.part(model, range(-1, -1)).parameters())[0]
         self.first = sizes_of(found.part(model, range(0)).parameters())[0] - self.others
         self.last = sizes_of(found.part(model, range(n, n)).parameters())[0] - self.others
-        self.table, self.in_8bit = (
-            model.get_input_embeddings().weight.numel(),
-            share_in_8bit(model.parameters()),
-        )
+        self.table = model.get_input_embeddings().weight.numel()
+        self.in_8bit = share_in_8bit(model.parameters())
         self.config = found.config.get_text_config()
         self.head_flops = 2.0 * self.config.vocab_size * found.d_model
         layers, caches = getattr(backbone_of(model), found.layers), ChunkCache(found.config).layers

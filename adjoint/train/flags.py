@@ -6,12 +6,10 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any, Never
 
 from adjoint.errors import UserError
-from adjoint.memory import size_bytes
-from adjoint.settings import read_value, whole_number
+from adjoint.settings import read_value
 
 
 class Flags(argparse.ArgumentParser):
@@ -62,31 +60,6 @@ def comma_list(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
         return list(dict.fromkeys(map(read, words)))
 
     return values
-
-
-def count(flag: str, text: str, least: int) -> int:
-    """The whole number given to a flag, as `whole_number` reads it.
-
-    Raises:
-        UserError: it is none, or below ``least``.
-    """
-    with suppress(ValueError):
-        number = whole_number(text)
-        if least <= number < 2**63:
-            return number
-    raise UserError(f"{flag}: expected a whole number, {least} or more, such as 16 or 4K; got {text!r}")
-
-
-def size(flag: str, text: str) -> float:
-    """Bytes of ``40GB`` (10⁹ each) or ``40GiB`` (2³⁰ each).
-
-    Raises:
-        UserError: it is neither.
-    """
-    try:
-        return size_bytes(text)
-    except ValueError as error:
-        raise UserError(f"{flag}: {error}") from None
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

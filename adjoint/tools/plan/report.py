@@ -11,7 +11,7 @@ from adjoint.plan.estimate import Estimate
 from adjoint.plan.fit import LONGEST, Fit
 from adjoint.plan.layouts import Ranked
 from adjoint.plan.memory import PARTS, needs
-from adjoint.plan.partition import GB
+from adjoint.plan.partition import GB, named
 from adjoint.train.config import plain
 from adjoint.train.layout import Layout
 
@@ -78,9 +78,8 @@ def labels_of(spans: Sequence[range], layout: Layout) -> list[str]:
     """A name for each worker of a replica."""
     names = []
     for i, span in enumerate(spans):
-        layers = f"layer {span.start}" if len(span) == 1 else f"layers {span.start}-{span.stop - 1}"
         turns = [""] if layout.sequence == 1 else [f", turn {turn}" for turn in range(layout.sequence)]
-        names += [f"{i}: {layers}{turn}" for turn in turns]
+        names += [f"{i}: {named(span)}{turn}" for turn in turns]
     return names + [f"helper of {shard}" for shard in layout.helped]
 
 
