@@ -27,7 +27,7 @@ from adjoint.engine.kept import Past
 from adjoint.engine.program import Owners, Plan, plan
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import Embedding, Head, Layer
-from adjoint.engine.tile import Gradients, Pullback
+from adjoint.engine.tile import Gradients
 from adjoint.layers import State
 from adjoint.train.layout import Layout
 from tests.cluster.threads import (
@@ -448,31 +448,6 @@ class Twins(nn.Module):
         return ()
 
 
-class OwnStage:
-    """One of these modules as the engine sees it."""
-
-    reach, replayable = 0, True
-
-    def __init__(self, module: Any) -> None:
-        self.module, self.grows, self.stateful = module, module.grows, bool(module.grows)
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        return self.module.parameters()
-
-    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        return self.module(x, state)
-
-    def linearize(
-        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
-    ) -> tuple[Tensor, State, Pullback]:
-        named = dict(self.module.named_parameters())
-
-        def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
-            return functional_call(self.module, dict(zip(named, leaves, strict=True)), (x, state))
-
-        return tile.linearize(call, list(named.values()), x, state, gradients)
-
-
 MODULES = Attention, ShiftedAttention, Pointwise, Gated, Twins
 
 
@@ -487,7 +462,9 @@ def of_ones_own(kinds: str, past: int, seqlen: int) -> Problem:
 
     def stages(whole: nn.ModuleList) -> list[Any]:
         stack, *modules = whole
-        own = [Layer(m) if isinstance(m, Gated) else OwnStage(m) for m in modules]
+        own = [Layer(m, grows=m.grows) for m in modules]
+        for layer in own:
+            layer.stateful = bool(layer.grows)
         return [Embedding(stack.embedding), *own, Head(stack)]  # type: ignore[arg-type]
 
     whole = nn.ModuleList([make_model(n_layer=1), *modules])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,18 +23,11 @@ from tests.engine.paper import (
     vjp_counts,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STRUCTURES = ["dense", "diagonal", "scalar"]
 SEQLEN = 12
 TOLERANCE = 1e-10
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of products of matrices of 4 × 6: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_model(structure: str | list[str], n_layer: int, seed: int = 0, **config: object) -> Stack:
