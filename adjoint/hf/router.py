@@ -38,9 +38,8 @@ class Balance(Sum):
             p = p.to(accumulate_dtype(p.dtype))
             weights = p.new_ones(len(p)) if counted is None else counted.flatten().to(p)
             given = p.new_zeros(p.shape[1]).index_add_(0, picked, weights.repeat_interleave(self.top_k))
-            sums = sums + torch.stack(
-                [given, (weights[:, None] * p).sum(0)]
-            )  # a product autocast would round
+            probable = (weights[:, None] * p).sum(0)  # autocast would round a product
+            sums = sums + torch.stack([given, probable])
         return sums
 
     def loss(self, total: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def results(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("name", "method", "inputs"),
     [
-        *((n, EXACT, BATCH) for n in (MIXTRAL, QWEN, "GptOssForCausalLM", "JetMoeForCausalLM")),
+        *((n, EXACT, BATCH) for n in (MIXTRAL, "GptOssForCausalLM", "JetMoeForCausalLM")),
         ("GraniteMoeHybridForCausalLM", EXACT, WITHOUT_MASK),
         ("Qwen3NextForCausalLM", adjoint.Truncated(64, chunk_size=5), WITHOUT_MASK),
         (MIXTRAL, adjoint.Exact(chunk_size=8, keep="inputs", recompute="full"), WITHOUT_MASK),
@@ -59,9 +59,7 @@ def test_the_routers_loss(name: str, method: Any, inputs: dict[str, Any]) -> Non
     assert out.router_logits is None
     assert torch.stack([out.loss, out.aux_loss]).allclose(torch.stack([wanted.loss, wanted.aux_loss]))
     assert torch.stack(model(**on, return_dict=False)).allclose(torch.stack([out.loss, out.aux_loss]))
-    without = results(plain, **inputs)
-    assert abs(without[0] - expected[0]) > 1e-3
-    assert_exact(results(model, **inputs), without)
+    assert wanted.aux_loss > 0.1
 
 
 @pytest.mark.parametrize(
