@@ -216,6 +216,8 @@ class Trainer:
             ids: (batch, seqlen), see `labelled`. start: `Carried.start`'s arguments.
             number: of the batch, from 0. heavier: how many times the weight of the batch the step's is.
         """
+        if math.isinf(heavier) and not isinstance(self.model, Stack):  # nothing is predicted: no loss, or nan
+            return 0.0, None
         carries = self.settings.carry_state != "none"
         with autocast(self.precision, self.device):
             output = self._run(ids, self.carried.start(*start) if carries else None)
@@ -353,7 +355,7 @@ class Trainer:
         total, count = 0.0, 0
         for ids in self.data.eval:
             predictions = self._predictions(ids)
-            total += self._loss_of(ids) * predictions
+            total += self._loss_of(ids) * predictions if predictions else 0.0
             count += predictions
         return total / max(count, 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,18 @@ def test_a_batch_of_answers_weighs_as_they_do(
     for one, other in zip(*rows, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-10)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
+
+
+@pytest.mark.parametrize("method", ["exact", "backprop"])
+def test_windows_without_an_answer(chatty: Path, tmp_path: Path, method: str) -> None:
+    """Transformers' own loss is nan where nothing is predicted."""
+    said = [{"role": "user", "content": SENTENCE * 3}, {"role": "assistant", "content": "is"}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": said}) + "\n") * 40)
+    flags = chat_options(chatty, method__name=method, training__steps=8) | {"data__seqlen": 8}
+    assert train_tiny(tmp_path, **flags, data__eval_fraction=0.2) == 0
+    losses = [row["loss"] for row in metrics(tmp_path / "run")]
+    assert 0.0 in losses and max(losses) > 0 and all(map(math.isfinite, losses))
+    assert math.isfinite(metrics(tmp_path / "run")[-1]["eval_loss"])
 
 
 def test_conversations_over_shards_are_as_in_one_process(
