@@ -80,9 +80,9 @@ class Fsdp(Benchmark):
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--lengths", type=runner.tokens, nargs="+", default=[4096, 16384], help="(4K 16K)"
+            "--lengths", type=runner.tokens, nargs="+", default=[2048, 8192], help="(2K 8K)"
         )
-        runner.add_choice(parser, "--models", wrapped.MODELS)
+        runner.add_choice(parser, "--models", ["Mamba-2", "Bamba-like"])
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         of = itertools.product(options.lengths, options.models, WAYS)
