@@ -79,9 +79,7 @@ class Fsdp(Benchmark):
     document = "docs/models.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--lengths", type=runner.tokens, nargs="+", default=[2048, 8192], help="(2K 8K)"
-        )
+        parser.add_argument("--lengths", type=runner.tokens, nargs="+", default=[2048, 8192], help="(2K 8K)")
         runner.add_choice(parser, "--models", ["Mamba-2", "Bamba-like"])
 
     def points(self, options: argparse.Namespace) -> list[Point]:

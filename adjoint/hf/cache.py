@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers import cache_utils as theirs
 
+from adjoint.engine.autograd import uncompiled
 from adjoint.engine.kept import Past
 from adjoint.hf import functions
 from adjoint.kernels.attention import join
@@ -76,6 +77,7 @@ class _Layer:
 class _Recurrent(_Layer, theirs.LinearAttentionLayer):
     """Convolution tails and recurrent states."""
 
+    @uncompiled
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
@@ -94,6 +96,7 @@ class _Recurrent(_Layer, theirs.LinearAttentionLayer):
         self.set("conv", state_idx, whole[..., -size:])
         return whole
 
+    @uncompiled
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
         self.set("recurrent", state_idx, recurrent_states)
         return recurrent_states
@@ -111,6 +114,7 @@ class _Growing(_Layer):
 
     seen = 0  # tokens before the chunk, also where the layer is another worker's and nothing is kept of it
 
+    @uncompiled
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.is_initialized = True
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -148,6 +152,7 @@ class _Indexed(_Full):
 
     indexer_position_ids: Tensor | None = None  # of its past, where a model keeps keys without their rotation
 
+    @uncompiled
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         piece = self.pieces["indexer"] = indexer_key_states.detach()
         return self.before["indexer"].join(piece) if "indexer" in self.before else piece
@@ -198,6 +203,7 @@ class ChunkCache(DynamicCache):
             self.kinds = [theirs.LinearAttentionLayer(number_of_states=3) for _ in range(config.num_blocks)]
         self.layers: list[Any] = [_ours(layer) for layer in self.kinds]
 
+    @uncompiled
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         state = super().get_recurrent_state(layer_idx, state_idx)
         functions.handed.state = state  # Mamba-1's mixers do not give it to their scan

@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from adjoint.engine.autograd import uncompiled
 from adjoint.kernels import attention
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.conv1d import causal_conv1d
@@ -35,6 +36,7 @@ class _Handed(threading.local):
 handed = _Handed()  # the recurrent state that the cache gave last
 
 
+@uncompiled
 def _mamba_selective_scan(
     hidden_states: Tensor,
     dt: Tensor,
@@ -127,6 +129,7 @@ def _causal_conv1d(
     return y.to(hidden_states.dtype).transpose(1, 2)
 
 
+@uncompiled
 def _attention(
     module: nn.Module,
     query: Tensor,
