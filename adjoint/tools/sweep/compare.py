@@ -25,6 +25,7 @@ from adjoint.errors import UserError
 from adjoint.memory import PeakMemory, memory_left
 from adjoint.methods import METHODS, Backprop, check_window
 from adjoint.stack import Stack
+from adjoint.tools.points.passes import synchronize
 from adjoint.train.machine import autocast
 
 _PROBE = 256  # tokens of the passes that warm up and that measure what a token keeps
@@ -239,10 +240,10 @@ class Comparison:
         for i, batch in enumerate(self.batches):
             ids = batch.to(self.device)
             with PeakMemory(self.device) as peak:
-                self._wait()
+                synchronize(self.device)
                 started = time.perf_counter()
                 found, windows = self._gradient(ids, method)
-                self._wait()
+                synchronize(self.device)
                 seconds.append(time.perf_counter() - started)
             peaks.append(peak.bytes)
             if windows is not None:
@@ -274,10 +275,6 @@ class Comparison:
 
     def _gradient(self, ids: Tensor, method: Any) -> tuple[Gradients, list[int] | None]:
         return gradient(self.model, ids.to(self.device), method, self.precision)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _checked(self, found: Gradients) -> Gradients:
         """A reference gradient, in host memory."""
