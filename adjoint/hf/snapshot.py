@@ -106,12 +106,20 @@ def settings(holder: Any) -> dict[str, Any]:
     found = {}
     for name, value in vars(holder).items():
         if name not in IGNORED:
+            value = _hooks(value) if name in HOOKS else value
             kind = _kind(type(value))
             if kind == "plain":
                 found[name] = value
             elif kind == "function" or (kind == "container" and value):
                 found[name] = comparable(value)
     return found
+
+
+def _hooks(registered: Any) -> tuple[Any, ...]:
+    """Hooks, under whatever numbers, but for those of transformers and PEFT that let an embedding's output
+    require a gradient: TRL registers one more at each step."""
+    named = [(getattr(hook, "__name__", ""), hook) for hook in registered.values()]
+    return tuple(hook for name, hook in named if not name.startswith("make_inputs_require_grad"))
 
 
 def _kind_of(cls: type) -> str | None:

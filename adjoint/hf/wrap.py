@@ -173,10 +173,11 @@ def _lm_forward(self: Any, given: dict[str, Any]) -> Any:
 
 @uncompiled
 def _backbone_forward(self: Any, given: dict[str, Any]) -> Any:
-    """The backbone's forward: in training, and where documents are packed, hidden states by the method."""
+    """The backbone's forward: hidden states by the method in training, with gradients or without (as of a
+    reference), and where documents are packed."""
     call, record = Call(self, given), record_of(self)
     with record.lock:
-        in_training = self.training and torch.is_grad_enabled()
+        in_training = self.training
         if record.plain or isinstance(record.method, Backprop) or not (in_training or call.tells_documents):
             return call.by_transformers()
         pieces = isinstance(record.method, MiniSequence)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import adjoint
+from adjoint.hf import first_use
 from adjoint.hf import wrap as wrap_module
 from tests.hf.hf_models import VOCAB, errors, float64_throughout, loss_and_gradients, make
 from tests.model_helpers import current_gradients, make_ids
@@ -298,6 +299,8 @@ def test_trl(name: str, make_trainer: Any, tmp_path: Path, monkeypatch: pytest.M
     losses, calls = [], []
     own_steps = wrap_module._steps
     monkeypatch.setattr(wrap_module, "_steps", lambda *given: calls.append(1) or own_steps(*given))
+    compares, own_compare = [], first_use.compare
+    monkeypatch.setattr(first_use, "compare", lambda *given: compares.append(1) or own_compare(*given))
     for prepare in (lambda model: model, lambda model: adjoint.wrap(model, METHOD)):
         model = getattr(transformers, name).from_pretrained(tmp_path / "model", dtype=torch.float32)
         trainer = make_trainer(trl, prepare(model.train()), tmp_path)
@@ -305,6 +308,7 @@ def test_trl(name: str, make_trainer: Any, tmp_path: Path, monkeypatch: pytest.M
         trainer.train()
         losses.append(logged(trainer, "loss"))
     assert len(calls) == len(losses[0]) == 10, "each step by chunks"
+    assert len(compares) == 1, "and nothing that a trainer does between steps is taken for another model"
     assert losses[0].std() > 1e-4 and (losses[1] - losses[0]).abs().max() <= 1e-5
 
 
