@@ -22,7 +22,7 @@ PLAIN = ("tests/layers/test_layers.py", "tests/data/test_data.py", "tests/data/t
 LAYOUTS = ("-k", "keeps_its_layout", COMPILED)
 KERNELS = ("-k", "keeps_its_layout or interpreter", COMPILED, "tests/kernels/test_triton_interpret.py")
 MODELS = ("-k", "models_own or again or refused or packed", WRAPPED)
-DATA = ("-k", "not parquet and not zst", *PLAIN)  # pyarrow needs NumPy 2
+DATA = ("-k", "not parquet and not zst and not datasets", *PLAIN)  # pyarrow needs NumPy 2
 ALL = ("-k", "not triton_compile or keeps_its_layout", *PLAIN, WRAPPED, COMPILED)
 
 
