@@ -309,6 +309,23 @@ def finer(rank: int) -> None:
 
 
 @case
+def both_ways(rank: int) -> None:
+    """A call that goes to transformers' own forward, its gradients held back, and one by chunks."""
+    ids = rows()
+    mine = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
+    with float64_throughout():
+        model = sharded(LLAMA)
+        model.set_requires_gradient_sync(False)
+        with pytest.warns(UserWarning, match="as if not wrapped"):
+            (model(**mine, output_hidden_states=True).loss / 4).backward()
+        model.set_requires_gradient_sync(True)
+        (model(**mine).loss * 3 / 4).backward()
+        assert_same(
+            whole_gradients(model), unsharded(make(LLAMA), lambda m: m(input_ids=ids, labels=ids).loss)
+        )
+
+
+@case
 def adapters(rank: int) -> None:
     """PEFT's model is the root."""
     from torch.distributed.fsdp import fully_shard
