@@ -138,6 +138,10 @@ def test_exact_inside_a_compiled_model() -> None:
     model, ids = make_model("mamba", n_layer=1), make_ids(2, 13)
     compiled = torch.compile(model, backend="aot_eager")
     check_loss(model, lambda ids: compiled(ids, labels=ids, method=Exact(chunk_size=5)).loss, ids, 1e-10)
+    torch._dynamo.reset()
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="chunks run as they are"):
+        whole(ids, labels=ids, method=Exact(chunk_size=5))
 
 
 @pytest.mark.slow
