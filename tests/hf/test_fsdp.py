@@ -390,6 +390,12 @@ def refused(rank: int) -> None:
             adjoint.wrap(sharded(LLAMA, dtype=torch.float32), method)(**inputs)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "equal"])
+SLOW = ("replicated", "finer", "adapters")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES if n != "equal"],
+)
 def test_under_fully_shard(name: str, peer: Any) -> None:
     on_both(peer, name)
