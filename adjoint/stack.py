@@ -20,7 +20,7 @@ from adjoint.documents import document_numbers
 from adjoint.engine.autograd import Steps, grouped, uncompiled
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.grid import Scheme
-from adjoint.engine.sharded import is_sharded, joined_steps
+from adjoint.engine.sharded import is_sharded, joined_steps, reduce_at_once
 from adjoint.engine.stages import Embedding, Head, Layer, check_windows
 from adjoint.engine.weights import Tensors
 from adjoint.errors import UserError
@@ -236,6 +236,8 @@ class Stack(nn.Module):
             raise ValueError(f"state must have {self.config.n_layer} entries, one a layer; got {len(state)}")
         states = self.initial_state(input_ids.shape[0]) if state is None else state
         output, plain = StackOutput(), method is None or method.name == "backprop"
+        if (plain or labels is None) and torch.is_grad_enabled() and is_sharded(self):
+            reduce_at_once(self)
         if labels is None:
             y, final = self._hidden(input_ids, states, seq_idx)
             output.logits = self.logits(y)

@@ -172,6 +172,14 @@ def gradients(root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], A
             p.grad, p._post_accumulate_grad_hooks = gradient, hooks
 
 
+def reduce_at_once(root: nn.Module) -> None:
+    """Has FSDP reduce the gradients of a plain call of a sharded model in its backward, whatever
+    `set_requires_gradient_sync` said: what it holds back would be taken for a later call's by chunks."""
+    if "_adjoint_run" not in root.__dict__:
+        for unit in units(root):
+            unit.set_requires_gradient_sync(True, recurse=False)
+
+
 def _reduce(root: Any) -> None:
     """Reduces what FSDP has summed up since `set_requires_gradient_sync(False)`, by an empty forward and
     backward of its root."""

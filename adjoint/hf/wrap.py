@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from adjoint.batch import Batch
 from adjoint.engine.autograd import Around, Steps, handed_over, uncompiled
 from adjoint.engine.grid import Scheme
-from adjoint.engine.sharded import is_sharded, units
+from adjoint.engine.sharded import is_sharded, reduce_at_once
 from adjoint.hf import check, first_use, mini_sequence
 from adjoint.hf.call import CACHES, Call, Kind
 from adjoint.hf.first_use import plainly
@@ -193,8 +193,7 @@ def _backbone_forward(self: Any, given: dict[str, Any]) -> Any:
 
 def _warn(call: Call) -> None:
     warnings.warn(f"{call.asks_for}: this call is backpropagated as if not wrapped", stacklevel=4)
-    for unit in units(root_of(call.model)):  # what FSDP held back would be taken for a later call's by chunks
-        unit.set_requires_gradient_sync(True, recurse=False)
+    reduce_at_once(root_of(call.model))
 
 
 def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:

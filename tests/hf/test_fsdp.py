@@ -208,6 +208,12 @@ def stacks(rank: int) -> None:
     shard(model)
     model(ids[rank : rank + 1], labels=ids[rank : rank + 1], method=METHOD).loss.backward()
     assert_same(whole_gradients(model), unsharded(one, lambda m: m(ids, labels=ids).loss))
+    for made in (model, one):
+        made.zero_grad()
+    model.set_requires_gradient_sync(False)
+    for factor, method in ((2, None), (3, METHOD)):  # what the plain call leaves is not scaled by the other
+        (factor * model(ids[rank : rank + 1], labels=ids[rank : rank + 1], method=method).loss).backward()
+    assert_same(whole_gradients(model), unsharded(one, lambda m: 5 * m(ids, labels=ids).loss))
     with pytest.raises(ValueError, match="LayerLocal do not run on a stack under"):
         model(ids, labels=ids, method=adjoint.LayerLocal(chunk_size=16))
     model = adjoint.Stack(config, seed=0).double()
