@@ -169,10 +169,10 @@ ENDED = "its process ended "
     ("do", "result"),
     [
         ("abort", {"error": f"{ENDED}by SIGABRT"}),
-        ("exit", {"error": f"{ENDED}with exit code 1: all is lost"}),
+        pytest.param("exit", {"error": f"{ENDED}with exit code 1: all is lost"}, marks=pytest.mark.slow),
         ("hang", {"error": "took longer than 2 s"}),
         ("fail", {"error": "OSError: disk full more"}),
-        ("exhaust", {"out_of_memory": "CUDA error: out of memory"}),
+        pytest.param("exhaust", {"out_of_memory": "CUDA error: out of memory"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_point_that_fails_gives_one_line_and_costs_only_itself(

@@ -151,7 +151,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.sampled(2 if INTERPRETED else 1)
+@pytest.mark.sampled(5 if INTERPRETED else 1)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("case", backends_of(VALUES, longest=40))
 def test_values_and_gradients(case: Case) -> None:
