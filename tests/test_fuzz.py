@@ -93,6 +93,7 @@ def test_a_wrong_gradient_is_found_and_the_case_made_smaller(broken: None) -> No
     assert least["seqlen"] <= 3 and not {"batch", "recompute"} & {*least, *least.get("method", ())}
 
 
+@pytest.mark.slow
 def test_a_run_lists_what_deviates(
     broken: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def test_every_test_file_is_in_one_part(script: ModuleType) -> None:
         assert len(script.files_of(part)) == len(names), part
 
 
+@pytest.mark.slow
 def test_a_part_that_passes_gets_its_row_and_one_that_fails_keeps_it(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

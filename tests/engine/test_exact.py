@@ -369,7 +369,7 @@ def assert_no_worse(ours: list[float], theirs: list[float]) -> None:
     assert difference.mean() <= 3 * difference.std() / len(ours) ** 0.5, (ours, theirs)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("pure", [False, True], ids=["autocast", "bfloat16 parameters"])
 @pytest.mark.parametrize("mixer", ALL_MIXERS)
 def test_bfloat16_error_is_no_larger_than_backprop_s(mixer: str, pure: bool) -> None:

@@ -215,6 +215,7 @@ def with_sft(model: Any, folder: Path, **options: Any) -> Any:
     return trainer
 
 
+@pytest.mark.slow
 def test_sft_trainer_padded_and_packed(tmp_path: Path) -> None:
     """Padding-free, the documents of a batch lie end to end: the losses are those of padded rows."""
     plain = with_sft(tiny(), tmp_path)

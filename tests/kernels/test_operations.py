@@ -151,14 +151,14 @@ VALUES = [
 ]
 
 
-@pytest.mark.sampled(5 if INTERPRETED else 1)
+@pytest.mark.sampled(7 if INTERPRETED else 1)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("case", backends_of(VALUES, longest=40))
 def test_values_and_gradients(case: Case) -> None:
     check(case, "float32" if INTERPRETED else "float64")
 
 
-@pytest.mark.sampled(11 if INTERPRETED else 5)
+@pytest.mark.sampled(17 if INTERPRETED else 5)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("case", backends_of(VALUES, longest=40))
 def test_values_and_gradients_in_the_other_precision(case: Case) -> None:
@@ -182,7 +182,7 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.sampled(9 if INTERPRETED else 5)
+@pytest.mark.sampled(11 if INTERPRETED else 5)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("case", backends_of(WINDOWS, longest=13))
 def test_windows_and_halos(case: Case) -> None:

@@ -204,6 +204,7 @@ def test_sweep_of_a_trained_model_without_its_configuration(tmp_path: Path) -> N
     assert results(tmp_path)["rows"] == result["rows"]
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_with_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
