@@ -43,7 +43,7 @@ def _class(module: str, name: str) -> Any:
 def units(model: nn.Module) -> list[Any]:
     """The modules in a model that `fully_shard` was called for."""
     kind = _class("torch.distributed.fsdp", "FSDPModule")
-    return [module for module in model.modules() if isinstance(module, kind)]
+    return [module for module in model.modules() if isinstance(module, kind)] if kind else []
 
 
 def _dtensors(model: nn.Module) -> list[Any]:
