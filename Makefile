@@ -17,7 +17,7 @@ ROWS   :=
 JOBS   := 2
 CODE   := adjoint benchmarks examples scripts tests $(wildcard train.py)
 
-# Set-up leaves compiling a module to its first import: kept, or every process of a test compiles torch anew.
+# Set-up leaves compiling a module to its first import: kept, or every process of a test compiles torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help train test test-slow test-versions fuzz lint format benchmarks site setup setup-dev clean distclean

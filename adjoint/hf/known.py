@@ -103,7 +103,7 @@ class Record:
 
 
 def record_of(model: Any) -> Record:
-    """A model made anew by a wrapped one's class, such as by its `from_pretrained`, is not wrapped itself."""
+    """A model made by a wrapped one's class, such as by its `from_pretrained`, is not wrapped itself."""
     record = model.__dict__.get("_adjoint")
     if record is None:
         record = Record(Backprop(), Lock())
