@@ -84,7 +84,8 @@ TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 
 def table() -> dict[str, list[str]]:
     """Class → the other cells of its row in docs/models.md."""
-    rows = (line.strip("|\n ").split(" | ") for line in TABLE.read_text().splitlines() if "| `" in line)
+    text = TABLE.read_text().partition("<!-- classes table -->")[2].partition("<!-- end")[0]
+    rows = (line.strip("|\n ").split(" | ") for line in text.splitlines() if "| `" in line)
     return {row[1].strip("`"): [row[0], *row[2:]] for row in rows}
 
 
