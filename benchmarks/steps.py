@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes.util
 import itertools
+import statistics
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -105,6 +106,7 @@ def medians(results: Sequence[Point], length: int) -> Row:
         return {"status": {"error": "failed"}.get(status, status.replace("_", " ")), "note": note}
     times = [typical(r["seconds"]) / length * 1e3 for r in good]
     sizes = report.spread("memory_bytes", [r["memory_bytes"] for r in good])
+    sizes["resident_bytes"] = statistics.median(r["resident_bytes"] for r in good)
     return {
         "status": "measured",
         **{name: int(value) for name, value in sizes.items()},

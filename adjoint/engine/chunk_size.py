@@ -20,12 +20,14 @@ def default_chunk_size(model: Any, input_ids: Tensor, recompute: str = "none") -
         memory = torch.cuda.get_device_properties(input_ids.device).total_memory
         if torch.is_autocast_enabled("cuda"):
             element = min(element, torch.get_autocast_dtype("cuda").itemsize)
-    return chunk_size_for(model.config, input_ids.shape[0], input_ids.device.type, element, memory, recompute)
+    batch, seqlen = input_ids.shape
+    return chunk_size_for(model.config, batch, seqlen, input_ids.device.type, element, memory, recompute)
 
 
 def chunk_size_for(
     config: StackConfig,
     batch: int,
+    seqlen: int,
     device: str,
     element: int,
     memory: float | None = None,
@@ -33,18 +35,20 @@ def chunk_size_for(
 ) -> int:
     """Tokens a chunk: enough work to keep the device busy, few enough that a chunk's activations stay small.
 
-    On a CPU 1,408 tokens are within an eighth as fast as any more; with fewer, a long sequence's states at
-    the edges would outweigh what a chunk saves. On a GPU what all layers of one chunk keep for its backward
-    gets an eighth of the memory: a GPU wants much work at a time, as a chunk costs a launch an operation,
-    reads every weight and adds up every parameter's gradient, whatever its length. A multiple of 256 tokens,
-    the tiles of matrix products; 256 to 16,384.
+    On a CPU 1,408 tokens in all rows are within an eighth as fast as any more; with fewer, a long sequence's
+    states at the edges would outweigh what a chunk saves. A chunk as long as the square root of the length
+    asks for, 1,408 tokens a row at 2²⁰, keeps edges and activations about equal: memory grows with the square
+    root beyond it. On a GPU what all layers of one chunk keep for its backward gets an eighth of the memory:
+    a GPU wants much work at a time, as a chunk costs a launch an operation, reads every weight and adds up
+    every parameter's gradient, whatever its length. A multiple of 256 tokens, the tiles of matrix products;
+    256 to 16,384.
 
     Args:
-        batch: sequences. device: "cpu" or "cuda", which need not be here.
+        batch: sequences. seqlen: tokens of each. device: "cpu" or "cuda", which need not be here.
         element: bytes of an activation. memory: bytes of the GPU. recompute: as `kept_bytes`'.
     """
     if device != "cuda":
-        return max(64, 1408 // batch)
+        return max(64, 1408 // batch, int(1408 * (seqlen / 2**20) ** 0.5))
     tokens = int((memory or UNKNOWN_MEMORY) / 8 / (kept_bytes(config, element, recompute) * batch))
     return min(16384, max(256, tokens // 256 * 256))
 

@@ -85,8 +85,7 @@ class StackModel(Model):
     def scheme(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> Scheme:
         element = 2 if machine.precision == "bfloat16" and machine.kind == "cuda" else machine.element
         recompute = getattr(method, "recompute", "none")
-        given = size[0], machine.kind, element, machine.memory, recompute
-        default = chunk_size_for(self.given, *given)
+        default = chunk_size_for(self.given, *size, machine.kind, element, machine.memory, recompute)
         scheme = method.scheme(size[1], layout.chunk_size(method, size[1], default))
         check_windows(self.given, scheme)
         return scheme

@@ -107,7 +107,7 @@ SIZES: dict[str, tuple[Any, Any]] = {
 def sizes_of(model: dict[str, Any], *, dry: bool) -> SimpleNamespace:
     """The sizes by name, with the model, the chunk size of the long step and the sizes of the operations."""
     sizes = SimpleNamespace(model=model, **{name: both[dry] for name, both in SIZES.items()})
-    sizes.chunk_size = 32 if dry else chunk_size_for(StackConfig(**model), 1, "cuda", 2, CAP_BYTES)
+    sizes.chunk_size = 32 if dry else chunk_size_for(StackConfig(**model), 1, 2**20, "cuda", 2, CAP_BYTES)
     kind, which = ("cpu", "small") if dry else ("cuda", "default")
     sizes.operations = {op: OPS[op].sizes[kind][which] for op in TIMED}
     return sizes

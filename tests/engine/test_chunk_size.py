@@ -73,27 +73,28 @@ def test_kept_bytes_are_those_that_autograd_keeps(options: dict[str, Any], dtype
 
 
 def test_a_gpu_gets_chunks_that_keep_it_busy_and_fit_an_eighth() -> None:
-    size = chunk_size_for(LARGE, 1, "cuda", 2, H200)
+    size = chunk_size_for(LARGE, 1, 8, "cuda", 2, H200)
     assert 4096 <= size <= 8192
     assert size % 256 == 0
     assert H200 / 8 - 256 * kept_bytes(LARGE, 2) < size * kept_bytes(LARGE, 2) <= H200 / 8
-    assert chunk_size_for(LARGE, 1, "cuda", 4, H200) < size
-    assert chunk_size_for(LARGE, 4, "cuda", 2, H200) <= size // 4
-    assert chunk_size_for(LARGE, 1, "cuda", 2, 1e9) == 256
-    assert chunk_size_for(adjoint.StackConfig(), 1, "cuda", 2, H200) == 16384
+    assert chunk_size_for(LARGE, 1, 8, "cuda", 4, H200) < size
+    assert chunk_size_for(LARGE, 4, 8, "cuda", 2, H200) <= size // 4
+    assert chunk_size_for(LARGE, 1, 8, "cuda", 2, 1e9) == 256
+    assert chunk_size_for(adjoint.StackConfig(), 1, 8, "cuda", 2, H200) == 16384
 
 
 def test_the_default_follows_device_batch_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adjoint.Stack(adjoint.StackConfig(d_model=64, n_layer=2))
     assert default_chunk_size(model, torch.zeros(1, 8, dtype=torch.long)) == 1408
     assert default_chunk_size(model, torch.zeros(4, 8, dtype=torch.long)) == 352
+    assert default_chunk_size(model, torch.empty(4, 2**22, dtype=torch.long, device="meta")) == 2816
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**28))
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda" and half)
     ids: Any = SimpleNamespace(shape=(2, 8), device=torch.device("cuda"), is_cuda=True)
     half = False
-    assert default_chunk_size(model, ids) == chunk_size_for(model.config, 2, "cuda", 4, 2**28)
+    assert default_chunk_size(model, ids) == chunk_size_for(model.config, 2, 8, "cuda", 4, 2**28)
     half = True
     assert torch.get_autocast_dtype("cuda").itemsize == 2
-    assert default_chunk_size(model, ids) == chunk_size_for(model.config, 2, "cuda", 2, 2**28)
-    wide, narrow = (chunk_size_for(model.config, 2, "cuda", element, 2**28) for element in (4, 2))
+    assert default_chunk_size(model, ids) == chunk_size_for(model.config, 2, 8, "cuda", 2, 2**28)
+    wide, narrow = (chunk_size_for(model.config, 2, 8, "cuda", element, 2**28) for element in (4, 2))
     assert wide < narrow < 16384

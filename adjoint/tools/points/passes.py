@@ -29,7 +29,8 @@ def measured(
     repeat: Callable[[Callable[[], object]], list[float]],
     above: str = "imports",
 ) -> Point:
-    """Bytes at the peak, seconds of each forward + backward, and the loss.
+    """Bytes at the peak, above what the process held before and in all (imports included), seconds of each
+    forward + backward, and the loss.
 
     Args:
         prepare: makes the model. ids: (batch, seqlen).
@@ -57,8 +58,9 @@ def measured(
     if above == "step":
         baseline = memory.rss_bytes()[0]
     seconds = repeat(step)
-    peak = torch.cuda.max_memory_allocated(ids.device) if cuda else memory.rss_bytes()[1] - baseline
-    return {"memory_bytes": peak, "seconds": seconds, "loss": value}
+    resident = memory.rss_bytes()[1]
+    peak = torch.cuda.max_memory_allocated(ids.device) if cuda else resident - baseline
+    return {"memory_bytes": peak, "resident_bytes": resident, "seconds": seconds, "loss": value}
 
 
 def synchronize(device: str | torch.device) -> None:
