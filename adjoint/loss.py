@@ -45,6 +45,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     d_weight += narrow.T @ h
                 else:
                     add_product(d_weight, narrow.T, h)
+                del d_logits, narrow
+            del logits  # before the next slice's are made
         if d_weight is not None:
             ctx.save_for_backward(d_hidden, d_weight)
             ctx.dtype = weight.dtype
