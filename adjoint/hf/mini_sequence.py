@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from adjoint.batch import shift_labels
 from adjoint.engine.first_use import TOKENS, alike
-from adjoint.hf import first_use
+from adjoint.engine.sharded import is_sharded
+from adjoint.hf import check, first_use
 from adjoint.hf.head import Head, head_of, recomputed, summed_loss
 from adjoint.hf.layers import backbone_of, class_of, layers_of, put
 from adjoint.hf.replacements import replaced
@@ -108,15 +109,19 @@ def token_wise(backbone: Any) -> list[str]:
     def note(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if len(args) != 1 or kwargs or not all(isinstance(x, Tensor) for x in (args[0], output)):
             return
-        if args[0].dim() == 3 and args[0].shape == output.shape and _tokens_are_apart(module, args[0]):
-            found.append(name)
+        if args[0].dim() == 3 and args[0].shape == output.shape:
+            if is_sharded(module):
+                check.refuse(backbone, f"MiniSequence: call fully_shard for {name}, not for parts of it")
+            if _tokens_are_apart(module, args[0]):
+                found.append(name)
 
     with contextlib.ExitStack() as stack:
         for layer, module in layers_of(backbone).items():
             for name, child in module.named_children():
                 if any(child.children()) and any(p.dim() > 1 for p in child.parameters()):
                     hook = functools.partial(note, f"{layer}.{name}")
-                    stack.callback(child.register_forward_hook(hook, with_kwargs=True).remove)
+                    # before FSDP's own, which gives the parameters up
+                    stack.callback(child.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
         with torch.inference_mode(False), torch.no_grad(), first_use.in_eval_mode(backbone):
             backbone(input_ids=first_use.some_tokens(backbone)[0], use_cache=False)
     return found
