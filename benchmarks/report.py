@@ -129,9 +129,11 @@ def with_table(document: str, name: str, table: str) -> str:
 
 
 def put_table(document: Path, name: str, table: str) -> None:
-    """Write the table between its marks in `document`."""
-    write_atomically(document, with_table(document.read_text(), name, table))
-    print(f"{document.relative_to(ROOT)} shows these results now")
+    """Write the table between its marks in `document`, unless it is there."""
+    before = document.read_text()
+    if (now := with_table(before, name, table)) != before:
+        write_atomically(document, now)
+        print(f"{document.relative_to(ROOT)} shows these results now")
 
 
 # --------------------------------------------------------------------------------------------------- pictures

@@ -317,20 +317,26 @@ class Benchmark:
             print("no picture: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
         print(f"wrote {stem}.*")
 
+    def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
+        """What documents show of the results: a document, a name of marks in it, the text between them."""
+        if self.document:
+            picture = f"![{self.caption}]({self.name}.png)\n\n" if self.caption else ""
+            yield self.document, self.mark or self.name, picture + self.markdown(result)
+
     def publish(self, result: Row, stem: Path) -> None:
-        """Put the results into benchmarks/results, the table and the picture into the documents; of a folder
-        inside benchmarks/results nothing, as they are there."""
+        """Put the results into benchmarks/results, tables and pictures into the documents; of a folder inside
+        benchmarks/results nothing, as they are there."""
         if RESULTS in stem.resolve().parents:
             return
         place = RESULTS / stem.name
         self.save(result, place)
         self.show(result, place)
-        if self.document and stem.name == self.name:
+        if stem.name == self.name:
             for drawn in place.parent.glob(f"{self.name}*.png"):
                 if (ROOT / "docs" / drawn.name).exists() or drawn.stem == self.name:
                     shutil.copyfile(drawn, ROOT / "docs" / drawn.name)
-            picture = f"![{self.caption}]({self.name}.png)\n\n" if self.caption else ""
-            report.put_table(ROOT / self.document, self.mark or self.name, picture + self.markdown(result))
+            for document, mark, text in self.tables(result):
+                report.put_table(ROOT / document, mark, text)
 
 
 class _Sweep:

@@ -17,12 +17,11 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from adjoint.memory import total_memory_bytes
 from adjoint.tools.points import show
-from adjoint.tools.points.process import ROOT, Point
+from adjoint.tools.points.process import Point
 from benchmarks import report, runner, steps
 from benchmarks.report import BLUE, GREEN, GREY, ORANGE, Row
 from benchmarks.runner import Benchmark, Found
@@ -144,10 +143,9 @@ class Wrapped(Benchmark):
                 f"Mamba-2, {foot}",
             )
 
-    def publish(self, result: Row, stem: Path) -> None:
-        super().publish(result, stem)
-        if stem.name == self.name:
-            report.put_table(ROOT / "README.md", self.name, at_one_length(result["rows"]))
+    def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
+        yield from super().tables(result)
+        yield "README.md", self.name, at_one_length(result["rows"])
 
 
 def at_one_length(rows: Sequence[Row]) -> str:

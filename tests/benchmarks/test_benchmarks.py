@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from adjoint.tools.points import journal, passes, process
-from benchmarks import __main__ as manifest
 from benchmarks import (
     layer_work,
     memory,
@@ -327,17 +326,6 @@ def test_summary_takes_medians_and_says_why_not() -> None:
     assert [row.get("x_ratio") for row in rows] == [1.0, 1.5, None]
 
 
-SHOWN = (memory.Memory(), wrapped.Wrapped(), mixers.Mixers(), layer_work.LayerWork(), recall.Recall())
-
-
-@pytest.mark.parametrize("benchmark", [*SHOWN, Convergence()], ids=lambda benchmark: benchmark.name)
-def test_documents_show_the_published_results_and_no_others(benchmark: Benchmark) -> None:
-    document = (runner.ROOT / benchmark.document).read_text()
-    picture = f"![{benchmark.caption}]({benchmark.name}.png)\n\n" if benchmark.caption else ""
-    table = picture + benchmark.markdown(benchmark.load(runner.RESULTS / benchmark.name))
-    assert report.with_table(document, benchmark.mark or benchmark.name, table) == document
-
-
 def test_windows_reach_from_one_to_the_length_and_ratios_are_of_pairs() -> None:
     windows = window_time.windows_of(16384)
     assert {2**i for i in range(15)} | {1, 3, 5461, 16383, 16384} <= set(windows)
@@ -345,13 +333,3 @@ def test_windows_reach_from_one_to_the_length_and_ratios_are_of_pairs() -> None:
     row = window_time.summary("dense", 4, [(1.0, 2.0), (10.0, 30.0), (2.0, 2.0)])
     assert (row["ratio_min"], row["ratio"], row["ratio_max"]) == (1.0, 2.0, 3.0)
     assert (row["unwindowed_ms"], row["windowed_ms"], row["pairs"]) == (2000.0, 2000.0, 3)
-
-
-def test_every_figure_of_the_documents_has_its_command_and_its_stored_result() -> None:
-    told = manifest.listed()
-    for benchmark in (*SHOWN, Convergence()):
-        assert any(benchmark.document in f.shown and benchmark.name == f.benchmark for f in manifest.FIGURES)
-    assert told.count("\n") == len(manifest.FIGURES) + 2
-    for figure in manifest.FIGURES:
-        for page in figure.shown.split(", "):
-            assert (runner.ROOT / page).is_file()

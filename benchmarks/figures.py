@@ -1,0 +1,134 @@
+"""What README.md and docs/ show, by which command it was measured, and whether the code has changed since."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from adjoint.tools.points.process import ROOT
+from benchmarks.convergence.command import Convergence
+from benchmarks.fsdp import Fsdp
+from benchmarks.kernels.command import Kernels
+from benchmarks.layer_work import LayerWork
+from benchmarks.memory import Memory
+from benchmarks.mini_sequence import MiniSequence
+from benchmarks.mixers import Mixers
+from benchmarks.recall import Recall
+from benchmarks.report import Row
+from benchmarks.runner import RESULTS, Benchmark
+from benchmarks.scaling import Scaling
+from benchmarks.shards.command import Shards
+from benchmarks.window_time import WindowTime
+from benchmarks.wrapped import Wrapped
+
+
+class Figure(NamedTuple):
+    """A table, a picture or numbers in documents.
+
+    Attributes:
+        shown: in which documents.
+        options: of the benchmark's command; with `--out` if its results have a folder of their own.
+        quick: options of a try in seconds; None if another figure tries the same benchmark.
+        measures: the files of adjoint/ whose change makes the results old, as `Path.glob` takes them. None
+            of what a model learns, as that depends on the gradients, which tests hold; and of the one run
+            that takes an hour.
+    """
+
+    shown: str
+    benchmark: Benchmark
+    options: str
+    quick: str | None
+    measures: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Of the stored results."""
+        words = self.options.split()
+        return ROOT / words[words.index("--out") + 1] if "--out" in words else RESULTS
+
+    def command(self) -> str:
+        """What measures and publishes it."""
+        return f"python -m benchmarks.{self.benchmark.name} {self.options}".rstrip() + " --publish"
+
+    def stored(self) -> Row:
+        """The published result."""
+        result: Row = json.loads((self.folder / f"{self.benchmark.name}.json").read_text())
+        return result
+
+    def changed(self) -> list[str]:
+        """Files it measures whose code is not what it was then; comments and docstrings do not count. Raises
+        LookupError where git does not know the commit."""
+        commit = self.stored()["environment"]["commit"].rstrip("+")
+        there = subprocess.run(
+            ["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, check=False, capture_output=True
+        )
+        if there.returncode:
+            raise LookupError(f"git does not have commit {commit}")
+        now = {path for part in self.measures for path in (ROOT / "adjoint").glob(part)}
+        return [
+            path.relative_to(ROOT).as_posix()
+            for path in sorted(now)
+            if code(path.suffix, path.read_text()) != code(path.suffix, _at(commit, path))
+        ]
+
+
+def code(suffix: str, text: str) -> str:
+    """A file's text without comments and docstrings, the same for the same code."""
+    if suffix != ".py":
+        return "".join(re.sub(r"//.*|/\*.*?\*/", "", text).split())
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
+            del node.body[0]
+    return ast.dump(tree)
+
+
+def _at(commit: str, path: Path) -> str:
+    """A file as it was; nothing where it was not there."""
+    shown = subprocess.run(
+        ["git", "show", f"{commit}:{path.relative_to(ROOT).as_posix()}"],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    return "" if shown.returncode else shown.stdout
+
+
+ENGINE = ("engine/run.py", "engine/kept.py", "engine/tile.py")
+SCANS = ("kernels/cpu/*.cpp", "kernels/cpu/*.h")
+WRAPPED = (*ENGINE, *SCANS, "hf/stage.py", "hf/cache.py", "hf/head.py")
+STACK = (*ENGINE, *SCANS, "engine/chunk_size.py")
+PROGRAMS = ("engine/grid.py", "engine/program.py", "plan/simulate.py")
+FIGURES = [
+    Figure("README.md, docs/models.md", Wrapped(), "", "--lengths 1K 2K --repeats 1 --repeat-s 0", WRAPPED),
+    Figure("docs/models.md", Wrapped(), "--ways wrapped --lengths 8192 32768 --repeat-s 2 --allocators "
+           "no-tcache jemalloc --out benchmarks/results/wrapped-allocators", None, WRAPPED),
+    Figure("docs/models.md", Fsdp(), "", "--lengths 256 --models Mamba-2", ("engine/sharded.py",)),
+    Figure("docs/results.md", Memory(), "",
+           "--lengths 512 1K --methods exact backprop --repeats 1 --repeat-s 0 --allocator default", STACK),
+    Figure("docs/results.md", Memory(), "--methods exact --lengths 16384 262144 --allocator default "
+           "--out benchmarks/results/exact-growth", None, STACK),
+    Figure("docs/million_tokens.md", Memory(), "--methods exact --lengths 16777216 --allocator default "
+           "--repeats 1 --repeat-s 0 --out benchmarks/results/sixteen-million", None),
+    Figure("docs/results.md, docs/kernels.md", Kernels(), "", "--size small --op selective_scan --repeats 1",
+           SCANS),
+    Figure("docs/results.md", WindowTime(), "", "--seqlen 1K --windows 1 64 1024 --repeats 2 --settle 0",
+           SCANS),
+    Figure("docs/method.md", Mixers(), "", "--lengths 512 --rounds 1 --repeats 1", (*ENGINE, *SCANS)),
+    Figure("docs/method.md", LayerWork(), "", "", ("layers/*.py",)),
+    Figure("docs/convergence.md", Convergence(), "",
+           "--methods backprop exact --tasks text --seeds 1 --steps 5 --seqlen 128"),
+    Figure("docs/convergence.md", Recall(), "", "--mixers mamba gated_deltanet --steps 20"),
+    Figure("docs/cluster.md", Shards(), "",
+           "--shards 1 2 --repeats 1 --d-model 64 --layers 4 --seqlen 1K", PROGRAMS),
+    Figure("docs/cluster.md, docs/paper.md", Scaling(), "", "", PROGRAMS),
+    Figure("docs/models.md", MiniSequence(), "", "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),
+]  # fmt: skip

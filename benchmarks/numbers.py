@@ -1,0 +1,307 @@
+"""The numbers in README.md and docs/: from which stored result each comes, and whether it still says so.
+
+A number outside the generated tables belongs to a phrase in `WORDS`, with what computes it from stored
+results. `written` puts today's numbers into a page. `faults` says what is wrong with a page: a phrase that is
+not there, a number that the results do not give, a number that nobody has named.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import string
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from adjoint.tools.points.process import ROOT
+from benchmarks.report import Row
+from benchmarks.runner import RESULTS
+
+NAMES = "[KMGT]i?B|µs|ms|s|seconds?|minutes?|hours?|days?|times|nats|tokens/s|tokens per second"
+DECIMAL = "|".join(rf"(?<=\.{digits})" for digits in (r"\d", r"\d\d", r"\d\d\d"))
+# What has to be named.
+NUMBER = re.compile(rf"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?:[ -]?(?:%|(?:{NAMES})(?!\w))|{DECIMAL})")
+VERSIONED = "Python|Triton|torch|glibc|transformers|NumPy|License|[Ss]ections?|arXiv|until|from|mamba-"
+NO_PROSE = re.compile(
+    r"<!-- (?P<name>.*?) table -->.*?<!-- end of (?P=name) table -->"  # generated: a test of its own holds it
+    r"|```.*?```|`[^`]*`|^(?: {4}|\t)[^\n]*$|\]\([^)]*\)"  # code, and where links lead
+    rf"|\b\d+\.\d+\.\d+[\d.]*|\b(?:{VERSIONED})[ -]?\d[\d.]*",
+    re.S | re.M,
+)
+
+
+class Words(NamedTuple):
+    """A phrase of a page with `{}` for each number, and the numbers; or, of a phrase in which nothing was
+    measured, where its numbers are from."""
+
+    phrase: str
+    values: Callable[[], Sequence[float]] | str
+
+    def pattern(self) -> re.Pattern[str]:
+        """What finds the phrase, also over line breaks, with a group for each number."""
+        return re.compile(
+            "".join(
+                re.escape(words).replace("\\ ", r"\s+") + r"([\d.,]*\d)" * (place is not None)
+                for words, place, *_ in string.Formatter().parse(self.phrase)
+            )
+        )
+
+    def numbers(self) -> list[str]:
+        """They as the results give them; of a phrase with an origin none."""
+        if isinstance(self.values, str):
+            return []
+        formats = [s for _, place, s, _ in string.Formatter().parse(self.phrase) if place is not None]
+        return [format(value, form or "") for value, form in zip(self.values(), formats, strict=True)]
+
+
+DATED = (
+    "decisions.md",
+    "slow_tests.md",
+    "versions.md",
+)  # say what was found at a date, by a script or by hand
+
+
+def pages() -> list[Path]:
+    """The documents whose numbers are held to the stored results."""
+    docs = (path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in DATED)
+    return [ROOT / "README.md", *docs]
+
+
+def written(page: str, text: str) -> str:
+    """The text of a page with the numbers that the stored results give."""
+    for words in WORDS.get(page, ()):
+        if (found := words.pattern().search(text)) is not None:
+            for group, number in reversed([*enumerate(words.numbers(), 1)]):
+                text = text[: found.start(group)] + number + text[found.end(group) :]
+    return text
+
+
+def faults(page: str, text: str) -> list[str]:
+    """What is wrong with the numbers of a page, a line each."""
+    found, named = [], list[tuple[int, int]]()
+    for words in WORDS.get(page, ()):
+        places = list(words.pattern().finditer(text))
+        if not places:
+            found.append(f"{page} does not say {words.phrase!r}")
+        for place in places:
+            named.append(place.span())
+            if [*place.groups()] != words.numbers():
+                found.append(f"{page} says {place[0]!r}, the results {', '.join(words.numbers())}")
+    prose = NO_PROSE.sub(lambda part: re.sub(r"[^\n]", " ", part[0]), text)
+    for number in NUMBER.finditer(prose):
+        if not any(begin <= number.start() < end for begin, end in named):
+            line = text.count("\n", 0, number.start()) + 1
+            found.append(f"{page}:{line}: nobody says where {number[0]} is from (benchmarks/numbers.py)")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- results
+
+
+def rows(name: str, **fields: Any) -> list[Row]:
+    """The rows of benchmarks/results/`name`.json that have these values."""
+    return [row for row in _stored(name)["rows"] if fields.items() <= row.items()]
+
+
+def row(name: str, **fields: Any) -> Row:
+    """The only one of them. Raises ValueError where there are others, or none."""
+    (found,) = rows(name, **fields)
+    return found
+
+
+@functools.cache
+def _stored(name: str) -> Row:
+    found: Row = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def growth() -> list[float]:
+    """Of `Exact`, the longer over the shorter sequence: tokens, memory, time per token."""
+    short, long = rows("exact-growth/memory")
+    return [long[field] / short[field] for field in ("length", "memory_bytes", "ms_per_token")]
+
+
+def scan() -> list[float]:
+    """The selective scan: ms forward, with backward; times as fast as a loop; percent of the roof."""
+    ours, loop = (
+        [row("kernels", op="selective_scan", contender=name, **{"pass": way}) for way in ("forward", "both")]
+        for name in ("adjoint", "loop")
+    )
+    return [
+        *(found["ms"] for found in ours),
+        *(theirs["ms"] / found["ms"] for theirs, found in zip(loop, ours, strict=True)),
+        *(100 * found["roof_share"] for found in ours),
+    ]
+
+
+def heaps(model: str) -> list[float]:
+    """MiB of a wrapped model at 8,192 and 32,768 tokens: by glibc, and with two other settings, with these
+    the least and the most."""
+
+    def mib(name: str, allocator: str, length: int, field: str = "memory_bytes") -> float:
+        return row(name, model=model, way="wrapped", allocator=allocator, length=length)[field] / 2**20
+
+    found = [mib("wrapped", "default", length) for length in (8192, 32768)]
+    for allocator in ("no-tcache", "jemalloc"):
+        at = [mib("wrapped-allocators/wrapped", allocator, length) for length in (8192, 32768)]
+        most = [
+            mib("wrapped-allocators/wrapped", allocator, 32768, f"memory_bytes_{end}")
+            for end in ("min", "max")
+        ]
+        found += [*at, *most]
+    return found
+
+
+def varied() -> list[float]:
+    """MiB of processes that measured the same, where they are farthest apart: by how much, least, most."""
+    ends = [
+        [found[f"memory_bytes_{end}"] / 2**20 for end in ("min", "max")]
+        for found in rows("wrapped", way="wrapped")
+        if found["length"] in (8192, 32768)
+    ]
+    least, most = max(ends, key=lambda pair: pair[1] - pair[0])
+    return [most - least, least, most]
+
+
+def gaps(*methods: str) -> list[float]:
+    """How much higher the loss on held-out text was than backpropagation's."""
+    return [row("convergence", task="text", method=method)["gap"] for method in methods]
+
+
+def right(method: str) -> list[float]:
+    """Percent of answers that are right at the distance where fewest are, and where most are."""
+    (found,) = rows("convergence", task="recall-far", method=method)
+    shares = [100 * value for name, value in found.items() if re.fullmatch(r"accuracy_\d+", name)]
+    return [min(shares), max(shares)]
+
+
+def losses(start: int, length: int = 1024) -> list[float]:
+    """At positions from `start` on, without carried states and with them."""
+    return [
+        row("loss_by_position", run=f"runs/{run}", length=length, start=start)["loss"]
+        for run in ("none", "previous")
+    ]
+
+
+def speedup(method: str, shards: int, slices: str, helpers: int = 0) -> float:
+    """Of layers on 8 GPUs or their slices, over one GPU."""
+    wanted = {"method": method, "shards": shards, "devices": slices, "helpers": helpers}
+    (found,) = (found for found in _stored("scaling")["slices"] if wanted.items() <= found.items())
+    return float(found["speedup"])
+
+
+def speedups(method: str) -> list[float]:
+    """Of a shard per GPU, and of a shard per slice."""
+    return [speedup(method, 8, WHOLE), speedup(method, 56, BUSY), speedup(method, 56, IDLE)]
+
+
+def errors(shards: int) -> list[float]:
+    """Percent by which predictions of steps on so many shards were off: least, most."""
+    off = [100 * abs(found["error"]) for found in rows("shards", shards=shards)]
+    return [min(off), max(off)]
+
+
+WHOLE, BUSY, IDLE = "8 whole GPUs", "56 slices of busy GPUs", "56 slices of idle GPUs"
+SETTING, SHEET = "a setting of ours", "the device's data sheet"
+HELD = "adjoint plan --config configs/mamba-1.27b.yaml --seqlen 1M --devices 1 --device h200 --json"
+PROGRAMS = "tests/engine/test_programs.py"
+A_LAYER = 4096 * 16 * 4 * 48  # bytes of mamba-1.27b's states: channels, states, float32, layers
+PAIR = "{:.0f} → {:.0f}"
+WORDS: dict[str, list[Words]] = {
+    "README.md": [
+        Words("Python 3.11 to 3.13", "pyproject.toml"),
+    ],
+    "results.md": [
+        Words("{:.0f} times the tokens take {:.2f} times the memory and {:.2f} times the time", growth),
+        Words("takes {:.1f} ms forward and {:.0f} ms with its backward: {:.0f} and {:.0f} times as fast as a "
+              "loop in PyTorch, {:.0f}% and {:.0f}% of the arithmetic roof", scan),
+    ],
+    "models.md": [
+        *(Words(f"| {model} | {PAIR} | {PAIR} ({{:.0f}} to {{:.0f}}) | {PAIR} ({{:.0f}} to {{:.0f}}) |",
+                functools.partial(heaps, model))
+          for model in ("Mamba-2", "Qwen3.5-like", "Bamba-like", "Llama")),
+        Words("varied by up to {:.0f} MiB between processes ({:.0f} to {:.0f}, Mamba-2 at 8,192)", varied),
+        Words("transformers 5.21 to 5.23", "pyproject.toml"),
+        Words("64 times the longest", SETTING),
+    ],
+    "convergence.md": [
+        Words("[0.001, 0.1]", SETTING),
+        Words("[0.1, 0.3]", SETTING),
+        Words("windows of 4, 16 and 64 cost {:.3f}, {:.3f} and {:.3f} nats, `LayerLocal` {:.3f}, "
+              "the unbiased cut {:.3f}",
+              lambda: gaps("truncated-4", "truncated-16", "truncated-64", "layer-local", "unbiased-64")),
+        Words("{:.0f}–{:.0f}% right at window 4", lambda: right("truncated-4")),
+        Words("up to 128 times", SETTING),
+        *(Words(f"| {positions} | {{:.3f}} | {{:.3f}} |", functools.partial(losses, start, length))
+          for positions, start, length in [
+              ("0–64", 0, 1024), ("64–128", 64, 1024), ("128–256", 128, 1024), ("256–512", 256, 1024),
+              ("512–1,024, eight times the training length", 512, 1024), ("4,096–8,192", 4096, 16384),
+              ("8,192–16,384", 8192, 16384)]),
+        Words("end of the training length ({:.3f})", lambda: losses(64)[:1]),
+        Words("eight times that length ({:.3f} to {:.3f})", lambda: [losses(0)[1], losses(512)[1]]),
+        Words("by {:.2f} at the start and by {:.2f} at the end",
+              lambda: [losses(0)[1] - losses(0)[0], losses(8192, 16384)[1] - losses(8192, 16384)[0]]),
+        Words("has {:.3f} in the former and {:.3f} in the latter",
+              lambda: [losses(256)[1], losses(256, 16384)[1]]),
+        Words("near chance ({:.0f}%)", lambda: [100 / 32]),
+    ],
+    "cluster.md": [
+        Words("| `Exact`, 56 shards | {:.1f} (8 shards) | {:.1f} | {:.1f} |",
+              lambda: speedups("Exact")),
+        Words("| `LayerLocal`, window 256, 56 shards | {:.1f} (8 shards) | {:.1f} | {:.1f} |",
+              lambda: speedups("LayerLocal")),
+        Words("8 shards with 6 helpers each | – | {:.1f} | {:.1f} |",
+              lambda: [speedup("LayerLocal", 8, slices, 6) for slices in (BUSY, IDLE)]),
+        Words("error is {:.1f}% for one shard, {:.0f} to {:.0f}% for two and {:.0f} to {:.0f}% for four",
+              lambda: [errors(1)[0], *errors(2), *errors(4)]),
+        Words("2.8% of the time with 48 layers, 32 chunks and 8 workers", PROGRAMS),
+        Words("can reach at most {:.1f} of 56", lambda: [1 / (1 / 3 / 8 + 2 / 3 / 56)]),
+        Words("(a 1g.5gb has 4,864 MiB)", SHEET),
+        Words("the plan adds 32 MB and a fifth", SETTING),
+        Words("0.75 GB and a twentieth", SETTING),
+        Words("30% of a GPU's peak, and 10 GB/s", SETTING),
+        Words("A100-40GB", SHEET),
+        Words("at most 100 MB", "Ray's limit"),
+        Words("some 15 s", "Ray's health check"),
+    ],
+    "method.md": [
+        Words("with 48 layers, 32 chunks and 8 workers, 2.8% of the time", PROGRAMS),
+        Words("1.00, 0.94, 0.85 and 0.65", "pytest -rP -m slow tests/engine/test_reference.py"),
+        Words("1.27 billion", SETTING),
+        Words("1.27B parameters", SETTING),
+        Words("an edge is {:.1f} MB", lambda: [A_LAYER / 1e6]),
+        Words("store {:.1f} GB of edges", lambda: [A_LAYER * 2**20 / 8192 / 1e9]),
+        Words("per token and layer, {:.1f} TB each", lambda: [4096 * 4 * 48 * 2**20 / 1e12]),
+        *(Words(f"| {number} GB |", "the command below it") for number in ("40.9", "36.8", "30.9")),
+        Words("for a device of 40 GB", SETTING),
+        Words("{:.0f} GB at a million tokens and 50,000 words", lambda: [1e6 * 50_000 * 4 / 1e9]),
+    ],
+    "finetune.md": [
+        Words("0.1 on matrices", SETTING),
+    ],
+    "gpu.md": [
+        Words("under 40 GB", SETTING),
+        Words("limited to 40 GB", SETTING),
+        Words("1.5 times as far", SETTING),
+        Words("makes it {:.2f} at least", lambda: [4 / 3]),
+    ],
+    "promises.md": [
+        Words("allows 0.1", SETTING),
+    ],
+    "kernels.md": [
+        Words("14 GiB of weights and", HELD),
+        Words("2.6 MiB per token over 48 layers", HELD),
+        Words("40 GiB in all", HELD),
+        Words("2.6 MiB per token exceed 139 GiB", HELD),
+        *(Words(f"| {tokens} | {cells} |", "partial_bytes of adjoint/kernels/triton/selective_scan")
+          for tokens, cells in [("1,792", "59 MB | 59 MB | 117 MB | 117 MB"),
+                                ("65,536", "2.1 GB | 134 MB | 4.3 GB | 134 MB"),
+                                ("1,000,000", "33 GB | 2.0 GB | 66 GB | 3.5 GB")]),
+        Words("≈ 1.3 ms of traffic of ≈ 25", "estimated"),
+        Words("in 16–66 KB of shared memory", "benchmarks/results/triton-resources.md"),
+        Words("8 of the 56 KB per tile", "benchmarks/results/triton-resources.md"),
+        Words("≈ 0.2 ms", "estimated"),
+    ],
+}  # fmt: skip
