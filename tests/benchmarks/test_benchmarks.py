@@ -314,7 +314,8 @@ def test_methods_alternate_and_what_would_not_fit_is_left_out() -> None:
 
 def test_summary_takes_medians_and_says_why_not() -> None:
     results = [
-        {"memory_bytes": mib << 20, "seconds": [9.0, s]} for mib, s in ((10, 1.0), (30, 4.0), (20, 2.0))
+        {"memory_bytes": mib << 20, "resident_bytes": mib << 21, "seconds": [9.0, s]}
+        for mib, s in ((10, 1.0), (30, 4.0), (20, 2.0))
     ]
     row = steps.medians(results, 1024)
     assert (row["memory_bytes"], row["memory_bytes_max"], row["processes"]) == (20 << 20, 30 << 20, 3)
