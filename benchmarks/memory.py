@@ -2,23 +2,29 @@
 
 Every point is forward + backward of a whole language model on random tokens, in a fresh process: d_model 256,
 4 layers, expand 2, d_state 16, a byte vocabulary with tied embeddings, float32, batch 1. Mamba-2 has headdim
-64 and d_state 16 too, so that the widths are equal. Compared are `Exact`, backpropagation through the same
-scan with and without checkpointing (the honest opponents) and transformers' Mamba and Mamba-2.
+64 and d_state 16 too, so that the widths are equal. Compared are `Exact`; the honest opponents through the
+same scan, which are backpropagation with and without checkpointing and recomputation by segments written by
+hand; and transformers' Mamba and Mamba-2, the latter also by hand, by mini-sequences and wrapped.
 
+- Gradients: of all ways of a model, on the same weights, are compared before any is timed.
 - Memory: peak resident size above what is resident after the imports; on a GPU, the peak torch allocated.
 - Time: of a forward + backward, after one at 128 tokens that loads libraries and starts threads. Passes are
   repeated inside a process for some seconds, processes `--repeats` times; published is the median of those.
+  By default slow ways are not taken to all lengths, and where a pass takes ten seconds one process is enough:
+  lengths that are asked for by `--lengths` are measured of all ways, each in all processes.
 - Points of different methods alternate, so that a machine that slows down slows all of them.
 - A length is left out when the memory predicted from the last two exceeds `--max-memory`; the results say so.
+- The longest sequence that fits 2, 4 and 16 GB of resident memory, imports included, is where a line through
+  two measured lengths comes to that; of two ways it is then measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,9 +33,9 @@ from adjoint.tools.points import show
 from adjoint.tools.points.process import Point
 from benchmarks import report, runner, steps
 from benchmarks.report import BLACK, BLUE, GREY, Row
-from benchmarks.runner import Benchmark, Found
+from benchmarks.runner import Found
 
-LENGTHS = [1024, 4096, 16384, 65536, 262144]
+LENGTHS = [4096, 16384, 65536]
 WIDTHS = {"d_model": 256, "n_layer": 4, "d_state": 16, "expand": 2, "vocab_size": 256, "headdim": 64}
 THEIRS = {
     **{"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 4, "state_size": 16, "expand": 2},
@@ -44,6 +50,8 @@ def _stack(mixer: str) -> Point:
 _MAMBA = {"class": "MambaForCausalLM", **THEIRS}
 _MAMBA2 = {"class": "Mamba2ForCausalLM", **THEIRS, "head_dim": 64, "num_heads": 8, "n_groups": 1}
 _FAST, _CHECKPOINT = {"use_mambapy": True}, {"checkpointing": True}
+SEGMENT = 1408  # tokens, as many as a chunk of ours
+BY_HAND = f"by hand, segments of {SEGMENT:,}"
 
 
 @dataclass(frozen=True)
@@ -55,25 +63,28 @@ class Method:
     way: Point
     colour: str
     dash: str = "-"
-    max_length: int | None = None  # the slow path of transformers takes minutes beyond the shortest
-    max_repeats: int | None = None
+    longest: int = 65536  # of the default lengths
+    repeated: int = 16384  # to which length in several processes
 
 
 METHODS = {
     "exact": Method("Exact", _stack("mamba"), {"method": "Exact"}, report.ORANGE),
-    "exact-600MiB": Method('Exact(memory="600MiB")', _stack("mamba"), {"method": "Exact", "memory": "600MiB"},
-                           report.AMBER),
     "backprop": Method("Backprop", _stack("mamba"), {"method": "Backprop"}, BLACK),
     "backprop-checkpoint": Method("Backprop + checkpointing", _stack("mamba"),
                                   {"method": "Backprop", "checkpoint": True}, GREY),
-    "exact-mamba2": Method("Exact, Mamba-2", _stack("mamba2"), {"method": "Exact"}, report.PURPLE),
-    "hf-mamba": Method("transformers Mamba (mambapy)", _MAMBA | _FAST, {}, BLUE, "--"),
+    "segments": Method(BY_HAND, _stack("mamba"), {"segments": SEGMENT}, report.GREEN),
+    "hf-mamba": Method("transformers Mamba (mambapy)", _MAMBA | _FAST, {}, BLUE, "--", 4096, 4096),
     "hf-mamba-checkpoint": Method("transformers Mamba (mambapy) + checkpointing", _MAMBA | _FAST, _CHECKPOINT,
-                                  "#3C9FDD", "--"),
-    "hf-mamba-slow": Method("transformers Mamba (default)", _MAMBA, {}, "#8C6D1F", "--", 1024, 1),
-    "hf-mamba2": Method("transformers Mamba-2", _MAMBA2, {}, "#00694B", "--"),
+                                  "#3C9FDD", "--", 16384, 4096),
+    "hf-mamba2": Method("transformers Mamba-2", _MAMBA2, {}, "#00694B", "--", 16384, 4096),
     "hf-mamba2-checkpoint": Method("transformers Mamba-2 + checkpointing", _MAMBA2, _CHECKPOINT, "#2BB389",
-                                   "--"),
+                                   "--", 16384, 4096),
+    "hf-mamba2-mini-sequence": Method("transformers Mamba-2, MiniSequence", _MAMBA2,
+                                      {"method": "MiniSequence"}, "#7FB800", "--", 16384, 4096),
+    "hf-mamba2-segments": Method(f"transformers Mamba-2, {BY_HAND}", _MAMBA2, {"segments": SEGMENT},
+                                 "#4C9A2A", "--", 16384, 4096),
+    "hf-mamba2-wrapped": Method("transformers Mamba-2, wrapped", _MAMBA2, {"method": "Exact"}, report.PURPLE,
+                                "--"),
 }  # fmt: skip
 BASE = "exact"  # what the ratios are against
 DRAWN = ("exact", "backprop", "backprop-checkpoint", "hf-mamba-checkpoint")  # the table has them all
@@ -84,22 +95,24 @@ FIELDS = {
 }
 
 
-class Memory(Benchmark):
+class Memory(steps.StepBenchmark):
     name = "memory"
-    module = "benchmarks.steps"
-    uses = ("memory",)
+    uses = ("memory", "segments")
+    fields: ClassVar = {"method": "method"}
+    way = "method"
+    checked = ((("hf-mamba2-checkpoint",), 2e9), (("backprop-checkpoint",), 2e9))
     whole = ("lengths", "methods", "allocator", "device")
     ratios = (tuple(FIELDS), {"method": BASE}, ("allocator", "length"))
     document = "docs/results.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("--lengths", type=runner.tokens, nargs="+", default=LENGTHS, help="as 16K (default 1K … 256K)")
+        add("--lengths", type=runner.tokens, nargs="+", default=LENGTHS, help="as 16K (default 4K 16K 64K)")
         runner.add_choice(parser, "--methods", METHODS)
         add("--repeats", type=int, default=3, help="processes a point (3)")
-        add("--repeat-s", type=float, default=4.0, help="seconds for which a process repeats its pass (4)")
-        add("--allocator", type=steps.allocator, choices=[*steps.ALLOCATORS, "both"], default="both",
-            help="default, retain or both of these (default both), no-tcache, jemalloc")  # fmt: skip
+        add("--repeat-s", type=float, default=2.0, help="seconds for which a process repeats its pass (2)")
+        add("--allocator", type=steps.allocator, choices=[*steps.ALLOCATORS, "both"], default="default",
+            help="default (glibc as it comes), retain or both of these, no-tcache, jemalloc")  # fmt: skip
         add("--device", default="cpu", help="cpu or cuda")
         add("--max-memory", type=runner.size, help="as 18GB (default 75%% of the machine's, or of the GPU's)")
 
@@ -114,44 +127,43 @@ class Memory(Benchmark):
         options.max_memory = options.max_memory or int(0.75 * total)
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        """Methods alternate innermost, repeats are outermost."""
+        """Gradients of each model first; then methods alternate innermost, repeats are outermost."""
+        models = {repr(METHODS[name].model): METHODS[name].model for name in options.methods}
+        compared = [
+            self.comparison(
+                options, model, {n: METHODS[n].way for n in options.methods if METHODS[n].model == model}
+            )
+            for model in models.values()
+        ]
         shared = {"device": options.device, "above": "imports", "first": 128, "repeat_s": options.repeat_s}
         of = itertools.product(range(options.repeats), options.lengths, options.allocators, options.methods)
-        return [
+        return compared + [
             {"method": name, "length": n, "allocator": allocator, "repeat": repeat, **shared,
              "model": METHODS[name].model, "way": METHODS[name].way}
             for repeat, n, allocator, name in of
-            if n <= max(METHODS[name].max_length or n, options.lengths[0])
-            and repeat < (METHODS[name].max_repeats or options.repeats)
+            if options.lengths != LENGTHS
+            or (n <= METHODS[name].longest and (n <= METHODS[name].repeated or not repeat))
         ]  # fmt: skip
-
-    def skip(self, point: Point, found: Found, options: argparse.Namespace) -> str | None:
-        return steps.too_large(point, found, options.max_memory)
-
-    def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
-        return steps.ALLOCATORS[point["allocator"]]
 
     def payload(self, options: argparse.Namespace, found: Found) -> Row:
         return {"model": WIDTHS, "max_memory_bytes": options.max_memory, "repeats": options.repeats,
-                "device": options.device}  # fmt: skip
+                "device": options.device} | super().payload(options, found)  # fmt: skip
 
-    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        groups = steps.grouped(found, "allocator", "method", "length")
-        return [
-            {"method": key[1], "label": METHODS[key[1]].label, "allocator": key[0], "length": key[2]}
-            | steps.medians(groups[key], key[2])
-            for key in itertools.product(options.allocators, options.methods, options.lengths)
-            if key in groups
-        ]
+    def curves(self, options: argparse.Namespace) -> Iterator[Row]:
+        for allocator, name in itertools.product(options.allocators, options.methods):
+            yield {"method": name, "label": METHODS[name].label, "allocator": allocator}
+
+    def named(self, row: Row) -> str:
+        return f"**{row['label']}**" if row["method"] == BASE else row["label"]
 
     def markdown(self, result: Row) -> str:
         """Of the first allocator: a method a line, a length a column, MiB and ms per token."""
         rows = [row for row in result["rows"] if row["allocator"] == result["rows"][0]["allocator"]]
         title = "peak memory above the imports · time per token"
-        return report.by_length(title, rows, _bold, report.memory_and_time)
+        return report.by_length(title, rows, self.named, report.memory_and_time) + steps.apart_text(result)
 
     def page(self, result: Row) -> str:
-        """The same of every allocator, then the ratios."""
+        """The same of every allocator, then the ratios, and the longest lengths."""
         parts = []
         for allocator in dict.fromkeys(row["allocator"] for row in result["rows"]):
             rows = [row for row in result["rows"] if row["allocator"] == allocator]
@@ -159,10 +171,10 @@ class Memory(Benchmark):
                 ("memory · time per token", report.memory_and_time),
                 ("over Exact's", _ratios),
             ):
-                parts.append(report.by_length(f"{title}, allocator {allocator}", rows, _bold, cell))
+                parts.append(report.by_length(f"{title}, allocator {allocator}", rows, self.named, cell))
             parts += [f"- {row['label']} at {row['length']:,}: {row['status']}, {row['note']}\n"
                       for row in rows if row["note"]]  # fmt: skip
-        return "\n".join(parts)
+        return "\n".join([*parts, steps.apart_text(result), self.longest(result)])
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         first = result["rows"][0]["allocator"] if result["rows"] else ""
@@ -176,10 +188,6 @@ class Memory(Benchmark):
                 conditions = f"d_model 256, 4 layers, d_state 16, float32, batch 1, allocator {allocator}"
                 suffix = "" if allocator == first else f"-{allocator}"
                 yield suffix, draw(rows), report.footer(result["environment"], conditions)
-
-
-def _bold(row: Row) -> str:
-    return f"**{row['label']}**" if row["method"] == BASE else row["label"]
 
 
 def _ratios(row: Row) -> str:

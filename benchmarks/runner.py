@@ -145,6 +145,10 @@ class Benchmark:
         words = (v for v in point.values() if isinstance(v, str | int) and not isinstance(v, bool))
         return " ".join(f"{v:,}" if isinstance(v, int) else v for v in [*words][:4])
 
+    def more_points(self, options: argparse.Namespace, found: Found) -> list[Point]:
+        """What is to be measured after those, by what was found."""
+        return []
+
     def skip(self, point: Point, found: Found, options: argparse.Namespace) -> str | None:
         """Why a point is left out, by what has been found before it; "" for no reason to be told, None: run
         it."""
@@ -258,7 +262,10 @@ class Benchmark:
         sweep.save = save
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            sweep.run()
+            sweep.run(sweep.points)
+            more = self.more_points(options, sweep.known())
+            sweep.points += more
+            sweep.run(more)
             result["complete"] = True
         except KeyboardInterrupt:
             print("Stopped. The same command goes on from here.", file=sys.stderr)
@@ -355,10 +362,11 @@ class _Sweep:
         everything = self.journal.done | self.told
         return [(p, everything[k]) for p in self.points if (k := self.journal.key(p)) in everything]
 
-    def run(self) -> None:
+    def run(self, points: Sequence[Point]) -> None:
         """Measure; a point that fails is recorded, not raised."""
-        jobs, waiting = getattr(self.options, "jobs", 1), iter(self.points)
-        with progress(len(self.points)) as self.progress:
+        jobs, waiting = getattr(self.options, "jobs", 1), iter(points)
+        self.stopped = False
+        with progress(len(points)) as self.progress:
             try:
                 if jobs == 1:
                     return self._work(waiting)

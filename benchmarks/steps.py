@@ -3,27 +3,41 @@
 Models are data. {"mixer": …} and other options of `StackConfig` are a `Stack`, whose ways are methods:
 {"method": "Exact", "memory": "600MiB"}. {"class": "LlamaForCausalLM", …} is a random-weight model of
 transformers; its ways are {} as it is, {"checkpointing": True}, and {"method": "Exact"}, which wraps it.
+{"segments": 1408} recomputes either by hand, segment by segment.
+
+Before a way is timed its gradients are compared with plain backpropagation's, on the same weights.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes.util
 import itertools
 import statistics
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 import adjoint
+from adjoint.engine.first_use import tolerance
 from adjoint.tools.points.journal import Journal
-from adjoint.tools.points.passes import Passes, measured, predicted_bytes, repeated, typical
+from adjoint.tools.points.passes import (
+    Passes,
+    fits,
+    gradients_apart,
+    measured,
+    predicted_bytes,
+    repeated,
+    typical,
+)
 from adjoint.tools.points.process import Point
-from benchmarks import report
+from adjoint.tools.points.show import fits_text, tokens
+from benchmarks import report, segments
 from benchmarks.report import Row
-from benchmarks.runner import Found
+from benchmarks.runner import Benchmark, Found
 
 ALLOCATORS: dict[str, dict[str, str]] = {
     # glibc as it comes: large blocks are mapped and given back at each free.
@@ -34,6 +48,13 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     "no-tcache": {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"},
     "jemalloc": {"LD_PRELOAD": "libjemalloc.so.2"},
 }
+
+ROUNDING = tolerance([torch.float32])  # a gradient's largest relative L2 distance
+LIMITS = (2e9, 4e9, 16e9)  # bytes of resident memory, imports included
+LONGEST = """The longest sequence that fits, of all resident memory, imports and weights included. A line
+through two measured lengths, in brackets, gives the length at the limit (`~`). `<`: the shortest measured
+length takes more. `>`: the line does not come to the limit within 64 times the longest measured length.
+"""
 
 
 def allocator(text: str) -> str:
@@ -64,6 +85,9 @@ def loss_by(model: Any, way: Point) -> Callable[[Tensor], Tensor]:
     """The model's loss of ids by a way. A model of transformers is changed for it."""
     arguments = {name: value for name, value in way.items() if name not in ("method", "checkpointing")}
     method: Any = getattr(adjoint, way["method"])(**arguments) if "method" in way else None
+    if "segments" in way:
+        run = segments.run_of(model)
+        return lambda ids: segments.loss_by_segments(run, ids, way["segments"])
     if isinstance(model, adjoint.Stack):
         return lambda ids: model(ids, labels=ids, method=method).loss
     if way.get("checkpointing"):
@@ -74,7 +98,8 @@ def loss_by(model: Any, way: Point) -> Callable[[Tensor], Tensor]:
 
 
 def measure(point: Point) -> Point:
-    """Bytes at the peak, seconds of each forward + backward, and the loss, on random tokens.
+    """Bytes at the peak, seconds of each forward + backward, and the loss, on random tokens; or, of a point
+    with several `ways`, how far the gradients of each are from those of the first.
 
     point: model, way, length; device; dtype of the weights, float32 if none is said; above: what memory is
     counted above, "imports" or a first "step" of `first` tokens, which loads libraries and starts threads;
@@ -83,16 +108,20 @@ def measure(point: Point) -> Point:
     build = builder(point["model"])
     ids = torch.randint(point["model"]["vocab_size"], (1, point["length"]), device=point["device"])
 
-    def prepare() -> Passes:
+    def prepare(way: Point) -> Passes:
         torch.manual_seed(0)
         with torch.device(point["device"]):
             model = build().to(getattr(torch, point.get("dtype", "float32")))
-        return Passes(model, loss_by(model, point["way"]))
+        return Passes(model, loss_by(model, way))
+
+    if "ways" in point:
+        each = ((name, prepare(way)) for name, way in point["ways"].items())
+        return {"gradients": gradients_apart(each, ids)}
 
     def repeat(step: Callable[[], object]) -> list[float]:
         return repeated(step, point["device"], point["repeat_s"], least=1, most=20)
 
-    return measured(prepare, ids, point["first"], repeat, above=point["above"])
+    return measured(lambda: prepare(point["way"]), ids, point["first"], repeat, above=point["above"])
 
 
 # -------------------------------------------------------------------------------------------------- summaries
@@ -149,3 +178,147 @@ def alternating(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str,
         if number:
             times[turned].append(seconds)
     return times
+
+
+# -------------------------------------------------------------------------------------------------- benchmark
+
+
+class StepBenchmark(Benchmark):
+    """Models by several ways at several lengths: a way is timed once its gradients have been compared, and
+    the longest sequence that fits some memory is read off a line through its points.
+
+    Attributes:
+        fields: of a point, which make a curve, and what a row calls them; `way`: the one that names the way.
+        checked: the curve's values of those fields, and a limit: what is said to fit it is measured.
+        compared: tokens of which gradients are compared, and the way with which; None: plain backpropagation.
+    """
+
+    module = "benchmarks.steps"
+    fields: ClassVar[Mapping[str, str]] = {}
+    way = ""
+    checked: Sequence[tuple[tuple[str, ...], float]] = ()
+    compared: tuple[int, Point | None] = (2000, None)  # more than a chunk
+
+    def curves(self, options: argparse.Namespace) -> Iterator[Row]:
+        """What the rows of a curve have in common, in order."""
+        raise NotImplementedError
+
+    def named(self, row: Row) -> str:
+        """A row's curve in a table."""
+        raise NotImplementedError
+
+    def comparison(self, options: argparse.Namespace, model: Point, ways: Mapping[str, Point]) -> Point:
+        """The point that compares the gradients of several ways of a model with those of the first."""
+        length, plain = self.compared
+        if plain is None:
+            plain = {} if "class" in model else {"method": "Backprop"}
+        first = {name: way for name, way in ways.items() if way == plain} or {"plain": plain}
+        length = min(length, max(options.lengths))
+        return {"ways": first | {**ways}, "model": model, "length": length, "repeat": 0, "device": "cpu"}
+
+    def more_points(self, options: argparse.Namespace, found: Found) -> list[Point]:
+        """The lengths that are said to fit, where `checked` asks for it."""
+        said = {(self._key(row, self.fields.values()), row["limit_bytes"]): row
+                for row in reversed(self.fits(options, found))}  # fmt: skip
+        points = []
+        for curve, limit in self.checked:
+            row = said.get((curve, limit))
+            if row and row["extrapolated"] and not row["at_least"]:
+                mine = (p for p, _ in found if "ways" not in p and self._key(p, self.fields) == curve)
+                points.append(next(mine) | {"length": row["extrapolated"] // 1024 * 1024, "fits": limit})
+        return points
+
+    def skip(self, point: Point, found: Found, options: argparse.Namespace) -> str | None:
+        if "ways" in point:
+            return None
+        apart = self._apart(found).get(self._key(point, self.fields))
+        if apart is None:
+            return "gradients could not be compared"
+        if not apart["difference"] <= ROUNDING:
+            return f"gradients differ by {apart['difference']:.1e} ({apart['parameter']})"
+        return too_large(point, found, options.max_memory)
+
+    def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
+        return ALLOCATORS[point.get("allocator", "default")]
+
+    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+        compared = {"compared_tokens": min(self.compared[0], max(options.lengths))}
+        return compared | {"fits": self.fits(options, found)}
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        timed = [(p, r) for p, r in found if "ways" not in p and "fits" not in p]
+        groups, apart = grouped(timed, *self.fields, "allocator", "length"), self._apart(found)
+        rows = []
+        for curve, n in itertools.product(self.curves(options), options.lengths):
+            key = self._key(curve, self.fields.values())
+            results = groups.get((*key, curve["allocator"], n))
+            if results:
+                gradients = {"gradients_apart": apart[key]["difference"]} if key in apart else {}
+                rows.append(curve | {"length": n} | medians(results, n) | gradients)
+        return rows
+
+    def failed(self, result: Row) -> bool:
+        return any(row.get("gradients_apart", 0.0) > ROUNDING for row in result["rows"])
+
+    def fits(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        """What fits each of LIMITS, a row a curve and limit; what was measured at the length that is said.
+        Nothing of a GPU, whose memory is not resident."""
+        measured = {
+            (self._key(p, self.fields), p["fits"]): {"at": p["length"], "at_bytes": r["resident_bytes"]}
+            for p, r in found if "fits" in p and "resident_bytes" in r
+        }  # fmt: skip
+        rows, told = self.rows(options, found), []
+        for curve in self.curves(options):
+            mine = [row for row in rows if curve.items() <= row.items()]
+            sizes = [(row["length"], row["resident_bytes"]) for row in mine if "resident_bytes" in row]
+            ended = [row["length"] for row in mine if row["status"] in ("failed", "out of memory")]
+            for limit in LIMITS if len(sizes) > 1 and getattr(options, "device", "cpu") == "cpu" else ():
+                known = fits(sizes, limit, min(ended, default=None))
+                known |= measured.get((self._key(curve, self.fields.values()), limit), {})
+                told.append(curve | {"limit_bytes": limit} | known)
+        return told
+
+    def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
+        yield from super().tables(result)
+        yield self.document, f"longest {self.name}", self.longest(result)
+
+    def longest(self, result: Row) -> str:
+        """What fits, of the first allocator, and how that is known; nothing where nothing is."""
+        rows = [row for row in result.get("fits", ()) if row["allocator"] == result["rows"][0]["allocator"]]
+        if not rows:
+            return ""
+        cells: dict[str, list[str]] = {}
+        for row in rows:
+            through = " and ".join(map(tokens, row["through"]))
+            text = fits_text(row) + (f" ({through})" if through else "")
+            cells.setdefault(self.named(row), []).append(text)
+        heads = ("longest sequence", *(f"{limit / 1e9:g} GB" for limit in LIMITS))
+        table = report.markdown_table(heads, ([name, *line] for name, line in cells.items()))
+        lines = [
+            f"- Measured: {self.named(row)}, {row['at']:,} tokens, {row['at_bytes'] / 1e9:.2f} GB of "
+            f"{row['limit_bytes'] / 1e9:g}.\n" for row in rows if "at" in row
+        ]  # fmt: skip
+        return "\n".join([LONGEST, table, *(["".join(lines)] if lines else ())])
+
+    @staticmethod
+    def _key(of: Row, fields: Iterable[str]) -> tuple[str, ...]:
+        return tuple(of[field] for field in fields)
+
+    def _apart(self, found: Found) -> dict[tuple[str, ...], Point]:
+        """What was found about the gradients of each curve."""
+        return {
+            self._key(point | {self.way: way}, self.fields): apart
+            for point, result in found if "ways" in point
+            for way, apart in result.get("gradients", {}).items()
+        }  # fmt: skip
+
+
+def apart_text(result: Row) -> str:
+    """How far gradients were apart, a line under a table; nothing of results that do not say."""
+    found = [row["gradients_apart"] for row in result["rows"] if "gradients_apart" in row]
+    if not found:
+        return ""
+    return (
+        f"\nBefore a way was timed, its gradients of {result['compared_tokens']:,} tokens were compared with "
+        f"the model's own: a parameter's differs by {max(found):.1e} at most (relative L2, float32).\n"
+    )

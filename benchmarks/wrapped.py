@@ -5,28 +5,34 @@ process: d_model 256, 4 layers, a byte vocabulary, float32, batch 1. Mamba-2 is 
 Qwen3.5-like (gated delta rule) and Bamba-like (Mamba-2) one layer of four is attention, of Llama all are.
 Compared are transformers as it is, with gradient checkpointing, and `adjoint.wrap(model)`.
 
+- Gradients of a model's ways, on the same weights, are compared before any is timed.
 - Memory: peak resident size above what the process holds once it has run 64 tokens. Time: the median pass,
-  after that one; processes are repeated `--repeats` times and alternate, published is the median.
+  after that one; processes are repeated `--repeats` times and alternate, published is the median. By default
+  only Mamba-2 and what is wrapped are taken to the longest length, and beyond 8,192 tokens one process is
+  enough: lengths that are asked for by `--lengths` are measured of all models, each in all processes.
 - `--allocators`: on a CPU holes in the heap are a part of resident memory, and differ by allocator.
 - Attention's keys, values and their cotangents are what has to grow; `kept` is what they take.
 - A point is left out when the memory predicted from the last two exceeds `--max-memory`.
+- The longest sequence that fits 2, 4 and 16 GB of resident memory, imports and weights included, is where a
+  line through two measured lengths comes to that; of one way it is then measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 from adjoint.memory import total_memory_bytes
 from adjoint.tools.points import show
 from adjoint.tools.points.process import Point
 from benchmarks import report, runner, steps
 from benchmarks.report import BLUE, GREEN, GREY, ORANGE, Row
-from benchmarks.runner import Benchmark, Found
+from benchmarks.runner import Found
 
-LENGTHS = [4096, 8192, 16384, 32768, 65536]
+LENGTHS = [8192, 16384, 32768]
+REPEATED = 8192  # to which of them in several processes
 WAYS: dict[str, tuple[Point, str, str]] = {
     "transformers": ({}, GREY, "-"),
     "checkpointing": ({"checkpointing": True}, BLUE, "--"),
@@ -42,17 +48,17 @@ _DELTA = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 64),
 }
 _SSD = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64}
-# Name → class and configuration beyond the widths, how many of its layers are attention, the longest length
-# that takes minutes and not hours.
+# Name → class and configuration beyond the widths, how many of its layers are attention, the longest of the
+# default lengths.
 MODELS: dict[str, tuple[Point, int, int]] = {
     "Mamba-2": (
         {"class": "Mamba2ForCausalLM", "state_size": 64, "head_dim": 64, "num_heads": 8, "n_groups": 1},
         0,
-        65536,
+        32768,
     ),
-    "Qwen3.5-like": ({"class": "Qwen3_5ForCausalLM", **_ATTENTION, **_DELTA}, 1, 32768),
-    "Bamba-like": ({"class": "BambaForCausalLM", **_ATTENTION, "attn_layer_indices": [3], **_SSD}, 1, 32768),
-    "Llama": ({"class": "LlamaForCausalLM", **_ATTENTION, "max_position_embeddings": 1 << 20}, 4, 32768),
+    "Qwen3.5-like": ({"class": "Qwen3_5ForCausalLM", **_ATTENTION, **_DELTA}, 1, 16384),
+    "Bamba-like": ({"class": "BambaForCausalLM", **_ATTENTION, "attn_layer_indices": [3], **_SSD}, 1, 16384),
+    "Llama": ({"class": "LlamaForCausalLM", **_ATTENTION, "max_position_embeddings": 1 << 20}, 4, 16384),
 }
 
 
@@ -61,74 +67,76 @@ def kept(name: str, length: int) -> int:
     return MODELS[name][1] * length * 2 * KV_HEADS * HEAD_DIM * (4 + 4)
 
 
-class Wrapped(Benchmark):
+class Wrapped(steps.StepBenchmark):
     name = "wrapped"
-    module = "benchmarks.steps"
-    uses = ("wrapped",)
-    whole = ("models", "ways", "allocators")
+    uses: tuple[str, ...] = ("wrapped", "segments")
+    models: ClassVar = MODELS
+    ways: ClassVar = {name: way for name, (way, _, _) in WAYS.items()}
+    lengths: ClassVar = LENGTHS
+    repeats = 3
+    fields: ClassVar = {"name": "model", "by": "way"}
+    way = "by"
+    checked: Sequence[tuple[tuple[str, ...], float]] = ((("Mamba-2", "checkpointing"), 2e9),)
+    whole: tuple[str, ...] = ("models", "ways", "allocators")
     ratios = (("memory_bytes", "ms_per_token"), {"way": "transformers"}, ("model", "allocator", "length"))
     document, caption = "docs/models.md", "Memory and time of wrapped models"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("--lengths", type=runner.tokens, nargs="+", default=LENGTHS, help="as 16K (default 4K … 64K)")
-        runner.add_choice(parser, "--models", MODELS)
-        runner.add_choice(parser, "--ways", WAYS)
+        add("--lengths", type=runner.tokens, nargs="+", default=self.lengths,
+            help=f"as 16K (default {' '.join(map(show.tokens, self.lengths))})")  # fmt: skip
+        runner.add_choice(parser, "--models", self.models)
+        runner.add_choice(parser, "--ways", self.ways)
         add("--allocators", type=steps.allocator, choices=steps.ALLOCATORS, nargs="+", default=["default"],
             help="default: glibc as it comes")  # fmt: skip
-        add(
-            "--repeats",
-            type=int,
-            default=3,
-            help="processes a point, of unwrapped ones up to 8,192 tokens (3)",
-        )
-        add("--repeat-s", type=float, default=4.0, help="seconds for which a process repeats its pass (4)")
+        add("--repeats", type=int, default=self.repeats, help="processes a point (default %(default)s)")
+        add("--repeat-s", type=float, default=2.0, help="seconds for which a process repeats its pass (2)")
         add("--max-memory", type=runner.size, default=int(0.75 * total_memory_bytes()),
             help="as 18GB (default 75%% of the machine's)")  # fmt: skip
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        """Ways alternate innermost. Long ones take minutes unless wrapped, and once is enough."""
+        """Gradients of each model first; then ways alternate innermost."""
+        models = {name: WIDTHS | self.models[name][0] for name in options.models}
+        ways = {way: self.ways[way] for way in options.ways}
+        compared = [{"name": name} | self.comparison(options, model, ways) for name, model in models.items()]
         shared = {"device": "cpu", "above": "step", "first": 64, "repeat_s": options.repeat_s}
         of = itertools.product(
             range(options.repeats), options.lengths, options.models, options.allocators, options.ways
         )
-        return [
+        return compared + [
             {"name": name, "by": way, "length": n, "allocator": allocator, "repeat": repeat, **shared,
-             "model": WIDTHS | MODELS[name][0], "way": WAYS[way][0]}
+             "model": models[name], "way": ways[way]}
             for repeat, n, name, allocator, way in of
-            if n <= MODELS[name][2] and (n <= 8192 or way == "wrapped" or repeat == 0)
+            if options.lengths != self.lengths
+            or ((n <= self.models[name][2] or way == "wrapped") and (n <= REPEATED or not repeat))
         ]  # fmt: skip
 
-    def skip(self, point: Point, found: Found, options: argparse.Namespace) -> str | None:
-        return steps.too_large(point, found, options.max_memory)
-
-    def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
-        return steps.ALLOCATORS[point["allocator"]]
+    def curves(self, options: argparse.Namespace) -> Iterator[Row]:
+        for model, way, allocator in itertools.product(options.models, options.ways, options.allocators):
+            yield {"model": model, "way": way, "allocator": allocator}
 
     def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        groups = steps.grouped(found, "name", "by", "allocator", "length")
-        keys = itertools.product(options.models, options.ways, options.allocators, options.lengths)
         return [
-            dict(zip(("model", "way", "allocator", "length"), key, strict=True))
-            | steps.medians(groups[key], key[3])
-            | {"kept_bytes": kept(key[0], key[3])}
-            for key in keys
-            if key in groups
+            row | {"kept_bytes": kept(row["model"], row["length"])} for row in super().rows(options, found)
         ]
+
+    def named(self, row: Row) -> str:
+        name = f"{row['model']}, {row['way']}"
+        return f"**{name}**" if row["way"] == "wrapped" else name
 
     def markdown(self, result: Row) -> str:
         """A line a model, way and, where there are several, allocator; a column a length."""
         several = len({row["allocator"] for row in result["rows"]}) > 1
 
         def name(row: Row) -> str:
-            if several:
-                return f"{row['model']}, {row['way']}, {row['allocator']}"
-            return (
-                f"**{row['model']}, wrapped**" if row["way"] == "wrapped" else f"{row['model']}, {row['way']}"
-            )
+            return f"{self.named(row)}, {row['allocator']}" if several else self.named(row)
 
         title = "peak memory above a short pass · time per token"
-        return report.by_length(title, result["rows"], name, report.memory_and_time)
+        table = report.by_length(title, result["rows"], name, report.memory_and_time)
+        return table + steps.apart_text(result)
+
+    def page(self, result: Row) -> str:
+        return f"{self.markdown(result)}\n{self.longest(result)}"
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         rows = [row for row in result["rows"] if "memory_bytes" in row]
@@ -149,9 +157,14 @@ class Wrapped(Benchmark):
 
 
 def at_one_length(rows: Sequence[Row]) -> str:
-    """The README's table: a line a model at 32,768 tokens, a column a way."""
+    """The README's table: a line a model at the longest length of all, a column a way."""
     names = {"transformers": "transformers", "checkpointing": "with checkpointing", "wrapped": "**wrapped**"}
-    cells = {(r["model"], r["way"]): report.memory_and_time(r) for r in rows if r["length"] == 32768}
+    lengths = [
+        {r["length"] for r in rows if (r["model"], r["way"]) == key}
+        for key in itertools.product(MODELS, WAYS)
+    ]
+    longest = max(set.intersection(*lengths), default=0)
+    cells = {(r["model"], r["way"]): report.memory_and_time(r) for r in rows if r["length"] == longest}
     lines = ([model, *(cells.get((model, way), "–") for way in names)] for model in MODELS)
     return report.markdown_table(["", *names.values()], lines)
 

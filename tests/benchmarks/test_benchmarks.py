@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from adjoint.tools.points import journal, passes, process
+from adjoint.tools.points import journal, passes, process, show
 from benchmarks import (
     layer_work,
     memory,
     mini_sequence,
     mixers,
+    real_size,
     recall,
     report,
     runner,
@@ -32,6 +34,7 @@ from benchmarks.gpu.command import Gpu
 from benchmarks.kernels.command import Kernels
 from benchmarks.runner import Benchmark
 from benchmarks.shards.command import Shards
+from tests.hf.hf_models import float64_throughout
 
 # --------------------------------------------------------------------------------------------------- dry runs
 
@@ -265,6 +268,16 @@ def test_a_stopped_run_goes_on_and_only_an_asked_for_whole_one_is_published(
     assert shown.startswith("before\n") and shown.endswith("after\n")
 
 
+def test_what_was_found_may_ask_for_more_points(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class More(Squares):
+        def more_points(self, options: argparse.Namespace, found: runner.Found) -> list[dict[str, Any]]:
+            return [{"n": max(result["square"] for _, result in found)}]
+
+    seen = square(monkeypatch)
+    assert More().main([]) == 0 and seen == [1, 2, 3, 9]
+    assert json.loads((repository / "runs/squares/squares.json").read_text())["rows"][-1]["square"] == 81
+
+
 def test_a_journal_is_of_one_code_and_machine(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     first = journal.Journal(path, "mark")
@@ -301,15 +314,69 @@ def test_methods_alternate_and_what_would_not_fit_is_left_out() -> None:
     benchmark = memory.Memory()
     options = benchmark.parse(["--lengths", "1K", "4K", "--methods", "exact", "hf-mamba2", "--repeats", "2",
                                "--allocator", "default", "--max-memory", "1GB"])  # fmt: skip
-    points = benchmark.points(options)
+    mine, other, *points = benchmark.points(options)
+    assert [list(p["ways"]) for p in (mine, other)] == [["plain", "exact"], ["hf-mamba2"]]
     order = [(p["repeat"], p["length"], p["method"]) for p in points]
     assert order[:3] == [(0, 1024, "exact"), (0, 1024, "hf-mamba2"), (0, 4096, "exact")]
     assert [repeat for repeat, _, _ in order] == [0] * 4 + [1] * 4
-    (ours, theirs), found = points[2:4], [(points[1], {"memory_bytes": 300 << 20})]
+    near, far = ({"difference": apart, "parameter": "A_log"} for apart in (3e-6, 0.2))
+    same: runner.Found = [(mine, {"gradients": {"exact": near}}), (other, {"gradients": {"hf-mamba2": near}})]
+    (ours, theirs), found = points[2:4], [*same, (points[1], {"memory_bytes": 300 << 20})]
     assert benchmark.skip(ours, found, options) is None
     assert "1.2 GiB predicted, the limit is 0.9" in str(benchmark.skip(theirs, found, options))
-    found = [(points[0], {"error": "ended by SIGKILL"})]
+    found = [*same, (points[0], {"error": "ended by SIGKILL"})]
     assert benchmark.skip(ours, found, options) == "at 1,024 tokens: ended by SIGKILL"
+    assert benchmark.skip(ours, [], options) == "gradients could not be compared"
+    found = [(mine, {"gradients": {"exact": far}}), *same[1:]]
+    assert benchmark.skip(ours, found, options) == "gradients differ by 2.0e-01 (A_log)"
+    assert benchmark.skip(theirs, found, options) is None
+    found.append((ours, {"skipped": "gradients differ"}))
+    assert benchmark.failed({"rows": benchmark.rows(options, found)})
+
+
+def test_the_longest_sequence_that_fits_is_read_off_a_line_and_measured() -> None:
+    sizes = [(1024, 200), (4096, 500), (16384, 1100)]
+    at = {limit: passes.fits(sizes, limit) for limit in (100, 800, 1100, 3500)}
+    assert [show.fits_text(found) for found in at.values()] == ["< 1K", "~ 10K", "~ 16K", "~ 64K"]
+    assert [found["through"] for found in at.values()] == [[], [4096, 16384], [4096, 16384], [4096, 16384]]
+    assert show.fits_text(passes.fits([(1024, 9), (2048, 9)], 10)) == "> 128K"
+    benchmark = memory.Memory()
+    options = benchmark.parse(["--lengths", "4K", "16K", "--methods", "exact", "backprop-checkpoint"])
+    bytes_of = {"exact": lambda n: 500_000_000, "backprop-checkpoint": lambda n: 400_000_000 + 20_000 * n}
+    points = [p for p in benchmark.points(options) if "ways" not in p]
+    found = [(p, {"memory_bytes": 1, "resident_bytes": bytes_of[p["method"]](p["length"]), "seconds": [1.0]})
+             for p in points]  # fmt: skip
+    (point,) = benchmark.more_points(options, found)
+    assert (point["method"], point["length"]) == ("backprop-checkpoint", 80_000 // 1024 * 1024)
+    assert benchmark.more_points(options, []) == []
+    found.append((point, {"memory_bytes": 1, "resident_bytes": 1_900_000_000, "seconds": [1.0]}))
+    result = {"rows": benchmark.rows(options, found), **benchmark.payload(options, found)}
+    assert {row["length"] for row in result["rows"]} == {4096, 16384}
+    table = benchmark.longest(result)
+    assert "| **Exact** | > 1M (4K and 16K) | > 1M (4K and 16K) | > 1M (4K and 16K) |" in table
+    assert "| Backprop + checkpointing | ~ 78K (4K and 16K) | ~ 175K" in table
+    assert "- Measured: Backprop + checkpointing, 79,872 tokens, 1.90 GB of 2.\n" in table
+
+
+def test_models_of_real_sizes_have_their_parameters() -> None:
+    benchmark = real_size.RealSize()
+    points = benchmark.points(benchmark.parse([]))
+    assert [p["by"] for p in points if "ways" not in p][:3] == ["checkpointing", "MiniSequence", "wrapped"]
+    with torch.device("meta"):
+        sizes = [sum(p.numel() for p in steps.builder(point["model"])().parameters()) for point in points[:2]]
+    assert [round(size / 1e6) for size in sizes] == [129, 752]
+
+
+@pytest.mark.parametrize("name", ["exact", "hf-mamba2"])
+def test_segments_by_hand_have_the_models_own_gradients(name: str) -> None:
+    model = memory.METHODS[name].model | {"vocab_size": 16}
+    small = {"n_layer": 2, "d_model": 64} if name == "exact" else {
+        "num_hidden_layers": 2, "hidden_size": 64, "num_heads": 2, "chunk_size": 16}  # fmt: skip
+    ways = {"own": {} if "class" in model else {"method": "Backprop"}, "by hand": {"segments": 7}}
+    point = {"model": model | small, "ways": ways, "length": 40, "device": "cpu", "dtype": "float64"}
+    with float64_throughout():
+        found = steps.measure(point)["gradients"]["by hand"]
+    assert found["difference"] < 1e-10
 
 
 def test_summary_takes_medians_and_says_why_not() -> None:

@@ -24,7 +24,7 @@ from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.compare import report
 from adjoint.tools.points.journal import Journal, progress
-from adjoint.tools.points.passes import longest, predicted_bytes, typical
+from adjoint.tools.points.passes import fits, predicted_bytes, typical
 from adjoint.tools.points.process import Point, Process
 from adjoint.train.config import Config, Precision, load_config, plain
 from adjoint.train.flags import Flags, comma_list, reads
@@ -32,7 +32,6 @@ from adjoint.train.machine import environment, pick_device, pick_precision
 
 WAYS = ("transformers", "checkpointing", "wrapped")
 GRADIENTS = "gradients"
-BEYOND = 64  # times the longest measured length: lines are not drawn further
 
 
 def main(argv: list[str]) -> int:
@@ -187,20 +186,13 @@ def _rows(journal: Journal) -> Iterator[dict[str, Any]]:
 
 
 def _fits(rows: list[dict[str, Any]], limit: int) -> dict[str, dict[str, Any]]:
-    """For each way: the longest length `measured` to fit, the shortest that did not (`failed`), and the one
-    at which a line through the last two measured comes to the limit (`extrapolated`)."""
+    """For each way what is known of the longest length: see `fits`."""
     found = {}
     for way in dict.fromkeys(row["way"] for row in rows):
         mine = [row for row in rows if row["way"] == way]
         sizes = [(row["length"], row["memory_bytes"]) for row in mine if "memory_bytes" in row]
         failed = min((row["length"] for row in mine if "memory_bytes" not in row), default=None)
-        line = min(longest(sizes, limit), BEYOND * sizes[-1][0], failed or float("inf")) if sizes else 0
-        found[way] = {
-            "measured": sizes[-1][0] if sizes else None,
-            "failed": failed,
-            "extrapolated": max(int(line), sizes[-1][0]) if sizes else None,
-            "at_least": bool(sizes) and line == BEYOND * sizes[-1][0],
-        }
+        found[way] = fits(sizes, limit, failed)
     return found
 
 

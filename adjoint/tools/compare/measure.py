@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from adjoint import memory
 from adjoint.hf.load import unwrapped
 from adjoint.hf.wrap import wrap
 from adjoint.methods import METHODS
-from adjoint.tools.points.passes import Passes, measured, repeated
+from adjoint.tools.points.passes import Passes, gradients_apart, measured, repeated
 from adjoint.tools.points.process import Point
 
 FIRST = 64  # tokens of the pass before those that count
@@ -49,33 +49,15 @@ def measure(point: Point) -> Point:
 def _gradients(point: Point, ids: Tensor) -> Point:
     """The largest relative L2 difference of a parameter's gradient, of the model wrapped and not; without
     dropout, which would draw other numbers."""
-    model = _model(point).eval()
-    expected: dict[str, Tensor | None] = {}
-    difference, worst = 0.0, ""
-    for wrapped in (False, True):
-        model, loss = _loss(wrap(model, _method(point)) if wrapped else model)
-        model.zero_grad()
-        value = loss(ids)
-        value.backward()
-        for name, parameter in model.named_parameters():
-            if not wrapped:
-                expected[name] = parameter.grad
-                parameter.grad = None
-                continue
-            apart = _apart(parameter.grad, expected.pop(name))
-            if not apart <= difference:
-                difference, worst = apart, name
-        if not wrapped:
-            own = value.item()
-    found = {"difference": difference, "parameter": worst, "loss": own, "wrapped_loss": value.item()}
-    return {"length": point["length"], **found}
 
+    def ways() -> Iterator[tuple[str, Passes]]:
+        model = _model(point).eval()
+        yield "transformers", _loss(model)
+        yield "wrapped", _loss(wrap(model, _method(point)))
 
-def _apart(got: Tensor | None, expected: Tensor | None) -> float:
-    if got is None or expected is None:
-        return 0.0 if got is expected else math.inf
-    size = float(expected.double().norm())
-    return float((got.double() - expected.double()).norm()) / size if size else float(got.double().norm())
+    found = gradients_apart(ways(), ids)
+    own, wrapped = found["transformers"], found["wrapped"]
+    return {"length": point["length"], **wrapped, "loss": own["loss"], "wrapped_loss": wrapped["loss"]}
 
 
 def _model(point: Point) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.files import new_figure, save_figure
-from adjoint.tools.points.show import plain_ticks, ticks_of_lengths, tokens
+from adjoint.tools.points.show import fits_text, plain_ticks, ticks_of_lengths, tokens
 
 STYLES = {
     "transformers": ("tab:gray", "-"),
@@ -72,15 +72,6 @@ def _cell(row: Mapping[str, Any]) -> str:
     if "memory_bytes" not in row:
         return "does not fit"
     return f"{size_text(row['memory_bytes'])} · {row['seconds_per_step']:.2f} s"
-
-
-def fits_text(fits: Mapping[str, Any]) -> str:
-    """The longest length that fits, and how that is known."""
-    if fits["measured"] is None:
-        return f"< {tokens(fits['failed'])}"
-    n = fits["extrapolated"]
-    n = n // 1024 * 1024 if n >= 8192 else n
-    return f"{'>' if fits['at_least'] else '~'} {tokens(n)}"
 
 
 def size_text(size: float) -> str:

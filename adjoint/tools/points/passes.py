@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from adjoint import memory
 from adjoint.tools.points.process import Point
+
+BEYOND = 64  # times the longest measured length: lines are not drawn further
 
 
 class Passes(NamedTuple):
@@ -63,6 +66,31 @@ def measured(
     return {"memory_bytes": peak, "resident_bytes": resident, "seconds": seconds, "loss": value}
 
 
+def gradients_apart(ways: Iterable[tuple[str, Passes]], ids: Tensor) -> dict[str, Point]:
+    """How far gradients are from those of the first of some ways of one model, which are made one after the
+    other: for each, the loss, the largest relative L2 distance of a parameter's, and which it is."""
+    expected: dict[str, Tensor | None] = {}
+    found: dict[str, Point] = {}
+    for way, (model, loss_of) in ways:
+        model.zero_grad()
+        loss = loss_of(ids)
+        loss.backward()
+        own = {name: parameter.grad for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        expected = expected or own
+        apart, worst = max((_apart(grad, expected[name]), name) for name, grad in own.items())
+        found[way] = {"difference": apart, "parameter": worst, "loss": loss.item()}
+    return found
+
+
+def _apart(got: Tensor | None, expected: Tensor | None) -> float:
+    if got is None or expected is None:
+        return 0.0 if got is expected else math.inf
+    size = float(expected.double().norm())
+    apart = float((got.double() - expected.double()).norm()) / (size or 1.0)
+    return apart if math.isfinite(apart) else math.inf
+
+
 def synchronize(device: str | torch.device) -> None:
     """Wait for the device's queue."""
     if torch.device(device).type == "cuda":
@@ -108,6 +136,32 @@ def longest(sizes: Sequence[tuple[int, int]], limit: float) -> float:
     """The length at which that line comes to `limit` bytes; infinite where it does not rise."""
     n, size, slope = _line(sizes)
     return n + (limit - size) / slope if slope else math.inf
+
+
+def fits(sizes: Sequence[tuple[int, int]], limit: float, failed: int | None = None) -> Point:
+    """What fits `limit` bytes, by (length, bytes) that were measured, and the shortest length that failed.
+
+    Of the result: the longest length `measured` to fit; the shortest that did not (`failed`); the length at
+    which a line comes to the limit (`extrapolated`), and the lengths it goes through (`through`): the last
+    two measured, or the two on either side of the limit. `at_least`: it may be longer, as lines are not drawn
+    beyond BEYOND times the longest measured.
+    """
+    sizes = sorted(sizes)
+    within = [*itertools.takewhile(lambda size: size[1] <= limit, sizes)]
+    if len(within) < len(sizes):
+        above = sizes[len(within)][0]
+        failed = above if failed is None else min(above, failed)
+    if not within:
+        return {"measured": None, "failed": failed, "extrapolated": None, "through": [], "at_least": False}
+    known, last = sizes[: len(within) + 1], within[-1][0]
+    line = min(longest(known, limit), BEYOND * last, failed or math.inf)
+    return {
+        "measured": last,
+        "failed": failed,
+        "extrapolated": max(int(line), last),
+        "through": [n for n, _ in known[-2:]],
+        "at_least": line == BEYOND * last,
+    }
 
 
 def _line(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, float]:

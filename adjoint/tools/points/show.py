@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -12,6 +12,15 @@ def tokens(n: int) -> str:
         if n >= size and n % size == 0:
             return f"{n // size}{letter}"
     return f"{n:,}"
+
+
+def fits_text(fits: Mapping[str, Any]) -> str:
+    """The longest length that fits, and how that is known."""
+    if fits["measured"] is None:
+        return f"< {tokens(fits['failed'])}"
+    n = fits["extrapolated"]
+    n = n // 1024 * 1024 if n >= 8192 else n
+    return f"{'>' if fits['at_least'] else '~'} {tokens(n)}"
 
 
 def ticks_of_lengths(axes: Any, lengths: Sequence[int]) -> None:
