@@ -7,9 +7,9 @@
 | LayerLocal   | for one layer only  | as the two above                | as Exact, tasks any order  |
 | MiniSequence | yes, to rounding    | n_layer × seqlen × d_model      | one more forward, MLPs two |
 
-A method is a `Scheme` for the engine: which arrows between tiles its backward keeps, and what of the forward.
-`scheme(seqlen, default)` gives it for sequences of `seqlen` tokens, `default` a chunk where the method does
-not say. MiniSequence alone is none: it leaves the backward to autograd, in smaller pieces.
+A method is a `Scheme` for the engine: which arrows between tiles its backward keeps, and what the forward
+stores. `scheme(seqlen, default)` gives it for sequences of `seqlen` tokens, in chunks of `default` tokens if
+the method has no chunk size. MiniSequence has none: it leaves the backward to autograd, in smaller pieces.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ TOLERANCE = 1e-3
 class Backprop:
     """Plain backpropagation through the whole sequence: the baseline.
 
-    Do not use it for sequences whose activations do not fit in memory; that is what the other methods are
-    for.
+    Do not use it for sequences whose activations do not fit in memory.
 
     Args:
-        checkpoint: recompute each layer in the backward instead of keeping its activations.
+        checkpoint: recompute each layer in the backward instead of storing its activations.
     """
 
     name: ClassVar[str] = "backprop"
@@ -51,31 +50,29 @@ class Exact:
     """The exact gradient by adjoint states over chunks, in memory that hardly grows with the sequence
     (docs/method.md §4).
 
-    Forward keeps the recurrent states at chunk edges; the backward sweeps the chunks in reverse, recomputes
-    each one and carries the accumulated adjoint state across its edge. Do not use it where the whole
-    sequence's activations fit anyway and time is all that counts: `Backprop` saves the extra forward.
+    The forward stores the recurrent states at chunk edges. The backward goes through the chunks in reverse,
+    recomputes each one and carries the accumulated adjoint state across its edge. Do not use it if the whole
+    sequence's activations fit anyway and only time counts: `Backprop` saves the extra forward.
 
     Args:
-        chunk_size: tokens a chunk; need not divide seqlen. None picks one from the model's widths and the
+        chunk_size: tokens per chunk; need not divide seqlen. None picks one from the model's widths and the
             device.
-        keep: "edges" keeps only the states at chunk edges and recomputes all layers of a chunk at a time;
-            "inputs" also keeps every layer's input (n_layer × seqlen × d_model), so that one layer of a chunk
-            is worked on at a time; "offload" is "inputs" with offload=True.
-        offload: whether what is kept lies in host memory, attention's keys and values with it; on a CPU it
-            does anyway. Keys and values are copied to the GPU for the layers of a chunk that are worked on.
-        recompute: of what a layer leaves for its backward on a chunk, how much is computed again in it, to
-            hold less: "none"; "selective", all but the results of scans and of the large products, in_proj's
-            above all; "full", all but the layer's input (Korthikanti et al. 2022, "Reducing activation
-            recomputation in large transformer models").
-        memory: what forward and backward may take beside what is there before them, in bytes or as "30GB"
-            or "512MiB"; "auto" is most of what is left. As many chunks as fit stay linearised and are not
-            recomputed; with room for all of them, and no chunk_size given, the sequence is one chunk, which
-            is what `Backprop` does. None keeps one chunk. The first step measures a chunk, at the cost of
-            one.
-        cuda_graphs: on a GPU, whether what a chunk launches is recorded once a step and replayed for the
-            chunks after it, so that short chunks do not wait for the host. For recurrent layers; attention,
-            documents, and what a graph cannot hold run as without it. It takes a little more memory: the
-            forward's working memory of one chunk. Elsewhere it does nothing.
+        keep: what to store: "edges", only the states at chunk edges, recomputing all layers of a chunk at a
+            time; "inputs", also every layer's input (n_layer × seqlen × d_model), so that one layer of a
+            chunk is worked on at a time; "offload", "inputs" with offload=True.
+        offload: store states, and inputs, in host memory, attention's keys and values with them; the layers
+            being worked on are copied to the GPU. On a CPU it changes nothing.
+        recompute: how much of each layer's activations to recompute: "none"; "selective", all but the results
+            of scans and of the large matrix products, in_proj's above all; "full", all but the layer's input
+            (Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models").
+        memory: activation budget, on top of memory already allocated: bytes, "30GB", "512MiB", or "auto" for
+            most of what is left. As many chunks as fit keep their activations and are not recomputed; if all
+            fit and no chunk_size is given, the sequence is one chunk, as in `Backprop`. None keeps one chunk.
+            The first step measures a chunk, at the cost of one.
+        cuda_graphs: on a GPU, record what a chunk launches once per step, and replay it for the chunks after
+            it, so that short chunks do not wait for the host. Attention, documents, and what a graph cannot
+            hold run without it. Takes the forward's working memory of one chunk more. Elsewhere it does
+            nothing.
 
     Raises:
         ValueError: chunk_size is not a positive whole number, keep is none of the three, or memory is no size
@@ -98,7 +95,7 @@ class Exact:
             raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}; got {self.recompute!r}")
         memory = None if self.memory is None else memory_bytes(self.memory)
         if memory is not None and self.keep != "edges":
-            raise ValueError(f'memory goes with keep="edges": what it has room for is more than {self.keep}')
+            raise ValueError(f'memory works with keep="edges" only; got keep={self.keep!r}')
 
     def scheme(self, seqlen: int, default: int) -> Scheme:
         """The adjoint state is carried, cotangents come from above."""
@@ -119,28 +116,30 @@ class Exact:
 class Truncated:
     """Windowed recurrences, cotangents propagated through the layers: the paper's truncation, exact in depth.
 
-    In each layer a token's output reaches back `window` tokens through the recurrence, no further; the paths
-    through the convolution, the residual stream and C are whole. Chunks of a layer are then independent
-    tasks. This is not the gradient unless window >= seqlen. Do not use it to save time or memory
-    on one device: `Exact` costs no more there, and is exact.
+    In each layer the gradient of a token's output reaches back `window` tokens through the recurrence, no
+    further; the paths through the convolution, the residual stream and C are whole. Chunks of a layer are
+    then independent tasks. This is not the gradient unless window >= seqlen. Do not use it to save time or
+    memory on one device: `Exact` costs no more there, and is exact.
 
-    With window="auto" each layer gets the smallest window, step by step, over which its recurrence was seen
-    to decay to `tolerance`: what is dropped of its adjoint state is at most `tolerance` times the largest
-    adjoint state of the same channel. The windows are in the model's output (`StackOutput.windows`).
+    With window="auto" each layer gets, step by step, the smallest window over which its recurrence decays to
+    `tolerance`: the dropped part of its adjoint state is at most `tolerance` times the largest adjoint state
+    of the same channel. The windows are in the model's output (`StackOutput.windows`).
 
     With unbiased=True the truncation is random and reweighted, so that the gradient's expectation is the
     exact gradient (Tallec & Ollivier 2017, "Unbiasing truncated backpropagation through time"): at each
     chunk's edge and in each layer the adjoint state is dropped with probability chunk_size / window, and
     divided by the probability of passing where it passes. `window` is then the mean number of tokens between
-    cuts. The price is variance: it grows by a factor of about e a window that a dependence is long, so this
-    pays where the recurrence decays over a few windows, and a larger window is the remedy where it does not.
+    cuts. The price is variance, which grows by a factor of about e per window that a dependence is long: use
+    a window of which the recurrence decays over a few.
 
     Args:
         window: tokens, 1 or more, or "auto".
-        chunk_size: tokens a chunk; None takes `Exact`'s choice (with unbiased: a quarter window at most).
-            Where the window is longer a task takes several chunks, so that halos at most double the work.
-        tolerance: of window="auto": between 0 and 1; None is 0.001.
-        unbiased: random, reweighted truncation instead of a fixed one.
+        chunk_size: tokens per chunk; None is `Exact`'s choice (with unbiased: a quarter of the window at
+            most). If the window is longer, a task takes several chunks, so that halos at most double the
+            work.
+        tolerance: for window="auto": how much of the adjoint state may be dropped, between 0 and 1; None is
+            0.001.
+        unbiased: truncate at random and reweight, instead of at a fixed window.
 
     Raises:
         ValueError: window or chunk_size is not a positive whole number, tolerance is not between 0 and 1 or
@@ -188,14 +187,14 @@ class Truncated:
 class LayerLocal:
     """Every layer gets dL/dy_K for its cotangent (the paper's Proposition 3, eq. 7); tasks are independent.
 
-    It drops the paths by which a layer's output reaches the loss through the layers above: the gradient for
-    the last layer and the head only, below them an approximation that gets worse with depth. The embedding
-    gets what the first layer hands down. Do not use it where the gradient matters and the layers can wait
-    for each other.
+    It drops the paths by which a layer's output reaches the loss through the layers above: the last layer and
+    the head get their gradient, the layers below an approximation that gets worse with depth. The embedding
+    gets the first layer's input gradient. Do not use it if the gradient matters and the layers can wait for
+    each other.
 
     Args:
-        window: tokens each output reaches back through the recurrence; None for all.
-        chunk_size: tokens a chunk; None picks one.
+        window: tokens that each output's gradient reaches back through the recurrence; None for all.
+        chunk_size: tokens per chunk; None picks one.
 
     Raises:
         ValueError: window or chunk_size is not a positive whole number.
@@ -219,23 +218,22 @@ class LayerLocal:
 @dataclasses.dataclass(frozen=True)
 class MiniSequence:
     """The Mini-Sequence Transformer (Luo et al. 2024, arXiv 2407.15892, algorithms 1 to 4) for models that
-    `adjoint.wrap` takes: plain backpropagation whose large intermediate values exist for a piece of the
+    `adjoint.wrap` takes: plain backpropagation whose large intermediate values exist for one piece of the
     sequence at a time.
 
-    MLPs run piece by piece and head and loss slice by slice, so that the MLP's inner activations and the
-    logits of one piece exist at a time; every layer is recomputed in the backward, and its MLP's pieces once
-    more. Loss and gradients are those of the whole: the loss is summed over slices and divided by the number
-    of valid labels (algorithm 2's mean of slices' means is that only where no label is -100 and the slices
-    are equal). The sequence is never cut for attention or a recurrence, so that any model will do, also
-    without a cache, and any padding or mask. What still grows with the sequence is one hidden state a layer
-    and token.
+    MLPs run piece by piece, head and loss slice by slice; every layer is recomputed in the backward, and its
+    MLP's pieces once more. Loss and gradients are those of the whole: the loss is summed over slices and
+    divided by the number of valid labels (algorithm 2's mean of slices' means is the same only if no label is
+    -100 and the slices are equal). The sequence is never cut for attention or a recurrence, so any model
+    works, also without a cache, and any padding or mask. Memory still grows by one hidden state per layer and
+    token.
 
-    Do not use it for short sequences, where pieces only cost time (section 6 of the paper); nor where the
-    hidden states of all layers do not fit: `Exact` keeps less. A mixture of experts runs piece by piece too,
-    unless its tokens depend on each other.
+    Do not use it for short sequences, where pieces only cost time (section 6 of the paper), nor if the hidden
+    states of all layers do not fit: `Exact` stores less. A mixture of experts runs piece by piece too, unless
+    its tokens depend on each other.
 
     Args:
-        mlp_chunks: pieces of the sequence for MLPs; 1 leaves them whole.
+        mlp_chunks: pieces of the sequence for MLPs; 1 runs them whole.
         head_chunks: slices of the batch's tokens for head and loss.
             Neither needs to divide seqlen.
 

@@ -44,26 +44,27 @@ class DataConfig:
     Args:
         path: A file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl
             .parquet, each also as .gz or .zst. Records with `messages` are conversations: the tokenizer's
-            chat template is put around them, and the assistant's answers alone are predicted. hf:NAME or
-            hf:NAME:split is a table of the datasets library, of its hub or a folder. Unset: the sources of
-            the Python standard library.
-        weights: How often a row of a batch is taken from each entry of `path`, a list, in proportion; each is
-            a stream of its own, read over and over. Unset: one stream of all.
-        validation_path: Held-out text of its own, as `path`. Unset: a share of `path`'s (`eval_fraction`).
-        seqlen: Tokens a sequence.
-        batch: Sequences a step.
-        tokenizer: "byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a local Hugging
-            Face tokenizer folder. Unset: that of the folder of model.from_pretrained, else bytes.
+            chat template is applied, and only the assistant's answers are predicted. hf:NAME or hf:NAME:split
+            is a table of the datasets library, from its hub or a folder. Unset: the sources of the Python
+            standard library.
+        weights: For a mixture: how often, in proportion, a row of a batch comes from each entry of `path`, a
+            list. Each entry is a stream of its own, read over and over. Unset: one stream of all.
+        validation_path: Held-out text, given as `path` is. Unset: a share of the text of `path`
+            (`eval_fraction`).
+        seqlen: Tokens per sequence.
+        batch: Sequences per step.
+        tokenizer: "byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a Hugging Face
+            tokenizer folder. Unset: the one in the folder of model.from_pretrained, else bytes.
         text_field: The field (.jsonl) or column (.parquet) that holds a document's text.
-        documents: "stream", one text of all documents, read on across their ends; or "packed": nothing is
-            carried over a document's beginning, and its first token is predicted from nothing.
-        separator: What closes each document in the stream. Unset: byte 0, or the tokenizer's end-of-text
-            token. A token of the tokenizer (any text for "byte"); "" for none.
-        eval_fraction: Share of the text held out for evaluation, at most 0.5: whole files where that comes
-            near the share, else the end of the stream. 0 holds nothing out, and there is no evaluation but on
-            a `validation_path`, beside which no share is held out.
-        eval_tokens: At most so many held-out tokens are read at each evaluation; 0 for no evaluation.
-        cache_dir: Where tokenised text is kept. Unset: $ADJOINT_CACHE, else $XDG_CACHE_HOME/adjoint, else
+        documents: "stream": one text of all documents, read across their ends. "packed": nothing is carried
+            into a document, and its first token is not predicted from the one before.
+        separator: What closes each document in the stream: a token of the tokenizer (any text for "byte"), or
+            "" for nothing. Unset: byte 0, or the tokenizer's end-of-text token.
+        eval_fraction: Share of the text held out for evaluation, at most 0.5: whole files if that comes near
+            the share, else the end of the stream. 0 holds nothing out; evaluation then needs a
+            `validation_path`. With a `validation_path` no share is held out.
+        eval_tokens: Most held-out tokens read at each evaluation; 0 for no evaluation.
+        cache_dir: Where tokenized text is stored. Unset: $ADJOINT_CACHE, else $XDG_CACHE_HOME/adjoint, else
             ~/.cache/adjoint.
 
     Raises:

@@ -21,40 +21,41 @@ class StackConfig:
         n_layer: number of layers.
         mixer: mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet or attention; "module:Class", a
             layer of your own (docs/own_layer.md); or a list of n_layer of them.
-        d_state: state size a channel (mamba), a head's channel (mamba2, mamba3), channels of a key
-            (gated_deltanet) or state size a layer (the generic three); by default 16, for mamba2 and mamba3
-            128, for gated_deltanet 64.
-        d_conv: taps of the causal convolution of mamba, mamba2 and gated_deltanet.
-        expand: d_inner = expand * d_model; not of the generic three and attention.
-        headdim: channels a head, for mamba2, mamba3 and gated_deltanet; must divide d_inner.
+        d_state: state size: per channel (mamba; default 16), per channel of a head (mamba2, mamba3; 128), key
+            channels of a head (gated_deltanet; 64), per layer (diagonal, scalar, dense; 16).
+        d_conv: width of the causal convolution of mamba, mamba2 and gated_deltanet.
+        expand: d_inner = expand * d_model; not for diagonal, scalar, dense and attention.
+        headdim: channels per head, for mamba2, mamba3 and gated_deltanet; must divide d_inner.
         ngroups: groups of heads that share B and C, for mamba2 and mamba3; must divide the number of heads.
-        dt_rank: rank of the step size's projection, for mamba; ceil(d_model / 16) by default.
+        dt_rank: rank of the step size's projection, for mamba; default ceil(d_model / 16).
         d_intermediate: width of a gated MLP after each mixer; 0 for none.
-        tie_embeddings: whether the head's weight is the embedding's.
+        tie_embeddings: whether head and embedding share their weight.
         norm_eps: epsilon of every RMSNorm.
         bias: whether in_proj and out_proj have biases.
         conv_bias: whether conv1d has a bias.
-        dt_min, dt_max, dt_init_floor: range of the step sizes at initialisation.
+        dt_min: smallest step size at initialisation.
+        dt_max: largest step size at initialisation.
+        dt_init_floor: no step size starts below it.
         initializer_range: standard deviation of the embedding at initialisation.
-        num_attention_heads: heads of queries, for attention; by default d_model / 64, at least 1.
-        num_key_value_heads: heads of keys and values, shared by groups of queries' (grouped-query attention);
-            must divide num_attention_heads, by default as many.
-        head_dim: channels of a head of attention; by default d_model / num_attention_heads.
+        num_attention_heads: query heads, for attention; default d_model / 64, at least 1.
+        num_key_value_heads: key and value heads, for grouped-query attention; must divide
+            num_attention_heads, the default.
+        head_dim: channels per attention head; default d_model / num_attention_heads.
         rope_theta: base of the rotary embedding's frequencies.
-        rotary_emb_dim: channels of a head that the rotary embedding turns, the first ones, an even number; by
-            default all, 0 for none.
-        attention_bias: whether attention's in_proj and out_proj have biases; by default as `bias` says.
-        attention_d_conv: taps of a causal convolution, with a bias, over attention's queries, keys and
+        rotary_emb_dim: how many channels of a head, from the first, get rotary embeddings: an even number; 0
+            for none, default all.
+        attention_bias: whether attention's in_proj and out_proj have biases; default: as `bias`.
+        attention_d_conv: width of a causal convolution, with a bias, over attention's queries, keys and
             values; 0 for none.
-        sliding_window: tokens that a query sees, its own included; None for all.
-        linear_num_key_heads: heads of queries and keys, shared by groups of values', for gated_deltanet; must
-            divide the number of heads, d_inner / headdim, by default as many.
-        rope_fraction: share of d_state that is turned, for mamba3: 0.5 or 1.
-        A_floor: the least decay rate, for mamba3.
-        is_outproj_norm: whether a norm of each head stands before the gate, for mamba3.
+        sliding_window: tokens that a query attends to, including its own; None for all.
+        linear_num_key_heads: query and key heads, for gated_deltanet; must divide the number of value heads,
+            d_inner / headdim, the default.
+        rope_fraction: share of d_state that is rotated, for mamba3: 0.5 or 1.
+        A_floor: smallest decay rate, for mamba3.
+        is_outproj_norm: whether each head is normalised before the gate, for mamba3.
         is_mimo: whether a token has several inputs and outputs that share the state, for mamba3; d_state must
-            be even then.
-        mimo_rank: how many, with is_mimo.
+            then be even.
+        mimo_rank: how many inputs and outputs, with is_mimo.
 
     Raises:
         ValueError: a size is not positive, or sizes do not divide as they must.

@@ -62,42 +62,42 @@ class TrainingConfig:
 
     Args:
         steps: optimizer steps of the whole run.
-        seed: seed of the initial weights, of the order of the data and of the samples.
-        optimizer: "adamw"; "adamw8bit", whose moments take 2 bytes a weight instead of 8 (torchao); or "muon"
-            for the projections' matrices with AdamW for the rest.
-        lr: highest learning rate, reached after the warm-up; by default 2e-5 with model.from_pretrained, 2e-4
+        seed: seed of the initial weights, of the order of the data, and of the samples.
+        optimizer: "adamw"; "adamw8bit", whose moments take 2 bytes per weight instead of 8 (torchao); or
+            "muon" for the projections' matrices with AdamW for the rest.
+        lr: highest learning rate, reached after the warm-up; default 2e-5 with model.from_pretrained, 2e-4
             with model.lora.
-        schedule: of the learning rate after the warm-up: "cosine" or "linear" fall to min_lr; "constant"
-            stays; "wsd" (warm-up, stable, decay) stays, and falls to min_lr in the last decay_steps.
+        schedule: learning rate after the warm-up: "cosine" and "linear" fall to min_lr; "constant" stays;
+            "wsd" (warm-up, stable, decay) stays, and falls to min_lr in the last decay_steps.
         min_lr: learning rate at the last step; null is a tenth of lr.
-        warmup_steps: steps of the linear warm-up; null is 10, or half of the run where that is fewer.
+        warmup_steps: steps of the linear warm-up; null is 10, or half of a shorter run.
         decay_steps: steps of the decay of "wsd"; null is a fifth of the run.
-        weight_decay: AdamW's decay, applied to the projection matrices only, never to norms, biases and
-            embeddings; 0 by default with model.from_pretrained.
-        betas: AdamW's two moments' decay rates.
+        weight_decay: AdamW's weight decay, on projection matrices only, never on norms, biases and
+            embeddings; default 0 with model.from_pretrained.
+        betas: AdamW's betas, the decay rates of its two moments.
         eps: AdamW's epsilon.
-        grad_clip: largest L2 norm of the gradient; 0 switches clipping off.
-        grad_accumulation: batches whose gradients are added up for one optimizer step.
-        carry_state: where a batch's recurrent states start: "none", at zero; "previous", where the batch
-            before ended, whose text each row reads on; "other", where another sequence ended; "noise", at
-            random numbers with the mean and deviation of final states. No gradient flows into them. With any
-            of the three a model learns to read on far beyond data.seqlen (Buitrago & Gu 2025, "Understanding
-            and improving length generalization in recurrent models").
-        precision: "auto" is bfloat16 autocast on CUDA devices that have it natively, float32 elsewhere.
-        device: "auto" is CUDA where there is one, else the CPU; or cpu, cuda, cuda:1, …
-        deterministic: only deterministic algorithms; null is true on the CPU and false elsewhere.
+        grad_clip: clip the gradient to this L2 norm; 0 for no clipping.
+        grad_accumulation: batches whose gradients are summed for one optimizer step.
+        carry_state: recurrent states at the start of a batch: "none", zero; "previous", the last states of
+            the batch before, whose text each row continues; "other", the last states of another sequence;
+            "noise", random numbers with the mean and deviation of final states. No gradient flows into them.
+            May help a model generalize beyond data.seqlen (Buitrago & Gu 2025, "Understanding and improving
+            length generalization in recurrent models"); docs/convergence.md measures "previous".
+        precision: "auto" is bfloat16 autocast on CUDA devices with native bfloat16, float32 elsewhere.
+        device: "auto" (CUDA if there is a GPU, else the CPU), cpu, cuda, cuda:1, …
+        deterministic: use deterministic algorithms only; null is true on the CPU and false elsewhere.
         threads: CPU threads; null leaves PyTorch's own choice.
-        eval_every: steps between evaluations on the held-out text; 0 is at the end only.
-        save_every: steps between checkpoints; 0 is at the end only.
-        keep_checkpoints: how many of the newest checkpoints are kept; and besides them the one with the
-            lowest held-out loss, of those at whose step there was an evaluation.
-        log_every: steps between log lines where there is no terminal for a progress bar.
-        sample_tokens: tokens generated at the end; 0 switches the sample off.
+        eval_every: steps between evaluations on held-out text; 0: at the end only.
+        save_every: steps between checkpoints; 0: at the end only.
+        keep_checkpoints: how many of the newest checkpoints to keep. The checkpoint with the lowest held-out
+            loss is kept too, if there was an evaluation at its step.
+        log_every: steps between log lines, if there is no terminal for a progress bar.
+        sample_tokens: tokens to generate at the end; 0 for no sample.
         sample_prompt: text that the sample continues.
         sample_temperature: temperature of the sample; lower is more conservative.
-        report_to: where metrics are reported besides metrics.jsonl: "none", or tensorboard (event files in
-            the run's folder), wandb, trackio, with commas between them.
-        profile: steps, from the second one on, that torch.profiler records into trace.json in the run's
+        report_to: trackers that get the metrics, besides metrics.jsonl: "none", or tensorboard (event files
+            in the run's folder), wandb, trackio, separated by commas.
+        profile: how many steps, from the second one on, torch.profiler records into trace.json in the run's
             folder, for chrome://tracing or Perfetto; 0 for none.
     """
 
@@ -170,10 +170,10 @@ class RunConfig:
     """Where a run is written and whether it continues an earlier one.
 
     Args:
-        dir: folder of the run; null takes runs/NAME, or runs/NAME-2, … if that is taken.
+        dir: folder of the run; null is runs/NAME, or runs/NAME-2, … if that exists.
         name: NAME above; null is the name of the configuration file.
-        resume: "never" starts from scratch, "auto" continues from the newest good checkpoint of the run, if
-            there is one, or the path of a checkpoint. ``--resume`` is short for it.
+        resume: "never" starts from scratch; "auto" continues from the newest good checkpoint of the run, if
+            there is one; or the path of a checkpoint. ``--resume`` is short for it.
     """
 
     dir: str | None = None
@@ -189,22 +189,23 @@ class ClusterConfig:
     """Training over several processes, each of which owns some of the layers.
 
     Args:
-        shards: processes that share the layers; 0 trains in this process, without Ray; "auto" takes what the
-            cluster of RAY_ADDRESS (inside a job), or else this machine, has room for.
-        replicas: pipelines of that many shards each, which share the rows of every batch out; a replica needs
-            a row. Gradients are summed over them; losses and weights are those of one replica, to rounding.
-        sequence: workers that share every sequence: its chunks are dealt out to them in turn, each has the
-            whole model (of its shard).
-        helpers: further processes that share the shards' tasks, for the method layer-local; of each replica.
-        cpus: CPUs a process asks for, and threads it computes with; null asks for one, and the processes of a
-            node share its cores out. training.threads says other threads.
+        shards: processes among which the layers are divided; 0 trains in this process, without Ray; "auto":
+            as many as fit in the cluster of RAY_ADDRESS (inside a job), or else on this machine.
+        replicas: copies of the whole pipeline, each with its rows of every batch; a replica needs a row.
+            Gradients are summed over them; losses and weights are those of one replica, to rounding.
+        sequence: workers that share every sequence: chunks go to them in turn, and each has the whole model
+            (of its shard).
+        helpers: extra processes per replica that take tasks from the shards, for the method layer-local.
+        cpus: CPUs that each process asks for, and its threads; null asks for one, and processes on a node
+            share its cores. training.threads overrides the threads.
         transport: how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere.
         max_failures: how many times lost shards are started again, from the last checkpoint, before the run
-            stops; machines that are taken away on purpose do not count.
-        start_timeout: seconds within which the shards must have got their place.
-        hang_timeout: seconds without a sign of life after which a shard counts as lost.
-        progress_timeout: seconds in which no shard gets on, though all are alive, after which those count as
-            lost that are not waiting for others, or all: more than a tile or the sum of gradients ever takes.
+            stops; preempted machines do not count.
+        start_timeout: seconds to wait for room for the shards.
+        hang_timeout: seconds without a heartbeat after which a shard counts as lost.
+        progress_timeout: seconds in which no shard finishes an action, though all are alive, after which
+            those that are not waiting (or all) count as lost. Must be longer than any tile or sum of
+            gradients takes.
     """
 
     shards: NotNegative | Literal["auto"] = 0
@@ -234,12 +235,12 @@ class LoraConfig:
     """Adapters of low rank, by PEFT: they are trained, the model's own weights are not (Hu et al. 2021).
 
     Args:
-        rank: of each adapter; with any model.lora key there are adapters.
+        rank: rank of each adapter; any model.lora key switches adapters on.
         alpha: an adapter's output is multiplied by alpha / rank; null is twice the rank.
-        dropout: of an adapter's input.
-        target_modules: modules that get one, as PEFT takes them: names, a pattern or "all-linear"; null is
-            every linear map but the head, the MLPs of models with experts, and dt_proj and out_proj, whose
-            weights are read past an adapter.
+        dropout: dropout of an adapter's input.
+        target_modules: modules that get an adapter, as in PEFT: names, a pattern or "all-linear". null is
+            every linear layer except the head, the MLPs of models with experts, and dt_proj and out_proj,
+            whose weights are read past an adapter.
     """
 
     rank: Positive = 8
@@ -256,8 +257,8 @@ class ModelConfig(StackConfig):
     """The model that is trained.
 
     Args:
-        from_pretrained: folder of a Hugging Face causal LM, to go on from its weights; its own sizes count,
-            and the method must be exact, truncated or backprop.
+        from_pretrained: folder of a Hugging Face causal LM to fine-tune; its own sizes count, and the method
+            must be exact, truncated or backprop.
     """
 
     from_pretrained: str | None = None
@@ -377,7 +378,7 @@ def _method_keys() -> dict[str, Key]:
             takers.setdefault(name, []).append(method)
             keys[name] = Key(first.hint | key.hint | None, None, first.help or key.help)
     for name, methods in takers.items():
-        text = f"{keys[name].help} Taken by {', '.join(methods)}".strip()
+        text = f"{keys[name].help} Used by {', '.join(methods)}.".strip()
         keys[name] = dataclasses.replace(keys[name], help=text)
     return keys
 
@@ -403,14 +404,16 @@ def _parser(prog: str) -> Flags:
     parser = Flags(
         prog=prog,
         usage="%(prog)s [--config FILE] [--section.key VALUE ...] [--resume auto]",
-        description="Train a state-space language model on long text.",
-        epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576). YAML files have the same keys; "
-        "flags win over them.",
+        description="Train or fine-tune a language model on long text.",
+        epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576). YAML files take the same keys; "
+        "flags override them.",
         argument_default=argparse.SUPPRESS,
     )
     text = "YAML file with any of the keys below"
     parser.add_argument("--config", action="append", nargs="?", default=[], metavar="FILE", help=text)
-    parser.add_argument("--print_config", action="store_true", default=False, help="print all keys and end")
+    parser.add_argument(
+        "--print_config", action="store_true", default=False, help="print all keys as YAML and exit"
+    )
     about = {section: inspect.getdoc(type(value)) or "" for section, value in vars(Config()).items()}
     about["method"] = "How the gradient is computed."
     groups = {
