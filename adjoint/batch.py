@@ -114,5 +114,5 @@ def divisor_of(targets: Tensor) -> int | Tensor:
         return (targets != IGNORE_INDEX).sum().clamp(min=1)
     valid = int((targets != IGNORE_INDEX).sum())
     if valid == 0:
-        warnings.warn("every label is ignored (-100): the loss is 0 and so are all gradients", stacklevel=2)
+        warnings.warn("every label is ignored (-100): the loss and all gradients are 0", stacklevel=2)
     return max(valid, 1)

@@ -310,7 +310,7 @@ class Stack(nn.Module):
                 bad = low if low < 0 else high
                 raise UserError(
                     f"{name} holds {bad}, but the model knows ids 0 to {self.config.vocab_size - 1}: "
-                    "use the tokeniser it was made for, or a larger vocab_size"
+                    "use its own tokenizer, or a larger vocab_size"
                 )
 
     @torch.no_grad()

@@ -190,7 +190,7 @@ def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = F
         check_feasible(layout, each, nodes())
         free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
         raise UserError(
-            f"{_asked(layout)} with {each} each got no place within {timeout:.0f} s, free are "
+            f"{_asked(layout)} with {each} each found no room within {timeout:.0f} s, free are "
             f"{free or 'no CPUs and no GPUs'}; wait for other jobs to end, or take fewer shards"
         )
     return group

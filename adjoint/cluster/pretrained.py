@@ -76,7 +76,10 @@ class PretrainedShard(Shard):
     def generate(
         self, prompt: Tensor, max_new_tokens: int, temperature: float, seed: int, chunk_size: int = 1024
     ) -> Tensor | None:
-        raise UserError("training.sample_tokens: a pretrained model in shards gives no samples; set it to 0")
+        raise UserError(
+            "training.sample_tokens: sharded pretrained models cannot sample; set it to 0, run adjoint "
+            "export and generate from the result"
+        )
 
 
 # Of what safetensors files call their dtypes, those that loading in float32 does not change.

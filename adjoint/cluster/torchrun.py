@@ -101,13 +101,15 @@ def _check(config: Config, here: Place) -> None:
     Layout(1, replicas=here.world).check_rows(config.data.batch)
     settings = config.training
     if settings.carry_state != "none":
-        raise UserError("training.carry_state: states stay with one process; leave it out, or start one")
+        raise UserError("training.carry_state: works in one process only; leave it out, or start one process")
     if settings.profile:
-        raise UserError("training.profile: records one process; leave it out, or start one")
+        raise UserError("training.profile: records one process; leave it out, or start one process")
     if getattr(config.method, "window", None) == "auto":
-        raise UserError("method.window: auto picks by all rows; give a number, or start one process")
+        raise UserError("method.window: auto needs all rows of a batch; give a number, or start one process")
     if ":" in settings.device:
-        raise UserError(f"training.device: each process has a GPU of its own; cuda for {settings.device}")
+        raise UserError(
+            f"training.device: each process has its own GPU; set cuda instead of {settings.device}"
+        )
 
 
 def _open_run(config: Config, here: Place) -> tuple[RunFolder, Path | None]:

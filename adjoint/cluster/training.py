@@ -124,9 +124,9 @@ class ShardedTrainer(Trainer):
         self.close()
         if failure.causes[0].kind == "environment":
             raise UserError(
-                f"{self.folder.path}: {failure}, at step {self.step + 1}; it would come again: all nodes "
+                f"{self.folder.path}: {failure}, at step {self.step + 1}; it would happen again: all nodes "
                 "need the folders of the run and of model.from_pretrained, space left and the same packages; "
-                "mend that, then --resume auto"
+                "correct that, then --resume auto"
             ) from None
         if failure.permanent:
             raise failure from failure.causes[0].error
@@ -136,7 +136,7 @@ class ShardedTrainer(Trainer):
         if self.failures > most:
             raise UserError(
                 f"{self.folder.path}: {failure}, at step {self.step + 1}; that is failure "
-                f"{self.failures} and cluster.max_failures is {most}; mend the cause, then --resume auto"
+                f"{self.failures} and cluster.max_failures is {most}; remove the cause, then --resume auto"
             ) from None
         which = f"failure {self.failures} of at most {most}"
         if failure.preempted:

@@ -89,7 +89,8 @@ class DataConfig:
         entries = len(self.path) if isinstance(self.path, list) else 1
         if self.weights is not None and len(self.weights) != entries:
             raise UserError(
-                f"data.weights: {len(self.weights)} of them for {entries} entries of data.path; each has one"
+                f"data.weights: {len(self.weights)} weights for {entries} entries of data.path; give "
+                "one for each"
             )
         if self.documents == "packed" and self.separator == "":
             raise UserError('data.documents: packed documents need a data.separator that closes each, not ""')
@@ -122,12 +123,14 @@ class Batches:
         predicted: (n,) bool, None of all."""
         if consecutive and len(tokens) < batch * seqlen:
             raise UserError(
-                f"{len(tokens)} tokens are too few for {batch} rows that read on, of data.seqlen {seqlen}: "
-                "lower data.batch or data.seqlen"
+                f"{len(tokens)} tokens are too few for data.batch {batch} continuous rows of data.seqlen "
+                f"{seqlen}: lower one of them"
             )
         self.consecutive = consecutive
         if len(tokens) < seqlen + 1:
-            raise UserError(f"{len(tokens)} tokens are too few for data.seqlen {seqlen}")
+            raise UserError(
+                f"{len(tokens)} tokens are too few for data.seqlen {seqlen}: lower it, or give more text"
+            )
         self.tokens, self.seqlen, self.batch, self.seed = tokens, seqlen, batch, seed
         self.fingerprint, self.predicted = fingerprint, predicted
         self.epoch, self.position = 0, 0
@@ -316,7 +319,7 @@ def open_data(
     tokenizer = load_tokenizer(config.tokenizer, config.separator)
     weights, own = config.weights, config.validation_path is None
     if weights is not None and consecutive:
-        raise UserError("data.weights: rows that read on come from one stream; leave them out")
+        raise UserError("data.weights: training.carry_state previous needs one stream; leave one of them out")
     alone = weights is None or not isinstance(config.path, list)
     parts = [find_sources(entry) for entry in ([config.path] if alone else config.path or [])]
     others = [] if own else [find_sources(config.validation_path, "data.validation_path")]
@@ -374,8 +377,8 @@ def _check_tokens(
     """Raises a UserError where a model does not know all tokens, or documents cannot be told apart."""
     if config.documents == "packed" and not all(cache.apart for cache in caches):
         raise UserError(
-            f"data.separator: {tokenizer.decode(tokenizer.separator_ids)!r} stands inside conversations "
-            "too and would cut them; name another token"
+            f"data.separator: {tokenizer.decode(tokenizer.separator_ids)!r} is inside conversations too "
+            "and would cut them; name another token"
         )
     highest = max(cache.max_token_id for cache in caches)
     if vocab_size is not None and highest >= vocab_size:

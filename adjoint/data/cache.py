@@ -78,7 +78,8 @@ def open_tokens(
     cached = _read_cache(folder, key)
     if cached is None:
         raise UserError(
-            f"the token cache written in {folder} does not read back: is the disk sound, or full?"
+            f"the token cache written in {folder} cannot be read back: check whether the disk is "
+            "full or damaged"
         )
     return cached
 
@@ -214,7 +215,7 @@ class _Chats:
             mask = np.ones(n_total, bool)
             mask[np.concatenate(self.unpredicted)] = False
             if not mask.any():
-                raise UserError("data.path: its conversations have no answer of the role assistant to learn")
+                raise UserError("data.path: its conversations have no message of the role assistant to learn")
             out.write(mask.tobytes())
 
 

@@ -57,8 +57,8 @@ def _by_prefixes(ids_of: Any, chat: Chat) -> tuple[list[int], np.ndarray]:
             before, through = ids_of(chat.messages[:i], True), ids_of(chat.messages[: i + 1])
             if through[: len(before)] != before or whole[: len(through)] != through:
                 raise UserError(
-                    f"{chat.place}: the chat template writes message {i + 1} in another way where others "
-                    "follow; give the tokenizer a template with {% generation %} around answers"
+                    f"{chat.place}: the chat template writes message {i + 1} differently when others follow; "
+                    "give the tokenizer a template with {% generation %} around answers"
                 )
             predicted[len(before) : len(through)] = True
     return whole, predicted
@@ -88,7 +88,7 @@ def _template(name: str) -> Any:
             found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     if getattr(found, "chat_template", None) is None:
         raise UserError(
-            f"data.tokenizer {name}: has no chat template, which conversations need; name the folder of one "
-            "that has, or text by data.text_field"
+            f"data.tokenizer {name}: has no chat template, which conversations need; name a tokenizer folder "
+            "with one, or plain text by data.text_field"
         )
     return found

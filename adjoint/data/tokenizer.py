@@ -123,7 +123,7 @@ class FileTokenizer:
             if token in self._vocab:
                 return (self._vocab[token],)
         raise UserError(
-            f"data.tokenizer {self.name} has no end-of-text token that I know: "
+            f"data.tokenizer {self.name} has no known end-of-text token: "
             'name the token that closes a document with data.separator, or "" for none'
         )
 
@@ -169,8 +169,8 @@ def check_bytes(directory: str, vocab_size: int) -> None:
     """Raises a UserError where the model of a folder without a tokenizer cannot be one of bytes."""
     if vocab_size not in BYTES:
         raise UserError(
-            f"data.tokenizer: {directory} has no tokenizer, and {vocab_size} tokens are no bytes; put the "
-            'model\'s tokenizer into it, or name one with --data.tokenizer ("byte" for bytes all the same)'
+            f"data.tokenizer: {directory} has no tokenizer, and a vocabulary of {vocab_size} is not bytes; "
+            'put the model\'s tokenizer into it, or name one with --data.tokenizer ("byte" for bytes anyway)'
         )
 
 

@@ -325,9 +325,7 @@ class ShardedSteps(Steps):
                 "under fully_shard gradients are computed before the final state's is known: detach that"
             )
         if self.found is None:
-            raise RuntimeError(
-                "under fully_shard a loss is backpropagated once: its gradients are handed over"
-            )
+            raise RuntimeError("under fully_shard a loss can be backpropagated only once")
         scaled, found, self.found = Gradients(), self.found, None
         scale = 0.0 if d_loss is None else float(d_loss)
         high, low = largest(self.root, scale, -scale)

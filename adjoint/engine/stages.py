@@ -211,7 +211,7 @@ def check_windows(config: StackConfig, scheme: Scheme) -> None:
     others = [kind for kind in dict.fromkeys(config.mixers) if kind not in WINDOWED]
     if others and (scheme.window is not None or scheme.cut):
         raise UserError(
-            f"a window cuts the recurrences of {', '.join(WINDOWED)} layers, and this stack has "
+            f"windows work with {', '.join(WINDOWED)} layers, and this stack has "
             f"{', '.join(others)}: use Exact(), or LayerLocal() without a window"
         )
 

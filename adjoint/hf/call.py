@@ -235,7 +235,7 @@ class Call:
             if name == "logits_to_keep" and self.logits is not None and not whole:
                 continue
             remedy = REMEDIES.get(name, "leave it out")
-            check.refuse(self.model, f"{name} is not an input that chunks know: {remedy}")
+            check.refuse(self.model, f"{name} is not an input that can be split into chunks: {remedy}")
 
 
 def _plain(value: Any) -> bool:
@@ -262,7 +262,7 @@ def _mask(model: Any, mask: Any, ids: Tensor, targets: Tensor | None) -> Tensor 
     real = mask != 0
     if not torch.equal(real.to(mask.dtype), mask):
         raise ValueError(
-            "attention_mask has other values than 0 and 1: give packed documents as position_ids or seq_idx"
+            "attention_mask has values other than 0 and 1: give packed documents as position_ids or seq_idx"
         )
     begun, goes_on = (t.long().cumsum(1) > 0 for t in (real, real.flip(1)))
     if bool((begun & goes_on.flip(1) & ~real).any()):

@@ -17,7 +17,7 @@ OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
 # PEFT's hooks by which a call says what is to be done with each row or token of its batch.
 BY_POSITION = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
 ROUTED, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # losses beside the labels'
-ONE_PROCESS = "one process trains it: --cluster.shards 0"  # what cannot be cut into layers
+ONE_PROCESS = "train it in one process: --cluster.shards 0"  # what cannot be cut into layers
 
 
 class Refused(UserError):
@@ -46,7 +46,7 @@ def refuse_other_losses(model: Any, routed: bool, known: tuple[str, ...] = ()) -
         )
     for name, value in vars(model.config.get_text_config()).items():
         if "z_loss" in name and name not in known and isinstance(value, (int, float)) and value:
-            refuse(model, f"{name} is on, and that loss is not known here; set it to 0")
+            refuse(model, f"{name} adds a loss that is not supported; set it to 0")
 
 
 def refuse_what_is_known(model: Any) -> None:

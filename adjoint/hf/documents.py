@@ -40,9 +40,7 @@ def starts_of(kwargs: dict[str, Any], ids: Tensor, mask: Tensor | None = None) -
     begins = next(iter(found.values()), first)
     for name, others in found.items():
         if not torch.equal(others, begins):
-            raise ValueError(
-                f"{next(iter(found))} and {name} do not tell the same documents: give one of them"
-            )
+            raise ValueError(f"{next(iter(found))} and {name} describe different documents: give one of them")
     return [tuple(row.nonzero().flatten().tolist()) for row in begins.cpu()]
 
 

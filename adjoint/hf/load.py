@@ -33,7 +33,7 @@ def configuration(directory: str) -> Any:
     if not (Path(directory) / "config.json").is_file():
         raise UserError(
             f"{KEY}: {directory} has no config.json; name a folder that save_pretrained wrote, or that "
-            "huggingface_hub.snapshot_download brought"
+            "huggingface_hub.snapshot_download downloaded"
         )
     with _naming(directory):
         return AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -90,7 +90,7 @@ def _adapted(model: Any, lora: Mapping[str, Any]) -> Any:
     try:
         import peft
     except ImportError:
-        raise UserError("model.lora: adapters are PEFT's, which is not installed; pip install peft") from None
+        raise UserError("model.lora: needs PEFT, which is not installed; pip install peft") from None
     targets, rank = lora["target_modules"], lora["rank"]
     settings = {"r": rank, "lora_alpha": lora["alpha"] or 2 * rank, "lora_dropout": lora["dropout"]}
     settings["target_modules"] = _linear_maps(model) if targets is None else targets

@@ -73,8 +73,8 @@ def wrap(model: Any, method: Any = None) -> Any:
     for module in doors:
         if "forward" in vars(module):
             raise ValueError(
-                f"{type(module).__name__} has a forward of its own on the instance, which calls would go to: "
-                "wrap a model before accelerate.prepare or whatever else replaces it"
+                f"{type(module).__name__} has a forward of its own on the instance, which calls would use: "
+                "wrap the model before accelerate.prepare, or whatever else replaces the forward"
             )
     lock, outer = Lock(), None if model in doors else weakref.ref(model)
     for module, forward in doors.items():

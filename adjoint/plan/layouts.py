@@ -123,7 +123,7 @@ def rank(task: Task, progress: Callable[[int, int], None] = lambda done, of: Non
             continue
         fits.append((_least(task, fit), fit))
     if not fits:
-        raise UserError(f"--devices {task.devices}: no layout of so many workers goes: {refused[0]}")
+        raise UserError(f"--devices {task.devices}: no layout works: {refused[0]}")
     found: list[Ranked] = []
     best = float("inf")
     for done, (least, fit) in enumerate(sorted(fits, key=lambda one: one[0])):

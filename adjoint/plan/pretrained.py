@@ -183,8 +183,8 @@ class PretrainedModel(Model):
             raise UserError(f"method.name: {error}") from None
         if layout.sequence > 1 and any(layer.grown for layer in self.layers):
             raise UserError(
-                "cluster.sequence: keys and values stay with one worker, and this model's attention has "
-                "some; give --cluster.shards instead"
+                "cluster.sequence: this model has attention, whose keys and values stay with one worker; "
+                "use --cluster.shards instead"
             )
         batch, seqlen = size
         chunk = layout.at_most(chunk_size_for(batch, machine.kind), seqlen)

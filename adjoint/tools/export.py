@@ -52,7 +52,7 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
     trained = read_trainer(checkpoint).get("config", {})
     source = trained.get("model", {}).get("from_pretrained")
     if source is not None and layout != "transformers":
-        raise UserError(f"--format {layout}: the run is of transformers' model in {source}; leave it out")
+        raise UserError(f"--format {layout}: the run trains the transformers model in {source}; leave it out")
     config = checkpoint_config(checkpoint) if source is None else None
     reason = None if config is None else FORMATS[layout].why_not(config)
     if config is not None and reason is not None:

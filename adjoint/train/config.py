@@ -134,9 +134,9 @@ class TrainingConfig:
         if self.min_lr is not None and self.min_lr > self.lr:
             raise UserError(f"training.min_lr: {self.min_lr} is above training.lr {self.lr}; lower it")
         if self.min_lr is not None and self.schedule == "constant":
-            raise UserError("training.min_lr: the schedule constant falls to none; leave it out (null)")
+            raise UserError("training.min_lr: the schedule constant does not fall; leave it out (null)")
         if self.decay_steps is not None and self.schedule != "wsd":
-            raise UserError(f"training.decay_steps: is wsd's, not {self.schedule}'s; leave it out (null)")
+            raise UserError(f"training.decay_steps: is for wsd, not {self.schedule}; leave it out (null)")
         if self.schedule == "wsd" and self.warmup + self.decay > self.steps:
             raise UserError(
                 f"training.decay_steps: {self.warmup} steps of warm-up and {self.decay} of decay are more "
@@ -268,7 +268,7 @@ class ModelConfig(StackConfig):
         super().__post_init__()
         if self.lora is not None and self.from_pretrained is None:
             raise UserError(
-                "model.lora: adapters are of a model that is given; name it by model.from_pretrained"
+                "model.lora: adapters need a pretrained model; name its folder by model.from_pretrained"
             )
 
 
@@ -449,7 +449,7 @@ def _file_values(path: str | None) -> Iterator[tuple[str, Any]]:
     try:
         loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}; mend the file") from None
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}; correct the file") from None
     if not isinstance(loaded, dict):
         raise UserError(f"{path}: holds no sections; write them as 'training:' and keys indented below it")
     for section, content in loaded.items():
@@ -477,7 +477,7 @@ def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     for key, value in given.items():
         if value != own.get(key, getattr(default, key)):
             raise UserError(
-                f"model.{key}: {value} was given, and comes with model.from_pretrained; leave it out"
+                f"model.{key}: {value} was given, but model.from_pretrained has its own; leave it out"
             )
     return dataclasses.replace(default, **ours, **own)
 

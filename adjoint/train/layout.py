@@ -39,8 +39,8 @@ class Layout:
             number = getattr(self, key)
             if self.shards == 0 and number > 1:
                 raise UserError(
-                    f"cluster.{key}: {number} of them need processes of their own; "
-                    f"give --cluster.shards 1 or more, or --cluster.{key} 1"
+                    f"cluster.{key}: {number} needs worker processes; "
+                    f"set --cluster.shards to 1 or more, or --cluster.{key} to 1"
                 )
 
     # ------------------------------------------------------------------------------------ workers and ranks
@@ -137,8 +137,8 @@ class Layout:
         attends = any(mixer.attended_channels(model) for mixer in mixers)
         if attends and (self.helpers or self.sequence > 1):
             raise UserError(
-                f"cluster.{'helpers' if self.helpers else 'sequence'}: keys and values stay with one worker, "
-                "and this model's attention has some; give --cluster.shards instead"
+                f"cluster.{'helpers' if self.helpers else 'sequence'}: this model has attention, "
+                "whose keys and values stay with one worker; use --cluster.shards instead"
             )
         if self.helpers and not isinstance(method, LayerLocal):
             raise UserError(
@@ -148,11 +148,11 @@ class Layout:
         if self.sequence == 1:
             return
         if self.helpers:
-            raise UserError("cluster.helpers: go without cluster.sequence; leave one of them out")
+            raise UserError("cluster.helpers: do not work with cluster.sequence; leave one of them out")
         if isinstance(method, Backprop):
             raise UserError(
-                "cluster.sequence: backprop has one chunk, and there is nothing to deal out; use exact, or "
-                "more --cluster.shards"
+                "cluster.sequence: backprop has one chunk, which cannot be shared; use --method.name exact, "
+                "or more --cluster.shards"
             )
         if isinstance(method, Truncated) and method.window == "auto":
             raise UserError(
@@ -178,8 +178,8 @@ class Layout:
         chunks = -(-seqlen // size)
         if chunks < self.sequence:
             raise UserError(
-                f"cluster.sequence: {self.sequence} workers, and {chunks} chunks of {size} tokens to deal "
-                f"out; lower --method.chunk_size to {max(1, seqlen // self.sequence)} or less, or take at "
+                f"cluster.sequence: {self.sequence} workers for {chunks} chunks of {size} tokens; "
+                f"lower --method.chunk_size to {max(1, seqlen // self.sequence)} or less, or take at "
                 f"most {chunks} workers"
             )
 
@@ -192,11 +192,10 @@ class Layout:
             adapters: whether the model has some (``model.lora``).
         """
         if adapters:
-            raise UserError("model.lora: adapters are for one process; set cluster.shards to 0")
+            raise UserError("model.lora: shards do not train adapters; set cluster.shards to 0")
         if getattr(method, "memory", None) is not None:
             raise UserError(
-                "method.memory: a budget is for one process, shards keep one chunk each; leave it out, or "
-                "set cluster.shards to 0"
+                "method.memory: works in one process only; leave it out, or set cluster.shards to 0"
             )
         if carry_state != "none" and self.workers * self.replicas > self.shards:
             raise UserError(
@@ -205,6 +204,6 @@ class Layout:
             )
         if packed:
             raise UserError(
-                "data.documents: packed documents of a pretrained model are for one process; set "
+                "data.documents: packed documents of a pretrained model work in one process only; set "
                 'cluster.shards to 0, or data.documents to "stream"'
             )

@@ -67,8 +67,8 @@ def make_optimizer(
             from torchao.optim import AdamW8bit
         except ImportError:
             raise UserError(
-                "training.optimizer: adamw8bit is torchao's, which is not installed; pip install torchao, or "
-                "take adamw"
+                "training.optimizer: adamw8bit needs torchao, which is not installed; pip install torchao, "
+                "or use adamw"
             ) from None
         return AdamW8bit(groups, config.lr, config.betas, config.eps)
     fused = next(model.parameters()).is_cuda

@@ -154,7 +154,7 @@ class Trainer:
         plainly = self.method.name not in ("exact", "truncated")
         if self.data.packed and self.config.model.from_pretrained is not None and plainly:
             raise UserError(
-                "data.documents: transformers' layers read on across documents by themselves; use "
+                "data.documents: without chunks transformers' layers do not keep documents apart; use "
                 "--method.name exact"
             )
         self.model: Any

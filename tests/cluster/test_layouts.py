@@ -372,7 +372,7 @@ def test_small_gradients_travel_together(monkeypatch: pytest.MonkeyPatch) -> Non
 REFUSED: list[tuple[Layout, Any, str]] = [
     (Layout(3), Exact(7), r"^cluster\.shards: 3 shards for 2 layers; a shard needs a layer: take at most 2$"),
     (Layout(helpers=1), Exact(7), r"^cluster\.helpers: method exact has no tasks to share; use layer-local"),
-    (Layout(1, 2, helpers=1), LayerLocal(None, 4), r"^cluster\.helpers: go without cluster\.sequence"),
+    (Layout(1, 2, helpers=1), LayerLocal(None, 4), r"^cluster\.helpers: do not work with cluster\.sequence"),
     (Layout(1, 2), Backprop(), r"^cluster\.sequence: backprop has one chunk.* more --cluster\.shards$"),
     (Layout(1, 2), Truncated("auto"), r'^cluster\.sequence: window "auto" needs .* more --cluster\.shards$'),
 ]
@@ -393,7 +393,7 @@ def test_what_one_process_alone_can_do_is_refused() -> None:
         with pytest.raises(UserError, match=f"^{said}"):
             Layout(2, replicas=replicas).check_run(method, carry_state, packed)
     Layout(2).check_run(Exact(), "previous", False)
-    with pytest.raises(UserError, match=r"^cluster\.replicas: 2 of them need processes of their own"):
+    with pytest.raises(UserError, match=r"^cluster\.replicas: 2 needs worker processes"):
         Layout(0, replicas=2)
 
 
@@ -412,7 +412,7 @@ def test_fewer_chunks_than_workers_are_refused_in_one_line(
     chunks = -(-seqlen // chunk_size)
     with pytest.raises(UserError) as raised:
         made[0].accumulate(make_ids(2, seqlen))
-    words = f"{workers} workers, and {chunks} chunks of {chunk_size} tokens"
+    words = f"{workers} workers for {chunks} chunks of {chunk_size} tokens"
     assert words in str(raised.value) and "\n" not in str(raised.value)
     advised = int(str(raised.value).split("--method.chunk_size to ")[1].split()[0])
     assert -(-seqlen // advised) >= workers

@@ -226,7 +226,7 @@ def test_what_would_come_again_is_not_tried_again(tmp_path: Path, capsys: pytest
         trainer.failures = 0
     full = Cause("environment", 1, "/runs/x: No space left on device")
     with pytest.raises(
-        UserError, match=r"shard 1: environment: /runs/x: No space left .* come again: .* mend"
+        UserError, match=r"shard 1: environment: /runs/x: No space left .* happen again: .* correct"
     ):
         trainer._count_failure(ShardFailure([full, collateral], "save"), None)
     bug = Cause("error", 1, "TypeError: no", TypeError("no"))

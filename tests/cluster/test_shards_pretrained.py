@@ -249,7 +249,7 @@ def test_a_run_with_dropout_ends_as_if_undisturbed(
     "flags, said",
     [
         ({"method__name": "layer-local", "method__chunk_size": 20}, "takes Exact"),
-        ({"model__d_model": 32}, "model.d_model: 32 was given, and comes with model.from_pretrained"),
+        ({"model__d_model": 32}, "model.d_model: 32 was given, but model.from_pretrained has"),
         ({"model__from_pretrained": "nowhere"}, "nowhere has no config.json"),
     ],
 )

@@ -69,10 +69,10 @@ def test_processes_train_as_one(
     [
         ({"cluster__shards": 1}, "cluster.shards: Ray starts shards by itself"),
         ({"data__batch": 1}, "2 replicas for a batch of 1"),
-        ({"training__carry_state": "previous"}, "training.carry_state: states stay with one process"),
+        ({"training__carry_state": "previous"}, "training.carry_state: works in one process"),
         ({"training__profile": 1}, "training.profile: records one process"),
-        ({"training__device": "cuda:1"}, "training.device: each process has a GPU of its own"),
-        ({"method__name": "truncated", "method__window": "auto"}, "method.window: auto picks by all rows"),
+        ({"training__device": "cuda:1"}, "training.device: each process has its own GPU"),
+        ({"method__name": "truncated", "method__window": "auto"}, "method.window: auto needs all rows"),
     ],
 )
 def test_what_processes_refuse(

@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
         BATCH,
         EXACT,
     ),
-    "router_z_loss_coef is on, and that loss is not known here": (
+    "router_z_loss_coef adds a loss that is not supported": (
         MIXTRAL,
         {"router_z_loss_coef": 0.1},
         BATCH,

@@ -347,15 +347,15 @@ MASK = BATCH["attention_mask"]
 CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
     "pixel_values is not an input": {"pixel_values": PIXELS},
     "token_type_ids is not an input": {"token_type_ids": IDS},
-    "encoder_hidden_states is not an input that chunks know": {"encoder_hidden_states": PIXELS},
+    "encoder_hidden_states is not an input that can be split into chunks": {"encoder_hidden_states": PIXELS},
     "set the labels that do not count to -100": {"ignore_index": 5},
-    "logits_to_keep is not an input that chunks know: Exact and Truncated give logits beside a loss under "
-    "torch.no_grad()": {"logits_to_keep": 3},
+    "logits_to_keep is not an input that can be split into chunks: Exact and Truncated give logits beside a "
+    "loss under torch.no_grad()": {"logits_to_keep": 3},
     "an attention_mask that is a dict is not understood": {"attention_mask": {"full_attention": None}},
     "an attention_mask of 4 dimensions is not understood": {
         "attention_mask": torch.ones(2, 1, 29, 29).tril()
     },
-    "attention_mask has other values than 0 and 1": {"attention_mask": 2 * MASK},
+    "attention_mask has values other than 0 and 1": {"attention_mask": 2 * MASK},
     "zeros between ones": {"attention_mask": INSIDE},
     "labels count padded tokens, or a first one that padding precedes: set them to -100 where attention_mask "
     "is 0, and that of the first token after padding": {
@@ -374,7 +374,7 @@ CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
     "cu_seq_lens_q must rise from 0 to the 58 tokens of the batch; got [0, 29]": {
         "cu_seq_lens_q": torch.tensor([0, 29])
     },
-    "position_ids and seq_idx do not tell the same documents": {"position_ids": ROW, "seq_idx": ROW // 9},
+    "position_ids and seq_idx describe different documents": {"position_ids": ROW, "seq_idx": ROW // 9},
 }
 NO_LLAMA = {"GPT2": GPT2, "encoder": GPT2, "that is a dict": "Gemma3ForCausalLM"}  # by a part of the message
 
@@ -761,7 +761,7 @@ def test_a_forward_on_the_instance_is_refused() -> None:
     model = make(LLAMA)
     for module in (model, model.model):
         module.forward = module.forward
-        with one_line("wrap a model before accelerate.prepare"):
+        with one_line("wrap the model before accelerate.prepare"):
             wrapped(model)
         del module.forward
     wrapped(model)

@@ -244,7 +244,7 @@ def test_a_run_is_trained_stopped_and_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", ["attention", "gated_deltanet", "mamba3"])
 def test_windows_are_refused(variant: str) -> None:
     model, ids = make_model(variant), make_ids(2, 20)
-    message = f"a window cuts the recurrences of .* and this stack has {variant}: use Exact"
+    message = f"windows work with .* and this stack has {variant}: use Exact"
     for method in (Truncated(5), Truncated("auto"), Truncated(9, unbiased=True), LayerLocal(5)):
         with pytest.raises(ValueError, match=message):
             model(ids, labels=ids, method=method)
@@ -256,9 +256,13 @@ def test_windows_are_refused(variant: str) -> None:
 
 def test_keys_and_values_stay_with_one_worker() -> None:
     config = StackConfig(**{**SIZES, **UNWINDOWED["hybrid"]})
-    with pytest.raises(UserError, match=r"cluster.sequence: keys and values stay .* give --cluster.shards"):
+    with pytest.raises(
+        UserError, match=r"cluster.sequence: this model has attention, .* use --cluster.shards"
+    ):
         Layout(sequence=2).check(config, Exact())
-    with pytest.raises(UserError, match=r"cluster.helpers: keys and values stay .* give --cluster.shards"):
+    with pytest.raises(
+        UserError, match=r"cluster.helpers: this model has attention, .* use --cluster.shards"
+    ):
         Layout(helpers=1).check(config, LayerLocal())
     Layout(sequence=2).check(StackConfig(**{**SIZES, **UNWINDOWED["mamba3"]}), Exact())
 

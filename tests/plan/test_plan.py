@@ -309,11 +309,11 @@ def test_timeline_files(tmp_path: Path, devices: str, method: str) -> None:
                 "--seqlen",
                 "512",
             ],
-            "8 chunks of 64 tokens to deal out",
+            "8 chunks of 64 tokens; lower",
         ),
         (["--cluster.helpers", "2"], "has no tasks to share"),
         (["--model.d_modle", "3"], "did you mean model.d_model"),
-        (["--measure", "--device-tflops", "3"], "goes without --device-tflops"),
+        (["--measure", "--device-tflops", "3"], "does not work with --device-tflops"),
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], given: list[str], message: str) -> None:
@@ -473,7 +473,7 @@ def test_a_plan_of_a_folder(folders: dict[str, str], capsys: pytest.CaptureFixtu
         ),
         (["plan", "--cluster.shards", "2", "--cluster.helpers", "1"], "has no tasks to share"),
         (["plan", "--device-memory", "1MB"], "what fits:"),
-        (["plan", "--model.d_model", "64"], "comes with model.from_pretrained"),
+        (["plan", "--model.d_model", "64"], "model.from_pretrained has its own"),
         (["sweep", "--out", "nowhere"], "a sweep compares methods on a Stack"),
     ],
 )

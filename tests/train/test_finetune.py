@@ -117,7 +117,7 @@ def test_a_folder_without_a_tokenizer(base: Path, tmp_path: Path, capsys: pytest
     large = without_tokenizer(base, tmp_path / "large", 600)
     flags = options(large, training__steps=1, run__dir=tmp_path / "bytes")
     assert train_tiny(tmp_path, **flags) == 2
-    assert "has no tokenizer, and 600 tokens are no bytes" in capsys.readouterr().err
+    assert "has no tokenizer, and a vocabulary of 600 is not" in capsys.readouterr().err
     assert train_tiny(tmp_path, **flags, data__tokenizer="byte") == 0
     assert len(metrics(tmp_path / "bytes")) == 1
 
@@ -164,10 +164,10 @@ def test_adapters_without_a_gradient_are_told_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ({"cluster__shards": 1}, "model.lora: adapters are for one process"),
+        ({"cluster__shards": 1}, "model.lora: shards do not train adapters"),
         ({"model__lora__target_modules": "nothing"}, "model.lora.target_modules: "),
         ({"model__lora__rank": 0}, "--model.lora.rank: expected a whole number (1 or more)"),
-        ({"model__from_pretrained": "null"}, "model.lora: adapters are of a model that is given"),
+        ({"model__from_pretrained": "null"}, "model.lora: adapters need a pretrained model"),
         ({"model__lora__r": 3}, "did you mean model.lora.rank?"),
     ],
 )
@@ -231,7 +231,7 @@ def test_answers_alone_are_predicted(chatty: Path, tmp_path: Path, template: str
     assert {run.strip() for run in runs} == {"", "of a chunk", "that next needs"}
     text = data.tokenizer.decode(whole)
     assert text.startswith("<|user|>the state<|end|><|assistant|>of a chunk<|end|><|user|>is all<|end|>")
-    with pytest.raises(UserError, match=r"data.separator: '<\|end\|>' stands inside conversations"):
+    with pytest.raises(UserError, match=r"data.separator: '<\|end\|>' is inside conversations"):
         open_data(dataclasses.replace(config, documents="packed"))
 
 

@@ -152,7 +152,7 @@ def _check(found: Point, settings: dict[str, Any]) -> None:
         raise UserError(
             f"the gradient of {found['parameter']} differs by {found['difference']:.1e} when the model is "
             f"wrapped, more than the {limit:g} of rounding in {settings['dtype']}: nothing was timed; in "
-            "float32 (--dtype float32) this is a fault of adjoint's: report it with the model's config.json"
+            "float32 (--dtype float32) this is a bug in adjoint: report it with the model's config.json"
         )
 
 

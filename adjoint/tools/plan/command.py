@@ -114,7 +114,7 @@ def task_of(given: argparse.Namespace, config: Config) -> Task:
         from adjoint.plan.pretrained import outlined
 
         if config.model.lora is not None:
-            raise UserError("model.lora: plans are of runs that train all weights; leave it out")
+            raise UserError("model.lora: a plan counts all weights as trained; leave it out")
         if given.measure:
             raise UserError("--measure: times layers of a Stack; leave it out with model.from_pretrained")
         model = outlined(config.model.from_pretrained)
@@ -251,7 +251,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     if given.measure and gpus and not here:
         raise UserError("--measure: this machine has no GPU to time; leave it out, or --training.device cpu")
     if given.measure and given.device_tflops is not None:
-        raise UserError("--measure: goes without --device-tflops; leave one of them out")
+        raise UserError("--measure: does not work with --device-tflops; leave one of them out")
     return given, config
 
 
@@ -262,7 +262,7 @@ def _layout(devices: int | None, config: Config) -> Layout | None:
     if cluster.shards == "auto":
         if devices is None:
             raise UserError(
-                "cluster.shards: is auto, which a plan cannot know; say how many devices with --devices N"
+                "cluster.shards: auto is not known before a run; give the number of devices with --devices N"
             )
         room = devices // (layout.replicas * layout.sequence) - layout.helpers
         return dataclasses.replace(layout, shards=max(1, min(room, config.model.n_layer)))

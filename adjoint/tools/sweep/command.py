@@ -156,7 +156,7 @@ def _batches(request: Namespace, config: Config, shape: StackConfig) -> tuple[li
         return drawn, "random tokens", "random"
     text = open_data(data, request.seed, None if request.model else shape.vocab_size)
     if text.predicted is not None:
-        raise UserError("data.path: a sweep predicts all tokens, conversations have others; name text")
+        raise UserError("data.path: a sweep predicts all tokens, which conversations do not; name plain text")
     batches = [next(text.train) for _ in range(request.batches)]
     highest = max(int(ids.max()) for ids in batches)
     if highest >= shape.vocab_size:
