@@ -11,7 +11,9 @@ import dataclasses
 import functools
 import inspect
 import json
+import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -301,10 +303,11 @@ class Config:
 
 
 def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
-    """Read ``--config FILE`` (any number, later ones win) and ``--section.key value`` flags (they win).
+    """Read ``--config FILE`` (any number, later ones win), variables of the environment such as
+    ``ADJOINT_TRAINING__STEPS`` (they win) and ``--section.key value`` flags (they win over both).
 
     Raises:
-        UserError: one line naming the flag or file, what is wrong with it and what would be right.
+        UserError: one line naming the flag, file or variable, what is wrong with it and what would be right.
         SystemExit: code 0, after ``--help`` or ``--print_config``.
     """
     options, unknown = _parser(prog).parse_known_args(argv)
@@ -314,6 +317,10 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
             raise _unknown(name[2:], name)
         raise UserError(f"{unknown[0]!r}: not a flag; keys are given as --section.key value (see --help)")
     given = [(name, value, file) for file in options.config for name, value in _file_values(file)]
+    given += (from_environment := [each for each in _environment() if each[0] not in vars(options)])
+    if from_environment:
+        read = ", ".join(f"{variable}={text}" for _, text, variable in from_environment)
+        print(f"from the environment: {read}", file=sys.stderr)
     given += [(name, text, None) for name, text in vars(options).items() if "." in name]
     keys, values = known_keys(), dict[str, Any]()
     for name, value, file in given:
@@ -406,7 +413,7 @@ def _parser(prog: str) -> Flags:
         usage="%(prog)s [--config FILE] [--section.key VALUE ...] [--resume auto]",
         description="Train or fine-tune a language model on long text.",
         epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576). YAML files take the same keys; "
-        "flags override them.",
+        "environment variables (ADJOINT_TRAINING__STEPS=2) override them, flags override both.",
         argument_default=argparse.SUPPRESS,
     )
     text = "YAML file with any of the keys below"
@@ -466,6 +473,15 @@ def _file_values(path: str | None) -> Iterator[tuple[str, Any]]:
             raise UserError(
                 f"{path}: {section} is a section; write its keys indented below it, or leave it out"
             )
+
+
+def _environment() -> Iterator[tuple[str, str, str]]:
+    """The dotted key, the value and the name of each variable that gives one: ADJOINT_SECTION__KEY."""
+    spelled = {name.lower(): name for name in known_keys()}
+    for variable, text in sorted(os.environ.items()):
+        if variable.startswith("ADJOINT_") and "__" in variable:
+            name = variable.removeprefix("ADJOINT_").replace("__", ".").lower()
+            yield spelled.get(name, name), text, variable
 
 
 def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:

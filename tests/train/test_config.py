@@ -86,6 +86,22 @@ def test_flags_win_over_files_wherever_they_stand_and_later_files_over_earlier(t
     assert config.run.name == "b"
 
 
+def test_variables_win_over_files_and_flags_over_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text("training: {lr: 1e-3, steps: 7, seed: 3}\n")
+    for name, text in {"TRAINING__STEPS": "2", "MODEL__A_FLOOR": "0.5", "TRAINING__LR": "1"}.items():
+        monkeypatch.setenv(f"ADJOINT_{name}", text)
+    config = load_config(["--config", str(tmp_path / "a.yaml"), "--training.lr", "0.25"])
+    assert dataclasses.astuple(config.training)[:2] == (2, 3) and config.training.lr == 0.25
+    assert config.model.A_floor == 0.5
+    said = capsys.readouterr().err
+    assert said == "from the environment: ADJOINT_MODEL__A_FLOOR=0.5, ADJOINT_TRAINING__STEPS=2\n"
+    monkeypatch.setenv("ADJOINT_TRAINING__STEP", "2")
+    with pytest.raises(UserError, match=r"^ADJOINT_TRAINING__STEP: unknown key .* did you mean training\."):
+        load_config([])
+
+
 @pytest.mark.parametrize(
     ("written", "number"),
     [("16K", 16384), ("1M", 1048576), ("1.5k", 1536), ("16_384", 16384), (5, 5), ("2G", 2**31)],
