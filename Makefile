@@ -20,7 +20,7 @@ CODE   := adjoint benchmarks examples scripts tests $(wildcard train.py)
 # Set-up leaves compiling a module to its first import: kept, or every process of a test compiles torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-slow test-versions fuzz lint format benchmarks site setup setup-dev clean distclean
+.PHONY: help train test test-slow test-versions test-external fuzz lint format benchmarks site setup setup-dev clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -40,6 +40,13 @@ test-slow: setup-dev  ## run the tests marked slow, part by part, and record wha
 
 test-versions: setup-dev  ## run tests under other versions, row by row (docs/versions.md); ROWS="triton-3.6 python-3.13" runs two
 	JOBS=$(JOBS) $(BIN)/python scripts/versions.py $(ROWS)
+
+EXTERNAL := build/external
+test-external: setup-dev  ## compare with the references of mamba-ssm, causal-conv1d and fla, fetched into build/external
+	CAUSAL_CONV1D_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE \
+		$(BIN)/python -m pip install -q --no-deps --no-build-isolation --upgrade --target $(EXTERNAL) \
+		mamba-ssm causal-conv1d flash-linear-attention fla-core einops
+	PYTHONPATH=$(EXTERNAL) $(BIN)/python -m pytest -rs tests/external
 
 benchmarks: setup-dev  ## measure every figure of README and docs again, in hours; QUICK=1 tries each, in minutes
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
