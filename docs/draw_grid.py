@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from adjoint.engine.grid import Grid, Tile, make_grid
 from adjoint.methods import Exact, LayerLocal, Truncated
@@ -30,7 +31,11 @@ PANELS = [
     ("Forward, every method", Exact(CHUNK), "F"),
     ("Backward of Exact: dy from above, dS from the right", Exact(CHUNK), "B"),
     ("Backward of Truncated(window=4): dy from above, with a halo; no dS", Truncated(4, CHUNK), "BW"),
-    ("Backward of LayerLocal(window=4): dL/dy_K for every layer", LayerLocal(4, CHUNK), "BW"),
+    (
+        "Backward of LayerLocal(window=4): dL/dy_K for every layer (in full: chunk 2)",
+        LayerLocal(4, CHUNK),
+        "BW",
+    ),
 ]
 
 
@@ -41,19 +46,41 @@ def arrows(grid: Grid, kinds: str) -> set[tuple[str, Tile, Tile]]:
     return {(key[0], writer[key], t) for t in tiles for key in grid.reads(t) if key in writer}
 
 
-def draw(axes: object, title: str, grid: Grid, kinds: str) -> None:
+def draw(axes: Axes, title: str, grid: Grid, kinds: str) -> None:
+    """Of a method whose arrows go past layers, those to one chunk are drawn in full, the others faintly."""
+    boxes = {}
     for k, name in enumerate(NAMES):
         axes.text(-0.75, k, name, ha="right", va="center", fontsize=8)
         for c in range(grid.chunks):
-            box = FancyBboxPatch(
-                (c - 0.28, k - 0.2), 0.56, 0.4, "round,pad=0.02", fc="0.93", ec="0.5", lw=0.8
+            boxes[k, c] = FancyBboxPatch(
+                (c - 0.24, k - 0.14), 0.48, 0.28, "round,pad=0.02", fc="0.93", ec="0.5", lw=0.8, zorder=3
             )
-            axes.add_patch(box)
-    for what, a, b in sorted(arrows(grid, kinds), key=str):
-        bend = 0.0 if abs(a.stage - b.stage) + abs(a.chunk - b.chunk) == 1 else 0.18
-        shape = {"arrowstyle": "-|>", "color": COLOURS[what], "lw": 1.0, "shrinkA": 9, "shrinkB": 9}
-        shape["connectionstyle"] = f"arc3,rad={bend}"
-        axes.annotate("", (b.chunk, b.stage), (a.chunk, a.stage), arrowprops=shape)
+            axes.add_patch(boxes[k, c])
+    found = sorted(arrows(grid, kinds), key=str)
+    far = any(abs(a.stage - b.stage) > 1 for _, a, b in found)
+    for what, a, b in found:
+        x, y = (a.chunk, a.stage), (b.chunk, b.stage)
+        steps = abs(a.stage - b.stage)
+        # those that go past a box bend around it; of two between the same boxes one passes on each side
+        bend = {"spill": -0.25}.get(what, 0.0) if steps <= 1 else 0.3 if a.chunk == b.chunk else 0.12
+        faint = far and b.chunk != grid.chunks // 2
+        axes.add_patch(
+            FancyArrowPatch(
+                x,
+                y,
+                arrowstyle="-|>",
+                mutation_scale=9,
+                color=COLOURS[what],
+                alpha=0.2 if faint else 1.0,
+                lw=1.0,
+                patchA=boxes[a.stage, a.chunk],
+                patchB=boxes[b.stage, b.chunk],
+                shrinkA=1,
+                shrinkB=1,
+                connectionstyle=f"arc3,rad={bend}",
+                zorder=2,  # behind the boxes that it goes past
+            )
+        )
     axes.set_xlim(-1.9, grid.chunks - 0.4)
     axes.set_ylim(-0.6, len(NAMES) - 0.4)
     axes.set_xticks(range(grid.chunks), [f"chunk {c}" for c in range(grid.chunks)], fontsize=8)

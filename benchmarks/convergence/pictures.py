@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,16 +43,17 @@ def styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def draw(result: Row) -> Any:
-    """A column a task: above, training loss against steps (median over the seeds and each of them);
-    below, accuracy against distance, or for text what the methods lose on the held-out split."""
+    """A column a task: above, training loss against steps (median over the seeds and each of them), for text
+    minus Backprop's, as the losses coincide; below, accuracy against distance, or for text what the methods
+    lose on the held-out split."""
     plt = report.pyplot()
     tasks = list(result["tasks"])
     style = styles(list(dict.fromkeys(row["method"] for row in result["rows"])))
     figure, panels = plt.subplots(2, len(tasks), figsize=(4.1 * max(len(tasks), 2) + 0.6, 7.4), squeeze=False)
     for (above, below), task in zip(panels.T, tasks, strict=True):
-        _draw_losses(above, result, task, style)
-        above.set_title(result["tasks"][task]["label"], fontsize=10.5)
         recall = any("accuracy" in curve for curve in curves_of(result, task))
+        _draw_losses(above, result, task, style, apart=not recall)
+        above.set_title(result["tasks"][task]["label"], fontsize=10.5)
         (_draw_accuracy if recall else _draw_held_out)(below, result, task, style)
     figure.legend(
         handles=[plt.Line2D([], [], **look, label=label(method)) for method, look in style.items()],
@@ -72,13 +74,20 @@ def _draw_curve(
         axes.plot(at, seed, color=look["color"], linestyle=look["linestyle"], linewidth=0.8, alpha=0.45)
 
 
-def _draw_losses(axes: Any, result: Row, task: str, style: Row) -> None:
+def _draw_losses(axes: Any, result: Row, task: str, style: Row, apart: bool) -> None:
+    """With `apart`: each seed's difference from Backprop's with the same seed."""
     block, steps = result["block_steps"], result["tasks"][task]["steps"]
-    for curve in curves_of(result, task):
-        seeds = list(curve["losses"].values())
+    curves = {curve["method"]: curve["losses"] for curve in curves_of(result, task)}
+    baseline = curves.get("backprop") if apart else None
+    for method, losses in curves.items():
+        seeds = list(losses.values())
+        if baseline is not None:
+            pairs = ((losses[seed], baseline[seed]) for seed in losses.keys() & baseline.keys())
+            seeds = [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
         at = [min((i + 0.5) * block, steps) for i in range(len(seeds[0]))]
-        _draw_curve(axes, at, seeds, style[curve["method"]], curve["method"])
-    axes.set(xlabel="step", ylabel="training loss, nats a token")
+        _draw_curve(axes, at, seeds, style[method], method)
+    what = "training loss" if baseline is None else "training loss above Backprop's"
+    axes.set(xlabel="step", ylabel=f"{what}, nats per token")
 
 
 def _draw_accuracy(axes: Any, result: Row, task: str, style: Row) -> None:
@@ -89,6 +98,14 @@ def _draw_accuracy(axes: Any, result: Row, task: str, style: Row) -> None:
         _draw_curve(
             axes, distances, seeds, style[curve["method"]], curve["method"], marker="o", markersize=3.5
         )
+    lowest = {
+        curve["method"]: min(medians([[s[str(d)] for d in distances] for s in curve["accuracy"].values()]))
+        for curve in curves
+    }
+    if right := [method for method, share in lowest.items() if share >= 0.97]:  # they coincide
+        names = "all methods" if len(right) == len(curves) else ", ".join(map(label, right))
+        text = textwrap.fill(f"lowest median {min(lowest[m] for m in right):.0%}: {names}", 60)
+        axes.set_title(text, fontsize=8, fontweight="normal")
     small: Row = {"textcoords": "offset points", "fontsize": 8, "color": "#666666"}
     before = before_training(result, task)
     if before:
@@ -114,7 +131,7 @@ def _draw_held_out(axes: Any, result: Row, task: str, style: Row) -> None:
         axes.annotate(f"{row['held_out']:.3f}{gap}", (row["held_out_max"], height), xytext=(8, 0),
                       textcoords="offset points", va="center", fontsize=8)  # fmt: skip
     axes.set_yticks(range(len(rows)), [label(row["method"]) for row in rows])
-    axes.set_xlabel("loss on held-out text, nats a byte (gap to Backprop)")
+    axes.set_xlabel("loss on held-out text, nats per byte (gap to Backprop)")
     axes.margins(x=0.35)
     axes.set_xlim(left=axes.dataLim.x0 - 0.08 * axes.dataLim.width)
     axes.grid(False, axis="y")

@@ -218,7 +218,7 @@ def draw(run: Point) -> Any:
         2, 1, sharex=True, figsize=(11, 2.2 + 0.7 * number), squeeze=False
     )
     for ax, (label, all_spans, seconds) in zip(axes[:, 0], panels, strict=True):
-        for span in joined_spans(sorted(all_spans, key=lambda s: s.start), 0.0, end / 500):
+        for span in joined_spans(sorted(all_spans, key=lambda s: s.start), end / 500):
             length, middle = span.stop - span.start, (span.start + span.stop) / 2
             ax.barh(span.worker, length, left=span.start, height=0.8, color=COLOURS[span.tile.kind],
                     edgecolor="white", linewidth=0.4)  # fmt: skip

@@ -19,9 +19,9 @@ from adjoint.plan import estimate as plan_time
 from adjoint.plan.count import Conditions, counting, fake_tensors
 from adjoint.plan.layouts import Task, rank
 from adjoint.plan.memory import Machine, Setup, needs
-from adjoint.plan.simulate import Span
+from adjoint.plan.simulate import Span, Timeline
 from adjoint.plan.stack import model_of
-from adjoint.tools.plan.plot import joined_spans
+from adjoint.tools.plan.plot import joined_spans, shares_of
 from adjoint.train.layout import Layout
 
 # --------------------------------------------------------------------------------------------------- time
@@ -252,12 +252,12 @@ def test_layouts_are_compared_where_none_is_given(capsys: pytest.CaptureFixture[
     assert "shards  sequence  replicas" in out and "slower: its" in out
 
 
-def test_bars_of_a_picture_join_layers_then_chunks() -> None:
+def test_bars_of_a_picture_join_layers_and_its_shares_are_the_time() -> None:
     def spans(*tiles: tuple[str, int, int], seconds: float) -> list[Span]:
         return [Span(0, seconds * i, seconds * (i + 1), Tile(*t)) for i, t in enumerate(tiles)]
 
     tiles = [("F", 1, 0), ("F", 2, 0), ("F", 1, 1), ("W", 2, 0), ("W", 1, 0), ("W", 1, 1)]
-    wide = joined_spans(spans(*tiles, seconds=1.0), 0.5, 0.01)
+    wide = joined_spans(spans(*tiles, seconds=1.0), 0.01)
     assert [(s.tile.kind, s.stop - s.start) for s in wide] == [
         ("F", 2),
         ("F", 1),
@@ -265,8 +265,15 @@ def test_bars_of_a_picture_join_layers_then_chunks() -> None:
         ("W", 1),
         ("W", 1),
     ]
-    narrow = joined_spans(spans(*tiles, seconds=1.0), 5.0, 0.01)
-    assert [(s.tile.kind, s.stop - s.start) for s in narrow] == [("F", 3), ("W", 3)]
+    timeline = Timeline(8.0, (6.0,), tuple(spans(*tiles, seconds=1.0)))
+    shares = shares_of(timeline, 5)
+    assert [dict(shares[0, c]) for c in range(5)] == [
+        {"F": pytest.approx(1.6)},
+        {"F": pytest.approx(1.4), "W": pytest.approx(0.2)},
+        {"W": pytest.approx(1.6)},
+        {"W": pytest.approx(1.2)},
+        {},
+    ]
 
 
 @pytest.mark.parametrize("devices, method", [("1", "backprop"), ("2", "exact"), ("4", "layer-local")])

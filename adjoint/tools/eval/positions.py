@@ -95,12 +95,19 @@ def _curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Loss against position, a line per run and length."""
+    """Loss against position: a colour per run, a dash per length; how many windows each is a mean of."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    dashes = dict(zip(sorted({row["length"] for row in rows}), itertools.cycle(["-", "--", ":", "-."])))
     for name, mine in _curves(rows).items():
+        first = mine[0]  # which has a prediction of every position, of every window
+        windows = first["predictions"] // min(first["stop"], first["length"] - 1)
         middles = [math.sqrt(max(row["start"], FIRST / 2) * row["stop"]) for row in mine]
-        axes.plot(middles, [row["loss"] for row in mine], "o-", markersize=4, label=name)
+        colour = f"C{runs.index(first['run'])}"
+        look = {"color": colour, "linestyle": dashes[first["length"]], "marker": "o", "markersize": 4}
+        label = f"{name}, {windows:,} window" + "s" * (windows != 1)
+        axes.plot(middles, [row["loss"] for row in mine], label=label, **look)
     axes.set(xscale="log", xlabel="position in the window", ylabel="loss (nats per token)")
     axes.set_title("loss by position, held-out text")
     axes.grid(alpha=0.25)

@@ -1,12 +1,14 @@
-"""A step as a Gantt chart: a row a worker, a bar a tile, gaps where a worker waits."""
+"""A step as a Gantt chart: a row a worker, a bar a tile, gaps where a worker waits. Of tiles too short to be
+seen, the share of time that each kind takes."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from adjoint.engine.grid import KINDS
 from adjoint.files import new_figure, save_figure
@@ -32,9 +34,13 @@ def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, t
     axes = figure.add_subplot()
     narrow = timeline.seconds / 250  # some pixels: lines between shorter bars would cover them
     rows: dict[tuple[int, str], list[Span]] = defaultdict(list)
-    for span in joined_spans(timeline.spans, narrow, timeline.seconds / 2000):
+    bars = joined_spans(timeline.spans, timeline.seconds / 2000)
+    crowded = bool(bars) and statistics.median(bar.stop - bar.start for bar in bars) < narrow
+    for span in bars:
         rows[span.worker, span.tile.kind].append(span)
-    for (worker, kind), bars in rows.items():
+    if crowded:  # bars of a pixel or two would be a pattern of the picture's own
+        _draw_shares(axes, timeline, min(max(max(map(len, rows.values())) // 4, 20), 250), scale)
+    for (worker, kind), bars in () if crowded else rows.items():
         axes.broken_barh(
             [(bar.start * scale, (bar.stop - bar.start) * scale) for bar in bars],
             (worker - 0.4, 0.8),
@@ -56,7 +62,8 @@ def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, t
     handles = [
         Patch(facecolor=COLOURS[k], label=NAMES[k]) for k in NAMES if any(k == kind for _, kind in rows)
     ]
-    handles.append(Patch(facecolor="white", edgecolor="tab:gray", label=caption(timeline)))
+    note = caption(timeline) + "; heights are shares of time" * crowded
+    handles.append(Patch(facecolor="white", edgecolor="tab:gray", label=note))
     figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", frameon=False, fontsize=9)
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
@@ -68,20 +75,13 @@ def caption(timeline: Timeline) -> str:
     return f"idle: {timeline.idle_share:.1%} of all workers' time"
 
 
-def joined_spans(spans: Sequence[Span], narrow: float, gap: float) -> list[Span]:
+def joined_spans(spans: Sequence[Span], gap: float) -> list[Span]:
     """Tiles as they can be drawn: a worker's layers on one chunk as one, if no more than `gap` seconds lie
-    between them; where such bars are mostly shorter than `narrow` seconds, the chunks' too."""
-    bars = _joined(
-        spans, gap, lambda s: (s.tile.kind, s.tile.chunk, s.tile.stage if s.tile.kind == "W" else 0)
-    )
-    lengths = defaultdict(list)
-    for bar in bars:
-        lengths[bar.worker, bar.tile.kind].append(bar.stop - bar.start)
-    short = {key for key, found in lengths.items() if statistics.median(found) < narrow}
-    return _joined(bars, gap, lambda s: s.tile.kind if (s.worker, s.tile.kind) in short else s)
+    between them."""
 
+    def name(span: Span) -> tuple[str, int, int]:
+        return span.tile.kind, span.tile.chunk, span.tile.stage if span.tile.kind == "W" else 0
 
-def _joined(spans: Sequence[Span], gap: float, name: Callable[[Span], object]) -> list[Span]:
     drawn: list[Span] = []
     latest: dict[int, int] = {}  # of each worker, where in `drawn` its last bar is
     for span in spans:
@@ -96,6 +96,30 @@ def _joined(spans: Sequence[Span], gap: float, name: Callable[[Span], object]) -
     return drawn
 
 
+def _draw_shares(axes: Any, timeline: Timeline, columns: int, scale: float) -> None:
+    """Of each worker's row, in each of so many columns, as much in a kind's colour as it took of the time."""
+    shares, each = shares_of(timeline, columns), timeline.seconds / columns
+    edges = [column * each * scale for column in range(columns + 1)]
+    for worker in range(len(timeline.busy)):
+        below = [worker + 0.4] * columns
+        for kind in NAMES:
+            above = [y - 0.8 * shares[worker, c][kind] / each for c, y in enumerate(below)]
+            drawn = ([*heights, heights[-1]] for heights in (below, above))
+            axes.fill_between(edges, *drawn, step="post", color=COLOURS[kind], linewidth=0)
+            below = above
+
+
+def shares_of(timeline: Timeline, columns: int) -> dict[tuple[int, int], Counter[str]]:
+    """Of each worker and column of the picture, the seconds of each kind of tile."""
+    shares: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
+    each = timeline.seconds / columns if timeline.seconds else 1.0
+    for span in timeline.spans:
+        for column in range(int(span.start / each), min(int(span.stop / each) + 1, columns)):
+            part = min(span.stop, (column + 1) * each) - max(span.start, column * each)
+            shares[span.worker, column][span.tile.kind] += max(part, 0.0)  # type: ignore[assignment]
+    return shares
+
+
 def text_timeline(timeline: Timeline, labels: Sequence[str], width: int = 100, most: int = 64) -> str:
     """The same in characters: a row a worker, a column the kind of tile that took most of its time, a blank
     where waiting took more than all of them.
@@ -107,12 +131,7 @@ def text_timeline(timeline: Timeline, labels: Sequence[str], width: int = 100, m
     margin = max(map(len, labels)) + 1
     columns = max(width - margin - 1, 20)
     shown = range(0, workers, -(-workers // most))
-    each = timeline.seconds / columns if timeline.seconds else 1.0
-    shares: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
-    for span in timeline.spans:
-        for column in range(int(span.start / each), min(int(span.stop / each) + 1, columns)):
-            part = min(span.stop, (column + 1) * each) - max(span.start, column * each)
-            shares[span.worker, column][span.tile.kind] += max(part, 0.0)  # type: ignore[assignment]
+    each, shares = timeline.seconds / columns if timeline.seconds else 1.0, shares_of(timeline, columns)
 
     def sign(found: Counter[str]) -> str:
         return " " if found.total() < each / 2 else SIGNS[found.most_common(1)[0][0]]
