@@ -26,29 +26,35 @@ from adjoint.errors import UserError
 from adjoint.memory import out_of_memory
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("adjoint.cluster.training:main", "train a model: python train.py is the same"),
+    "train": ("adjoint.cluster.training:main", "train or fine-tune a model (python train.py is the same)"),
     "sweep": (
         "adjoint.tools.sweep.command:main",
-        "gradients of the methods against backpropagation: how long a window?",
+        "gradient error of the methods against backpropagation, per window",
     ),
     "compare": (
         "adjoint.tools.compare.command:main",
-        "memory, time and longest sequence of a Hugging Face model, wrapped and not",
+        "memory, time and longest sequence of a Hugging Face model, wrapped and not wrapped",
     ),
     "plan": (
         "adjoint.tools.plan.command:main",
-        "memory and time of a run before it runs, and a picture of its pipeline",
+        "predict memory and time of a run, and draw its pipeline",
     ),
     "eval": (
         "adjoint.tools.eval.command:main",
-        "a model's loss by position, on texts far longer than it was trained on",
+        "loss by position, on texts far longer than the training length",
     ),
-    "export": ("adjoint.tools.export:main", "a run's model as a folder that transformers or mamba-ssm loads"),
+    "export": (
+        "adjoint.tools.export:main",
+        "write a run's model to a folder that transformers or mamba-ssm loads",
+    ),
     "doctor": (
         "adjoint.tools.doctor:main",
-        "what this machine has, which code runs what, and whether it works",
+        "report what this machine has, which code runs what, and whether it works",
     ),
-    "cluster": ("adjoint.cluster.command:main", "GPUs and MIG slices of this node, and how Ray gets them"),
+    "cluster": (
+        "adjoint.cluster.command:main",
+        "list this node's GPUs and MIG slices, and how to start Ray with them",
+    ),
 }
 
 

@@ -50,16 +50,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     env = commands.add_parser(
         "env",
-        help="GPUs and MIG slices of this node, and the Ray command that offers them",
-        description="Lists this node's GPUs and MIG slices and prints the command that starts Ray on "
-        "it: Ray does not count MIG slices by itself. A CUDA_VISIBLE_DEVICES that is set is kept to.",
+        help="this node's GPUs and MIG slices, and the command that starts Ray with them",
+        description="List this node's GPUs and MIG slices, and print the command that starts Ray on it: Ray "
+        "does not count MIG slices by itself. CUDA_VISIBLE_DEVICES is respected.",
     )
     form = env.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="the same as JSON")
+    form.add_argument("--json", action="store_true", help="print it as JSON")
     form.add_argument(
         "--start",
         metavar="ARGUMENTS",
-        help="print the command alone, with these arguments of ray start, for a shell to run: "
+        help="print only the command, with these arguments of ray start, for a shell to run: "
         """eval "$(adjoint cluster env --start='--address=10.0.0.1:6379')\"""",
     )
     return parser

@@ -81,13 +81,13 @@ def main(argv: list[str]) -> int:
     """`adjoint doctor`: exit code 0, or 1 if no backend computes a selective scan right."""
     parser = Flags(
         prog="adjoint doctor",
-        description="What this machine has and which code runs what: versions, devices and MIG slices, the "
-        "scan backends and why one is not usable, the build of the C++ kernels, threads, the allocator; and "
-        "a check of every usable backend against the reference in float64.",
-        epilog="Takes a few seconds; the first time also the seconds that building the C++ kernels takes. "
+        description="Report what this machine has and which code runs what: versions, devices, MIG slices, "
+        "the scan backends and why one is not usable, the build of the C++ kernels, threads, the allocator. "
+        "Checks every usable backend against the reference in float64.",
+        epilog="Takes a few seconds, and the first time some more to build the C++ kernels. "
         "Exit code 0, or 1 if no backend works.",
     )
-    parser.add("--json", "the same as JSON, for programs and bug reports", action="store_true")
+    parser.add("--json", "print it as JSON, for programs and bug reports", action="store_true")
     as_json = parser.parse_args(argv).json
     report = examine()
     if as_json:

@@ -28,13 +28,14 @@ def main(argv: list[str]) -> int:
     parser = Flags(
         prog="adjoint export",
         usage="%(prog)s RUN --to DIR [--format mamba-ssm]",
-        description="Write a run's model as a folder that AutoModelForCausalLM.from_pretrained of "
-        "transformers, or MambaLMHeadModel.from_pretrained of mamba-ssm, loads. Weights keep the "
-        "checkpoint's dtype.",
+        description="Write a run's model to a folder that transformers' "
+        "AutoModelForCausalLM.from_pretrained, or mamba-ssm's MambaLMHeadModel.from_pretrained, loads. Weights keep the checkpoint's dtype.",
     )
     parser.add_argument("run", metavar="RUN", help="a run's folder (its newest checkpoint) or a checkpoint")
-    parser.add_argument("--to", metavar="DIR", required=True, help="folder to write: a new or an empty one")
-    parser.add_argument("--format", choices=FORMATS, default="transformers", help="default: %(default)s")
+    parser.add_argument("--to", metavar="DIR", required=True, help="folder to write, new or empty")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="transformers", help="layout of the folder; default: %(default)s"
+    )
     request = parser.parse_args(argv)
     checkpoint = find_checkpoint(request.run)
     told = export(checkpoint, Path(request.to), request.format)

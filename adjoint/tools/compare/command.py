@@ -208,23 +208,38 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
         "memory and time of forward + backward as it is, with gradient checkpointing, and wrapped; how far "
         "gradients differ; and the longest sequence that fits.",
         epilog="The method's own settings are flags too, as for adjoint train: --method.chunk_size 4K. "
-        "Memory is what a step takes beyond the imports: weights, gradients and activations, without an "
+        "Memory is a step's peak above the imports: weights, gradients and activations, without an "
         "optimizer.",
     )
     add = parser.add
     ways, least = ",".join(WAYS), reads(Positive)
-    add("model", "a folder of transformers, or a config.json: without weights they are random", metavar="DIR")
-    add("--lengths", "tokens; default: %(default)s", comma_list(reads(SeqLen)), default="4K,16K,64K")
-    add("--memory", "limit of a step, as 8GB; default: three quarters of all there is", size_bytes)
-    add("--ways", "of %(default)s; default: all", comma_list(reads(Literal[WAYS])), default=ways)
-    add("--method", "of the wrapped model: exact or truncated; default: %(default)s", default=Exact.name)
+    add(
+        "model",
+        "a folder with a transformers model, or a config.json; without weights they are random",
+        metavar="DIR",
+    )
+    add(
+        "--lengths",
+        "sequence lengths in tokens; default: %(default)s",
+        comma_list(reads(SeqLen)),
+        default="4K,16K,64K",
+    )
+    add(
+        "--memory", "memory limit of a step, such as 8GB; default: three quarters of the device's", size_bytes
+    )
+    add("--ways", "some of %(default)s; default: all", comma_list(reads(Literal[WAYS])), default=ways)
+    add(
+        "--method",
+        "method of the wrapped model: exact or truncated; default: %(default)s",
+        default=Exact.name,
+    )
     add("--dtype", "float32, bfloat16 or float64; default: %(default)s", reads(Precision), default="auto")
-    add("--batch", "sequences; default: %(default)s", least, default="1", metavar="N")
-    add("--repeat", "passes that are timed; default: %(default)s", least, default="3", metavar="N")
+    add("--batch", "sequences per step; default: %(default)s", least, default="1", metavar="N")
+    add("--repeat", "timed passes; default: %(default)s", least, default="3", metavar="N")
     add("--device", "auto, cpu, cuda or cuda:1; default: %(default)s", default="auto")
     add("--search", "double the length until it does not fit, instead of extrapolating", action="store_true")
-    add("--fresh", "measure again what was measured before", action="store_true")
-    add("--out", "folder of the results; default: %(default)s", Path, default=Path("compare"), metavar="DIR")
+    add("--fresh", "discard earlier results and measure all", action="store_true")
+    add("--out", "folder for the results; default: %(default)s", Path, default=Path("compare"), metavar="DIR")
     given, rest = parser.parse_known_args(argv)
     for word in rest:
         if not word.startswith("--method.") and word.startswith("-"):

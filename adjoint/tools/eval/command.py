@@ -51,35 +51,40 @@ def main(argv: list[str]) -> int:
         prog="adjoint eval",
         usage="%(prog)s RUN [RUN ...] [--needles] [--lengths 4K,64K,1M] [--path TEXT] [--out DIR]",
         description="Print and draw the loss by position on held-out text, for windows of several lengths; "
-        "or, with --needles, how well a key is recalled that such a window hides at several depths. States "
-        "are carried from chunk to chunk: memory does not grow with the length (of attention, by its keys "
-        "and values alone).",
+        "or, with --needles, how often a pass key hidden at several depths of the text is recalled. States "
+        "are carried from chunk to chunk: memory does not grow with the length, except by attention's keys "
+        "and values.",
     )
     add = parser.add
-    add("runs", "a run's folder, a checkpoint, or a folder of transformers", metavar="RUN", nargs="+")
+    add(
+        "runs",
+        "a run's folder, a checkpoint, or a folder with a transformers model",
+        metavar="RUN",
+        nargs="+",
+    )
     add("--needles", "hide pass keys in the text and ask for them at its end", action="store_true")
     add(
         "--lengths",
-        "tokens of the windows, as 4K,64K,1M (default %(default)s)",
+        "window lengths in tokens, such as 4K,64K,1M (default %(default)s)",
         comma_list(reads(SeqLen)),
         default=LENGTHS,
     )
-    add("--path", "the text; default: the run's own, of which the held-out part is read")
+    add("--path", "text to read; default: the held-out part of the run's own")
     add(
         "--tokens",
-        "tokens read for each length, at least one window, or one a depth (default 256K, of needles 1M)",
+        "tokens to read per length, at least one window (needles: one per depth); default 256K, needles 1M",
         reads(Positive),
     )
     add("--device", "auto, cpu, cuda or cuda:1 (default %(default)s)", default="auto")
     add(
         "--precision",
-        "float32, bfloat16 or float64; auto (default): what the device does best",
+        "float32, bfloat16, float64, or auto (default): bfloat16 where a GPU has it natively",
         reads(Precision),
         default="auto",
     )
     add(
         "--out",
-        "where eval.json and eval.png go (needles.json, needles.png); default: eval in the first RUN",
+        "folder for eval.json and eval.png (needles.json, needles.png); default: eval in the first RUN",
         Path,
         metavar="DIR",
     )

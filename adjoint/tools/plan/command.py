@@ -163,29 +163,43 @@ def _parser() -> argparse.ArgumentParser:
     parser = Flags(
         prog="adjoint plan",
         usage="%(prog)s [--config FILE] [--seqlen N] [--devices N] [--device-memory 40GB] …",
-        description="Memory and time of a training run before it runs: part by part for each device, whether "
-        "it fits, up to what length it would, and how much of the pipeline's time is waiting. With --devices "
-        "and no --cluster.shards, layouts are compared: shards × workers of a sequence × replicas, and the "
-        "fastest that fits is planned.",
+        description="Predict memory and time of a training run: what each device holds, part by part, whether "
+        "it fits, the longest sequence that would, and how much of the pipeline's time is waiting. With "
+        "--devices and no --cluster.shards, layouts (shards × workers of a sequence × replicas) are ranked, "
+        "and the fastest that fits is planned.",
         epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576), sizes 40GB (10⁹) or 40GiB (2³⁰)."
         " All keys of adjoint train are flags here too (--model.d_model, --method.chunk_size, …).",
     )
     add = parser.add
     add("--config", "configuration, as for adjoint train", action="append", default=[], metavar="FILE")
-    add("--seqlen", "tokens a sequence; default: the configuration's data.seqlen", reads(SeqLen), metavar="N")
-    add("--devices", "how many compute; default: those of cluster.shards, …", reads(Positive), metavar="N")
-    memory = "of each device, such as 40GB; or one of each worker, as 20GB,10GB,10GB"
+    add(
+        "--seqlen",
+        "tokens per sequence; default: the configuration's data.seqlen",
+        reads(SeqLen),
+        metavar="N",
+    )
+    add("--devices", "number of devices; default: as the cluster keys say", reads(Positive), metavar="N")
+    memory = "memory of each device, such as 40GB; or one size per worker, as 20GB,10GB,10GB"
     add("--device-memory", memory, _sizes, metavar="SIZE")
-    add("--device", f"memory and rate of a known GPU: {', '.join(GPUS)}", _gpu, metavar="NAME")
+    add("--device", f"take memory and speed of a known GPU: {', '.join(GPUS)}", _gpu, metavar="NAME")
     rate = (
-        f"TFLOP/s that a device keeps up; default: {SUSTAINED:.0%} of the peak of the GPU named, or of an "
-        f"{UNNAMED}; {CPU_TFLOPS} of a CPU".replace("%", "%%")
+        f"sustained TFLOP/s of a device; default: {SUSTAINED:.0%} of the peak of the GPU named, or of an "
+        f"{UNNAMED}; {CPU_TFLOPS} for a CPU".replace("%", "%%")
     )
     add("--device-tflops", rate, reads(PositiveNumber), metavar="X")
-    add("--measure", "time one layer of each kind on this machine instead", action="store_true")
-    bandwidth = f"a second, from device to device; default: {BANDWIDTH}"
+    add(
+        "--measure",
+        "time one layer of each kind on this machine, instead of assuming a rate",
+        action="store_true",
+    )
+    bandwidth = f"bytes per second between devices; default: {BANDWIDTH}"
     add("--bandwidth", bandwidth, size_bytes, default=BANDWIDTH, metavar="SIZE")
-    add("--timeline", "draw the pipeline: .png, .svg or .pdf, or - in the terminal", _picture, metavar="FILE")
+    add(
+        "--timeline",
+        "draw the pipeline to a .png, .svg or .pdf; - draws it in the terminal",
+        _picture,
+        metavar="FILE",
+    )
     add("--json", "print everything as JSON", action="store_true")
     return parser
 

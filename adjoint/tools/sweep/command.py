@@ -298,28 +298,28 @@ def _parser() -> Flags:
     add("--config", "configuration, as for adjoint train", action="append", default=[], metavar="FILE")
     add(
         "--windows",
-        "tokens, full for all, and auto for windows picked for each layer; "
+        "windows in tokens; full: no window; auto: a window picked for each layer; "
         "default: powers of four below seqlen, full, and auto",
         comma_list(_window),
         metavar="LIST",
     )
     add(
         "--tolerance",
-        f"of auto: the share of the adjoint state that may be dropped; default: {TOLERANCE}",
+        f"for auto: share of the adjoint state that may be dropped; default: {TOLERANCE}",
         _tolerance,
         default=TOLERANCE,
         metavar="X",
     )
-    add("--seqlen", "tokens a sequence; default: the configuration's data.seqlen", metavar="N")
+    add("--seqlen", "tokens per sequence; default: the configuration's data.seqlen", metavar="N")
     add(
         "--model",
-        "a run's folder (its newest checkpoint) or a checkpoint; without it the model is fresh. "
-        "The run's configuration is taken where --config is not given",
+        "a run's folder (its newest checkpoint) or a checkpoint; default: fresh weights. Without --config "
+        "the run's configuration is used",
         metavar="RUN",
     )
     add(
         "--methods",
-        f"of {', '.join(METHODS)}; default: %(default)s",
+        f"some of {', '.join(METHODS)}; default: %(default)s",
         comma_list(reads(Literal[tuple(METHODS)])),
         default=f"{Truncated.name},{LayerLocal.name}",
         metavar="LIST",
@@ -331,10 +331,10 @@ def _parser() -> Flags:
         default="3",
         metavar="N",
     )
-    add("--chunk-size", "of the methods that take one; default: they pick", reads(Positive), metavar="N")
+    add("--chunk-size", "tokens per chunk; default: picked by the method", reads(Positive), metavar="N")
     add(
         "--seed",
-        "of fresh weights and of the data; default: %(default)s",
+        "seed of fresh weights and of the data; default: %(default)s",
         reads(NotNegative),
         default="0",
         metavar="N",
@@ -347,11 +347,11 @@ def _parser() -> Flags:
     )
     add(
         "--baseline",
-        "backprop, exact, or auto (default): backprop where it fits in memory, else exact in its place",
+        "what gradients are compared with: backprop, exact, or auto (default), backprop if it fits in memory",
         reads(Literal["auto", Backprop.name, Exact.name]),
         default="auto",
     )
-    resume = "keep the rows that DIR holds of the same sweep (default)"
+    resume = "keep finished rows of the same sweep in DIR (default)"
     add("--resume", resume, action=BooleanOptionalAction, default=True)
     return parser
 
