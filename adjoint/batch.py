@@ -56,7 +56,7 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that has a value a token."""
+        """All that has a value per token."""
         own = [t for t in (self.ids, self.targets, self.seq_idx) if t is not None]
         return own + list(self.inputs.values())
 

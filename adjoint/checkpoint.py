@@ -1,4 +1,4 @@
-"""Checkpoints as they lie on the disk: their format, and how they are found, verified and read.
+"""Checkpoints on disk: their format, and how they are found, verified and read.
 
     checkpoints/step-00000100/model.safetensors       weights, by parameter name
                               optimizer.safetensors   optimizer state, "<parameter name>|<state key>"
@@ -64,7 +64,7 @@ def newest_checkpoint(directory: str | Path) -> Path | None:
 
 
 def checkpoint_at(path: Path, called: str) -> Path:
-    """A run's newest good checkpoint, or the checkpoint that lies at the path itself.
+    """A run's newest good checkpoint, or the checkpoint at the path itself.
 
     Raises:
         UserError: there is none; the message begins with ``called``, the user's words for the path.

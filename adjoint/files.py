@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and where caches lie."""
+"""Files written whole or not at all, and where caches are."""
 
 from __future__ import annotations
 
@@ -79,6 +79,6 @@ def remove_unfinished(folder: Path, older_than: float = 0.0) -> None:
 
 
 def cache_folder() -> Path:
-    """Where caches lie: $ADJOINT_CACHE, else adjoint/ in $XDG_CACHE_HOME, else in ~/.cache."""
+    """Where caches are: $ADJOINT_CACHE, else adjoint/ in $XDG_CACHE_HOME, else in ~/.cache."""
     own, shared = os.environ.get("ADJOINT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(own or f"{shared or '~/.cache'}/adjoint").expanduser()

@@ -144,7 +144,7 @@ def _cpu_quota(groups: Path, mounted: Path) -> float | None:
     """Cores' worth of time that control groups grant, version 1 or 2; None where there is no limit.
 
     Args:
-        groups: lists the process's groups. mounted: where the hierarchies lie; in a container its own group
+        groups: lists the process's groups. mounted: where the hierarchies are; in a container its own group
             may be their root, whatever path is listed.
     """
     found = []

@@ -323,7 +323,7 @@ class Stack(nn.Module):
         generator: torch.Generator | None = None,
         chunk_size: int = 1024,
     ) -> Tensor:
-        """Continues sequences token by token from the recurrent state: constant memory and time a token.
+        """Continues sequences token by token from the recurrent state: constant memory and time per token.
 
         Args:
             input_ids: (batch, seqlen) int64, seqlen 1 or more; read `chunk_size` tokens at a time.
@@ -368,7 +368,7 @@ class Stack(nn.Module):
 
     @staticmethod
     def from_pretrained(directory: str | Path) -> Stack:
-        """A stack with the weights that lie in a folder, on the CPU, each in the dtype it is stored in.
+        """A stack with the weights in a folder, on the CPU, each in the dtype it is stored in.
 
             model = adjoint.Stack.from_pretrained("runs/default")
 

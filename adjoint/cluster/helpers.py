@@ -2,7 +2,7 @@
 
 The owner takes units from the front; each helper holds up to two, fed from the back, so that inputs travel
 while it computes. Sums of gradients are the same bit for bit whoever made them, given the same kind of device
-and number of threads: a unit is summed from zero by one worker, from inputs that lie in memory as a message's
+and number of threads: a unit is summed from zero by one worker, from inputs laid out in memory as a message's
 do, and units are added in their order. Sums that come early are held, each as large as its layer's gradients;
 since a layer's units are taken in order from either end they are few, unless a helper is much slower than the
 others."""
@@ -123,7 +123,7 @@ SEQ_IDX: Key = ("seq_idx",)
 
 
 def inputs_of(worker: Worker, tiles: Sequence[Tile]) -> dict[Key, Tensor]:
-    """What a unit reads of others' work."""
+    """What a unit reads from other units."""
     written = {key for t in tiles for key in worker.grid.writes(t)}
     reads = {key for t in tiles for key in worker.grid.reads(t)} - written
     found = {key: worker.store[key].cpu() for key in reads}

@@ -38,7 +38,7 @@ class Resources:
         return {key: float(n) for key, n in (("CPU", self.cpus), ("GPU", self.gpus)) if n}
 
     def times_in(self, node: Mapping[str, float]) -> int:
-        """How many of these a node has room for."""
+        """How many of these fit on a node."""
         return min(int(node.get(key, 0) // amount) for key, amount in self.bundle.items())
 
 
@@ -127,7 +127,7 @@ def nodes() -> list[dict[str, float]]:
 
 
 def how_many(each: Resources, nodes: Sequence[Mapping[str, float]]) -> int:
-    """How many workers these nodes have room for."""
+    """How many workers fit on these nodes."""
     return sum(each.times_in(node) for node in nodes)
 
 
@@ -190,7 +190,7 @@ def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = F
         check_feasible(layout, each, nodes())
         free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
         raise UserError(
-            f"{_asked(layout)} with {each} each found no room within {timeout:.0f} s, free are "
+            f"{_asked(layout)} with {each} each got no resources within {timeout:.0f} s, free are "
             f"{free or 'no CPUs and no GPUs'}; wait for other jobs to end, or take fewer shards"
         )
     return group

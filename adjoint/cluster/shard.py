@@ -1,7 +1,7 @@
-"""A shard: consecutive layers with all that belongs to them, and the programs it carries out.
+"""A shard: consecutive layers with all that belongs to them, and the programs it runs.
 
 `Shard` knows nothing of Ray: `adjoint.cluster.group` puts one into each actor, tests put several into the
-threads of one process. Every worker is given the whole batch's token ids, 8 bytes a token, so that no message
+threads of one process. Every worker gets the whole batch's token ids, 8 bytes per token, so that no message
 has to carry ids, targets or their number."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from adjoint.train.optimizer import make_optimizer, take_step
 
 @dataclass(frozen=True)
 class Traced:
-    """One action of a shard's program as it was carried out.
+    """One action of a shard's program as it was run.
 
     Attributes:
         action: what.
@@ -143,7 +143,7 @@ class Shard:
         return part.to(self.device, spec.dtype)
 
     def _stages(self) -> list[Any]:
-        """The stages, None in the places of others'."""
+        """The stages, None in the places of other shards'."""
         return self.part.stages(getattr(self.spec.method, "recompute", "none"))
 
     def _states(self, rows: int, states: list[State] | None = None) -> list[State]:

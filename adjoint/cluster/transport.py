@@ -115,7 +115,7 @@ class DistributedTransport:
                     self.dist.recv(note, sender, group)
 
     def post(self, source: int, out: Tensor) -> Pending:
-        staged = out.is_cuda != self.nccl  # a GPU's over gloo; over NCCL an edge that lies in host memory
+        staged = out.is_cuda != self.nccl  # a GPU's over gloo; over NCCL an edge in host memory
         room = self._room(out) if staged else out
         work = self.dist.irecv(room, source, self._group(source, self.rank))
 

@@ -29,7 +29,7 @@ def pairs_and_questions(
         question's key stands one place after it, -100 where nothing is asked.
 
     Raises:
-        ValueError: seqlen has no room for twice the pairs and a question each.
+        ValueError: seqlen is too short for twice the pairs and a question each.
     """
     room = (seqlen - 2 * pairs) // 2  # places of questions: every second token after the pairs
     if room < pairs or pairs > KEYS:

@@ -39,7 +39,7 @@ class Measured:
 class LiveBytes(TorchDispatchMode):
     """Bytes of the storages that operators made and that are still alive: `live` now, `peak` at most since
     `begin`. What is made and freed inside an operator is not seen. (torch.distributed._tools has one for
-    modules; it is private and wants hooks on them.)"""
+    modules; it is private and needs hooks on them.)"""
 
     def __init__(self) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ def chunk_size_for(
     states at the edges would outweigh what a chunk saves. A chunk as long as the square root of the length
     asks for, 1,408 tokens a row at 2²⁰, keeps edges and activations about equal: memory grows with the square
     root beyond it. On a GPU what all layers of one chunk keep for its backward gets an eighth of the memory:
-    a GPU wants much work at a time, as a chunk costs a launch an operation, reads every weight and adds up
+    a GPU needs much work at a time, as a chunk costs a launch an operation, reads every weight and adds up
     every parameter's gradient, whatever its length. A multiple of 256 tokens, the tiles of matrix products;
     256 to 16,384.
 
@@ -54,7 +54,7 @@ def chunk_size_for(
 
 
 def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> int:
-    """Bytes a token that a backward through all layers keeps: of the residual stream (float32 at least) and
+    """Bytes per token that a backward through all layers keeps: of the residual stream (float32 at least) and
     its norm, of the mixers (`Mixer.kept_bytes`), and of an MLP its norm's output and in_proj's.
 
     Args:

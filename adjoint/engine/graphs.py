@@ -98,11 +98,11 @@ class Graphs:
         self.found: dict[Any, _Recorded | None] = {}  # None: has run eagerly once
 
     def replay(self, worker: Any, actions: Sequence[Action]) -> Iterator[Action]:
-        """Carries out what it has recorded, and yields the other actions, in their places, to be carried out
+        """Runs what it has recorded, and yields the other actions, in their places, to be carried out
         eagerly.
 
         Raises:
-            RuntimeError: a recording fails where tapes lie in graphs already.
+            RuntimeError: a recording fails after tapes are in graphs.
         """
         pieces = list(_pieces(worker, actions))
         pulls = {("tape", t.stage, t.chunk): p.work for p in pieces for t in p.tiles if t.kind == "B"}
@@ -219,7 +219,7 @@ def _pieces(worker: Any, actions: Sequence[Action]) -> Iterator[_Piece]:
 
 
 def _reads_and_writes(grid: Grid, piece: _Piece) -> tuple[list[Key], list[Key]]:
-    """What a piece reads of others', and what is there after it."""
+    """What a piece reads from other pieces, and what is there after it."""
     reads, writes = dict[Key, None](), dict[Key, None]()
     for action in piece.actions:
         read, written = keys_of(grid, action)

@@ -64,7 +64,7 @@ class Scheme:
             in host memory.
         tapes: chunks, of the last ones, that the forward leaves linearised, so that they are not recomputed.
         recompute: how much of a tile's tape is computed again when it is pulled back.
-        offload: whether the states at the edges, and what grows, lie in host memory, where there is a device
+        offload: whether the states at the edges, and what grows, are in host memory, where there is a device
             beside it.
         memory: bytes, or "auto", within which the forward leaves as many chunks linearised as it can; of one
             process, whose segment is all stages.
@@ -119,7 +119,7 @@ class Grid:
         dy_from: as `Scheme`'s.
         windows: tokens, of each stage; None where the adjoint state is carried from chunk to chunk.
         reach: tokens that a windowed stage reads to its left, besides its state.
-        costs: of each stage, the time of its forward on a token, relative to others; only the order depends
+        costs: of each stage, the time of its forward per token, relative to others; only the order depends
             on it.
         document_starts: chunks, other than the first, before which there is no state.
         dropped: chunks that read the state before them but say no cotangent of it.

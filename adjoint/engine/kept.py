@@ -67,7 +67,7 @@ class Edges:
 
     Args:
         rows: how many there will be.
-        host: whether they lie in host memory.
+        host: whether they are in host memory.
     """
 
     def __init__(self, packing: Packing, rows: int, host: bool) -> None:
@@ -91,7 +91,7 @@ class Slab:
     Args:
         initial: what is there before the sequence, perhaps nothing.
         dim: along which it grows. tokens: of the sequence.
-        host: whether it lies in host memory, and its cotangents: what is asked for is copied to the device.
+        host: whether it is in host memory, and its cotangents: what is asked for is copied to the device.
             Token by token there, so that a piece is one block: copies of several wait for the device.
     """
 
@@ -240,5 +240,5 @@ def joined(recurrent: Iterable, growing: Iterable, grows: Sequence[int | None]) 
 
 
 def lies_on_host(scheme: Scheme, device: torch.device) -> bool:
-    """Whether what is kept lies in host memory, apart from the device's."""
+    """Whether what is kept is in host memory, not the device's."""
     return scheme.offload and device.type == "cuda"

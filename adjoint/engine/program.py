@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from adjoint.engine.grid import Grid, Key, Tile
 
-# Time of a tile on a token, in forwards of its stage; it only says which order is taken.
+# Time of a tile per token, in forwards of its stage; it only says which order is taken.
 TIMES = {"F": 1.0, "L": 1.0, "R": 1.0, "B": 2.0, "W": 3.0}
 BUFFERS = 2  # messages of a channel under way: one can be filled while another travels
 # Of windowed tiles, whose cotangents come in small pieces; what every transport holds at least.

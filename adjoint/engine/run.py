@@ -69,7 +69,7 @@ class Worker:
     Args:
         stages: None in the places of stages that other workers have.
         batch: with a state for each stage; zeros of the right sizes where another worker has it.
-        scheme: says whether what is kept lies in host memory, whether decays are noted, by which windows are
+        scheme: says whether what is kept is in host memory, whether decays are noted, by which windows are
             picked, and whether chunks' launches are recorded and replayed (see `graphs`).
         width: of the tensors between stages, (batch, tokens, width) each; asked for by a transport alone.
         transport: to the other workers; None where there are none.

@@ -217,9 +217,9 @@ def check_windows(config: StackConfig, scheme: Scheme) -> None:
 
 
 def costs_of(stages: Iterable[Stage]) -> tuple[float, ...]:
-    """Multiply-adds a token of each stage, an estimate of its time where nothing has been measured.
+    """Multiply-adds per token of each stage, an estimate of its time where nothing has been measured.
 
-    Every weight of a matrix is used once a token, forward; backward costs the same multiple of it in every
+    Every weight of a matrix is used once per token, forward; backward costs the same multiple of it in every
     layer. The scan's own work is left out: it is O(d_inner d_state), small beside the projections at real
     widths. The embedding looks up and multiplies nothing."""
     return tuple(

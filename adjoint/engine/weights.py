@@ -94,7 +94,7 @@ class _Linear(torch.autograd.Function):
 
 
 class Tensors:
-    """Where a model's parameters and buffers lie, and which lie there now. A module, or a tensor, may stand
+    """Where a model's parameters and buffers are, and which are there now. A module, or a tensor, may stand
     under several names."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -108,7 +108,7 @@ class Tensors:
 
     @contextlib.contextmanager
     def replaced(self, others: dict[Tensor, Tensor]) -> Iterator[None]:
-        """Meanwhile each lies in its place again, or what `others` has for it."""
+        """Meanwhile each is in its place again, or what `others` has for it."""
         before = []
         try:
             for tensors, name, tensor in self.places:

@@ -29,7 +29,7 @@ GROWS = {"keys": 2, "values": 2, "indexer": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where one tensor of the state lies in the cache.
+    """Where one tensor of the state is in the cache.
 
     Attributes:
         layer: the model's. name: "conv", "recurrent", "keys", "values" or "indexer". index: of a layer's
@@ -191,7 +191,7 @@ class ChunkCache(DynamicCache):
         ValueError: the model's cache has a kind of layer that this does not know.
     """
 
-    linear_cache: Sequence[Any] = ()  # MiniMax's, whose states lie in layers here
+    linear_cache: Sequence[Any] = ()  # MiniMax's, whose states are in layers here
     seqlen_offset = 0  # xLSTM's, which counts tokens there
 
     def __init__(self, config: Any) -> None:

@@ -35,8 +35,8 @@ def _griffin(module: Any, cache: Any, input_states: Tensor, position_ids: Tensor
     bounded = vars(sys.modules[type(lru).__module__])["SqrtBoundDerivative"]
     scale = begins + ~begins * bounded.apply(1 - torch.exp(2 * decay))
     b = u * gate(lru.input_gate_weight, lru.input_gate_bias) * scale.type(u.dtype)
-    wide = accumulate_dtype(b.dtype)
-    states = linear_scan((torch.exp(decay) * ~begins).to(wide), b.to(wide), cache.recurrent_states[0])
+    dtype = accumulate_dtype(b.dtype)
+    states = linear_scan((torch.exp(decay) * ~begins).to(dtype), b.to(dtype), cache.recurrent_states[0])
     cache.set("conv", 0, tail)
     cache.set("recurrent", 0, states[:, -1])
     return module.linear_out(states.to(b.dtype) * y), None

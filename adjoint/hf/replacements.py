@@ -164,7 +164,7 @@ def _computes(module: Any, row: Row) -> bool:
         trial._modules = {**module._modules, **dict(zip(row.children, map(_Map, maps), strict=False))}
         theirs = type(module).forward(trial, *(x, gate)[: row.inputs])
         ours = row.formula(trial, *(x, gate)[: row.inputs])
-    except Exception:  # it wants more, or other shapes, or is not to be copied
+    except Exception:  # it needs more, or other shapes, or cannot be copied
         return False
     if not isinstance(theirs, Tensor) or theirs.shape != ours.shape:
         return False

@@ -38,7 +38,7 @@ class Pretrained:
             the final norm.
         outputs: of each layer, the length of the tuple it gives, None where it gives a tensor.
         slots: of the state. autocast: the same under bfloat16 autocast.
-        costs: multiply-adds a token of each layer, the head's in the last.
+        costs: multiply-adds per token of each layer, the head's in the last.
         names: of all parameters, in the model's order; a tied table under the embedding's.
         embedding, head: the names of the tables at both ends.
         multiplier: by which the backbone multiplies embeddings it is given. scale: of `head.head_scale`.

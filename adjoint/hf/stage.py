@@ -226,8 +226,7 @@ class Collect(Kept):
 
 def _size(hidden: Tensor) -> Tensor:
     """In the place of a chunk's loss: it tells whether the chunk, computed again, is the same."""
-    wide = accumulate_dtype(hidden.dtype)
-    return torch.linalg.vector_norm(hidden.detach(), dtype=wide)
+    return torch.linalg.vector_norm(hidden.detach(), dtype=accumulate_dtype(hidden.dtype))
 
 
 def steps_of(

@@ -86,7 +86,7 @@ class AttentionMixer(Mixer):
         """Queries, keys and values, repeated for each head, the output, and in_proj's if there is a
         convolution."""
         heads, kv_heads, dim, rotary_dim, _ = sizes = cls.sizes_of(config)
-        bands = 2 if config.sliding_window else 1  # keys and values lie there twice, and queries in bands
+        bands = 2 if config.sliding_window else 1  # keys and values are there twice, and queries in bands
         convolved = sizes.channels if config.attention_d_conv else 0
         if selective:  # products as wide as the residual stream are made again
             return (2 * kv_heads * dim * (kv_heads < heads) + convolved) * element

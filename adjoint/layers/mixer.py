@@ -66,8 +66,8 @@ class Mixer(nn.Module):
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
-        """Bytes a token that its backward keeps, beside the residual stream; within a fifth of what autograd
-        was seen to keep.
+        """Bytes per token that its backward keeps, besides the residual stream; within a fifth of what
+        autograd keeps.
 
         Args:
             element: bytes of an activation.

@@ -32,7 +32,7 @@ MOST_TILES = 12_000  # a longer sequence's times are extrapolated; as many take 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds a token of every sequence of the batch, on a device of speed 1.
+    """Seconds per token of every sequence of the batch, on a device of speed 1.
 
     Attributes:
         forward, backward: of each layer; the backward without the forward pass that it recomputes.
@@ -94,7 +94,7 @@ def measured(setup: Setup, tokens: int, threads: int | None, device: torch.devic
     on = Conditions(setup.batch, tokens, precision=precision)
 
     def both(kind: str, head: bool = False) -> tuple[float, float]:
-        """Seconds a token, forward and forward with backward."""
+        """Seconds per token, forward and forward with backward."""
         gradients = Gradients()
         with torch.device(device):
             stack = Stack(dataclasses.replace(config, mixer=kind, n_layer=1), 0).to(on.dtype)

@@ -29,7 +29,7 @@ class LayerSize:
         state: elements a row of the recurrent state.
         grown: elements a row and token of what grows with the sequence; narrow: of these, in half precision
             under autocast.
-        flops: operations a token of a forward pass. pairs: besides those, a token that it looks back at.
+        flops: operations per token of a forward pass. pairs: besides those, per token that it looks back at.
         window: how many tokens it looks back at most, None for all.
     """
 
@@ -55,7 +55,7 @@ class Model:
             of layers; of those at either end `table` are the embedding's.
         num_parameters, tie_embeddings: of the whole.
         in_8bit: the share of the parameters whose moments adamw8bit has in 8 bits.
-        head_flops: operations a token of the head's forward pass.
+        head_flops: operations per token of the head's forward pass.
         stages_are_spans: whether a stage is a span of layers, with embedding and head at the ends; else
             these are stages themselves, and each layer is one.
     """
@@ -92,7 +92,7 @@ class Model:
         raise NotImplementedError
 
     def stage_costs(self, spans: Sequence[range]) -> tuple[float, ...]:
-        """Of each stage the time of its forward on a token, relative to others."""
+        """Of each stage the time of its forward per token, relative to others."""
         if self.stages_are_spans:
             return tuple(sum(self.costs[k] for k in span) for span in spans)
         head = self.head_flops / 2
@@ -144,5 +144,5 @@ def sizes_of(parameters: Iterable[Tensor]) -> tuple[int, int]:
 
 
 def width(shape: Sequence[int], dim: int) -> int:
-    """Elements a token of a tensor that grows along `dim`."""
+    """Elements per token of a tensor that grows along `dim`."""
     return math.prod(n for i, n in enumerate(shape) if i != dim)

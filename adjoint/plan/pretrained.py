@@ -220,5 +220,5 @@ def _of(slots: Any, layer: int) -> list[Slot]:
 
 
 def _width(slot: Slot) -> int:
-    """Elements a token of what grows, else 0."""
+    """Elements per token of what grows, else 0."""
     return 0 if slot.grows is None else width(slot.shape, slot.grows - 1)

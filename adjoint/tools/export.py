@@ -28,8 +28,9 @@ def main(argv: list[str]) -> int:
     parser = Flags(
         prog="adjoint export",
         usage="%(prog)s RUN --to DIR [--format mamba-ssm]",
-        description="Write a run's model to a folder that transformers' "
-        "AutoModelForCausalLM.from_pretrained, or mamba-ssm's MambaLMHeadModel.from_pretrained, loads. Weights keep the checkpoint's dtype.",
+        description="Write a run's model to a folder that AutoModelForCausalLM.from_pretrained of "
+        "transformers, or MambaLMHeadModel.from_pretrained of mamba-ssm, can load. Weights keep the "
+        "checkpoint's dtype.",
     )
     parser.add_argument("run", metavar="RUN", help="a run's folder (its newest checkpoint) or a checkpoint")
     parser.add_argument("--to", metavar="DIR", required=True, help="folder to write, new or empty")

@@ -203,7 +203,7 @@ class ClusterConfig:
         transport: how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere.
         max_failures: how many times lost shards are started again, from the last checkpoint, before the run
             stops; preempted machines do not count.
-        start_timeout: seconds to wait for room for the shards.
+        start_timeout: seconds to wait for free resources for the shards.
         hang_timeout: seconds without a heartbeat after which a shard counts as lost.
         progress_timeout: seconds in which no shard finishes an action, though all are alive, after which
             those that are not waiting (or all) count as lost. Must be longer than any tile or sum of

@@ -188,7 +188,7 @@ class Layout:
 
         Args:
             carry_state: as ``training.carry_state``.
-            packed: whether several documents of a pretrained model lie in a row.
+            packed: whether a row holds several documents of a pretrained model.
             adapters: whether the model has some (``model.lora``).
         """
         if adapters:

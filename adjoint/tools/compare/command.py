@@ -1,7 +1,7 @@
 """`adjoint compare`: a model of transformers as it is, with gradient checkpointing, and wrapped.
 
 Every point (a way at a length) runs in a fresh process and is kept in a journal: a run that was stopped goes
-on where it was, and one that is asked for more lengths measures only those. Results lie in one folder:
+on where it was, and one that is asked for more lengths measures only those. Results are in one folder:
 compare.json and compare.png.
 """
 

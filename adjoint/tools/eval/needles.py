@@ -37,7 +37,7 @@ def evaluate(
         ones), loss (their mean, nats), needles.
 
     Raises:
-        UserError: so few tokens have no room for a needle and its question.
+        UserError: a needle and its question do not fit in so few tokens.
     """
     from tqdm import tqdm
 

@@ -163,10 +163,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = Flags(
         prog="adjoint plan",
         usage="%(prog)s [--config FILE] [--seqlen N] [--devices N] [--device-memory 40GB] …",
-        description="Predict memory and time of a training run: what each device holds, part by part, whether "
-        "it fits, the longest sequence that would, and how much of the pipeline's time is waiting. With "
-        "--devices and no --cluster.shards, layouts (shards × workers of a sequence × replicas) are ranked, "
-        "and the fastest that fits is planned.",
+        description="Predict memory and time of a training run: what each device holds, part by part, "
+        "whether it fits, the longest sequence that would, and how much of the pipeline's time is waiting. "
+        "With --devices and no --cluster.shards, layouts (shards × workers of a sequence × replicas) are "
+        "ranked, and the fastest that fits is planned.",
         epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576), sizes 40GB (10⁹) or 40GiB (2³⁰)."
         " All keys of adjoint train are flags here too (--model.d_model, --method.chunk_size, …).",
     )

@@ -165,7 +165,7 @@ def fits(sizes: Sequence[tuple[int, int]], limit: float, failed: int | None = No
 
 
 def _line(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, float]:
-    """The last length, its bytes, and bytes a token beyond it; noise never makes it fall."""
+    """The last length, its bytes, and bytes per token beyond it; noise never makes it fall."""
     last = list(dict(sorted(sizes)).items())[-2:]
     (a, low), (b, high) = last if len(last) == 2 else [(0, 0), *last]
     return b, high, max((high - low) / (b - a), 0.0)

@@ -34,7 +34,7 @@ from adjoint.memory import out_of_memory
 
 Point = dict[str, Any]  # what is to be measured, or what was found, as JSON can hold it
 
-ROOT = Path(__file__).resolve().parents[3]  # where `adjoint` lies: processes import it from there
+ROOT = Path(__file__).resolve().parents[3]  # where `adjoint` is: processes import it from there
 RESULT, PARTIAL = "result: ", "partial: "
 GRACE_S = 60  # after its limit a process ends itself, should the parent be gone
 

@@ -1,6 +1,6 @@
 """`adjoint sweep`: methods × windows against backpropagation, on a model and data of the user's.
 
-Results lie in one folder: sweep.json (settings, environment, all rows), sweep.csv, sweep.png. sweep.json is
+Results are in one folder: sweep.json (settings, environment, all rows), sweep.csv, sweep.png. sweep.json is
 replaced after each row, so that a sweep that was stopped goes on where it was, and one that is asked for more
 windows measures only those.
 """
@@ -168,7 +168,7 @@ def _batches(request: Namespace, config: Config, shape: StackConfig) -> tuple[li
 
 
 def _trained(checkpoint: Path) -> tuple[StackConfig, str]:
-    """A checkpoint's model, and its weights' checksums, which are the same wherever they lie."""
+    """A checkpoint's model, and its weights' checksums, which are the same on every device."""
     files = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))["files"]
     sums = [entry["sha256"] for name, entry in sorted(files.items()) if name.startswith("model")]
     return checkpoint_config(checkpoint), " ".join(sums)
