@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def train(config: Config) -> Outcome:
     packed = data.documents == "packed" and config.model.from_pretrained is not None
     if config.training.profile:
         raise UserError("training.profile: records one process; set it or cluster.shards to 0")
+    if config.training.save_async:
+        raise UserError("training.save_async: shards save between steps; leave one of the two out")
     layout.check_run(method, config.training.carry_state, packed, config.model.lora is not None)
     each = placement.resources(config.training.device, config.cluster.cpus)
     folder, checkpoint = open_run(config.run)
@@ -254,9 +257,12 @@ class ShardedTrainer(Trainer):
         found = self._all("evaluate", ids.numpy(), chunk_size, self._seq_idx(ids))
         return sum(share for share in found if share is not None)
 
-    def _write(self, folder: Path) -> dict[str, dict[str, Any]]:
-        written = self._all("save", str(folder.absolute()), first=True)
-        return {name: entry for entries in written for name, entry in entries.items()}
+    def _files(self) -> Callable[[Path], dict[str, dict[str, Any]]]:
+        def write(folder: Path) -> dict[str, dict[str, Any]]:
+            written = self._all("save", str(folder.absolute()), first=True)
+            return {name: entry for entries in written for name, entry in entries.items()}
+
+        return write
 
     def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         rng = torch.load(checkpoint / "rng.pt", weights_only=True, map_location="cpu")

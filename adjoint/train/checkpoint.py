@@ -93,6 +93,7 @@ def model_files(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     states: Mapping[str, torch.Tensor] | None = None,
+    copied: bool = False,
 ) -> Callable[[Path], dict[str, dict[str, Any]]]:
     """What `save_checkpoint` writes of a model in one process.
 
@@ -101,20 +102,20 @@ def model_files(
             adapters what is trained.
         optimizer: its per-parameter state is saved by the parameter's name; None saves none.
         states: recurrent states that the next batch goes on from, by name.
+        copied: what is written is all this as it is now, copied to the CPU, and not as it is by then.
     """
-
-    def write(folder: Path) -> dict[str, dict[str, Any]]:
-        own = model.state_dict(keep_vars=True)
-        own = {name: tensor for name, tensor in own.items() if not _is_the_folders(model, tensor)}
-        first_names = {id(tensor): name for name, tensor in reversed(own.items())}
-        contents: dict[str, Mapping[str, torch.Tensor]] = {
-            "model": {name: own[name] for name in first_names.values()},
-            "optimizer": optimizer_tensors(optimizer, dict(model.named_parameters())),
-        } | ({STEM: states} if states else {})
-        names = {f"{stem}.safetensors": tensors for stem, tensors in contents.items()}
-        return {name: write_file(folder / name, tensors) for name, tensors in names.items()}
-
-    return write
+    own = model.state_dict(keep_vars=True)
+    own = {name: tensor for name, tensor in own.items() if not _is_the_folders(model, tensor)}
+    first_names = {id(tensor): name for name, tensor in reversed(own.items())}
+    contents: dict[str, Mapping[str, torch.Tensor]] = {
+        "model": {name: own[name] for name in first_names.values()},
+        "optimizer": optimizer_tensors(optimizer, dict(model.named_parameters())),
+    } | ({STEM: states} if states else {})
+    if copied:
+        for stem, tensors in contents.items():
+            contents[stem] = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
+    names = {f"{stem}.safetensors": tensors for stem, tensors in contents.items()}
+    return lambda folder: {name: write_file(folder / name, tensors) for name, tensors in names.items()}
 
 
 def write_file(

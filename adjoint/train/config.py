@@ -91,6 +91,8 @@ class TrainingConfig:
         threads: CPU threads; null leaves PyTorch's own choice.
         eval_every: steps between evaluations on held-out text; 0: at the end only.
         save_every: steps between checkpoints; 0: at the end only.
+        save_async: write each checkpoint in a thread while the next steps run. Takes CPU memory for a copy of
+            model and optimizer. The run waits for the thread before the next checkpoint and at the end.
         keep_checkpoints: how many of the newest checkpoints to keep. The checkpoint with the lowest held-out
             loss is kept too, if there was an evaluation at its step.
         log_every: steps between log lines, if there is no terminal for a progress bar.
@@ -123,6 +125,7 @@ class TrainingConfig:
     threads: Positive | None = None
     eval_every: NotNegative = 50
     save_every: NotNegative = 50
+    save_async: bool = False
     keep_checkpoints: Positive = 2
     log_every: Positive = 1
     sample_tokens: NotNegative = 400

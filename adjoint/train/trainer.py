@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import math
 import shlex
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +92,7 @@ class Trainer:
     # Of the device, if its data sheet is known, and of the products with parameters for a token.
     peak_flops: float | None = None
     flops: float = 0.0
+    saving: Future[Path] | None = None  # of the checkpoint that a thread writes
 
     def __init__(self, config: Config, folder: RunFolder, checkpoint: Path | None) -> None:
         settings = config.training
@@ -118,7 +122,9 @@ class Trainer:
             StopRequest() as stop,
             _Progress(self.step, self.settings) as progress,
             recorded(trace, self.settings.profile) as recording,
+            contextlib.ExitStack() as at_end,
         ):
+            at_end.callback(self._wait_for_saving)
             while self.step < self.settings.steps and not self._stopped(stop):
                 row = self._train_step()
                 recording()
@@ -267,9 +273,10 @@ class Trainer:
         with autocast(self.precision, self.device):
             return self._run(ids).loss.item()
 
-    def _write(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """Write the tensors of a checkpoint; `save_checkpoint`'s argument."""
-        return model_files(self.model, self.optimizer, self.carried.tensors())(folder)
+    def _files(self) -> Callable[[Path], dict[str, dict[str, Any]]]:
+        """What writes the tensors of a checkpoint: `save_checkpoint`'s argument."""
+        copied = self.settings.save_async
+        return model_files(self.model, self.optimizer, self.carried.tensors(), copied)
 
     def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a checkpoint that is known to be whole; its (trainer, rng) dictionaries."""
@@ -360,6 +367,7 @@ class Trainer:
         return total / max(count, 1)
 
     def _save(self) -> None:
+        self._wait_for_saving()  # so that there is one copy at most
         trainer = {
             "tokens": self.tokens,
             "data": self.data.train.state_dict(),
@@ -370,8 +378,18 @@ class Trainer:
         folder = self.folder.path / "checkpoints"
         best, keep = self._best(), self.settings.keep_checkpoints
         spared = None if best is None else best["step"]
-        save_checkpoint(folder, self.step, self._write, trainer, rng_state(), keep, spared)
+        given = folder, self.step, self._files(), copy.deepcopy(trainer), rng_state(), keep, spared
+        if self.settings.save_async:
+            self.saving = ThreadPoolExecutor(1).submit(save_checkpoint, *given)
+        else:
+            save_checkpoint(*given)
         self.saved_step = self.step
+
+    def _wait_for_saving(self) -> None:
+        """Until a thread has written its checkpoint; raises what went wrong there."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.result()
 
     def _best(self) -> dict[str, Any] | None:
         """The row with the lowest held-out loss of those whose checkpoint is there, or is being written."""

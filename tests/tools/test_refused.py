@@ -156,6 +156,7 @@ VALUES = [
     ("--cluster.shards -1", "--cluster.shards: expected a whole number (0 or more) or auto"),
     ("--cluster.sequence 2", "cluster.sequence: 2 needs worker processes"),
     ("--training.profile 2 --cluster.shards 1", "training.profile: records one process"),
+    ("--training.save_async true --cluster.shards 1", "training.save_async: shards save between steps"),
 ]
 TEXTS = [
     ("nothing.txt", "no such file or folder"),

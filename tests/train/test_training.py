@@ -21,7 +21,7 @@ import yaml
 from torch import nn
 
 from adjoint import Exact, Stack, StackConfig
-from adjoint.checkpoint import Tensors, list_checkpoints
+from adjoint.checkpoint import Tensors, list_checkpoints, step_of
 from adjoint.cli import main
 from adjoint.plan.memory import Setup, needs
 from adjoint.plan.stack import model_of
@@ -113,6 +113,39 @@ def test_kill_in_a_step_and_in_a_checkpoint_write_then_resume_is_the_undisturbed
     assert train_tiny(tmp_path, run__resume="auto") == 0
     assert "resuming after step 3" in capsys.readouterr().out
     assert_same_run(run, reference)
+
+
+def test_a_thread_saves_the_same_bits_while_later_steps_are_done(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = trainer.save_checkpoint
+
+    def after_the_next_step(folder: Path, step: int, *rest: Any) -> Path:
+        until = time.monotonic() + 60
+        while step < 8 and metrics(tmp_path / "run")[-1]["step"] <= step:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return save(folder, step, *rest)
+
+    monkeypatch.setattr(trainer, "save_checkpoint", after_the_next_step)
+    assert train_tiny(tmp_path, training__save_async=True) == 0
+    assert_same_run(tmp_path / "run", reference)
+    mine, theirs = (list_checkpoints(run / "checkpoints") for run in (tmp_path / "run", reference))
+    for one, other in zip(mine, theirs, strict=True):
+        for name in ("model.safetensors", "optimizer.safetensors", "rng.pt"):
+            assert (one / name).read_bytes() == (other / name).read_bytes()
+        assert json.loads((one / "trainer.json").read_text())["tokens"] == 64 * step_of(one)
+
+
+def test_a_write_that_fails_in_a_thread_is_told_at_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = OSError(28, "No space left on device", "model.safetensors")
+    monkeypatch.setattr(checkpoint, "write_file", lambda *_: (_ for _ in ()).throw(full))
+    assert train_tiny(tmp_path, training__save_async=True) == 2
+    assert capsys.readouterr().err.splitlines()[-1].count("model.safetensors: No space left on device") == 1
+    assert metrics(tmp_path / "run")[-1]["step"] == 6  # where the second is due
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
 def before_step(
