@@ -103,7 +103,13 @@ OWNER_ALONE, HELPERS_ALONE = 0, 1000  # units that a helper may hold
 
 @pytest.mark.parametrize(
     "window, shards, count",
-    [(None, 1, 1), (7, 1, 3), (None, 2, 3), (7, 2, 3), (45, 1, 2)],
+    [
+        (None, 1, 1),
+        pytest.param(7, 1, 3, marks=pytest.mark.slow),
+        pytest.param(None, 2, 3, marks=pytest.mark.slow),
+        (7, 2, 3),
+        (45, 1, 2),
+    ],
 )
 def test_whoever_takes_what_the_result_is_the_same(
     window: int | None, shards: int, count: int, monkeypatch: pytest.MonkeyPatch

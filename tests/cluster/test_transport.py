@@ -123,7 +123,8 @@ def over_gloo(rank: int, meeting: str, folder: str) -> None:
 
 
 def test_messages_and_collectives_between_processes(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(over_gloo, (str(tmp_path / "meeting"), str(tmp_path)), WORKERS)
+    meeting = str(tmp_path / "meeting"), str(tmp_path)
+    torch.multiprocessing.start_processes(over_gloo, meeting, WORKERS, start_method="fork")
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORKERS)]
     check([runs[0] for runs in found])
     for one, two in found:

@@ -38,9 +38,9 @@ CASES: dict[str, Callable[..., None]] = {}
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The other process: runs the cases that it is told."""
     folder = str(tmp_path_factory.mktemp("fsdp"))
-    spawn = mp.get_context("spawn")
-    told, said = spawn.Queue(), spawn.Queue()
-    other = spawn.Process(target=listen, args=(folder, told, said), daemon=True)
+    fork = mp.get_context("fork")
+    told, said = fork.Queue(), fork.Queue()
+    other = fork.Process(target=listen, args=(folder, told, said), daemon=True)
     other.start()
     threads = torch.get_num_threads()
     join(0, folder)

@@ -482,7 +482,7 @@ def ddp_process(rank: int, folder: str) -> None:
 
 
 def test_ddp_on_two_processes(tmp_path: Path) -> None:
-    other = mp.get_context("spawn").Process(target=ddp_process, args=(1, str(tmp_path)))
+    other = mp.get_context("fork").Process(target=ddp_process, args=(1, str(tmp_path)))
     other.start()
     ddp_process(0, str(tmp_path))
     other.join(100)
@@ -576,10 +576,9 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "needs"),
+    ("names", "needs"),
     [
-        ("own_loop", None),
-        ("transformers_trainer", "accelerate"),
+        ("own_loop transformers_trainer", "accelerate"),  # in one process: importing takes the longest
         pytest.param("accelerate_loop", "accelerate", marks=pytest.mark.slow),
         pytest.param("ddp", None, marks=pytest.mark.slow),
         pytest.param("fsdp", None, marks=pytest.mark.slow),
@@ -587,13 +586,16 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         pytest.param("trl_sft", "trl", marks=pytest.mark.slow),
     ],
 )
-def test_example(name: str, needs: str | None, tmp_path: Path) -> None:
-    """It runs from anywhere without a network, and leaves nothing behind."""
+def test_examples(names: str, needs: str | None, tmp_path: Path) -> None:
+    """They run from anywhere without a network, and leave nothing behind."""
     if needs is not None:
         pytest.importorskip(needs)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if name == "fsdp" else []
+    files = [str(ROOT / "examples" / f"{name}.py") for name in names.split()]
+    run = ["-c", f"import runpy; [runpy.run_path(file, run_name='__main__') for file in {files}]"]
+    if names == "fsdp":
+        run = ["-m", "torch.distributed.run", "--nproc-per-node", "2", *files]
     done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "examples" / f"{name}.py"), "--steps", "2", "--seqlen", "512"],
+        [sys.executable, *run, "--steps", "2", "--seqlen", "512"],
         cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -107,7 +107,12 @@ def check_loss(model: Stack, loss: Callable[[Tensor], Tensor], input_ids: Tensor
     assert_same(current_gradients(model), expected, tolerance)
 
 
-@pytest.mark.parametrize("mixer", ALL_MIXERS)
+SLOW = {"diagonal", "scalar"}  # whose blocks are compiled above
+
+
+@pytest.mark.parametrize(
+    "mixer", [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in ALL_MIXERS]
+)
 def test_whole_stack_is_one_graph(mixer: str) -> None:
     model = make_model(mixer)
     check_loss(model, loss_by(model, Backprop(), fullgraph=True, backend="aot_eager"), make_ids(2, 13), 1e-10)

@@ -462,6 +462,26 @@ def test_a_backend_is_refused_by_name_where_it_cannot_run() -> None:
         causal_conv1d(torch.ones(1, 4, 2), torch.ones(2, 4), backend="triton")
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="Triton runs where it is interpreted")
+def test_triton_is_a_backend_of_its_own() -> None:
+    """Its kernels are what the interpreter runs, it takes half precision as it is, and what is asked for by
+    name."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from adjoint.kernels.triton.selective_scan import forward
+
+    assert BACKENDS == ["triton"] and "triton" in dispatch.backends()
+    assert all(
+        has_kernel(name, "triton") for name in ("selective_scan", "ssd_scan", "causal_conv1d", "rms_norm")
+    )
+    assert any(isinstance(found, InterpretedFunction) for found in vars(forward).values())
+    half = torch.empty(1, dtype=torch.bfloat16)
+    assert dispatch.sequence_dtype("selective_scan", "triton", half) == torch.bfloat16
+    case = make_case("selective_scan", 9, d=4, n=3, dtype="float32")
+    a, b = (run({**case, "backend": name}, tensors_of(case))[0] for name in ("triton", "reference"))
+    assert not torch.equal(a, b) and (a - b).norm() <= 1e-5 * b.norm()
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="Triton's sizes")
 @pytest.mark.parametrize(
     "operation, sizes, said",

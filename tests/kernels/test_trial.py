@@ -10,7 +10,7 @@ import torch
 import adjoint
 from adjoint.kernels import dispatch, reference, trial
 from adjoint.kernels.libraries import LIBRARIES
-from tests.kernels.helpers import run_interpreted
+from tests.kernels.helpers import INTERPRETED
 
 CPU = torch.device("cpu")
 OPERATIONS = sorted(trial._PROBLEMS)
@@ -146,20 +146,16 @@ def test_a_compiler_does_not_trace_the_choice():
     assert compiled(torch.empty(3, device="meta")).shape == (3,)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="Triton runs where it is interpreted")
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "operation", [pytest.param(o, marks=() if o == "rms_norm" else pytest.mark.slow) for o in OPERATIONS]
 )
-def test_triton_passes_under_the_interpreter(operation):
-    pytest.importorskip("triton")
-    code = f"""
-import torch, warnings
-from adjoint.kernels import trial
-from adjoint.kernels.triton import backend as triton_backend
-warnings.simplefilter("error")
-trial.SEQLEN = 67
-assert trial.passes(triton_backend, {operation!r}, torch.device("cpu"), torch.float32)
-"""
-    run_interpreted("-c", code)
+def test_triton_passes(operation, monkeypatch):
+    from adjoint.kernels.triton import backend as triton_backend
+
+    monkeypatch.setattr(trial, "SEQLEN", 67)
+    assert trial.passes(triton_backend, operation, CPU, torch.float32)
 
 
 def test_the_trial_draws_on_no_default_device(monkeypatch):
