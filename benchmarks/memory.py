@@ -173,8 +173,7 @@ class Memory(steps.StepBenchmark):
                 ("over Exact's", _ratios),
             ):
                 parts.append(report.by_length(f"{title}, allocator {allocator}", rows, self.named, cell))
-            parts += [f"- {row['label']} at {row['length']:,}: {row['status']}, {row['note']}\n"
-                      for row in rows if row["note"]]  # fmt: skip
+            parts.append(steps.notes(rows))
         return "\n".join([*parts, steps.apart_text(result), self.longest(result)])
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:

@@ -313,6 +313,14 @@ class StepBenchmark(Benchmark):
         }  # fmt: skip
 
 
+def notes(rows: Iterable[Row]) -> str:
+    """Why points have no numbers, a line each."""
+    return "".join(
+        f"- {row.get('label') or ', '.join((row['model'], row['way']))}, {row['length']:,} tokens: "
+        f"{row['status']}, {row['note']}\n" for row in rows if row["note"]
+    )  # fmt: skip
+
+
 def apart_text(result: Row) -> str:
     """How far gradients were apart, a line under a table; nothing of results that do not say."""
     found = [row["gradients_apart"] for row in result["rows"] if "gradients_apart" in row]

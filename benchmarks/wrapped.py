@@ -136,7 +136,7 @@ class Wrapped(steps.StepBenchmark):
         return table + steps.apart_text(result)
 
     def page(self, result: Row) -> str:
-        return f"{self.markdown(result)}\n{self.longest(result)}"
+        return "\n".join([self.markdown(result), steps.notes(result["rows"]), self.longest(result)])
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         rows = [row for row in result["rows"] if "memory_bytes" in row]

@@ -80,6 +80,7 @@ def gradients_apart(ways: Iterable[tuple[str, Passes]], ids: Tensor) -> dict[str
         expected = expected or own
         apart, worst = max((_apart(grad, expected[name]), name) for name, grad in own.items())
         found[way] = {"difference": apart, "parameter": worst, "loss": loss.item()}
+        del model, loss_of, loss, own  # before the next model is made
     return found
 
 
