@@ -205,4 +205,4 @@ class Replica(Trainer):
 
     def _announce(self) -> None:
         super()._announce()
-        print(f"replicas: {self.here.world} processes, which share the rows of every batch out", flush=True)
+        print(f"replicas: {self.here.world} processes, each with its rows of every batch", flush=True)

@@ -272,7 +272,7 @@ class ShardedTrainer(Trainer):
         if self.config.model.from_pretrained is None:
             super()._sample()
         elif self.settings.sample_tokens:
-            print("no sample: a pretrained model in shards gives none; adjoint export the run for that")
+            print("no sample: sharded pretrained models cannot sample; run adjoint export, then generate")
 
     def _continue(self, prompt: torch.Tensor) -> torch.Tensor:
         settings = self.settings

@@ -43,7 +43,7 @@ from adjoint.train.layout import Layout
 from adjoint.train.trackers import are_trackers
 
 # Keys of older versions, and why they are gone. The config.yaml of an older run still has them.
-_RETIRED = {"cluster.exchange": "a sequence over several workers is dealt out to them in chunks in turn"}
+_RETIRED = {"cluster.exchange": "chunks of a sequence go to its workers in turn"}
 _TENSORBOARD = "training.tensorboard"  # is training.report_to now; what a run wrote had it until then
 Precision = Literal["auto", "float32", "bfloat16", "float64"]
 # What is other by default where a model is given to go on from.
@@ -331,7 +331,7 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
         if name == _TENSORBOARD:
             name, value = "training.report_to", "tensorboard" if str(value).lower() == "true" else "none"
         if name in _RETIRED:
-            warnings.warn(f"{where}: is left out; it is no key any more: {_RETIRED[name]}", stacklevel=2)
+            warnings.warn(f"{where}: is ignored, the key was removed: {_RETIRED[name]}", stacklevel=2)
             continue
         if name not in keys:
             raise _unknown(name, file)

@@ -264,7 +264,7 @@ class Trainer:
         if idle := [name for name, gradient in ends if gradient is None or not gradient.any()]:
             warnings.warn(
                 f"model.lora.target_modules: {len(idle)} adapters have no gradient, such as "
-                f"{idle[0].partition('.lora_B')[0]}, whose weight the model reads past them; leave them out",
+                f"{idle[0].partition('.lora_B')[0]}, whose weight is read without them; leave them out",
                 stacklevel=2,
             )
 
@@ -405,7 +405,7 @@ class Trainer:
             self.saved_step = self.step
         set_rng_state(rng)
         for moved in set_aside_after(self.folder.path / "checkpoints", self.step):
-            print(f"set aside: {moved}, of steps that are done again")
+            print(f"set aside: {moved}, because their steps run again")
         print(f"resuming after step {self.step} from {checkpoint}")
         for section in ("method", "training"):
             for key, value in self.config.to_dict()[section].items():
@@ -469,13 +469,13 @@ class Trainer:
         pretrained, lora = self.config.model.from_pretrained, self.config.model.lora
         if lora is not None:
             trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-            print(f"adapters: of rank {lora.rank}, {trained:,} parameters; the model's own are not trained")
+            print(f"adapters: rank {lora.rank}, {trained:,} parameters; the model's own are frozen")
         if pretrained is not None and self.config.data.tokenizer is None:
             print(f"note: {pretrained} has no tokenizer: the text is read as bytes (--data.tokenizer)")
         if self.precision == "bfloat16" and self.device.type == "cpu":
             print("note: bfloat16 on a CPU saves memory, seldom time")
         if self.step >= settings.steps:
-            print(f"note: all {settings.steps} steps are done; raise training.steps to go on")
+            print(f"note: all {settings.steps} steps are done; raise training.steps to continue")
 
 
 class _Progress:

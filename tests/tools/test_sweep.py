@@ -263,7 +263,7 @@ def test_exact_is_the_baseline_where_backprop_does_not_fit(
     monkeypatch.setattr(compare, "backprop_fits", lambda model, ids: False)
     flags = {"data": "random", "windows": "4", "methods": "truncated"}
     assert sweep(tmp_path, **flags) == 0
-    assert "Exact, its equal to rounding, stands in" in capsys.readouterr().out
+    assert "Exact, equal to rounding, is used instead" in capsys.readouterr().out
     rows = results(tmp_path)["rows"]
     assert [row["method"] for row in rows] == ["exact", "truncated"]
     monkeypatch.setattr(compare, "backprop_fits", lambda model, ids: True)

@@ -42,7 +42,8 @@ def main(argv: list[str]) -> int:
     journal = Journal(request.out / "points.jsonl", _mark(request, settings, here), fresh=request.fresh)
     if journal.discarded:
         print(
-            f"{request.out}: of other settings, versions or another machine: measuring all", file=sys.stderr
+            f"{request.out}: has results of other settings, versions or another machine; measuring all",
+            file=sys.stderr,
         )
     weights = "random weights" if settings["random"] else "its weights"
     print(
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> int:
         report.draw(result, request.out / "compare.png")
         print(f"written to {request.out}: compare.json, compare.png")
     if interrupted:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; run the same command to continue", file=sys.stderr)
     return 130 if interrupted else 0
 
 

@@ -38,7 +38,7 @@ def show(result: Mapping[str, Any]) -> None:
     console.print(table)
     where = result["environment"]["gpu"] or f"{result['environment']['cores']} cores"
     console.print(
-        "memory: what a step takes beyond the imports, weights and gradients included, without an "
+        "memory: a step's peak above the imports, weights and gradients included, without an "
         f"optimizer; time: median of {settings['repeat']} steps; ~: by a line through the last two; {where}"
     )
     for line in conclusion(result):

@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
         written.append("sweep.png")
     print(f"written to {request.out}: {', '.join(written)}", flush=True)
     if interrupted:
-        print(f"interrupted with {left} rows to go; the same command goes on from here", file=sys.stderr)
+        print(f"interrupted with {left} rows to go; run the same command to continue", file=sys.stderr)
     return 130 if interrupted else 0
 
 
@@ -216,7 +216,7 @@ def _announce(request: Namespace, result: Mapping[str, Any], kept: int) -> None:
         flush=True,
     )
     if settings["baseline"] == Exact.name and request.baseline == "auto":
-        print("note: backpropagation does not fit in memory here; Exact, its equal to rounding, stands in")
+        print("note: backpropagation does not fit in memory here; Exact, equal to rounding, is used instead")
     if kept:
         print(f"{kept} rows kept from {request.out / RESULTS}")
 
