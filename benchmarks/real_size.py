@@ -29,15 +29,15 @@ _QWEN = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128),
     "tie_word_embeddings": True,
 }
-INTRODUCTION = """Real sizes, random weights, float32 (`python -m benchmarks.real_size`): Mamba-2 130M,
-and a model of Qwen3.5-0.8B's sizes. "MiniSequence" is checkpointing with the logits in slices.
+INTRODUCTION = """Models of real sizes, random weights, float32 (`python -m benchmarks.real_size`).
+"MiniSequence" is checkpointing with the logits in slices.
 """
 
 
 class RealSize(Wrapped):
     name = "real_size"
     uses = ("wrapped", "real_size", "segments")
-    whole = ("lengths", "models", "ways", "allocators")
+    whole = ("ways", "allocators")
     models: ClassVar = {"Mamba-2 130M": (_MAMBA2, 0, 32768), "Qwen3.5-like 0.8B": (_QWEN, 6, 32768)}
     ways: ClassVar = {
         "checkpointing": WAYS["checkpointing"][0],
