@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from adjoint.tools.points.process import ROOT
 from benchmarks.convergence.command import Convergence
+from benchmarks.fleet import Fleet
 from benchmarks.fsdp import Fsdp
 from benchmarks.kernels.command import Kernels
 from benchmarks.layer_work import LayerWork
@@ -22,6 +23,7 @@ from benchmarks.report import Row
 from benchmarks.runner import RESULTS, Benchmark
 from benchmarks.scaling import Scaling
 from benchmarks.shards.command import Shards
+from benchmarks.sources import Sources
 from benchmarks.window_time import WindowTime
 from benchmarks.wrapped import Wrapped
 
@@ -130,5 +132,9 @@ FIGURES = [
     Figure("docs/cluster.md", Shards(), "",
            "--shards 1 2 --repeats 1 --d-model 64 --layers 4 --seqlen 1K", PROGRAMS),
     Figure("docs/cluster.md, docs/paper.md", Scaling(), "", "", PROGRAMS),
+    Figure("docs/paper.md", Sources(), "", "--tables table-1 layer",
+           ("plan/count.py", "plan/memory.py", "loss.py", "layers/*.py")),
+    Figure("docs/paper.md", Fleet(), "", "--devices 8 --models mamba-1.27b --gpus h100",
+           (*PROGRAMS, "plan/*.py")),
     Figure("docs/models.md", MiniSequence(), "", "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),
 ]  # fmt: skip

@@ -73,7 +73,7 @@ def splitting(backbone: nn.Module, mlps: Sequence[str], chunks: int) -> Iterator
 
 def _recomputed(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[..., Any]:
     forward = layer.forward
-    split = {mlp: _in_pieces(mlp.forward, chunks) for mlp in mlps} if chunks > 1 else {}
+    split = {mlp: in_pieces(mlp.forward, chunks) for mlp in mlps} if chunks > 1 else {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
@@ -84,7 +84,7 @@ def _recomputed(layer: Any, mlps: Sequence[nn.Module], chunks: int) -> Callable[
     return lambda *args, **kwargs: recomputed(functools.partial(run, **kwargs), *args)
 
 
-def _in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Tensor], Tensor]:
+def in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Tensor], Tensor]:
     """(batch, tokens, hidden) → the same, `chunks` pieces of the tokens after one another."""
 
     def piece(x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def token_wise(backbone: Any) -> list[str]:
 
 def _tokens_are_apart(module: Any, x: Tensor) -> bool:
     """Whether pieces give the whole's output, and each output no gradient at all to another token."""
-    whole, pieces = module.forward(x), _in_pieces(module.forward, 3)(x)
+    whole, pieces = module.forward(x), in_pieces(module.forward, 3)(x)
     if not alike(pieces, whole):
         return False
     middle = x.shape[1] // 2

@@ -16,6 +16,7 @@ import torch
 
 from adjoint.tools.points import journal, passes, process, show
 from benchmarks import (
+    fleet,
     layer_work,
     memory,
     mini_sequence,
@@ -25,6 +26,7 @@ from benchmarks import (
     report,
     runner,
     scaling,
+    sources,
     steps,
     window_time,
     wrapped,
@@ -56,6 +58,9 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
     (recall.Recall(), "--mixers mamba --seqlen 64 --steps 2", 1, "mixer seqlen steps loss recall needle"),
     (scaling.Scaling(), "--lengths 1K 2K --slice-length 2K --layers 56 --windows 15",
      14, "context method devices days"),
+    (sources.Sources(), "--tables table-1", 6, "table structure network formula_bytes bytes operations"),
+    (fleet.Fleet(), "--devices 1 --models hybrid --gpus h100",
+     3, "model tokens rows devices gpu seconds idle_share memory_bytes why"),
     (Convergence(),
      "--methods backprop truncated-auto --tasks recall-fast --seeds 1 --steps 2 --seqlen 32 --jobs 1",
      2, "task method seeds held_out train gap curve_distance accuracy_4 note"),
@@ -65,7 +70,7 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      "--shards 1 2 --repeats 1 --d-model 8 --layers 2 --seqlen 64 --chunk-size 16 --window 8 --methods exact",
      3, "method shards sequence predicted_seconds measured_seconds error memory_bytes"),
 ]  # fmt: skip
-UNDRAWN = ("mixers", "mini_sequence", "layer_work")
+UNDRAWN = ("mixers", "mini_sequence", "layer_work", "sources")
 
 
 @pytest.mark.usefixtures("one_thread")

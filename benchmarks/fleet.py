@@ -1,0 +1,178 @@
+"""What a fleet would give: `python -m benchmarks.fleet` plans and simulates, it measures nothing.
+
+The 1.27B Mamba, and a hybrid of the same sizes one layer in twelve of which is full attention, on 8, 64 and
+1,024 GPUs at 1M and 16M tokens, by `Exact`. For each the fastest layout that fits is looked for as `adjoint
+plan --devices N` does it: shards × workers of a sequence × replicas, the programs of all workers simulated
+tile by tile and message by message, memory counted on fake tensors. What the times rest on is assumed: 30% of
+a GPU's peak in bfloat16 for every tile, whatever its size; one rate for all messages, a GPU's share of its
+instance's network (NVLink is left out); 50 µs a message. The optimizer's step is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from adjoint.errors import UserError
+from adjoint.plan.estimate import LATENCY
+from adjoint.plan.layouts import rank
+from adjoint.tools.plan.command import SUSTAINED, read_arguments, task_of
+from adjoint.tools.points import show
+from adjoint.tools.points.process import Point
+from adjoint.train.gpus import GPUS
+from benchmarks import report, runner
+from benchmarks.report import Row
+from benchmarks.runner import Benchmark, Found
+
+CONFIG = "configs/mamba-1.27b.yaml"
+HYBRID = ["attention" if k % 12 == 6 else "mamba" for k in range(48)]
+MODELS = {  # flags of `adjoint plan`
+    "mamba-1.27b": [],
+    "hybrid": ["--model.mixer", f"[{', '.join(HYBRID)}]", "--model.num_key_value_heads", "4"],
+}
+BANDWIDTHS = {
+    "a100-40gb": 6.25e9,
+    "h100": 50e9,
+}  # a second and GPU: 400 Gb/s of a p4d's eight, 3,200 of a p5's
+DEVICES = [8, 64, 1024]
+# tokens a sequence, and sequences a step: one, and 64M tokens
+WORK = {"mamba-1.27b": ((1 << 20, 1), (1 << 20, 64), (1 << 24, 1), (1 << 24, 4)),
+        "hybrid": ((1 << 20, 1), (1 << 20, 64), (1 << 24, 4))}  # fmt: skip
+
+
+def measure(point: Point) -> Point:
+    """The fastest layout that fits, with as many sequences at a time as fit; what does not fit says why."""
+    gpu, devices, rows = point["gpu"], point["devices"], point["rows"]
+    batch, why = min(rows, devices), ""
+    while batch:
+        words = ["--config", CONFIG, *MODELS[point["model"]], "--device", gpu, "--devices", str(devices),
+                 "--seqlen", str(point["tokens"]), "--data.batch", str(batch),
+                 "--training.grad_accumulation", str(rows // batch),
+                 "--bandwidth", f"{BANDWIDTHS[gpu] / 1e9}GB"]  # fmt: skip
+        try:
+            best = rank(task_of(*read_arguments(words)))[0]
+        except UserError as error:
+            return {"why": str(error)}
+        if best.fits and best.estimate is not None:
+            tokens, found = rows * point["tokens"], best.estimate
+            return {
+                "batch": batch, "shards": best.layout.shards, "sequence": best.layout.sequence,
+                "replicas": best.layout.replicas, "seconds": found.seconds,
+                "tokens_per_second": tokens / found.seconds, "idle_share": found.idle_share,
+                "reduce_seconds": found.reduce_seconds, "memory_bytes": best.memory,
+            }  # fmt: skip
+        why, batch = why or best.why, batch // 2
+    return {"why": why or "no layout fits"}
+
+
+class Fleet(Benchmark):
+    name = "fleet"
+    module = "benchmarks.fleet"
+    packages = ("torch", "triton")
+    whole = ("models", "gpus", "devices")
+    document = "docs/paper.md"
+    caption = "Tokens per second against GPUs, planned and simulated, with the ideal lines"
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        runner.add_choice(parser, "--models", MODELS)
+        runner.add_choice(parser, "--gpus", BANDWIDTHS)
+        parser.add_argument("--devices", type=int, nargs="+", default=DEVICES, help="GPUs (8 64 1024)")
+
+    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        runner.at_least(parser, options, devices=1)
+
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        """Both GPUs after one another: most of their programs are the same."""
+        return [
+            {"model": model, "tokens": tokens, "rows": rows, "devices": devices, "gpu": gpu}
+            for devices in options.devices for model in options.models
+            for tokens, rows in WORK[model] for gpu in options.gpus
+        ]  # fmt: skip
+
+    def shared(self, point: Point) -> str:
+        return "all"
+
+    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+        gpus = {
+            name: {"bytes_per_second": BANDWIDTHS[name], "flops": SUSTAINED * 1e12 * GPUS[name].bfloat16,
+                   "memory_bytes": GPUS[name].memory}
+            for name in options.gpus
+        }  # fmt: skip
+        return {"assumptions": {"share_of_peak": SUSTAINED, "latency_seconds": LATENCY, "gpus": gpus}}
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        return [{**p, **r} for p, r in found]
+
+    def markdown(self, result: Row) -> str:
+        """Each model's rows under what they rest on."""
+        a = result["assumptions"]
+        of = (
+            f"{name} {gpu['memory_bytes'] / 1e9:.1f} GB, {gpu['flops'] / 1e12:.0f} TFLOP/s "
+            f"({a['share_of_peak']:.0%} of its peak), {gpu['bytes_per_second'] / 1e9:g} GB/s"
+            for name, gpu in a["gpus"].items()
+        )
+        head = f"Planned and simulated, nothing measured. Assumed: {'; '.join(of)}; "
+        lines = [self._line(row, result["rows"]) for row in result["rows"]]
+        heads = ["model", "tokens × sequences a step", "GPU", "GPUs", "shards × sequence × replicas",
+                 "step, s", "tokens/s", "of ideal", "idle", "GB a GPU"]  # fmt: skip
+        table = report.markdown_table(heads, lines, left=(0, 1, 2))
+        return f"{head}{a['latency_seconds'] * 1e6:.0f} µs a message.\n\n{table}"
+
+    @staticmethod
+    def _line(row: Row, rows: Sequence[Row]) -> list[str]:
+        work = f"{show.tokens(row['tokens'])} × {row['rows']}"
+        start = [row["model"], work, row["gpu"], f"{row['devices']:,}"]
+        if "seconds" not in row:
+            return [*start, "none", *["–"] * 5]
+        layout = f"{row['shards']} × {row['sequence']} × {row['replicas']}"
+        return [
+            *start, layout, f"{row['seconds']:,.3g}", f"{row['tokens_per_second']:,.0f}",
+            f"{row['tokens_per_second'] / ideal(row, rows):.0%}", f"{row['idle_share']:.1%}",
+            f"{row['memory_bytes'] / 1e9:.1f}",
+        ]  # fmt: skip
+
+    def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
+        yield "", draw(result["rows"]), report.footer(result["environment"], "planned and simulated")
+
+
+def ideal(row: Row, rows: Sequence[Row]) -> float:
+    """Tokens a second if every GPU did as much as one of the fewest GPUs does, on the model's shortest and
+    most sequences."""
+    alike = [r for r in rows if (r["model"], r["gpu"]) == (row["model"], row["gpu"]) and "seconds" in r]
+    base = min(alike, key=lambda r: (r["devices"], r["tokens"], -r["rows"]))
+    return base["tokens_per_second"] / base["devices"] * row["devices"]
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """A panel a GPU: a curve for each model and work, dotted the ideal."""
+    gpus = list(dict.fromkeys(row["gpu"] for row in rows))
+    figure, panels = report.pyplot().subplots(1, len(gpus), figsize=(5.5 * len(gpus), 4.6), squeeze=False,
+                                              sharey=True)  # fmt: skip
+    for axes, gpu in zip(panels[0], gpus, strict=True):
+        mine = [row for row in rows if row["gpu"] == gpu and "seconds" in row]
+        for (model, tokens, count), colour in zip(
+            dict.fromkeys((row["model"], row["tokens"], row["rows"]) for row in rows),
+            (report.AMBER, report.ORANGE, "#56B4E9", report.BLUE, report.GREY, report.BLACK, report.PURPLE),
+            strict=False,
+        ):
+            curve = [(r["devices"], r["tokens_per_second"]) for r in mine
+                     if (r["model"], r["tokens"], r["rows"]) == (model, tokens, count)]  # fmt: skip
+            if curve:
+                name = f"{model}, {show.tokens(tokens)} × {count}"
+                style = "--" if model == "hybrid" else "-"
+                axes.plot(*zip(*curve, strict=True), style, color=colour, marker="o", label=name)
+        for model in dict.fromkeys(row["model"] for row in mine):
+            line = {r["devices"]: ideal(r, rows) for r in mine if r["model"] == model}
+            axes.plot(list(line), list(line.values()), ":", color="black", linewidth=0.9)
+        axes.set(xscale="log", yscale="log", xlabel="GPUs", title=gpu)
+        counts = sorted({row["devices"] for row in rows})
+        axes.set_xticks(counts, [f"{n:,}" for n in counts])
+        axes.minorticks_off()
+    panels[0][0].set_ylabel("tokens per second (planned)")
+    panels[0][-1].legend(loc="upper left", fontsize=7.5, title="tokens × sequences a step; dotted: ideal")
+    return figure
+
+
+if __name__ == "__main__":
+    raise SystemExit(Fleet().main())

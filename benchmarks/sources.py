@@ -1,0 +1,442 @@
+"""The figures of the sources beside this package's, counted on fake tensors: `python -m benchmarks.sources`.
+
+Nothing is run, nothing is measured: the code that trains is called on tensors that have shapes and no
+memory, and every storage is noted while it lives (`adjoint.plan`). The sources are
+
+- adjoint sharding (arXiv 2501.00692): figure 1 (memory by context of five models), the longest context of the
+  largest, table 1 (memory and operations of one vjp);
+- the Mini-Sequence Transformer (arXiv 2407.15892): tables 12 to 15, Llama3-8B's head and MLP in M pieces;
+- Korthikanti et al. (arXiv 2205.05198): bytes of activations that a layer of a Transformer keeps.
+
+What the sources measured stands in the tables as theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjoint.errors import UserError
+from adjoint.layers import StackConfig
+from adjoint.loss import linear_cross_entropy
+from adjoint.plan.count import Conditions, counting, fake_tensors
+from adjoint.plan.layouts import candidates
+from adjoint.plan.memory import needs
+from adjoint.plan.stack import model_of
+from adjoint.tools.plan.command import read_arguments, task_of
+from adjoint.tools.points import show
+from adjoint.tools.points.process import Point
+from adjoint.train.gpus import GPUS
+from adjoint.train.layout import Layout
+from benchmarks import report, runner
+from benchmarks.report import Row
+from benchmarks.runner import Benchmark, Found
+
+GIB = 2**30
+
+# ------------------------------------------------------------------------------------------ adjoint sharding
+
+MODELS = ("mamba-32m", "mamba-63m", "mamba-127m", "mamba-225m", "mamba-1.27b")
+LENGTHS = [4096 * 4**k for k in range(5)]
+GPU, BATCH, CHUNK = "a100-40gb", 2, 1024  # figure 1's batch; the GPUs of the paper's P4 instances
+_PLAIN = "--method.chunk_size null --method.recompute null --method.name backprop"
+METHODS = {  # flags of `adjoint plan`
+    "Backprop": _PLAIN,
+    "Backprop, checkpointing": f"{_PLAIN} --method.checkpoint true",
+    "LayerLocal": f"--method.recompute null --method.name layer-local --method.chunk_size {CHUNK}",
+    "Exact": f"--method.name exact --method.recompute selective --method.chunk_size {CHUNK}",
+}
+FIGURE_1 = ("Backprop", "Backprop, checkpointing", "Exact")
+DEVICES = (1, 40)  # five instances of eight
+P, N, SAMPLES = 128, 225, 8  # table 1's widths in the paper's example (section 4.5)
+
+
+def _task(model: str, method: str, seqlen: int, gpus: int = 1) -> Any:
+    words = f"--config configs/{model}.yaml --device {GPU} --data.batch {BATCH} {METHODS[method]}"
+    return task_of(*read_arguments(f"{words} --seqlen {seqlen} --devices {gpus}".split()))
+
+
+def figure_1(model: str, method: str, lengths: Sequence[int]) -> Iterator[Row]:
+    """Bytes of a training step on one GPU by context, whether or not the GPU has them."""
+    task = _task(model, method, min(lengths))
+    for seqlen in lengths:
+        fit = task.fit(Layout()).of(seqlen=seqlen)
+        (need,) = needs(fit.setup, fit.fastest())
+        yield {"model": model, "parameters": fit.setup.model.num_parameters, "method": method,
+               "tokens": seqlen, "bytes": need.total}  # fmt: skip
+
+
+def longest(method: str, gpus: int) -> Iterator[Row]:
+    """The longest context of the 1.27B model, over all layouts of one replica."""
+    task, found = _task(MODELS[-1], method, 1 << 20, gpus), []
+    for layout in candidates(gpus):
+        with contextlib.suppress(UserError):  # what the method cannot be spread over
+            if layout.replicas == 1:
+                found.append((task.fit(layout).longest(), layout))
+    tokens, layout = max(found, key=lambda one: one[0])
+    yield {"method": method, "gpus": gpus, "tokens": tokens, "shards": layout.shards,
+           "sequence": layout.sequence}  # fmt: skip
+
+
+def table_1() -> Iterator[Row]:
+    """One vjp, of a network with P inputs for a batch, in 16 bits: by the formula and counted."""
+    shapes = {"unstructured": (N * N, N * P), "diagonal": (N, N), "scalar": (1, N)}
+    for structure, outputs in shapes.items():
+        for network, out in zip(("𝒜", "ℬ, 𝒞"), outputs, strict=True):
+
+            def make(out: int = out) -> tuple[Any, Tensor]:
+                return nn.Linear(P, out), torch.zeros(SAMPLES, P)
+
+            def run(given: tuple[Any, Tensor]) -> None:
+                network, x = given
+                y = network(x)
+                torch.autograd.grad(y, list(network.parameters()), torch.zeros_like(y))
+
+            peak, operations = peak_and_operations(make, run)
+            parameters = P * out + out
+            yield {
+                "structure": structure, "network": network,
+                "formula_bytes": 2 * (SAMPLES * (out + P * out) + parameters), "bytes": peak,
+                "formula_operations": SAMPLES * out * (2 * P + 1), "operations": operations,
+            }  # fmt: skip
+
+
+# ------------------------------------------------------------------------- the Mini-Sequence Transformer
+
+HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256  # of Llama3-8B
+MST_LENGTHS = (8192, 80000)
+# GiB and seconds that tables 13 and 12, 15 and 14 state at 8,192 and 80,000 tokens, by M; 1 is their standard
+MST_HEAD = {1: (7.91, 59.92, 0.85), 2: (6.95, 50.66, 1.36), 4: (4.52, 26.92, 1.33), 8: (3.30, 15.05, 1.34),
+            16: (2.70, 9.12, 1.35), 32: (2.39, 6.15, 1.36)}  # fmt: skip
+MST_MLP = {1: (2.11, 14.72, 2.96), 2: (2.00, 12.69, 3.05), 4: (2.00, 11.66, 2.99), 8: (2.11, 11.66, 3.05)}
+
+
+def _head(pieces: int, tokens: int) -> tuple[int, int]:
+    def make() -> tuple[Any, Tensor, Tensor]:
+        hidden = torch.zeros(1, tokens, HIDDEN).requires_grad_()
+        return nn.Linear(HIDDEN, VOCABULARY, bias=False), hidden, torch.zeros(1, tokens, dtype=torch.int64)
+
+    def run(given: tuple[Any, Tensor, Tensor]) -> None:
+        head, hidden, targets = given
+        if pieces == 1:
+            loss = nn.functional.cross_entropy(head(hidden).flatten(0, 1), targets.flatten())
+        else:
+            loss = linear_cross_entropy(hidden, head.weight, targets, -(-tokens // pieces)) / tokens
+        loss.backward()
+
+    return peak_and_operations(make, run)
+
+
+def _mlp(pieces: int, tokens: int) -> tuple[int, int]:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    from adjoint.hf.mini_sequence import in_pieces
+
+    def make() -> tuple[Any, Tensor]:
+        config = LlamaConfig(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE)
+        return LlamaMLP(config), torch.zeros(1, tokens, HIDDEN).requires_grad_()
+
+    def run(given: tuple[Any, Tensor]) -> None:
+        mlp, hidden = given
+        (mlp if pieces == 1 else in_pieces(mlp.forward, pieces))(hidden).sum().backward()
+
+    return peak_and_operations(make, run)
+
+
+def mini_sequence(part: str, pieces: int) -> Iterator[Row]:
+    """Bytes and operations of forward and backward of the head or the MLP, beside theirs."""
+    count, theirs = {"head": (_head, MST_HEAD), "mlp": (_mlp, MST_MLP)}[part]
+    for place, tokens in enumerate(MST_LENGTHS):
+        peak, operations = count(pieces, tokens)
+        yield {"pieces": pieces, "tokens": tokens, "bytes": peak, "operations": operations,
+               "their_bytes": theirs[pieces][place] * GIB,
+               "their_seconds": theirs[pieces][2] if tokens == MST_LENGTHS[-1] else None}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------- Korthikanti et al.
+
+S, B, H, HEADS = 2048, 4, 6144, 64  # of their 22B model
+UNIT, SCORES = S * B * H, HEADS * S / H  # bytes of sbh; as/h
+
+
+def kept_by(module: Callable[[], Any], call: Callable[[Any, Tensor], Any]) -> int:
+    """Bytes that a layer's forward in 16 bits keeps for its backward, its input included, its output not."""
+    with fake_tensors(torch.bfloat16) as fake:
+        with fake:
+            layer = module()
+        with counting(Conditions(B, S, device="cuda"), fake) as live:
+            call(layer, torch.zeros(B, S, H))  # notes the weights
+            before = live.begin()
+            kept = call(layer, torch.zeros(B, S, H, requires_grad=True)).grad_fn
+            found = live.live - before
+            del kept
+            return found
+
+
+def _gpt2(implementation: str, dropout: float, activation: str, recomputed: bool = False) -> int:
+    from torch.utils.checkpoint import checkpoint
+    from transformers import GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    config = GPT2Config(n_embd=H, n_head=HEADS, n_positions=S, activation_function=activation,
+                        attn_pdrop=dropout, resid_pdrop=dropout,
+                        attn_implementation=implementation)  # fmt: skip
+
+    def call(layer: Any, x: Tensor) -> Any:
+        y = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+        return y[0] if isinstance(y, tuple) else y
+
+    return kept_by(lambda: GPT2Block(config, layer_idx=0).train(), call)
+
+
+def _llama() -> int:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    config = LlamaConfig(hidden_size=H, num_attention_heads=HEADS, intermediate_size=4 * H,
+                         num_hidden_layers=1, attn_implementation="sdpa")  # fmt: skip
+
+    def make() -> Any:
+        return LlamaDecoderLayer(config, 0).train(), LlamaRotaryEmbedding(config)
+
+    def call(layer: Any, x: Tensor) -> Any:
+        turns = layer[1](x, torch.arange(S).unsqueeze(0))
+        y = layer[0](x, position_embeddings=turns)
+        return y[0] if isinstance(y, tuple) else y
+
+    return kept_by(make, call)
+
+
+def _ours(mixer: str, recompute: str) -> int:
+    config = StackConfig(d_model=H, n_layer=1, mixer=mixer, num_attention_heads=HEADS,
+                         d_intermediate=4 * H if mixer == "attention" else 0)  # fmt: skip
+    return model_of(config).piece(0, Conditions(B, S, 0, "bfloat16", "cuda", recompute)).saved
+
+
+# name: (count, the formula's bytes over sbh or None, why they differ)
+LAYERS: dict[str, tuple[Callable[[], int], float | None, str]] = {
+    "GPT-2, attention written out": (
+        functools.partial(_gpt2, "eager", 0.1, "gelu"), 34 + 5 * SCORES,
+        "on a CPU dropout's masks have 2 bytes an element, in the formula and on a GPU 1: + as/h + 2"),
+    "GPT-2, fused attention, no dropout": (
+        functools.partial(_gpt2, "sdpa", 0.0, "gelu"), 34,
+        "two masks of 1 byte that are not there; means, variances and normalizers add 0.04"),
+    "GPT-2 with gelu_new, fused attention, no dropout": (
+        functools.partial(_gpt2, "sdpa", 0.0, "gelu_new"), 34,
+        "its tanh approximation is written out and keeps three more tensors of 4h: + 24"),
+    "GPT-2, recomputed": (functools.partial(_gpt2, "eager", 0.1, "gelu", True), 2, "the input alone"),
+    "Llama, gated MLP of 4h": (
+        _llama, 34,
+        "the gated MLP keeps four tensors of 4h, not two: + 16; RMSNorm in float32: + 10; no dropout: − 2"),
+    "Stack, attention, gated MLP of 4h": (
+        functools.partial(_ours, "attention", "none"), 34,
+        "the gated MLP: + 8; residual stream in float32, rotated queries and keys: + 14; no dropout: − 2"),
+    "Stack, attention, recompute selective": (
+        functools.partial(_ours, "attention", "selective"), 34,
+        "keeps the outputs of two projections, 6 + 16, attention's, 2, and the residual sum, 4"),
+    "Stack, Mamba": (
+        functools.partial(_ours, "mamba", "none"), None, "in_proj's output is 8 of it"),
+    "Stack, Mamba, recompute selective": (
+        functools.partial(_ours, "mamba", "selective"), None,
+        "one tensor of d_inner and one of d_model are made again"),
+}  # fmt: skip
+
+
+def layer(name: str) -> Iterator[Row]:
+    """Bytes that a layer keeps, over sbh."""
+    count, formula, why = LAYERS[name]
+    found = count() / UNIT
+    yield {"layer": name, "formula": formula, "counted": found, "why": why,
+           "ratio": None if formula is None else found / formula}  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------- counting
+
+
+def peak_and_operations(make: Callable[[], Any], run: Callable[[Any], object]) -> tuple[int, int]:
+    """Bytes at the peak of `run` in 16 bits, what `make` made included, and operations of its products."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    adds = {torch.ops.adjoint.add_product: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}
+    with fake_tensors(torch.bfloat16) as fake, counting(Conditions(1, 1, device="cuda"), fake) as live:
+        run(make())
+        peak = live.peak
+    # by itself, as it holds on to tensors
+    operations = FlopCounterMode(display=False, custom_mapping=adds)
+    with fake_tensors(torch.bfloat16) as fake, fake, operations:
+        run(make())
+    return peak, operations.get_total_flops()
+
+
+TABLES: dict[str, Callable[..., Iterator[Row]]] = {
+    "figure-1": figure_1, "longest": longest, "table-1": table_1, "mini-sequence": mini_sequence,
+    "layer": layer,
+}  # fmt: skip
+
+
+def measure(point: Point) -> Point:
+    """The rows of a point: the table's function with the other values of the point."""
+    given = {key: value for key, value in point.items() if key != "table"}
+    return {"rows": list(TABLES[point["table"]](**given))}
+
+
+class Sources(Benchmark):
+    name = "sources"
+    module = "benchmarks.sources"
+    packages = ("torch", "transformers", "triton")
+    whole = ("tables", "lengths")
+    document = "docs/paper.md"
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        runner.add_choice(parser, "--tables", TABLES)
+        parser.add_argument("--lengths", type=runner.tokens, nargs="+", default=LENGTHS,
+                            help="contexts of figure 1 (default 4K … 1M)")  # fmt: skip
+
+    def environment(self, options: argparse.Namespace) -> Row:
+        return report.environment(*self.packages)
+
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        found: dict[str, list[Point]] = {
+            "figure-1": [{"model": model, "method": method, "lengths": options.lengths}
+                         for model in MODELS for method in FIGURE_1],
+            "longest": [{"method": method, "gpus": gpus} for method in METHODS for gpus in DEVICES],
+            "table-1": [{}],
+            "mini-sequence": [{"part": part, "pieces": m}
+                              for part, theirs in (("head", MST_HEAD), ("mlp", MST_MLP)) for m in theirs],
+            "layer": [{"name": name} for name in LAYERS],
+        }  # fmt: skip
+        return [{"table": table, **point} for table in options.tables for point in found[table]]
+
+    def shared(self, point: Point) -> str:
+        return "all"
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        return [
+            {"table": p["table"], **({"part": p["part"]} if "part" in p else {}), **row}
+            for p, r in found for row in r.get("rows", ())
+        ]  # fmt: skip
+
+    def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
+        for mark, made in SHOWN.items():
+            rows = [row for row in result["rows"] if mark in (row["table"], row.get("part"))]
+            if rows:
+                yield self.document, mark, made(rows)
+
+    def markdown(self, result: Row) -> str:
+        return "\n".join(f"{mark}:\n\n{table}" for _, mark, table in self.tables(result))
+
+    def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
+        rows = [row for row in result["rows"] if row["table"] == "figure-1"]
+        if rows:
+            conditions = f"counted, not measured: batch {BATCH}, AdamW, bfloat16 autocast, one GPU"
+            yield "", draw(rows), report.footer(result["environment"], conditions)
+
+
+# --------------------------------------------------------------------------------------------- what is shown
+
+
+def _figure_1(rows: Sequence[Row]) -> str:
+    lengths = sorted({row["tokens"] for row in rows})
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["method"] != "Backprop, checkpointing" or row["model"] == MODELS[-1]:
+            lines.setdefault((row["model"], row["method"]), []).append(f"{row['bytes'] / 1e9:,.1f}")
+    heads = ["planned, GB", "method", *map(show.tokens, lengths)]
+    return report.markdown_table(heads, [[*key, *cells] for key, cells in lines.items()], left=(0, 1))
+
+
+def _longest(rows: Sequence[Row]) -> str:
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        cells = []
+        for row in (row for row in rows if row["method"] == method):
+            layout = f"{row['shards']} × {row['sequence']}" if row["gpus"] > 1 else ""
+            cells += [f"{row['tokens']:,}", *[layout] * (row["gpus"] > 1)]
+        lines.append([method, *cells])
+    heads = ["planned longest context, tokens"]
+    for gpus in dict.fromkeys(row["gpus"] for row in rows):
+        heads += ["1 GPU"] if gpus == 1 else [f"{gpus} GPUs", "shards × sequence"]
+    return report.markdown_table(heads, lines)
+
+
+def _table_1(rows: Sequence[Row]) -> str:
+    heads = ["A", "network", "formula, MB", "counted, MB", "formula, operations", "counted"]
+    return report.markdown_table(
+        heads,
+        [
+            [row["structure"], row["network"], *(f"{row[k] / 1e6:.3g}" for k in ("formula_bytes", "bytes")),
+             *(f"{row[k]:,}" for k in ("formula_operations", "operations"))]
+            for row in rows
+        ],
+        left=(0, 1),
+    )  # fmt: skip
+
+
+def _mini_sequence(rows: Sequence[Row]) -> str:
+    lengths, standard = sorted({row["tokens"] for row in rows}), rows[0]["operations"]
+    heads = ["M", *(f"{n:,}: {what}" for n in lengths for what in ("theirs, GiB", "counted, GiB")),
+             "their time", "counted operations"]  # fmt: skip
+    lines = []
+    for pieces in dict.fromkeys(row["pieces"] for row in rows):
+        mine = [row for row in rows if row["pieces"] == pieces]
+        cells = [f"{row[key] / GIB:.2f}" for row in mine for key in ("their_bytes", "bytes")]
+        ratio = mine[-1]["their_seconds"] / rows[len(lengths) - 1]["their_seconds"]
+        times = [f"× {ratio:.2f}", f"× {mine[0]['operations'] / standard:.2f}"]
+        lines.append(["standard" if pieces == 1 else str(pieces), *cells, *times])
+    return report.markdown_table(heads, lines)
+
+
+def _layers(rows: Sequence[Row]) -> str:
+    number = lambda value: "–" if value is None else f"{value:.1f}"  # noqa: E731
+    lines = [
+        [row["layer"], number(row["formula"]), number(row["counted"]),
+         "–" if row["ratio"] is None else f"{row['ratio']:.2f}", row["why"]]
+        for row in rows
+    ]  # fmt: skip
+    return report.markdown_table(["bytes over sbh", "formula", "counted", "ratio", "why"], lines, left=(0, 4))
+
+
+SHOWN: dict[str, Callable[[Sequence[Row]], str]] = {
+    "figure-1": _figure_1, "longest": _longest, "table-1": _table_1, "head": _mini_sequence,
+    "mlp": _mini_sequence, "layer": _layers,
+}  # fmt: skip
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Figure 1: memory against context, a shade a model."""
+    figure, axes = report.pyplot().subplots(figsize=(9, 4.8))
+    colours = {"Backprop": report.ORANGE, "Backprop, checkpointing": report.GREY, "Exact": report.BLUE}
+    for method, colour in colours.items():
+        for place, model in enumerate(MODELS):
+            mine = [r for r in rows if (r["model"], r["method"]) == (model, method)]
+            curve = [(r["tokens"], r["bytes"] / 1e9) for r in mine]
+            if not curve:
+                continue
+            last = model == MODELS[-1]
+            axes.plot(*zip(*curve, strict=True), color=colour, alpha=0.35 + 0.65 * place / len(MODELS),
+                      linewidth=1 + 0.3 * place, marker=".", label=method if last else None)  # fmt: skip
+            if method != "Backprop, checkpointing":
+                axes.annotate(model.removeprefix("mamba-").upper(), curve[-1], xytext=(5, 0),
+                              textcoords="offset points", va="center", fontsize=7.5, color=colour)  # fmt: skip
+    limit = GPUS[GPU].memory / 1e9
+    axes.axhline(limit, color="black", linewidth=0.8, linestyle=":")
+    axes.annotate(GPU, (min(r["tokens"] for r in rows), limit), xytext=(0, 3),
+                  textcoords="offset points", fontsize=7.5)  # fmt: skip
+    axes.set_yscale("log")
+    show.ticks_of_lengths(axes, sorted({row["tokens"] for row in rows}))
+    show.plain_ticks(axes, " GB")
+    axes.set_xlabel("context, tokens")
+    axes.set_title("Memory of a training step: planned, not measured")
+    axes.legend(loc="upper left")
+    return figure
+
+
+if __name__ == "__main__":
+    raise SystemExit(Sources().main())
