@@ -423,8 +423,9 @@ def draw(rows: Sequence[Row]) -> Any:
             axes.plot(*zip(*curve, strict=True), color=colour, alpha=0.35 + 0.65 * place / len(MODELS),
                       linewidth=1 + 0.3 * place, marker=".", label=method if last else None)  # fmt: skip
             if method != "Backprop, checkpointing":
-                axes.annotate(model.removeprefix("mamba-").upper(), curve[-1], xytext=(5, 0),
-                              textcoords="offset points", va="center", fontsize=7.5, color=colour)  # fmt: skip
+                size = model.removeprefix("mamba-").upper()
+                axes.annotate(size, curve[-1], xytext=(5, 0), textcoords="offset points", va="center",
+                              fontsize=7.5, color=colour)  # fmt: skip
     limit = GPUS[GPU].memory / 1e9
     axes.axhline(limit, color="black", linewidth=0.8, linestyle=":")
     axes.annotate(GPU, (min(r["tokens"] for r in rows), limit), xytext=(0, 3),
