@@ -203,10 +203,35 @@ def errors(shards: int) -> list[float]:
     return [min(off), max(off)]
 
 
+def less_memory(method: str) -> float:
+    """Of the 1.27B model's planned step at 1M tokens, over that of `Exact`."""
+    found = [
+        row("sources", table="figure-1", model="mamba-1.27b", method=name, tokens=1 << 20)["bytes"]
+        for name in (method, "Exact")
+    ]
+    return float(found[0] / found[1])
+
+
+def counted_over_theirs(part: str) -> float:
+    """Percent of the Mini-Sequence Transformer's measured memory of a whole head or MLP at 80,000 tokens."""
+    found = row("sources", part=part, pieces=1, tokens=80000)
+    return float(100 * found["bytes"] / found["their_bytes"])
+
+
+def forty(context: int) -> float:
+    """How many GPUs' work 40 do by `Exact`, of figure 6."""
+    one, many = (
+        row("scaling", method="Exact", context=context, devices=devices)["days"]
+        for devices in ("1 GPU", "40 GPUs, simulated")
+    )
+    return float(one / many)
+
+
 WHOLE, BUSY, IDLE = "8 whole GPUs", "56 slices of busy GPUs", "56 slices of idle GPUs"
 SETTING, SHEET = "a setting of ours", "the device's data sheet"
 HELD = "adjoint plan --config configs/mamba-1.27b.yaml --seqlen 1M --devices 1 --device h200 --json"
 PROGRAMS = "tests/engine/test_programs.py"
+THE_PAPER, COSINES = "the paper", "pytest -rP -m slow tests/engine/test_reference.py"
 A_LAYER = 4096 * 16 * 4 * 48  # bytes of mamba-1.27b's states: channels, states, float32, layers
 PAIR = "{:.0f} → {:.0f}"
 WORDS: dict[str, list[Words]] = {
@@ -277,6 +302,32 @@ WORDS: dict[str, list[Words]] = {
         *(Words(f"| {number} GB |", "the command below it") for number in ("40.9", "36.8", "30.9")),
         Words("for a device of 40 GB", SETTING),
         Words("{:.0f} GB at a million tokens and 50,000 words", lambda: [1e6 * 50_000 * 4 / 1e9]),
+    ],
+    "paper.md": [
+        Words("it is {:.0f} times less, and {:.0f} times less than with checkpointing",
+              lambda: [less_memory("Backprop"), less_memory("Backprop, checkpointing")]),
+        Words("40 GPUs do the work of {:.0f} at 1M tokens, and of {:.1f} at 1K",
+              lambda: [forty(1 << 20), forty(1024)]),
+        Words("`Exact` over 56 shards gets {:.1f} times one GPU; {:.1f} if each task",
+              lambda: [speedup("Exact", 56, BUSY), speedup("Exact", 56, IDLE)]),
+        Words("standard head is {:.0f}% and of the standard MLP {:.0f}% of their measured memory",
+              lambda: [counted_over_theirs("head"), counted_over_theirs("mlp")]),
+        Words("in float32, {:.1f} GiB with its copies", lambda: [10 * 4096 * 128256 / 2**30]),
+        Words("MsT's head takes 1.6 times as long", "the authors' table 12"),
+        Words("up to 3 times less memory", THE_PAPER),
+        Words("0.6 MB read and written", THE_PAPER),
+        Words("80 GB ÷ 0.6 MB", THE_PAPER),
+        Words("64% at T̄ = 2,000 and T = 10,000, comes with the minus; the plus gives 56%",
+              "tests/benchmarks/test_benchmark_shards.py"),
+        Words("50 GB/s and 50 µs per message", SETTING),
+        Words("A100-40GB", SHEET),
+        Words("1.27B", SETTING),
+        *(Words(f"| {name}, share {share} | {cells} |", COSINES)
+          for name, share, cells in [
+              ("diagonal", "0.1", "1.00 | 0.98 | 0.98 | 0.92"),
+              ("diagonal", "0.3", "1.00 | 0.90 | 0.89 | 0.65"),
+              ("diagonal", "1", "1.00 | 0.73 | 0.46 | 0.28"), ("scalar", "0.1", "1.00 | 0.99 | 0.98 | 0.92"),
+              ("scalar", "0.3", "1.00 | 0.91 | 0.82 | 0.62"), ("scalar", "1", "1.00 | 0.77 | 0.43 | 0.37")]),
     ],
     "finetune.md": [
         Words("0.1 on matrices", SETTING),

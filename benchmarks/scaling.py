@@ -214,17 +214,15 @@ class Scaling(Benchmark):
     def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
         return [row for p, r in found if p["answer"] == "figure 6" for row in r.get("rows", ())]
 
+    def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
+        yield "docs/paper.md", "figure-6", days_table(result["rows"])
+
     def markdown(self, result: Row) -> str:
         """Days of an epoch, then the speed-up of slices."""
-        a, curves = result["assumptions"], curves_of(result["rows"])
-        lengths = list(dict.fromkeys(row["context"] for row in result["rows"]))
-        days = report.markdown_table(
-            ["method", "devices", *map(show.tokens, lengths)],
-            [[*name, *(f"{points[length]:.3g}" for length in lengths)] for name, points in curves.items()],
-            left=(0, 1),
-        )
+        a = result["assumptions"]
         text = (
-            f"Days of an epoch of {a['epoch_tokens']:.3g} tokens, {a['layers']} layers, by context:\n\n{days}"
+            f"Days of an epoch of {a['epoch_tokens']:.3g} tokens, {a['layers']} layers, by context:\n\n"
+            f"{days_table(result['rows'])}"
         )
         if not result["slices"]:
             return text
@@ -256,6 +254,19 @@ OURS = {"Exact": report.ORANGE, "Truncated": report.BLUE, "LayerLocal": report.G
 
 def _name(row: Row) -> str:
     return row["method"] if row["window"] is None else f"{row['method']}, window {row['window']}"
+
+
+def days_table(rows: Sequence[Row]) -> str:
+    """A line for each method and devices, a column for each context."""
+    lengths = list(dict.fromkeys(row["context"] for row in rows))
+    return report.markdown_table(
+        ["planned, days", "devices", *map(show.tokens, lengths)],
+        [
+            [*name, *(f"{points[length]:.3g}" for length in lengths)]
+            for name, points in curves_of(rows).items()
+        ],
+        left=(0, 1),
+    )
 
 
 def curves_of(figure: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:

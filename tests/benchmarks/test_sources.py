@@ -1,0 +1,46 @@
+"""The sources' figures and the fleet: rows recomputed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from adjoint.plan.stack import model_of
+from adjoint.tools.plan.command import SUSTAINED
+from adjoint.train.config import load_config
+from adjoint.train.gpus import GPUS
+from benchmarks import fleet, sources
+
+
+def test_a_vjp_of_table_1_by_hand() -> None:
+    rows = {(row["structure"], row["network"]): row for row in sources.table_1()}
+    row, weights = rows["diagonal", "𝒜"], 128 * 225 + 225
+    assert row["formula_bytes"] == 2 * (8 * (225 + 128 * 225) + weights)
+    # parameters and their gradients, the inputs, the outputs and their cotangents
+    assert row["bytes"] == 2 * (2 * weights + 8 * 128 + 2 * 8 * 225)
+    assert row["operations"] == 2 * 2 * 8 * 128 * 225  # forward, and the weight's gradient
+
+
+def test_what_a_gpt2_layer_keeps_by_hand() -> None:
+    (row,) = sources.layer("GPT-2, fused attention, no dropout")
+    norms, normalizers = 2 * 2 * 2 * sources.S * sources.B, 4 * sources.HEADS * sources.S * sources.B
+    assert row["counted"] == pytest.approx(34 - 2 + (norms + normalizers) / sources.UNIT, abs=2e-3)
+    (row,) = sources.layer("GPT-2, recomputed")
+    assert row["counted"] == pytest.approx(2, abs=1e-3)
+
+
+def test_the_planned_limit_lies_between_what_fits_and_what_does_not() -> None:
+    (row,) = sources.longest("Backprop", 1)
+    tokens, limit = row["tokens"], GPUS[sources.GPU].memory
+    fits, does_not = sources.figure_1("mamba-1.27b", "Backprop", [tokens, tokens + tokens // 16])
+    assert fits["bytes"] <= limit < does_not["bytes"]
+
+
+def test_a_step_of_one_gpu_by_hand() -> None:
+    """256 chunks: all go forward and back, all but the last are recomputed; backward is twice a forward."""
+    point = {"model": "mamba-1.27b", "gpu": "h100", "devices": 1, "tokens": 1 << 20, "rows": 1}
+    model = model_of(load_config(["--config", fleet.CONFIG]).model)
+    token = sum(layer.flops for layer in model.layers) + model.head_flops
+    rate = SUSTAINED * 1e12 * GPUS["h100"].bfloat16
+    found = fleet.measure(point)
+    assert found["seconds"] == pytest.approx((4 * 256 - 1) * 4096 * token / rate, rel=1e-6)
+    assert (found["shards"], found["sequence"], found["replicas"], found["idle_share"]) == (1, 1, 1, 0)
