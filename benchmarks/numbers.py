@@ -312,6 +312,9 @@ WORDS: dict[str, list[Words]] = {
               lambda: [speedup("Exact", 56, BUSY), speedup("Exact", 56, IDLE)]),
         Words("standard head is {:.0f}% and of the standard MLP {:.0f}% of their measured memory",
               lambda: [counted_over_theirs("head"), counted_over_theirs("mlp")]),
+        Words("is {:.1f} GiB short at both lengths", lambda: [
+            (found["their_bytes"] - found["bytes"]) / 2**30
+            for found in rows("sources", part="head", pieces=1, tokens=80000)]),
         Words("in float32, {:.1f} GiB with its copies", lambda: [10 * 4096 * 128256 / 2**30]),
         Words("MsT's head takes 1.6 times as long", "the authors' table 12"),
         Words("up to 3 times less memory", THE_PAPER),
