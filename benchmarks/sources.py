@@ -234,12 +234,12 @@ LAYERS: dict[str, tuple[Callable[[], int], float | None, str]] = {
     "GPT-2, recomputed": (functools.partial(_gpt2, "eager", 0.1, "gelu", True), 2, "the input alone"),
     "Llama, gated MLP of 4h": (
         _llama, 34,
-        "the gated MLP keeps four tensors of 4h, not two: + 16; RMSNorm in float32: + 8; a copy in attention: "
-        "+ 2; no dropout: − 2"),
+        ("the gated MLP keeps four tensors of 4h, not two: + 16; RMSNorm in float32: + 8; "
+         "a copy in attention: + 2; no dropout: − 2")),
     "Stack, attention, gated MLP of 4h": (
         functools.partial(_ours, "attention", "none"), 34,
-        "the gated MLP: + 8; residual stream in float32: + 4; copies of queries, keys and values: + 10; no "
-        "dropout: − 2"),
+        ("the gated MLP: + 8; residual stream in float32: + 4; copies of queries, keys and values: + 10; "
+         "no dropout: − 2")),
     "Stack, attention, recompute selective": (
         functools.partial(_ours, "attention", "selective"), 34,
         "keeps the outputs of two projections, 6 + 16, attention's, 2, and the residual sum, 4"),
