@@ -36,6 +36,7 @@ BANDWIDTHS = {
     "h100": 50e9,
 }  # a second and GPU: 400 Gb/s of a p4d's eight, 3,200 of a p5's
 DEVICES = [8, 64, 1024]
+MOST = 1 << 30  # of one sequence, tokens × GPUs: programs of more take many minutes to make
 # tokens a sequence, and sequences a step: one, and 64M tokens
 WORK = {"mamba-1.27b": ((1 << 20, 1), (1 << 20, 64), (1 << 24, 1), (1 << 24, 4)),
         "hybrid": ((1 << 20, 1), (1 << 20, 64), (1 << 24, 4))}  # fmt: skip
@@ -88,6 +89,7 @@ class Fleet(Benchmark):
             {"model": model, "tokens": tokens, "rows": rows, "devices": devices, "gpu": gpu}
             for devices in options.devices for model in options.models
             for tokens, rows in WORK[model] for gpu in options.gpus
+            if rows > 1 or devices * tokens <= MOST
         ]  # fmt: skip
 
     def shared(self, point: Point) -> str:

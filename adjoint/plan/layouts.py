@@ -105,7 +105,7 @@ def rank(task: Task, progress: Callable[[int, int], None] = lambda done, of: Non
     """The layouts that are possible, the fastest that fits first.
 
     What cannot fit or cannot be fastest is not simulated: weights alone may be too much, and a layout takes
-    at least the work shared out evenly, and the sum of its gradients.
+    at least the work shared out evenly, or that of its slowest layer, and the sum of its gradients.
 
     Args:
         progress: is told of every layout that is done, and of how many there are.
@@ -140,8 +140,12 @@ def _least(task: Task, fit: Fit) -> float:
     setup, costs = fit.setup, task.costs(fit.setup)
     work = sum(costs.forward) + sum(costs.backward) + costs.head_backward
     steps, workers = setup.training.grad_accumulation, setup.layout.workers
+    # a layer's chunks follow one another, forward; and back, where states' cotangents are carried
+    whole = setup.window[0] is None and setup.scheme.span is None
+    carried = costs.backward if whole else [0.0] * len(costs.forward)
+    in_order = max(f + b for f, b in zip(costs.forward, carried, strict=True))
     reduce = max(reduced_bytes(setup, fit.fastest())) / task.bytes_per_second
-    return steps * work * setup.seqlen / workers + reduce
+    return steps * max(work / workers, in_order) * setup.seqlen + reduce
 
 
 def _ranked(task: Task, fit: Fit, least: float, best: float) -> Ranked:
