@@ -128,8 +128,9 @@ class Fleet(Benchmark):
         if "seconds" not in row:
             return [*start, "none", *["–"] * 5]
         layout = f"{row['shards']} × {row['sequence']} × {row['replicas']}"
+        step = f"{row['seconds']:,.{0 if row['seconds'] >= 100 else 2}f}"
         return [
-            *start, layout, f"{row['seconds']:,.3g}", f"{row['tokens_per_second']:,.0f}",
+            *start, layout, step, f"{row['tokens_per_second']:,.0f}",
             f"{row['tokens_per_second'] / ideal(row, rows):.0%}", f"{row['idle_share']:.1%}",
             f"{row['memory_bytes'] / 1e9:.1f}",
         ]  # fmt: skip
