@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def plot_sweep(result: Mapping[str, Any], path: str | Path) -> None:
             _draw_method(axes, rows, at, name, colour)
             ticks |= {x: heading(row["window"]) for x, row in zip(at, rows, strict=True)}
     axes.axhline(SMALL, color="tab:gray", linestyle=":", linewidth=1.2, zorder=2)
-    axes.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
+    axes.xaxis.set_major_locator(FixedLocator(_apart(sorted(ticks))))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: ticks.get(round(x), "")))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(
@@ -76,8 +77,17 @@ def plot_sweep(result: Mapping[str, Any], path: str | Path) -> None:
         fontsize=10,
     )
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     save_figure(figure, path)
+
+
+def _apart(windows: list[int]) -> list[int]:
+    """Those of the windows, in their order, whose names have room on the axis; the last one, full, always."""
+    room, kept = math.log2(windows[-1] / windows[0]) / 18 if windows else 0.0, windows[-1:]
+    for window in reversed(windows):
+        if math.log2(kept[0] / window) > room:
+            kept.insert(0, window)
+    return kept
 
 
 def _draw_method(
