@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -263,15 +264,22 @@ def test_a_laptop_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_job_joins_its_cluster_and_takes_what_it_has(tmp_path: Path) -> None:
-    """`ray start --head`, then `ray job submit -- python train.py --cluster.shards auto`."""
-    ray = [str(Path(sys.executable).with_name("ray"))]
+def test_the_readmes_job_joins_its_cluster_and_takes_what_it_has(tmp_path: Path) -> None:
+    """`ray start --head`, then the README's `ray job submit`, with a folder of the test in the place of
+    /shared. Variables of the head's environment make the run tiny: its jobs inherit them."""
+    (readme,) = re.findall(r"^    (ray job submit .*)$", (REPOSITORY / "README.md").read_text(), re.M)
+    submit = shlex.split(readme.replace("/shared", str(tmp_path)))
+    ray = str(Path(sys.executable).with_name("ray"))
     port, dashboard, agent, client = map(str, _free_ports(4))  # another Ray may have the usual ones
     environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment["RAY_DASHBOARD_STARTUP_TIMEOUT_S"] = "300"  # on cores that others want too
     # where the cluster finds the job's `python`, as in an activated environment
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     environment.pop("RAY_ADDRESS", None)
+    flags = tiny(tmp_path, training__steps=3, training__save_every=0)[1:]
+    keys = ("ADJOINT_" + flag[2:].upper().replace(".", "__") for flag in flags[::2])
+    shortened = environment | dict(zip(keys, flags[1::2], strict=True))
     short = Path(tempfile.gettempdir()) / f"ray-{port}"  # its sockets' paths may have 107 characters
     start = ["start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2"]
     start += [f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}"]
@@ -279,30 +287,19 @@ def test_a_job_joins_its_cluster_and_takes_what_it_has(tmp_path: Path) -> None:
     short.mkdir()
     log = open(tmp_path / "head.log", "w")  # noqa: SIM115 - as long as the head
     head = subprocess.Popen(
-        [*ray, *start, f"--object-store-memory={150 << 20}"],
-        env=environment,
+        [ray, *start, f"--object-store-memory={150 << 20}"],
+        env=shortened,
         stdout=log,
         stderr=log,
         start_new_session=True,
     )
     try:
-        address = f"http://127.0.0.1:{dashboard}"
-        flags = tiny(tmp_path, cluster__shards="auto", training__steps=3, training__save_every=0)[1:]
-        submit = [
-            "job",
-            "submit",
-            f"--address={address}",
-            "--working-dir=.",
-            "--",
-            "python",
-            "train.py",
-            *flags,
-        ]
-        starting = ("Could not find any running Ray", "Failed to connect", "No available agent")
-        deadline = time.monotonic() + 180
+        there = environment | {"RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+        starting = ("Could not find any running Ray", "Failed to connect", "No available agent", "aborted")
+        deadline = time.monotonic() + 300
         while True:
             done = subprocess.run(
-                [*ray, *submit], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
+                [ray, *submit[1:]], cwd=REPOSITORY, env=there, capture_output=True, text=True, timeout=300
             )
             if not any(word in done.stderr for word in starting):
                 break
@@ -312,7 +309,7 @@ def test_a_job_joins_its_cluster_and_takes_what_it_has(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert "shards: 2, layers 0-0, 1-1, on cpu" in done.stdout
         assert re.search(r"^step 3/3  loss", done.stdout, re.MULTILINE)
-        assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3]
+        assert [row["step"] for row in metrics(tmp_path / "runs" / "first")] == [1, 2, 3]
     finally:
         os.killpg(head.pid, signal.SIGTERM)
         try:
