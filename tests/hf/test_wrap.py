@@ -493,6 +493,30 @@ def test_another_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.reload(adjoint.hf)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, backend",
+    [("LlamaForCausalLM", "aot_eager"), ("Mamba2ForCausalLM", "aot_eager"), ("LlamaForCausalLM", "inductor")],
+)
+def test_compiled_layers(name: str, backend: str) -> None:
+    """What is around cache and attention is compiled; a longer past is no other graph."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = make(name, torch.float32, num_hidden_layers=1)
+    compiled, graphs = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8)), []
+    for layer in layers_of(compiled.base_model).values():
+        layer.compile(backend=backend)
+    for seqlen in (40, 56, 96):
+        inputs = {"input_ids": torch.randint(3, VOCAB, (1, seqlen))}
+        inputs["labels"] = inputs["input_ids"]
+        found = [loss_and_gradients(each, **inputs) for each in (compiled, model)]
+        assert errors(*found).total <= 1e-5
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and graphs[1] == graphs[2]
+
+
 def test_the_table_lists_what_is_tried() -> None:
     rows = table()
     assert list(rows) == [*MODELS, *REFUSED]

@@ -22,15 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 import adjoint
 from adjoint.engine.run import Worker
-from adjoint.hf.layers import backbone_of, class_of, layers_of
+from adjoint.hf.layers import class_of
 from tests.hf.hf_models import (
     REFUSED,
     VOCAB,
     assert_exact,
     assert_slope,
     current_gradients,
-    errors,
-    loss_and_gradients,
     make,
     make_batch,
     one_line,
@@ -787,26 +785,6 @@ def test_inside_a_compiled_model() -> None:
     found = [run(each) for each in (compiled, model)]
     gradients = [current_gradients(each) for each in (compiled._orig_mod, model)]
     assert_exact(*zip(found, gradients, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [LLAMA, "Mamba2ForCausalLM"])
-def test_compiled_layers(name: str) -> None:
-    """What is around cache and attention is compiled; a longer past is no other graph."""
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    model = make(name, torch.float32, num_hidden_layers=1)
-    compiled, graphs = wrapped(copy.deepcopy(model)), []
-    for layer in layers_of(backbone_of(compiled)).values():
-        layer.compile(backend="aot_eager")
-    for seqlen in (40, 56, 96):
-        inputs = {"input_ids": torch.randint(3, VOCAB, (1, seqlen))}
-        inputs["labels"] = inputs["input_ids"]
-        found = [loss_and_gradients(each, **inputs) for each in (compiled, model)]
-        assert errors(*found).total <= 1e-5
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0 and graphs[1] == graphs[2]
 
 
 def test_a_setting_that_changes_at_every_call_is_named() -> None:
