@@ -7,7 +7,9 @@ not there, a number that the results do not give, a number that nobody has named
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import re
 import string
@@ -15,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from adjoint.cli import main
 from adjoint.tools.points.process import ROOT
 from benchmarks.report import Row
 from benchmarks.runner import RESULTS
@@ -123,6 +126,40 @@ def growth() -> list[float]:
     return [long[field] / short[field] for field in ("length", "memory_bytes", "ms_per_token")]
 
 
+@functools.cache
+def planned(*flags: str) -> Row:
+    """What `adjoint plan --json` says of the device, for a step of mamba-1.27b at 1,048,576 tokens."""
+    words = "plan --config configs/mamba-1.27b.yaml --seqlen 1M --devices 1 --json"
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        main([*words.split(), *flags])
+    device: Row = json.loads(said.getvalue())["devices"][0]
+    return device
+
+
+def planned_gb(recompute: str) -> list[float]:
+    """GB in all, with a chunk of 4,096 tokens."""
+    return [planned("--method.recompute", recompute, "--device-memory", "45GB")["total_bytes"] / 1e9]
+
+
+def held_gib() -> list[float]:
+    """On an H200, without what PyTorch's allocator leaves unused: weights and moments, gradients, casts, a
+    chunk, MiB per token of it, edges, and all."""
+    flags = ("--device", "h200", "--method.recompute", "none", "--method.chunk_size", "6656")
+    parts = planned(*flags)["parts_bytes"]
+    own = [
+        parts["weights"] + parts["optimizer"],
+        *(parts[n] for n in ("gradients", "casts", "chunk", "states")),
+    ]
+    gib = [size / 2**30 for size in own]
+    return [*gib[:4], parts["chunk"] / 6656 / 2**20, gib[4], sum(gib)]
+
+
+def sixteen_million() -> list[float]:
+    """GB of resident memory, and tokens per second."""
+    found = row("sixteen-million/memory")
+    return [found["resident_bytes"] / 1e9, 1e3 / found["ms_per_token"]]
+
+
 def scan() -> list[float]:
     """The selective scan: ms forward, with backward; times as fast as a loop; percent of the roof."""
     ours, loop = (
@@ -134,35 +171,6 @@ def scan() -> list[float]:
         *(theirs["ms"] / found["ms"] for theirs, found in zip(loop, ours, strict=True)),
         *(100 * found["roof_share"] for found in ours),
     ]
-
-
-def heaps(model: str) -> list[float]:
-    """MiB of a wrapped model at 8,192 and 32,768 tokens: by glibc, and with two other settings, with these
-    the least and the most."""
-
-    def mib(name: str, allocator: str, length: int, field: str = "memory_bytes") -> float:
-        return row(name, model=model, way="wrapped", allocator=allocator, length=length)[field] / 2**20
-
-    found = [mib("wrapped", "default", length) for length in (8192, 32768)]
-    for allocator in ("no-tcache", "jemalloc"):
-        at = [mib("wrapped-allocators/wrapped", allocator, length) for length in (8192, 32768)]
-        most = [
-            mib("wrapped-allocators/wrapped", allocator, 32768, f"memory_bytes_{end}")
-            for end in ("min", "max")
-        ]
-        found += [*at, *most]
-    return found
-
-
-def varied() -> list[float]:
-    """MiB of processes that measured the same, where they are farthest apart: by how much, least, most."""
-    ends = [
-        [found[f"memory_bytes_{end}"] / 2**20 for end in ("min", "max")]
-        for found in rows("wrapped", way="wrapped")
-        if found["length"] in (8192, 32768)
-    ]
-    least, most = max(ends, key=lambda pair: pair[1] - pair[0])
-    return [most - least, least, most]
 
 
 def gaps(*methods: str) -> list[float]:
@@ -229,11 +237,9 @@ def forty(context: int) -> float:
 
 WHOLE, BUSY, IDLE = "8 whole GPUs", "56 slices of busy GPUs", "56 slices of idle GPUs"
 SETTING, SHEET = "a setting of ours", "the device's data sheet"
-HELD = "adjoint plan --config configs/mamba-1.27b.yaml --seqlen 1M --devices 1 --device h200 --json"
 PROGRAMS = "tests/engine/test_programs.py"
 THE_PAPER, COSINES = "the paper", "pytest -rP -m slow tests/engine/test_reference.py"
 A_LAYER = 4096 * 16 * 4 * 48  # bytes of mamba-1.27b's states: channels, states, float32, layers
-PAIR = "{:.0f} → {:.0f}"
 WORDS: dict[str, list[Words]] = {
     "README.md": [
         Words("Python 3.11 to 3.13", "pyproject.toml"),
@@ -243,11 +249,11 @@ WORDS: dict[str, list[Words]] = {
         Words("takes {:.1f} ms forward and {:.0f} ms with its backward: {:.0f} and {:.0f} times as fast as a "
               "loop in PyTorch, {:.0f}% and {:.0f}% of the arithmetic roof", scan),
     ],
+    "million_tokens.md": [
+        Words("{:.2f} GB of resident memory, the imports of PyTorch included, and {:,.0f} tokens per second",
+              sixteen_million),
+    ],
     "models.md": [
-        *(Words(f"| {model} | {PAIR} | {PAIR} ({{:.0f}} to {{:.0f}}) | {PAIR} ({{:.0f}} to {{:.0f}}) |",
-                functools.partial(heaps, model))
-          for model in ("Mamba-2", "Qwen3.5-like", "Bamba-like", "Llama")),
-        Words("varied by up to {:.0f} MiB between processes ({:.0f} to {:.0f}, Mamba-2 at 8,192)", varied),
         Words("transformers 5.21 to 5.23", "pyproject.toml"),
         Words("64 times the longest", SETTING),
     ],
@@ -299,8 +305,10 @@ WORDS: dict[str, list[Words]] = {
         Words("an edge is {:.1f} MB", lambda: [A_LAYER / 1e6]),
         Words("store {:.1f} GB of edges", lambda: [A_LAYER * 2**20 / 8192 / 1e9]),
         Words("per token and layer, {:.1f} TB each", lambda: [4096 * 4 * 48 * 2**20 / 1e12]),
-        *(Words(f"| {number} GB |", "the command below it") for number in ("40.9", "36.8", "30.9")),
-        Words("for a device of 40 GB", SETTING),
+        Words("all of it | {:.1f} GB |", lambda: planned_gb("none")),
+        Words("3 d_inner of 5 | {:.1f} GB |", lambda: planned_gb("selective")),
+        Words("at the cost of one more forward | {:.1f} GB |", lambda: planned_gb("full")),
+        Words("for a device of 45 GB", SETTING),
         Words("{:.0f} GB at a million tokens and 50,000 words", lambda: [1e6 * 50_000 * 4 / 1e9]),
     ],
     "paper.md": [
@@ -345,10 +353,11 @@ WORDS: dict[str, list[Words]] = {
         Words("allows 0.1", SETTING),
     ],
     "kernels.md": [
-        Words("14 GiB of weights and", HELD),
-        Words("2.6 MiB per token over 48 layers", HELD),
-        Words("40 GiB in all", HELD),
-        Words("2.6 MiB per token exceed 139 GiB", HELD),
+        Words("tokens: {:.0f} GiB of weights and AdamW's states, {:.0f} of gradients, {:.0f} of weights cast "
+              "to bfloat16, {:.0f} for one chunk of 6,656 tokens ({:.1f} MiB per token over 48 layers) and "
+              "{:.0f} of edges: {:.0f} GiB in all", held_gib),
+        Words("Backpropagation's {:.1f} MiB per token", lambda: held_gib()[4:5]),
+        Words("139 GiB", SHEET),
         *(Words(f"| {tokens} | {cells} |", "partial_bytes of adjoint/kernels/triton/selective_scan")
           for tokens, cells in [("1,792", "59 MB | 59 MB | 117 MB | 117 MB"),
                                 ("65,536", "2.1 GB | 134 MB | 4.3 GB | 134 MB"),
