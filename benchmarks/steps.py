@@ -49,7 +49,10 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     "jemalloc": {"LD_PRELOAD": "libjemalloc.so.2"},
 }
 
-ROUNDING = tolerance([torch.float32])  # a gradient's largest relative L2 distance
+# Gradients are compared in float64: in float32 some are rounding alone, as those of a delta rule's decays at
+# transformers' initial steps.
+COMPARED = "float64"
+ROUNDING = tolerance([torch.float64])  # a gradient's largest relative L2 distance
 LIMITS = (2e9, 4e9, 16e9)  # bytes of resident memory, imports included
 LONGEST = """The longest sequence that fits, of all resident memory, imports and weights included. A line
 through two measured lengths, in brackets, gives the length at the limit (`~`). `<`: the shortest measured
@@ -214,7 +217,8 @@ class StepBenchmark(Benchmark):
             plain = {} if "class" in model else {"method": "Backprop"}
         first = {name: way for name, way in ways.items() if way == plain} or {"plain": plain}
         length = min(length, max(options.lengths))
-        return {"ways": first | {**ways}, "model": model, "length": length, "repeat": 0, "device": "cpu"}
+        return {"ways": first | {**ways}, "model": model, "length": length, "repeat": 0, "device": "cpu",
+                "dtype": COMPARED}  # fmt: skip
 
     def more_points(self, options: argparse.Namespace, found: Found) -> list[Point]:
         """The lengths that are said to fit, where `checked` asks for it."""
@@ -242,7 +246,7 @@ class StepBenchmark(Benchmark):
         return ALLOCATORS[point.get("allocator", "default")]
 
     def payload(self, options: argparse.Namespace, found: Found) -> Row:
-        compared = {"compared_tokens": min(self.compared[0], max(options.lengths))}
+        compared = {"compared_tokens": min(self.compared[0], max(options.lengths)), "compared_in": COMPARED}
         return compared | {"fits": self.fits(options, found)}
 
     def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
@@ -326,7 +330,8 @@ def apart_text(result: Row) -> str:
     found = [row["gradients_apart"] for row in result["rows"] if "gradients_apart" in row]
     if not found:
         return ""
+    dtype = result.get("compared_in", "float32")
     return (
         f"\nBefore a way was timed, its gradients of {result['compared_tokens']:,} tokens were compared with "
-        f"the model's own: a parameter's differs by {max(found):.1e} at most (relative L2, float32).\n"
+        f"the model's own: a parameter's differs by {max(found):.1e} at most (relative L2, {dtype}).\n"
     )
