@@ -46,7 +46,8 @@ def commit() -> str:
 
 def footer(environment: Mapping[str, Any], *conditions: str) -> str:
     """The conditions of a measurement, machine, version, date and commit in one line."""
-    where = environment["gpu"] or f"{environment['cores']} cores of {environment['cpu']}"
+    cores = environment["cores"]
+    where = environment["gpu"] or f"{cores} core{'s' * (cores > 1)} of {environment['cpu']}"
     version = f"torch {environment['versions'].get('torch')}"
     return " · ".join((*conditions, where, version, environment["date"][:10], environment["commit"]))
 

@@ -37,6 +37,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "shards": ("layouts", "helpers", "transport", "plan"),
     "ray": ("ray", "shards_pretrained"),
     "recovery": ("recovery", "nodes"),
+    "pages": ("pages", "figures"),
 }
 HEADER = ("passed", "skipped", "minutes", "date", "commit", "versions")
 

@@ -17,7 +17,6 @@ import torch
 
 from adjoint.cli import COMMANDS, main
 from adjoint.train.config import known_keys
-from benchmarks import wrapped
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -191,8 +190,3 @@ def test_commands_run(place: str, tmp_path: Path, hybrid: Path) -> None:
     (tmp_path / "path" / "to").mkdir(parents=True)
     (tmp_path / "path" / "to" / "model").symlink_to(hybrid)
     assert said in carry_out(script(place), tmp_path, **variables)
-
-
-def test_the_readmes_table_is_the_stored_result() -> None:
-    rows = json.loads((ROOT / "benchmarks" / "results" / "wrapped.json").read_text())["rows"]
-    assert wrapped.at_one_length(rows) in (ROOT / "README.md").read_text()
