@@ -340,7 +340,7 @@ class Benchmark:
         self.show(result, place)
         if stem.name == self.name:
             for drawn in place.parent.glob(f"{self.name}*.png"):
-                if (ROOT / "docs" / drawn.name).exists() or drawn.stem == self.name:
+                if (ROOT / "docs" / drawn.name).exists() or (self.caption and drawn.stem == self.name):
                     shutil.copyfile(drawn, ROOT / "docs" / drawn.name)
             for document, mark, text in self.tables(result):
                 report.put_table(ROOT / document, mark, text)
