@@ -18,7 +18,7 @@ from adjoint.tools.points.process import ROOT
 from benchmarks import numbers
 from benchmarks.figures import FIGURES, Figure
 from benchmarks.report import markdown_table, put_table
-from benchmarks.runner import RESULTS, RUNS
+from benchmarks.runner import RESULTS
 
 
 def main() -> int:
@@ -31,26 +31,19 @@ def main() -> int:
     if options.list:
         print(listed())
         return 0
-    lines = [] if options.write else [measured(figure, quick=options.quick) for figure in FIGURES]
+    figures = [figure for figure in FIGURES if figure.quick is not None or not options.quick]
+    lines = [] if options.write else [measured(figure, figure.command(options.quick)) for figure in figures]
     write()
     if lines:
-        print(
-            markdown_table(
-                ("benchmark", "shown in", "seconds", "exit code"), filter(None, lines), left=(0, 1)
-            )
-        )
-    return int(any(line and line[-1] not in ("0", "1") for line in lines))  # 1: slower than it may be
+        print(markdown_table(("benchmark", "shown in", "seconds", "exit code"), lines, left=(0, 1)))
+    return int(any(line[-1] not in ("0", "1") for line in lines))  # 1: slower or larger than it may be
 
 
-def measured(figure: Figure, *, quick: bool) -> list[str] | None:
-    """Run a figure's command: a line for the table of what has run; None where there is no quick try."""
-    if quick and figure.quick is None:
-        return None
-    given = f"{figure.quick} --out {RUNS / 'quick'}" if quick else f"{figure.options} --publish"
-    print(f"\n== python -m benchmarks.{figure.benchmark.name} {given}", flush=True)
+def measured(figure: Figure, command: str) -> list[str]:
+    """Run the command: a line for the table of what has run."""
+    print(f"\n== {command}", flush=True)
     began = time.monotonic()
-    command = [sys.executable, "-m", f"benchmarks.{figure.benchmark.name}", *given.split()]
-    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    code = subprocess.run([sys.executable, *command.split()[1:]], cwd=ROOT, check=False).returncode
     return [figure.benchmark.name, figure.shown, f"{time.monotonic() - began:.0f}", str(code)]
 
 

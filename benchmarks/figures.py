@@ -20,7 +20,7 @@ from benchmarks.mini_sequence import MiniSequence
 from benchmarks.mixers import Mixers
 from benchmarks.recall import Recall
 from benchmarks.report import Row
-from benchmarks.runner import RESULTS, Benchmark
+from benchmarks.runner import RESULTS, RUNS, Benchmark
 from benchmarks.scaling import Scaling
 from benchmarks.shards.command import Shards
 from benchmarks.sources import Sources
@@ -51,9 +51,10 @@ class Figure(NamedTuple):
         words = self.options.split()
         return ROOT / words[words.index("--out") + 1] if "--out" in words else RESULTS
 
-    def command(self) -> str:
-        """What measures and publishes it."""
-        return f"python -m benchmarks.{self.benchmark.name} {self.options}".rstrip() + " --publish"
+    def command(self, quick: bool = False) -> str:
+        """What measures and publishes it; or tries its benchmark."""
+        given = f"{self.quick} --out {RUNS / 'quick'}" if quick else f"{self.options} --publish"
+        return " ".join(["python -m", f"benchmarks.{self.benchmark.name}", *given.split()])
 
     def stored(self) -> Row:
         """The published result."""

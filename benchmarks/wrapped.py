@@ -8,8 +8,8 @@ Compared are transformers as it is, with gradient checkpointing, and `adjoint.wr
 - Gradients of a model's ways, on the same weights, are compared before any is timed.
 - Memory: peak resident size above what the process holds once it has run 64 tokens. Time: the median pass,
   after that one; processes are repeated `--repeats` times and alternate, published is the median. By default
-  only Mamba-2 and what is wrapped are taken to the longest length, and beyond 8,192 tokens one process is
-  enough: lengths that are asked for by `--lengths` are measured of all models, each in all processes.
+  only Mamba-2 is taken to the longest length, and only 16,384 tokens are measured in several processes:
+  lengths that are asked for by `--lengths` are measured of all models, each in all processes.
 - `--allocators`: on a CPU holes in the heap are a part of resident memory, and differ by allocator.
 - Attention's keys, values and their cotangents are what has to grow; `kept` is what they take.
 - A point is left out when the memory predicted from the last two exceeds `--max-memory`.

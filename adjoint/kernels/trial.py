@@ -1,6 +1,6 @@
 """A backend's trial: each operation once on a small problem, before it is picked by itself on a device.
 
-A Triton kernel, ours or a library's, is compiled anew by every version of Triton for every kind of GPU. That
+A Triton kernel, ours or a library's, is compiled again by every version of Triton for every kind of GPU. That
 it was right elsewhere says little, and a wrong gradient makes no noise: so it is compared here, on the device
 that will run it, with the reference in float64. It takes as long as compiling the kernels does, once a
 process and operation, and as it compiles the kernels that models of usual sizes launch, that is not lost.
@@ -20,7 +20,7 @@ from adjoint.kernels.libraries import Library
 
 # Rounding, of half precision that of the inputs too, is below; a wrong term is far above.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-# Sizes are multiples of 16, as models' are: Triton compiles its kernels anew for them, and what is tried is
+# Sizes are multiples of 16, as models' are: Triton compiles its kernels again for them, and what is tried is
 # what then runs. But they are no multiples of tiles and windows, and the sequence is long enough to be split.
 SEQLEN, WINDOW = 1120, 48
 SSD = 16, 64, 128  # nheads, headdim, d_state: mamba-ssm's defaults, one group

@@ -9,7 +9,7 @@
 //   o_i = exp(c_i) S' q_i + sum_j P_ij N_j      P_ij = q_i.k_j E_ij, j <= i
 //   S <- exp(c_n) S + sum_j exp(c_n - c_j) k_j N_j'
 //
-// The backward goes from block to block with S's cotangent and computes all but S anew. Blocks end at multiples of
+// The backward goes from block to block with S's cotangent and computes all but S again. Blocks end at multiples of
 // 64 tokens, whose states are saved, and where a document begins, whose state is zero.
 #include <cmath>
 

@@ -283,7 +283,7 @@ template <class T, int NS, bool SSD> struct Scan {
     int64_t j = 0;
     for (int64_t segment = 0; segment < segments; segment++) {
       const int64_t end = segment * s.interval + W - 1 < s.seqlen ? segment * s.interval + W - 1 : s.seqlen;
-      const int64_t start = (end - 1) / W * W;  // P begins anew with each block of W tokens
+      const int64_t start = (end - 1) / W * W;  // P begins again with each block of W tokens
       for (j = start > j ? start : j; j < end; j++) prefix_step(b, j, k, A2, bias, dfinal, P, since);
       std::memcpy((void*)&w.prefix[(segment * blocks + k.index) * N], (void*)P, N * 64);
       w.since[segment * blocks + k.index] = since;

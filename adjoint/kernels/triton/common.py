@@ -18,7 +18,7 @@ import triton.language as tl
 
 MAX_GRID_YZ = 65535  # CUDA's limit on the second and third grid dimension
 LOG2E = tl.constexpr(1.4426950408889634)
-# Arguments for whose values (1, multiples of 16) no kernel is compiled anew: lengths change from call to call
+# Arguments for whose values (1, multiples of 16) no kernel is compiled again: lengths change between calls
 # and align nothing. ``one`` must be a number that the compiler does not know (`a_lane_each`).
 LENGTHS = ["seqlen", "n_splits", "split_len", "window", "halo", "rows", "rows_each", "one"]
 

@@ -32,7 +32,7 @@ from adjoint.kernels.triton.common import LENGTHS, log1p_exp
 
 @triton.jit
 def _add_in_document(a, begun_a, b, begun_b):
-    """Of sums that begin anew with each document: the sum of two neighbouring runs, and whether a document
+    """Of sums that begin again with each document: the sum of two neighbouring runs, and whether a document
     begins in it."""
     return tl.where(begun_b != 0, b, a + b), begun_a | begun_b
 
