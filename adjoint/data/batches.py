@@ -60,6 +60,8 @@ class DataConfig:
             into a document, and its first token is not predicted from the one before.
         separator: What closes each document in the stream: a token of the tokenizer (any text for "byte"), or
             "" for nothing. Unset: byte 0, or the tokenizer's end-of-text token.
+        max_tokens: Most tokens read, of each entry of `path` with `weights`, and of `validation_path`; hf:
+            tables then stream, and only what is read is downloaded. Unset: all.
         eval_fraction: Share of the text held out for evaluation, at most 0.5: whole files if that comes near
             the share, else the end of the stream. 0 holds nothing out; evaluation then needs a
             `validation_path`. With a `validation_path` no share is held out.
@@ -80,6 +82,7 @@ class DataConfig:
     text_field: Text = "text"
     documents: Literal["stream", "packed"] = "stream"
     separator: str | None = None
+    max_tokens: Positive | None = None
     eval_fraction: Annotated[float, Must("a number from 0 to 0.5", lambda x: 0 <= x <= 0.5)] = 0.05
     eval_tokens: NotNegative = 65536
     cache_dir: str | None = None
@@ -321,12 +324,18 @@ def open_data(
     if weights is not None and consecutive:
         raise UserError("data.weights: training.carry_state previous needs one stream; leave one of them out")
     alone = weights is None or not isinstance(config.path, list)
-    parts = [find_sources(entry) for entry in ([config.path] if alone else config.path or [])]
-    others = [] if own else [find_sources(config.validation_path, "data.validation_path")]
+    streaming = config.max_tokens is not None
+    entries = [config.path] if alone else config.path or []
+    parts = [find_sources(entry, streaming=streaming) for entry in entries]
+    others = (
+        [] if own else [find_sources(config.validation_path, "data.validation_path", streaming=streaming)]
+    )
     _check_apart(parts, others)
 
     def tokens_of(sources: Sources, fraction: float) -> TokenCache:
-        return open_tokens(sources, tokenizer, config.text_field, fraction, config.cache_dir)
+        return open_tokens(
+            sources, tokenizer, config.text_field, fraction, config.cache_dir, config.max_tokens
+        )
 
     caches = [tokens_of(sources, config.eval_fraction if own else 0.0) for sources in parts]
     held_out = [tokens_of(sources, 0.0) for sources in others]

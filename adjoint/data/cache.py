@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,15 +53,22 @@ class TokenCache:
 
 
 def open_tokens(
-    sources: Sources, tokenizer: Tokenizer, text_field: str, eval_fraction: float, cache_dir: str | None
+    sources: Sources,
+    tokenizer: Tokenizer,
+    text_field: str,
+    eval_fraction: float,
+    cache_dir: str | None,
+    max_tokens: int | None = None,
 ) -> TokenCache:
-    """The tokens of `sources`, from the cache or made now; a damaged cache is made again.
+    """The tokens of `sources`, from the cache or made now; a damaged cache is made again. `max_tokens`: most
+    that are read, the held-out ones counted.
 
     Raises:
         UserError: A source cannot be read, there is no text in them, or the cache folder cannot be written.
     """
     files = [source.identity for source in sources.files]
     settings = [_FORMAT, tokenizer.identity, tokenizer.separator_ids, text_field, eval_fraction]
+    settings += [] if max_tokens is None else [max_tokens]
     key = hashlib.blake2b(json.dumps([settings, files]).encode(), digest_size=16).hexdigest()
     folder = Path(cache_dir).expanduser() if cache_dir else cache_folder()
     cached = _read_cache(folder, key)
@@ -69,7 +77,7 @@ def open_tokens(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder, _STALE_SECONDS)
-        _build(folder / key, sources, tokenizer, text_field, eval_fraction)
+        _build(folder / key, sources, tokenizer, text_field, eval_fraction, max_tokens)
     except OSError as error:
         raise UserError(
             f"the token cache cannot be written in {folder} ({error.strerror or error}): "
@@ -144,22 +152,31 @@ def _read_cache(folder: Path, key: str) -> TokenCache | None:
 
 
 def _build(
-    place: Path, sources: Sources, tokenizer: Tokenizer, text_field: str, eval_fraction: float
+    place: Path,
+    sources: Sources,
+    tokenizer: Tokenizer,
+    text_field: str,
+    eval_fraction: float,
+    max_tokens: int | None,
 ) -> None:
     """Tokenise, and put both cache files in place."""
     from tqdm import tqdm
 
     train, held_out = split_sources(sources.files, eval_fraction)
+    most = sys.maxsize if max_tokens is None else max_tokens
+    most_train = most - round(most * eval_fraction) if held_out else most
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     unfinished = unfinished_path(place.with_name(f"{place.name}.bin"))
     size = sum(file.size for file in sources.files)
-    bar = tqdm(total=size, unit="B", unit_scale=True, desc="tokenising", delay=2, leave=False, disable=None)
+    bar = tqdm(
+        total=size or None, unit="B", unit_scale=True, desc="tokenising", delay=2, leave=False, disable=None
+    )
     try:
         n_documents, ends, chats = 0, [], _Chats(tokenizer, dtype)
         with open(unfinished, "xb") as out, bar:
-            for files in (train, held_out):
+            for files, end in ((train, most_train), (held_out, most)):
                 documents = _documents(files, text_field, sources.lenient, bar)
-                n_documents += _write_tokens(out, documents, tokenizer, chats)
+                n_documents += _write_tokens(out, documents, tokenizer, chats, end)
                 ends.append(out.tell() // dtype.itemsize)
             chats.finish(out, ends[-1])
         n_train, n_total = ends
@@ -213,7 +230,8 @@ class _Chats:
         """Write which tokens are predicted, where not all are."""
         if self.unpredicted:
             mask = np.ones(n_total, bool)
-            mask[np.concatenate(self.unpredicted)] = False
+            unpredicted = np.concatenate(self.unpredicted)
+            mask[unpredicted[unpredicted < n_total]] = False
             if not mask.any():
                 raise UserError("data.path: its conversations have no message of the role assistant to learn")
             out.write(mask.tobytes())
@@ -225,30 +243,35 @@ def _documents(files: Iterable[Source], text_field: str, lenient: bool, bar: Any
         end = bar.n + file.size
         for text in read_documents(file, text_field, lenient):
             yield text
-            bar.update(min(len(text) if isinstance(text, str) else 0, end - bar.n))
-        bar.update(end - bar.n)
+            read = len(text) if isinstance(text, str) else 0
+            bar.update(min(read, end - bar.n) if file.size else read)
+        bar.update(max(end - bar.n, 0))
 
 
 def _write_tokens(
-    out: IO[bytes], documents: Iterable[str | Chat], tokenizer: Tokenizer, chats: _Chats
+    out: IO[bytes], documents: Iterable[str | Chat], tokenizer: Tokenizer, chats: _Chats, end: int
 ) -> int:
-    """Append the tokens of documents, the separator after each; returns the number of documents, empty ones
-    left out.
+    """Append the tokens of documents, the separator after each, until there are `end`; returns the number of
+    documents, empty ones left out.
     """
     dtype = chats.dtype
     separator = np.asarray(tokenizer.separator_ids, dtype).tobytes()
-    n_documents = 0
+    n_documents, stop = 0, end * dtype.itemsize
     for pieces in _groups(documents):
         if isinstance(pieces, Chat):
             chats.write(out, pieces)
             n_documents += 1
-            continue
-        encoded = tokenizer.encode_batch([text for text, _ in pieces])
-        for ids, (_, last) in zip(encoded, pieces, strict=True):
-            out.write(np.asarray(ids, dtype).tobytes())
-            if last:
-                out.write(separator)
-                n_documents += 1
+        else:
+            encoded = tokenizer.encode_batch([text for text, _ in pieces])
+            for ids, (_, last) in zip(encoded, pieces, strict=True):
+                if out.tell() >= stop:
+                    break
+                out.write(np.asarray(ids, dtype).tobytes() + (separator if last else b""))
+                n_documents += last
+        if out.tell() >= stop:
+            out.seek(stop)
+            out.truncate()
+            break
     return n_documents
 
 

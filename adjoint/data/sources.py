@@ -37,7 +37,7 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can
 class Source:
     """One file, or a `table` of the datasets library.
 
-    `name`, relative and with /, decides its split; `size` is in bytes.
+    `name`, relative and with /, decides its split; `size` is in bytes, 0 where a table is streamed.
     """
 
     path: Path
@@ -76,9 +76,11 @@ class Chat:
     place: str
 
 
-def find_sources(path: str | Iterable[str] | None, key: str = "data.path") -> Sources:
+def find_sources(
+    path: str | Iterable[str] | None, key: str = "data.path", *, streaming: bool = False
+) -> Sources:
     """The files that a key, `data.path`, names, each once, in a fixed order; None is the standard library's
-    sources.
+    sources. `streaming`: tables are downloaded as they are read.
 
     Raises:
         UserError: A path does not exist, a glob or folder holds no supported file, a file has another suffix.
@@ -90,7 +92,7 @@ def find_sources(path: str | Iterable[str] | None, key: str = "data.path") -> So
         found: dict[Path, Source] = {}
         for each in paths:
             if each.startswith("hf:"):
-                found[Path(each)] = _table(each, key)
+                found[Path(each)] = _table(each, key, streaming)
                 continue
             for file, name in _expand(each, key):
                 # The same file named twice (overlapping globs, links) must not be in both splits.
@@ -314,28 +316,40 @@ def _wrong_messages(messages: list[Any], field: str) -> str | None:
     return None
 
 
-def _table(text: str, key: str) -> Source:
-    """The table of ``hf:NAME[:split]``, by the datasets library, which keeps it on the disk.
+def _table(text: str, key: str, streaming: bool) -> Source:
+    """The table of ``hf:NAME[:split]``, by the datasets library; unless it streams it is kept on the disk.
 
     Raises:
         UserError: the library is not installed, or it finds none.
     """
     name, _, split = text.removeprefix("hf:").partition(":")
+    split = split or "train"
     try:
         import datasets
     except ImportError:
         raise UserError(f"{key} {text}: hf: needs datasets: pip install datasets") from None
     try:
-        table = datasets.load_dataset(name, split=split or "train")
+        if streaming:
+            builder = datasets.load_dataset_builder(name)  # its hash names the files' versions
+            return Source(Path(text), f"{text}@{builder.hash}", 0, 0, builder.as_streaming_dataset(split))
+        table = datasets.load_dataset(name, split=split)
     except Exception as error:  # connections, names, formats: each has its own
         raise UserError(f"{key} {text}: {' '.join(str(error).split())[:300]}") from None
     return Source(Path(text), f"{text}@{table._fingerprint}", table.data.nbytes, 0, table)
 
 
 def _table_documents(table: Any, path: Path, field: str) -> Iterator[str | Chat]:
-    field = _column(table.column_names, field, path)
-    for rows in table.select_columns([field]).iter(1024):
-        yield from _values(rows[field], path, field, table.column_names)
+    columns = table.column_names or list(next(iter(table), {}))
+    field = _column(columns, field, path)
+    batches = table.select_columns([field]).iter(1024)
+    while True:
+        try:
+            rows = next(batches, None)
+        except Exception as error:  # what is streamed can fail as what is looked up can
+            raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+        if rows is None:
+            return
+        yield from _values(rows[field], path, field, columns)
 
 
 def _column(columns: Sequence[str], field: str, path: Path) -> str:

@@ -70,6 +70,7 @@ ELSEWHERE = {
     "save_total_limit": "training.keep_checkpoints",
     "seq_len": "data.seqlen",
     "sequence_len": "data.seqlen",
+    "streaming": "data.max_tokens",
     "tf32": _PRECISION,
     "tokenizer_name": "data.tokenizer",
     "tokenizer_name_or_path": "data.tokenizer",

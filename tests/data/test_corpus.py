@@ -96,6 +96,26 @@ def test_tables_of_the_datasets_library(tmp_path: Path, monkeypatch: pytest.Monk
             open_data(DataConfig(path=path, text_field=field, seqlen=8))
 
 
+def test_max_tokens_of_files_and_of_tables_that_stream(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    whole = packed(TEXTS)
+    (tmp_path / "table").mkdir()
+    rows = write(tmp_path / "table" / "rows.jsonl", TEXTS, field="body")
+    plain = write(tmp_path / "plain.jsonl", TEXTS, field="body")
+    for path in (f"hf:{rows.parent}", str(plain)):
+        data = open_data(DataConfig(path=path, text_field="body", seqlen=8, max_tokens=len(whole) - 7))
+        assert stream(data) == whole[:-7], path
+        data = open_data(DataConfig(path=path, text_field="body", seqlen=8, max_tokens=1000))
+        assert stream(data) == whole, path
+    with rows.open("a") as more:  # another version of the table is another one
+        more.write('{"body": "more"}\n')
+    data = open_data(DataConfig(path=f"hf:{rows.parent}", text_field="body", seqlen=8, max_tokens=1000))
+    assert stream(data) == packed([*TEXTS, "more"])
+    rows.unlink()
+    with pytest.raises(UserError, match=r"data\.path hf:"):
+        open_data(DataConfig(path=f"hf:{rows.parent}", seqlen=8, max_tokens=1000))
+
+
 def test_byte_order_mark_and_blank_lines(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello there")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one more"}\n\n  \n{"text": "and two"}\n')

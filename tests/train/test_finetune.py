@@ -231,6 +231,8 @@ def test_answers_alone_are_predicted(chatty: Path, tmp_path: Path, template: str
     assert {run.strip() for run in runs} == {"", "of a chunk", "that next needs"}
     text = data.tokenizer.decode(whole)
     assert text.startswith("<|user|>the state<|end|><|assistant|>of a chunk<|end|><|user|>is all<|end|>")
+    short = open_data(dataclasses.replace(config, max_tokens=200, eval_fraction=0.0)).train
+    assert np.array_equal(short.tokens, whole[:200]) and np.array_equal(short.predicted, mask[:200])
     with pytest.raises(UserError, match=r"data.separator: '<\|end\|>' is inside conversations"):
         open_data(dataclasses.replace(config, documents="packed"))
 

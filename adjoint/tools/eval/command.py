@@ -158,7 +158,7 @@ def _held_out(data: DataConfig, path: str | None, longest: int) -> Tensor:
     """
     named = dataclasses.replace(data, seqlen=2, batch=1, eval_tokens=1 << 62)
     if path:
-        named = dataclasses.replace(named, path=path, validation_path=None, weights=None)
+        named = dataclasses.replace(named, path=path, validation_path=None, weights=None, max_tokens=None)
     opened = open_data(named)
     split = opened.train.tokens if path else opened.eval.tokens  # type: ignore[union-attr] # no mixture
     if len(split) < longest:
