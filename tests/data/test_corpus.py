@@ -96,7 +96,7 @@ def test_tables_of_the_datasets_library(tmp_path: Path, monkeypatch: pytest.Monk
             open_data(DataConfig(path=path, text_field=field, seqlen=8))
 
 
-def test_max_tokens_of_files_and_of_tables_that_stream(tmp_path: Path) -> None:
+def test_max_tokens_of_files_and_of_tables_of_datasets(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     whole = packed(TEXTS)
     (tmp_path / "table").mkdir()
