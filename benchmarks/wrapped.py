@@ -204,16 +204,19 @@ def draw(rows: Sequence[Row]) -> Any:
                 xs, ys = [row["length"] for row in curve], [row[field] / unit for row in curve]
                 axes[column].plot(xs, ys, dash, **style, markersize=4, label=way)
         if MODELS[name][1]:
-            ys = [kept(name, n) / 2**20 for n in lengths]
-            panels[0, column].plot(lengths, ys, ":", color=GREEN, label="keys, values, cotangents")
+            xs = sorted({row["length"] for row in rows if row["model"] == name})
+            ys = [kept(name, n) / 2**20 for n in xs]
+            panels[0, column].plot(xs, ys, ":", color=GREEN, label="keys, values, cotangents")
         panels[0, column].set_title(name)
+        panels[0, column].set_yscale("log")
+        show.plain_ticks(panels[0, column])
+        panels[1, column].set_ylim(bottom=0)
         for axes in panels[:, column]:
-            axes.set_yscale("log")
             show.ticks_of_lengths(axes, lengths)
-            show.plain_ticks(axes)
     panels[0, 0].set_ylabel("peak memory, MiB")
     panels[1, 0].set_ylabel("forward + backward, ms per token")
-    panels[0, -1].legend(fontsize=7.5)
+    handles, labels = panels[0, -1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
     return figure
 
 
