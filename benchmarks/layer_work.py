@@ -3,7 +3,7 @@
 Counted, not timed, on fake tensors of the real sizes (d_model 2048, a chunk of 4,096 tokens, bfloat16
 autocast), so that it runs anywhere in seconds: the operators that a chunk calls, views left out, which on a
 GPU are launches of a kernel or a few; the memory traffic of the layer's weights and of their gradients, in
-bytes a parameter; the bytes a token that stay for the backward, beside the formula by which chunk sizes are
+bytes per parameter; the bytes per token that stay for the backward, beside the formula by which chunk sizes are
 picked (`adjoint.engine.chunk_size.kept_bytes`).
 
 "autocast alone" is the layer as plain PyTorch runs it, chunk by chunk: autocast casts its weights each time,
@@ -151,8 +151,8 @@ class LayerWork(Benchmark):
             f"a layer on a chunk of {TOKENS:,} tokens, d_model {D_MODEL:,}",
             "operators, forward",
             "recomputing and backward",
-            "weights' traffic, bytes a parameter",
-            "kept for the backward, bytes a token",
+            "weights' traffic, bytes per parameter",
+            "kept for the backward, bytes per token",
             "by the formula",
         ]
         lines = [

@@ -1,4 +1,4 @@
-"""Time a token of the recurrent mixers by `Backprop`, `Exact`, and `Exact` with room.
+"""Time per token of the recurrent mixers by `Backprop`, `Exact`, and `Exact` with room.
 
 `python -m benchmarks.mixers`.
 
@@ -120,7 +120,7 @@ class Mixers(Benchmark):
     def markdown(self, result: Row) -> str:
         """A line a mixer and method, a column a length."""
         return report.by_length(
-            "time a token · ratio to the mixer's first line",
+            "time per token · ratio to the mixer's first line",
             result["rows"],
             lambda row: f"{row['mixer']}, {row['method']}",
             lambda row: f"{row['ms_per_token']:.3f} ms · {row['ratio']:.2f}",

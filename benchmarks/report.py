@@ -75,7 +75,7 @@ def add_ratios(rows: Sequence[Row], fields: Sequence[str], base: Row, within: Se
 
 
 def memory_and_time(row: Row) -> str:
-    """A cell: MiB and milliseconds a token; a dash where nothing was measured."""
+    """A cell: MiB and milliseconds per token; a dash where nothing was measured."""
     if "memory_bytes" not in row:
         return "–"
     return f"{row['memory_bytes'] / 2**20:,.0f} MiB · {row['ms_per_token']:.2f} ms"

@@ -12,7 +12,7 @@ The unit is the vjp of one of the networks 𝒜, ℬ, 𝒞 for one token of ever
 long as evaluating it (section 4.5). A token and layer then cost
 
     forward 3; backpropagation 3 + 3; `Exact` and the windowed tasks 3 + (3 + 3), since they recompute;
-    the paper's enumeration 3 + 2 n + 1, n pairs (t, i) a token: (T + 1) / 2 of them, about T̄ in a window.
+    the paper's enumeration 3 + 2 n + 1, n pairs (t, i) per token: (T + 1) / 2 of them, about T̄ in a window.
 
 What a slice does in relation to a whole GPU decides the second question, so both cases are shown: work that
 keeps a GPU busy, of which a slice does its share of the memory's bandwidth (one eighth), and the paper's
@@ -40,7 +40,7 @@ from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 from benchmarks.shards import replay
 
-FORWARD, BACKWARD = 3, 3  # units a token and layer: the three networks, and their vjps
+FORWARD, BACKWARD = 3, 3  # units per token and layer: the three networks, and their vjps
 DAY = 86400.0
 
 

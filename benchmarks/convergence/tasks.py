@@ -38,7 +38,7 @@ class Task:
         steps: optimizer steps.
         lr: AdamW's highest learning rate.
         dt_min, dt_max: step sizes of the layers at the start. In a channel of A = -n the state decays by
-            exp(-n dt) a token: its memory at the start is 1 / (n dt) tokens.
+            exp(-n dt) per token: its memory at the start is 1 / (n dt) tokens.
         recall: whether it is recall; otherwise it is text.
         distances: of recall's questions.
         lessons: distances that every model learns first, with `Backprop`, in `lesson_steps` steps at

@@ -1,6 +1,6 @@
 """How many FLOPs a training step asks for and how many it executes, and what a GPU could do at most.
 
-Model FLOPs a token, recomputation not counted (the M of MFU):
+Model FLOPs per token, recomputation not counted (the M of MFU):
 
     3 (2 N + Σ_layers (scan + conv)),    N: weights of the linear layers, the head's too where it is tied
     scan, Mamba-1: 7 d_inner d_state     Δ A, exp, a h, (Δu) B, +, C h, +
@@ -31,7 +31,7 @@ _SCAN = {"mamba": 7, "mamba2": 5}  # FLOPs a state element and token, forward
 
 @dataclass(frozen=True)
 class Forward:
-    """FLOPs a token of one forward pass."""
+    """FLOPs per token of one forward pass."""
 
     layers: int
     head: int
@@ -39,11 +39,11 @@ class Forward:
 
     @property
     def model(self) -> int:
-        """FLOPs a token that a training step asks for: forward and backward."""
+        """FLOPs per token that a training step asks for: forward and backward."""
         return 3 * (self.layers + self.head)
 
     def executed(self, method: str, keep: str, seqlen: int, chunk_size: int | None) -> float:
-        """FLOPs a token that a step of `method` executes: what it asks for, and what it does again."""
+        """FLOPs per token that a step of `method` executes: what it asks for, and what it does again."""
         if method == "backprop":
             return self.model
         if method == "backprop-checkpoint":

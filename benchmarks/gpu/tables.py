@@ -187,7 +187,7 @@ def _tiles(rows: Sequence[Row], result: Row) -> str:
         lines.append([*cells, _number(r["device_us_per_token"]), _number(r["step_s"])])
     each = ("device, ms", "wall, ms", "host, ms", "launches")
     heads = ("chunk", *(f"{name}: {head}" for name in ("forward", "backward") for head in each),
-             "device, µs a token", "whole step, s")  # fmt: skip
+             "device, µs per token", "whole step, s")  # fmt: skip
     return report.markdown_table(heads, lines)
 
 
