@@ -3,8 +3,8 @@
 Counted, not timed, on fake tensors of the real sizes (d_model 2048, a chunk of 4,096 tokens, bfloat16
 autocast), so that it runs anywhere in seconds: the operators that a chunk calls, views left out, which on a
 GPU are launches of a kernel or a few; the memory traffic of the layer's weights and of their gradients, in
-bytes per parameter; the bytes per token that stay for the backward, beside the formula by which chunk sizes are
-picked (`adjoint.engine.chunk_size.kept_bytes`).
+bytes per parameter; the bytes per token that stay for the backward, beside the formula by which chunk sizes
+are picked (`adjoint.engine.chunk_size.kept_bytes`).
 
 "autocast alone" is the layer as plain PyTorch runs it, chunk by chunk: autocast casts its weights each time,
 and each chunk's gradients are added to a float32 sum. The others are what `Exact` does, by `recompute`.
