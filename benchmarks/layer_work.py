@@ -45,6 +45,7 @@ class Work(TorchDispatchMode):
         super().__init__()
         self.shapes = shapes | {shape[::-1] for shape in shapes}
         self.operators = self.weight_bytes = 0
+        self.summed = False  # a CPU adds each small gradient to its sum at once, a GPU all by one launch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -57,7 +58,9 @@ class Work(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         if (written or changed) and "empty" not in func._opname:
-            self.operators += 1
+            sums = "_foreach_add_" in func._opname
+            self.operators += not (sums and self.summed)
+            self.summed |= sums
             self.weight_bytes += sum(
                 t.nbytes for t in (*given, *written, *self._tensors(changed)) if self._is_weight(t)
             )
