@@ -36,7 +36,8 @@ class Figure(NamedTuple):
         options: of the benchmark's command; with `--out` if its results have a folder of their own.
         quick: options of a try in seconds; None if another figure tries the same benchmark.
         measures: the files of adjoint/ whose change makes the results old, as `Path.glob` takes them. None
-            of what a model learns, as that depends on the gradients, which tests hold.
+            of what a model learns, as that depends on the gradients, which tests hold; and of the one run
+            that takes an hour.
     """
 
     shown: str
@@ -116,6 +117,8 @@ FIGURES = [
            "--lengths 512 1K --methods exact backprop --repeats 1 --repeat-s 0 --allocator default", STACK),
     Figure("docs/results.md", Memory(), "--methods exact --lengths 16384 262144 --allocator default "
            "--out benchmarks/results/exact-growth", None, STACK),
+    Figure("docs/million_tokens.md", Memory(), "--methods exact --lengths 16777216 --allocator jemalloc "
+           "--repeats 1 --repeat-s 0 --out benchmarks/results/sixteen-million", None),
     Figure("docs/results.md, docs/kernels.md", Kernels(), "", "--size small --op selective_scan --repeats 1",
            SCANS),
     Figure("docs/results.md", WindowTime(), "", "--seqlen 1K --windows 1 64 1024 --repeats 2 --settle 0",

@@ -154,6 +154,12 @@ def held_gib() -> list[float]:
     return [*gib[:4], parts["chunk"] / 6656 / 2**20, gib[4], sum(gib)]
 
 
+def sixteen_million() -> list[float]:
+    """GB of resident memory, and tokens per second."""
+    found = row("sixteen-million/memory")
+    return [found["resident_bytes"] / 1e9, 1e3 / found["ms_per_token"]]
+
+
 def scan() -> list[float]:
     """The selective scan: ms forward, with backward; times as fast as a loop; percent of the roof."""
     ours, loop = (
@@ -242,6 +248,10 @@ WORDS: dict[str, list[Words]] = {
         Words("{:.0f} times the tokens take {:.2f} times the memory and {:.2f} times the time", growth),
         Words("takes {:.1f} ms forward and {:.0f} ms with its backward: {:.0f} and {:.0f} times as fast as a "
               "loop in PyTorch, {:.0f}% and {:.0f}% of the arithmetic roof", scan),
+    ],
+    "million_tokens.md": [
+        Words("{:.2f} GB of resident memory, the imports of PyTorch included, and {:,.0f} tokens per second",
+              sixteen_million),
     ],
     "models.md": [
         Words("transformers 5.21 to 5.23", "pyproject.toml"),
