@@ -6,6 +6,7 @@ import collections
 import importlib.util
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ import torch
 
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.tools.points import process
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and a run then goes on, as it should
 
 
 @pytest.hookimpl(tryfirst=True)
