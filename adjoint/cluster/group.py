@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adjoint.cluster import devices, placement
-from adjoint.cluster.helpers import HelperShard, Task, as_arrays, as_tensors
+from adjoint.cluster.helpers import Helper, HelperShard, as_tensors
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
 from adjoint.cluster.shard import Shard
 from adjoint.cluster.spec import ShardSpec
@@ -44,8 +44,7 @@ class ShardActor:
     def describe(self, training: TrainingConfig) -> dict[str, Any]:
         """What this process has: its node, device, precision, cores and memory."""
         import ray
-        import torch
-        import torch._dynamo  # 150 MB of modules that the optimizer imports otherwise
+        import torch._dynamo  # noqa: F401 - 150 MB of modules that the optimizer imports otherwise
 
         from adjoint.kernels.cpu import build as cpu_build
         from adjoint.memory import total_memory_bytes, usable_cores
@@ -67,7 +66,6 @@ class ShardActor:
             "precision": pick_precision(training.precision, device),
             "cores": usable_cores(),
             "memory": total_memory_bytes(),
-            "torch": torch.__version__,
         }
 
     def build(
@@ -98,23 +96,19 @@ class ShardActor:
         if spec.helps:
             self.shard = HelperShard(spec)
             return
-        mine = [actors[rank] for rank in spec.layout.helpers_of(spec.rank)]
+        helpers = [_helper(actors[rank]) for rank in layout.helpers_of(spec.rank)]
         kind: Any = Shard
         if not isinstance(spec.model, StackConfig):
             from adjoint.cluster.pretrained import PretrainedShard as kind
-        shard = kind(spec, transport, checkpoint is None, RayHelpers(mine) if mine else None)
+        shard = kind(spec, transport, checkpoint is None, helpers)
         if checkpoint is not None:
             shard.load(checkpoint)
         self.shard = shard
 
-    def task(self, task: Any) -> list[Any]:
-        """Runs a task of the shard that this helper shares the tasks of."""
-        assert isinstance(self.shard, HelperShard)
-        return as_arrays(self.shard.task(as_tensors(task)))
-
     def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
-        """Calls a method of the shard; NumPy arrays become tensors."""
-        assert self.shard is not None
+        """Calls a method of the shard, or of this actor before there is one; NumPy arrays become tensors."""
+        if self.shard is None:
+            return getattr(self, name)(*arguments)
         self.shard.at = name, False
         return getattr(self.shard, name)(*as_tensors(arguments), **keywords)
 
@@ -125,26 +119,9 @@ class ShardActor:
         return (0, ("", False)) if shard is None else (shard.progress, shard.at)
 
 
-class RayHelpers:
-    """A shard's helpers as Ray actors."""
-
-    def __init__(self, actors: list[Any]) -> None:
-        self.actors, self.size = actors, len(actors)
-
-    def submit(self, helper: int, task: Task) -> Any:
-        import ray
-
-        return self.actors[helper].task.remote(ray.put(as_arrays(task)))
-
-    def ready(self, handles: Sequence[Any], wait: bool) -> list[Any]:
-        import ray
-
-        return ray.wait(list(handles), num_returns=1, timeout=None if wait else 0)[0] if handles else []
-
-    def result(self, handle: Any) -> list[Any]:
-        import ray
-
-        return as_tensors(ray.get(handle))
+def _helper(actor: Any) -> Helper:
+    """An actor as those it helps know it."""
+    return lambda task: actor.call.remote("task", task).future()
 
 
 class Watch:
@@ -244,7 +221,7 @@ class Group:
         self.meeting = os.path.join(tempfile.gettempdir(), f"adjoint-{uuid.uuid4().hex}")
         try:
             self.actors = [self._actor(ray, rank, each) for rank in range(self.layout.world)]
-            found = self.all("describe", training, direct=True, helpers=True)
+            found = self.each("describe", dict.fromkeys(range(self.layout.world), (training,)))
             self.device, self.spans, specs = make_specs(model, training, method, self.layout, found, ids)
             backend: str = cluster.transport
             if backend == "auto":
@@ -254,7 +231,7 @@ class Group:
                 meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"
             self.precision = specs[0].precision
             rest = (meeting, backend, self.actors, checkpoint, max(PATIENCE, 2 * cluster.progress_timeout))
-            self.each("build", {spec.rank: (spec, *rest) for spec in specs}, direct=True)
+            self.each("build", {spec.rank: (spec, *rest) for spec in specs})
         except BaseException:
             self.kill()
             raise
@@ -276,46 +253,30 @@ class Group:
 
     # --------------------------------------------------------------------------------------------- calls
 
-    def all(
-        self,
-        name: str,
-        *arguments: Any,
-        direct: bool = False,
-        helpers: bool = False,
-        first: bool = False,
-        **keywords: Any,
-    ) -> list[Any]:
-        """Calls a method of every shard, and of the `helpers` too, with the same arguments.
+    def all(self, name: str, *arguments: Any, first: bool = False, **keywords: Any) -> list[Any]:
+        """Calls a method of every shard with the same arguments; its results, by rank.
 
         Args:
             first: of the first replica alone, and one worker of each of its shards alone.
-
-        Returns:
-            The results, by rank.
         """
         layout = self.layout
-        ranks = range(layout.world) if helpers else layout.everyone
-        if first:
-            ranks = range(0, layout.owning, layout.sequence)
-        return self.each(name, dict.fromkeys(ranks, arguments), direct, **keywords)
+        ranks = range(0, layout.owning, layout.sequence) if first else layout.everyone
+        return self.each(name, dict.fromkeys(ranks, arguments), **keywords)
 
-    def each(
-        self, name: str, arguments: Mapping[int, tuple[Any, ...]], direct: bool = False, **keywords: Any
-    ) -> list[Any]:
+    def each(self, name: str, arguments: Mapping[int, tuple[Any, ...]], **keywords: Any) -> list[Any]:
         """Calls a method of some workers, given by their ranks, with arguments of their own.
 
         Raises:
             ShardFailure: a shard was lost, hung or failed; the group must be killed.
             UserError: a shard says so.
         """
+        actors = self.actors
         references = {
-            rank: getattr(self.actors[rank], name).remote(*given, **keywords)
-            if direct
-            else self.actors[rank].call.remote(name, *given, **keywords)
-            for rank, given in arguments.items()
+            rank: actors[rank].call.remote(name, *given, **keywords) for rank, given in arguments.items()
         }
         # a process that starts has to import and to load before it can say anything
-        return self._collect(references, name, "start_timeout" if direct else "hang_timeout")
+        starts = name in ("describe", "build")
+        return self._collect(references, name, "start_timeout" if starts else "hang_timeout")
 
     def _collect(self, references: Mapping[int, Any], during: str, limit: str) -> list[Any]:
         import ray

@@ -9,9 +9,9 @@ others."""
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,30 +30,13 @@ from adjoint.stack import Stack
 from adjoint.train.machine import autocast
 
 AHEAD = 2  # units that a helper holds: one under way, one whose inputs are there
-# grid, tiles, inputs, new weights
-Task = tuple[Grid, tuple[Tile, ...], dict[Key, Tensor], list[Tensor] | None]
+# grid, tiles, inputs, new weights; its tensors as NumPy arrays, which Ray ships without pickling them
+Task = tuple[Grid, tuple[Tile, ...], dict[Key, Any], list[Any] | None]
+# Hands a task over; its result is the sums of the task's gradients, an array for each parameter of the layer.
+Helper = Callable[[Task], futures.Future[list[np.ndarray]]]
 
 
-class Helpers(Protocol):
-    """A shard's helpers, as it reaches them."""
-
-    @property
-    def size(self) -> int: ...
-
-    def submit(self, helper: int, task: Task) -> Any:
-        """Hands a task over; what `result` is asked with."""
-        ...
-
-    def ready(self, handles: Sequence[Any], wait: bool) -> list[Any]:
-        """Those whose results are there; with `wait` at least one."""
-        ...
-
-    def result(self, handle: Any) -> list[Tensor]:
-        """The sums of a task, one for each parameter of its layer."""
-        ...
-
-
-def share(worker: Worker, action: Share, helpers: Helpers, known: set[tuple[int, int]]) -> None:
+def share(worker: Worker, action: Share, helpers: Sequence[Helper], known: set[tuple[int, int]]) -> None:
     """Carries a `Share` out as its owner.
 
     Args:
@@ -61,50 +44,39 @@ def share(worker: Worker, action: Share, helpers: Helpers, known: set[tuple[int,
     """
     units = action.units
     stages = [unit[0].stage for unit in units]
-    front = collections.deque(range(len(units)))
-    back = collections.deque(sorted(front, key=lambda i: (-stages[i], i)))
-    order = {k: collections.deque(i for i in front if stages[i] == k) for k in stages}
-    taken: set[int] = set()
+    left = set(range(len(units)))
+    in_order = {k: [i for i in left if stages[i] == k] for k in stages}
     early: dict[int, list[Tensor]] = {}
-    under_way: dict[Any, tuple[int, int]] = {}  # of each handle, helper and unit
-
-    def following(queue: collections.deque[int]) -> int | None:
-        while queue:
-            i = queue.popleft()
-            if i not in taken:
-                taken.add(i)
-                return i
-        return None
+    under_way: dict[futures.Future[list[np.ndarray]], tuple[int, int]] = {}  # helper and unit
 
     def feed() -> None:
-        held = collections.Counter(helper for helper, _ in under_way.values())
-        for _ in range(AHEAD):
-            for helper in range(helpers.size):
-                if held[helper] < AHEAD and (i := following(back)) is not None:
-                    new = None if (helper, stages[i]) in known else weights_of(worker.stages[stages[i]])
-                    known.add((helper, stages[i]))
-                    task = worker.grid, units[i], inputs_of(worker, units[i]), new
-                    under_way[helpers.submit(helper, task)] = helper, i
-                    held[helper] += 1
+        for helper in [*range(len(helpers))] * AHEAD:
+            if left and sum(who == helper for who, _ in under_way.values()) < AHEAD:
+                i = min(left, key=lambda i: (-stages[i], i))
+                left.remove(i)
+                new = None if (helper, stages[i]) in known else weights_of(worker.stages[stages[i]])
+                known.add((helper, stages[i]))
+                task = as_arrays((worker.grid, units[i], inputs_of(worker, units[i]), new))
+                under_way[helpers[helper](task)] = helper, i
 
     def take_in(i: int, sums: list[Tensor]) -> None:
         early[i] = sums
-        queue = order[stages[i]]
+        stage, queue = worker.stages[stages[i]], in_order[stages[i]]
+        assert stage is not None
         while queue and queue[0] in early:
-            stage = worker.stages[stages[queue[0]]]
-            assert stage is not None
-            for parameter, gradient in zip(stage.parameters(), early.pop(queue.popleft()), strict=True):
+            for parameter, gradient in zip(stage.parameters(), early.pop(queue.pop(0)), strict=True):
                 worker.gradients.add(parameter, gradient.to(parameter.device))
 
     feed()
-    while (i := following(front)) is not None:
-        take_in(i, carry_out(worker, units[i]))
-        for handle in helpers.ready(list(under_way), wait=False):
-            take_in(under_way.pop(handle)[1], helpers.result(handle))
+    while left or under_way:
+        if left:
+            i = min(left)
+            left.remove(i)
+            take_in(i, carry_out(worker, units[i]))
+        timeout = 0 if left else None
+        for future in futures.wait(under_way, timeout, return_when=futures.FIRST_COMPLETED).done:
+            take_in(under_way.pop(future)[1], as_tensors(future.result()))
         feed()
-    while under_way:
-        for handle in helpers.ready(list(under_way), wait=True):
-            take_in(under_way.pop(handle)[1], helpers.result(handle))
 
 
 def carry_out(worker: Worker, tiles: Sequence[Tile]) -> list[Tensor]:
@@ -147,9 +119,9 @@ class HelperShard:
         self.stages = self.part.stages()
         self.progress, self.at = 0, ("", True)  # as a shard's
 
-    def task(self, task: Task) -> list[Tensor]:
+    def task(self, task: Task) -> list[np.ndarray]:
         """Runs a task; the sums of its gradients."""
-        grid, tiles, inputs, weights = task
+        grid, tiles, inputs, weights = as_tensors(task)
         stage = self.stages[tiles[0].stage]
         assert stage is not None
         if weights is not None:
@@ -160,12 +132,11 @@ class HelperShard:
         states = self.part.stage_states(self.part.initial_state(rows))
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device).expand(rows, grid.cuts[-1])
         batch = Batch(ids, ids, seq_idx=inputs.pop(SEQ_IDX, None), states=states)
-        self.at = "task", False
         with autocast(self.spec.precision, self.device):
             worker = Worker(self.stages, grid, batch, Scheme(grid.tokens(0)))
             worker.store |= {key: tensor.to(self.device) for key, tensor in inputs.items()}
             with worker.precision():
-                found = [gradient.cpu() for gradient in carry_out(worker, tiles)]
+                found = [gradient.cpu().numpy() for gradient in carry_out(worker, tiles)]
         self.progress, self.at = self.progress + 1, ("", True)
         return found
 
@@ -174,7 +145,7 @@ class HelperShard:
 
 
 def as_arrays(task: Any) -> Any:
-    """Tensors as NumPy arrays, which Ray ships without pickling them."""
+    """Tensors as NumPy arrays."""
     return tree_map_only(Tensor, Tensor.numpy, task)
 
 

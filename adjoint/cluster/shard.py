@@ -11,7 +11,7 @@ import dataclasses
 import errno
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch, labelled
 from adjoint.checkpoint import Tensors
-from adjoint.cluster.helpers import Helpers, share
-from adjoint.cluster.replicas import sum_gradients
+from adjoint.cluster.helpers import Helper, share
 from adjoint.cluster.spec import ShardSpec
-from adjoint.cluster.transport import ReplicaTransport, Transport
+from adjoint.cluster.transport import DistributedTransport, sum_gradients
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Grid, Scheme
@@ -95,20 +94,21 @@ class Shard:
         transport: to the other workers, those of other replicas too; None where there are none.
         drawn: whether the weights are drawn now, as one process would draw them after `torch.manual_seed`;
             else they are undefined until `load`.
-        helpers: of this worker, if it has any.
+        helpers: of this worker.
     """
 
     def __init__(
         self,
         spec: ShardSpec,
-        transport: Transport | None = None,
+        transport: DistributedTransport | None = None,
         drawn: bool = True,
-        helpers: Helpers | None = None,
+        helpers: Sequence[Helper] = (),
     ) -> None:
         spec.layout.check(spec.model, spec.method)
-        self.spec, self.everyone, self.helpers = spec, transport, helpers
-        self.replica, first = spec.layout.replica(spec.rank), spec.rank - spec.worker
-        self.transport = None if transport is None else ReplicaTransport(transport, first)
+        self.spec, self.transport, self.helpers = spec, transport, helpers
+        self.replica = spec.layout.replica(spec.rank)
+        if transport is not None:
+            transport.first = spec.rank - spec.worker
         self.device = torch.device(spec.device)
         self.part = self._make_part(drawn)
         if self.tied_head is not None:
@@ -277,9 +277,7 @@ class Shard:
         width = self.spec.model.d_model
         with autocast(self.spec.precision, self.device):
             worker = Worker(self._stages(), grid, batch, scheme, width, self.transport, self._traced)
-        if self.helpers is not None:
-            helpers, known = self.helpers, self.known
-            worker.share = lambda worker, action: share(worker, action, helpers, known)
+        worker.share = lambda worker, action: share(worker, action, self.helpers, self.known)
         return worker
 
     def _grid(self, scheme: Scheme, seqlen: int, windows: list[int] | None = None) -> Grid:
@@ -294,10 +292,10 @@ class Shard:
         seen = [0] * self.spec.model.n_layer
         for k in self.part.span:
             seen[k] = worker.decays[1 + k].window(scheme.tolerance, worker.grid.cuts[-1])
-        if self.everyone is None:
+        if self.transport is None:
             return seen
         self.at = "windows of all", True
-        found = self.everyone.all_gather(torch.tensor(seen, device=self.device), self.spec.layout.everyone)
+        found = self.transport.all_gather(torch.tensor(seen, device=self.device), self.spec.layout.everyone)
         return torch.stack(found).amax(0).tolist()
 
     def _carry_out(self, worker: Worker, made: Plan, free: bool = True) -> None:
@@ -326,16 +324,16 @@ class Shard:
     def _sum_gradients(self) -> None:
         """Sums gradients over all workers that have the same parameters, of a tied table over both its
         shards'."""
-        if self.everyone is None:
+        if self.transport is None:
             return
         self.at = "sum of gradients", True
         table = (self.table if self.is_first else self.tied_head) if self.shards > 1 else None
         if table is not None:
-            sum_gradients([_gradient(table)], self.everyone, self.spec.layout.tied)
+            sum_gradients([_gradient(table)], self.transport, self.spec.layout.tied)
         peers = self.spec.layout.ranks(self.spec.shard)
         if len(peers) > 1:
             mine = [_gradient(p) for p in self.part.parameters() if p is not table and p.requires_grad]
-            sum_gradients(mine, self.everyone, peers)
+            sum_gradients(mine, self.transport, peers)
 
     def _loss(self, worker: Worker, batches: float = 1) -> float | None:
         if not self.is_last:

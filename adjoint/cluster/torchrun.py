@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.cluster.replicas import sum_gradients
-from adjoint.cluster.transport import DistributedTransport
+from adjoint.cluster.transport import DistributedTransport, sum_gradients
 from adjoint.errors import UserError
 from adjoint.layers.init import drawn_from
 from adjoint.train.config import Config

@@ -1,59 +1,25 @@
-"""Messages between workers: tensors, never pickled.
+"""Messages between workers, and sums over them: tensors, never pickled.
 
-A transport is what a worker's program sends and receives with (`adjoint.engine.run.Transport`). The messages
-of a channel, a sender and a receiver, arrive in the order they were sent; at most `buffers` of them are under
-way at a time, so that one can be filled while another travels.
-
-Besides messages there are two collectives, `all_reduce` and `all_gather`. All of `ranks` must call them, in
-the same order, with tensors of the same shape and dtype."""
+The messages of a channel, a sender and a receiver, arrive in the order they were sent; at most `buffers` of
+them are under way at a time, so that one can be filled while another travels."""
 
 from __future__ import annotations
 
 import collections
 import datetime
 import functools
+import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.engine import run
 from adjoint.engine.program import CAPACITY
 from adjoint.engine.run import Pending
 
 Channel = tuple[int, int]  # sender, receiver
-
-
-class Transport(run.Transport, Protocol):
-    """Messages, and what else workers do together.
-
-    Attributes:
-        buffers: messages of a channel that a sender may have under way; `CAPACITY` at most.
-    """
-
-    buffers: int
-
-    def connect(self, channels: Sequence[Channel]) -> None:
-        """Connects channels before their first use, where that means to wait for the other end.
-
-        Args:
-            channels: all that any worker of the replica will use, in one order for all.
-        """
-        ...
-
-    def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
-        """The sum over `ranks`, in place: the same bits on each of them and from run to run.
-
-        Args:
-            tensor: contiguous.
-            ranks: of the workers that take part, this one among them, ascending.
-        """
-        ...
-
-    def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        """The tensors of all of `ranks`, in their order; copies that may be written to."""
-        ...
+BUCKET = 1 << 20  # elements: small gradients travel together
 
 
 class DistributedTransport:
@@ -65,6 +31,13 @@ class DistributedTransport:
     higher ranks have one group, those to lower ranks another. Its communicators are made by the first message
     of a pair, for which both ends wait: hence `connect`, since receives are posted long before they are sent
     to.
+
+    Besides messages there are two collectives. All of `ranks`, ascending, must call them, in the same order,
+    with tensors of the same shape and dtype.
+
+    Attributes:
+        first: the rank of the replica's first worker: programs number the workers of a replica from 0.
+        buffers: messages of a channel that may be under way.
 
     Args:
         meeting: where the processes meet: "file:///path" on one machine, which opens no port, or
@@ -89,7 +62,8 @@ class DistributedTransport:
 
         wait = datetime.timedelta(seconds=timeout)
         dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, timeout=wait)
-        self.dist, self.nccl, self.rank, self.buffers = dist, backend == "nccl", rank, CAPACITY
+        self.dist, self.nccl, self.rank, self.first = dist, backend == "nccl", rank, 0
+        self.buffers = CAPACITY
         new_group = functools.partial(dist.new_group, timeout=wait)
         self.up, self.down = (new_group(backend="nccl") if self.nccl else None for _ in range(2))
         self.among = {tuple(ranks): new_group(list(ranks)) for ranks in groups if len(ranks) > 1}
@@ -101,11 +75,12 @@ class DistributedTransport:
     def _group(self, sender: int, receiver: int) -> Any:
         return self.up if sender < receiver else self.down
 
-    def connect(self, channels: Sequence[Channel]) -> None:
-        if not self.nccl:
-            return
-        # All go through the channels in one order: the first that is not connected has both its ends waiting.
-        for sender, receiver in channels:
+    def connect(self, channels: Sequence[Channel], buffers: int) -> None:
+        """Gets ready for a program, whose channels are given in one order to all workers of the replica."""
+        self.buffers = buffers
+        # The first channel that is not connected has both its ends waiting.
+        for a, b in channels if self.nccl else ():
+            sender, receiver = self.first + a, self.first + b
             if self.rank in (sender, receiver) and (sender, receiver) not in self.connected:
                 self.connected.add((sender, receiver))
                 note, group = torch.zeros(1, device="cuda"), self._group(sender, receiver)
@@ -115,6 +90,8 @@ class DistributedTransport:
                     self.dist.recv(note, sender, group)
 
     def post(self, source: int, out: Tensor) -> Pending:
+        """Gets ready to receive into `out`."""
+        source += self.first
         staged = out.is_cuda != self.nccl  # a GPU's over gloo; over NCCL an edge in host memory
         room = self._room(out) if staged else out
         work = self.dist.irecv(room, source, self._group(source, self.rank))
@@ -132,6 +109,8 @@ class DistributedTransport:
         return torch.empty(like.shape, dtype=like.dtype, **where)
 
     def send(self, to: int, tensor: Tensor) -> None:
+        """Starts sending; waits while the channel is full. The tensor stays as it is until `flush`."""
+        to += self.first
         if tensor.is_cuda != self.nccl:
             tensor = self._room(tensor).copy_(tensor, non_blocking=True)
             torch.cuda.current_stream().synchronize()
@@ -143,11 +122,13 @@ class DistributedTransport:
         under_way.append((work, tensor))  # the tensor must live until it has left
 
     def flush(self) -> None:
+        """Waits until everything sent has left."""
         for under_way in self.under_way.values():
             while under_way:
                 under_way.popleft()[0].wait()
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
+        """The sum over `ranks` of a contiguous tensor, in place: the same bits on each and in every run."""
         if len(ranks) == 1:
             return tensor
         # Either backend reduces each element in one place and hands the result on: no two ranks can differ.
@@ -159,6 +140,7 @@ class DistributedTransport:
         return tensor
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """Copies of the tensors of all of `ranks`, in their order."""
         if len(ranks) == 1:
             return [tensor.clone()]
         host = self._staged(tensor.detach())
@@ -171,20 +153,23 @@ class DistributedTransport:
         return tensor if tensor.is_cuda == self.nccl else self._room(tensor).copy_(tensor)
 
 
-class ReplicaTransport:
-    """The messages of one replica among several: its workers, whom programs number from 0, are those from
-    `first` on."""
+@torch.no_grad()
+def sum_gradients(gradients: Sequence[Tensor], transport: DistributedTransport, ranks: Sequence[int]) -> None:
+    """Sums gradients over `ranks` in place, once per optimizer step: with chunks, a gradient is complete only
+    when the backward has come to the first of them, and there is nothing to overlap the sum with.
 
-    def __init__(self, transport: Transport, first: int) -> None:
-        self.transport, self.first, self.flush = transport, first, transport.flush
-
-    def connect(self, channels: Sequence[Channel], buffers: int) -> None:
-        """Connects the channels of a program whose senders have at most `buffers` messages under way."""
-        self.transport.buffers = buffers
-        self.transport.connect([(self.first + a, self.first + b) for a, b in channels])
-
-    def post(self, source: int, out: Tensor) -> Pending:
-        return self.transport.post(self.first + source, out)
-
-    def send(self, to: int, tensor: Tensor) -> None:
-        self.transport.send(self.first + to, tensor)
+    Args:
+        gradients: of one dtype; those of the same parameters on every rank, in the same order.
+    """
+    small: list[Tensor] = []
+    for gradient in gradients:
+        if gradient.numel() >= BUCKET and gradient.is_contiguous():
+            transport.all_reduce(gradient, ranks)  # a copy would be as large
+        else:
+            small.append(gradient)
+    ends = itertools.accumulate(gradient.numel() for gradient in small)
+    for _, pairs in itertools.groupby(zip(ends, small, strict=True), lambda pair: pair[0] // BUCKET):
+        bucket = [gradient for _, gradient in pairs]
+        total = transport.all_reduce(torch.cat([gradient.reshape(-1) for gradient in bucket]), ranks)
+        for gradient, piece in zip(bucket, total.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(piece.view_as(gradient))

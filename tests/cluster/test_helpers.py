@@ -7,8 +7,10 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.train.layout import Layout
 from tests.cluster.threads import (
     TRAINING,
-    ThreadHelpers,
+    ThreadHelper,
     disturbed_shards,
     disturbed_stack,
     split,
@@ -49,14 +51,13 @@ def trained(
     return train_shards(made, TRAINING, batches)
 
 
-def helpers_of(made: list[Shard]) -> list[ThreadHelpers]:
-    return [shard.helpers for shard in made if isinstance(shard.helpers, ThreadHelpers)]
+def helpers_of(made: list[Shard]) -> list[ThreadHelper]:
+    return [helper for shard in made for helper in shard.helpers if isinstance(helper, ThreadHelper)]
 
 
-def taken(made: list[Shard], helper: int | None = None) -> int:
+def taken(helpers: list[ThreadHelper]) -> int:
     """Chunks of layers that helpers have pulled back."""
-    tasks = [tiles for them in helpers_of(made) for who, tiles, _ in them.taken if helper in (None, who)]
-    return sum(t.count for tiles in tasks for t in tiles if t.kind in "BW")
+    return sum(t.count for one in helpers for tiles, _ in one.taken for t in tiles if t.kind in "BW")
 
 
 def same_bits(one: Any, other: Any) -> bool:
@@ -66,36 +67,38 @@ def same_bits(one: Any, other: Any) -> bool:
 # ----------------------------------------------------------------------------------------------- who is free
 
 
-class ByChance(ThreadHelpers):
-    """Helpers take any time, and what is ready is told late and in any order."""
+class ByChance(ThreadHelper):
+    """Takes any time."""
 
     chance = random.Random(0)
 
-    def carry_out(self, helper: int, task: helpers.Task) -> list[torch.Tensor]:
+    def carry_out(self, task: helpers.Task) -> list[np.ndarray]:
         time.sleep(self.chance.choice([0, 0, 0.02]))
-        return super().carry_out(helper, task)
-
-    def ready(self, handles: Sequence[Any], wait: bool) -> list[Any]:
-        found = super().ready(handles, wait)
-        return self.chance.sample(found, self.chance.randint(int(wait), len(found)))
+        return super().carry_out(task)
 
 
-class OneSlow(ThreadHelpers):
+class OneSlow(ThreadHelper):
     """The last helper is not through with its first task before all units are taken."""
 
-    def __init__(self, helpers: list[HelperShard]) -> None:
-        super().__init__(helpers)
-        self.none_left = threading.Event()
+    none_left: threading.Event
 
-    def carry_out(self, helper: int, task: helpers.Task) -> list[torch.Tensor]:
-        if helper + 1 == self.size:
+    def carry_out(self, task: helpers.Task) -> list[np.ndarray]:
+        if self.helper.spec.rank + 1 == self.helper.spec.layout.world:
             assert self.none_left.wait(60)
-        return super().carry_out(helper, task)
+        return super().carry_out(task)
 
-    def ready(self, handles: Sequence[Any], wait: bool) -> list[Any]:
-        if wait:
-            self.none_left.set()
-        return super().ready(handles, wait)
+
+@pytest.fixture(autouse=True)
+def none_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner that waits for a helper has no unit left."""
+    OneSlow.none_left, wait = threading.Event(), futures.wait
+
+    def noting(under_way: Any, timeout: float | None, **keywords: Any) -> Any:
+        if timeout is None:
+            OneSlow.none_left.set()
+        return wait(under_way, timeout, **keywords)
+
+    monkeypatch.setattr(helpers.futures, "wait", noting)
 
 
 OWNER_ALONE, HELPERS_ALONE = 0, 1000  # units that a helper may hold
@@ -117,15 +120,16 @@ def test_whoever_takes_what_the_result_is_the_same(
     method = LayerLocal(window, 8)
     losses, expected = train_stack(disturbed_stack(CONFIG), method, TRAINING, BATCHES)
     found = []
-    ways = (ThreadHelpers, OWNER_ALONE), (ThreadHelpers, HELPERS_ALONE), (OneSlow, 2), (ByChance, 2)
+    ways = (ThreadHelper, OWNER_ALONE), (ThreadHelper, HELPERS_ALONE), (OneSlow, 2), (ByChance, 2)
     for kind, units in ways:
-        monkeypatch.setattr("tests.cluster.threads.ThreadHelpers", kind)
+        OneSlow.none_left.clear()
+        monkeypatch.setattr("tests.cluster.threads.ThreadHelper", kind)
         monkeypatch.setattr(helpers, "AHEAD", units)
         made = disturbed_shards(CONFIG, Layout(shards, helpers=count), method, TRAINING)
         found.append(trained(made))
         least = 0 if units == OWNER_ALONE else len(BATCHES) * (SHARED if units == HELPERS_ALONE else 1)
-        assert least <= taken(made) <= min(least * SHARED, len(BATCHES) * SHARED)
-        stages = {t.stage for them in helpers_of(made) for _, tiles, _ in them.taken for t in tiles}
+        assert least <= taken(helpers_of(made)) <= min(least * SHARED, len(BATCHES) * SHARED)
+        stages = {t.stage for one in helpers_of(made) for tiles, _ in one.taken for t in tiles}
         assert stages <= set(range(2, CONFIG.n_layer + 1)), "the first layer's tiles stay with their shard"
     assert found[0][0] == pytest.approx(losses, rel=1e-12)
     assert_same(found[0][1], expected, 1e-12)
@@ -145,7 +149,7 @@ def test_owner_and_helpers_round_alike(
         monkeypatch.setattr(helpers, "AHEAD", ahead)
         made = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(window, 8), TRAINING, precision)
         found.append(trained(made, [make_ids(batch, 61)]))
-        assert bool(taken(made)) == bool(ahead)
+        assert bool(taken(helpers_of(made))) == bool(ahead)
     assert same_bits(*found)
 
 
@@ -177,11 +181,11 @@ def test_tasks_read_memory_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_slow_helper_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the units that it was handed at the start, and no more."""
-    monkeypatch.setattr("tests.cluster.threads.ThreadHelpers", OneSlow)
+    monkeypatch.setattr("tests.cluster.threads.ThreadHelper", OneSlow)
     made = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(7, 8), TRAINING)
     trained(made, BATCHES[:1])
-    units = [tiles for _, tiles, _ in helpers_of(made)[0].taken]
-    assert 0 < taken(made, 1) <= 2 * max(len(tiles) for tiles in units)
+    units = [tiles for helper in helpers_of(made) for tiles, _ in helper.taken]
+    assert 0 < taken(helpers_of(made)[1:]) <= 2 * max(len(tiles) for tiles in units)
 
 
 # --------------------------------------------------------------------------------------------------- weights
@@ -193,11 +197,15 @@ def test_helpers_get_a_layers_weights_with_its_first_task_after_a_step(
     monkeypatch.setattr(helpers, "AHEAD", HELPERS_ALONE)
     made = disturbed_shards(CONFIG, Layout(helpers=2), LayerLocal(7, 8), TRAINING)
     for step in range(2):
-        helpers_of(made)[0].taken.clear()
+        for helper in helpers_of(made):
+            helper.taken.clear()
         for _ in range(2):
             together(made, lambda shard: shard.accumulate(BATCHES[0], step=Microbatch(2)))
         firsts = collections.Counter(
-            (who, tiles[0].stage) for who, tiles, new in helpers_of(made)[0].taken if new
+            (who, tiles[0].stage)
+            for who, helper in enumerate(helpers_of(made))
+            for tiles, new in helper.taken
+            if new
         )
         assert firsts == {(who, stage): 1 for who in range(2) for stage in range(2, CONFIG.n_layer + 1)}, step
         together(made, lambda shard: shard.step(0.1, 1.0))
@@ -220,7 +228,7 @@ def fail_after(calls: int, function: Callable[..., Any], error: Exception) -> Ca
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(
     "who, name",
-    [(HelperShard, "task"), (helpers, "carry_out"), (ThreadHelpers, "submit"), (ThreadHelpers, "result")],
+    [(HelperShard, "task"), (helpers, "carry_out"), (ThreadHelper, "__call__"), (helpers, "as_tensors")],
     ids=["a helper", "anyone", "sending", "receiving"],
 )
 def test_who_fails_leaves_nobody_waiting(

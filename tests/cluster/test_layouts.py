@@ -13,10 +13,10 @@ import torch
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.checkpoint import verify_checkpoint
-from adjoint.cluster import replicas as replicas_module
-from adjoint.cluster.replicas import sum_gradients
+from adjoint.cluster import transport as transport_module
 from adjoint.cluster.shard import Shard
 from adjoint.cluster.spec import ShardSpec
+from adjoint.cluster.transport import sum_gradients
 from adjoint.engine.program import Owners, Send
 from adjoint.errors import UserError
 from adjoint.plan.schedule import grid_of, step_plan
@@ -350,7 +350,7 @@ def test_a_message_does_not_grow_with_the_sequence() -> None:
 
 def test_small_gradients_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """In buckets, large ones by themselves and in place; sums end up where they belong."""
-    monkeypatch.setattr(replicas_module, "BUCKET", 10)
+    monkeypatch.setattr(transport_module, "BUCKET", 10)
     sizes = [(2, 3), (4,), (1,), (11,), (3, 2), (2, 5), (12,)]
     transport, sent = local_transports(1)[0], list[int]()
 
@@ -364,7 +364,7 @@ def test_small_gradients_travel_together(monkeypatch: pytest.MonkeyPatch) -> Non
     before = [gradient.clone() for gradient in gradients]
     sum_gradients(gradients, transport, [0])
     assert all(torch.equal(g, 2 * b) for g, b in zip(gradients, before, strict=True))
-    assert sent == [10, 11, 10, 7, 12]
+    assert sent == [11, 10, 6, 11, 12]
 
 
 # -------------------------------------------------------------------------------------- what is refused

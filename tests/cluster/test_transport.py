@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from adjoint import Exact, LayerLocal, StackConfig, Truncated
-from adjoint.cluster.transport import DistributedTransport, ReplicaTransport, Transport
+from adjoint.cluster.transport import DistributedTransport
 from adjoint.engine.program import Owners, Recv, Send
 from adjoint.plan.schedule import grid_of, step_plan
 from tests.cluster.threads import LocalTransport, in_threads, local_transports, split
@@ -31,7 +31,7 @@ def drawn(rank: int, turn: int, size: int = 1000) -> torch.Tensor:
     return torch.randn(size, generator=generator) * 2.0**exponents
 
 
-def collectives(transport: Transport, rank: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+def collectives(transport: Any, rank: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     """Sums and gathers among several groups, in place and one behind the other."""
     found = []
     for turn in range(5):
@@ -69,7 +69,7 @@ def between_threads(call: Callable[[LocalTransport, int], Any]) -> list[Any]:
     return in_threads([functools.partial(call, end, rank) for rank, end in enumerate(ends)], ends[0].broken)
 
 
-def messages(transport: Transport, rank: int, count: int = 20) -> None:
+def messages(transport: Any, rank: int, count: int = 20) -> None:
     """Every rank to every other, more than a channel holds: those of a channel arrive in the order they were
     sent, in receives posted ahead."""
 
@@ -77,7 +77,7 @@ def messages(transport: Transport, rank: int, count: int = 20) -> None:
         return torch.full((1 + i % 3, 5), 100 * sender + 10 * receiver + i / 32, dtype=torch.bfloat16)
 
     others = [other for other in range(WORKERS) if other != rank]
-    transport.connect(list(itertools.permutations(range(WORKERS), 2)))
+    transport.connect(list(itertools.permutations(range(WORKERS), 2)), 2)
     posted = collections.deque[tuple[torch.Tensor, Callable[[], torch.Tensor]]]()
     for i in range(count):
         for other in others:
@@ -101,10 +101,10 @@ def test_a_replica_counts_its_workers_from_zero() -> None:
     """Of two replicas of two workers each: messages stay inside, sums go across."""
 
     def call(transport: LocalTransport, rank: int) -> tuple[float, float]:
-        own, other = ReplicaTransport(transport, rank - rank % 2), 1 - rank % 2
-        own.send(other, torch.tensor([float(rank)]))
-        own.flush()
-        message = own.post(other, torch.empty(1))()
+        transport.first, other = rank - rank % 2, 1 - rank % 2
+        transport.send(other, torch.tensor([float(rank)]))
+        transport.flush()
+        message = transport.post(other, torch.empty(1))()
         total = transport.all_reduce(torch.tensor([float(rank)]), [rank % 2, rank % 2 + 2])
         return message.item(), total.item()
 
@@ -181,11 +181,12 @@ def test_all_connections_come_about(name: str, monkeypatch: pytest.MonkeyPatch) 
         transport = DistributedTransport.__new__(DistributedTransport)
         transport.dist, transport.nccl, transport.rank = Rendezvous(rank, barriers, lock), True, rank
         transport.connected, transport.up, transport.down = set(), "up", "down"
+        transport.first = rank - rank % workers
         ends.append(transport)
 
     def connect(transport: DistributedTransport) -> None:
         for _ in range(2):
-            transport.connect([(r + a, r + b) for r in (0, workers) for a, b in made.channels()])
+            transport.connect(made.channels(), made.buffers)
 
     with ThreadPoolExecutor(len(ends)) as pool:
         for future in [pool.submit(connect, end) for end in ends]:

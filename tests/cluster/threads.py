@@ -6,7 +6,6 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from adjoint import Stack, StackConfig
 from adjoint.cluster import training as sharded
-from adjoint.cluster.helpers import HelperShard, Task, as_arrays, as_tensors
+from adjoint.cluster.helpers import HelperShard, Task
 from adjoint.cluster.shard import Microbatch, Shard, total_norm
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import Channel
@@ -45,15 +44,15 @@ class LocalTransport:
         broken: set when a thread has failed, so that the others do not wait for it for ever.
     """
 
-    buffers = CAPACITY  # the queues' own size holds
+    first = 0
 
     def __init__(
         self, rank: int, queues: Mapping[Channel, queue.Queue[torch.Tensor]], broken: threading.Event
     ) -> None:
         self.rank, self.queues, self.broken = rank, queues, broken
 
-    def connect(self, channels: Sequence[Channel]) -> None:
-        pass
+    def connect(self, channels: Sequence[Channel], buffers: int) -> None:
+        pass  # the queues' own size holds
 
     def _insist(self, attempt: Callable[[], Any]) -> Any:
         while not self.broken.is_set():
@@ -64,11 +63,11 @@ class LocalTransport:
         raise RuntimeError("another worker has failed")
 
     def post(self, source: int, out: torch.Tensor) -> Pending:
-        channel = self.queues[source, self.rank]
+        channel = self.queues[self.first + source, self.rank]
         return lambda: out.copy_(self._insist(lambda: channel.get(timeout=0.5)))
 
     def send(self, to: int, tensor: torch.Tensor) -> None:
-        message, channel = tensor.detach().clone(), self.queues[self.rank, to]
+        message, channel = tensor.detach().clone(), self.queues[self.rank, self.first + to]
         self._insist(lambda: channel.put(message, timeout=0.5))
 
     def flush(self) -> None:
@@ -82,12 +81,13 @@ class LocalTransport:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
-        own = tensor.detach()
+        own, first = tensor.detach(), self.first
         for rank in ranks:
             if rank != self.rank:
-                self.send(rank, own)
+                self.send(rank - first, own)
         return [
-            own.clone() if rank == self.rank else self.post(rank, torch.empty_like(own))() for rank in ranks
+            own.clone() if rank == self.rank else self.post(rank - first, torch.empty_like(own))()
+            for rank in ranks
         ]
 
 
@@ -99,29 +99,19 @@ def local_transports(workers: int, buffers: int = CAPACITY) -> list[LocalTranspo
     return [LocalTransport(rank, queues, broken) for rank in range(workers)]
 
 
-class ThreadHelpers:
-    """Helpers of a shard, a thread each; `taken` is every task so far: helper, tiles, whether weights came
-    with it."""
+class ThreadHelper:
+    """A helper that is a thread; `taken` is every task so far: tiles, and whether weights came with it."""
 
-    def __init__(self, helpers: list[HelperShard]) -> None:
-        self.helpers, self.size = helpers, len(helpers)
-        self.threads = [ThreadPoolExecutor(1) for _ in helpers]
-        self.taken: list[tuple[int, tuple[Tile, ...], bool]] = []
+    def __init__(self, helper: HelperShard) -> None:
+        self.helper, self.thread = helper, ThreadPoolExecutor(1)
+        self.taken: list[tuple[tuple[Tile, ...], bool]] = []
 
-    def submit(self, helper: int, task: Task) -> Any:
-        self.taken.append((helper, task[1], task[3] is not None))
-        copied = as_tensors(as_arrays(task))  # as Ray ships them
-        return self.threads[helper].submit(self.carry_out, helper, copied)
+    def __call__(self, task: Task) -> Future[list[np.ndarray]]:
+        self.taken.append((task[1], task[3] is not None))
+        return self.thread.submit(self.carry_out, task)
 
-    def carry_out(self, helper: int, task: Task) -> list[torch.Tensor]:
-        return self.helpers[helper].task(task)
-
-    def ready(self, handles: Sequence[Future[Any]], wait: bool) -> list[Any]:
-        timeout = None if wait else 0
-        return list(futures.wait(handles, timeout, return_when=futures.FIRST_COMPLETED).done)
-
-    def result(self, handle: Future[Any]) -> Any:
-        return handle.result()
+    def carry_out(self, task: Task) -> list[np.ndarray]:
+        return self.helper.task(task)
 
 
 def make_shards(
@@ -150,8 +140,8 @@ def make_shards(
     if not isinstance(config, StackConfig):
         from adjoint.cluster.pretrained import PretrainedShard as kind
     for rank in layout.everyone:
-        mine = [HelperShard(specs[helper]) for helper in layout.helpers_of(rank)]
-        made.append(kind(specs[rank], transports[rank], drawn, ThreadHelpers(mine) if mine else None))
+        helpers = [ThreadHelper(HelperShard(specs[helper])) for helper in layout.helpers_of(rank)]
+        made.append(kind(specs[rank], transports[rank], drawn, helpers))
     return made
 
 
@@ -177,7 +167,7 @@ def in_threads(calls: Sequence[Callable[[], Any]], broken: threading.Event) -> l
 
 def together(shards: list[Shard], call: Callable[[Shard], Any]) -> list[Any]:
     """Calls every shard in a thread of its own."""
-    broken = shards[0].everyone.broken  # type: ignore[union-attr]
+    broken = shards[0].transport.broken  # type: ignore[union-attr]
     return in_threads([functools.partial(call, shard) for shard in shards], broken)
 
 

@@ -18,7 +18,6 @@ from torch.func import functional_call
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.batch import Batch
 from adjoint.cluster.shard import Microbatch
-from adjoint.cluster.transport import ReplicaTransport
 from adjoint.engine import tile
 from adjoint.engine.autograd import draw_passing
 from adjoint.engine.budget import LiveBytes
@@ -177,6 +176,7 @@ def carried_out(
 
     def run(rank: int) -> Names:
         replica, number = divmod(rank, owners.workers)
+        transports[rank].first = replica * owners.workers
         whole, mine = copy.deepcopy(given.whole), rows[replica]
         has = [shard == number // owners.in_turn for shard in owners.shards]
 
@@ -191,7 +191,7 @@ def carried_out(
             dataclasses.replace(batch.share(replica, replicas, given.ids.device), states=own(given.states)),
             scheme,
             SIZES["d_model"],
-            ReplicaTransport(transports[rank], replica * owners.workers),
+            transports[rank],
         )
         worker.scale = torch.ones((), dtype=torch.float64) / batch.divisor
         worker.d_final = own(given.d_final)

@@ -64,12 +64,10 @@ def test_memory_is_what_the_method_takes(mixer: str, method: Any) -> None:
 class Zeros:
     """A transport that brings zeros; what was sent last is not gone yet."""
 
-    buffers = BUFFERS
-
     def __init__(self) -> None:
         self.sent: dict[int, collections.deque[torch.Tensor]] = {}
 
-    def connect(self, channels: Any) -> None:
+    def connect(self, channels: Any, buffers: int) -> None:
         pass
 
     def post(self, source: int, out: torch.Tensor) -> Any:
