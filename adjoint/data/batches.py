@@ -120,22 +120,20 @@ class Batches:
         seed: int,
         fingerprint: str,
         consecutive: bool = False,
-        predicted: np.ndarray | None = None,
     ) -> None:
-        """tokens: (n,) unsigned integers, n > seqlen, named by their fingerprint; seed: at least 0.
-        predicted: (n,) bool, None of all."""
-        if consecutive and len(tokens) < batch * seqlen:
+        """tokens: (n,) integers, named by their fingerprint; seed: at least 0.
+
+        Raises:
+            UserError: there are too few tokens.
+        """
+        if len(tokens) < (needed := max(seqlen + 1, batch * seqlen if consecutive else 0)):
+            rows = f" and {batch} continuous rows (data.batch)" if consecutive else ""
             raise UserError(
-                f"{len(tokens)} tokens are too few for data.batch {batch} continuous rows of data.seqlen "
-                f"{seqlen}: lower one of them"
-            )
-        self.consecutive = consecutive
-        if len(tokens) < seqlen + 1:
-            raise UserError(
-                f"{len(tokens)} tokens are too few for data.seqlen {seqlen}: lower it, or give more text"
+                f"data.path: {len(tokens)} tokens to train on, but data.seqlen {seqlen}{rows} needs at least "
+                f"{needed}: lower it, or give more text"
             )
         self.tokens, self.seqlen, self.batch, self.seed = tokens, seqlen, batch, seed
-        self.fingerprint, self.predicted = fingerprint, predicted
+        self.fingerprint, self.consecutive = fingerprint, consecutive
         self.epoch, self.position = 0, 0
         self._starts_epoch = -1
         self._starts = np.empty(0, np.int64)
@@ -152,7 +150,7 @@ class Batches:
                 self.epoch, self.position = self.epoch + 1, 0
                 starts = self._window_starts(self.epoch)
             start = starts[self.position]
-            row[:] = _marked(self.tokens, self.predicted, start, start + self.seqlen)
+            row[:] = self.tokens[start : start + self.seqlen]
             self.position += 1
         return torch.from_numpy(ids)
 
@@ -187,7 +185,7 @@ class Batches:
         """Go on from a cursor that `state_dict` gave.
 
         Raises:
-            UserError: The cursor is of other data, another seqlen, batch or seed, or is no cursor at all.
+            UserError: The cursor is of other data, another seqlen, batch or seed.
         """
         for name, here in self._identity().items():
             if state.get(name) != here:
@@ -195,14 +193,7 @@ class Batches:
                     f"the data cursor to resume from has {name} {state.get(name)!r}, this run has {here!r}: "
                     "resume with the same data.path, data.tokenizer, data.seqlen, data.batch and seed"
                 )
-        epoch: Any = state.get("epoch")
-        position: Any = state.get("position")
-        sound = isinstance(epoch, int) and isinstance(position, int) and epoch >= 0
-        if not sound or not 0 <= position <= len(self._window_starts(epoch)):
-            raise UserError(
-                f"the data cursor to resume from is damaged: epoch {epoch!r}, position {position!r}"
-            )
-        self.epoch, self.position = epoch, position
+        self.epoch, self.position = state["epoch"], state["position"]
 
     def _identity(self) -> dict[str, int | str]:
         return {
@@ -219,42 +210,22 @@ class EvalBatches:
 
     Each item is (up to batch, up to seqlen) int64: the last batch may hold fewer windows, and a held-out
     split (or `eval_tokens`) shorter than seqlen is one shorter window. Weigh each batch's loss by its number
-    of predictions: ids[:, 1:].numel(), less where documents are packed. Empty (no item) where there are fewer
-    than two tokens.
+    of predictions (`Data.targets`). Empty (no item) where there are fewer than two tokens.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        seqlen: int,
-        batch: int,
-        eval_tokens: int,
-        predicted: np.ndarray | None = None,
-    ) -> None:
+    def __init__(self, tokens: np.ndarray, seqlen: int, batch: int, eval_tokens: int) -> None:
         available = min(len(tokens), eval_tokens)
-        self.window = min(seqlen, available)
-        self.n_windows = available // self.window if self.window >= 2 else 0
-        self.tokens, self.batch, self.predicted = tokens, batch, predicted
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens read in one pass."""
-        return self.n_windows * self.window
+        window = min(seqlen, available)
+        count = available // window if window > 1 else 0
+        self.tokens, self.batch = tokens, batch
+        self._windows = tokens[: count * window].reshape(count, window)
 
     def __len__(self) -> int:
-        return -(-self.n_windows // self.batch)
+        return -(-len(self._windows) // self.batch)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for first in range(0, self.n_windows, self.batch):
-            last = min(first + self.batch, self.n_windows)
-            ids = _marked(self.tokens, self.predicted, first * self.window, last * self.window)
-            yield torch.from_numpy(ids.reshape(last - first, self.window))
-
-
-def _marked(tokens: np.ndarray, predicted: np.ndarray | None, first: int, last: int) -> np.ndarray:
-    """Tokens as int64, those that are not predicted as -1 - id."""
-    ids = tokens[first:last].astype(np.int64)
-    return ids if predicted is None else np.where(predicted[first:last], ids, -1 - ids)
+        for first in range(0, len(self._windows), self.batch):
+            yield torch.from_numpy(self._windows[first : first + self.batch].astype(np.int64))
 
 
 @dataclass(frozen=True)
@@ -267,7 +238,7 @@ class Data:
         tokenizer: Has `encode(text) -> list[int]`, `decode(ids) -> str`, `vocab_size`, `separator_ids`.
         vocab_size: The model's vocabulary: as asked for, else the tokenizer's.
         n_train_tokens: Tokens of the training split.
-        n_eval_tokens: Tokens of the held-out split (`eval.n_tokens` of them are read).
+        n_eval_tokens: Tokens of the held-out split.
         n_documents: Documents in both splits.
         unigram_entropy: Nats per token of the training split's unigram distribution: what a model that knows
             frequencies only would lose; training must get below it.
@@ -323,9 +294,8 @@ def open_data(
     weights, own = config.weights, config.validation_path is None
     if weights is not None and consecutive:
         raise UserError("data.weights: training.carry_state previous needs one stream; leave one of them out")
-    alone = weights is None or not isinstance(config.path, list)
+    entries = config.path if weights and isinstance(config.path, list) else [config.path]
     streaming = config.max_tokens is not None
-    entries = [config.path] if alone else config.path or []
     parts = [find_sources(entry, streaming=streaming) for entry in entries]
     others = (
         [] if own else [find_sources(config.validation_path, "data.validation_path", streaming=streaming)]
@@ -340,17 +310,15 @@ def open_data(
     caches = [tokens_of(sources, config.eval_fraction if own else 0.0) for sources in parts]
     held_out = [tokens_of(sources, 0.0) for sources in others]
     _check_tokens([*caches, *held_out], tokenizer, vocab_size, config)
-    shape = config.seqlen, config.batch if weights is None else 1, seed
-    streams = [
-        _batches(cache, sources, shape, consecutive) for cache, sources in zip(caches, parts, strict=True)
-    ]
-    pieces = [(c.train, c.predicted[0]) for c in held_out] or [(c.eval, c.predicted[1]) for c in caches]
-    tokens, predicted = _joined(pieces)
-    answers = [1.0 if c.predicted[0] is None else float(c.predicted[0].mean()) for c in caches]
+    rows = config.batch if weights is None else 1
+    streams = [Batches(c.train, config.seqlen, rows, seed, c.fingerprint, consecutive) for c in caches]
+    pieces = [cache.train for cache in held_out] or [cache.eval for cache in caches]
+    tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     shares = [1.0] if weights is None else [weight / sum(weights) for weight in weights]
+    answers = [cache.predicted for cache in caches]
     return Data(
         train=streams[0] if weights is None else Mixture(streams, weights, config.batch),
-        eval=EvalBatches(tokens, config.seqlen, config.batch, config.eval_tokens, predicted),
+        eval=EvalBatches(tokens, config.seqlen, config.batch, config.eval_tokens),
         tokenizer=tokenizer,
         vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
         n_train_tokens=sum(len(cache.train) for cache in caches),
@@ -362,7 +330,7 @@ def open_data(
         description=" + ".join(sources.description for sources in parts),
         fingerprint=" ".join(cache.fingerprint for cache in caches),
         packed=config.documents == "packed",
-        predicted=None if all(c.predicted[0] is None for c in caches) else float(np.dot(shares, answers)),
+        predicted=None if set(answers) == {1.0} else float(np.dot(shares, answers)),
     )
 
 
@@ -396,25 +364,3 @@ def _check_tokens(
             f"set model.vocab_size to {tokenizer.vocab_size}, the size of the tokenizer {tokenizer.name!r}, "
             "or data.tokenizer to the model's own"
         )
-
-
-def _batches(cache: TokenCache, sources: Sources, shape: tuple[int, int, int], consecutive: bool) -> Batches:
-    """A stream cut into batches of a shape: seqlen, rows, seed."""
-    (seqlen, rows, seed), n_train = shape, len(cache.train)
-    if n_train < seqlen + 1:
-        lower = f"lower data.seqlen to at most {n_train - 1} or " if n_train > 2 else ""
-        raise UserError(
-            f"{sources.description} has {n_train + len(cache.eval)} tokens, {n_train} of them for training, "
-            f"but data.seqlen {seqlen} needs at least {seqlen + 1}: {lower}give more text"
-        )
-    return Batches(cache.train, seqlen, rows, seed, cache.fingerprint, consecutive, cache.predicted[0])
-
-
-def _joined(
-    pieces: Sequence[tuple[np.ndarray, np.ndarray | None]],
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Tokens, and which of them are predicted, one after the other."""
-    if len(pieces) == 1:
-        return pieces[0]
-    masks = [np.ones(len(tokens), bool) if mask is None else mask for tokens, mask in pieces]
-    return np.concatenate([tokens for tokens, _ in pieces]), np.concatenate(masks)

@@ -1,8 +1,7 @@
-"""Conversations to tokens, by a tokenizer's chat template; the assistant's answers alone are predicted."""
+"""Conversations to tokens by a tokenizer's chat template; the assistant's answers alone are predicted."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from pathlib import Path
@@ -15,19 +14,25 @@ from adjoint.data.tokenizer import Tokenizer
 from adjoint.errors import UserError
 
 
-def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[list[int], np.ndarray]:
-    """A conversation's token ids with the separator behind them, and which of them are predicted, bool.
+def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[np.ndarray, bool]:
+    """A conversation's tokens with the separator behind them, -1 - id where they are not predicted; and
+    whether the separator stands inside, too.
 
-    Those are the ones that the template marks by ``{% generation %}``. With a template that marks none they
+    Predicted are those that the template marks by ``{% generation %}``. With a template that marks none they
     are what an answer adds to the conversation before it with the generation prompt.
 
     Raises:
         UserError: there is no chat template, it refuses the conversation, or it writes a beginning in another
             way than the whole, so that nothing says which tokens are an answer's.
     """
-    template = _template(tokenizer.name)
+    if not tokenizer.chats:
+        raise UserError(
+            f"data.tokenizer {tokenizer.name}: has no chat template, which conversations need; name a "
+            "tokenizer folder with one, or plain text by data.text_field"
+        )
     given: dict[str, Any] = {"tools": chat.tools} if chat.tools else {}
     try:
+        template = _template(tokenizer.name)
         if re.search(r"\{%-?\s*generation\b", template.get_chat_template(**given)):
             found = template.apply_chat_template(
                 chat.messages, return_dict=True, return_assistant_tokens_mask=True, **given
@@ -37,7 +42,7 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[list[int], np.ndarray
             ids, predicted = _by_prefixes(functools.partial(_ids, template, given), chat)
     except UserError:
         raise
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # transformers and templates raise what they like
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"{chat.place}: the chat template of {tokenizer.name} refuses it ({reason})"
@@ -46,7 +51,9 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[list[int], np.ndarray
     if separator and ids[-len(separator) :] != separator:
         answered = chat.messages[-1]["role"] == "assistant"
         ids, predicted = ids + separator, np.append(predicted, [answered] * len(separator))
-    return ids, predicted
+    places = range(len(ids) - len(separator)) if separator else ()
+    inside = any(ids[i : i + len(separator)] == separator for i in places)
+    return np.where(predicted, ids, ~np.array(ids, np.int64)), inside
 
 
 def _by_prefixes(ids_of: Any, chat: Chat) -> tuple[list[int], np.ndarray]:
@@ -77,18 +84,10 @@ def _ids(
 def _template(name: str) -> Any:
     """The tokenizer of transformers with a chat template that `data.tokenizer` names."""
     place = Path(name).expanduser()
-    folder = place if place.is_dir() else place.parent
-    found = None
-    if name != "byte":
-        try:
-            from transformers import AutoTokenizer
-        except ImportError:
-            raise UserError("conversations need transformers: pip install transformers") from None
-        with contextlib.suppress(OSError, ValueError):  # a tokenizer.json alone
-            found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    if getattr(found, "chat_template", None) is None:
-        raise UserError(
-            f"data.tokenizer {name}: has no chat template, which conversations need; name a tokenizer folder "
-            "with one, or plain text by data.text_field"
-        )
-    return found
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise UserError("conversations need transformers: pip install transformers") from None
+    return AutoTokenizer.from_pretrained(
+        str(place if place.is_dir() else place.parent), local_files_only=True
+    )

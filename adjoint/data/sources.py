@@ -6,7 +6,6 @@ a row each). Sources have a fixed order, so the same files always make the same 
 
 from __future__ import annotations
 
-import difflib
 import glob
 import gzip
 import hashlib
@@ -17,10 +16,10 @@ import platform
 import re
 import sysconfig
 import zlib
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 from adjoint.errors import UserError
 
@@ -100,9 +99,8 @@ def find_sources(
     except OSError as error:
         raise UserError(f"{key}: {error.filename}: cannot be read ({error.strerror or error})") from None
     files = tuple(found.values())
-    count = "1 file" if len(files) == 1 else f"{len(files)} files"
-    description = ", ".join(paths[:3]) + (f", … ({len(paths)} paths)" if len(paths) > 3 else "")
-    return Sources(files, description if description == str(files[0].path) else f"{description} ({count})")
+    description = ", ".join(paths[:3]) + ", …" * (len(paths) > 3)
+    return Sources(files, description if len(files) == 1 else f"{description} ({len(files)} files)")
 
 
 def split_sources(files: tuple[Source, ...], fraction: float) -> tuple[list[Source], list[Source]]:
@@ -138,22 +136,21 @@ def read_documents(source: Source, text_field: str, lenient: bool = False) -> It
     out. A field with a list of messages is a conversation; `messages` is read where `text_field` is missing.
 
     Raises:
-        UserError: The file cannot be read or decoded, a .jsonl line or the .parquet column is not as it
-            should be.
+        UserError: The file cannot be read or decoded, or a record is not as it should be.
     """
-    path, kind = source.path, _suffix(source.path)
+    path = source.path
     if source.table is not None:
-        yield from _table_documents(source.table, path, text_field)
+        yield from _documents(_table_records(source.table, path, text_field), text_field)
         return
-    compressed = path.name.lower().endswith(_COMPRESSED)
     try:
         with _opened(path) as stream:
-            if kind == ".jsonl":
-                yield from _jsonl_documents(stream, path, text_field)
-            elif kind == ".parquet":
+            if _suffix(path) == ".jsonl":
+                yield from _documents(_json_records(stream, path), text_field)
+            elif _suffix(path) == ".parquet":
                 # It is read from its end, and a compressed stream cannot seek there cheaply.
+                compressed = path.name.lower().endswith(_COMPRESSED)
                 seekable = io.BytesIO(stream.read()) if compressed else stream
-                yield from _parquet_documents(seekable, path, text_field)
+                yield from _documents(_parquet_records(seekable, path, text_field), text_field)
             else:
                 yield stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -205,7 +202,9 @@ def _expand(text: str, key: str) -> list[tuple[Path, str]]:
     """(file, name) of everything that one entry of a key names. Raises OSError and UserError."""
     path = Path(text).expanduser()
     if path.is_dir():
-        return _walk(path) or _nothing_in(path, key)
+        if not (found := _walk(path)):
+            raise UserError(f"{key} {text}: there is no supported file in it; {_SUPPORTED}")
+        return found
     if path.exists():
         if _suffix(path) is None:
             raise UserError(f"{key} {text}: unsupported kind of file; {_SUPPORTED}")
@@ -215,17 +214,13 @@ def _expand(text: str, key: str) -> list[tuple[Path, str]]:
             )
         return [(path, path.name)]
     if glob.has_magic(text):
-        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
         files = [m for m in matches if m.is_file() and _suffix(m)]
         if not files:
-            what = f"{len(matches)} entries but none is a supported file" if matches else "nothing"
-            raise UserError(f"{key} {text}: the pattern matches {what}; {_SUPPORTED}")
+            raise UserError(f"{key} {text}: the pattern matches no supported file; {_SUPPORTED}")
         root = os.path.commonpath([m.parent for m in files])
         return [(m, m.relative_to(root).as_posix()) for m in files]
-    beside = os.listdir(path.parent) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-    raise UserError(f"{key} {text}: no such file or folder{hint}")
+    raise UserError(f"{key} {text}: no such file or folder")
 
 
 def _walk(root: Path, skipped: Container[str] = ()) -> list[tuple[Path, str]]:
@@ -250,12 +245,6 @@ def _walk(root: Path, skipped: Container[str] = ()) -> list[tuple[Path, str]]:
     return sorted(named, key=lambda pair: pair[1])
 
 
-def _nothing_in(root: Path, key: str) -> Never:
-    entries = sum(path.is_file() for path in root.rglob("*"))
-    what = f"none of its {entries} files is of a supported kind" if entries else "the folder is empty"
-    raise UserError(f"{key} {root}: {what}; {_SUPPORTED}")
-
-
 def _suffix(path: Path) -> str | None:
     """The supported suffix of a file, less that of its compression; None where there is none."""
     name = path.name.lower()
@@ -268,52 +257,54 @@ def _source(file: Path, name: str) -> Source:
     return Source(file, name, stat.st_size, stat.st_mtime_ns)
 
 
-def _jsonl_documents(stream: Iterable[bytes], path: Path, field: str) -> Iterator[str | Chat]:
+Records = Iterator[tuple[str, Any]]  # each with where it stands, for errors
+
+
+def _documents(records: Records, field: str) -> Iterator[str | Chat]:
+    """The documents of records; null is none."""
+    for place, record in records:
+        if not isinstance(record, dict):
+            raise UserError(f"{place}: expected a JSON object with a field {field!r}")
+        own = _present(record, field, place)
+        value = record[own]
+        if isinstance(value, list):
+            if wrong := [each for each in value or [None] if not _is_message(each)]:
+                what = "a message is an object with role and content"
+                raise UserError(f"{place}: field {own!r}: {what}, not {str(wrong[0])[:60]}")
+            yield Chat(value, record.get("tools"), place)
+        elif isinstance(value, str):
+            if not value.isascii() and _HALF_PAIR.search(value):
+                what = "half of a surrogate pair (\\ud800…), which is no text"
+                raise UserError(f"{place}: field {own!r} has {what}")
+            yield value
+        elif value is not None:
+            raise UserError(f"{place}: field {own!r} is {type(value).__name__}, not text; {_named(record)}")
+
+
+def _present(names: Collection[str], field: str, place: object) -> str:
+    """The field to read, of those there are."""
+    own = "messages" if field not in names and "messages" in names else field
+    if own not in names:
+        raise UserError(f"{place}: no field {field!r}; {_named(names)}")
+    return own
+
+
+def _named(names: Collection[str]) -> str:
+    return f"there are {', '.join(repr(n) for n in list(names)[:12]) or 'none'}: choose with data.text_field"
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+
+
+def _json_records(stream: Iterable[bytes], path: Path) -> Records:
     for number, line in enumerate(stream, 1):
-        wrong = None
         try:
-            content = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            record = json.loads(content) if content.strip() else {field: None}
-        except UnicodeDecodeError as error:
-            wrong = f"not UTF-8 (byte {error.start} of the line): convert the file"
+            content = line.decode("utf-8-sig")
+            if content.strip():
+                yield f"{path}:{number}", json.loads(content)
         except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
-            wrong = f"not a JSON line ({error})"
-        else:
-            own = _field_of(record, field) if isinstance(record, dict) else field
-            text = record.get(own) if isinstance(record, dict) else None
-            if not isinstance(record, dict):
-                wrong = f"expected a JSON object with a field {field!r}"
-            elif own not in record:
-                wrong = f"no field {field!r}; {_name_field(record)}"
-            elif isinstance(text, list):
-                wrong = _wrong_messages(text, own)
-            elif text is not None and not isinstance(text, str):
-                wrong = f"field {field!r} is {type(text).__name__}, not text; {_name_field(record)}"
-            said = json.dumps(text, ensure_ascii=False) if isinstance(text, list) else str(text)
-            if wrong is None and not said.isascii() and _HALF_PAIR.search(said):
-                wrong = f"field {own!r} has half of a surrogate pair (\\ud800…), which is no text"
-        if wrong is not None:
-            raise UserError(f"{path}:{number}: {wrong}")
-        if text is not None:
-            yield Chat(text, record.get("tools"), f"{path}:{number}") if isinstance(text, list) else text
-
-
-def _field_of(names: Container[str], field: str) -> str:
-    return "messages" if field not in names and "messages" in names else field
-
-
-def _wrong_messages(messages: list[Any], field: str) -> str | None:
-    """What is wrong with a list that should be a conversation, in words."""
-    if not messages:
-        return f"field {field!r} has no messages"
-    for message in messages:
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or "content" not in message
-        ):
-            return f"field {field!r}: a message is an object with role and content, not {str(message)[:60]}"
-    return None
+            raise UserError(f"{path}:{number}: not a JSON line in UTF-8 ({error})") from None
 
 
 def _table(text: str, key: str, streaming: bool) -> Source:
@@ -338,56 +329,45 @@ def _table(text: str, key: str, streaming: bool) -> Source:
     return Source(Path(text), f"{text}@{table._fingerprint}", table.data.nbytes, 0, table)
 
 
-def _table_documents(table: Any, path: Path, field: str) -> Iterator[str | Chat]:
-    columns = table.column_names or list(next(iter(table), {}))
-    field = _column(columns, field, path)
-    batches = table.select_columns([field]).iter(1024)
-    while True:
-        try:
-            rows = next(batches, None)
-        except Exception as error:  # what is streamed can fail as what is looked up can
-            raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
-        if rows is None:
-            return
-        yield from _values(rows[field], path, field, columns)
+def _table_records(table: Any, path: Path, field: str) -> Records:
+    names = _columns(table.column_names or list(next(iter(table), {})), field, path)
+    try:
+        for row in table.select_columns(names):
+            yield str(path), _as_json(row)
+    except Exception as error:  # what is streamed can fail as what is looked up can
+        raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
 
 
-def _column(columns: Sequence[str], field: str, path: Path) -> str:
-    field = _field_of(columns, field)
-    if field not in columns:
-        raise UserError(f"{path}: no column {field!r}; {_name_field(columns)}")
-    return field
-
-
-def _values(values: Iterable[Any], path: Path, field: str, columns: Sequence[str]) -> Iterator[str | Chat]:
-    """The documents of a column."""
-    for value in values:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, list):
-            if wrong := _wrong_messages(value, field):
-                raise UserError(f"{path}: {wrong}")
-            given = [{k: v for k, v in message.items() if v is not None} for message in value]
-            yield Chat([{"content": "", **message} for message in given], None, str(path))
-        elif value is not None:
-            kind = type(value).__name__
-            raise UserError(f"{path}: column {field!r} is {kind}, not text; {_name_field(columns)}")
-
-
-def _parquet_documents(stream: Any, path: Path, field: str) -> Iterator[str | Chat]:
+def _parquet_records(stream: Any, path: Path, field: str) -> Records:
     pa = _pyarrow(path)
     import pyarrow.parquet as pq
 
     try:
         table = pq.ParquetFile(stream)
-        columns = table.schema_arrow.names
-        field = _column(columns, field, path)
-        for rows in table.iter_batches(batch_size=1024, columns=[field]):
-            yield from _values(rows.column(0).to_pylist(), path, field, columns)
+        names = _columns(table.schema_arrow.names, field, path)
+        for rows in table.iter_batches(batch_size=1024, columns=names):
+            yield from ((str(path), _as_json(row)) for row in rows.to_pylist())
     except pa.ArrowException as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: damaged parquet file ({reason})") from None
 
 
-def _name_field(names: Iterable[str]) -> str:
-    return f"there are {', '.join(repr(n) for n in list(names)[:12]) or 'none'}: choose with data.text_field"
+def _columns(names: Sequence[str], field: str, path: Path) -> list[str]:
+    """The columns to read."""
+    own = _present(names, field, path)
+    return [own, "tools"] if "tools" in names and own != "tools" else [own]
+
+
+def _as_json(row: dict[str, Any]) -> dict[str, Any]:
+    """A table's row without the keys that its columns add: every message has what any message has."""
+    row = {name: _without_nulls(value) for name, value in row.items()}
+    for name, value in row.items():
+        if isinstance(value, list) and name != "tools":
+            row[name] = [{"content": "", **each} if isinstance(each, dict) else each for each in value]
+    return row
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

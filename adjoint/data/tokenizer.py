@@ -21,8 +21,10 @@ class ByteTokenizer:
         vocab_size: Every id is below it.
         separator_ids: Close each document; may be empty.
         identity: Digest of what decides the ids.
+        chats: Whether there is a chat template, which conversations need.
     """
 
+    chats = False
     name = "byte"
     vocab_size = 256
     identity = "byte"
@@ -50,21 +52,20 @@ class FileTokenizer:
     _decode: Callable[[list[int]], Any]
     _vocab: dict[str, int]
     _eos: str | None
-    identity: str
 
     def __init__(self, path: str, separator: str | None = None) -> None:
         """Raises UserError: no such path, not a tokenizer, or no separator can be found in it."""
         self.name = path
         place = Path(path).expanduser()
-        file = place / "tokenizer.json" if place.is_dir() else place
         if not place.exists():
             raise UserError(
                 f"data.tokenizer {path}: no such file or folder; "
                 'give "byte", a tokenizer.json or a local Hugging Face tokenizer folder'
             )
+        folder, file = (place, place / "tokenizer.json") if place.is_dir() else (place.parent, place)
         package, kind = ("tokenizers", "tokenizer.json") if file.exists() else ("transformers", "folder")
         try:
-            self._load_file(file) if file.exists() else self._load_folder(place)
+            self._load_file(file) if file.exists() else self._load_folder(folder)
         except Exception as error:  # tokenizers raises plain Exception, transformers a dozen others
             if isinstance(error, ImportError) and error.name == package:
                 raise UserError(f"data.tokenizer {path} needs {package}: pip install {package}") from None
@@ -74,16 +75,17 @@ class FileTokenizer:
         if self.vocab_size == 0:
             raise UserError(f"data.tokenizer {path}: its vocabulary is empty")
         self.separator_ids = self._separator(separator)
-        if template := _configured(place if place.is_dir() else place.parent, "chat_template"):
-            self.identity = hashlib.blake2b(
-                f"{self.identity} {template}".encode(), digest_size=16
-            ).hexdigest()
+        self.chats = bool(_configured(folder, "chat_template"))
+        digest = hashlib.blake2b(digest_size=16)
+        for each in sorted({file, folder / "config.json", *tokenizer_files(str(folder))}):
+            if each.is_file():
+                digest.update(each.name.encode() + b"\0" + each.read_bytes())
+        self.identity = digest.hexdigest()
 
     def _load_file(self, file: Path) -> None:
         from tokenizers import Tokenizer as Backend
 
-        content = file.read_bytes()
-        backend = Backend.from_str(content.decode())
+        backend = Backend.from_str(file.read_text("utf-8"))
         # A tokenizer saved with truncation would silently cut every document.
         backend.no_truncation()
         backend.no_padding()
@@ -94,7 +96,6 @@ class FileTokenizer:
         self._vocab = backend.get_vocab(with_added_tokens=True)
         eos = _configured(file.parent, "eos_token")
         self._eos = eos if isinstance(eos, str) else (eos or {}).get("content")
-        self.identity = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def _load_folder(self, folder: Path) -> None:
         from transformers import AutoTokenizer
@@ -104,13 +105,7 @@ class FileTokenizer:
             backend.encode(text, add_special_tokens=False, truncation=False, verbose=False) for text in texts
         ]
         self._decode = lambda ids: backend.decode(ids, skip_special_tokens=False)
-        self._vocab = backend.get_vocab()
-        self._eos = backend.eos_token
-        digest = hashlib.blake2b(type(backend).__name__.encode(), digest_size=16)
-        for file in sorted(folder.iterdir()):
-            if file.suffix in {".json", ".txt", ".model"} and file.is_file():
-                digest.update(file.name.encode() + b"\0" + file.read_bytes())
-        self.identity = digest.hexdigest()
+        self._vocab, self._eos = backend.get_vocab(), backend.eos_token
 
     def _separator(self, separator: str | None) -> tuple[int, ...]:
         if separator == "":

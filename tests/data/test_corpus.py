@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sysconfig
 from pathlib import Path
@@ -89,8 +90,8 @@ def test_tables_of_the_datasets_library(tmp_path: Path, monkeypatch: pytest.Monk
     assert asked == [("org/name", "train[:3]")]
     for path, field, said in [
         ("hf:nowhere", "body", r"data.path hf:nowhere: no such dataset"),
-        ("hf:org/name", "text", r"hf:org/name: no column 'text'; there are 'id', 'body'"),
-        ("hf:org/name", "id", r"column 'id' is int, not text"),
+        ("hf:org/name", "text", r"hf:org/name: no field 'text'; there are 'id', 'body'"),
+        ("hf:org/name", "id", r"field 'id' is int, not text"),
     ]:
         with pytest.raises(UserError, match=said):
             open_data(DataConfig(path=path, text_field=field, seqlen=8))
@@ -176,7 +177,23 @@ def test_split_is_by_file_and_does_not_depend_on_where_the_folder_lies(tmp_path:
 
 def test_parquet_column(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", TEXTS, field="body")
-    with pytest.raises(UserError, match=r"no column 'text'; there are 'id', 'body': choose with data.text_f"):
+    with pytest.raises(UserError, match=r"no field 'text'; there are 'id', 'body': choose with data.text_f"):
         open_data(DataConfig(path=str(file), seqlen=8))
-    with pytest.raises(UserError, match="column 'id' is int, not text"):
+    with pytest.raises(UserError, match="field 'id' is int, not text"):
         open_data(DataConfig(path=str(file), seqlen=8, text_field="id"))
+
+
+def test_conversations_of_a_table_are_those_of_lines(tmp_path: Path) -> None:
+    """A table's columns give every message the keys of all; what a line left out is left out again."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "int"}}}}
+    other = {"type": "function", "function": {"name": "g", "parameters": {"b": {"type": "int"}}}}
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "name": "b"}]
+    records = [{"messages": said, "tools": [tool, other]}, {"messages": said[:1], "tools": None}]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    read = []
+    for kind in ("jsonl", "parquet"):
+        (file,) = corpus.find_sources(str(tmp_path / f"a.{kind}")).files
+        read.append([(chat.messages, chat.tools) for chat in corpus.read_documents(file, "text")])
+    assert read[0] == read[1] == [(record["messages"], record["tools"]) for record in records]

@@ -20,6 +20,7 @@ from adjoint.cli import main
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.data.chat import _template
 from adjoint.errors import UserError
+from adjoint.tools.eval.command import _held_out
 from adjoint.train.config import load_config
 from tests.cluster.threads import train_in_threads
 from tests.training_helpers import SENTENCE, metrics, same_training, tiny, train_tiny
@@ -93,7 +94,8 @@ def test_the_folders_tokenizer_and_the_defaults_of_fine_tuning(
         transformers.AutoTokenizer.from_pretrained(base)((tmp_path / "text.txt").read_text())["input_ids"]
     )
     cached = json.loads(next((tmp_path / "cache").glob("*.json")).read_text())
-    assert cached["n_total"] == words + 1  # and the end of the one document
+    tokens = np.fromfile(next((tmp_path / "cache").glob("*.bin")), cached["dtype"])
+    assert len(tokens) == words + 1  # and the end of the one document
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
     assert "its tokenizer" in capsys.readouterr().out
@@ -225,14 +227,14 @@ def test_answers_alone_are_predicted(chatty: Path, tmp_path: Path, template: str
     data = open_data(config)
     ids, labels = labelled(next(data.train))
     assert (ids >= 0).all() and (labels[labels >= 0] == ids[labels >= 0]).all()
-    whole, mask = data.train.tokens, data.train.predicted
-    assert mask is not None
-    runs = data.tokenizer.decode(np.where(mask, whole, 1)).replace("<|user|>", " ").split("<|end|>")
+    whole = data.train.tokens
+    runs = data.tokenizer.decode(np.where(whole < 0, 1, whole)).replace("<|user|>", " ").split("<|end|>")
     assert {run.strip() for run in runs} == {"", "of a chunk", "that next needs"}
-    text = data.tokenizer.decode(whole)
+    text = data.tokenizer.decode(np.where(whole < 0, ~whole, whole))
     assert text.startswith("<|user|>the state<|end|><|assistant|>of a chunk<|end|><|user|>is all<|end|>")
     short = open_data(dataclasses.replace(config, max_tokens=200, eval_fraction=0.0)).train
-    assert np.array_equal(short.tokens, whole[:200]) and np.array_equal(short.predicted, mask[:200])
+    assert np.array_equal(short.tokens, whole[:200])
+    assert _held_out(config, None, 2).min() >= 0  # `adjoint eval` reads all tokens
     with pytest.raises(UserError, match=r"data.separator: '<\|end\|>' is inside conversations"):
         open_data(dataclasses.replace(config, documents="packed"))
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.batch import labelled
 from adjoint.checkpoint import read_trainer
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
@@ -166,4 +167,4 @@ def _held_out(data: DataConfig, path: str | None, longest: int) -> Tensor:
             f"--lengths: {longest:,} tokens asked for, {len(split):,} held out; name a longer "
             "text with --path, or a shorter length"
         )
-    return torch.from_numpy(split.astype("int64"))
+    return labelled(torch.from_numpy(split.astype("int64")))[0]
