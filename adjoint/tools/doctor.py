@@ -6,16 +6,11 @@ if its scan agreed with the reference in float64.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import itertools
 import json
 import math
 import os
-import platform
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +22,7 @@ from adjoint.kernels import dispatch, trial
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.libraries import LIBRARIES
+from adjoint.tools.points.show import print_table
 from adjoint.train.flags import Flags
 from adjoint.train.machine import environment, versions
 
@@ -34,45 +30,27 @@ SECTIONS = {
     "system": "System",
     "packages": "Packages",
     "devices": "Devices",
-    "cpp_build": "C++ kernels",
     "backends": "Backends",
     "choices": "What backend=None takes",
     "settings": "Threads and memory",
     "checks": "Selective scan and its gradients against the reference in float64",
 }
-# Package, what it is for, how it is had, and the module that is imported to see whether a compiled package
-# fits this torch. (The others are not imported: transformers alone takes seconds.)
-PACKAGES: tuple[tuple[str, str, str, str | None], ...] = (
-    ("torch", "everything", "", None),
-    ("numpy", "everything", "", None),
-    ("pyyaml", "adjoint train: configuration", "", None),
-    ("rich", "text output", "", None),
-    ("matplotlib", "plots", "", None),
-    ("safetensors", "checkpoints", "", None),
-    ("triton", "GPU kernels", "adjoint-sharding[gpu]", "triton"),
-    ("mamba-ssm", "GPU kernels: SSD scan", "adjoint-sharding[gpu]", "selective_scan_cuda"),
-    ("causal-conv1d", "GPU kernels: convolution", "adjoint-sharding[gpu]", "causal_conv1d_cuda"),
-    ("flash-linear-attention", "GPU kernels: gated delta rule, convolution", "adjoint-sharding[gpu]", None),
-    ("transformers", "Hugging Face models in and out", "adjoint-sharding[hf]", None),
-    ("tokenizers", "--data.tokenizer", "adjoint-sharding[data]", None),
-    ("pyarrow", ".parquet and .zst text", "adjoint-sharding[data]", None),
-    ("datasets", "--data.path hf:NAME", "adjoint-sharding[finetune]", None),
-    ("peft", "--model.lora.rank", "adjoint-sharding[finetune]", None),
-    ("tensorboard", "TensorBoard logs", "adjoint-sharding[tensorboard]", None),
-    ("ray", "training on several processes or machines", "adjoint-sharding[cluster]", None),
-    ("nvidia-ml-py", "GPUs and MIG slices, listed by the driver", "adjoint-sharding[cluster]", "pynvml"),
-    ("mambapy", "a peer of the benchmarks", "adjoint-sharding[bench]", None),
-)
-SETTINGS = (
-    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "GOMP_SPINCOUNT", "MKL_NUM_THREADS"),
-    *("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
-)
+PACKAGES = {  # by the extra that brings them; "" is always there
+    "": ("torch", "numpy", "pyyaml", "tqdm", "matplotlib", "safetensors"),
+    "gpu": ("triton", "mamba-ssm", "causal-conv1d", "flash-linear-attention"),
+    "hf": ("transformers",),
+    "data": ("tokenizers", "pyarrow"),
+    "finetune": ("datasets", "peft"),
+    "tensorboard": ("tensorboard",),
+    "cluster": ("ray", "nvidia-ml-py"),
+    "bench": ("mambapy",),
+}
+# Of the environment's variables those that threads, allocators and backends heed.
+SETTINGS = ("OMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "PYTORCH_", "TRITON_", "ADJOINT_")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 VECTORS = ("avx2", "avx512f", "neon", "asimd", "sve")
 # What rounding leaves of a scan and each of its gradients, relative to its L2 norm.
 LARGEST_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
-
 
 Row = dict[str, Any]
 
@@ -82,7 +60,7 @@ def main(argv: list[str]) -> int:
     parser = Flags(
         prog="adjoint doctor",
         description="Report what this machine has and which code runs what: versions, devices, MIG slices, "
-        "the scan backends and why one is not usable, the build of the C++ kernels, threads, the allocator. "
+        "the scan backends and why one is not usable, threads and what the environment says of them. "
         "Checks every usable backend against the reference in float64.",
         epilog="Takes a few seconds, and the first time some more to build the C++ kernels. "
         "Exit code 0, or 1 if no backend works.",
@@ -98,10 +76,9 @@ def main(argv: list[str]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """All that the doctor finds, in what JSON can hold: the rows of `SECTIONS`, what the user can mend
-    ("advice"), whether any backend works, and the seconds that it took."""
+    """All that the doctor finds, in what JSON can hold: the rows of `SECTIONS`, whether any backend works,
+    and the seconds that it took."""
     began = time.perf_counter()
-    build = cpp_build()  # first: the backends' list would load it, and its time is to be told
     here, checks = environment(torch.device("cpu")), self_checks(dispatch.backends())
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     return {
@@ -113,13 +90,10 @@ def examine() -> dict[str, Any]:
         ],
         "packages": packages(),
         "devices": devices(here),
-        "cpp_build": build,
-        "backends": [row(name, "usable", True) for name in dispatch.backends()]
-        + [row(name, reason) for name, reason in dispatch.unusable_backends().items()],
+        "backends": backends(),
         "choices": choices(),
-        "settings": settings(),
+        "settings": settings(here["cores"]),
         "checks": checks,
-        "advice": advice(here["cores"]),
         "works": any(check["works"] for check in checks),
         "seconds": round(time.perf_counter() - began, 2),
     }
@@ -133,39 +107,21 @@ def row(name: str, told: str, works: bool | None = None, **more: Any) -> Row:
 
 def show(report: dict[str, Any]) -> None:
     """Print what `examine` has found."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    marks = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: ""}
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120  # else 80, and the lines of a log would be folded
+    marks = {True: "✓", False: "✗", None: " "}
     for section, title in SECTIONS.items():
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for found in report[section]:
-            table.add_row(marks[found["works"]], escape(found["name"]), escape(found["told"]))
-        console.print(f"[bold]{title}[/bold]", table, "", sep="\n")
-    for line in report["advice"]:
-        console.print(f"[yellow]![/yellow] {escape(line)}")
+        rows = ((marks[found["works"]], found["name"], found["told"]) for found in report[section])
+        print_table(("", "", ""), rows, title)
     diagnosis = "works" if report["works"] else "no backend computes a scan right here"
-    console.print(f"{marks[report['works']]} {diagnosis}  [dim]({report['seconds']:.1f} s)[/dim]")
+    print(f"\n{marks[report['works']]} {diagnosis} ({report['seconds']:.1f} s)")
 
 
 def packages() -> list[Row]:
-    """The packages the system can use: the version, or None; what each is for; what is broken, or None."""
+    """The packages the system can use: the version, or None."""
     found = []
-    for name, purpose, source, module in PACKAGES:
-        version, problem = versions(name).get(name), None
-        if version is not None and module is not None:
-            try:
-                importlib.import_module(module)
-            except Exception as error:  # compiled modules fail in many ways against another torch
-                problem = f"import {module}: {one_line(error)}"
-        told = f"{version or 'missing'}: {purpose}"
-        told += f" (pip install '{source or name}')" if version is None else f": {problem}" if problem else ""
-        works = None if version is None else problem is None
-        found.append(row(name, told, works, version=version, problem=problem))
+    for extra, name in ((extra, name) for extra, names in PACKAGES.items() for name in names):
+        version = versions(name).get(name)
+        told = version or f"missing (pip install '{f'adjoint-sharding[{extra}]' if extra else name}')"
+        found.append(row(name, told, None if version is None else True, version=version))
     return found
 
 
@@ -174,6 +130,7 @@ def devices(here: dict[str, Any]) -> list[Row]:
     words = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
     vectors = " ".join(name for name in VECTORS if name in words)
     cpu = f"{here['cpu']}, {here['cores']} cores, {here['memory_bytes'] / 2**30:.1f} GiB, {vectors}"
+    inventory = find()
     usable = [
         row(
             f"cuda:{gpu['index']}",
@@ -182,9 +139,14 @@ def devices(here: dict[str, Any]) -> list[Row]:
         )
         for gpu in cuda_devices()
     ]
-    inventory = find()
+    if not torch.cuda.is_available() and inventory.devices:
+        what = "built without CUDA" if torch.version.cuda is None else "not able to use CUDA here"
+        lost = f"the driver lists {len(inventory.devices)} GPUs or slices, but this PyTorch is {what}"
+        usable.append(row("CUDA", lost, False))
+    elif not usable:
+        usable.append(row("CUDA", "no device that PyTorch can use"))
     listed = [row("driver", told) for told in (*map(str, inventory.devices), *inventory.notes)]
-    return [row("CPU", cpu), *(usable or [row("CUDA", "no device that PyTorch can use")]), *listed]
+    return [row("CPU", cpu), *usable, *listed]
 
 
 def cuda_devices() -> list[dict[str, Any]]:
@@ -202,48 +164,14 @@ def cuda_devices() -> list[dict[str, Any]]:
     ]
 
 
-def cpp_build() -> list[Row]:
-    """The C++ kernels: whether they load, from where, after how long, and whether the compiler works now.
-
-    A library in the cache does not show that the compiler that made it is still of use: it is given a line.
-    """
-    began = time.perf_counter()
-    library, told = cpu_build.load()
-    seconds = time.perf_counter() - began
-    # By an earlier process, not just now; with a second's grace, as file systems' clocks are coarse.
-    old = library is not None and time.time() - Path(told).stat().st_mtime > seconds + 1
-    how = f"{'taken from the cache' if old else 'built now'} in {seconds:.2f} s: {told}"
-    folder, cxx = cpu_build.cache_dir(), cpu_build.compiler()
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    writable = os.access(nearest, os.W_OK)
-    version, problem = _compiler(cxx)
-    return [
-        row("library", how, True) if library is not None else row("library", f"not usable: {told}", False),
-        row("compiler", f"{cxx or ''}: {problem or version or 'version unknown'}", problem is None),
-        row("cache", f"{folder}{'' if writable else ': not writable'}", writable),
-    ]
-
-
-def _compiler(cxx: str | None) -> tuple[str | None, str | None]:
-    """The compiler's version, and why it makes no shared object of a line of C++: None if it does."""
-    if cxx is None:
-        return None, "there is no C++ compiler (install g++ or clang++, or set CXX)"
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([cxx, *arguments], capture_output=True, text=True, timeout=30, check=False)
-
-    version = None
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "line.cpp"), f"{folder}/line.so"
-        source.write_text('#include <cmath>\nextern "C" double line(double x) { return std::exp(x); }\n')
-        try:
-            asked = run("--version")
-            version = None if asked.returncode else (asked.stdout.splitlines() or [""])[0]
-            done = run("-std=c++17", "-O1", "-fPIC", "-shared", "-o", library, str(source))
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return version, one_line(error)
-    problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return version, problem if done.returncode else None
+def backends() -> list[Row]:
+    """Each backend: usable, the compiled one from where; or why not."""
+    where = {"cpu": f": {cpu_build.load()[1]}"}
+    found = [row(name, f"usable{where.get(name, '')}", True) for name in dispatch.backends()]
+    for name, reason in dispatch.unusable_backends().items():
+        slow = "scans on the CPU run in plain PyTorch, many times slower: " if name == "cpu" else ""
+        found.append(row(name, slow + reason, False if slow else None))
+    return found
 
 
 def choices() -> list[Row]:
@@ -271,23 +199,15 @@ def _device_kinds() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def settings() -> list[Row]:
-    """Threads, the allocator that serves this process, and what the environment says of both."""
-    threads: Row = {"torch": torch.get_num_threads(), "interop": torch.get_num_interop_threads()}
-    parallel = "OpenMP" if torch.backends.openmp.is_available() else "native"
-    told = f"{threads['torch']} threads, {threads['interop']} between operations, {parallel}"
-    allocator = " ".join(platform.libc_ver()).strip() or "the system's"
-    with contextlib.suppress(OSError):
-        mapped = Path("/proc/self/maps").read_text()
-        others = ("jemalloc", "tcmalloc", "mimalloc")
-        allocator = next((lib for lib in others if f"lib{lib}" in mapped), allocator)
-    known = {name: os.environ.get(name) for name in SETTINGS}
-    is_set = " ".join(f"{name}={value}" for name, value in known.items() if value is not None)
-    unset = " ".join(name for name, value in known.items() if value is None)
+def settings(cores: int) -> list[Row]:
+    """Threads, and what the environment says of them and of allocators."""
+    threads = torch.get_num_threads()
+    told = f"{threads} on {cores} cores" + (": lower OMP_NUM_THREADS" if threads > cores else "")
+    known = {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
+    said = " ".join(f"{name}={value}" for name, value in known.items())
     return [
-        row("PyTorch", told, **threads),
-        row("allocator", allocator),
-        row("environment", f"{is_set}  unset: {unset}".strip(), environment=known),
+        row("threads", told, threads <= cores, torch=threads),
+        row("environment", said, environment=known),
     ]
 
 
@@ -307,26 +227,8 @@ def self_checks(backends: list[str]) -> list[Row]:
                 error = max(trial.errors(implementation, "selective_scan", device, dtype).values())
             told = f"relative error {error:.1e}, at most {LARGEST_ERROR[dtype]:.0e}"
         except Exception as failure:  # whatever is broken is the answer here
-            told = f"{type(failure).__name__}: {one_line(failure)}"
+            told = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
         name = f"{backend}, {kind}, {str(dtype).removeprefix('torch.')}"
         more = {"backend": backend, "error": error if error < math.inf else None}
         found.append(row(name, told, error <= LARGEST_ERROR[dtype], **more))
     return found
-
-
-def advice(cores: int) -> list[str]:
-    """What the user can mend, a line each."""
-    lines, threads, listed = [], torch.get_num_threads(), len(find().devices)
-    if listed and not torch.cuda.is_available():
-        what = "built without CUDA" if torch.version.cuda is None else "not able to use CUDA here"
-        lines.append(f"the driver lists {listed} GPUs or slices, but this PyTorch is {what}")
-    if (reason := dispatch.why_not("cpu")) is not None:
-        lines.append(f"scans on the CPU run in plain PyTorch, many times slower: {reason}")
-    if threads > cores:
-        lines.append(f"{threads} threads on {cores} cores: lower OMP_NUM_THREADS")
-    return lines
-
-
-def one_line(error: BaseException) -> str:
-    """An error's text without line breaks, or its name."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]

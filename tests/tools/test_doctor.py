@@ -18,7 +18,6 @@ from adjoint.cli import main
 from adjoint.cluster.devices import Device, Inventory
 from adjoint.kernels import dispatch, reference, trial
 from adjoint.kernels.cpu import backend as cpu
-from adjoint.kernels.cpu import build as cpu_build
 from adjoint.tools import doctor
 
 REPOSITORY = Path(__file__).parents[2]
@@ -40,18 +39,25 @@ def test_text_of_a_machine_with_gpus(
     old = {"index": 0, "name": "NVIDIA old", "capability": "7.5", "memory_bytes": 40 << 30}
     monkeypatch.setattr(doctor, "find", lambda: listed)
     monkeypatch.setattr(doctor, "cuda_devices", lambda: [old | {"multiprocessors": 72}])
+    monkeypatch.setattr(doctor, "PACKAGES", {"": ("torch",), "hf": ("no-such-package",)})
     report = doctor.examine()
     assert report["settings"][0]["torch"] == torch.get_num_threads()
-    installed = {p["name"]: p["version"] for p in report["packages"]}["torch"]
-    assert torch.__version__.startswith(installed), "its wheel may leave out the +cu130 that torch tells"
+    here, missing = report["packages"]
+    assert torch.__version__.startswith(here["version"]), (
+        "its wheel may leave out the +cu130 that torch tells"
+    )
+    assert "missing (pip install 'adjoint-sharding[hf]')" in missing["told"]
     assert chosen(report) == {"cpu"}
+    names = ["reference", "cpu", "triton", "mamba-ssm", "causal-conv1d", "fla"]
+    assert sorted(row["name"] for row in report["backends"]) == sorted(names)
+    assert all(row["works"] or row["told"] for row in report["backends"])
     assert {"reference", "cpu"} <= {check["backend"] for check in report["checks"]}
     doctor.show(report)
     text = capsys.readouterr().out
     assert "NVIDIA A100 1g.5gb, 5120 MiB" in text and "GPU 1: no permission" in text
     assert "NVIDIA old, sm_7.5, 72 multiprocessors, 40.0 GiB" in text
     if not torch.cuda.is_available():
-        assert "the driver lists 1 GPUs or slices, but this PyTorch" in text
+        assert "✗  CUDA    the driver lists 1 GPUs or slices, but this PyTorch" in text
 
 
 def test_a_fresh_process_tells_the_truth_quickly() -> None:
@@ -66,13 +72,11 @@ def test_a_fresh_process_tells_the_truth_quickly() -> None:
     )
     report = json.loads(done.stdout)
     assert report["works"] and report["seconds"] < 10
-    assert report["settings"][0]["torch"] == 1
-    assert report["settings"][2]["environment"]["OMP_NUM_THREADS"] == "1"
+    threads, environment = report["settings"]
+    assert threads["torch"] == 1 and environment["environment"]["OMP_NUM_THREADS"] == "1"
     assert chosen(report) == {"reference"}
-    backends = {row["name"]: row["told"] for row in report["backends"]}
-    assert backends["cpu"] == "disabled by ADJOINT_DISABLE_CPU_KERNELS"
-    assert report["cpp_build"][0]["works"] is False
-    assert any("many times slower" in line for line in report["advice"])
+    cpu = next(row for row in report["backends"] if row["name"] == "cpu")
+    assert not cpu["works"] and "many times slower: disabled by ADJOINT_DISABLE_CPU_KERNELS" in cpu["told"]
 
 
 @needs_cpp
@@ -113,27 +117,6 @@ def test_exit_code_is_1_only_if_nothing_works(
     assert "no backend computes a scan right" in capsys.readouterr().out
 
 
-def test_a_package_that_does_not_import_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "does_not_fit.py").write_text("raise ImportError('undefined symbol:\\n _ZN3c10')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    rows = (("torch", "purpose", "", "does_not_fit"), ("no-such-package", "purpose", "", "does_not_fit"))
-    monkeypatch.setattr(doctor, "PACKAGES", rows)
-    torch_row, missing = doctor.packages()
-    assert torch_row["problem"] == "import does_not_fit: undefined symbol: _ZN3c10"
-    assert (missing["version"], missing["problem"]) == (None, None)
-
-
-def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho something >&2; echo no room left >&2; exit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setattr(cpu_build, "compiler", lambda: str(broken))
-    compiler = doctor.cpp_build()[1]
-    assert (compiler["told"], compiler["works"]) == (f"{broken}: no room left", False)
-    monkeypatch.setattr(cpu_build, "compiler", lambda: None)
-    assert "install g++" in doctor.cpp_build()[1]["told"]
-
-
 @needs_cpp
 def test_an_operation_left_to_the_reference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     where = (None, torch.device("cpu"), torch.float32)
@@ -141,14 +124,6 @@ def test_an_operation_left_to_the_reference_is_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cpu, "dense_scan_forward", reference.dense_scan_forward)
     assert dispatch.implementation("dense_scan", *where) == "reference"
     assert dispatch.implementation("linear_scan", *where) == "cpu"
-
-
-def test_every_backend_is_usable_or_has_a_reason() -> None:
-    unusable = dispatch.unusable_backends()
-    names = {"reference", "cpu", "triton", "mamba-ssm", "causal-conv1d", "fla"}
-    assert {*dispatch.backends(), *unusable} == names
-    assert not {*dispatch.backends()} & {*unusable}
-    assert all(unusable.values())
 
 
 def test_what_would_run_on_cuda_is_told_with_the_reasons() -> None:
@@ -165,13 +140,3 @@ def test_what_would_run_on_cuda_is_told_with_the_reasons() -> None:
         assert ("mamba-ssm" in ssd["backends"]) == installed
         assert installed or ssd["passed_over"]["mamba-ssm"].startswith("not installed (pip install")
     assert rows["dense_scan", "cuda"]["backends"] == {"reference": dtypes}
-
-
-def test_operations_are_those_of_every_backend() -> None:
-    assert {"selective_scan", "ssd_scan", "linear_scan", "dense_scan", "causal_conv1d"} <= {
-        *dispatch.operations()
-    }
-    for operation in dispatch.operations():
-        for name in (f"{operation}_forward", f"{operation}_backward"):
-            assert callable(getattr(reference, name))
-            assert callable(getattr(cpu, name))

@@ -1,9 +1,25 @@
-"""Lengths in tables and pictures."""
+"""Tables, lengths and sizes as text; lengths in pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
+    """Prints columns to the right; the first, and those without a heading, to the left."""
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if title:
+        print(f"\n{title}")
+    for line in lines if any(head) else lines[1:]:
+        cells = enumerate(zip(line, widths, head, strict=True))
+        print("  ".join(c.rjust(w) if i and name else c.ljust(w) for i, (c, w, name) in cells).rstrip())
+
+
+def size_text(size: float) -> str:
+    """Bytes as 812 MB or 1.50 GB."""
+    return f"{size / 1e6:,.0f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"
 
 
 def tokens(n: int) -> str:
