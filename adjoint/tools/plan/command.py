@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from adjoint.plan.layouts import Ranked, Task, rank
 from adjoint.plan.memory import Machine, Setup
 from adjoint.plan.stack import model_of
 from adjoint.settings import Positive, PositiveNumber, SeqLen
-from adjoint.tools.plan.report import as_dict, labels_of, text
+from adjoint.tools.plan.report import as_dict, labels_of, show
 from adjoint.train.config import Config, load_config
 from adjoint.train.flags import Flags, nearest, reads
 from adjoint.train.gpus import GPUS
@@ -54,7 +53,10 @@ def main(argv: list[str]) -> int:
     if ranked:
         ranked[0] = dataclasses.replace(ranked[0], estimate=estimate)
     found = as_dict(fit, spans, estimate, task.costs(fit.setup).source, ranked)
-    print(json.dumps(found, indent=1) if given.json else text(found))
+    if given.json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(found)
     if drawn:
         _draw(given, fit.setup, spans, estimate)
     return 0
@@ -82,19 +84,14 @@ def _compared(task: Task) -> list[Ranked]:
 
 
 def _draw(given: Any, setup: Setup, spans: Sequence[range], estimate: plan_time.Estimate) -> None:
-    from adjoint.tools.plan.plot import plot_timeline, text_timeline
+    from adjoint.tools.plan.plot import plot_timeline
 
-    labels = labels_of(spans, setup.layout)
-    if given.timeline == "-":
-        width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 200))
-        print("\n" + text_timeline(estimate.timeline, labels, width))
-        return
     workers = len(estimate.busy)
     title = (
         f"One step of {setup.method.name}: {setup.seqlen:,} tokens in {setup.chunks} chunks of "
         f"{setup.scheme.chunk_size:,}, {setup.model.n_layer} layers on {workers} device{'s' * (workers > 1)}"
     )
-    plot_timeline(estimate.timeline, labels, given.timeline, title)
+    plot_timeline(estimate.timeline, labels_of(spans, setup.layout), given.timeline, title)
     if not given.json:
         print(f"timeline: {given.timeline}")
 
@@ -196,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--bandwidth", bandwidth, size_bytes, default=BANDWIDTH, metavar="SIZE")
     add(
         "--timeline",
-        "draw the pipeline to a .png, .svg or .pdf; - draws it in the terminal",
+        "draw the pipeline to a .png, .svg or .pdf",
         _picture,
         metavar="FILE",
     )
@@ -220,8 +217,8 @@ def _gpu(text: str) -> str:
 
 def _picture(text: str) -> str:
     path = Path(text)
-    if text != "-" and path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"{text}: expected a .png, .svg or .pdf file, or - for text")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"{text}: expected a .png, .svg or .pdf file")
     if not path.parent.is_dir():
         raise ValueError(f"{text}: there is no folder {path.parent}; make it first")
     return text

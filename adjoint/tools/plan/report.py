@@ -1,4 +1,4 @@
-"""What `adjoint plan` says: as plain data, and as text."""
+"""What `adjoint plan` says: as plain data, and on the terminal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from adjoint.plan.fit import LONGEST, Fit
 from adjoint.plan.layouts import Ranked
 from adjoint.plan.memory import PARTS, needs
 from adjoint.plan.partition import GB, named
+from adjoint.tools.points.show import print_table, size_text
 from adjoint.train.config import plain
 from adjoint.train.layout import Layout
 
@@ -83,8 +84,8 @@ def labels_of(spans: Sequence[range], layout: Layout) -> list[str]:
     return names + [f"helper of {shard}" for shard in layout.helped]
 
 
-def text(found: dict[str, Any]) -> str:
-    """The plan in lines for a terminal."""
+def show(found: dict[str, Any]) -> None:
+    """Prints the plan."""
     model, method, step = found["model"], found["method"], found["step"]
     mixers = model.get("class", model.get("mixer"))
     kinds = mixers if isinstance(mixers, str) else "+".join(dict.fromkeys(mixers))
@@ -92,93 +93,77 @@ def text(found: dict[str, Any]) -> str:
         k: v for k, v in method.items() if k not in ("name", "chunk_size") and v not in (None, False)
     }
     how = ", ".join([method["name"], *(f"{k} {v}" for k, v in arguments.items())])
-    chunks = "chunk" if step["chunks"] == 1 else "chunks"
-    what = f"{kinds}, {model['n_layer']} layers, d_model {model['d_model']}, {_count(model['parameters'])}"
     if found["sequence"] > 1:
         how += f", each sequence over {found['sequence']} devices in turn"
     if found["replicas"] > 1:
         how += f", {found['replicas']} replicas, each"
-    data = f"{found['batch']} × {found['seqlen']:,} tokens in {step['chunks']:,} {chunks} of"
-    lines = [f"model   {what} parameters, {found['precision']}"]
-    lines += [f"method  {how}: {data} {found['chunk_size']:,}", "", *_table(found["devices"]), ""]
-    lines += _fits(found)
-    host = [device["host_bytes"] for device in found["devices"]]
-    if any(host):
-        total = _size(found["sequence"] * sum(host))
-        lines.append(f"host    {_size(max(host))} of host memory for the fullest device, {total} in all")
+    what = (
+        f"{kinds}, {model['n_layer']} layers, d_model {model['d_model']}, {model['parameters']:,} parameters"
+    )
+    data = f"{found['batch']} × {found['seqlen']:,} tokens in chunks of {found['chunk_size']:,}"
+    print(f"model   {what}, {found['precision']}\nmethod  {how}: {data}")
+    _show_devices(found["devices"])
+    print()
+    _show_memory(found)
     rate = f"{_seconds(step['seconds'])} a step, {step['tokens_per_second']:,.0f} tokens/s"
-    lines.append(f"time    {rate} ({step['rests_on']})")
+    print(f"time    {rate} ({step['rests_on']})")
     if step["workers"] > 1:
-        sent, busiest = _size(step["bytes_sent"]), _size(step["bytes_busiest_link"])
+        sent, busiest = size_text(step["bytes_sent"]), size_text(step["bytes_busiest_link"])
         idle = f"{step['idle_share']:.1%} of all devices' time"
-        lines.append(f"idle    {idle}; {sent} sent a step, {busiest} over the busiest link")
+        print(f"idle    {idle}; {sent} sent a step, {busiest} over the busiest link")
     if len(found["layouts"]) > 1:
-        lines += ["", *_compared(found["layouts"])]
-    return "\n".join(lines)
+        _show_layouts(found["layouts"])
 
 
-def _fits(found: dict[str, Any]) -> list[str]:
+def _show_memory(found: dict[str, Any]) -> None:
     fullest = max(found["devices"], key=lambda d: d["total_bytes"] / (d["memory_bytes"] or 1))
     need, there, longest = fullest["total_bytes"], fullest["memory_bytes"], found["longest_seqlen"]
     if there is None:
-        return [f"memory  {_size(need)} on the fullest device; --device-memory says if it fits"]
-    reach = "any length" if longest >= LONGEST // 2 else f"up to {longest:,} tokens"
-    full = f"{_size(need)} of {_size(there)} on the fullest device"
-    lines = [f"memory  fits: {full} ({need / there:.0%}); fits {reach}"]
+        print(f"memory  {size_text(need)} on the fullest device; --device-memory says if it fits")
+    else:
+        reach = "any length" if longest >= LONGEST // 2 else f"up to {longest:,} tokens"
+        full = f"{size_text(need)} of {size_text(there)} on the fullest device"
+        print(f"memory  fits: {full} ({need / there:.0%}); fits {reach}")
     if found["leaner_chunk_size"]:
-        size, least = found["leaner_chunk_size"], _size(found["leaner_bytes"])
-        lines.append(f"        least with --method.chunk_size {size}: {least} there")
-    return lines
+        least = size_text(found["leaner_bytes"])
+        print(f"        least with --method.chunk_size {found['leaner_chunk_size']}: {least} there")
+    host = [device["host_bytes"] for device in found["devices"]]
+    if any(host):
+        total = size_text(found["sequence"] * sum(host))
+        print(f"host    {size_text(max(host))} of host memory for the fullest device, {total} in all")
 
 
-def _compared(layouts: Sequence[dict[str, Any]]) -> list[str]:
+def _show_layouts(layouts: Sequence[dict[str, Any]]) -> None:
     """A row a layout, the fastest that fits first, with what puts it behind the first."""
-    rows = [["shards", "sequence", "replicas", "memory", "a step", "idle", ""]]
-    for one in layouts[:SHOWN]:
-        numbers = [str(one[key]) for key in ("shards", "sequence", "replicas")]
-        memory = "-" if one["memory_bytes"] is None else _size(one["memory_bytes"])
-        seconds = "-" if one["seconds"] is None else _seconds(one["seconds"])
-        idle = "-" if one["idle_share"] is None else f"{one['idle_share']:.1%}"
-        rows.append([*numbers, memory, seconds, idle, one["why_not"] or ""])
-    more = len(layouts) - SHOWN
-    return _aligned(rows) + [f"and {more} more layouts: see --json"] * (more > 0)
+    rows = [
+        (
+            *(str(one[key]) for key in ("shards", "sequence", "replicas")),
+            "-" if one["memory_bytes"] is None else size_text(one["memory_bytes"]),
+            "-" if one["seconds"] is None else _seconds(one["seconds"]),
+            "-" if one["idle_share"] is None else f"{one['idle_share']:.1%}",
+            one["why_not"] or "",
+        )
+        for one in layouts[:SHOWN]
+    ]
+    print_table(("shards", "sequence", "replicas", "memory", "a step", "idle", ""), rows, "layouts")
+    if len(layouts) > SHOWN:
+        print(f"and {len(layouts) - SHOWN} more layouts: see --json")
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns to the right; one without a heading to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, rows[0], strict=True)
-        lines.append("  ".join(cell.rjust(w) if head else cell for cell, w, head in cells).rstrip())
-    return lines
-
-
-def _table(devices: Sequence[dict[str, Any]]) -> list[str]:
-    """Parts in GB, a row a device; devices in a row that need the same share one."""
+def _show_devices(devices: Sequence[dict[str, Any]]) -> None:
+    """Memory by parts, a row a device; devices in a row that need the same share one."""
     names = [name for name in PARTS if any(device["parts_bytes"][name] for device in devices)]
     unit, scale = ("GB", GB) if max(device["total_bytes"] for device in devices) >= GB else ("MB", 1e6)
-    rows = [["device", "layers", *names, f"total {unit}"]]
+    rows = []
     alike = lambda i: (devices[i]["parts_bytes"], devices[i]["memory_bytes"])  # noqa: E731
     for _, numbers in itertools.groupby(range(len(devices)), alike):
         group = list(numbers)
-        first, last = devices[group[0]], devices[group[-1]]
-        which = str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}"
-        cells = [f"{first['parts_bytes'][name] / scale:.2f}" for name in names]
-        layers = f"{first['layers'][0]}-{last['layers'][1]}"
-        rows.append([which, layers, *cells, f"{first['total_bytes'] / scale:.2f}"])
-    return _aligned(rows)
-
-
-def _count(number: int) -> str:
-    for unit, scale in (("B", 1e9), ("M", 1e6)):
-        if number >= scale:
-            return f"{number / scale:.3g}{unit}"
-    return f"{number:,}"
-
-
-def _size(count: float) -> str:
-    return f"{count / GB:.2f} GB" if count >= GB else f"{count / 1e6:.1f} MB"
+        first, last = group[0], group[-1]
+        sizes = [*(devices[first]["parts_bytes"][name] for name in names), devices[first]["total_bytes"]]
+        layers = f"{devices[first]['layers'][0]}-{devices[last]['layers'][1]}"
+        which = str(first) if first == last else f"{first}-{last}"
+        rows.append((which, layers, *(f"{size / scale:.2f}" for size in sizes)))
+    print_table(("device", "layers", *names, f"total {unit}"), rows, "memory")
 
 
 def _seconds(seconds: float) -> str:
