@@ -28,21 +28,15 @@ def main(argv: list[str]) -> int:
 def text(inventory: devices.Inventory) -> str:
     """What `adjoint cluster env` prints: a line for a node without GPUs, else a table and commands."""
     if not inventory.devices:
-        why = "; ".join(inventory.notes) or "CUDA_VISIBLE_DEVICES is empty"
+        why = "; ".join(inventory.notes) or "no GPU is visible"
         return f"{why}. Shards run on the CPU: ray start --head --num-gpus=0"
-    rows = [("GPU", "kind", "memory", "UUID")]
+    lines = [f"GPU  {'kind':30}  {'memory':9}  UUID"]
     for device in inventory.devices:
-        kind = device.name if not device.is_slice else f"{device.name} {device.profile}"
-        rows.append((str(device.gpu), kind, f"{device.memory_bytes // devices.MIB} MiB", device.uuid))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        kind, size = f"{device.name} {device.profile}".strip(), f"{device.memory_bytes // devices.MIB} MiB"
+        lines.append(f"{device.gpu:<3}  {kind:30}  {size:9}  {device.uuid}")
     lines += [f"not used: {note}" for note in inventory.notes]
-    lines += [
-        "",
-        "# the first node; the others take --address=HOST:6379 in place of --head",
-        inventory.ray_start(),
-    ]
-    return "\n".join(lines)
+    lines += ["", "# the first node; the others take --address=HOST:6379 in place of --head"]
+    return "\n".join([*lines, inventory.ray_start()])
 
 
 def _parser() -> argparse.ArgumentParser:

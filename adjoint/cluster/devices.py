@@ -15,7 +15,6 @@ import dataclasses
 import importlib
 import json
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -106,48 +105,43 @@ def find(nvml: Any = None) -> Inventory:
             nvml = importlib.import_module("pynvml")
         except ImportError:
             return Inventory(notes=("nvidia-ml-py is not installed: pip install nvidia-ml-py to find GPUs",))
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        return Inventory(notes=(_reason(nvml, error, "NVML does not start: "),))
     devices: list[Device] = []
     notes: list[str] = []
     try:
+        nvml.nvmlInit()
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
                 devices += _devices(nvml, index, notes)
             except nvml.NVMLError as error:
-                notes.append(_reason(nvml, error, f"GPU {index}: "))
-    except nvml.NVMLError as error:
-        notes.append(_reason(nvml, error, "NVML could not list the GPUs: "))
-    finally:
+                notes.append(f"GPU {index}: {error}")
         nvml.nvmlShutdown()
-    if not devices and not notes:
-        notes.append("the NVIDIA driver is loaded and lists no GPU")
+    except nvml.NVMLError as error:
+        notes.append(f"no GPU from the NVIDIA driver: {error}")
     return Inventory(tuple(devices), tuple(notes))
 
 
 def _devices(nvml: Any, index: int, notes: list[str]) -> list[Device]:
     """A GPU, or its MIG devices, whose indices have holes where an instance was destroyed."""
     gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-    name = _text(nvml.nvmlDeviceGetName(gpu))
+    name = nvml.nvmlDeviceGetName(gpu)
     if not _mig_mode(nvml, gpu):
         total = int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)
-        return [Device(_text(nvml.nvmlDeviceGetUUID(gpu)), name, index, total)]
+        return [Device(nvml.nvmlDeviceGetUUID(gpu), name, index, total)]
     found, instances, before = list[Device](), list[Any](), len(notes)
     for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
         try:
             handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place)
             total, uuid = int(nvml.nvmlDeviceGetMemoryInfo(handle).total), nvml.nvmlDeviceGetUUID(handle)
             instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
-            found.append(Device(_text(uuid), name, index, total, _profile(nvml, handle)))
+            profile = nvml.nvmlDeviceGetName(handle).split()[-1]  # "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+            found.append(Device(uuid, name, index, total, profile))
             instances.append(instance)
         except nvml.NVMLError as error:
             if error.value != nvml.NVML_ERROR_NOT_FOUND:
-                notes.append(_reason(nvml, error, f"GPU {index}, MIG device {place}: "))
+                notes.append(f"GPU {index}, MIG device {place}: {error}")
     if not found and len(notes) == before:
         notes.append(
-            f"GPU {index}: in MIG mode without instances, unusable as it is; create some "
+            f"GPU {index}: in MIG mode without instances; create some "
             f"(nvidia-smi mig -i {index} -cgi … -C) or leave the mode (nvidia-smi -i {index} -mig 0)"
         )
     # compute instances of one GPU instance have its memory in common
@@ -165,39 +159,6 @@ def _mig_mode(nvml: Any, handle: Any) -> bool:
             return False  # a GPU, or a driver, that has no MIG
         raise
     return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
-
-
-def _profile(nvml: Any, handle: Any) -> str:
-    """ "1g.5gb" and the like: from the device's name, else from its attributes."""
-    match = re.search(r"MIG (\S+)$", _text(nvml.nvmlDeviceGetName(handle)))
-    if match:
-        return match[1]
-    attributes = nvml.nvmlDeviceGetAttributes(handle)
-    return f"{attributes.gpuInstanceSliceCount}g.{-(-attributes.memorySizeMB // 1024)}gb"
-
-
-_NO_DRIVER = {
-    "LIBRARY_NOT_FOUND": "no NVIDIA driver here (libnvidia-ml is not installed)",
-    "DRIVER_NOT_LOADED": "the NVIDIA driver is installed but not loaded: load it (modprobe nvidia) or reboot",
-    "LIB_RM_VERSION_MISMATCH": "the NVIDIA driver was updated under the running kernel module: reboot",
-}
-_NO_PERMISSION = (
-    "no permission to use it: for a GPU see the owner of /dev/nvidia*, for a MIG slice that of "
-    "/dev/nvidia-caps/*"
-)
-
-
-def _reason(nvml: Any, error: Any, where: str) -> str:
-    """One line; an error of the driver stands by itself."""
-    for name, text in _NO_DRIVER.items():
-        if error.value == getattr(nvml, f"NVML_ERROR_{name}"):
-            return text
-    forbidden = error.value == nvml.NVML_ERROR_NO_PERMISSION
-    return where + (_NO_PERMISSION if forbidden else " ".join(str(error).split()))
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def visible(inventory: Inventory, environ: Mapping[str, str] | None = None) -> Inventory:
@@ -236,9 +197,6 @@ def mine(nvml: Any = None, environ: Mapping[str, str] | None = None) -> Device |
         UserError: the process sees several MIG devices (CUDA would take the first without a word), or
             ``CUDA_VISIBLE_DEVICES`` names something that is not there.
     """
-    listed = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
-    if listed is not None and not listed.strip():
-        return None
     seen = visible(find(nvml), environ).devices
     if len(seen) > 1 and any(device.is_slice for device in seen):
         raise UserError(
@@ -268,8 +226,6 @@ def shares(devices: Sequence[Device | None]) -> list[float]:
     Raises:
         UserError: CPUs and GPUs together, which have no common measure.
     """
-    if not devices:
-        return []
     sizes = [0 if device is None else device.memory_bytes for device in devices]
     if not any(sizes):
         return [1 / len(devices)] * len(devices)

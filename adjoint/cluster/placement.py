@@ -29,17 +29,12 @@ class Resources:
     gpus: int = 0
 
     def __str__(self) -> str:
-        parts = [f"{count:.0f} {name}{'s' if count > 1 else ''}" for name, count in self.bundle.items()]
-        return " and ".join(parts)
+        return " and ".join(f"{count:.0f} {name}" for name, count in self.bundle.items())
 
     @property
     def bundle(self) -> dict[str, float]:
         """As a placement group is asked for them."""
         return {key: float(n) for key, n in (("CPU", self.cpus), ("GPU", self.gpus)) if n}
-
-    def times_in(self, node: Mapping[str, float]) -> int:
-        """How many of these fit on a node."""
-        return min(int(node.get(key, 0) // amount) for key, amount in self.bundle.items())
 
 
 def resources(device: str, cpus: int | None) -> Resources:
@@ -128,44 +123,22 @@ def nodes() -> list[dict[str, float]]:
 
 def how_many(each: Resources, nodes: Sequence[Mapping[str, float]]) -> int:
     """How many workers fit on these nodes."""
-    return sum(each.times_in(node) for node in nodes)
-
-
-def _asked(layout: Layout) -> str:
-    """What a layout asks for, by the key that says most of it."""
-    name = f"{layout.workers} {'workers' if layout.sequence > 1 else 'shards'}"
-    if layout.replicas > 1:
-        return f"cluster.replicas: {layout.replicas} replicas of {name}"
-    return f"cluster.{'sequence' if layout.sequence > 1 else 'shards'}: {name}"
-
-
-def _fewer(layout: Layout, most: int) -> list[str]:
-    """Flags with which `most` workers would do."""
-    found = [("replicas", most // layout.workers if layout.replicas > 1 else 0)]
-    each = most // layout.replicas
-    if layout.sequence > 1:
-        found.append(("sequence", (each - layout.helpers) // layout.shards))
-    else:
-        found.append(("shards", each))
-    flags = [f"--cluster.{key} {count}" for key, count in found if count > 0]
-    return flags or [f"--cluster.shards {most} --cluster.replicas 1"]
+    return sum(min(int(node.get(key, 0) // n) for key, n in each.bundle.items()) for node in nodes)
 
 
 def check_feasible(layout: Layout, each: Resources, nodes: Sequence[Mapping[str, float]]) -> None:
     """Ray would wait for ever for what no node has.
 
     Raises:
-        UserError: saying what there is and what would fit.
+        UserError: saying what there is and how many workers would fit.
     """
     most = how_many(each, nodes)
-    if layout.world <= most:
-        return
-    there = "; ".join(f"{node.get('CPU', 0):.0f} CPUs, {node.get('GPU', 0):.0f} GPUs" for node in nodes)
-    would = "fewer CPUs a shard (--cluster.cpus), or another device"
-    raise UserError(
-        f"{_asked(layout)} with {each} each asked for, but the cluster has {there}; "
-        f"what fits: {' or '.join(_fewer(layout, most)) if most else would}"
-    )
+    if layout.world > most:
+        there = "; ".join(f"{node.get('CPU', 0):.0f} CPUs, {node.get('GPU', 0):.0f} GPUs" for node in nodes)
+        raise UserError(
+            f"cluster.shards: {layout.world} workers with {each} each are asked for, but the cluster has "
+            f"{there}; what fits: {most}; lower --cluster.shards, replicas, sequence, helpers or cpus"
+        )
 
 
 def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = False) -> Any:
@@ -190,7 +163,7 @@ def place(layout: Layout, each: Resources, timeout: float, await_nodes: bool = F
         check_feasible(layout, each, nodes())
         free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
         raise UserError(
-            f"{_asked(layout)} with {each} each got no resources within {timeout:.0f} s, free are "
-            f"{free or 'no CPUs and no GPUs'}; wait for other jobs to end, or take fewer shards"
+            f"cluster.shards: {layout.world} workers with {each} each got no resources in {timeout:.0f} s; "
+            f"free are {free or 'no CPUs and no GPUs'}; wait for other jobs to end, or take fewer shards"
         )
     return group

@@ -52,7 +52,7 @@ class ShardFailure(RuntimeError):
     """
 
     def __init__(self, causes: list[Cause], during: str) -> None:
-        self.causes, self.during = rank_causes(causes), during
+        self.causes = sorted(causes, key=lambda cause: (KINDS.index(cause.kind), cause.rank))
         super().__init__(f"{self.causes[0]} (during {during})")
 
     @property
@@ -66,19 +66,13 @@ class ShardFailure(RuntimeError):
         return self.causes[0].kind in PERMANENT
 
 
-def rank_causes(causes: list[Cause]) -> list[Cause]:
-    """The cause first that explains the others."""
-    return sorted(causes, key=lambda cause: (KINDS.index(cause.kind), cause.rank))
-
-
 def cause_of(error: BaseException, rank: int) -> Cause:
     """What an exception from `ray.get` says about a shard."""
     import ray.exceptions as known
 
     text = " ".join(str(error).split())
     if isinstance(error, known.OutOfMemoryError):  # Ray's monitor killed it; no RayActorError
-        used = re.search(r"was (\S+ ?used / \S+) limit", text)
-        return Cause("out of memory", rank, f"killed by Ray, its node's memory was full{_in_brackets(used)}")
+        return Cause("out of memory", rank, "killed by Ray, its node's memory was full")
     if isinstance(error, known.NodeDiedError):
         return Cause("node lost", rank, _first_line(error))
     if isinstance(error, known.ActorUnavailableError):  # nothing is known yet: `Group` asks again
@@ -87,26 +81,25 @@ def cause_of(error: BaseException, rank: int) -> Cause:
         if getattr(error, "preempted", False) or "node was preempted" in text:
             return Cause("preempted", rank, "its node was taken back")
         if re.search(r"node (was terminated|has died|died|is dead)|ip address.*dead", text, re.IGNORECASE):
-            why = re.search(r"Node Id: (\w+).*?node was terminated (.*)", text)
-            detail = f"node {why[1][:12]} ended {why[2][:200]}" if why else _first_line(error)
-            return Cause("node lost", rank, detail)
-        return Cause("died", rank, _last_words(text) or _first_line(error))
-    if isinstance(error, known.RayTaskError):
-        inner = error.cause if isinstance(error.cause, BaseException) else error
-        text = f"{type(inner).__name__}: {_first_line(inner)}"
-        if out_of_memory(inner):
-            return Cause("out of memory", rank, text)
-        if _is_collateral(inner):
-            return Cause("connection", rank, text)
-        if isinstance(inner, OSError) and inner.filename is not None:
-            return Cause("environment", rank, f"{inner.filename}: {inner.strerror}")
-        if isinstance(inner, OSError | ImportError):
-            return Cause("environment", rank, text)
-        return Cause("error", rank, text, error)
-    text = f"{type(error).__name__}: {_first_line(error)}"
-    if isinstance(error, known.RuntimeEnvSetupError):
+            node = re.search(r"Node Id: .{,200}", text)
+            return Cause("node lost", rank, node[0] if node else _first_line(error))
+        # what Ray knows of a process's end, without its list of what else might have been
+        ended = re.search(r"exit detail: (.{,300}?)(?: Some common causes| The leading|$)", text)
+        killed = ended is not None and "End of file" in ended[1]
+        why = "its process was killed or crashed" if killed else ended and ended[1]
+        return Cause("died", rank, why or _first_line(error))
+    cause = error.cause if isinstance(error, known.RayTaskError) else None  # what the shard's code raised
+    inner = cause if isinstance(cause, BaseException) else error
+    text = f"{type(inner).__name__}: {_first_line(inner)}"
+    if out_of_memory(inner):
+        return Cause("out of memory", rank, text)
+    if isinstance(inner, OSError) and inner.filename is not None:
+        return Cause("environment", rank, f"{inner.filename}: {inner.strerror}")
+    if isinstance(inner, known.RuntimeEnvSetupError | ImportError):
         return Cause("environment", rank, text)
-    return Cause("connection" if isinstance(error, known.RayError) else "error", rank, text, error)
+    if _is_collateral(inner):
+        return Cause("connection", rank, text)
+    return Cause("environment" if isinstance(inner, OSError) else "error", rank, text, error)
 
 
 def _is_collateral(error: BaseException) -> bool:
@@ -119,18 +112,6 @@ def _is_collateral(error: BaseException) -> bool:
     if isinstance(error, known.RayError):  # a helper's, and not an error of its code
         return not isinstance(error, known.RayTaskError)
     return isinstance(error, RuntimeError) and _COLLATERAL.search(str(error)) is not None
-
-
-def _in_brackets(found: re.Match[str] | None) -> str:
-    return f" ({found[1]})" if found else ""
-
-
-def _last_words(text: str) -> str:
-    """What Ray knows of a process's end, without its list of what else might have been."""
-    match = re.search(r"exit detail: (.*?)(?: Some common causes| The leading|$)", text)
-    if match and "End of file" in match[1]:
-        return "its process was killed or crashed"
-    return match[1][:300] if match else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,17 +20,9 @@ from adjoint.errors import UserError
 
 pynvml = pytest.importorskip("pynvml")
 
-# MiB of each product, whole ("") and by MIG profile, about as drivers report them.
-_FORTY = {"1g.5gb": 4864, "1g.10gb": 9856, "2g.10gb": 9856, "3g.20gb": 19968, "4g.20gb": 19968}
-_EIGHTY = {"1g.10gb": 9856, "1g.20gb": 19968, "2g.20gb": 19968, "3g.40gb": 40192, "4g.40gb": 40192}
-_H200 = {"1g.18gb": 16384, "1g.35gb": 33792, "2g.35gb": 33792, "3g.71gb": 71424, "4g.71gb": 71424}
-SIZES = {
-    "NVIDIA A100-SXM4-40GB": {"": 40960, **_FORTY, "7g.40gb": 40192},
-    "NVIDIA A100-SXM4-80GB": {"": 81920, **_EIGHTY, "7g.80gb": 80384},
-    "NVIDIA H100 80GB HBM3": {"": 81559, **_EIGHTY, "7g.80gb": 80384},
-    "NVIDIA H200": {"": 143771, **_H200, "7g.141gb": 143360},
-}
-A100_40, A100_80, H100, H200 = SIZES
+# MiB of a whole GPU ("") and of MIG profiles, about as drivers report them
+SIZES = {"": 40960, "1g.5gb": 4864, "2g.10gb": 9856, "3g.20gb": 19968}
+A100, TITAN = "NVIDIA A100-SXM4-40GB", "NVIDIA TITAN V"  # the latter has no MIG
 NVMLError = pynvml.NVMLError
 
 
@@ -68,7 +60,7 @@ class FakeNVML:
 
     def nvmlDeviceGetMigMode(self, handle: tuple[int, None]) -> list[int]:
         name, slots = self.gpus[handle[0]]
-        if name not in SIZES:
+        if name == TITAN:
             raise NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return [int(slots is not None), int(slots is not None)]
 
@@ -95,11 +87,11 @@ class FakeNVML:
         return f"GPU-{handle[0]:04d}" if handle[1] is None else f"MIG-{handle[0]:04d}-{handle[1]}"
 
     def nvmlDeviceGetMemoryInfo(self, handle: tuple[int, int | None]) -> Any:
-        name, slots = self.gpus[handle[0]]
+        slots = self.gpus[handle[0]][1]
         if handle[1] is None and slots is not None:
             raise NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)  # the whole of a GPU in MIG mode: for root alone
         profile = "" if handle[1] is None else slots[handle[1]].removeprefix("1c.")
-        return SimpleNamespace(total=SIZES.get(name, {"": 12288})[profile] * MIB, free=0, used=0)
+        return SimpleNamespace(total=SIZES[profile] * MIB)
 
 
 def test_the_fake_has_no_function_that_pynvml_has_not() -> None:
@@ -107,96 +99,50 @@ def test_the_fake_has_no_function_that_pynvml_has_not() -> None:
         assert not name.startswith("nvml") or callable(getattr(pynvml, name))
 
 
-@pytest.mark.parametrize("name", list(SIZES))
-@pytest.mark.parametrize("compute", ["1g", "2g", "3g", "4g", "7g"])
-def test_profiles_of_each_product(name: str, compute: str) -> None:
-    profile = next(p for p in SIZES[name] if p.startswith(compute))
-    count = {"1g": 7, "2g": 3, "3g": 2, "4g": 1, "7g": 1}[compute]
-    nvml = FakeNVML((name, [profile] * count))
-    inventory = find(nvml)
-    assert [d.profile for d in inventory.devices] == [profile] * count
-    assert {d.memory_bytes for d in inventory.devices} == {SIZES[name][profile] * MIB}
-    assert all(d.is_slice and d.name == name and d.gpu == 0 for d in inventory.devices)
-    assert inventory.resources == {"mig_slice": count, f"mig-{profile}": count}
-    assert inventory.notes == () and nvml.running == 0
-
-
-def test_eight_gpus_of_seven_slices_are_56_workers() -> None:
-    inventory = find(FakeNVML(*[(A100_40, ["1g.5gb"] * 7)] * 8))
-    assert len(inventory.devices) == len(set(inventory.visible.split(","))) == 56
-    assert "--num-gpus=56" in inventory.ray_start("--address=10.0.0.1:6379")
-
-
-def test_mixed_slices_and_whole_gpus_and_holes_in_the_index_space() -> None:
+def test_whole_gpus_slices_and_holes_in_the_index_space() -> None:
     slices = ["3g.20gb", None, None, "1g.5gb", "1g.5gb"]
-    inventory = find(FakeNVML((A100_40, None), (A100_40, slices), ("NVIDIA TITAN V", None)))
+    inventory = find(nvml := FakeNVML((A100, None), (A100, slices), (TITAN, None)))
     uuids = ["GPU-0000", "MIG-0001-0", "MIG-0001-3", "MIG-0001-4", "GPU-0002"]
-    assert [d.uuid for d in inventory.devices] == uuids and inventory.notes == ()
+    assert [d.uuid for d in inventory.devices] == uuids and inventory.notes == () and nvml.running == 0
+    assert [d.profile for d in inventory.devices] == ["", "3g.20gb", "1g.5gb", "1g.5gb", ""]
+    assert [d.memory_bytes // MIB for d in inventory.devices] == [40960, 19968, 4864, 4864, 40960]
     assert inventory.resources == {"whole_gpu": 2, "mig_slice": 3, "mig-3g.20gb": 1, "mig-1g.5gb": 2}
     words = shlex.split(inventory.ray_start())
     assert words[0] == f"CUDA_VISIBLE_DEVICES={inventory.visible}"
     assert words[1:5] == ["ray", "start", "--head", "--num-gpus=5"]
     assert json.loads(words[5].removeprefix("--resources=")) == inventory.resources
+    eight = find(FakeNVML(*[(A100, ["1g.5gb"] * 7)] * 8))
+    assert len(set(eight.visible.split(","))) == 56 and "--num-gpus=56" in eight.ray_start()
 
 
 def test_compute_instances_of_one_gpu_instance_divide_its_memory() -> None:
-    inventory = find(FakeNVML((A100_40, ["1c.3g.20gb", "1c.3g.20gb", "3g.20gb"])))
+    inventory = find(FakeNVML((A100, ["1c.3g.20gb", "1c.3g.20gb", "3g.20gb"])))
     assert [d.memory_bytes // MIB for d in inventory.devices] == [9984, 9984, 19968]
 
 
-def test_a_profile_that_the_name_does_not_tell_comes_from_the_attributes() -> None:
-    class Nameless(FakeNVML):
-        def nvmlDeviceGetName(self, handle: Any) -> bytes:
-            return self.gpus[handle[0]][0].encode()
-
-        def nvmlDeviceGetAttributes(self, handle: Any) -> Any:
-            return SimpleNamespace(memorySizeMB=9856, gpuInstanceSliceCount=2)
-
-    (device,) = find(Nameless((A100_40, ["2g.10gb"]))).devices
-    assert (device.profile, device.name) == ("2g.10gb", A100_40)
-
-
-def test_mig_mode_without_instances_is_said_and_not_counted() -> None:
-    inventory = find(FakeNVML((H100, []), (H100, None)))
-    assert [d.uuid for d in inventory.devices] == ["GPU-0001"]
-    (note,) = inventory.notes
-    assert note.startswith("GPU 0: in MIG mode without instances") and "nvidia-smi -i 0 -mig 0" in note
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("LIBRARY_NOT_FOUND", "no NVIDIA driver here"),
-        ("DRIVER_NOT_LOADED", "not loaded"),
-        ("LIB_RM_VERSION_MISMATCH", "reboot"),
-        ("NO_PERMISSION", "no permission"),
-        ("UNKNOWN", "NVML does not start"),
-    ],
-)
-def test_an_nvml_that_does_not_start_is_one_line(code: str, words: str) -> None:
-    inventory = find(FakeNVML(init=NVMLError(getattr(pynvml, f"NVML_ERROR_{code}"))))
-    (note,) = inventory.notes
-    assert inventory.devices == () and words in note and "\n" not in note
+def test_an_nvml_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    inventory = find(FakeNVML(init=NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)))
+    assert inventory.notes == ("no GPU from the NVIDIA driver: Driver Not Loaded",)
     assert "\n" not in command.text(inventory) and "--num-gpus=0" in command.text(inventory)
-
-
-def test_devices_that_may_not_be_used_are_named_and_the_others_found() -> None:
-    forbidden, lost = NVMLError(pynvml.NVML_ERROR_NO_PERMISSION), NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-    inventory = find(FakeNVML(forbidden, lost, (H200, ["1g.18gb", forbidden, "1g.18gb"]), (H200, None)))
-    assert [d.uuid for d in inventory.devices] == ["MIG-0002-0", "MIG-0002-2", "GPU-0003"]
-    assert [note.partition(":")[0] for note in inventory.notes] == ["GPU 0", "GPU 1", "GPU 2, MIG device 1"]
-    assert "/dev/nvidia*" in inventory.notes[0]
-    assert "not used: GPU 1" in command.text(inventory)
-
-
-def test_no_library_for_nvml_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert find().notes == ("nvidia-ml-py is not installed: pip install nvidia-ml-py to find GPUs",)
 
 
+def test_devices_that_may_not_be_used_are_named_and_the_others_found() -> None:
+    forbidden, lost = NVMLError(pynvml.NVML_ERROR_NO_PERMISSION), NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+    slices = A100, ["1g.5gb", forbidden, "1g.5gb"]
+    inventory = find(FakeNVML(forbidden, lost, slices, (A100, []), (A100, None)))
+    assert [d.uuid for d in inventory.devices] == ["MIG-0002-0", "MIG-0002-2", "GPU-0004"]
+    said = "GPU 0: Insufficient Permissions", "GPU 1: GPU is lost", "GPU 2, MIG device 1: Insufficient"
+    *broken, empty = inventory.notes
+    assert all(note.startswith(words) for note, words in zip(broken, said, strict=True))
+    assert empty.startswith("GPU 3: in MIG mode without instances") and "nvidia-smi -i 3 -mig 0" in empty
+    assert "not used: GPU 1" in command.text(inventory)
+
+
 # ------------------------------------------------------------------------------------- what a process sees
 
-MIXED = FakeNVML((A100_40, None), (A100_40, ["3g.20gb", None, "1g.5gb"]))
+MIXED = FakeNVML((A100, None), (A100, ["3g.20gb", None, "1g.5gb"]))
 
 
 @pytest.mark.parametrize(
@@ -237,25 +183,19 @@ def test_mine_is_the_slice_ray_gave() -> None:
 
 
 def test_nccl_between_whole_gpus_only() -> None:
-    whole, other = Device("GPU-a", H100, 0, 80), Device("GPU-b", H100, 1, 80)
-    piece, sibling = Device("MIG-a", H100, 2, 10, "1g.10gb"), Device("MIG-b", H100, 2, 10, "1g.10gb")
+    whole, other = Device("GPU-a", A100, 0, 80), Device("GPU-b", A100, 1, 80)
+    piece, sibling = Device("MIG-a", A100, 2, 10, "1g.10gb"), Device("MIG-b", A100, 2, 10, "1g.10gb")
     assert backend([whole, other]) == "nccl"
-    for found in (
-        [whole, piece],
-        [piece, sibling],
-        [whole, other, None],
-        [None, None],
-        [whole, whole],
-        [whole],
-    ):
+    mixed = [whole, piece], [piece, sibling], [whole, other, None], [None, None], [whole, whole], [whole]
+    for found in mixed:
         assert backend(found) == backend(found[::-1]) == "gloo"
 
 
 def test_shares_by_memory() -> None:
-    found = find(FakeNVML((A100_80, ["3g.40gb", "1g.10gb", "2g.20gb"]))).devices
-    total = 40192 + 9856 + 19968
-    assert shares(found) == pytest.approx([40192 / total, 9856 / total, 19968 / total])
-    assert shares([None, None]) == [0.5, 0.5] and shares([]) == []
+    found = find(FakeNVML((A100, ["3g.20gb", "1g.5gb", "2g.10gb"]))).devices
+    total = 19968 + 4864 + 9856
+    assert shares(found) == pytest.approx([19968 / total, 4864 / total, 9856 / total])
+    assert shares([None, None]) == [0.5, 0.5]
     with pytest.raises(UserError, match="1 of 4 shards have no GPU"):
         shares([*found, None])
 
@@ -266,8 +206,7 @@ def test_shares_by_memory() -> None:
 @pytest.fixture
 def with_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeNVML], None]:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    real = find
-    return lambda nvml: monkeypatch.setattr(devices, "find", lambda: real(nvml))
+    return lambda nvml: monkeypatch.setattr(devices, "find", lambda: find(nvml))
 
 
 def test_command_lists_devices(with_nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,14 +214,14 @@ def test_command_lists_devices(with_nvml: Any, capsys: pytest.CaptureFixture[str
     assert command.main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["GPU", "kind", "memory", "UUID"]
-    assert lines[2].split() == ["1", *A100_40.split(), "3g.20gb", "19968", "MiB", "MIG-0001-0"]
+    assert lines[2].split() == ["1", *A100.split(), "3g.20gb", "19968", "MiB", "MIG-0001-0"]
     assert lines[-1] == find(MIXED).ray_start()
     assert command.main(["env", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(find(MIXED).as_dict()))
 
 
 def test_command_for_a_shell(with_nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with_nvml(FakeNVML((A100_40, ["1g.5gb"]), (A100_40, [])))
+    with_nvml(FakeNVML((A100, ["1g.5gb"]), (A100, [])))
     assert command.main(["env", "--start=--address=10.0.0.1:6379 --object-manager-port=8076"]) == 0
     out, err = capsys.readouterr()
     shell = ["bash", "-c", 'ray() { echo "$CUDA_VISIBLE_DEVICES"; printf "%s\\n" "$@"; }; eval "$0"', out]

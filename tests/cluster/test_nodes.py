@@ -59,7 +59,7 @@ def test_another_node_takes_the_place_of_a_lost_one(
     said = on_nodes(tmp_path, {"nodes": [1, 1, 1]})
     assert_undisturbed(tmp_path / "run", undisturbed)
     assert len(said) == 1
-    assert "failure 1 of at most 3 at step 5: shard 1: node lost: node " in said[0]
+    assert "failure 1 of at most 3 at step 5: shard 1: node lost: Node Id: " in said[0]
 
 
 def test_a_node_that_comes_later_will_do(undisturbed: Path, ask_for: Any, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_node_that_comes_later_will_do(undisturbed: Path, ask_for: Any, tmp_pa
     said = on_nodes(tmp_path, {"nodes": [1, 1], "replace": 3})
     assert_undisturbed(tmp_path / "run", undisturbed)
     assert len(said) == 1
-    assert "shard 0: node lost: node " in said[0]
+    assert "shard 0: node lost: Node Id: " in said[0]
 
 
 def test_a_node_that_is_taken_back_is_no_failure(undisturbed: Path, ask_for: Any, tmp_path: Path) -> None:
@@ -82,9 +82,8 @@ def test_without_a_place_the_run_stops_and_says_how_to_go_on(ask_for: Any, tmp_p
     ask_for("forward", rank=1, call=18, how="node")
     said = on_nodes(tmp_path, {"nodes": [1, 1]}, code=2, cluster__start_timeout=30)
     assert len(said) == 2
-    assert "2 shards with 1 CPU each asked for, but the cluster has" in said[1]
-    assert said[1].count("--resume auto") == 1
-    assert said[1].endswith("what fits: --cluster.shards 1; then --resume auto")
+    assert "2 workers with 1 CPU each are asked for, but the cluster has" in said[1]
+    assert "what fits: 1;" in said[1] and said[1].endswith("; then --resume auto")
 
 
 def test_auto_goes_on_with_the_nodes_that_are_left(ask_for: Any, tmp_path: Path) -> None:
@@ -117,4 +116,4 @@ def test_a_shard_that_takes_all_memory_is_killed_and_made_anew(
     said = on_nodes(tmp_path, {"nodes": [2], "room": room}, cluster__max_failures=5)
     assert_undisturbed(tmp_path / "run", undisturbed)
     assert said, "nobody was killed"
-    assert all("out of memory: killed by Ray, its node's memory was full (" in line for line in said), said
+    assert all("out of memory: killed by Ray, its node's memory was full" in line for line in said), said
