@@ -14,7 +14,6 @@ import json
 import os
 import re
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,20 +41,16 @@ from adjoint.train.flags import Flags, nearest
 from adjoint.train.layout import Layout
 from adjoint.train.trackers import are_trackers
 
-# Keys of older versions, and why they are gone. The config.yaml of an older run still has them.
-_RETIRED = {"cluster.exchange": "chunks of a sequence go to its workers in turn"}
-_TENSORBOARD = "training.tensorboard"  # is training.report_to now; what a run wrote had it until then
 Precision = Literal["auto", "float32", "bfloat16", "float64"]
 # What is other by default where a model is given to go on from.
 FINE_TUNING = {"lr": 2e-5, "weight_decay": 0.0}
 
 
-def _below_one(values: tuple[float, ...]) -> bool:
-    return all(0 <= value < 1 for value in values)
-
-
-def _is_name(text: str) -> bool:
-    return bool(text) and Path(text).name == text
+FolderName = Annotated[
+    str,
+    Must("a folder's name (a path goes to --run.dir)", lambda name: bool(name) and Path(name).name == name),
+]
+Betas = Annotated[tuple[float, float], Must("two numbers in [0, 1)", lambda b: all(0 <= x < 1 for x in b))]
 
 
 @dataclass(frozen=True)
@@ -182,7 +177,7 @@ class RunConfig:
     """
 
     dir: str | None = None
-    name: Annotated[str, Must("a folder's name (a path goes to --run.dir)", _is_name)] | None = None
+    name: FolderName | None = None
     resume: Text = "never"
 
     def __post_init__(self) -> None:
@@ -328,11 +323,6 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
     keys, values = known_keys(), dict[str, Any]()
     for name, value, file in given:
         where = f"--{name}" if file is None else f"{file}: {name}"
-        if name == _TENSORBOARD:
-            name, value = "training.report_to", "tensorboard" if str(value).lower() == "true" else "none"
-        if name in _RETIRED:
-            warnings.warn(f"{where}: is ignored, the key was removed: {_RETIRED[name]}", stacklevel=2)
-            continue
         if name not in keys:
             raise _unknown(name, file)
         try:
@@ -341,10 +331,6 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
             default = keys[name].default
             example = "" if default is None else f"; its default is {json.dumps(default)}"
             raise UserError(f"{where}: {error}{example}") from None
-    warmup = values.get("training.warmup_steps")
-    older = any(name == _TENSORBOARD and file for name, _, file in given)
-    if older and warmup and "training.warmup_steps" not in vars(options):  # was capped, and is as it was
-        values["training.warmup_steps"] = min(warmup, values["training.steps"] // 2)
     if values.get("run.name") is None:
         values["run.name"] = Path(options.config[-1]).stem if options.config else "default"
     config = _build(values)
@@ -434,8 +420,6 @@ def _parser(prog: str) -> Flags:
         flags = [f"--{name}", "--resume"] if name == "run.resume" else [f"--{name}"]
         text = f"{key.help} ({in_words(key.hint)}; default: {json.dumps(key.default)})".replace("%", "%%")
         groups[name.partition(".")[0]].add_argument(*flags, dest=name, metavar="VALUE", help=text)
-    for name in (*_RETIRED, _TENSORBOARD):
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     return parser
 
 

@@ -62,18 +62,6 @@ def test_a_size_of_memory_is_no_count_of_tokens() -> None:
     assert load_config([*argv, "1000"]).method.memory == 1000
 
 
-@pytest.mark.parametrize("place", ["file", "flag"])
-def test_keys_of_older_versions_are_left_out_with_a_warning(tmp_path: Path, place: str) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("cluster: {cpus: 2, exchange: affine}\n" if place == "file" else "cluster: {cpus: 2}\n")
-    argv = ["--config", str(file)] + ["--cluster.exchange", "affine"] * (place == "flag")
-    with pytest.warns(UserWarning, match=r"cluster\.exchange: is ignored") as warned:
-        config = load_config(argv)
-    assert len(warned) == 1
-    assert config.cluster.cpus == 2
-    assert "exchange" not in config.to_yaml()
-
-
 def test_flags_win_over_files_wherever_they_stand_and_later_files_over_earlier(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
         "training: {lr: 1e-3, steps: 7}\nmodel: {n_layer: 2, mixer: [mamba, mamba2]}"
@@ -155,15 +143,6 @@ def test_keys_of_other_trainers_are_answered_with_keys_that_exist() -> None:
         named = re.findall(r"\b(?:model|method|data|training|run|cluster)\.\w+(?:\.\w+)?", answer)
         assert all(key in known_keys() for key in named)
         assert answer in named or " " in answer
-
-
-def test_what_an_older_run_wrote_means_what_it_meant(tmp_path: Path) -> None:
-    """Its warm-up was capped at half of the run."""
-    file = tmp_path / "config.yaml"
-    file.write_text("training: {steps: 8, warmup_steps: 10, lr: 1.0, tensorboard: true}\n")
-    config = load_config(["--config", str(file)]).training
-    assert (config.warmup, config.report_to) == (4, "tensorboard")
-    assert load_config(["--config", str(file), "--training.warmup_steps", "10"]).training.warmup == 10
 
 
 def test_help_shows_every_section(capsys: pytest.CaptureFixture[str]) -> None:
