@@ -109,7 +109,7 @@ class TrainingConfig:
     warmup_steps: NotNegative | None = None
     decay_steps: Positive | None = None
     weight_decay: NotNegativeNumber = 0.1
-    betas: Annotated[tuple[float, float], Must("two numbers in [0, 1)", _below_one)] = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     eps: PositiveNumber = 1e-8
     grad_clip: NotNegativeNumber = 1.0
     grad_accumulation: Positive = 1
@@ -272,16 +272,12 @@ class ModelConfig(StackConfig):
             )
 
 
-def default_model() -> ModelConfig:
-    """The model of ``configs/default.yaml``: small enough to learn something on two cores in minutes."""
-    return ModelConfig(vocab_size=256, d_model=128, n_layer=2, mixer="mamba")
-
-
 @dataclass(frozen=True)
 class Config:
-    """Everything a run needs. ``Config()`` is the main job, the same as ``configs/default.yaml``."""
+    """Everything a run needs. ``Config()`` is the main job, the same as ``configs/default.yaml``: it is small
+    enough to learn something on two cores in minutes."""
 
-    model: ModelConfig = field(default_factory=default_model)
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(d_model=128, n_layer=2))
     method: Any = field(default_factory=METHODS["exact"])
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -406,7 +402,7 @@ def _parser(prog: str) -> Flags:
         argument_default=argparse.SUPPRESS,
     )
     text = "YAML file with any of the keys below"
-    parser.add_argument("--config", action="append", nargs="?", default=[], metavar="FILE", help=text)
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help=text)
     parser.add_argument(
         "--print_config", action="store_true", default=False, help="print all keys as YAML and exit"
     )
@@ -423,7 +419,7 @@ def _parser(prog: str) -> Flags:
     return parser
 
 
-def _file_values(path: str | None) -> Iterator[tuple[str, Any]]:
+def _file_values(path: str) -> Iterator[tuple[str, Any]]:
     """The dotted keys and the values of a YAML file.
 
     Raises:
@@ -431,15 +427,11 @@ def _file_values(path: str | None) -> Iterator[tuple[str, Any]]:
     """
     import yaml
 
-    if not path:
-        raise UserError("--config: needs the path of a YAML file, such as --config configs/default.yaml")
     file = Path(path)
     if not file.exists() and file.parent == Path("configs"):
         file = Path(__file__).parents[1] / file  # the package brings them along
     if not file.is_file():
-        beside = sorted(p.name for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
-        remedy = f"{file.parent} holds {', '.join(beside)}" if beside else "give the path of a YAML file"
-        raise UserError(f"--config {path}: no such file; {remedy}")
+        raise UserError(f"--config {path}: no such file; give the path of a YAML file")
     try:
         loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -516,33 +508,26 @@ def _method(name: str, given: dict[str, Any]) -> Any:
         raise UserError(f"method ({name}): {error}") from error
 
 
-def _for_fine_tuning(section: str, default: Any, model: ModelConfig) -> Any:
-    """The defaults of a section where a model is given to go on from."""
-    if section == "training":
-        return dataclasses.replace(default, **(FINE_TUNING | ({"lr": 2e-4} if model.lora else {})))
-    if section == "data":
-        return dataclasses.replace(default, tokenizer=tokenizer_in(str(model.from_pretrained)))
-    return default
-
-
 def _build(values: dict[str, Any]) -> Config:
     """The configuration of the dotted keys that are given; the others have their defaults."""
-    sections: dict[str, Any] = {}
-    for section, default in vars(Config()).items():
-        own = f"{section}."
-        given = {key.removeprefix(own): value for key, value in values.items() if key.startswith(own)}
-        for key in [key for key in given if "." in key]:
-            outer, _, inner = key.partition(".")
-            given.setdefault(outer, {})[inner] = given.pop(key)
+    defaults = vars(Config())
+    given: dict[str, dict[str, Any]] = {section: {} for section in defaults}
+    for key, value in values.items():
+        section, *outer, name = key.split(".")
+        inner = given[section].setdefault(outer[0], {}) if outer else given[section]
+        inner[name] = value
+    sections, tuned = dict[str, Any](), dict[str, dict[str, Any]]()
+    if (directory := given["model"].get("from_pretrained")) is not None:
+        lora = {"lr": 2e-4} if "lora" in given["model"] else {}
+        tuned = {"training": FINE_TUNING | lora, "data": {"tokenizer": tokenizer_in(directory)}}
+    for section, default in defaults.items():
         try:
             if section == "method":
-                sections[section] = _method(given.pop("name", default.name), given)
-            elif section == "model" and given.get("from_pretrained"):
-                sections[section] = _pretrained(default, given)
+                sections[section] = _method(given[section].pop("name", default.name), given[section])
+            elif section == "model" and directory is not None:
+                sections[section] = _pretrained(default, given[section])
             else:
-                if values.get("model.from_pretrained"):
-                    default = _for_fine_tuning(section, default, sections["model"])
-                sections[section] = dataclasses.replace(default, **given)
+                sections[section] = dataclasses.replace(default, **tuned.get(section, {}) | given[section])
         except ValueError as error:
             text = str(error)
             raise UserError(text if text.startswith(section) else f"{section}: {text}") from error

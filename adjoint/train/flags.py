@@ -63,12 +63,5 @@ def comma_list(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """The known dotted key most like ``key``, compared whole and by its last part."""
-    last = key.rpartition(".")[2]
-
-    def likeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
-        tail = difflib.SequenceMatcher(None, last, candidate.rpartition(".")[2]).ratio()
-        return max(whole, 0.9 * tail + 0.1 * whole)
-
-    return max(known, key=likeness)
+    """The known name most like ``key``."""
+    return difflib.get_close_matches(key, known, n=1, cutoff=0)[0]

@@ -75,7 +75,7 @@ KEYS = [
     ("--training.steps", "--training.steps: needs a value"),
 ]
 FILES_OF_KEYS = [
-    ("--config", "--config: needs the path"),
+    ("--config", "--config: needs a value"),
     ("--config nowhere.yaml", "--config nowhere.yaml: no such file"),
     ("--config stepz.yaml", "stepz.yaml: unknown key training.stepz; did you mean training.steps?"),
     ("--config null.yaml", "null.yaml: training.lr: expected a finite number above 0, got null"),
