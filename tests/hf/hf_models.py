@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -21,186 +22,95 @@ pickle.dumps(torch.zeros(1))
 
 VOCAB = 61
 LAYERS = ["linear_attention", "full_attention", "linear_attention"]
-WIDTHS: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 3}
-HEADS: dict[str, Any] = {
-    **WIDTHS,
-    "intermediate_size": 40,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+# What configurations call their sizes, and how small each is here, where the class's row says nothing else.
+SIZES: dict[str, Any] = {
+    name: size
+    for size, names in {
+        1: "topk_group first_k_dense_replace indexer_kv_heads num_dense_layers split_ngram_parts",
+        2: "num_key_value_heads swa_num_key_value_heads linear_num_key_heads n_groups mamba_n_groups "
+        "mamba_ngroups n_group layer_group_size indexer_compress_ratio heads_per_ngram "
+        "make_ngram_vocab_size_divisible_by",
+        3: "num_hidden_layers n_layer n_layers",
+        4: "num_attention_heads swa_num_attention_heads n_head n_heads num_heads mamba_n_heads n_mamba_heads "
+        "mamba_num_heads linear_num_heads linear_num_value_heads qk_rope_head_dim mamba_dt_rank d_rel "
+        "hc_lowrank hidden_size_per_layer_input n_routed_experts shape_vocab_size pronunciation_vocab_size",
+        5: "sliding_window_size",
+        6: "head_dim swa_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim qk_nope_head_dim "
+        "v_head_dim kv_channels",
+        8: "state_size ssm_state_size mamba_d_state kv_lora_rank block_size attention_window_size "
+        "attention_chunk_size indexer_head_dim indexer_budget",
+        12: "mamba_d_head mamba_head_dim",
+        16: "chunk_size mamba_chunk_size moe_intermediate_size shared_expert_intermediate_size rel_extent "
+        "indexer_n_heads",
+        20: "shared_intermediate_size",
+        24: "hidden_size d_model n_embd lru_width word_embed_proj_dim",
+        40: "intermediate_size ffn_dim",
+        48: "mamba_d_ssm",
+        50: "ngram_vocab_size_base",
+        VOCAB: "vocab_size unpadded_vocab_size vocab_size_per_layer_input",
+    }.items()
+    for name in names.split()
 }
-NARROW = {**HEADS, "head_dim": 6}
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT: dict[str, Any] = {  # MLA
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 6,
-}
-GROUPS: dict[str, Any] = {
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
-SSD: dict[str, Any] = {  # Mamba-2, by the names most hybrids use
-    "mamba_n_heads": 4,
-    "mamba_d_head": 12,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 8,
-    "mamba_chunk_size": 16,
-}
-DELTA: dict[str, Any] = {  # gated delta rule
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 6,
-    "layer_types": LAYERS,
-}
-QSA: dict[str, Any] = {  # sparse attention of many heads: with few, keys often share a score
-    "indexer_n_heads": 16,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 8,
-    "indexer_budget": 8,
-    "indexer_compress_ratio": 2,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [1, 1, 2],
-        "partial_rotary_factor": 1.0,
-    },
-}
-DSA: dict[str, Any] = {"index_topk": 6, "index_n_heads": 16, "index_head_dim": 8}
-INKLING: dict[str, Any] = {
-    **NARROW,
-    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
-    "sliding_window_size": 5,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 6,
-    "d_rel": 4,
-    "rel_extent": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "unpadded_vocab_size": VOCAB,
-}
-CONV = {**HEADS, "layer_types": ["conv", "full_attention", "conv"]}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT: dict[str, Any] = {"num_key_value_heads": 4}  # MLA
+DELTA: dict[str, Any] = {"layer_types": LAYERS}  # gated delta rule
+CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"]}
+INKLING: dict[str, Any] = {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
+INKLING |= {"num_experts_per_tok": 2}
+WINDOW: dict[str, Any] = {"sliding_window": 5}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
+JAMBA: dict[str, Any] = {"attn_layer_period": 2, "attn_layer_offset": 1}
+JAMBA |= {"expert_layer_period": 2, "expert_layer_offset": 1}
 
-# Family → class → its configuration's options; vocabulary and special tokens come from `make`.
+# Family → class → its configuration's options besides `SIZES`; special tokens come from `make`.
 FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
-    "Mamba": {
-        "MambaForCausalLM": {**WIDTHS, "state_size": 8},
-        "FalconMambaForCausalLM": {**WIDTHS, "state_size": 8},
-    },
-    "Mamba-2": {
-        "Mamba2ForCausalLM": {
-            **WIDTHS,
-            "state_size": 8,
-            "head_dim": 12,
-            "num_heads": 4,
-            "n_groups": 2,
-            "chunk_size": 16,
-        },
-    },
+    "Mamba": {"MambaForCausalLM": {}, "FalconMambaForCausalLM": {}},
+    "Mamba-2": {"Mamba2ForCausalLM": {"head_dim": 12}},
     "hybrids of Mamba and attention": {
-        "JambaForCausalLM": {
-            **HEADS,
-            "num_hidden_layers": 4,
-            "mamba_d_state": 8,
-            "mamba_dt_rank": 4,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "num_experts": 4,
-        },
+        "JambaForCausalLM": {**EXPERTS, **JAMBA, "num_hidden_layers": 4},
         "ZambaForCausalLM": {
-            **HEADS,
             "num_hidden_layers": 5,
             "num_key_value_heads": 4,
-            "mamba_d_state": 8,
-            "mamba_dt_rank": 4,
             "n_mamba_heads": 2,
             "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba"],
         },
     },
     "hybrids of Mamba-2 and attention": {
-        "BambaForCausalLM": {**HEADS, **SSD, "attn_layer_indices": [1]},
-        "FalconH1ForCausalLM": {**NARROW, **SSD, "mamba_d_ssm": 48},
+        "BambaForCausalLM": {"attn_layer_indices": [1]},
+        "FalconH1ForCausalLM": {},
         "GraniteMoeHybridForCausalLM": {
-            **HEADS,
-            **SSD,
+            **LOCAL_EXPERTS,
             "layer_types": ["mamba", "attention", "mamba"],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 20,
             "logits_scaling": 3.0,
             "embedding_multiplier": 2.0,
         },
-        "NemotronHForCausalLM": {
-            **NARROW,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 12,
-            "n_groups": 2,
-            "ssm_state_size": 8,
-            "chunk_size": 16,
-            "layers_block_type": ["mamba", "attention", "mlp"],
-        },
-        "Zamba2ForCausalLM": {
-            **HEADS,
-            "num_key_value_heads": 4,
-            "n_mamba_heads": 4,
-            "mamba_ngroups": 2,
-            "mamba_d_state": 8,
-            "chunk_size": 16,
-            "layers_block_type": ["mamba", "hybrid", "mamba"],
-        },
+        "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "mlp"]},
+        "Zamba2ForCausalLM": {"num_key_value_heads": 4, "layers_block_type": ["mamba", "hybrid", "mamba"]},
     },
     "delta rules and attention": {
-        "Qwen3NextForCausalLM": {**NARROW, **DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
-        "Qwen3_5ForCausalLM": {**NARROW, **DELTA},
-        "Qwen3_5MoeForCausalLM": {**NARROW, **DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
-        "OlmoHybridForCausalLM": {**HEADS, **DELTA, "linear_num_key_heads": 4},
+        "Qwen3NextForCausalLM": {**DELTA, **EXPERTS},
+        "Qwen3_5ForCausalLM": DELTA,
+        "Qwen3_5MoeForCausalLM": {**DELTA, **EXPERTS},
+        "OlmoHybridForCausalLM": {**DELTA, "linear_num_key_heads": 4},
         "KimiLinearForCausalLM": {
-            **HEADS,
+            **DELTA,
             **LATENT,
             **EXPERTS,
-            "linear_num_heads": 4,
-            "linear_head_dim": 6,
-            "layer_types": LAYERS,
             "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
-        "BailingHybridForCausalLM": {
-            **HEADS,
-            **LATENT,
-            **GROUPS,
-            "num_local_experts": 4,
-            "head_dim": 6,
-            "layer_group_size": 2,
-            "first_k_dense_replace": 1,
-            "num_mtp_layers": 0,
-            "layer_types": LAYERS,
-        },
+        "BailingHybridForCausalLM": {**DELTA, **LATENT, **LOCAL_EXPERTS, "num_mtp_layers": 0},
         "Qwen4ExpForCausalLM": {  # attention is sparse; n-grams of the ids are a state too
-            **NARROW,
-            **DELTA,
             **EXPERTS,
-            **QSA,
             "head_dim": 8,
             "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
-            "shared_expert_intermediate_size": 16,
-            "hc_lowrank": 4,
             "ple_layer_ids": [1],
-            "heads_per_ngram": 2,
-            "ngram_vocab_size_base": 50,
-            "make_ngram_vocab_size_divisible_by": 2,
-            "split_ngram_parts": 1,
+            "rope_parameters": ROPE,
         },
     },
     "other recurrences": {
-        "RecurrentGemmaForCausalLM": {**HEADS, "lru_width": 24, "attention_window_size": 8},
-        "MiniMaxForCausalLM": {**NARROW, "num_local_experts": 4, "block_size": 8, "layer_types": LAYERS},
+        "RecurrentGemmaForCausalLM": {},
+        "MiniMaxForCausalLM": {**LOCAL_EXPERTS, **DELTA},
         # with a cache its own training fails: it writes states over those that the backward needs
         "xLSTMForCausalLM": {
             "hidden_size": 128,
@@ -213,110 +123,63 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
     "short convolutions and attention": {
         "Lfm2ForCausalLM": CONV,
         "Lfm3ForCausalLM": CONV,
-        "Lfm2MoeForCausalLM": {**CONV, **EXPERTS, "num_dense_layers": 1},
-        "ZayaForCausalLM": NARROW,
+        "Lfm2MoeForCausalLM": {**CONV, **EXPERTS},
+        "ZayaForCausalLM": {},
         "InklingForCausalLM": INKLING,
         "Inkling2ForCausalLM": INKLING,
     },
     "attention": {
-        "LlamaForCausalLM": NARROW,
-        "Qwen3ForCausalLM": NARROW,
-        "Qwen3MoeForCausalLM": {**NARROW, **EXPERTS},
-        "MistralForCausalLM": {**NARROW, "sliding_window": 5},
-        "MixtralForCausalLM": {**NARROW, "num_local_experts": 4},
-        "DeepseekV3ForCausalLM": {
-            **HEADS,
+        "LlamaForCausalLM": {},
+        "Qwen3ForCausalLM": {},
+        "Qwen3MoeForCausalLM": EXPERTS,
+        "MistralForCausalLM": WINDOW,
+        "MixtralForCausalLM": LOCAL_EXPERTS,
+        "DeepseekV3ForCausalLM": {**LATENT, "num_experts_per_tok": 2, "q_lora_rank": 12},
+        "DeepseekV32ForCausalLM": {  # sparse attention of many heads: with few, keys often share a score
             **LATENT,
-            **GROUPS,
-            "n_routed_experts": 4,
-            "q_lora_rank": 12,
-            "first_k_dense_replace": 1,
-        },
-        "DeepseekV32ForCausalLM": {
-            **HEADS,
-            **LATENT,
-            **GROUPS,
-            **DSA,
-            "q_lora_rank": 8,
-            "n_routed_experts": 4,
-            "first_k_dense_replace": 1,
-        },
-        "Gemma2ForCausalLM": {**NARROW, "sliding_window": 5},
-        "Gemma3ForCausalLM": {**NARROW, "sliding_window": 5},
-        "GptOssForCausalLM": {
-            **NARROW,
-            "num_local_experts": 4,
             "num_experts_per_tok": 2,
-            "sliding_window": 5,
+            "q_lora_rank": 8,
+            "index_topk": 6,
+            "index_n_heads": 16,
+            "index_head_dim": 8,
         },
-        "CohereForCausalLM": HEADS,
-        "GraniteForCausalLM": {**HEADS, "logits_scaling": 3.0},
-        "Olmo2ForCausalLM": HEADS,
-        "Olmo3ForCausalLM": {**HEADS, "sliding_window": 5},
-        "Ernie4_5ForCausalLM": HEADS,
-        "Cohere2ForCausalLM": {**HEADS, "sliding_window": 5},
+        "Gemma2ForCausalLM": WINDOW,
+        "Gemma3ForCausalLM": WINDOW,
+        "GptOssForCausalLM": {**LOCAL_EXPERTS, **WINDOW},
+        "CohereForCausalLM": {},
+        "GraniteForCausalLM": {"logits_scaling": 3.0},
+        "Olmo2ForCausalLM": {},
+        "Olmo3ForCausalLM": WINDOW,
+        "Ernie4_5ForCausalLM": {},
+        "Cohere2ForCausalLM": WINDOW,
         "Gemma4ForCausalLM": {
-            **NARROW,
+            **WINDOW,
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "sliding_window": 5,
             "global_head_dim": 6,
-            "hidden_size_per_layer_input": 4,
-            "vocab_size_per_layer_input": VOCAB,
             "num_kv_shared_layers": 2,
         },
-        "Llama4ForCausalLM": {
-            **NARROW,
-            "num_hidden_layers": 4,
-            "num_local_experts": 2,
-            "attention_chunk_size": 8,
-        },
-        "FalconForCausalLM": {**HEADS, "alibi": True},
-        "BloomForCausalLM": {"hidden_size": 24, "n_layer": 3, "n_head": 4},
-        "MptForCausalLM": {"d_model": 24, "n_layers": 3, "n_heads": 4},
-        "OPTForCausalLM": {
-            **WIDTHS,
-            "num_attention_heads": 4,
-            "ffn_dim": 40,
-            "word_embed_proj_dim": 24,
-            "dropout": 0.0,
-        },
-        "GPTNeoXForCausalLM": HEADS,
-        "GPT2LMHeadModel": {
-            "n_embd": 24,
-            "n_layer": 3,
-            "n_head": 4,
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-        },
-        "Phi3ForCausalLM": HEADS,
+        "Llama4ForCausalLM": {"num_hidden_layers": 4, "num_local_experts": 2},
+        "FalconForCausalLM": {"alibi": True},
+        "BloomForCausalLM": {},
+        "MptForCausalLM": {},
+        "OPTForCausalLM": {"dropout": 0.0},
+        "GPTNeoXForCausalLM": {},
+        "GPT2LMHeadModel": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+        "Phi3ForCausalLM": {},
     },
 }
 
 MODELS = {name: options for classes in FAMILIES.values() for name, options in classes.items()}
 
 # Tried and refused, each for a reason of its own.
-REFUSED: dict[str, dict[str, Any]] = {"DeepseekV4ForCausalLM": HEADS}
+REFUSED: dict[str, dict[str, Any]] = {"DeepseekV4ForCausalLM": {"head_dim": 64}}
 
 # For tests of what they alone have.
 OTHERS: dict[str, dict[str, Any]] = {
-    "JetMoeForCausalLM": {
-        **WIDTHS,
-        "intermediate_size": 40,
-        "num_key_value_heads": 2,
-        "kv_channels": 6,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
-    "ErnieForCausalLM": {**HEADS, "num_hidden_layers": 2, "is_decoder": True, "use_task_id": True},
-    "RoCBertForCausalLM": {
-        **HEADS,
-        "num_hidden_layers": 2,
-        "is_decoder": True,
-        "shape_vocab_size": 4,
-        "pronunciation_vocab_size": 4,
-    },
+    "JetMoeForCausalLM": LOCAL_EXPERTS,
+    "ErnieForCausalLM": {"num_hidden_layers": 2, "is_decoder": True, "use_task_id": True},
+    "RoCBertForCausalLM": {"num_hidden_layers": 2, "is_decoder": True},
 }
 
 SINGLE, TO_SINGLE = torch.float32, torch.Tensor.float
@@ -349,8 +212,10 @@ def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **options
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name} yet")
     cls = getattr(transformers, name)
-    tokens = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model = cls(cls.config_class(**{**tokens, **{**MODELS, **REFUSED, **OTHERS}[name], **options}))
+    taken = inspect.signature(cls.config_class).parameters
+    given = {size: SIZES[size] for size in SIZES if size in taken} | {**MODELS, **REFUSED, **OTHERS}[name]
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = cls(cls.config_class(**{**tokens, **given, **options}))
     model = disturbed(model).to(dtype).train()
     return in_double(model) if dtype == torch.float64 else model
 
