@@ -25,7 +25,7 @@ from adjoint.engine.weights import Tensors
 from adjoint.hf.call import Kind
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
 from adjoint.hf.head import head_of
-from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of, put, root_of
+from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of, plainly, put, root_of
 from adjoint.hf.noise import Noise
 from adjoint.hf.router import Balance, coefficient
 from adjoint.hf.schemes import recompute_of
@@ -256,16 +256,6 @@ def in_eval_mode(model: Any) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def plainly(model: Any) -> Iterator[None]:
-    """Meanwhile calls go to transformers' own forward, in the backbone too."""
-    with contextlib.ExitStack() as stack:
-        for module in (model, backbone_of(model)):
-            if "_adjoint" in vars(module):
-                stack.callback(put(vars(module)["_adjoint"], "plain", True))
-        yield
-
-
 # ------------------------------------------------------------------------------------------------------ ways
 
 
@@ -419,6 +409,6 @@ def _hidden(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     backbone = backbone_of(model)
     takes = inspect.signature(class_of(backbone).forward).parameters
     given = {name: value for name, value in kwargs.items() if name in takes}
-    with plainly(model), plainly(backbone):
+    with plainly(model):
         forward = functools.partial(class_of(backbone).forward, backbone, input_ids=ids, return_dict=True)
         return gathering(model)(lambda: forward(**given))[0]

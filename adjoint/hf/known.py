@@ -6,7 +6,8 @@ import functools
 import threading
 import warnings
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,13 +15,14 @@ from adjoint.engine.sharded import is_sharded, largest, reshard
 from adjoint.hf import check, first_use, mini_sequence, router
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import Call, Kind
-from adjoint.hf.first_use import in_eval_mode, plainly, some_tokens
+from adjoint.hf.first_use import in_eval_mode, some_tokens
 from adjoint.hf.head import Head, head_of
-from adjoint.hf.layers import backbone_of
+from adjoint.hf.layers import backbone_of, plainly
 from adjoint.hf.snapshot import Snapshot
 from adjoint.hf.stage import gathering, probe
 from adjoint.methods import Backprop
 
+T = TypeVar("T")
 REMEMBERED = 16  # states of a model of which it is remembered what was found out: adapters taken in turn
 
 
@@ -28,8 +30,8 @@ class Known:
     """What was found out about a model as it is: it holds for no other, and keeps none alive.
 
     Attributes:
-        precision: of `precision_of`. slots: of its cache. head: of `head_of`.
-        routers: of `router.coefficient`.
+        precision: autocast's dtype, or None, and the device's type. slots: of its cache.
+        head: of `head_of`. routers: of `router.coefficient`.
         checked: kinds of calls whose gradients have been compared.
         mlps: of a MiniSequence: names in the backbone of what runs in pieces.
     """
@@ -53,80 +55,61 @@ class Known:
 
     @functools.cached_property
     def head(self) -> Head:
-        with plainly(self.model):
-            return gathering(self.model)(lambda: head_of(self.model))
+        return self._seen(head_of)
 
     @functools.cached_property
     def routers(self) -> float:
-        with plainly(self.model):
-            return gathering(self.model)(lambda: router.coefficient(self.model))
+        return self._seen(router.coefficient)
 
     @functools.cached_property
     def mlps(self) -> list[str]:
+        return self._seen(lambda model: mini_sequence.token_wise(backbone_of(model)))
+
+    def _seen(self, find: Callable[[Any], T]) -> T:
         with plainly(self.model):
-            return gathering(self.model)(lambda: mini_sequence.token_wise(backbone_of(self.model)))
-
-
-class Lock:
-    """Of a causal LM and its backbone together; copies have one of their own."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-
-    def __reduce__(self) -> Any:
-        return Lock, ()
+            return gathering(self.model)(lambda: find(self.model))
 
 
 class Record:
-    """What is noted of a wrapped model, and of its backbone. A copy of the model begins with the method
-    alone.
+    """What is noted of a wrapped model, on the causal LM and its backbone. A copy of the model begins with
+    the method alone.
 
     Attributes:
         plain: whether calls go to transformers' own forward for the time being.
         lock: held while a thread runs the model, whose modules are not its own for the time of a chunk.
-        known: of the model as it was lately.
+        known: of the model, or its backbone, as it was lately.
         outer: a reference to what was wrapped, where that is a model around it.
     """
 
-    def __init__(self, method: Any, lock: Lock, outer: weakref.ref[Any] | None = None) -> None:
-        self.method, self.plain, self.lock, self.outer = method, False, lock, outer
+    def __init__(self, method: Any, outer: weakref.ref[Any] | None = None) -> None:
+        self.method, self.plain, self.lock, self.outer = method, False, threading.RLock(), outer
         self.known: list[Known] = []
 
     def __reduce__(self) -> Any:
-        return Record, (self.method, self.lock)
+        return Record, (self.method,)
 
 
 def record_of(model: Any) -> Record:
     """A model made by a wrapped one's class, such as by its `from_pretrained`, is not wrapped itself."""
     record = model.__dict__.get("_adjoint")
     if record is None:
-        record = Record(Backprop(), Lock())
+        record = Record(Backprop())
         record.plain = True
     return record
 
 
-def precision_of(model: Any) -> tuple[Any, ...]:
-    device = next(model.parameters()).device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
-
-
 def known_of(model: Any) -> Known:
     """What is known of a model as it is now."""
-    record, now, precision = record_of(model), Snapshot(model), precision_of(model)
-    record.known = [known for known in record.known if not known.snapshot.structure_differs(now)]
-    for known in record.known:
+    record, now, device = record_of(model), Snapshot(model), next(model.parameters()).device.type
+    precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
+    before = [known for known in record.known if known.model is model]
+    for known in before:
         if known.precision == precision and not known.snapshot.difference(now):
             return known
-    if len(record.known) == REMEMBERED:
+    if before and len(record.known) == REMEMBERED:
         warnings.warn(
-            f"{record.known[0].snapshot.difference(now)}, as something is at every call: gradients are "
-            "compared each time, which is slow",
+            f"{before[0].snapshot.difference(now)}, as something is at every call: gradients are compared "
+            "each time, which is slow",
             stacklevel=5,
         )
     record.known = [Known(model, now, precision), *record.known[: REMEMBERED - 1]]

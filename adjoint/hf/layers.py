@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +31,15 @@ def root_of(model: Any) -> Any:
     record = vars(model).get("_adjoint")
     outer = None if record is None or record.outer is None else record.outer()
     return model if outer is None else outer
+
+
+@contextlib.contextmanager
+def plainly(model: Any) -> Iterator[None]:
+    """Meanwhile calls of a wrapped model, and of its backbone, go to transformers' own forward."""
+    with contextlib.ExitStack() as stack:
+        if (record := vars(model).get("_adjoint")) is not None:
+            stack.callback(put(record, "plain", True))
+        yield
 
 
 def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:

@@ -25,10 +25,9 @@ from adjoint.engine.grid import Scheme
 from adjoint.engine.sharded import is_sharded, reduce_at_once
 from adjoint.hf import check, first_use, mini_sequence
 from adjoint.hf.call import CACHES, Call, Kind
-from adjoint.hf.first_use import plainly
 from adjoint.hf.head import Output, logits_of
-from adjoint.hf.known import Known, Lock, Record, compared, known_of, record_of
-from adjoint.hf.layers import backbone_of, class_of, root_of
+from adjoint.hf.known import Known, Record, compared, known_of, record_of
+from adjoint.hf.layers import backbone_of, class_of, plainly, root_of
 from adjoint.hf.router import Balance, Logits
 from adjoint.hf.schemes import check_method, recompute_of, scheme_of
 from adjoint.hf.snapshot import Moment
@@ -76,9 +75,9 @@ def wrap(model: Any, method: Any = None) -> Any:
                 f"{type(module).__name__} has a forward of its own on the instance, which calls would use: "
                 "wrap the model before accelerate.prepare, or whatever else replaces the forward"
             )
-    lock, outer = Lock(), None if model in doors else weakref.ref(model)
+    record = Record(method, None if model in doors else weakref.ref(model))
     for module, forward in doors.items():
-        module.__dict__["_adjoint"] = Record(method, lock, outer)
+        module.__dict__["_adjoint"] = record
         if class_of(module) is type(module):
             module.__class__ = _swapped(type(module), forward)
     return model
