@@ -204,7 +204,7 @@ class Call:
         tensors = {"ids": self.tokens, "targets": self.targets if self.has_labels else self.ids}
         for name in TOKEN_WISE:
             if self.has(name):
-                tensors[name] = _token_wise(name, self.given[name], self.ids)
+                tensors[name] = documents.rows_of(name, self.given[name], self.ids)
         if self.kind.routed and self.mask is not None:
             tensors[COUNTED] = self.mask
         divisor = self.divisor if self.has_labels else 1
@@ -273,9 +273,3 @@ def _mask(model: Any, mask: Any, ids: Tensor, targets: Tensor | None) -> Tensor 
             "attention_mask is 0, and that of the first token after padding"
         )
     return None if bool(real.all()) else real
-
-
-def _token_wise(name: str, given: Tensor, ids: Tensor) -> Tensor:
-    if not isinstance(given, Tensor) or given.shape not in (ids.shape, (1, ids.shape[1])):
-        raise ValueError(f"{name} must have input_ids' shape {tuple(ids.shape)}, got {tuple(given.shape)}")
-    return given.expand(ids.shape)

@@ -31,9 +31,9 @@ def starts_of(kwargs: dict[str, Any], ids: Tensor, mask: Tensor | None = None) -
     first = _changes(real.cumsum(1) > 0)  # (batch, seqlen), of token 0 and where padding at the left ends
     found: dict[str, Tensor] = {}
     if (positions := kwargs.get("position_ids")) is not None:
-        found["position_ids"] = _from_positions(_rows("position_ids", positions, ids), real, first)
+        found["position_ids"] = _from_positions(rows_of("position_ids", positions, ids), real, first)
     if (numbers := kwargs.get("seq_idx")) is not None:
-        found["seq_idx"] = _changes(_rows("seq_idx", numbers, ids)) & real | first
+        found["seq_idx"] = _changes(rows_of("seq_idx", numbers, ids)) & real | first
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if kwargs.get(name) is not None:
             found[name] = _changes(from_cu_seqlens(name, kwargs[name], ids)) & real | first
@@ -60,8 +60,9 @@ def _changes(numbers: Tensor) -> Tensor:
     return begins
 
 
-def _rows(name: str, given: Tensor, ids: Tensor) -> Tensor:
-    if given.dim() != 2 or given.shape[1] != ids.shape[1] or given.shape[0] not in (1, ids.shape[0]):
+def rows_of(name: str, given: Tensor, ids: Tensor) -> Tensor:
+    """What has a value per token, or one for all rows, as (batch, seqlen)."""
+    if given.shape not in (ids.shape, (1, ids.shape[1])):
         raise ValueError(f"{name} must have input_ids' shape {tuple(ids.shape)}, got {tuple(given.shape)}")
     return given.expand(ids.shape)
 

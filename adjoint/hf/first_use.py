@@ -261,37 +261,25 @@ def in_eval_mode(model: Any) -> Iterator[None]:
 
 def by_autograd(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Way:
     """The way of a loss (model, ids, labels) → (); followed are leaves in the places of the parameters, whose
-    hooks are nobody's."""
+    hooks are nobody's. A sharded model's gradients are reduced in a backward of its own parameters."""
 
     def way(model: Any, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]) -> Any:
-        if is_sharded(model):
-            return _by_backward(loss, model, ids, labels, followed)
-        leaves = [p.detach().requires_grad_() for p in followed]
-        places = Tensors(model).replaced(dict(zip(followed, leaves, strict=True)))
-        with places, plainly(model):
-            found = loss(model, ids, labels)
-            return float(found.detach()), torch.autograd.grad(found, leaves, allow_unused=True)
+        with plainly(model):
+            if not is_sharded(model):
+                leaves = [p.detach().requires_grad_() for p in followed]
+                with Tensors(model).replaced(dict(zip(followed, leaves, strict=True))):
+                    found = loss(model, ids, labels)
+                return float(found.detach()), torch.autograd.grad(found, leaves, allow_unused=True)
+            losses: list[Tensor] = []
+
+            def run() -> None:
+                losses.append(gathering(model)(lambda: loss(model, ids, labels)))
+                losses[0].backward()
+
+            by_parameter = gradients(root_of(model), trained(model), run)
+        return float(losses[0].detach()), [by_parameter.get(p) for p in followed]
 
     return way
-
-
-def _by_backward(
-    loss: Callable[[Any, Tensor, Tensor], Tensor],
-    model: Any,
-    ids: Tensor,
-    labels: Tensor,
-    followed: Sequence[Tensor],
-) -> Any:
-    """The same of a sharded model, whose gradients are reduced in a backward of its own parameters."""
-    losses: list[Tensor] = []
-
-    def run() -> None:
-        losses.append(gathering(model)(lambda: loss(model, ids, labels)))
-        losses[0].backward()
-
-    with plainly(model):
-        found = gradients(root_of(model), trained(model), run)
-    return float(losses[0].detach()), [found.get(p) for p in followed]
 
 
 def by_engine(steps: Callable[[Any, Tensor, Tensor], Steps]) -> Way:
@@ -313,24 +301,30 @@ def by_engine(steps: Callable[[Any, Tensor, Tensor], Steps]) -> Way:
     return way
 
 
-def loss_ways(method: Any, kind: Kind) -> tuple[Way, Way]:
-    """The loss of a causal LM and its gradient, of the whole and by chunks."""
-    more: dict[str, Any] = {"num_items_in_batch": COUNTED} if kind.counted else {}
+def ways(method: Any, kind: Kind) -> tuple[Way, Way]:
+    """The loss of a causal LM, or one of a backbone's hidden states, and its gradient: of the whole and by
+    chunks."""
 
     def whole(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-        given = {**_tokens(model, ids, kind), "labels": labels, "use_cache": False, "return_dict": True}
-        if kind.routed or routes(model):
-            given[ROUTED] = kind.routed
-        found = class_of(model).forward(model, **given, **more)
+        given: dict[str, Any] = {**_tokens(model, ids, kind), "use_cache": False, "return_dict": True}
+        if not kind.loss:
+            return Weighted.sum(class_of(model).forward(model, **given)[0])
+        given |= {"num_items_in_batch": COUNTED} if kind.counted else {}
+        given |= {ROUTED: kind.routed} if kind.routed or routes(model) else {}
+        found = class_of(model).forward(model, labels=labels, **given)
         if not kind.routed:
             return found["loss"]
         return found["loss"] + (1 - coefficient(model)) * found["aux_loss"]
 
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
+        slots, recompute = probe(model, ids), recompute_of(method)
+        (x,) = _tokens(model, ids, kind).values()
+        if not kind.loss:
+            stage = Backbone(model, slots, recompute=recompute)
+            return steps_of([stage, Weighted()], Batch(x, ids), SCHEME)
         head = gathering(model)(lambda: head_of(model)).over(ids.numel())
         balance, targets = Balance(model) if kind.routed else None, shift_labels(labels)
-        stage = CausalLM(model, probe(model, ids), head, None, recompute_of(method), balance)
-        (x,) = _tokens(model, ids, kind).values()
+        stage = CausalLM(model, slots, head, None, recompute, balance)
         return steps_of([stage], Batch(x, targets, divisor(targets, kind.counted)), SCHEME)
 
     return by_autograd(whole), by_engine(by_chunks)
@@ -349,36 +343,16 @@ def divisor(targets: Tensor, counted: bool) -> int | Tensor:
     return COUNTED if counted else (targets != IGNORE_INDEX).sum()
 
 
-def hidden_ways(method: Any, kind: Kind) -> tuple[Way, Way]:
-    """A loss of a backbone's hidden states and its gradient, of the whole and by chunks."""
-
-    def whole(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-        given = {**_tokens(model, ids, kind), "use_cache": False, "return_dict": True}
-        return Weighted.sum(class_of(model).forward(model, **given)[0])
-
-    def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
-        stage = Backbone(model, probe(model, ids), recompute=recompute_of(method))
-        (x,) = _tokens(model, ids, kind).values()
-        return steps_of([stage, Weighted()], Batch(x, ids), SCHEME)
-
-    return by_autograd(whole), by_engine(by_chunks)
-
-
 # ------------------------------------------------------------------------------- what else a call may bring
 
 
-@torch.no_grad()
 def left_padding(model: Any) -> None:
     """Refuses padding at the left where cutting it off is not what the model does with it.
 
     Raises:
         ValueError: hidden states of padded tokens are not those of the tokens alone.
     """
-    ids, _ = some_tokens(model)
-    mask = torch.ones_like(ids)
-    mask[:, : TOKENS - CHUNK] = 0
-    padded = _hidden(model, ids, attention_mask=mask)[:, TOKENS - CHUNK :]
-    if not alike(padded, _hidden(model, ids[:, TOKENS - CHUNK :])):
+    if not _apart(model, attention_mask=torch.arange(TOKENS)[None] >= CHUNK):
         raise ValueError(
             f"rows are padded at the left, and {class_of(model).__name__} counts padding in its tokens' "
             "positions: give position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0), or pad at the "
@@ -386,17 +360,12 @@ def left_padding(model: Any) -> None:
         )
 
 
-@torch.no_grad()
 def packing(model: Any, masked: bool, use_cache: bool | None) -> None:
     """Warns where position_ids that start again do not keep documents apart without chunks; whether the call
     has a mask, or asks for a cache, may make the difference."""
-    ids, _ = some_tokens(model)
-    positions = torch.cat([torch.arange(CHUNK), torch.arange(TOKENS - CHUNK)])[None].to(ids.device)
-    given = {"position_ids": positions, "use_cache": use_cache}
-    if masked:
-        given["attention_mask"] = torch.ones_like(ids)
-    apart = [_hidden(model, piece) for piece in ids.split([CHUNK, TOKENS - CHUNK], dim=1)]
-    if not alike(_hidden(model, ids, **given), torch.cat(apart, dim=1)):
+    positions = torch.cat([torch.arange(CHUNK), torch.arange(TOKENS - CHUNK)])[None]
+    mask = torch.ones_like(positions) if masked else None
+    if not _apart(model, position_ids=positions, attention_mask=mask, use_cache=use_cache):
         warnings.warn(
             f"position_ids start again, and are read as packed documents, which are kept apart: called like "
             f"this, {class_of(model).__name__} by itself lets documents see those before them",
@@ -404,11 +373,14 @@ def packing(model: Any, masked: bool, use_cache: bool | None) -> None:
         )
 
 
-def _hidden(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
-    """Of the backbone, without chunks."""
-    backbone = backbone_of(model)
+@torch.no_grad()
+def _apart(model: Any, **given: Any) -> bool:
+    """Whether the backbone by itself, given this, makes the same hidden states of all but the first CHUNK
+    tokens as without these."""
+    backbone, ids = backbone_of(model), some_tokens(model)[0]
     takes = inspect.signature(class_of(backbone).forward).parameters
-    given = {name: value for name, value in kwargs.items() if name in takes}
+    known = {n: v.to(ids) if isinstance(v, Tensor) else v for n, v in given.items() if n in takes}
+    forward = functools.partial(class_of(backbone).forward, backbone, return_dict=True)
     with plainly(model):
-        forward = functools.partial(class_of(backbone).forward, backbone, input_ids=ids, return_dict=True)
-        return gathering(model)(lambda: forward(**given))[0]
+        whole = gathering(model)(lambda: forward(input_ids=ids, **known))[0]
+        return alike(whole[:, CHUNK:], gathering(model)(lambda: forward(input_ids=ids[:, CHUNK:]))[0])

@@ -133,7 +133,7 @@ def compared(model: Any, kind: Kind, call: Call | None = None) -> Known:
         router.record(model)
     known = known_of(model)
     if known.is_new((kind, model.training)):
-        ways = (first_use.loss_ways if kind.loss else first_use.hidden_ways)(record_of(model).method, kind)
+        ways = first_use.ways(record_of(model).method, kind)
         first_use.compare(model, *ways, *first_use.NOT_THE_SAME)
         known.checked.add((kind, model.training))
     if call is None:

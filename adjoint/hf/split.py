@@ -248,7 +248,7 @@ def _compare(model: Any, found: Pretrained) -> None:
         batch = Batch.of(ids, labels, states=initial)
         return Steps(stages, batch, first_use.SCHEME, found.d_model)
 
-    whole, _ = first_use.loss_ways(None, Kind())
+    whole, _ = first_use.ways(None, Kind())
     try:
         first_use.compare(model, whole, first_use.by_engine(by_spans), *first_use.NOT_THE_SAME)
     except check.Refused:

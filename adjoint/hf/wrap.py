@@ -333,7 +333,7 @@ def _by_pieces(call: Call) -> CausalLMOutputWithPast:
     check.refuse_other_losses(model, kind.routed)
     call.refuse_unknown(whole=True)
     if known.is_new(("pieces", kind)):
-        whole, _ = first_use.loss_ways(method, kind)
+        whole, _ = first_use.ways(method, kind)
         by_pieces = mini_sequence.way(method, kind.counted)
         first_use.compare(model, whole, by_pieces, *mini_sequence.NOT_THE_SAME)
         known.checked.add(("pieces", kind))
