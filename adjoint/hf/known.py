@@ -132,10 +132,10 @@ def compared(model: Any, kind: Kind, call: Call | None = None) -> Known:
     if kind.routed:
         router.record(model)
     known = known_of(model)
-    if known.is_new((kind, model.training)):
+    if known.is_new(kind):
         ways = first_use.ways(record_of(model).method, kind)
         first_use.compare(model, *ways, *first_use.NOT_THE_SAME)
-        known.checked.add((kind, model.training))
+        known.checked.add(kind)
     if call is None:
         return known
     padded, packed = call.padded_left, call.packed

@@ -6,6 +6,7 @@ known by what it computes, and not by its name: a copy of it is run on a few sma
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -67,7 +68,7 @@ ROWS = (
 SAME = 1e-5  # relative L2 distance of a row of numbers that is the same but for rounding, in float32
 SIZES = 1e-6, 1e-3, 1.0, 30.0  # of a row: where a norm's eps counts, and where an MLP may clamp
 EXACT = (torch.float32, torch.float64)  # of other weights each class has its own places where it rounds
-_found: Remembered[Row | None] = Remembered()
+_found = Remembered()
 
 
 class Inside:
@@ -172,12 +173,9 @@ def _computes(module: Any, row: Row) -> bool:
 
 
 class _Map(nn.Module):
-    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.call = call
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(x)
+        vars(self)["forward"] = forward
 
 
 @contextlib.contextmanager
@@ -205,7 +203,7 @@ class _Running(threading.local):
 
 _running = _Running()
 _lock = threading.Lock()
-_inside: dict[int, int] = {}  # of each mapping, how many threads want other values in it
+_inside: collections.Counter[int] = collections.Counter()  # of each mapping, the threads that are in it
 _before: dict[int, dict[str, Any]] = {}
 
 
@@ -216,10 +214,10 @@ def rebound(places: Sequence[tuple[MutableMapping[str, Any], dict[str, Any]]]) -
     that run in other threads get what was there before. A mapping is always given the same functions."""
     with _lock:
         for mapping, ours in places:
-            if not _inside.get(id(mapping)):
+            if not _inside[id(mapping)]:
                 _before[id(mapping)] = {name: mapping[name] for name in ours}
                 mapping.update({name: _told_apart(ours[name], mapping[name]) for name in ours})
-            _inside[id(mapping)] = _inside.get(id(mapping), 0) + 1
+            _inside[id(mapping)] += 1
     _running.chunks += 1
     try:
         yield

@@ -11,7 +11,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, Generic, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
@@ -21,13 +21,12 @@ from transformers import PreTrainedConfig
 from adjoint.engine.weights import Tensors
 from adjoint.hf.layers import MISSING, class_of, put
 
-T = TypeVar("T")
-
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, frozenset, OrderedDict)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Of what every module has, the hooks alone are settings; gradient checkpointing is switched off in chunks.
-IGNORED = {*vars(nn.Module())} - {*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
+# Of what every module has, its mode and hooks are settings; gradient checkpointing is switched off in chunks.
+IGNORED = {*vars(nn.Module())} - {"training", *HOOKS}
+IGNORED -= {"_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
 IGNORED |= {"gradient_checkpointing", "_gradient_checkpointing_func", "_adjoint", "warnings_issued"}
 SMALL = 1 << 16  # elements of a buffer that is compared by value
 
@@ -153,14 +152,14 @@ def comparable(value: Any) -> Any:
     return type(value)
 
 
-class Remembered(Generic[T]):
+class Remembered:
     """What was found out about modules, as long as they, and what they are made of, are the same."""
 
     def __init__(self) -> None:
-        self.found: WeakKeyDictionary[nn.Module, tuple[Any, T]] = WeakKeyDictionary()
+        self.found: WeakKeyDictionary[nn.Module, tuple[Any, Any]] = WeakKeyDictionary()
 
-    def of(self, module: nn.Module, find: Callable[[Any], T]) -> T:
-        now = [(type(p), p.training, settings(p)) for p in (module, *module.children())]
+    def of(self, module: nn.Module, find: Callable[[Any], Any]) -> Any:
+        now = [(type(p), settings(p)) for p in (module, *module.children())]
         if module not in self.found or self.found[module][0] != now:
             self.found[module] = now, find(module)
         return self.found[module][1]
@@ -171,11 +170,14 @@ class Moment:
 
     def __init__(self, model: nn.Module, snapshot: Snapshot) -> None:
         self.model, self.snapshot, self.tensors = model, snapshot, Tensors(model)
-        self.modes = [(module, module.training) for module in model.modules()]
         self.holders = {name: holder() for name, holder in snapshot.holders.items()}
         self.trained = [(p, p.requires_grad) for p in model.parameters()]
         self.attributes = {
-            name: {a: _kept(vars(holder)[a]) for a in snapshot.settings[name]}
+            name: {
+                a: copy.copy(v) if type(v) in CONTAINERS else v
+                for a, v in vars(holder).items()
+                if a in snapshot.settings[name]
+            }
             for name, holder in self.holders.items()
         }
         rest: list[tuple[str, Tensor, Tensor | None]] = []
@@ -190,8 +192,6 @@ class Moment:
             RuntimeError: it is not.
         """
         self._check_constants()
-        if changed := [module for module, mode in self.modes if module.training != mode]:
-            raise RuntimeError(f"{class_of(changed[0]).__name__} has been put into another mode {BETWEEN}")
         if difference := self.snapshot.difference(Snapshot(self.model)):
             raise RuntimeError(f"{difference} {BETWEEN}")
 
@@ -202,17 +202,13 @@ class Moment:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Meanwhile the model is as it was: its modes, settings and hooks, its tensors, and which of them are
-        trained.
+        """Meanwhile the model is as it was: settings, hooks, tensors, and which of them are trained.
 
         Raises:
             RuntimeError: it has other modules, or constants were written to.
         """
         self._check_constants()
         with self.tensors.replaced({}), contextlib.ExitStack() as undo:
-            for module, mode in self.modes:
-                if module.training != mode:
-                    undo.callback(put(module, "training", mode))
             for parameter, trained in self.trained:
                 if parameter.requires_grad != trained and parameter.is_leaf:
                     undo.callback(parameter.requires_grad_, not trained)
@@ -233,11 +229,6 @@ class Moment:
 
 
 BETWEEN = "between forward and backward, which computes chunks again: call backward before the change"
-
-
-def _kept(value: Any) -> Any:
-    """A value that stays what it is."""
-    return copy.copy(value) if type(value) in CONTAINERS else value
 
 
 def version(tensor: Tensor) -> int:

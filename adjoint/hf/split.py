@@ -92,22 +92,16 @@ class Pretrained:
 
     def part(self, model: Any, span: range) -> Any:
         """The model with the layers `span` alone, the embedding with the first and head and final norm with
-        the last; it shares its modules with `model`."""
-        part, whole = copy.copy(model), backbone_of(model)
-        backbone = copy.copy(whole)
-        name = next(name for name, module in model.named_children() if module is whole)
-        part._modules, backbone._modules = dict(model._modules), dict(backbone._modules)
-        part._modules[name] = backbone
-        layers = getattr(backbone, self.layers)
-        backbone._modules[self.layers] = nn.ModuleList(
-            layer if k in span else PassThrough(layer, self.outputs[k]) for k, layer in enumerate(layers)
-        )
-        for module in self.last if span.stop < self.n_layer else ():
-            backbone._modules[module] = nn.Identity()
-        for table, here in ((self.embedding, span.start == 0), (self.head, span.stop == self.n_layer)):
-            if not here:
-                _leave_out(part, table)
-        return part
+        the last; it shares layers, parameters and buffers with `model`."""
+        backbone, ends = backbone_of(model), (span.start == 0, span.stop == self.n_layer)
+        gone = [getattr(backbone, name) for name in self.last if not ends[1]]
+        tables = zip((self.embedding, self.head), ends, strict=True)
+        gone += [model.get_submodule(table.rpartition(".")[0]) for table, here in tables if not here]
+        memo: dict[int, Any] = {id(module): nn.Identity() for module in gone}
+        for k, layer in enumerate(getattr(backbone, self.layers)):
+            memo[id(layer)] = layer if k in span else PassThrough(layer, self.outputs[k])
+        shared = (model.config, *model.parameters(), *model.buffers())
+        return copy.deepcopy(model, {id(one): one for one in shared} | memo)
 
     def stage(self, part: Any, span: range, recompute: str = "none") -> Backbone:
         """The stage of a part; `recompute` as `Backbone`'s."""
@@ -254,19 +248,6 @@ def _compare(model: Any, found: Pretrained) -> None:
     except check.Refused:
         why = "its layers hand on more than hidden states, and spans of them have not the whole's gradient"
         check.refuse(model, why, check.ONE_PROCESS)
-
-
-def _leave_out(part: Any, weight: str) -> None:
-    """Puts a pass-through module in the place of the one that has this weight, leaving `part`'s modules to
-    others as they are."""
-    *path, name, _ = weight.split(".")
-    module = part
-    for step in path:
-        inner = copy.copy(module._modules[step])
-        inner._modules = dict(inner._modules)
-        module._modules[step] = inner
-        module = inner
-    module._modules[name] = nn.Identity()
 
 
 @contextlib.contextmanager
