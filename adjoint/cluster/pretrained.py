@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
 
 from adjoint.checkpoint import Tensors
@@ -72,14 +72,6 @@ class PretrainedShard(Shard):
     def chunk_size(self, batch: int, seqlen: int) -> int:
         size = self.spec.layout.at_most(chunk_size_for(batch, self.device.type), seqlen)
         return scheme_of(self.spec.method, batch, seqlen, self.device.type, chunk_size=size).chunk_size
-
-    def generate(
-        self, prompt: Tensor, max_new_tokens: int, temperature: float, seed: int, chunk_size: int = 1024
-    ) -> Tensor | None:
-        raise UserError(
-            "training.sample_tokens: sharded pretrained models cannot sample; set it to 0, run adjoint "
-            "export and generate from the result"
-        )
 
 
 # Of what safetensors files call their dtypes, those that loading in float32 does not change.

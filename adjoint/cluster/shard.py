@@ -361,10 +361,15 @@ class Shard:
     def share_table(self) -> None:
         """Sends a tied table from the shard that owns it to the one with the embedding."""
         away = (self.shards - 1) * self.spec.layout.sequence
+        self.at = "copy of the tied table", True
         if self.tied_head is not None and away:
-            self._send(self.spec.worker - away, self.tied_head.detach())
+            assert self.transport is not None
+            self.transport.send(self.spec.worker - away, self.tied_head.detach())
+            self.transport.flush()
         elif self.table is not None:
-            self._receive(self.spec.worker + away, self.table.detach())
+            assert self.transport is not None
+            self.transport.post(self.spec.worker + away, self.table.detach())()
+        self.progress, self.at = self.progress + 1, ("", False)
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
@@ -402,58 +407,21 @@ class Shard:
     # --------------------------------------------------------------------------------------------- samples
 
     @torch.no_grad()
-    def generate(
-        self, prompt: Tensor, max_new_tokens: int, temperature: float, seed: int, chunk_size: int = 1024
-    ) -> Tensor | None:
-        """What `Stack.generate` does, token by token through the shards; one worker of each takes part.
+    def hidden(self, x: Tensor, begins: bool) -> Tensor:
+        """Token ids, or hidden states of the shard below, after the layers here. Their states are those after
+        the last call's tokens, unless a sequence begins."""
+        part, y = self.part, x.to(self.device)
+        if begins:
+            self.continued = part.initial_state(len(x))
+        y = part.embed(y) if part.is_first else y
+        for k, block in enumerate(part.blocks()):
+            y, self.continued[k] = block(y, self.continued[k])
+        return y.cpu()
 
-        Args:
-            prompt: (batch, seqlen) int64.
-
-        Returns:
-            (batch, seqlen + max_new_tokens) int64 on the last shard, None elsewhere.
-        """
-        part, states = self.part, self.part.initial_state(prompt.shape[0])
-        worker, sequence = self.spec.worker, self.spec.layout.sequence
-        above, below = worker + sequence, worker - sequence
-        first, last = worker % sequence, (self.shards - 1) * sequence
-        generator = torch.Generator(self.device).manual_seed(seed)
-        tokens, chunks = [prompt.to(self.device)], prompt.to(self.device).split(chunk_size, dim=1)
-        for i in range(len(chunks) + max_new_tokens - 1):
-            ids = chunks[i] if i < len(chunks) else tokens[-1]
-            if i >= len(chunks) and part.is_first and not part.is_last:
-                ids = self._receive(first + last, ids.new_empty(len(ids), 1))
-            if part.is_first:
-                y = part.embed(ids)
-            else:
-                shape = (*ids.shape, self.spec.model.d_model)
-                y = self._receive(below, torch.empty(shape, dtype=self.spec.dtype, device=self.device))
-            for k, block in enumerate(part.blocks()):
-                y, states[k] = block(y, states[k])
-            if not part.is_last:
-                self._send(above, y)
-            elif i >= len(chunks) - 1:
-                probabilities = torch.softmax(part.logits(y[:, -1]).float() / temperature, dim=-1)
-                tokens.append(torch.multinomial(probabilities, 1, generator=generator))
-                if not part.is_first and i < len(chunks) + max_new_tokens - 2:
-                    self._send(first, tokens[-1])
-            if not part.is_last and i >= len(chunks) - 1:
-                tokens.append(ids.new_empty(len(ids), 1))  # only its shape counts here
-        return torch.cat(tokens, dim=1).cpu() if part.is_last else None
-
-    def _send(self, to: int, tensor: Tensor) -> None:
-        assert self.transport is not None
-        self.at = f"message to {to}", True
-        self.transport.send(to, tensor)
-        self.transport.flush()
-        self.progress += 1
-
-    def _receive(self, source: int, room: Tensor) -> Tensor:
-        assert self.transport is not None
-        self.at = f"message from {source}", True
-        received = self.transport.post(source, room)()
-        self.progress, self.at = self.progress + 1, ("", False)
-        return received
+    @torch.no_grad()
+    def logits(self, y: Tensor) -> Tensor:
+        """Of the last shard's hidden states."""
+        return self.part.logits(y.to(self.device)).cpu()
 
     # ----------------------------------------------------------------------------------- sizes, measurements
 

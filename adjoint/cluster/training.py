@@ -26,6 +26,7 @@ from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.shard import Microbatch, total_norm
 from adjoint.engine.autograd import draw_passing
 from adjoint.errors import UserError
+from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import check_config
 from adjoint.train.config import Config, load_config
@@ -275,9 +276,8 @@ class ShardedTrainer(Trainer):
             print("no sample: sharded pretrained models cannot sample; run adjoint export, then generate")
 
     def _continue(self, prompt: torch.Tensor) -> torch.Tensor:
-        settings = self.settings
-        arguments = (settings.sample_tokens, settings.sample_temperature, settings.seed)
-        return self._all("generate", prompt.numpy(), *arguments, first=True)[-1]
+        self.model = StackInShards(self.config.model, self.group)
+        return super()._continue(prompt)
 
     def _peak_memory_bytes(self) -> int:
         return max(self._all("peak_memory_bytes"))
@@ -314,3 +314,27 @@ class ShardedTrainer(Trainer):
         replicas = f", replicas of all this: {layout.replicas}" if layout.replicas > 1 else ""
         where = f"layers {layers}, on {group.device}{helpers}{split}{replicas}"
         print(f"shards: {layout.shards}, {where}", flush=True)
+
+
+class StackInShards(Stack):
+    """A stack whose layers live in a group's shards, to continue sequences; one worker of each takes part."""
+
+    def __init__(self, config: StackConfig, group: Any) -> None:
+        with torch.device("meta"):
+            super().__init__(config, seed=0)
+        self.ranks, self.each = range(0, group.layout.owning, group.layout.sequence), group.each
+
+    def initial_state(self, batch: int) -> list[State]:
+        return []
+
+    def _hidden(
+        self, input_ids: torch.Tensor, states: list[State], *_: Any
+    ) -> tuple[torch.Tensor, list[State]]:
+        y = input_ids
+        for rank in self.ranks:
+            (y,) = self.each("hidden", {rank: (y.cpu().numpy(), not states)})
+        return y.to(input_ids.device), [()]  # which is not that of a beginning
+
+    def logits(self, y: torch.Tensor) -> torch.Tensor:
+        (found,) = self.each("logits", {self.ranks[-1]: (y.cpu().numpy(),)})
+        return found.to(y.device)

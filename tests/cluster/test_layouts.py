@@ -16,6 +16,7 @@ from adjoint.checkpoint import verify_checkpoint
 from adjoint.cluster import transport as transport_module
 from adjoint.cluster.shard import Shard
 from adjoint.cluster.spec import ShardSpec
+from adjoint.cluster.training import StackInShards
 from adjoint.cluster.transport import sum_gradients
 from adjoint.engine.program import Owners, Send
 from adjoint.errors import UserError
@@ -27,6 +28,7 @@ from adjoint.train.layout import Layout
 from adjoint.train.optimizer import make_optimizer
 from tests.cluster.threads import (
     TRAINING,
+    ThreadGroup,
     disturbed_shards,
     disturbed_stack,
     local_transports,
@@ -297,13 +299,16 @@ def test_evaluation_adds_up_to_the_loss_and_leaves_no_trace(layout: Layout) -> N
 
 def test_a_sample_is_that_of_one_process() -> None:
     """One worker of each shard takes part."""
-    prompt, found = make_ids(2, 9), []
-    for layout in (Layout(1), Layout(1, 2), Layout(2, 2)):
-        made = disturbed_shards(MIXED, layout, Exact(7), TRAINING)
-        firsts = made[:: layout.sequence]
-        (*_, tokens) = together(firsts, lambda shard: shard.generate(prompt, 6, 1.0, 0, chunk_size=4))
-        found.append(tokens)
+    prompt, found = make_ids(2, 9), [disturbed_stack(MIXED).generate(make_ids(2, 9), 6, generator=seeded())]
+    for layout in (Layout(1, 2), Layout(2, 2, 2)):
+        group: Any = object.__new__(ThreadGroup)
+        group.made, group.layout = disturbed_shards(MIXED, layout, Exact(7), TRAINING), layout
+        found.append(StackInShards(MIXED, group).generate(prompt, 6, generator=seeded(), chunk_size=4))
     assert found[0].shape == (2, 15) and all(torch.equal(tokens, found[0]) for tokens in found)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 # ------------------------------------------------------------------------------------ ranks, chunks, messages

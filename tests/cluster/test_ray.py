@@ -27,6 +27,7 @@ from adjoint.cluster import placement
 from adjoint.cluster.group import Group
 from adjoint.cluster.placement import Resources
 from adjoint.cluster.shard import total_norm
+from adjoint.cluster.training import StackInShards
 from adjoint.errors import UserError
 from adjoint.train.checkpoint import save_checkpoint
 from adjoint.train.config import ClusterConfig, TrainingConfig
@@ -79,9 +80,11 @@ def test_actors_compute_what_one_process_does(
         expected = dict(stack.named_parameters())
         assert stored.where.keys() == expected.keys()
         assert_same({name: stored[name] for name in expected}, expected, 1e-12)
-        sample = group.all("generate", make_ids(1, 5).numpy(), 12, 0.8, 3)[-1]
-        generator = torch.Generator().manual_seed(3)
-        assert torch.equal(sample, stack.generate(make_ids(1, 5), 12, 0.8, generator=generator))
+        sample, own = (
+            model.generate(make_ids(1, 5), 12, 0.8, generator=torch.Generator().manual_seed(3))
+            for model in (StackInShards(config, group), stack)
+        )
+        assert torch.equal(sample, own)
     finally:
         group.kill()
 

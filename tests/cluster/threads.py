@@ -15,7 +15,7 @@ import torch
 
 from adjoint import Stack, StackConfig
 from adjoint.cluster import training as sharded
-from adjoint.cluster.helpers import HelperShard, Task
+from adjoint.cluster.helpers import HelperShard, Task, as_tensors
 from adjoint.cluster.shard import Microbatch, Shard, total_norm
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import Channel
@@ -189,8 +189,10 @@ class ThreadGroup:
         self.spans = self.made[0].spec.spans
 
     def all(self, name: str, *arguments: Any, first: bool = False) -> list[Any]:
-        own = [torch.from_numpy(a.copy()) if isinstance(a, np.ndarray) else a for a in arguments]
-        return together(self.made, lambda shard: getattr(shard, name)(*own))
+        return together(self.made, lambda shard: getattr(shard, name)(*as_tensors(arguments)))
+
+    def each(self, name: str, arguments: dict[int, Any]) -> list[Any]:
+        return [getattr(self.made[rank], name)(*as_tensors(given)) for rank, given in arguments.items()]
 
     def kill(self) -> None:
         self.made = []
