@@ -25,12 +25,12 @@ from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.shard import Microbatch, total_norm
 from adjoint.engine.autograd import draw_passing
+from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import check_config
 from adjoint.train.config import Config, load_config
-from adjoint.train.machine import rng_state, set_rng_state
 from adjoint.train.optimizer import learning_rate
 from adjoint.train.rundir import open_run
 from adjoint.train.trainer import Gradients, Outcome, Start, Trainer
@@ -112,7 +112,7 @@ class ShardedTrainer(Trainer):
             self.step = self.saved_step = self.tokens = 0
             data, rng = self.beginning
             self.data.train.load_state_dict(data)
-            set_rng_state(rng)
+            set_torch_states(rng)
         else:
             self._resume(checkpoint)
         self.folder.start(self.step)
@@ -170,7 +170,7 @@ class ShardedTrainer(Trainer):
             else:
                 self._check_carried(None)
                 self._examine(config.model.from_pretrained)
-            self.beginning = self.data.train.state_dict(), rng_state()
+            self.beginning = self.data.train.state_dict(), torch_states()
         if checkpoint is not None:
             check_config(checkpoint, config.to_dict())
         while True:

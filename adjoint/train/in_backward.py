@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
+@dataclass(frozen=True)
 class OptimizerInBackward:
     """What `optimizer_in_backward` gives back.
 
@@ -15,25 +18,13 @@ class OptimizerInBackward:
         optimizers: one a trained parameter, by the parameter's name: for learning rates and `state_dict`.
     """
 
-    def __init__(self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizers = {name: make_optimizer([p]) for name, p in named.items()}
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(_step_of(self.optimizers[name])) for name, p in named.items()
-        ]
+    optimizers: dict[str, Optimizer]
+    hooks: list[Any]
 
     def remove(self) -> None:
         """Backward passes leave their gradients in `.grad` again."""
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.remove()
-
-
-def _step_of(optimizer: Optimizer) -> Callable[[Tensor], None]:
-    def step(_: Tensor) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def optimizer_in_backward(
@@ -56,4 +47,13 @@ def optimizer_in_backward(
     Returns:
         Its `optimizers`, by parameter name, are where a learning rate is set; `remove()` ends it.
     """
-    return OptimizerInBackward(model, make_optimizer)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizers = {name: make_optimizer([parameter]) for name, parameter in named.items()}
+    of = {id(parameter): optimizers[name] for name, parameter in named.items()}
+
+    def step(parameter: Tensor) -> None:
+        of[id(parameter)].step()
+        of[id(parameter)].zero_grad()
+
+    hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in named.values()]
+    return OptimizerInBackward(optimizers, hooks)

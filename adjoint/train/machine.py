@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from adjoint import memory
-from adjoint.engine import generators
 from adjoint.errors import UserError
 from adjoint.train.config import TrainingConfig
 from adjoint.train.gpus import by_driver_name
@@ -44,7 +43,7 @@ def pick_device(name: str) -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise UserError(
-            f"training.device: {name} asked for, but PyTorch sees {gpus or 'no'} GPU{'s' * (gpus != 1)}; "
+            f"training.device: {name} asked for, but PyTorch sees {gpus} GPUs; "
             f"use {'cuda:0' if gpus else '--training.device cpu'}"
         )
     return device
@@ -96,17 +95,6 @@ def set_up(config: TrainingConfig, device: torch.device) -> None:
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic
     torch.manual_seed(config.seed)
-
-
-def rng_state() -> dict[str, Any]:
-    """The states of PyTorch's generators. Nothing here draws from Python's or NumPy's global ones."""
-    return generators.torch_states()
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Undo `rng_state`. CUDA states are set where there are as many GPUs as there were."""
-    if state:
-        generators.set_torch_states(state)
 
 
 _HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()  # its terminal has closed

@@ -20,7 +20,7 @@ def plot_losses(
         unigram_entropy: entropy of the tokens' frequencies, nats per token.
         title: one line above the picture.
     """
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+    from matplotlib.ticker import MaxNLocator
 
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
@@ -35,11 +35,6 @@ def plot_losses(
     if unigram_entropy is not None:
         label = f"unigram entropy, {unigram_entropy:.2f}"
         axes.axhline(unigram_entropy, color="tab:gray", linestyle="--", linewidth=1, label=label)
-    if losses and max(losses) > 4 * min(losses) > 0:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.25)

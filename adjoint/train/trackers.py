@@ -33,28 +33,28 @@ class Trackers:
 
     def __init__(self, names: str, path: Path, step: int, config: dict[str, Any]) -> None:
         modules = {name: _imported(name) for name in names.split(",") if name != "none"}
-        self._logs: list[Callable[[dict[str, Any], int], Any]] = []
-        self._closes: list[Callable[[], Any]] = []
+        self._log: list[Callable[..., Any]] = []  # each called with (values, step=)
+        self._close: list[Callable[[], Any]] = []
         for name, module in modules.items():
             if name == "tensorboard":
                 board = module.SummaryWriter(str(path / "tensorboard"), purge_step=step + 1)
-                self._logs.append(functools.partial(_write_scalars, board))
-                self._closes.append(board.close)
+                self._log.append(functools.partial(_write_scalars, board))
+                self._close.append(board.close)
             else:
-                settings: dict[str, Any] = {"dir": str(path)} if name == "wandb" else {}
-                module.init(project="adjoint", name=path.name, config=config, **settings)
-                self._logs.append(functools.partial(_log, module))
-                self._closes.append(module.finish)
+                place: dict[str, Any] = {"dir": str(path)} if name == "wandb" else {}
+                module.init(project="adjoint", name=path.name, config=config, **place)
+                self._log.append(module.log)
+                self._close.append(module.finish)
 
     def show(self, row: dict[str, Any]) -> None:
         """Report a step's metrics."""
         values = {key: value for key, value in row.items() if isinstance(value, int | float)}
         values |= {f"windows/layer {k}": window for k, window in enumerate(row.get("windows", []))}
-        for log in self._logs:
-            log(values, row["step"])
+        for log in self._log:
+            log(values, step=row["step"])
 
     def close(self) -> None:
-        for close in self._closes:
+        for close in self._close:
             close()
 
 
@@ -65,10 +65,6 @@ def _imported(name: str) -> Any:
         raise UserError(
             f"training.report_to: the package {name} is not installed; pip install {name}, or leave it out"
         ) from None
-
-
-def _log(module: Any, values: dict[str, Any], step: int) -> None:
-    module.log(values, step=step)
 
 
 def _write_scalars(board: Any, values: dict[str, Any], step: int) -> None:

@@ -22,27 +22,18 @@ from adjoint.checkpoint import Tensors, list_checkpoints, step_of
 from adjoint.data.batches import Data, open_data
 from adjoint.data.tokenizer import check_bytes
 from adjoint.engine.chunk_size import default_chunk_size
+from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
 from adjoint.stack import Stack
+from adjoint.train import machine
 from adjoint.train.carry import STEM, Carried
 from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint, set_aside_after
 from adjoint.train.config import Config, TrainingConfig
-from adjoint.train.machine import (
-    StopRequest,
-    autocast,
-    peak_flops,
-    pick_device,
-    pick_precision,
-    recorded,
-    rng_state,
-    set_rng_state,
-    set_up,
-    terminal_bar,
-)
+from adjoint.train.machine import StopRequest, autocast, terminal_bar
 from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
 from adjoint.train.rundir import RunFolder, open_run
@@ -97,9 +88,9 @@ class Trainer:
     def __init__(self, config: Config, folder: RunFolder, checkpoint: Path | None) -> None:
         settings = config.training
         self.config, self.settings, self.folder = config, settings, folder
-        self.device = pick_device(settings.device)
-        self.precision = pick_precision(settings.precision, self.device)
-        set_up(settings, self.device)
+        self.device = machine.pick_device(settings.device)
+        self.precision = machine.pick_precision(settings.precision, self.device)
+        machine.set_up(settings, self.device)
         on = settings.carry_state == "previous"
         if config.model.from_pretrained is not None and config.data.tokenizer is None:
             check_bytes(config.model.from_pretrained, config.model.vocab_size)
@@ -121,7 +112,7 @@ class Trainer:
         with (
             StopRequest() as stop,
             _Progress(self.step, self.settings) as progress,
-            recorded(trace, self.settings.profile) as recording,
+            machine.recorded(trace, self.settings.profile) as recording,
             contextlib.ExitStack() as at_end,
         ):
             at_end.callback(self._wait_for_saving)
@@ -176,7 +167,7 @@ class Trainer:
             self.model = load(self.config.model.from_pretrained, self.method, lora).to(self.device, dtype)
         self.optimizer = make_optimizer(self.model, self.settings)
         self.num_parameters = self.model.num_parameters()
-        self.peak_flops = peak_flops(self.precision, self.device)
+        self.peak_flops = machine.peak_flops(self.precision, self.device)
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.flops = 4 * self.num_parameters + 2 * trained
 
@@ -378,7 +369,7 @@ class Trainer:
         folder = self.folder.path / "checkpoints"
         best, keep = self._best(), self.settings.keep_checkpoints
         spared = None if best is None else best["step"]
-        given = folder, self.step, self._files(), copy.deepcopy(trainer), rng_state(), keep, spared
+        given = folder, self.step, self._files(), copy.deepcopy(trainer), torch_states(), keep, spared
         if self.settings.save_async:
             self.saving = ThreadPoolExecutor(1).submit(save_checkpoint, *given)
         else:
@@ -403,15 +394,10 @@ class Trainer:
         self.step, self.tokens = trainer["step"], trainer["tokens"]
         if checkpoint.absolute().parent == (self.folder.path / "checkpoints").absolute():
             self.saved_step = self.step
-        set_rng_state(rng)
+        set_torch_states(rng)
         for moved in set_aside_after(self.folder.path / "checkpoints", self.step):
             print(f"set aside: {moved}, because their steps run again")
         print(f"resuming after step {self.step} from {checkpoint}")
-        for section in ("method", "training"):
-            for key, value in self.config.to_dict()[section].items():
-                before = trainer["config"][section].get(key, value)
-                if before != value:
-                    print(f"changed since the checkpoint: {section}.{key} was {before}, is {value}")
 
     def _plot(self) -> None:
         if self.folder.rows:
@@ -434,29 +420,21 @@ class Trainer:
         print(f"sample:\n{shown}\n")  # never a control sequence to the terminal
 
     def _diverged(self, what: str, value: float, step: int) -> None:
-        kept = (
-            f"the checkpoint of step {self.saved_step} is kept"
-            if self.saved_step
-            else "no checkpoint was due yet"
-        )
+        kept = f"the checkpoint of step {self.saved_step} is kept" if self.saved_step else "none is saved yet"
         raise UserError(
             f"{self.folder.path}: the {what} became {value} at step {step}, {kept}; "
             "lower training.lr, raise training.warmup_steps or lower training.grad_clip"
         )
 
-    def _method_in_words(self) -> str:
-        """The method, with the chunk size that was picked where none is given."""
-        if getattr(self.method, "chunk_size", 0) is not None:
-            return str(self.method)
-        return str(dataclasses.replace(self.method, chunk_size=self._picked_chunk_size()))
-
     def _announce(self) -> None:
-        data, settings = self.data, self.settings
+        data, settings, method = self.data, self.settings, self.method
+        if getattr(method, "chunk_size", 0) is None:
+            method = dataclasses.replace(method, chunk_size=self._picked_chunk_size())
         answers = "" if data.predicted is None else f", {data.predicted:.0%} of them predicted"
         print(
             f"run: {self.folder.path}\n"
             f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
-            f"d_model {self.config.model.d_model}; method: {self._method_in_words()}\n"
+            f"d_model {self.config.model.d_model}; method: {method}\n"
             f"data: {data.description}: {data.n_train_tokens:,} tokens to train on{answers}, "
             f"{data.n_eval_tokens:,} held out, unigram entropy {data.unigram_entropy:.4f} nats per token\n"
             f"tokenizer: {data.tokenizer.name}, {data.tokenizer.vocab_size:,} tokens\n"
@@ -472,8 +450,6 @@ class Trainer:
             print(f"adapters: rank {lora.rank}, {trained:,} parameters; the model's own are frozen")
         if pretrained is not None and self.config.data.tokenizer is None:
             print(f"note: {pretrained} has no tokenizer: the text is read as bytes (--data.tokenizer)")
-        if self.precision == "bfloat16" and self.device.type == "cpu":
-            print("note: bfloat16 on a CPU saves memory, seldom time")
         if self.step >= settings.steps:
             print(f"note: all {settings.steps} steps are done; raise training.steps to continue")
 
@@ -493,23 +469,19 @@ class _Progress:
             self.bar.close()
 
     def show(self, row: dict[str, Any]) -> None:
-        memory = f"{row['peak_memory_bytes'] / 2**30:.2f} GiB"
-        speed = f"{row['tokens_per_second']:,.0f}"
-        held_out = f"{row['eval_loss']:.4f}" if "eval_loss" in row else None
+        held_out = f"held-out {row['eval_loss']:.4f}  " if "eval_loss" in row else ""
+        speed = f"{row['tokens_per_second']:,.0f} tokens/s  peak {row['peak_memory_bytes'] / 2**30:.2f} GiB"
+        step, last = row["step"], self.settings.steps
         if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {row['loss']:.4f}, {speed} tokens/s, peak {memory}")
+            self.bar.set_postfix_str(f"loss {row['loss']:.4f}  {speed}")
             self.bar.update()
             if held_out:
-                self.bar.write(f"step {row['step']}: held-out loss {held_out}")
-            return
-        step, last = row["step"], self.settings.steps
-        if held_out or step == last or _due(step, self.settings.log_every):
+                self.bar.write(f"step {step}: {held_out}")
+        elif held_out or step == last or _due(step, self.settings.log_every):
             left = int((time.monotonic() - self.started) / (step - self.first) * (last - step))
-            evaluated = f"held-out {held_out}  " if held_out else ""
             print(
-                f"step {step}/{last}  loss {row['loss']:.4f}  {evaluated}lr {row['lr']:.2e}  "
-                f"grad norm {row['grad_norm']:.2f}  {speed} tokens/s  peak {memory}  "
-                f"left {left // 60}:{left % 60:02d}",
+                f"step {step}/{last}  loss {row['loss']:.4f}  {held_out}lr {row['lr']:.2e}  "
+                f"grad norm {row['grad_norm']:.2f}  {speed}  left {left // 60}:{left % 60:02d}",
                 flush=True,
             )
 
