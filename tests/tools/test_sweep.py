@@ -16,7 +16,6 @@ from adjoint.memory import PeakMemory, memory_left
 from adjoint.tools.sweep import compare
 from adjoint.tools.sweep import report as sweep_report
 from adjoint.tools.sweep.compare import Comparison
-from adjoint.tools.sweep.report import smallest_window
 from adjoint.train.machine import environment
 from tests.model_helpers import make_ids, make_model
 from tests.training_helpers import run, train_tiny, write_text
@@ -84,9 +83,7 @@ def test_what_is_not_finite_has_no_agreement() -> None:
 def test_rows_agree_with_gradients_compared_by_hand(variant: str) -> None:
     model, batches = make_model(variant), [make_ids(2, 20, seed=seed) for seed in range(2)]
     comparison = Comparison(model, batches, chunk_size=7, precision="float64")
-    steps: list[None] = []
-    row = comparison.row("truncated", 3, lambda: steps.append(None))
-    assert len(steps) == 2
+    row = comparison.row("truncated", 3)
     errors = []
     for ids in batches:
         found = []
@@ -134,18 +131,14 @@ def test_backprop_fits_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_smallest_window_looks_at_all_longer_ones_too() -> None:
     def row(window: int | None, error: float | None, kind: float) -> dict[str, Any]:
-        return {
-            "method": "truncated",
-            "window": window,
-            "relative_error": error,
-            "kind": {"D": {"relative_error": 0.0}, "A_log": {"relative_error": kind}},
-        }
+        kinds = {"D": {"relative_error": 0.0}, "A_log": {"relative_error": kind}}
+        return {"window": window, "relative_error": error, "kind": kinds}
 
     rows = [row(64, 0.001, 0.5), row(None, 0.0, 0.0), row(1, 0.005, 0.9), row(16, 0.02, 0.9)]
-    assert smallest_window(rows, "truncated") == (64, True)
-    assert smallest_window(rows, "truncated", every_kind=True) == (None, True)
-    assert smallest_window([*rows, row(256, None, 0.0)], "truncated") == (None, True)
-    assert smallest_window([row(None, 0.3, 0.3)], "truncated") == (None, False)
+    said = sweep_report.conclusion("truncated", rows)
+    assert said == "truncated: error below 1% from window 64, for each kind of parameter from full"
+    assert "from window full" in sweep_report.conclusion("truncated", [*rows, row(256, None, 0.0)])
+    assert "no measured window" in sweep_report.conclusion("truncated", [row(None, 0.3, 0.3)])
 
 
 def test_peak_memory_sees_what_comes_and_goes() -> None:
@@ -204,73 +197,63 @@ def test_sweep_of_a_trained_model_without_its_configuration(tmp_path: Path) -> N
     assert results(tmp_path)["rows"] == result["rows"]
 
 
-@pytest.mark.slow
 def test_a_sweep_goes_on_with_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured: list[tuple[str, int | None]] = []
-    row = Comparison.row
+    row, stop = Comparison.row, 3
 
-    def interrupted(self: Comparison, name: str, window: int | None, step: Any) -> dict[str, Any]:
-        if len(measured) == 3:
+    def counted(self: Comparison, name: str, window: int | None) -> dict[str, Any]:
+        if len(measured) == stop:
             raise KeyboardInterrupt
         measured.append((name, window))
-        return row(self, name, window, step)
+        return row(self, name, window)
 
-    # half a second each
-    monkeypatch.setattr("adjoint.tools.sweep.plot.plot_sweep", lambda result, path: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(Comparison, "row", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert sweep(tmp_path, data="random") == 130
-    assert "before the first row" in capsys.readouterr().err
-    monkeypatch.setattr(Comparison, "row", interrupted)
-    assert sweep(tmp_path, data="random") == 130
+    monkeypatch.setattr(sweep_report, "draw", lambda result, path: None)  # half a second each
+    monkeypatch.setattr(Comparison, "row", counted)
+    given = {"data": "random", "batches": 1}
+    assert sweep(tmp_path, **given) == 130
     shown = capsys.readouterr()
-    assert "gradients side by side" in shown.out and "4 rows to go" in shown.err
+    assert "against backprop" in shown.out and "run the same command to continue" in shown.err
     kept = by_key(results(tmp_path))
     assert list(kept) == measured == [("backprop", None), ("truncated", 1), ("truncated", 4)]
     assert (tmp_path / "out" / "sweep.csv").exists()
 
-    def counted(self: Comparison, name: str, window: int | None, step: Any) -> dict[str, Any]:
-        measured.append((name, window))
-        return row(self, name, window, step)
-
+    stop = -1
     measured.clear()
-    monkeypatch.setattr(Comparison, "row", counted)
-    assert sweep(tmp_path, data="random") == 0
+    assert sweep(tmp_path, **given) == 0
     whole = by_key(results(tmp_path))
     assert measured == [key for key in whole if key not in kept] and len(measured) == 4
     assert {key: whole[key] for key in kept} == kept
 
     measured.clear()
-    assert sweep(tmp_path, data="random", windows="2,4", methods="truncated") == 0  # one more window
-    assert measured == [("truncated", 2)]
-    assert len(results(tmp_path)["rows"]) == 8
+    assert sweep(tmp_path, **given, windows="2,4", methods="truncated") == 0  # one more window
+    assert measured == [("truncated", 2)] and len(results(tmp_path)["rows"]) == 8
     capsys.readouterr()
 
-    assert sweep(tmp_path, data="random", seed=1) == 2
+    assert sweep(tmp_path, **given, seed=1) == 2
     error = capsys.readouterr().err
-    assert "seed 0 there, 1 here" in error and error.count("\n") == 1
+    assert "other settings; name another --out" in error and error.count("\n") == 1
     assert len(results(tmp_path)["rows"]) == 8
-    assert sweep(tmp_path, "--no-resume", data="random", seed=1, windows="1", methods="truncated") == 0
+    assert sweep(tmp_path, "--fresh", **given, seed=1, windows="1", methods="truncated") == 0
     assert len(results(tmp_path)["rows"]) == 2
 
 
 def test_exact_is_the_baseline_where_backprop_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("adjoint.tools.sweep.plot.plot_sweep", lambda result, path: None)
+    """Rows against another reference are kept apart."""
+    monkeypatch.setattr(sweep_report, "draw", lambda result, path: None)
     monkeypatch.setattr(compare, "backprop_fits", lambda model, ids: False)
     flags = {"data": "random", "windows": "4", "methods": "truncated"}
     assert sweep(tmp_path, **flags) == 0
     assert "Exact, equal to rounding, is used instead" in capsys.readouterr().out
     rows = results(tmp_path)["rows"]
     assert [row["method"] for row in rows] == ["exact", "truncated"]
-    monkeypatch.setattr(compare, "backprop_fits", lambda model, ids: True)
-    assert sweep(tmp_path, **flags) == 0  # memory comes and goes: the sweep keeps its baseline
+    assert sweep(tmp_path, **flags, baseline="backprop") == 0
+    assert [row["method"] for row in results(tmp_path)["rows"]] == ["backprop", "truncated"]
+    assert sweep(tmp_path, **flags) == 0
     assert results(tmp_path)["rows"] == rows
-    assert sweep(tmp_path, **flags, baseline="backprop") == 2
-    assert "baseline exact there, backprop here" in capsys.readouterr().err
 
 
 def test_running_out_of_memory_is_told_and_keeps_the_rows(
@@ -278,15 +261,15 @@ def test_running_out_of_memory_is_told_and_keeps_the_rows(
 ) -> None:
     row = Comparison.row
 
-    def greedy(self: Comparison, name: str, window: int | None, step: Any) -> dict[str, Any]:
+    def greedy(self: Comparison, name: str, window: int | None) -> dict[str, Any]:
         if window == 4:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
-        return row(self, name, window, step)
+        return row(self, name, window)
 
     monkeypatch.setattr(Comparison, "row", greedy)
     assert sweep(tmp_path, data="random") == 2
-    error = capsys.readouterr().err
-    assert "truncated, window 4: out of memory; lower --chunk-size" in error and error.count("\n") == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "error: truncated, window 4: out of memory; lower --chunk-size" in error
     assert list(by_key(results(tmp_path))) == [("backprop", None), ("truncated", 1)]
 
 
@@ -300,12 +283,12 @@ def test_auto_is_a_row_with_a_window_a_layer(tmp_path: Path, capsys: pytest.Capt
     assert len(auto["windows"]) == 2 and all(15 < w < 300 for w in auto["windows"])
     assert 0 < auto["relative_error"] < rows["truncated", 4]["relative_error"]
     assert auto["vjps"] == compare.counted_vjps("truncated", auto["windows"], 300)
-    assert "truncated, auto: error" in capsys.readouterr().out
+    assert "; auto: " in capsys.readouterr().out
     with open(tmp_path / "out" / "sweep.csv", newline="") as stream:
         windows = {r["name"]: r["window"] for r in csv.DictReader(stream) if r["vjps"] == str(auto["vjps"])}
     assert windows["layers.1"] == str(auto["windows"][1]) and windows["overall"] == "auto"
-    assert sweep(tmp_path, **flags) == 0  # resumed: the row is kept
-    assert "4 rows kept" in capsys.readouterr().out
+    assert sweep(tmp_path, **flags) == 0  # the row is kept
+    assert results(tmp_path)["rows"] == result["rows"]
 
 
 def test_a_trained_vocabulary_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from adjoint.memory import size_bytes, total_memory_bytes
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.compare import report
-from adjoint.tools.points.journal import Journal, progress
+from adjoint.tools.points.journal import Journal, completed, progress
 from adjoint.tools.points.passes import fits, predicted_bytes, typical
 from adjoint.tools.points.process import Point, Process
 from adjoint.train.config import Config, Precision, load_config, plain
@@ -49,23 +49,22 @@ def main(argv: list[str]) -> int:
     print(
         f"{request.model}, {weights}, {settings['dtype']}, batch {settings['batch']} on {settings['device']}"
     )
-    result: dict[str, Any] = {"settings": settings, "environment": here}
-    interrupted = False
-    try:
-        _measure(request, settings, journal)
-    except KeyboardInterrupt:
-        interrupted = True
+    complete = completed(lambda: _measure(request, settings, journal))
     rows = list(_rows(journal))
-    result |= {"complete": not interrupted, "rows": rows, "fits": _fits(rows, settings["limit"])}
-    result[GRADIENTS] = journal.get(settings | {"way": GRADIENTS, "length": min(request.lengths)})
+    result = {
+        "settings": settings,
+        "environment": here,
+        "complete": complete,
+        "rows": rows,
+        "fits": _fits(rows, settings["limit"]),
+        GRADIENTS: journal.get(settings | {"way": GRADIENTS, "length": min(request.lengths)}),
+    }
     write_atomically(request.out / "compare.json", json.dumps(result, indent=1) + "\n")
     if rows:
         report.show(result)
         report.draw(result, request.out / "compare.png")
         print(f"written to {request.out}: compare.json, compare.png")
-    if interrupted:
-        print("interrupted; run the same command to continue", file=sys.stderr)
-    return 130 if interrupted else 0
+    return 0 if complete else 130
 
 
 def _mark(request: Namespace, settings: dict[str, Any], here: dict[str, Any]) -> str:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from adjoint.files import new_figure, save_figure
-from adjoint.tools.points.show import fits_text, plain_ticks, ticks_of_lengths, tokens
+from adjoint.tools.points.show import (
+    fits_text,
+    plain_ticks,
+    print_table,
+    size_text,
+    ticks_of_lengths,
+    tokens,
+)
 
 STYLES = {
     "transformers": ("tab:gray", "-"),
@@ -19,30 +25,21 @@ STYLES = {
 
 def show(result: Mapping[str, Any]) -> None:
     """Prints the table and the conclusion."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 120  # a file or a pipe has no width of its own
     settings, rows = result["settings"], result["rows"]
     lengths = sorted({row["length"] for row in rows})
-    table = Table(title="peak memory · time of forward + backward")
-    table.add_column("")
-    for length in lengths:
-        table.add_column(tokens(length), justify="right")
-    table.add_column(f"fits in {size_text(settings['limit'])}", justify="right")
+    table = []
     for way, fits in result["fits"].items():
         cells = {row["length"]: _cell(row) for row in rows if row["way"] == way}
-        table.add_row(way, *(cells.get(n, "") for n in lengths), fits_text(fits))
-    console.print(table)
+        table.append((way, *(cells.get(n, "") for n in lengths), fits_text(fits)))
+    head = ("", *map(tokens, lengths), f"fits in {size_text(settings['limit'])}")
+    print_table(head, table, "peak memory · time of forward + backward")
     where = result["environment"]["gpu"] or f"{result['environment']['cores']} cores"
-    console.print(
+    print(
         "memory: a step's peak above the imports, weights and gradients included, without an "
         f"optimizer; time: median of {settings['repeat']} steps; ~: by a line through the last two; {where}"
     )
     for line in conclusion(result):
-        console.print(line, style="bold")
+        print(line)
 
 
 def conclusion(result: Mapping[str, Any]) -> list[str]:
@@ -72,11 +69,6 @@ def _cell(row: Mapping[str, Any]) -> str:
     if "memory_bytes" not in row:
         return "does not fit"
     return f"{size_text(row['memory_bytes'])} · {row['seconds_per_step']:.2f} s"
-
-
-def size_text(size: float) -> str:
-    """Bytes as 812 MB or 1.50 GB."""
-    return f"{size / 1e6:,.0f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:

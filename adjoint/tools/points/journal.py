@@ -17,22 +17,17 @@ from adjoint.tools.points.process import Point
 class Journal:
     """Finished points, a line of JSON each, under a first line with the fingerprint they belong to.
 
-    A journal of another fingerprint is not continued: a new one is begun. `discarded` says so.
+    A journal of another fingerprint is not continued: `discarded` says so, and the first point that is added
+    takes the place of its own.
     """
 
     def __init__(self, path: Path, mark: str, *, fresh: bool = False) -> None:
-        self.path, self.done = path, dict[str, Point]()
-        head = json.dumps({"fingerprint": mark})
-        lines = path.read_text().splitlines() if path.exists() and not fresh else []
-        self.discarded = bool(lines) and lines[0] != head
-        kept = [head]
-        for line in lines[1:] if not self.discarded else []:
-            with contextlib.suppress(ValueError):  # the line a kill cut short
-                entry = json.loads(line)
-                self.done[entry["key"]] = entry["result"]
-                kept.append(line)
+        self.path, self.head = path, json.dumps({"fingerprint": mark})
+        head, *lines = path.read_text().splitlines() if path.exists() and not fresh else [self.head]
+        self.discarded = head != self.head
+        entries = [] if self.discarded else map(json.loads, lines)
+        self.done: dict[str, Point] = {entry["key"]: entry["result"] for entry in entries}
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, "\n".join(kept) + "\n")
 
     @staticmethod
     def key(point: Mapping[str, Any]) -> str:
@@ -46,8 +41,18 @@ class Journal:
     def add(self, point: Mapping[str, Any], result: Point) -> None:
         """Keep `result` for `point`, on disk at once."""
         self.done[self.key(point)] = result
-        with self.path.open("a") as file:
-            file.write(json.dumps({"key": self.key(point), "result": result}) + "\n")
+        entries = ({"key": key, "result": found} for key, found in self.done.items())
+        write_atomically(self.path, "\n".join([self.head, *map(json.dumps, entries)]) + "\n")
+
+
+def completed(measure: Callable[[], object]) -> bool:
+    """Whether all was measured; False after Ctrl-C."""
+    try:
+        measure()
+    except KeyboardInterrupt:
+        print("interrupted; run the same command to continue", file=sys.stderr)
+        return False
+    return True
 
 
 @contextlib.contextmanager

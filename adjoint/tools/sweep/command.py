@@ -1,17 +1,15 @@
 """`adjoint sweep`: methods × windows against backpropagation, on a model and data of the user's.
 
-Results are in one folder: sweep.json (settings, environment, all rows), sweep.csv, sweep.png. sweep.json is
-replaced after each row, so that a sweep that was stopped goes on where it was, and one that is asked for more
-windows measures only those.
+Every row is kept in a journal: a sweep that was stopped goes on where it was, and one that is asked for more
+windows measures only those. Results are in one folder: sweep.json (settings, environment, all rows),
+sweep.csv and sweep.png.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import sys
-from argparse import BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from adjoint.data.batches import open_data
+from adjoint.engine.stages import check_windows
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.formats.folders import checkpoint_config
@@ -36,15 +35,16 @@ from adjoint.methods import (
 )
 from adjoint.settings import NotNegative, Positive, whole_number
 from adjoint.stack import Stack
+from adjoint.tools.points.journal import Journal, completed, progress
 from adjoint.tools.sweep import compare, report
 from adjoint.tools.sweep.compare import Comparison, Window, window_order
+from adjoint.tools.sweep.report import window_text
 from adjoint.train.checkpoint import load_checkpoint
 from adjoint.train.config import Config, load_config, plain
 from adjoint.train.flags import Flags, comma_list, reads
-from adjoint.train.machine import environment, pick_device, set_up, terminal_bar
+from adjoint.train.machine import environment, pick_device, set_up
 from adjoint.train.rundir import find_checkpoint
 
-RESULTS = "sweep.json"
 # Keys of a training run that would be passed over here; in a configuration file they do no harm.
 _INSTEAD = {
     "--method.": "--methods, --windows and --chunk-size",
@@ -57,40 +57,36 @@ def main(argv: list[str]) -> int:
     """`adjoint sweep`: exit code 0, or 130 after Ctrl-C, with the finished rows written either way."""
     request, config = read_arguments(argv)
     comparison, result = _prepare(request, config)
-    kept = {(row["method"], row["window"]) for row in result["rows"]}
     wanted = _wanted(request, comparison)
-    missing = [key for key in wanted if key not in kept]
-    _announce(request, result, len(wanted) - len(missing))
-    if not wanted[1:]:
-        raise UserError("--windows auto: only truncated picks its windows; add it to --methods")
-    interrupted = False
+    mark = json.dumps(result["settings"], sort_keys=True)
+    journal = Journal(request.out / "points.jsonl", mark, fresh=request.fresh)
+    if journal.discarded:
+        raise UserError(
+            f"--out {request.out}: holds a sweep with other settings; name another --out, or discard it "
+            "with --fresh"
+        )
+    _announce(request, result, comparison.baseline)
     try:
-        _measure(missing, comparison, result, request.out)
-    except KeyboardInterrupt:
-        interrupted = True
-        left = len(kept) + len(missing) - len(result["rows"])
-    if not result["rows"]:
-        print("interrupted before the first row was finished", file=sys.stderr)
-        return 130
-    _write(result, request.out)
-    report.show(result)
-    written = [RESULTS, report.write_csv(result, request.out)]
-    if report.swept(result):
-        from adjoint.tools.sweep.plot import plot_sweep
-
-        plot_sweep(result, request.out / "sweep.png")
-        written.append("sweep.png")
-    print(f"written to {request.out}: {', '.join(written)}", flush=True)
-    if interrupted:
-        print(f"interrupted with {left} rows to go; run the same command to continue", file=sys.stderr)
-    return 130 if interrupted else 0
+        complete = completed(lambda: _measure(wanted, comparison, journal))
+    finally:
+        result["settings"]["baseline"] = comparison.baseline
+        result["rows"] = _rows(journal, comparison.baseline)
+        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+        write_atomically(request.out / "sweep.json", text + "\n")
+    if result["rows"]:
+        report.show(result)
+        report.write_csv(result, request.out / "sweep.csv")
+        if len(result["rows"]) > 1:
+            report.draw(result, request.out / "sweep.png")
+        print(f"written to {request.out}")
+    return 0 if complete else 130
 
 
 def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, Any]]:
-    """Sets the machine up for the model and data asked for; the result has the rows that --out holds.
+    """Sets the machine up for the model and data asked for; the result has no rows yet.
 
     Raises:
-        UserError: the device, the checkpoint, the data or the rows in --out do not fit what was asked for.
+        UserError: the device, the checkpoint or the data do not fit what was asked for.
     """
     training = dataclasses.replace(config.training, seed=request.seed)
     device = pick_device(training.device)
@@ -100,7 +96,7 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
     checkpoint = None if request.model is None else find_checkpoint(request.model, "--model")
     shape, weights = (config.model, "fresh") if checkpoint is None else _trained(checkpoint)
     batches, text, fingerprint = _batches(request, config, shape)
-    named = {
+    settings = {
         "model": dataclasses.asdict(shape),
         "weights": weights,
         "data": fingerprint,
@@ -113,36 +109,40 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
         "precision": precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
-    settings = plain(named)  # as they are read from a file
-    rows, baseline = _kept(request, settings)
     model = Stack(shape).to(device, torch.float64 if precision == "float64" else None)
     if checkpoint is not None:
         load_checkpoint(checkpoint, model, verify=False)
-    if baseline is None and request.baseline == "auto":
+    baseline = request.baseline
+    if baseline == "auto":
         fits = compare.backprop_fits(model, batches[0].to(device))
         baseline = Backprop.name if fits else Exact.name
-    settings["baseline"] = baseline or request.baseline
     result = {
-        "settings": settings,
+        "settings": plain(settings),
         "model": str(checkpoint) if checkpoint else "fresh",
         "parameters": model.num_parameters(),
         "data": text,
         "memory": PeakMemory.meaning(device),
         "environment": environment(device),
         "config": config.to_dict(),
-        "rows": rows,
     }
-    return Comparison(
-        model, batches, settings["baseline"], request.chunk_size, precision, settings["tolerance"]
-    ), result
+    return Comparison(model, batches, baseline, request.chunk_size, precision, request.tolerance), result
 
 
 def _wanted(request: Namespace, comparison: Comparison) -> list[tuple[str, Window]]:
-    """(method, window) of every row, the reference first."""
+    """(method, window) of every row, the reference first.
+
+    Raises:
+        UserError: there is none, or the model takes no windows.
+    """
     wanted: list[tuple[str, Window]] = [(comparison.baseline, None)]
     for name in request.methods:
         windows = request.windows if compare.takes(name, "window") else [None]
         wanted += [(name, w) for w in windows if w != "auto" or compare.takes(name, "tolerance")]
+    for name, window in wanted:
+        method = compare.build(name, window, comparison.seqlen, None)
+        check_windows(comparison.model.config, method.scheme(comparison.seqlen, comparison.seqlen))
+    if not wanted[1:]:
+        raise UserError("--windows auto: only truncated picks its windows; add it to --methods")
     return list(dict.fromkeys(wanted))
 
 
@@ -174,39 +174,7 @@ def _trained(checkpoint: Path) -> tuple[StackConfig, str]:
     return checkpoint_config(checkpoint), " ".join(sums)
 
 
-def _kept(request: Namespace, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
-    """The rows that the folder holds of this sweep, and their baseline.
-
-    Raises:
-        UserError: they are of a sweep with other settings, or cannot be read.
-    """
-    file = request.out / RESULTS
-    if not request.resume or not file.exists():
-        return [], None
-    remedy = "name another --out, or start again with --no-resume"
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        there = stored["settings"]
-        baseline, _ = there["baseline"], there["model"].items()
-        rows = {(row["method"], row["window"]): row for row in stored["rows"]}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"--out {request.out}: its {RESULTS} cannot be read; {remedy}") from None
-    here = {**settings, "baseline": baseline if request.baseline == "auto" else request.baseline}
-    different = _first_difference(there, here)
-    if different:
-        raise UserError(f"--out {request.out}: holds a sweep with other settings ({different}); {remedy}")
-    return list(rows.values()), baseline
-
-
-def _first_difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
-    a, b = ({**s, **{f"model.{k}": v for k, v in s["model"].items()}, "model": None} for s in (there, here))
-    for key in b | a:
-        if a.get(key) != b.get(key):
-            return f"{key} {str(a.get(key))[:16]} there, {str(b.get(key))[:16]} here"
-    return None
-
-
-def _announce(request: Namespace, result: Mapping[str, Any], kept: int) -> None:
+def _announce(request: Namespace, result: Mapping[str, Any], baseline: str) -> None:
     settings = result["settings"]
     print(
         f"model: {result['model']}, {result['parameters']:,} parameters, "
@@ -215,32 +183,26 @@ def _announce(request: Namespace, result: Mapping[str, Any], kept: int) -> None:
         f"{settings['seqlen']:,} tokens on {settings['device']} in {settings['precision']}",
         flush=True,
     )
-    if settings["baseline"] == Exact.name and request.baseline == "auto":
+    if baseline == Exact.name and request.baseline == "auto":
         print("note: backpropagation does not fit in memory here; Exact, equal to rounding, is used instead")
-    if kept:
-        print(f"{kept} rows kept from {request.out / RESULTS}")
 
 
-def _measure(
-    missing: list[tuple[str, Window]], comparison: Comparison, result: dict[str, Any], out: Path
-) -> None:
-    """Adds the missing rows to the result and writes it after each; a bar on a terminal, else lines.
+def _measure(wanted: list[tuple[str, Window]], comparison: Comparison, journal: Journal) -> None:
+    """Measures the rows that the journal lacks.
 
     Raises:
         UserError: memory has run out; it says what can be done in a sweep.
     """
-    batches = len(comparison.batches)
-    total = len(missing) * batches
-    bar = terminal_bar(total, "batch", leave=False)
-    with bar or contextlib.nullcontext():
-        for done, (name, window) in enumerate(missing):
-            text = report.row_name(name, window)
-            if bar is not None:
-                bar.set_postfix_str(text)
-            else:
-                print(f"measuring {text} (batch {done * batches + 1} of {total})", flush=True)
+    with progress(len(wanted)) as tell:
+        for name, window in wanted:
+            key = {"method": name, "window": window, "baseline": comparison.baseline}
+            text = f"{name}, window {window_text(window)}"
+            tell("", 1)
+            if journal.get(key) is not None:
+                continue
+            tell(text, 0)
             try:
-                row = comparison.row(name, window, lambda: bar is not None and bar.update())
+                journal.add(key, comparison.row(name, window))
             except (MemoryError, RuntimeError) as error:
                 if not out_of_memory(error):
                     raise
@@ -248,22 +210,13 @@ def _measure(
                     f"{text}: out of memory; lower --chunk-size, --seqlen or --data.batch, or take "
                     "--baseline exact (the rows before it are kept)"
                 ) from error
-            result["rows"].append(row)
-            _write(result, out)
 
 
-def _write(result: dict[str, Any], out: Path) -> None:
-    """Writes sweep.json, its rows in order: the reference, then by method and window."""
-    methods = [result["settings"]["baseline"], *METHODS]
-
-    def place(row: dict[str, Any]) -> tuple[Any, ...]:
-        name = row["method"]
-        return methods.index(name) if name in methods else len(methods), window_order(row["window"])
-
-    result["rows"].sort(key=place)
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomically(out / RESULTS, text + "\n")
+def _rows(journal: Journal, baseline: str) -> list[dict[str, Any]]:
+    """What is known against this reference: the reference first, then by method and window."""
+    methods = list(dict.fromkeys([baseline, *METHODS]))
+    rows = [row for row in journal.done.values() if row["baseline"] == baseline]
+    return sorted(rows, key=lambda row: (methods.index(row["method"]), window_order(row["window"])))
 
 
 # ----------------------------------------------------------------------------------------- the command line
@@ -351,8 +304,7 @@ def _parser() -> Flags:
         reads(Literal["auto", Backprop.name, Exact.name]),
         default="auto",
     )
-    resume = "keep finished rows of the same sweep in DIR (default)"
-    add("--resume", resume, action=BooleanOptionalAction, default=True)
+    add("--fresh", "discard earlier results in DIR and measure all", action="store_true")
     return parser
 
 

@@ -15,7 +15,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -214,12 +214,12 @@ class Comparison:
         self.device, self.seqlen = next(self.model.parameters()).device, self.batches[0].shape[1]
         self._references: list[Gradients] = []
 
-    def row(self, name: str, window: Window, step: Callable[[], object] = lambda: None) -> dict[str, Any]:
-        """Measures one method with one window (None: all) on every batch; `step` is called after each.
+    def row(self, name: str, window: Window) -> dict[str, Any]:
+        """Measures one method with one window (None: all) on every batch.
 
         Returns:
-            JSON's types only: method, window, windows (a layer's each, the longest of the batches', where the
-            method picked them; else None), cosine and relative_error (means over the batches),
+            JSON's types only: method, window, baseline, windows (a layer's each, the longest of the batches',
+            where the method picked them; else None), cosine and relative_error (means over the batches),
             relative_error_of_batches, layer and kind (name → cosine, relative_error), vjps, seconds (of
             forward + backward, median), peak_memory_bytes (largest; None where it cannot be measured).
 
@@ -252,7 +252,6 @@ class Comparison:
                 self._references.append(self._checked(found))
             agreements.append(compare(self._references[i], found))
             del found  # its memory is not the next measurement's
-            step()
         means = {
             scope: {part: _mean([a[scope][part] for a in agreements]) for part in parts}
             for scope, parts in agreements[0].items()
@@ -263,6 +262,7 @@ class Comparison:
         return {
             "method": name,
             "window": window,
+            "baseline": self.baseline,
             "windows": picked,
             **means["overall"]["overall"],
             "relative_error_of_batches": [a["overall"]["overall"].relative_error for a in agreements],

@@ -1,108 +1,75 @@
-"""What a sweep found: tables on the terminal, and sweep.csv."""
+"""What a sweep found: tables on the terminal, sweep.csv, and sweep.png."""
 
 from __future__ import annotations
 
 import csv
-import io
 import math
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adjoint.files import write_atomically
+from adjoint.files import atomic_file, new_figure, save_figure
+from adjoint.tools.points.show import print_table, size_text
 from adjoint.tools.sweep.compare import Window, window_order
 
 SMALL = 0.01  # the relative error that the summary and the picture mark
 _MOST_LAYERS = 8  # in the table; sweep.csv has them all
+_FLOOR = 1e-6  # smaller errors are drawn here: the exact ends must not press the rest together
+
+Row = Mapping[str, Any]
 
 
-def swept(result: Mapping[str, Any]) -> list[str]:
-    """The methods that were measured with a window, in the order of the rows."""
-    return list(dict.fromkeys(row["method"] for row in result["rows"] if row["window"] is not None))
+def _of_methods(result: Row) -> dict[str, list[Row]]:
+    """The rows of each method that is compared with the reference."""
+    found: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        if row["method"] != result["settings"]["baseline"]:
+            found.setdefault(row["method"], []).append(row)
+    return found
 
 
-def layers_of(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Cosine and relative error of the layers proper, without embedding, last norm and head."""
+def _layers(row: Row) -> dict[str, Row]:
+    """The layers proper, without embedding, last norm and head."""
     return {name: values for name, values in row["layer"].items() if name.startswith("layers.")}
 
 
-def worst(parts: Mapping[str, Mapping[str, Any]]) -> tuple[str, float | None]:
-    """The name and relative error of the part furthest off; None, not finite, is furthest of all."""
-    name = max(parts, key=lambda name: _distance(parts[name]))
-    return name, parts[name]["relative_error"]
-
-
-def _distance(part: Mapping[str, Any]) -> float:
+def _error(part: Row) -> float:
     return math.inf if part["relative_error"] is None else part["relative_error"]
 
 
-def smallest_window(
-    rows: Iterable[Mapping[str, Any]], name: str, every_kind: bool = False
-) -> tuple[int | None, bool]:
-    """The smallest measured window of a method from which on its relative error stays below `SMALL`.
+def _worst(row: Row) -> float:
+    """Of the kinds of parameters: over all, the many that a window hardly touches outweigh the others."""
+    return max(map(_error, row["kind"].values()))
 
-    Args:
-        every_kind: look at the kind of parameter with the largest error instead of at all of them together,
-            where the many that a window leaves nearly untouched outweigh the few that it does not.
 
-    Returns:
-        (window, found), "auto" left out: window is None for the whole sequence; found is False where even
-        that is not enough.
-    """
-    own = [row for row in rows if row["method"] == name and row["window"] != "auto"]
-    best: tuple[int | None, bool] = (None, False)
-    for row in sorted(own, key=lambda row: window_order(row["window"]), reverse=True):
-        error = worst(row["kind"])[1] if every_kind else row["relative_error"]
-        if error is None or error >= SMALL:
-            break
-        best = row["window"], True
+def smallest_window(rows: Iterable[Row], error: Callable[[Row], float] = _error) -> str | None:
+    """The smallest measured window of a method from which on the error stays below `SMALL`; None where not
+    even the longest is enough."""
+    best = None
+    for row in sorted(rows, key=lambda row: window_order(row["window"]), reverse=True):
+        if row["window"] != "auto":
+            if error(row) >= SMALL:
+                break
+            best = window_text(row["window"])
     return best
 
 
-def conclusion(result: Mapping[str, Any]) -> list[str]:
-    """One line per method that has a window: how long it must be."""
-    lines, tolerance = [], result["settings"]["tolerance"]
-    for name in swept(result):
-        rows = [row for row in result["rows"] if row["method"] == name]
-        lines += [
-            f"{name}, auto: error {error_text(row['relative_error'])} with windows of {span(row['windows'])} "
-            f"for a tolerance of {tolerance:g}"
-            for row in rows
-            if row["window"] == "auto"
-        ]
-        rows = [row for row in rows if row["window"] != "auto"]
-        (window, found), (each, every) = smallest_window(rows, name), smallest_window(rows, name, True)
-        if found:
-            kinds = f"each kind of parameter by itself: {window_text(each)}"
-            kinds = kinds if every else "not every kind of parameter"
-            lines.append(f"{name}: error below {SMALL:.0%} from {window_text(window)}; {kinds}")
-        elif rows:
-            best = min(rows, key=_distance)
-            at = f"{error_text(best['relative_error'])}, {window_text(best['window'])}"
-            lines.append(f"{name}: no measured window brings the error below {SMALL:.0%} (best: {at})")
-    return lines
+def conclusion(name: str, rows: Sequence[Row]) -> str:
+    """How long the window of a method must be."""
+    each = smallest_window(rows, _worst)
+    kinds = f"for each kind of parameter from {each}" if each else "not for every kind of parameter"
+    said = f"error below {SMALL:.0%} from window {smallest_window(rows)}, {kinds}"
+    if smallest_window(rows) is None:
+        said = f"no measured window brings the error below {SMALL:.0%}"
+    if rows[-1]["window"] == "auto":
+        reach = f"{min(rows[-1]['windows']):,} to {max(rows[-1]['windows']):,}"
+        said += f"; auto: {error_text(rows[-1]['relative_error'])}, windows {reach}"
+    return f"{name}: {said}"
 
 
-def row_name(method: str, window: Window) -> str:
-    """A row in words."""
-    return f"{method}, {'window ' if isinstance(window, int) else ''}{heading(window)}"
-
-
-def heading(window: Window) -> str:
-    """A window over a column: 1,024, full, auto."""
+def window_text(window: Window) -> str:
+    """A window: 1,024, full, auto."""
     return "full" if window is None else window if window == "auto" else f"{window:,}"
-
-
-def window_text(window: int | None) -> str:
-    """A window in words."""
-    return "full" if window is None else f"{window:,} token{'s' * (window != 1)}"
-
-
-def span(windows: list[int]) -> str:
-    """The windows of all layers in words: 127 to 1,535 tokens."""
-    low, high = min(windows), max(windows)
-    return window_text(high) if low == high else f"{low:,} to {window_text(high)}"
 
 
 def error_text(error: float | None) -> str:
@@ -114,93 +81,102 @@ def error_text(error: float | None) -> str:
     return f"{error:.1e}" if error else "0"
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Prints the tables and the conclusion."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 120  # a file or a pipe has no width of its own
+def show(result: Row) -> None:
+    """Prints the tables and the conclusions."""
     settings, environment = result["settings"], result["environment"]
-    console.print(_overall_table(result))
-    for name in dict.fromkeys(row["method"] for row in result["rows"]):
-        if name != settings["baseline"]:
-            console.print(_parts_table(result, name, console.width))
+    head = ("method", "window", "error", "cosine", "vjps", "seconds", "memory")
+    print_table(head, map(_cells, result["rows"]), f"gradients, against {settings['baseline']}")
+    methods = _of_methods(result)
+    for name, rows in methods.items():
+        windows = [window_text(row["window"]) for row in rows]
+        layers = [*_layers(rows[0])]
+        parts = [("layer", layer) for layer in layers[:: -(-len(layers) // _MOST_LAYERS)]]
+        parts += [("kind", kind) for kind in rows[0]["kind"]]
+        cells = (
+            [part, *(error_text(row[scope][part]["relative_error"]) for row in rows)] for scope, part in parts
+        )
+        print_table(("part", *windows), cells, f"relative error of {name}, by window")
     device = environment["gpu"] or f"{environment['cpu']}, threads: {environment['threads']}"
-    console.print(
-        f"error: |g − r| / |r|, and cosine against {settings['baseline']}, mean of "
-        f"{settings['batches']} batches; vjps: what the paper's algorithm evaluates a batch (here they are "
+    print(
+        f"\nerror: |g − r| / |r|, and cosine against {settings['baseline']}, mean of {settings['batches']} "
+        "batches; vjps: what the paper's algorithm evaluates a batch (here they are "
         f"{3 * settings['seqlen'] * settings['model']['n_layer']:,} for every window); seconds: forward and "
         f"backward of a batch, median; memory: {result['memory']}; {device}"
     )
-    for line in conclusion(result):
-        console.print(line, style="bold")
+    for name, rows in methods.items():
+        print(conclusion(name, rows))
 
 
-def _overall_table(result: Mapping[str, Any]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="gradients side by side")
-    for title in ("method", "window", "error", "cosine", "vjps", "seconds", "memory"):
-        table.add_column(title, justify="left" if title == "method" else "right", no_wrap=True)
-    for row in result["rows"]:
-        reference = row["method"] == result["settings"]["baseline"]
-        memory, vjps = row["peak_memory_bytes"], row["vjps"]
-        table.add_row(
-            row["method"],
-            heading(row["window"]) if row["windows"] is None else f"auto ≤ {max(row['windows']):,}",
-            "reference" if reference else error_text(row["relative_error"]),
-            "" if reference or row["cosine"] is None else f"{row['cosine']:.6f}",
-            "" if vjps is None else f"{vjps:,}" if vjps < 1e8 else f"{vjps:.3e}",
-            f"{row['seconds']:.2f}",
-            "–" if memory is None else f"{memory / 2**20:,.0f} MiB",
-        )
-    return table
+def _cells(row: Row) -> tuple[str, ...]:
+    memory, vjps, auto = row["peak_memory_bytes"], row["vjps"], row["windows"]
+    return (
+        row["method"],
+        f"auto ≤ {max(auto):,}" if auto else window_text(row["window"]),
+        error_text(row["relative_error"]),
+        "" if row["cosine"] is None else f"{row['cosine']:.6f}",
+        "" if vjps is None else f"{vjps:,}",
+        f"{row['seconds']:.2f}",
+        "–" if memory is None else size_text(memory),
+    )
 
 
-def _parts_table(result: Mapping[str, Any], method: str, width: int) -> Any:
-    """Relative error of one method: parts of the model down, windows across."""
-    from rich.table import Table
-
-    rows = [row for row in result["rows"] if row["method"] == method]
-    shown = _evenly(rows, max(2, (width - 20) // 13))
-    table = Table(title=f"relative error of {method}, by window")
-    table.add_column("part")
-    for row in shown:
-        table.add_column(heading(row["window"]), justify="right")
-    for scope, names in (("layer", _evenly(layers_of(rows[0]), _MOST_LAYERS)), ("kind", rows[0]["kind"])):
-        for name in names:
-            table.add_row(name, *(error_text(row[scope][name]["relative_error"]) for row in shown))
-        table.add_section()
-    return table
-
-
-def _evenly(values: Iterable[Any], most: int) -> list[Any]:
-    """At most `most` of the values: the first, the last and evenly between."""
-    values = list(values)
-    if len(values) <= most:
-        return values
-    return [values[i] for i in sorted({round(i * (len(values) - 1) / (most - 1)) for i in range(most)})]
-
-
-def write_csv(result: Mapping[str, Any], folder: Path) -> str:
-    """Writes sweep.csv, a line per row and part of the model; returns its name.
+def write_csv(result: Row, path: Path) -> None:
+    """Writes a line per row and part of the model.
 
     scope is overall, layer or kind, name the part. window is empty for the whole sequence; where it is auto,
     the lines of layers have the window of that layer.
     """
-    text = io.StringIO()
-    write = csv.writer(text, lineterminator="\n").writerow
     cost = ("vjps", "seconds", "peak_memory_bytes")
-    write(("method", "window", "scope", "name", "cosine", "relative_error", *cost))
-    for row in result["rows"]:
-        parts = [("overall", "overall", row)]
-        parts += [(scope, name, values) for scope in ("layer", "kind") for name, values in row[scope].items()]
-        for scope, name, values in parts:
-            window = row["window"]
-            if row["windows"] is not None and name.startswith("layers."):
-                window = row["windows"][int(name.removeprefix("layers."))]
-            agreement = values["cosine"], values["relative_error"]
-            write((row["method"], window, scope, name, *agreement, *(row[key] for key in cost)))
-    write_atomically(folder / "sweep.csv", text.getvalue())
-    return "sweep.csv"
+    with atomic_file(path) as unfinished, unfinished.open("w", newline="") as stream:
+        write = csv.writer(stream, lineterminator="\n").writerow
+        write(("method", "window", "scope", "name", "cosine", "relative_error", *cost))
+        for row in result["rows"]:
+            parts = [("overall", "overall", row)]
+            parts += [(scope, name, part) for scope in ("layer", "kind") for name, part in row[scope].items()]
+            for scope, name, part in parts:
+                window = row["window"]
+                if row["windows"] is not None and name.startswith("layers."):
+                    window = row["windows"][int(name.removeprefix("layers."))]
+                agreement = part["cosine"], part["relative_error"]
+                write((row["method"], window, scope, name, *agreement, *(row[key] for key in cost)))
+
+
+def _height(error: float) -> float:
+    """An error in the picture; what is not finite is as far off as can be."""
+    return 1.0 if math.isinf(error) else max(error, _FLOOR)
+
+
+def draw(result: Row, path: Path) -> None:
+    """Draws the relative error by window: a line per method, the spread of its layers as a band."""
+    settings, methods = result["settings"], _of_methods(result)
+    windows = sorted({row["window"] for rows in methods.values() for row in rows}, key=window_order)
+    figure = new_figure(9, 5.2)
+    axes = figure.add_subplot()
+    axes.set_yscale("log")
+    for name, rows in methods.items():
+        plain = [row for row in rows if row["window"] != "auto"]
+        at = [windows.index(row["window"]) for row in plain]
+        layers = [[_height(_error(part)) for part in _layers(row).values()] for row in plain]
+        (line,) = axes.plot(at, [_height(_error(row)) for row in plain], "o-", label=conclusion(name, rows))
+        colour = line.get_color()
+        axes.plot(at, [_height(_worst(row)) for row in plain], "--", color=colour)
+        axes.fill_between(at, [*map(min, layers)], [*map(max, layers)], color=colour, alpha=0.13)
+        for row in rows[len(plain) :]:
+            axes.plot(windows.index("auto"), _height(_error(row)), "*", color=colour, markersize=12)
+    axes.axhline(SMALL, color="tab:gray", linestyle=":", linewidth=1.2)
+    axes.set_xticks(range(len(windows)), map(window_text, windows), rotation=45)
+    axes.yaxis.set_major_formatter(lambda y, _: f"{'≤ ' if y < 1.5 * _FLOOR else ''}{100 * y:g}%")
+    weights = "fresh" if settings["weights"] == "fresh" else "trained"
+    axes.set(
+        xlabel=f"window: tokens that a layer's recurrence reaches back (full: {settings['seqlen']:,})",
+        ylabel=f"relative error of the gradient, against {settings['baseline']}",
+    )
+    axes.set_title(
+        f"How long a window? {weights} model, {settings['model']['n_layer']} layers, "
+        f"{settings['seqlen']:,} tokens, {settings['batches']} batches\n"
+        "line: all parameters; band: the layers, nearest to furthest; dashed: the worst kind of parameter",
+        fontsize=10,
+    )
+    axes.grid(alpha=0.25)
+    figure.legend(loc="outside lower center", frameon=False, fontsize=9)
+    save_figure(figure, path)
