@@ -11,6 +11,7 @@ Before a way is timed its gradients are compared with plain backpropagation's, o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes.util
 import itertools
 import statistics
@@ -82,17 +83,7 @@ def builder(model: Point) -> Callable[[], Any]:
     cls = getattr(transformers, model["class"])
     options = {name: value for name, value in model.items() if name != "class"}
 
-    def build() -> Any:
-        made = cls(cls.config_class(**options, use_cache=False)).train()
-        with torch.no_grad():
-            for name, parameter in made.named_parameters():
-                # A delta rule's steps as small as trained: at the initial ones a state is gone after a token,
-                # and the float32 inside transformers' rule leaves nothing of A_log's gradient to compare.
-                if name.endswith("linear_attn.dt_bias"):
-                    parameter -= 5
-        return made
-
-    return build
+    return lambda: cls(cls.config_class(**options, use_cache=False)).train()
 
 
 def loss_by(model: Any, way: Point) -> Callable[[Tensor], Tensor]:
@@ -109,6 +100,25 @@ def loss_by(model: Any, way: Point) -> Callable[[Tensor], Tensor]:
     if method is not None:
         adjoint.wrap(model, method)
     return lambda ids: model(input_ids=ids, labels=ids).loss
+
+
+@contextlib.contextmanager
+def float32_is_float64() -> Iterator[None]:
+    """Casts to float32 are to float64: transformers rounds norms, scans and losses so in a float64 model too,
+    and many layers amplify it until right gradients look wrong."""
+    float_, to = torch.Tensor.float, torch.Tensor.to
+
+    def wide(value: Any) -> Any:
+        return torch.float64 if value is torch.float32 else value
+
+    def to_wide(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return to(x, *map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
+
+    torch.Tensor.float, torch.Tensor.to = torch.Tensor.double, to_wide  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.float, torch.Tensor.to = float_, to  # type: ignore[method-assign]
 
 
 def measure(point: Point) -> Point:
@@ -130,7 +140,8 @@ def measure(point: Point) -> Point:
 
     if "ways" in point:
         each = ((name, prepare(way)) for name, way in point["ways"].items())
-        return {"gradients": gradients_apart(each, ids)}
+        with float32_is_float64() if point["dtype"] == COMPARED else contextlib.nullcontext():
+            return {"gradients": gradients_apart(each, ids)}
 
     def repeat(step: Callable[[], object]) -> list[float]:
         return repeated(step, point["device"], point["repeat_s"], least=1, most=20)
