@@ -43,8 +43,7 @@ from adjoint.tools.points.journal import Journal
 from adjoint.tools.points.process import Point
 from benchmarks import report, runner
 from benchmarks.gpu import kernels, tables
-from benchmarks.gpu.flops import data_sheet, forward_flops
-from benchmarks.gpu.model import read_model
+from benchmarks.gpu.flops import data_sheet
 from benchmarks.gpu.tables import status
 from benchmarks.gpu.wrapped import MODELS, WAYS, tiny
 from benchmarks.kernels.contenders import CONTENDERS
@@ -190,7 +189,6 @@ class Gpu(Benchmark):
             help="among a to h (default a to f)")  # fmt: skip
         add("--budget-s", type=int, metavar="S", help="seconds for each stage (default: each has its own)")
         add("--dry-run", action="store_true", help="tiny sizes on the CPU")
-        add("--config", type=Path, help="whose model: section is taken (default configs/mamba-1.27b.yaml)")
         add("--lengths", type=runner.tokens, nargs="+", help="of stages g and h (default 32K … 1M)")
         add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME",
             help=f"of stage g: {', '.join(METHODS)}")  # fmt: skip
@@ -199,12 +197,7 @@ class Gpu(Benchmark):
         runner.at_least(parser, options, budget_s=1, lengths=16)
         if not options.dry_run and not torch.cuda.is_available():
             parser.error("torch sees no CUDA device here; --dry-run tries the command on the CPU")
-        try:
-            own = TINY if options.dry_run else LARGE
-            model = read_model(options.config) if options.config else own
-            forward_flops(StackConfig(**model))
-        except (ValueError, TypeError) as error:
-            parser.error(f"--config {options.config}: {error}")
+        model = TINY if options.dry_run else LARGE
         options.budgets = {name: options.budget_s or stage.budget_s for name, stage in STAGES.items()}
         options.sizes = sizes_of(model, dry=options.dry_run)
         options.sizes.curve = sorted(set(options.lengths or options.sizes.curve))
@@ -218,14 +211,12 @@ class Gpu(Benchmark):
         return report.environment("flash-linear-attention", "fla-core", "liger-kernel", "pytest")
 
     def payload(self, options: argparse.Namespace, found: Found) -> Row:
-        own = "a tiny model" if options.dry_run else "mamba-1.27b.yaml"
         return {
             "dry_run": options.dry_run,
             "device": options.sizes.device,
             "cuda": torch.version.cuda,
             "hardware": [] if options.dry_run else cuda_devices(),
             "driver": None if options.dry_run else driver(),
-            "config": options.config.name if options.config else own,
             "model": options.sizes.model,
             "data_sheet_flops": data_sheet(options.device_name, options.sizes.precision),
             "budgets": options.budgets,

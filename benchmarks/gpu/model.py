@@ -7,7 +7,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,27 +31,6 @@ TOP_KERNELS = 15  # those that take most of a tile's time are named
 # ‖difference‖ / ‖gradient‖ of two orders of rounding; half precision has no limit that would not be a guess.
 DISTANCES = {"float64": 1e-10, "float32": 1e-4}
 AS_GOOD_AS_BACKPROP = 1.5  # how much farther from the float64 gradient Exact may be
-
-
-def read_model(path: Path) -> dict[str, Any]:
-    """The `model:` section of a configuration file, StackConfig's arguments.
-
-    Raises:
-        ValueError: there is no such file or section, or PyYAML is missing.
-    """
-    try:
-        import yaml
-
-        section = (yaml.safe_load(path.read_text()) or {}).get("model")
-    except ImportError:
-        raise ValueError("pip install pyyaml to read it") from None
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, AttributeError) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
-    if not isinstance(section, dict):
-        raise ValueError(f"{path}: has no section model")
-    return section
 
 
 def build(point: Point) -> adjoint.Stack:

@@ -131,7 +131,6 @@ REFUSED = [
     (Gpu(), ["--dry-run", "--stages", "z"], "invalid choice"),
     (Gpu(), ["--dry-run", "--budget-s", "0"], "--budget-s must be 1 or more"),
     (Gpu(), ["--dry-run", "--lengths", "8"], "--lengths must be 16 or more"),
-    (Gpu(), ["--dry-run", "--config", "none.yaml"], "No such file"),
 ]
 
 
