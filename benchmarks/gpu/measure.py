@@ -10,15 +10,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from adjoint.tools.points import process
 from adjoint.tools.points.process import ROOT, Point
+from benchmarks import steps
 from benchmarks.gpu import kernels, model
 from benchmarks.gpu.step import MARGIN_S, step
-from benchmarks.gpu.wrapped import wrapped
 from benchmarks.kernels import roof
 
 MOST_S = 3600  # for the tests, where there is no limit
@@ -28,13 +27,11 @@ def measure(point: Point) -> Point:
     """The point's result."""
     kinds: dict[str, Callable[[Point], Point]] = {
         "roof": lambda p: dict(roof.measure(p["device"], getattr(torch, p["dtype"]))),
-        "backend": backend,
+        "trial": kernels.tried,
         "values": kernels.values,
         "times": kernels.times,
         "tile": model.tile,
         "compared": model.compared,
-        "gradient": model.gradient,
-        "chunks": model.chunks,
         "step": step,
         "wrapped": wrapped,
         "tests": gpu_tests,
@@ -42,11 +39,12 @@ def measure(point: Point) -> Point:
     return kinds[point["kind"]](point)
 
 
-def backend(point: Point) -> Point:
-    """Whose code runs an operation, after its trial; and how long that took, compilation included."""
-    began = time.perf_counter()
-    found = kernels.required(point["operation"], point["device"], getattr(torch, point["dtype"]))
-    return {"backend": found, "trial_s": time.perf_counter() - began}
+def wrapped(point: Point) -> Point:
+    """Bytes at the peak, seconds of each pass, and the loss of a model of transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        return {"missing": "transformers is not installed"}
+    found = steps.measure({**point, "above": "imports", "first": 64, "repeat_s": 0.0})
+    return found | {"tokens_per_second": point["length"] / min(found["seconds"])}
 
 
 def gpu_tests(point: Point) -> Point:
@@ -56,31 +54,19 @@ def gpu_tests(point: Point) -> Point:
         return {"missing": "pytest is not installed"}
     marked = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text()]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider"]
-    if point["device"] == "cpu":
-        command.append("--collect-only")
+    command += ["--collect-only"] * (point["device"] == "cpu") + [str(p.relative_to(ROOT)) for p in marked]
     limit = min(MOST_S, max(1.0, process.deadline() - time.monotonic() - MARGIN_S))
-    result: dict[str, Any] = {}
-    code = None
+    result: Point = {"passed": False}
     with tempfile.TemporaryFile("w+") as out:
         try:
-            code = subprocess.run(
-                [*command, *(str(p.relative_to(ROOT)) for p in marked)],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                timeout=limit,
-                check=False,
-            ).returncode
+            done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, stdout=out,
+                                  stderr=subprocess.STDOUT, timeout=limit, check=False)  # fmt: skip
+            result = {"passed": done.returncode == 0, "exit_code": done.returncode}
         except subprocess.TimeoutExpired:
             result["stopped"] = f"not at its end after {limit:.0f} s"
         out.seek(0)
-        lines = out.read().strip().splitlines()
-    found = re.findall(r"^(tests/.*?) (PASSED|FAILED|ERROR|SKIPPED)", "\n".join(lines), re.MULTILINE)
-    return result | {
-        "passed": code == 0,
-        "exit_code": code,
-        "summary": lines[-1].strip("= ") if lines else "no output",
-        "outcomes": dict(found),
-        "files": [p.name for p in marked],
-    }
+        said = out.read().strip()
+    found = dict(re.findall(r"^(tests/.*?) (PASSED|FAILED|ERROR|SKIPPED)", said, re.MULTILINE))
+    bad = [name for name, what in found.items() if what in ("FAILED", "ERROR")]
+    summary = said.splitlines()[-1].strip("= ") if said else "no output"
+    return result | {"summary": summary, "failed": ", ".join(bad), "outcomes": found}

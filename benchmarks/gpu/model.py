@@ -28,9 +28,8 @@ from benchmarks.timing import Mark, phases
 
 REPEAT_S = 0.3
 TOP_KERNELS = 15  # those that take most of a tile's time are named
-# ‖difference‖ / ‖gradient‖ of two orders of rounding; half precision has no limit that would not be a guess.
-DISTANCES = {"float64": 1e-10, "float32": 1e-4}
-AS_GOOD_AS_BACKPROP = 1.5  # how much farther from the float64 gradient Exact may be
+SCANS = {"mamba": "selective_scan", "gated_deltanet": "gated_delta_rule"}  # of the others ssd_scan
+AS_GOOD = 1.5  # how much farther from the float64 gradient a run may be than the one it stands beside
 
 
 def build(point: Point) -> adjoint.Stack:
@@ -48,23 +47,15 @@ def tokens(point: Point, length: int) -> Tensor:
     return ids.to(point["device"])
 
 
-def chunk_size_of(point: Point, model: adjoint.Stack, ids: Tensor) -> int:
-    """Tokens a chunk of `Exact`: the point's, else what it picks in this precision; at most the sequence."""
-    with autocast(point["precision"], ids.device):
-        return min(point["chunk_size"] or default_chunk_size(model, ids), ids.shape[1])
-
-
-def no_fallback(point: Point) -> None:
-    """Raises RuntimeError if plain PyTorch would run one of a Mamba layer's operations."""
-    for operation in ("selective_scan", "causal_conv1d", "rms_norm"):
-        required(operation, point["device"], getattr(torch, point["precision"]))
-
-
 def prepared(point: Point) -> tuple[adjoint.Stack, Tensor, int]:
-    """The model, its ids, and the chunk size of `Exact`; raises as `no_fallback` does."""
-    no_fallback(point)
+    """The model, its ids, and tokens per chunk of `Exact`: the point's, else what it picks in this precision,
+    at most the sequence. Raises RuntimeError if plain PyTorch would run one of the layers' operations."""
+    for operation in (SCANS.get(point["model"]["mixer"], "ssd_scan"), "causal_conv1d", "rms_norm"):
+        required(operation, point["device"], getattr(torch, point["precision"]))
     model, ids = build(point), tokens(point, point["length"])
-    return model, ids, chunk_size_of(point, model, ids)
+    with autocast(point["precision"], ids.device):
+        chunk_size = point["chunk_size"] or default_chunk_size(model, ids)
+    return model, ids, min(chunk_size, ids.shape[1])
 
 
 # ------------------------------------------------------------------------------------------------------- tile
@@ -99,159 +90,105 @@ def tile(point: Point) -> Point:
         parts = {"forward": _timed(forward, ids.device), "backward": _timed(backward, ids.device)}
     device_ms, wall_ms = (sum(part[key] for part in parts.values()) for key in ("device_ms", "wall_ms"))
     tiles = point["model"]["n_layer"] * math.ceil(point["step_tokens"] / chunk_size)
-    return {**parts, "device_us_per_token": 1e3 * device_ms / chunk_size, "step_s": tiles * wall_ms / 1e3}
+    return {"parts": parts, "device_us_per_token": 1e3 * device_ms / chunk_size,
+            "step_s": tiles * wall_ms / 1e3}  # fmt: skip
 
 
 def _timed(run: Callable[[Mark], object], device: torch.device) -> Point:
-    parts = phases(run, str(device), REPEAT_S)
-    device_s = statistics.median(map(sum, parts))
-    hosts = []
-    for _ in range(5):
+    def once() -> None:
+        run(lambda: None)
+
+    def seconds(times: int) -> tuple[float, float]:
+        """Of one of several runs in a row: until it was queued, and until all are done."""
         synchronize(device)
         began = time.perf_counter()
-        run(lambda: None)
-        hosts.append(time.perf_counter() - began)
-    synchronize(device)
-    repeats = max(3, min(50, int(REPEAT_S / max(device_s, *hosts))))
-    began = time.perf_counter()
-    for _ in range(repeats):
-        run(lambda: None)
-    synchronize(device)
-    wall_s = (time.perf_counter() - began) / repeats
+        for _ in range(times):
+            once()
+        queued = time.perf_counter()
+        synchronize(device)
+        return (queued - began) / times, (time.perf_counter() - began) / times
+
+    parts = phases(run, str(device), REPEAT_S)
+    device_s, host_s = statistics.median(map(sum, parts)), statistics.median(seconds(1)[0] for _ in range(5))
+    wall_s = seconds(max(3, min(50, int(REPEAT_S / max(device_s, host_s)))))[1]
     return {
         "device_ms": 1e3 * device_s,
         "phases_ms": [1e3 * statistics.median(part) for part in zip(*parts, strict=True)],
         "wall_ms": 1e3 * wall_s,
-        "host_ms": 1e3 * statistics.median(hosts),
-        **profiled(lambda: run(lambda: None), device),
+        "host_ms": 1e3 * host_s,
+        **launched(once, device),
     }
 
 
-def profiled(run: Callable[[], object], device: torch.device) -> Point:
-    """launches: kernels that the GPU was given; copies: its copies and fills; kernels: those that took most,
-    each with its calls and milliseconds. All None if the profiler says nothing, and on a CPU."""
-    nothing = {"launches": None, "copies": None, "kernels": None}
-    if device.type != "cuda":
-        return nothing
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        run()
-        synchronize(device)
-    return counted(profiler.key_averages()) or nothing
+def launched(run: Callable[[], object], device: torch.device) -> Point:
+    """launches: kernels that the GPU was given; kernels: those that took most, each with its calls and
+    milliseconds. None if the profiler says nothing, and on a CPU."""
+    averages: Any = ()
+    if device.type == "cuda":
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            run()
+            synchronize(device)
+        averages = profiler.key_averages()
+    return counted(averages)
 
 
-def counted(averages: Any) -> Point | None:
-    """The numbers of `profiled`, from the profiler's averages; None without any of a kernel."""
-    on_gpu = [
-        e for e in averages if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False)
-    ]
-    copies = [e for e in on_gpu if e.key.startswith(("Memcpy", "Memset"))]
-    kernels = sorted((e for e in on_gpu if e not in copies), key=lambda e: -e.self_device_time_total)
-    if not kernels:
-        return None
-    return {
-        "launches": sum(e.count for e in kernels),
-        "copies": sum(e.count for e in copies),
-        "kernels": [
-            {"name": e.key[:120], "calls": e.count, "ms": e.self_device_time_total / 1e3}
-            for e in kernels[:TOP_KERNELS]
-        ],
-    }
+def counted(averages: Any) -> Point:
+    """The numbers of `launched`, from the profiler's averages."""
+    kernels = [
+        e for e in averages
+        if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False)
+        and not e.key.startswith(("Memcpy", "Memset"))
+    ]  # fmt: skip
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    found = [{"name": e.key[:120], "calls": e.count, "ms": e.self_device_time_total / 1e3} for e in kernels]
+    return {"launches": sum(e.count for e in kernels) or None, "kernels": found[:TOP_KERNELS] or None}
 
 
 # -------------------------------------------------------------------------------------------------- gradients
 
 
 def compared(point: Point) -> Point:
-    """Gradients of one model by the point's methods, {name: options of `Exact`, or None for `Backprop`}.
+    """Gradients of one model by the point's runs, each beside the first one's.
 
-    Of each, as name_…, the seconds of forward and backward, of a second pass, as the first one compiles, and
-    the memory beyond what was held before. Of the second beside the first, ‖difference‖ / ‖gradient‖ and
-    the ratio of their times. That chunks cannot be recorded as CUDA graphs is an error.
+    A run is {"method": name in `adjoint`, its arguments}, and if it is to have them its "precision" and the
+    "limit" of its distance, or "beside", the run of which it may be `AS_GOOD` times as far. Of each: seconds
+    of forward and backward and memory beyond what was held before, with "warm" of a second pass, as the first
+    one compiles; ‖difference‖ / ‖gradient‖ over all parameters, and the layer where that is largest. That
+    chunks cannot be recorded as CUDA graphs is an error.
     """
     model, ids, chunk_size = prepared(point)
-    found: Point = {"chunk_size": chunk_size}
-    gradients = []
-    for name, options in point["methods"].items():
-        method = (
-            adjoint.Backprop() if options is None else adjoint.Exact(**{"chunk_size": chunk_size, **options})
-        )
+    parts: dict[str, Point] = {}
+    first: dict[str, Tensor] = {}
+    for name, run in point["runs"].items():
+        options = {"precision": point["precision"], "limit": None, "beside": None, **run}
+        precision, limit, beside = (options.pop(key) for key in ("precision", "limit", "beside"))
+        cls = getattr(adjoint, options.pop("method"))
+        method = cls(**({"chunk_size": chunk_size} if cls is adjoint.Exact else {}) | options)
+        model.to(torch.float64 if precision == "float64" else torch.float32)  # exact both ways
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "chunks cannot be recorded")
-            gradient_of(model, ids, method, point["precision"])
-            with memory.PeakMemory(ids.device) as peak:
-                synchronize(ids.device)
-                began = time.perf_counter()
-                gradients.append(gradient_of(model, ids, method, point["precision"])[0])
-                synchronize(ids.device)
-                seconds = time.perf_counter() - began
-        found |= {f"{name}_seconds": seconds, f"{name}_peak_bytes": peak.bytes}
-    found["memory_bytes"] = memory.peak_memory_bytes(ids.device)
-    found["tokens_per_second"] = point["length"] / seconds
-    found["finite"] = all(bool(torch.isfinite(g).all()) for by in gradients for g in by.values())
-    found["passed"] = found["finite"]
-    if len(gradients) > 1:
-        agreement = compare(*gradients)
-        overall = agreement["overall"]["overall"]
-        off = math.inf if overall.relative_error is None else overall.relative_error
-        limit = DISTANCES.get(point["precision"], point.get("limit"))
-        layers = {name: a.relative_error or 0.0 for name, a in agreement["layer"].items()}
-        worst = max(layers, key=layers.__getitem__, default=None)
-        first, second = (found[f"{name}_seconds"] for name in point["methods"])
-        found |= {
-            "distance": off,
-            "limit": limit,
-            "cosine": overall.cosine,
-            "worst_layer": worst,
-            "worst_layer_distance": None if worst is None else layers[worst],
-            "time_ratio": second / first,
-            "passed": found["finite"] and off <= (math.inf if limit is None else limit),
-        }
-    return found
+            for _ in range(1 + point["warm"]):
+                with memory.PeakMemory(ids.device) as peak:
+                    synchronize(ids.device)
+                    began = time.perf_counter()
+                    found = gradient_of(model, ids, method, precision)[0]
+                    synchronize(ids.device)
+                    seconds = time.perf_counter() - began
+        part: Point = {"seconds": seconds, "tokens_per_second": ids.shape[1] / seconds,
+                       "peak_bytes": peak.bytes}  # fmt: skip
+        part["finite"] = all(bool(torch.isfinite(g).all()) for g in found.values())
+        if parts:
+            agreement = compare(first, found)
+            part["distance"] = _error(agreement["overall"]["overall"])
+            part["worst_layer"] = max(agreement["layer"], key=lambda one: _error(agreement["layer"][one]))
+            part["limit"] = limit if beside is None else AS_GOOD * parts[beside]["distance"]
+            part["time_ratio"] = seconds / next(iter(parts.values()))["seconds"]
+        first, parts[name] = first or found, part
+    passed = all(p["finite"] and p.get("distance", 0) <= (p.get("limit") or math.inf) for p in parts.values())
+    held = memory.peak_memory_bytes(ids.device)
+    return {"chunk_size": chunk_size, "parts": parts, "memory_bytes": held, "passed": passed}
 
 
-def gradient(point: Point) -> Point:
-    """Exact's and Backprop's gradients against Backprop's in float64, of the same parameters: a check for
-    each of the point's precisions.
-
-    A check has ‖g − g64‖ / ‖g64‖ over all parameters together, of both methods, and the largest of a single
-    parameter of `Exact`; `between` is Exact's distance from Backprop.
-    """
-    no_fallback(point)
-    model, ids, _ = prepared(point | {"precision": "float32"})
-    ours, plain = adjoint.Exact(point["chunk_size"]), adjoint.Backprop()
-    reference, _ = gradient_of(model.double(), ids, plain, "float64")
-    checks = []
-    for precision in point["precisions"]:
-        model.to(torch.float64 if precision == "float64" else torch.float32)  # exact both ways
-        theirs = reference if precision == "float64" else gradient_of(model, ids, plain, precision)[0]
-        found, _ = gradient_of(model, ids, ours, precision)
-        off, rounding = distance(found, reference), distance(theirs, reference)
-        limit = DISTANCES["float64"] if precision == "float64" else AS_GOOD_AS_BACKPROP * rounding
-        checks.append({
-            "precision": precision,
-            "exact": off,
-            "backprop": rounding,
-            "between": distance(found, theirs),
-            "worst_parameter": max(distance({k: found[k]}, {k: reference[k]}) for k in reference),
-            "limit": limit,
-            "passed": off <= limit,
-        })  # fmt: skip
-        del theirs, found
-    return {"checks": checks, "passed": all(check["passed"] for check in checks)}
-
-
-def chunks(point: Point) -> Point:
-    """Exact's gradient with two chunk sizes that share no edge: their relative distance."""
-    model, ids, size = prepared(point)
-    other = max(1, size * 5 // 7)
-    while math.gcd(size, other) > 1:  # else every multiple of both would be an edge of both
-        other -= 1
-    first, second = (gradient_of(model, ids, adjoint.Exact(n), point["precision"])[0] for n in (size, other))
-    off, limit = distance(second, first), DISTANCES[point["precision"]]
-    return {"distance": off, "chunk_sizes": [size, other], "limit": limit, "passed": off <= limit}
-
-
-def distance(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """‖found − reference‖ / ‖reference‖ over all parameters, in float64; inf where it is not finite."""
-    error = compare(reference, found)["overall"]["overall"].relative_error
-    return math.inf if error is None else error
+def _error(agreement: Any) -> float:
+    """Infinite where the gradients are not finite."""
+    return math.inf if agreement.relative_error is None else float(agreement.relative_error)

@@ -46,41 +46,33 @@ class Watch:
         told: is called with what has been found so far, every `SPEAK_S` seconds.
 
     Attributes:
-        found: chunks done forward and backward, seconds a chunk each way, the projected seconds of the step.
+        found: chunks done forward and backward, seconds per chunk each way, the projected seconds of the
+            step.
     """
 
     def __init__(self, chunks: int, deadline: float, told: Callable[[Point], object]) -> None:
         self.chunks, self.deadline, self.told = chunks, deadline, told
-        self.began = self.turned = self.spoken = 0.0
-        self.passes = 0
+        self.passes, self.began, self.turned, self.spoken = 0, time.monotonic(), 0.0, 0.0
         self.found: Point = {}
 
-    def begin(self, model: adjoint.Stack) -> None:
-        """Follow the model's next passes."""
-        self.passes, self.began = 0, time.monotonic()
-
-        def follow(module: nn.Module, inputs: Any) -> None:
-            if inputs[0].shape[1] > TOKENS:  # else a layer with a hook is being compared on first use
-                self.chunk_begins()
-
-        model.layers[0].register_forward_pre_hook(follow)
-
-    def chunk_begins(self) -> None:
-        """A chunk's forward begins, or its recomputation: as many chunks before it are done."""
-        now = time.monotonic()
-        forward = min(self.passes, self.chunks)
-        backward = max(0, self.passes - self.chunks + 1)  # the last one was linearised in its forward
-        self.passes += 1
-        if forward == 0:
+    def follow(self, module: nn.Module, inputs: Any) -> None:
+        """The first layer's hook: a chunk's forward begins, or its recomputation, and all before are done."""
+        if inputs[0].shape[1] <= TOKENS:  # a layer with a hook is compared on first use
             return
+        now, passes = time.monotonic(), self.passes
+        self.passes += 1
+        if not passes:
+            self.began = now
+            return
+        forward = min(passes, self.chunks)
+        backward = max(0, passes - self.chunks + 1)  # the last one was linearised in its forward
         if not backward:
             self.turned = now
-            each, back = (now - self.began) / forward, None
-            lowest, projected = (self.chunks * each * (1 + ratio) for ratio in (AT_LEAST, USUALLY))
-        else:
-            each = self.found["forward_chunk_s"]
-            back = (now - self.turned - each) / backward
-            lowest = projected = self.chunks * (each + back)
+        each = (self.turned - self.began) / min(passes, self.chunks - 1)
+        back = (now - self.turned - each) / backward if backward else None
+        lowest, projected = (
+            self.chunks * (each + (ratio * each if back is None else back)) for ratio in (AT_LEAST, USUALLY)
+        )
         self.found = {
             "chunks": self.chunks,
             "chunks_forward": forward,
@@ -97,29 +89,22 @@ class Watch:
             self.told(self.found)
         few = 3  # whose mean is not yet to be trusted
         if (backward or forward) > few and self.began + lowest > self.deadline:
-            raise TooSlow(
-                f"it would take {lowest:,.0f} s, of {self.deadline - self.began:,.0f} s that there were"
-            )
+            there = self.deadline - self.began
+            raise TooSlow(f"it would take {lowest:,.0f} s, of {there:,.0f} s that there were")
 
 
 def step(point: Point) -> Point:
     """A step by a method, on a GPU under a cap on the memory that PyTorch may take.
 
     memory_bytes: on a GPU what tensors held at most, weights and optimizer included; on a CPU the peak of the
-    resident set above what the libraries took. held_bytes: the same before the step. One of `Exact` that
-    would not end in time is stopped: {"stopped": why}, with what was found until then.
+    resident set. held_bytes: on a GPU the same before the step. One of `Exact` that would not end in time is
+    stopped: {"stopped": why}, with what was found until then.
     """
     device, length, settings = torch.device(point["device"]), point["length"], TrainingConfig()
     cuda = device.type == "cuda"
     if cuda and point["cap_bytes"]:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, point["cap_bytes"] / total), device)
-    if not cuda:  # load every library before what they take is taken note of
-        tiny = models.build(
-            point | {"model": point["model"] | {"d_model": 16, "n_layer": 1, "mixer": "mamba"}}
-        )
-        _step(tiny, make_optimizer(tiny, settings), models.tokens(point, 8), adjoint.Backprop(), point)
-    base = memory.rss_bytes()[0]
     model, ids, chunk_size = models.prepared(point)
     optimizer = make_optimizer(model, settings)
     exact = point["method"] == "exact"
@@ -138,20 +123,16 @@ def step(point: Point) -> Point:
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    held = torch.cuda.memory_allocated(device) if cuda else memory.rss_bytes()[0] - base
+    held = torch.cuda.memory_allocated(device) if cuda else None
 
     def peak() -> Point:
-        if cuda:
-            return {
-                "memory_bytes": torch.cuda.max_memory_allocated(device),
-                "reserved_bytes": torch.cuda.max_memory_reserved(device),
-            }
-        return {"memory_bytes": memory.rss_bytes()[1] - base, "reserved_bytes": None}
+        reserved = torch.cuda.max_memory_reserved(device) if cuda else None
+        return {"memory_bytes": memory.peak_memory_bytes(device), "reserved_bytes": reserved}
 
     deadline = process.deadline() - MARGIN_S
     watch = Watch(math.ceil(length / chunk_size), deadline, lambda found: process.report({**found, **peak()}))
     if exact:
-        watch.begin(model)
+        model.layers[0].register_forward_pre_hook(watch.follow)
     try:
         found = _step(model, optimizer, ids, method, point)
     except TooSlow as error:
@@ -173,7 +154,7 @@ def step(point: Point) -> Point:
         "tokens_per_second": length / whole,
         "chance_loss": math.log(model.config.vocab_size),
         "finite": finite,
-        "without_gradient": none,
+        "without_gradient": ", ".join(none),
         "passed": finite and not none,
     }
 

@@ -9,7 +9,7 @@ import torch
 from adjoint.memory import PeakMemory
 from adjoint.tools.points.process import Point
 from benchmarks.kernels import roof
-from benchmarks.kernels.contenders import CONTENDERS, Contender
+from benchmarks.kernels.contenders import CONTENDERS, Contender, Function
 from benchmarks.kernels.operations import OPS, Tensors, answer, draw, results
 from benchmarks.timing import Mark, phases
 
@@ -43,14 +43,12 @@ def time_contender(point: Point) -> Point:
     dtype, backward = getattr(torch, point["dtype"]), contender.runs_backward(point["size"])
     result: Point = {}
     if point["file"]:
-        inputs, dy = draw(op, _check_size(point), device, dtype)
-        found = results(op, function, contender.enter(inputs), contender.cotangent(dy), backward)
-        errors = _errors(torch.load(point["file"]), contender, found, inputs)
+        small = point | {"size": _check_size(point)}
+        errors = checked(small, contender, function, torch.load(point["file"]), backward)
         wrong = {name: error for name, error in errors.items() if not error <= LIMITS[point["dtype"]]}
         result = {"errors": errors, "wrong": wrong}
         if wrong:
             return result
-        del found
     inputs, dy = draw(op, point["size"], device, dtype)
     leaves, dy = contender.enter(inputs), contender.cotangent(dy)
     del inputs
@@ -76,9 +74,14 @@ def time_contender(point: Point) -> Point:
     return result
 
 
-def _errors(want: Tensors, contender: Contender, found: Tensors, inputs: Tensors) -> dict[str, float]:
-    """‖error‖ / ‖value‖ of the outputs and each gradient against the answer in float64."""
-    errors = {}
+def checked(
+    point: Point, contender: Contender, function: Function, want: Tensors, backward: bool = True
+) -> dict[str, float]:
+    """‖error‖ / ‖value‖ of the outputs and each gradient of the contender's function against the answer in
+    float64, at the point's size; infinite where there are NaNs."""
+    op, errors = OPS[point["op"]], {}
+    inputs, dy = draw(op, point["size"], point["device"], getattr(torch, point["dtype"]))
+    found = results(op, function, contender.enter(inputs), contender.cotangent(dy), backward)
     for name, value in found.items():
         value = contender.leave(name, value, inputs).double().cpu()
         if value.shape != want[name].shape:
