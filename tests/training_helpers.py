@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -23,12 +24,7 @@ SENTENCE = "the state of a chunk is all that next needs to know about every toke
 
 def write_text(path: Path, words: int = 3000) -> Path:
     """A text file with some structure to learn, the same on every machine."""
-    vocabulary = SENTENCE.split()
-    state, picked = 1, []
-    for _ in range(words):
-        state = (1103515245 * state + 12345) % 2**31
-        picked.append(vocabulary[(state >> 16) % len(vocabulary)])
-    path.write_text(" ".join(picked))
+    path.write_text(" ".join(random.Random(1).choices(SENTENCE.split(), k=words)))
     return path
 
 

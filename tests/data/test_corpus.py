@@ -13,7 +13,7 @@ import pytest
 from adjoint.data import sources as corpus
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.errors import UserError
-from tests.data.text_helpers import TEXTS, own_cache, packed, stream, words, write  # noqa: F401  (own_cache: autouse)
+from tests.data.text_helpers import TEXTS, packed, stream, words, write
 
 
 def test_default_is_the_standard_library_split_by_file() -> None:
@@ -173,14 +173,6 @@ def test_split_is_by_file_and_does_not_depend_on_where_the_folder_lies(tmp_path:
         splits.append([file.name for file in held])
     assert splits[0] == splits[1]
     assert splits[0] != sorted(splits[0])  # a mixture, not the first of the folder
-
-
-def test_parquet_column(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.parquet", TEXTS, field="body")
-    with pytest.raises(UserError, match=r"no field 'text'; there are 'id', 'body': choose with data.text_f"):
-        open_data(DataConfig(path=str(file), seqlen=8))
-    with pytest.raises(UserError, match="field 'id' is int, not text"):
-        open_data(DataConfig(path=str(file), seqlen=8, text_field="id"))
 
 
 def test_conversations_of_a_table_are_those_of_lines(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Small corpora for the tests of the text pipeline, and a cache folder of their own for each test."""
+"""Small corpora and a tokenizer for the tests of the text pipeline."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +14,20 @@ from adjoint.data.batches import Data
 TEXTS = ["The first document.\r\nTwo lines.\n", "Zweites Schriftstück: λ, 状態 🌊", "third\n" * 40]
 
 
-@pytest.fixture(autouse=True, name="cache")
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("ADJOINT_CACHE", str(folder))
-    return folder
+def bpe_tokenizer(texts: list[str], vocab_size: int, special_tokens: list[str]) -> Any:
+    """A byte-level tokenizer of the tokenizers library, trained on the spot."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def stream(data: Data) -> list[int]:

@@ -98,9 +98,6 @@ DAMAGE = {
     "rng.pt is missing": lambda path: (path / "rng.pt").unlink(),
     "MANIFEST.json is missing": lambda path: (path / "MANIFEST.json").unlink(),
     "MANIFEST.json cannot be read": lambda path: (path / "MANIFEST.json").write_text('{"format": 1'),
-    "MANIFEST.json is incomplete": lambda path: (path / "MANIFEST.json").write_text(
-        '{"format":1,"files":{}}'
-    ),
 }
 
 

@@ -23,9 +23,9 @@ from adjoint.errors import UserError
 from adjoint.tools.eval.command import _held_out
 from adjoint.train.config import load_config
 from tests.cluster.threads import train_in_threads
+from tests.data.text_helpers import bpe_tokenizer
 from tests.training_helpers import SENTENCE, metrics, same_training, tiny, train_tiny
 
-tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 320
@@ -33,16 +33,7 @@ VOCAB = 320
 
 def tokenizer_folder(folder: Path) -> None:
     """A tokenizer of the words of `write_text`, with a chat template, as `save_pretrained` writes it."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCAB - 20,
-        special_tokens=["<|end|>", "<|user|>", "<|assistant|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([SENTENCE] * 3, trainer)
+    backend = bpe_tokenizer([SENTENCE] * 3, VOCAB - 20, ["<|end|>", "<|user|>", "<|assistant|>"])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
     fast.save_pretrained(folder)
 

@@ -31,7 +31,7 @@ from adjoint.train.machine import StopRequest
 from adjoint.train.optimizer import learning_rate, parameter_groups
 from adjoint.train.rundir import RunFolder
 from tests.cluster.threads import train_in_threads
-from tests.training_helpers import exit_code, forked, metrics, tiny, train_tiny, weights
+from tests.training_helpers import exit_code, forked, metrics, same_training, tiny, train_tiny, weights
 
 KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory_bytes", "time"}
 
@@ -130,10 +130,9 @@ def test_a_thread_saves_the_same_bits_while_later_steps_are_done(
     monkeypatch.setattr(trainer, "save_checkpoint", after_the_next_step)
     assert train_tiny(tmp_path, training__save_async=True) == 0
     assert_same_run(tmp_path / "run", reference)
-    mine, theirs = (list_checkpoints(run / "checkpoints") for run in (tmp_path / "run", reference))
-    for one, other in zip(mine, theirs, strict=True):
+    for one in list_checkpoints(tmp_path / "run" / "checkpoints"):
         for name in ("model.safetensors", "optimizer.safetensors", "rng.pt"):
-            assert (one / name).read_bytes() == (other / name).read_bytes()
+            assert (one / name).read_bytes() == (reference / "checkpoints" / one.name / name).read_bytes()
         assert json.loads((one / "trainer.json").read_text())["tokens"] == 64 * step_of(one)
 
 
@@ -237,48 +236,22 @@ def test_output_that_nobody_reads_is_dropped_and_the_run_goes_on(reference: Path
     assert_same_run(tmp_path / "run", reference)
 
 
-def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
-    sign = tmp_path / "stuck"
-
-    def stuck(*_: object) -> None:
-        sign.touch()
-        while True:
-            time.sleep(0.05)
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    shown, end = os.pipe()
 
     def work() -> int:
-        torch.nn.utils.clip_grad_norm_ = stuck
-        return main(tiny(tmp_path))
+        with StopRequest():
+            print("at work")
+            while True:
+                time.sleep(0.05)
 
-    error, end = os.pipe()
-    null = os.open(os.devnull, os.O_WRONLY)
-    child = forked(work, null, end)
-    os.close(end)
-    deadline = time.monotonic() + 60
-    while not sign.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    child = forked(work, end, end)
+    assert os.read(shown, 1000) == b"at work\n"
     os.kill(child, signal.SIGINT)
-    assert b"once more stops at once" in os.read(error, 1000)
+    assert b"once more stops at once" in os.read(shown, 1000)
     assert os.waitpid(child, os.WNOHANG) == (0, 0)
     os.kill(child, signal.SIGINT)
     assert exit_code(child, 10) == -signal.SIGINT
-    os.close(error)
-    os.close(null)
-
-
-def test_resuming_a_damaged_run_uses_the_checkpoint_before(
-    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train_tiny(tmp_path) == 0
-    damaged = tmp_path / "run" / "checkpoints" / "step-00000008"
-    (damaged / "model.safetensors").write_bytes(b"")
-    capsys.readouterr()
-    assert train_tiny(tmp_path, run__resume="auto") == 0
-    captured = capsys.readouterr()
-    assert len(captured.err.splitlines()) == 1
-    assert str(damaged) in captured.err
-    assert "resuming after step 6" in captured.out
-    assert_same_run(tmp_path / "run", reference)
 
 
 def test_resuming_from_a_checkpoint_of_another_run_starts_a_run_of_its_own(
@@ -330,16 +303,11 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
 
 
 def test_accumulated_gradients_are_those_of_one_larger_batch(tmp_path: Path) -> None:
+    flags = {"training__precision": "float64", "training__steps": 3}
     for name, batch, parts in (("whole", 4, 1), ("parts", 2, 2)):
-        folder = tmp_path / name
-        folder.mkdir()
-        flags = {"data__batch": batch, "training__grad_accumulation": parts, "training__precision": "float64"}
-        assert train_tiny(folder, **flags, training__steps=3) == 0
-    whole, parts_ = (metrics(tmp_path / name / "run") for name in ("whole", "parts"))
-    for one, other in zip(whole, parts_, strict=True):
-        assert one["tokens"] == other["tokens"] == one["step"] * 4 * 64
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-10)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
+        own = {"data__batch": batch, "training__grad_accumulation": parts, "run__dir": tmp_path / name}
+        assert train_tiny(tmp_path, **flags, **own) == 0
+    same_training(tmp_path / "parts", tmp_path / "whole")
 
 
 def test_exact_and_backprop_train_alike(reference: Path, tmp_path: Path) -> None:
@@ -386,38 +354,31 @@ def test_metrics_are_reported_where_asked_for(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    "schedule, half_way, last",
-    [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1.0, 1.0), ("wsd", 1.0, 0.1)],
+    "schedule, at_55, at_90, last",
+    [("cosine", 0.55, 0.127, 0.1), ("linear", 0.55, 0.2, 0.1), ("constant", 1, 1, 1), ("wsd", 1, 0.55, 0.1)],
 )
-def test_the_learning_rate_warms_up_and_falls_to_its_end(schedule: Any, half_way: float, last: float) -> None:
+def test_the_learning_rate_warms_up_and_falls_to_its_end(
+    schedule: Any, at_55: float, at_90: float, last: float
+) -> None:
     config = TrainingConfig(steps=100, lr=1.0, schedule=schedule, warmup_steps=10)
     rates = [learning_rate(step, config) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
-    assert rates[9] == max(rates)
-    assert rates[54] == pytest.approx(half_way)
-    assert rates[-1] == pytest.approx(last)
+    assert [rates[54], rates[89], rates[99]] == pytest.approx([at_55, at_90, last], abs=1e-3)
     assert all(later <= earlier for earlier, later in itertools.pairwise(rates[9:]))
-    if schedule == "wsd":
-        assert rates[79] == 1.0 > rates[80] and rates[89] == pytest.approx(0.55)
-    longer = TrainingConfig(steps=4, lr=1.0, warmup_steps=10)
     assert TrainingConfig(steps=1).warmup == 0 and TrainingConfig(steps=7).warmup == 3
+    longer = TrainingConfig(steps=4, lr=1.0, warmup_steps=10)
     assert learning_rate(4, longer) == pytest.approx(0.4)  # as asked, though it ends after the run
 
 
 @pytest.mark.parametrize("mixer", ["mamba", "mamba2"])
 def test_only_matrices_of_projections_decay(mixer: str) -> None:
     model = Stack(StackConfig(vocab_size=256, d_model=32, n_layer=2, mixer=mixer, headdim=16))
-    decayed, spared = parameter_groups(model, 0.1)
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed_names = {names[id(parameter)] for parameter in decayed["params"]}  # type: ignore[attr-defined]
-    spared_names = {names[id(parameter)] for parameter in spared["params"]}  # type: ignore[attr-defined]
-    assert decayed_names | spared_names == set(names.values())
-    for part in ("in_proj.weight", "out_proj.weight"):
-        assert sum(name.endswith(part) for name in decayed_names) == 2
-    for part in ("A_log", "D", "bias", "norm.weight"):
-        assert not any(name.endswith(part) for name in decayed_names)
-    assert any("embed" in name for name in spared_names)
+    decayed, spared = (
+        {id(parameter) for parameter in group["params"]} for group in parameter_groups(model, 0.1)
+    )
+    for name, parameter in model.named_parameters():
+        assert (id(parameter) in decayed) == name.endswith(("proj.weight", "conv1d.weight")), name
+        assert (id(parameter) in decayed) != (id(parameter) in spared)
 
 
 def test_muon_has_the_matrices_and_resumes_bitwise(tmp_path: Path) -> None:
@@ -476,20 +437,17 @@ def test_every_row_of_a_run_over_shards_is_shown_as_gauges(
 ) -> None:
     """Rows with a window a layer, too."""
     ray_metrics = pytest.importorskip("ray.util.metrics")
-    shown: list[tuple[str, float, str | None]] = []
+    shown: dict[tuple[str, str | None], float] = {}
 
     class Gauge(ray_metrics.Gauge):
         def set(self, value: float, tags: dict[str, str]) -> None:
             super().set(value, tags)  # which refuses what is no number, and tags it does not know
-            shown.append((self.info["name"], value, tags.get("layer")))
+            shown[self.info["name"], tags.get("layer")] = value
 
     monkeypatch.setattr(ray_metrics, "Gauge", Gauge)
     flags = {"method__name": "truncated", "method__window": "auto", "training__steps": 2}
     train_in_threads(tiny(tmp_path, **flags, cluster__shards=2))
-    expected = []
-    for row in metrics(tmp_path / "run"):
-        windows = row.pop("windows")
-        assert len(windows) == 2
-        expected += [(f"adjoint_{key}", value, None) for key, value in row.items()]
-        expected += [("adjoint_windows", window, str(k)) for k, window in enumerate(windows)]
-    assert sorted(map(str, shown)) == sorted(map(str, [(n, float(v), k) for n, v, k in expected]))
+    last = metrics(tmp_path / "run")[-1]
+    windows = {("adjoint_windows", str(k)): window for k, window in enumerate(last.pop("windows"))}
+    assert len(windows) == 2
+    assert shown == {(f"adjoint_{key}", None): value for key, value in last.items()} | windows
