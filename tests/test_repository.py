@@ -113,7 +113,7 @@ def test_import_needs_torch_and_numpy_alone() -> None:
 import torch, numpy
 allowed = {*sys.stdlib_module_names, *(name.partition(".")[0] for name in sys.modules), "adjoint"}
 optional = '''ray triton transformers matplotlib mamba_ssm causal_conv1d liger_kernel fla mambapy pynvml yaml
-    rich tqdm safetensors tokenizers pyarrow tensorboard psutil'''.split()
+    tqdm safetensors tokenizers pyarrow tensorboard psutil'''.split()
 for name in [n for n in sys.modules if n.partition(".")[0] in optional]:
     del sys.modules[name]
 
