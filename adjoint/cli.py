@@ -19,7 +19,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from adjoint.errors import UserError
@@ -27,47 +27,28 @@ from adjoint.memory import out_of_memory
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("adjoint.cluster.training:main", "train or fine-tune a model (python train.py is the same)"),
-    "sweep": (
-        "adjoint.tools.sweep.command:main",
-        "gradient error of the methods against backpropagation, per window",
-    ),
-    "compare": (
-        "adjoint.tools.compare.command:main",
-        "memory, time and longest sequence of a Hugging Face model, wrapped and not wrapped",
-    ),
-    "plan": (
-        "adjoint.tools.plan.command:main",
-        "predict memory and time of a run, and draw its pipeline",
-    ),
-    "eval": (
-        "adjoint.tools.eval.command:main",
-        "loss by position, on texts far longer than the training length",
-    ),
-    "export": (
-        "adjoint.tools.export:main",
-        "write a run's model to a folder that transformers or mamba-ssm loads",
-    ),
-    "doctor": (
-        "adjoint.tools.doctor:main",
-        "report what this machine has, which code runs what, and whether it works",
-    ),
-    "cluster": (
-        "adjoint.cluster.command:main",
-        "list this node's GPUs and MIG slices, and how to start Ray with them",
-    ),
+    "sweep": ("adjoint.tools.sweep.command:main", "gradient error of the methods per window"),
+    "compare": ("adjoint.tools.compare.command:main", "what wrapping gains: memory, time, longest sequence"),
+    "plan": ("adjoint.tools.plan.command:main", "predict memory and time of a run, and draw its pipeline"),
+    "eval": ("adjoint.tools.eval.command:main", "loss by position, far beyond the training length"),
+    "export": ("adjoint.tools.export:main", "write a run's model for transformers or mamba-ssm"),
+    "doctor": ("adjoint.tools.doctor:main", "what this machine has, which code runs what, whether it works"),
+    "cluster": ("adjoint.cluster.command:main", "list GPUs and MIG slices, and how to start Ray with them"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
     format_before = warnings.formatwarning
     warnings.formatwarning = _format_warning
+    streams = [stream and _Output(stream) for stream in (sys.stdout, sys.stderr)]
     try:
-        with _Output.everywhere():
-            return _run(argv)
+        with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+            return _run(sys.argv[1:] if argv is None else argv)
     finally:
         warnings.formatwarning = format_before
+        for stream in filter(None, streams):
+            stream.flush()  # while what cannot be written may still be dropped
 
 
 def _run(argv: list[str]) -> int:
@@ -132,33 +113,16 @@ class _Output:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
-    @staticmethod
-    @contextlib.contextmanager
-    def everywhere() -> Iterator[None]:
-        """Both streams of this process are such ones."""
-        before = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = (stream and _Output(stream) for stream in before)
-        try:
-            yield
-        finally:
-            for stream in (sys.stdout, sys.stderr):
-                if isinstance(stream, _Output):
-                    stream.flush()  # while it may still be dropped
-            sys.stdout, sys.stderr = before
-
     def write(self, text: str) -> int:
-        with self._dropped():
-            self._stream.write(text)
+        self._or_drop(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with self._dropped():
-            self._stream.flush()
+        self._or_drop(self._stream.flush)
 
-    @contextlib.contextmanager
-    def _dropped(self) -> Iterator[None]:
+    def _or_drop(self, call: Callable[..., object], *text: str) -> None:
         try:
-            yield
+            call(*text)
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise

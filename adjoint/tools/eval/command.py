@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,30 +16,23 @@ from adjoint.checkpoint import read_trainer
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
-from adjoint.files import write_atomically
+from adjoint.files import save_figure, write_atomically
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
 from adjoint.stack import Stack
 from adjoint.tools.eval import needles, positions
+from adjoint.tools.points.show import print_table
 from adjoint.train.checkpoint import trained_model
 from adjoint.train.config import Precision
 from adjoint.train.flags import Flags, comma_list, reads
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
 from adjoint.train.rundir import find_checkpoint
 
-LENGTHS = "4K,64K"
 TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of needles
 
 
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """A model with the text settings it was made with.
-
-    Attributes:
-        model: a `Stack`, or a wrapped model of transformers. data: its run's, or what a folder of
-            transformers implies.
-        folder: where results go by default.
-    """
+class Loaded(NamedTuple):
+    """A `Stack`, or a wrapped model of transformers, the settings of its text, and where results go."""
 
     model: Any
     data: DataConfig
@@ -68,7 +61,7 @@ def main(argv: list[str]) -> int:
         "--lengths",
         "window lengths in tokens, such as 4K,64K,1M (default %(default)s)",
         comma_list(reads(SeqLen)),
-        default=LENGTHS,
+        default="4K,64K",
     )
     add("--path", "text to read; default: the held-out part of the run's own")
     add(
@@ -91,7 +84,6 @@ def main(argv: list[str]) -> int:
     )
     request = parser.parse_args(argv)
     lengths = sorted(request.lengths)
-    budget = request.tokens or TOKENS[request.needles]
     device = pick_device(request.device)
     precision = pick_precision(request.precision, device)
     rows, folder = [], request.out
@@ -101,25 +93,22 @@ def main(argv: list[str]) -> int:
         text = _held_out(loaded.data, request.path, max(lengths))
         tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator)
         for length in lengths:
-            given = text, length, budget, device
+            given = text, length, request.tokens or TOKENS[request.needles], device
             with autocast(precision, device):
                 if request.needles:
                     found = needles.evaluate(loaded.model, tokenizer, *given)
                 else:
                     found = positions.evaluate(loaded.model, *given)
             rows += [{"run": run, **row} for row in found]
-    name, shown = ("needles", needles) if request.needles else ("eval", positions)
-    lines = shown.table(rows)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    assert folder is not None
+    if request.needles:
+        name, (head, *lines), figure = "needles", needles.table(rows), needles.heat_maps(rows)
+    else:
+        name, (head, *lines), figure = "eval", positions.table(rows), positions.loss_curves(rows)
+    print_table(head, lines)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(
-        folder / f"{name}.json",
-        json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n",
-    )
-    shown.draw(rows, folder / f"{name}.png")
+    result = {"environment": environment(device), "rows": rows}
+    write_atomically(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
+    save_figure(figure, folder / f"{name}.png")
     print(f"wrote {folder}/{name}.json and {name}.png")
     return 0
 
@@ -142,9 +131,8 @@ def load(run: str, device: torch.device, precision: str) -> Loaded:
     checkpoint = find_checkpoint(run)
     config = read_trainer(checkpoint)["config"]
     data = DataConfig(**{k: v for k, v in config["data"].items() if k in DataConfig.__dataclass_fields__})
-    source = config["model"].get("from_pretrained")
     model: Any
-    if source is None:
+    if config["model"].get("from_pretrained") is None:
         model = Stack.from_pretrained(checkpoint)
     else:
         model = trained_model(checkpoint, Exact()).eval()

@@ -14,10 +14,10 @@ from adjoint.data.recall import DEPTHS, hidden, pass_key
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
-from adjoint.files import new_figure, save_figure
+from adjoint.files import new_figure
 from adjoint.methods import Exact
 from adjoint.stack import Stack
-from adjoint.tools.eval.positions import CHUNK
+from adjoint.tools.eval.positions import CHUNK, curves
 
 
 def evaluate(
@@ -89,19 +89,13 @@ def _last_logits(model: Any, ids: Tensor, tokens: int) -> Tensor:
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     """The cells: a line per depth, a column per run and length: accuracy and loss; last, how many needles."""
-    columns = list(dict.fromkeys((row["run"], row["length"]) for row in rows))
-    several = len({run for run, _ in columns}) > 1
-    lines = [["depth", *(f"{Path(run).name}, " * several + f"{n:,} tokens" for run, n in columns)]]
-    at = {(row["run"], row["length"], row["depth"]): row for row in rows}
-    for depth in DEPTHS:
-        cells = [at[*column, depth] for column in columns]
-        lines.append([f"{depth:.0%}", *(f"{r['accuracy']:.0%} ({r['loss']:.2f})" for r in cells)])
-    return [*lines, ["needles", *(str(at[*column, DEPTHS[0]]["needles"]) for column in columns)]]
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Heat maps to a file."""
-    save_figure(heat_maps(rows), path)
+    columns = curves(rows)
+    lines = [["depth", *columns], *([f"{depth:.0%}"] for depth in DEPTHS), ["needles"]]
+    for mine in columns.values():
+        cells = [*(f"{row['accuracy']:.0%} ({row['loss']:.2f})" for row in mine), str(mine[0]["needles"])]
+        for line, cell in zip(lines[1:], cells, strict=True):
+            line.append(cell)
+    return lines
 
 
 def heat_maps(rows: Sequence[Mapping[str, Any]]) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.engine.grid import Scheme
-from adjoint.files import new_figure, save_figure
+from adjoint.files import new_figure
 from adjoint.stack import Stack
 
 CHUNK = 1024  # tokens that are worked on at a time
@@ -72,44 +72,44 @@ def _losses(model: Any, ids: Tensor, edges: tuple[int, ...]) -> list[tuple[int, 
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     """The cells: a line per bin of positions, a column per run and length of window; last, the mean."""
-    curves = _curves(rows)
-    lines = [["positions", *curves]]
+    columns = curves(rows)
+    lines = [["positions", *columns]]
     for start in sorted({row["start"] for row in rows}):
         stop = max(row["stop"] for row in rows if row["start"] == start)
-        found = [next((row for row in mine if row["start"] == start), None) for mine in curves.values()]
+        found = [next((row for row in mine if row["start"] == start), None) for mine in columns.values()]
         lines.append([f"{start:,}–{stop:,}", *("" if r is None else f"{r['loss']:.4f}" for r in found)])
     means = []
-    for mine in curves.values():
+    for mine in columns.values():
         total = sum(row["predictions"] for row in mine)
         means.append(f"{sum(row['loss'] * row['predictions'] for row in mine) / total:.4f}")
     return [*lines, ["all", *means]]
 
 
-def _curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Rows by what they are of: the length, and the run where there are several."""
-    several, curves = len({row["run"] for row in rows}) > 1, dict[str, list[dict[str, Any]]]()
+    several, found = len({row["run"] for row in rows}) > 1, dict[str, list[dict[str, Any]]]()
     for row in rows:
         name = f"{Path(row['run']).name}, " * several + f"{row['length']:,} tokens"
-        curves.setdefault(name, []).append(row)
-    return curves
+        found.setdefault(name, []).append(row)
+    return found
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Loss against position: a colour per run, a dash per length; how many windows each is a mean of."""
+def loss_curves(rows: list[dict[str, Any]]) -> Any:
+    """A Matplotlib figure: a colour per run, a dash per length; how many windows each is a mean of."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     runs = list(dict.fromkeys(row["run"] for row in rows))
     dashes = dict(zip(sorted({row["length"] for row in rows}), itertools.cycle(["-", "--", ":", "-."])))
-    for name, mine in _curves(rows).items():
+    for name, mine in curves(rows).items():
         first = mine[0]  # which has a prediction of every position, of every window
         windows = first["predictions"] // min(first["stop"], first["length"] - 1)
         middles = [math.sqrt(max(row["start"], FIRST / 2) * row["stop"]) for row in mine]
         colour = f"C{runs.index(first['run'])}"
         look = {"color": colour, "linestyle": dashes[first["length"]], "marker": "o", "markersize": 4}
-        label = f"{name}, {windows:,} window" + "s" * (windows != 1)
+        label = f"{name}, windows: {windows:,}"
         axes.plot(middles, [row["loss"] for row in mine], label=label, **look)
     axes.set(xscale="log", xlabel="position in the window", ylabel="loss (nats per token)")
     axes.set_title("loss by position, held-out text")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    save_figure(figure, path)
+    return figure
