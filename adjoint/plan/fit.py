@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,15 +82,19 @@ class Fit:
 
     def longest(self) -> int:
         """The most tokens a sequence may have, to within a thirty-second; 0 where not even 64 fit."""
-        known = self.setup.seqlen if self.spans() else 0  # shorter ones need not be counted
-        bounds = (known, 2 * known) if known else (0, 64)
-        low = int(_turn(lambda n: not self.of(seqlen=int(n)).spans(), *bounds, LONGEST, 1 / 32)[0])
-        return low // 1024 * 1024 if low >= 32768 else low
+        low: float = self.setup.seqlen if self.spans() else 0  # shorter ones need not be counted
+        high = 2 * low or 64
+        while high < LONGEST and self.of(seqlen=high).spans():
+            low, high = high, 2 * high
+        while high - low > low / 32 > 0:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.of(seqlen=int(middle)).spans() else (low, middle)
+        return int(low) // 1024 * 1024 if low >= 32768 else int(low)
 
     def leanest_chunk(self) -> tuple[int, int] | None:
-        """The power of two for a chunk's tokens with which the fullest shard takes least: short chunks have
-        many edges, long ones much work at a time. With it, what that shard takes; None where that does not
-        fit, or the method has no chunks."""
+        """The power of two for a chunk's tokens with which the fullest shard takes least, and what it takes;
+        None where that does not fit, or the method has no chunks. Short chunks have many edges, long ones a
+        lot of work at a time."""
         most = max(64, min(self.setup.seqlen, 1 << 17))
 
         @functools.cache
@@ -128,47 +133,22 @@ class Fit:
         return f"{self.shortage()}; what fits: {', or '.join(self._remedies())}"
 
     def _remedies(self) -> list[str]:
-        limits, method, found = self.limits, self.setup.method, []
+        limits, setup, found = self.limits, self.setup, []
         assert limits is not None
-        layout, same, most = self.setup.layout, len(set(limits)) == 1, self.setup.model.n_layer
-        chunked = hasattr(method, "chunk_size")
-        if not chunked:
+        if not (chunked := hasattr(setup.method, "chunk_size")):
             found.append("--method.name exact")
         elif (other := self.leanest_chunk()) is not None:
             found.append(f"--method.chunk_size {other[0]}")
-        if getattr(method, "keep", "offload") != "offload" and self.setup.machine.kind == "cuda":
+        if getattr(setup.method, "keep", "offload") != "offload" and setup.machine.kind == "cuda":
             found += ["--method.keep offload"] * bool(self.of_method(keep="offload").spans())
 
         def wider(shards: int) -> Fit:
-            other = dataclasses.replace(layout, shards=shards)
-            return Fit(self.of(layout=other).setup, [limits[0]] * other.shards)
+            other = self.of(layout=dataclasses.replace(setup.layout, shards=shards))
+            return Fit(other.setup, [limits[0]] * shards)
 
-        if same and chunked and layout.shards < most and wider(most).spans():
-            enough, few = most, layout.shards
-            while enough - few > 1:
-                middle = (enough + few) // 2
-                few, enough = (few, middle) if wider(middle).spans() else (middle, enough)
-            found.append(f"{wider(enough).setup.layout.world} such devices")
-
-        def suffices(factor: float) -> bool:
-            return bool(dataclasses.replace(self, limits=[limit * factor for limit in limits]).spans())
-
-        factor = _turn(suffices, 1, 2, 2**20, 0.01)[1]
-        if same:
-            size = f"{-(-limits[0] * factor // (GB / 100)) / 100:.2f} GB"
-            return [*found, f"{layout.world} {'device' if layout.world == 1 else 'devices'} of {size}"]
-        return [*found, f"{factor:.2f} times the memory on each of the {layout.world}"]
-
-
-def _turn(
-    holds: Callable[[float], bool], low: float, high: float, most: float, share: float
-) -> tuple[float, float]:
-    """Two numbers no more than a `share` apart, of which something holds for the higher one alone. It is
-    looked for from `high` on, up to `most`; where it holds there at once and `low` is 0, these two are given
-    back."""
-    while high < most and not holds(high):
-        low, high = high, 2 * high
-    while low and high - low > share * low:
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return low, high
+        if len(set(limits)) == 1 and chunked:
+            counts = range(setup.layout.shards + 1, setup.model.n_layer + 1)
+            enough = bisect.bisect_left(counts, True, key=lambda count: bool(wider(count).spans()))
+            found += [f"{wider(count).setup.layout.world} such devices" for count in counts[enough:][:1]]
+        most = max(need.total for need in needs(setup, self.fastest()))
+        return [*found, f"devices of {math.ceil(most / GB * 100) / 100:.2f} GB"]

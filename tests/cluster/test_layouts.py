@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint import Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.checkpoint import verify_checkpoint
 from adjoint.cluster import transport as transport_module
 from adjoint.cluster.shard import Shard
@@ -19,7 +19,6 @@ from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.training import StackInShards
 from adjoint.cluster.transport import sum_gradients
 from adjoint.engine.program import Owners, Send
-from adjoint.errors import UserError
 from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.train import machine
 from adjoint.train.checkpoint import load_checkpoint, save_checkpoint
@@ -82,58 +81,42 @@ def trained(
 
 # ------------------------------------------------------------------------------------------ the same training
 
-LAYOUTS = [
-    *map(Layout, (1, 2, 4)),
-    *(Layout(*numbers) for numbers in ((1, 2), (1, 3), (2, 2), (3, 3))),
-    *(Layout(*numbers) for numbers in ((1, 1, 2), (1, 1, 3), (2, 1, 3), (3, 1, 2), (1, 2, 2), (2, 2, 2))),
-]
-QUICK = (Layout(2), Layout(2, 2), Layout(2, 1, 3))  # the others are slow
-
-
-def name_of(layout: Layout) -> str:
-    return "x".join(map(str, dataclasses.astuple(layout)))
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS],
-    ids=name_of,
-)
-@pytest.mark.parametrize("config", [MIXED, TIED], ids=["untied", "tied"])
-def test_training_is_that_of_one_process(config: StackConfig, layout: Layout) -> None:
-    batches = [make_ids(5, 24 + step, seed=step) for step in range(2)]  # neither 7 nor 3 replicas divide that
-    trained(config, Exact(7), layout, batches)
-
-
+LAYOUTS = [Layout(shards) for shards in (1, 2, 4)]
+LAYOUTS += [Layout(*numbers) for numbers in ((1, 2), (1, 3), (2, 2), (3, 3), (2, 1, 3), (1, 1, 2), (1, 1, 3))]
+LAYOUTS += [Layout(*numbers) for numbers in ((3, 1, 2), (1, 2, 2), (2, 2, 2))]
 METHODS = [
     *(Exact(5, keep=keep) for keep in ("inputs", "offload")),
     *(Truncated(window, 8) for window in (5, 11, 40)),
     *(LayerLocal(window, 8) for window in (None, 5, 40)),
 ]
+TWO = [(5, 24), (5, 25)]  # neither 7 tokens nor 3 replicas divide these
+HELPED = StackConfig(**{**SIZES, "n_layer": 4, **VARIANTS["mamba2"]})
+# model, method, layout, (batch, seqlen) of each step
+CASES: list[tuple[StackConfig, Any, Layout, list[tuple[int, int]]]] = [
+    *((config, Exact(7), layout, TWO) for config in (MIXED, TIED) for layout in LAYOUTS),
+    *((TIED, method, layout, [(3, 29)]) for layout in LAYOUTS[1::2] for method in METHODS),
+    *((HELPED, LayerLocal(w, 8), Layout(2, 1, 2, n), [(3, 29), (3, 29)]) for w in (None, 5) for n in (2, 3)),
+    # chunks shorter than the convolution; some workers with one chunk more than others
+    *((MIXED, Exact(size), Layout(1, n), [(2, t)]) for t, size in ((31, 7), (22, 2), (3, 1)) for n in (2, 3)),
+]
+
+
+def name_of(value: Any) -> str | None:
+    """Of a layout."""
+    return "x".join(map(str, dataclasses.astuple(value))) if isinstance(value, Layout) else None
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize(
-    "layout", [Layout(3), Layout(1, 2), Layout(2, 2), Layout(1, 1, 2), Layout(2, 1, 3)], ids=name_of
-)
-def test_every_method_over_every_layout(method: Any, layout: Layout) -> None:
-    trained(TIED, method, layout, [make_ids(3, 29)])
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("helpers", [2, 3])
-def test_every_replica_has_helpers_of_its_own(window: int | None, helpers: int) -> None:
-    config = StackConfig(**{**SIZES, "n_layer": 4, **VARIANTS["mamba2"]})
-    layout = Layout(2, replicas=2, helpers=helpers)
-    trained(config, LayerLocal(window, 8), layout, [make_ids(3, 29, seed=step) for step in range(2)])
+@pytest.mark.parametrize("config, method, layout, shapes", CASES, ids=name_of)
+def test_training_is_that_of_one_process(
+    config: StackConfig, method: Any, layout: Layout, shapes: Any
+) -> None:
+    trained(config, method, layout, [make_ids(*shape, seed=step) for step, shape in enumerate(shapes)])
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layout", [Layout(2), Layout(2, 1, 2)], ids=name_of)
 def test_gradients_of_several_batches_are_averaged_and_summed_once(
-    tied: bool, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums: list[tuple[int, ...]] = []
 
@@ -144,17 +127,9 @@ def test_gradients_of_several_batches_are_averaged_and_summed_once(
     monkeypatch.setattr("adjoint.cluster.shard.sum_gradients", counted)
     config = StackConfig(**{**SIZES, "n_layer": 2, "tie_embeddings": tied})
     training = TrainingConfig(steps=2, warmup_steps=1, lr=0.05, grad_accumulation=3)
-    trained(config, Exact(5), layout, [make_ids(9, 17, seed=step) for step in range(2)], training)
-    if layout.replicas == 2:
-        layers, table = [(0, 2), (1, 3)] * 2, [(0, 1, 2, 3)] * 4 * tied  # a tied table's over both its shards
-        assert sorted(sums) == sorted([*layers, *table] * 2 * 2)  # of each step and run
-
-
-@pytest.mark.parametrize("seqlen, chunk_size", [(31, 7), (22, 2), (3, 1), (9, 3)])
-@pytest.mark.parametrize("workers", [2, 3])
-def test_any_length_over_any_number_of_workers(seqlen: int, chunk_size: int, workers: int) -> None:
-    """Chunks shorter than the convolution; some workers with one chunk more than others."""
-    trained(MIXED, Exact(chunk_size), Layout(sequence=workers), [make_ids(2, seqlen)])
+    trained(config, Exact(5), Layout(2, 1, 2), [make_ids(9, 17, seed=step) for step in range(2)], training)
+    layers, table = [(0, 2), (1, 3)] * 2, [(0, 1, 2, 3)] * 4 * tied  # a tied table's over both its shards
+    assert sorted(sums) == sorted([*layers, *table] * 2 * 2)  # of each step and run
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -183,31 +158,6 @@ def test_lower_precisions_over_a_sequence_are_as_near_as_in_one_process(variant:
         assert found_losses == pytest.approx(losses, rel=1e-5 if precision == "float32" else 0.02)
         errors.append(error({name: gradient.double() for name, gradient in found.items()}, expected))
     assert errors[1] <= 1.5 * errors[0]
-
-
-def test_decays_near_one_and_near_nothing() -> None:
-    """Of 1 - 1e-13 a token in one half of the channels, of 1e-300 in the other."""
-
-    def make_extreme(named: dict[str, torch.Tensor]) -> None:
-        for name, parameter in named.items():
-            if name.endswith("A_log"):
-                parameter.zero_()
-            elif name.endswith(("dt_proj.bias", "dt_bias")):
-                parameter[::2], parameter[1::2] = -30.0, 690.0
-            elif name.endswith("A_proj.bias"):
-                n = 1 if parameter.numel() == 1 else SIZES["d_state"]
-                parameter[:n:2], parameter[1:n:2] = -30.0, 690.0
-
-    stack, batches = disturbed_stack(MIXED), [make_ids(2, 29)]
-    made = disturbed_shards(MIXED, Layout(sequence=3), Exact(4), TRAINING)
-    with torch.no_grad():
-        for named in (dict(stack.named_parameters()), *(shard.named_weights() for shard in made)):
-            make_extreme(named)
-    losses, expected = train_stack(stack, Exact(8), TRAINING, batches)
-    assert all(gradient.isfinite().all() for gradient in expected.values())
-    found_losses, found = train_shards(made, TRAINING, batches)
-    assert found_losses == pytest.approx(losses, rel=1e-12)
-    assert_same(found, expected, 1e-12)
 
 
 # ------------------------------------------------------------------------------------ weights and checkpoints
@@ -329,19 +279,6 @@ def test_every_rank_has_one_place(numbers: tuple[int, int, int, int]) -> None:
     assert set(layout.tied) == {*layout.ranks(0), *layout.ranks(layout.shards - 1)}
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_chunks_are_so_short_that_each_worker_has_two(workers: int) -> None:
-    """One, of a handful of tokens; unless the method says how long they are."""
-    (shard, *_), (asked, *_) = (
-        make_shards(StackConfig(**SIZES), Layout(sequence=workers), Exact(size), TRAINING)
-        for size in (None, 50)
-    )
-    for seqlen in (61, 1000):
-        assert -(-seqlen // shard.chunk_size(2, seqlen)) == 2 * workers
-    assert all(-(-seqlen // shard.chunk_size(2, seqlen)) >= workers for seqlen in range(workers, 60))
-    assert asked.chunk_size(2, 1000) == 50
-
-
 def test_a_message_does_not_grow_with_the_sequence() -> None:
     """States and their cotangents cross each edge, layer by layer, and nothing else does."""
     owners = Owners.of((range(MIXED.n_layer),), 3)
@@ -370,54 +307,3 @@ def test_small_gradients_travel_together(monkeypatch: pytest.MonkeyPatch) -> Non
     sum_gradients(gradients, transport, [0])
     assert all(torch.equal(g, 2 * b) for g, b in zip(gradients, before, strict=True))
     assert sent == [11, 10, 6, 11, 12]
-
-
-# -------------------------------------------------------------------------------------- what is refused
-
-REFUSED: list[tuple[Layout, Any, str]] = [
-    (Layout(3), Exact(7), r"^cluster\.shards: 3 shards for 2 layers; a shard needs a layer: take at most 2$"),
-    (Layout(helpers=1), Exact(7), r"^cluster\.helpers: method exact has no tasks to share; use layer-local"),
-    (Layout(1, 2, helpers=1), LayerLocal(None, 4), r"^cluster\.helpers: do not work with cluster\.sequence"),
-    (Layout(1, 2), Backprop(), r"^cluster\.sequence: backprop has one chunk.* more --cluster\.shards$"),
-    (Layout(1, 2), Truncated("auto"), r'^cluster\.sequence: window "auto" needs .* more --cluster\.shards$'),
-]
-
-
-@pytest.mark.parametrize("layout, method, said", REFUSED)
-def test_what_cannot_be_is_refused(layout: Layout, method: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        make_shards(StackConfig(**SIZES), layout, method, TRAINING)
-
-
-def test_what_one_process_alone_can_do_is_refused() -> None:
-    for replicas, carry_state, method, packed, said in (
-        (1, "none", Exact(memory="1GB"), False, "method.memory"),
-        (2, "previous", Exact(), False, "training.carry_state"),
-        (1, "none", Exact(), True, "data.documents"),
-    ):
-        with pytest.raises(UserError, match=f"^{said}"):
-            Layout(2, replicas=replicas).check_run(method, carry_state, packed)
-    Layout(2).check_run(Exact(), "previous", False)
-    with pytest.raises(UserError, match=r"^cluster\.replicas: 2 needs worker processes"):
-        Layout(0, replicas=2)
-
-
-def test_a_batch_with_fewer_rows_than_replicas_is_refused() -> None:
-    made = disturbed_shards(StackConfig(**SIZES), Layout(replicas=3), Exact(7), TRAINING)
-    said = r"3 replicas for a batch of 2.*--data.batch 3, or --cluster.replicas 2"
-    with pytest.raises(UserError, match=said):
-        together(made, lambda shard: shard.accumulate(make_ids(2, 20)))
-
-
-@pytest.mark.parametrize("seqlen, chunk_size, workers", [(11, 7, 3), (8, 8, 2), (20, 5, 7)])
-def test_fewer_chunks_than_workers_are_refused_in_one_line(
-    seqlen: int, chunk_size: int, workers: int
-) -> None:
-    made = make_shards(StackConfig(**SIZES), Layout(sequence=workers), Exact(chunk_size), TRAINING)
-    chunks = -(-seqlen // chunk_size)
-    with pytest.raises(UserError) as raised:
-        made[0].accumulate(make_ids(2, seqlen))
-    words = f"{workers} workers for {chunks} chunks of {chunk_size} tokens"
-    assert words in str(raised.value) and "\n" not in str(raised.value)
-    advised = int(str(raised.value).split("--method.chunk_size to ")[1].split()[0])
-    assert -(-seqlen // advised) >= workers

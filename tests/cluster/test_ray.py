@@ -128,37 +128,42 @@ def test_what_fits_is_counted_node_by_node(cpus: int, gpus: int, room: int) -> N
             placement.check_feasible(layout, Resources(1), NODES)
 
 
+LAYER_LOCAL = {"method__name": "layer-local"}
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         ({"shards": 5}, "5 workers with 1 CPU each are asked for, but the cluster has 4 CPUs, 0 GPUs"),
-        ({"sequence": 5, "shards": 1}, "5 workers with 1 CPU each are asked for"),
-        ({"shards": 6}, "6 shards for 5 layers"),
-        ({"replicas": 4, "shards": 1}, "4 replicas for a batch of 3, and each needs a row; --data.batch 4"),
-        ({"sequence": 3, "shards": 1}, "3 workers for 2 chunks of 40 tokens; lower --method"),
-        ({"replicas": 2}, "set --cluster.shards to 1 or more, or --cluster.replicas to 1"),
-        ({"sequence": 0, "shards": 1}, "--cluster.sequence: expected a whole number"),
-        ({"helpers": 1, "shards": 1}, "has no tasks to share; use layer-local"),
-        ({"transport": "object-store", "shards": 1}, "--cluster.transport: expected"),
+        ({"shards": 2, "training__device": "cuda"}, "GPU"),
+        ({"shards": 6}, "6 shards for 5 layers; a shard needs a layer: take at most 5"),
+        ({"replicas": 4}, "4 replicas for a batch of 3, and each needs a row; --data.batch 4"),
+        ({"sequence": 3, "method__chunk_size": 40}, "3 workers for 2 chunks of 40 tokens; lower --method"),
+        ({"shards": 0, "replicas": 2}, "set --cluster.shards to 1 or more, or --cluster.replicas to 1"),
+        ({"sequence": 0}, "--cluster.sequence: expected a whole number"),
+        ({"sequence": 2, "method__name": "backprop"}, "cluster.sequence: backprop has one chunk"),
+        ({"sequence": 2, "method__name": "truncated", "method__window": "auto"}, "the whole sequence in one"),
+        ({"sequence": 2, "helpers": 1} | LAYER_LOCAL, "cluster.helpers: do not work with cluster.sequence"),
+        ({"helpers": 1}, "has no tasks to share; use layer-local"),
+        ({"transport": "object-store"}, "--cluster.transport: expected"),
+        ({"method__memory": "1GB"}, "method.memory: works in one process only"),
+        ({"replicas": 2, "training__carry_state": "previous"}, "training.carry_state: a layer's states stay"),
+        ({"training__profile": 1}, "training.profile: records one process"),
+        ({"training__save_async": "true"}, "training.save_async: shards save between steps"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
     ray_on_loopback: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: Any, said: str
 ) -> None:
-    flags = {f"cluster__{key}": value for key, value in flags.items()}
-    chunks = {"method__chunk_size": 40 if "3 workers" in said else 10, "data__batch": 3}
-    assert train_tiny(tmp_path, **chunks, model__n_layer=5, **flags) == 2
+    flags = {key if "__" in key else f"cluster__{key}": value for key, value in flags.items()}
+    flags = {"data__batch": 3, "model__n_layer": 5, "cluster__shards": 1} | flags
+    if "method__name" not in flags:
+        flags = {"method__chunk_size": 10} | flags
+    assert train_tiny(tmp_path, **flags) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1, error
     assert said in error
     assert not (tmp_path / "run").exists()
-
-
-def test_gpus_that_are_not_there_are_refused(
-    ray_on_loopback: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train_tiny(tmp_path, cluster__shards=2, training__device="cuda") == 2
-    assert "GPU" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- training

@@ -251,6 +251,7 @@ def test_a_run_with_dropout_ends_as_if_undisturbed(
         ({"method__name": "layer-local", "method__chunk_size": 20}, "takes Exact"),
         ({"model__d_model": 32}, "model.d_model: 32 was given, but model.from_pretrained has"),
         ({"model__from_pretrained": "nowhere"}, "nowhere has no config.json"),
+        ({"cluster__shards": 1, "data__documents": "packed"}, "data.documents: packed documents of a pre"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -1,9 +1,8 @@
-"""Messages in order and sums of the same bits on every rank, over threads and processes."""
+"""Messages in order and sums of the same bits on every rank, between processes."""
 
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import threading
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from adjoint import Exact, LayerLocal, StackConfig, Truncated
 from adjoint.cluster.transport import DistributedTransport
 from adjoint.engine.program import Owners, Recv, Send
 from adjoint.plan.schedule import grid_of, step_plan
-from tests.cluster.threads import LocalTransport, in_threads, local_transports, split
+from tests.cluster.threads import split
 
 WORKERS = 4
 GROUPS = [[0, 2], [1, 3], [0, 1, 2, 3], [3]]
@@ -29,44 +28,6 @@ def drawn(rank: int, turn: int, size: int = 1000) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * turn + rank)
     exponents = torch.randint(-20, 20, (size,), generator=generator)
     return torch.randn(size, generator=generator) * 2.0**exponents
-
-
-def collectives(transport: Any, rank: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Sums and gathers among several groups, in place and one behind the other."""
-    found = []
-    for turn in range(5):
-        for ranks in GROUPS:
-            if rank not in ranks:
-                continue
-            tensor = drawn(rank, turn).view(10, 100)
-            gathered = transport.all_gather(tensor, ranks)
-            assert transport.all_reduce(tensor, ranks).data_ptr() == tensor.data_ptr()
-            gathered[0] += 1  # its own memory, whatever the transport
-            found.append((tensor, gathered))
-    return found
-
-
-def check(by_rank: list[list[tuple[torch.Tensor, list[torch.Tensor]]]]) -> None:
-    at = [0] * WORKERS
-    for turn in range(5):
-        for ranks in GROUPS:
-            whole = sum(drawn(rank, turn).double() for rank in ranks)
-            sums = []
-            for rank in ranks:
-                total, gathered = by_rank[rank][at[rank]]
-                at[rank] += 1
-                sums.append(total)
-                expected = [drawn(source, turn).view(10, 100) for source in ranks]
-                expected[0] += 1
-                assert all(torch.equal(a, b) for a, b in zip(gathered, expected, strict=True))
-            assert all(torch.equal(total, sums[0]) for total in sums), "ranks disagree in the last bits"
-            scale = sum(drawn(rank, turn).abs() for rank in ranks)
-            assert ((sums[0].flatten() - whole).abs() <= 1e-6 * scale).all()
-
-
-def between_threads(call: Callable[[LocalTransport, int], Any]) -> list[Any]:
-    ends = local_transports(WORKERS)
-    return in_threads([functools.partial(call, end, rank) for rank, end in enumerate(ends)], ends[0].broken)
 
 
 def messages(transport: Any, rank: int, count: int = 20) -> None:
@@ -91,24 +52,19 @@ def messages(transport: Any, rank: int, count: int = 20) -> None:
     transport.flush()
 
 
-def test_messages_and_collectives_between_threads() -> None:
-    """Those of the tests themselves."""
-    between_threads(messages)
-    check(between_threads(collectives))
-
-
-def test_a_replica_counts_its_workers_from_zero() -> None:
-    """Of two replicas of two workers each: messages stay inside, sums go across."""
-
-    def call(transport: LocalTransport, rank: int) -> tuple[float, float]:
-        transport.first, other = rank - rank % 2, 1 - rank % 2
-        transport.send(other, torch.tensor([float(rank)]))
-        transport.flush()
-        message = transport.post(other, torch.empty(1))()
-        total = transport.all_reduce(torch.tensor([float(rank)]), [rank % 2, rank % 2 + 2])
-        return message.item(), total.item()
-
-    assert between_threads(call) == [(1, 2), (0, 4), (3, 2), (2, 4)]
+def collectives(transport: Any, rank: int) -> list[torch.Tensor]:
+    """Sums among several groups, in place and one behind the other; gathered is what is summed."""
+    found = []
+    for turn, ranks in itertools.product(range(5), GROUPS):
+        if rank in ranks:
+            tensor = drawn(rank, turn).view(10, 100)
+            gathered = transport.all_gather(tensor, ranks)
+            for source, part in zip(ranks, gathered, strict=True):
+                assert torch.equal(part.flatten(), drawn(source, turn))
+            gathered[0] += 1  # its own memory
+            assert transport.all_reduce(tensor, ranks).data_ptr() == tensor.data_ptr()
+            found.append(tensor)
+    return found
 
 
 def over_gloo(rank: int, meeting: str, folder: str) -> None:
@@ -119,16 +75,24 @@ def over_gloo(rank: int, meeting: str, folder: str) -> None:
             assert backend.options._timeout.total_seconds() == 60, "PyTorch's own would be half an hour"
     messages(transport, rank)
     runs = [collectives(transport, rank) for _ in range(2)]
+    transport.first, other = rank - rank % 2, 1 - rank % 2  # of two replicas of two workers each
+    transport.send(other, torch.tensor([rank]))
+    assert transport.post(other, torch.tensor([-1]))() == transport.first + other
+    transport.flush()
     torch.save(runs, Path(folder) / f"{rank}.pt")
 
 
 def test_messages_and_collectives_between_processes(tmp_path: Path) -> None:
+    """Sums have the same bits on every rank and in every run."""
     meeting = str(tmp_path / "meeting"), str(tmp_path)
     torch.multiprocessing.start_processes(over_gloo, meeting, WORKERS, start_method="fork")
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORKERS)]
-    check([runs[0] for runs in found])
-    for one, two in found:
-        assert all(torch.equal(a[0], b[0]) for a, b in zip(one, two, strict=True))
+    at = [iter(zip(*runs, strict=True)) for runs in found]
+    for turn, ranks in itertools.product(range(5), GROUPS):
+        sums = [total for rank in ranks for total in next(at[rank])]
+        assert all(torch.equal(total, sums[0]) for total in sums), "ranks or runs disagree in the last bits"
+        whole = torch.stack([drawn(rank, turn).double() for rank in ranks])
+        assert ((sums[0].flatten() - whole.sum(0)).abs() <= 1e-6 * whole.abs().sum(0)).all()
 
 
 # ------------------------------------------------------------------------------------- connections made ahead
@@ -137,24 +101,19 @@ def test_messages_and_collectives_between_processes(tmp_path: Path) -> None:
 class Rendezvous:
     """What NCCL's first message of a pair is: both ends wait for each other."""
 
-    def __init__(self, rank: int, barriers: dict[Any, threading.Barrier], lock: threading.Lock) -> None:
-        self.rank, self.barriers, self.lock = rank, barriers, lock
-        self.made: list[Any] = []
+    def __init__(self, rank: int, barriers: dict[Any, threading.Barrier]) -> None:
+        self.rank, self.barriers, self.made = rank, barriers, list[Any]()
 
-    def get_rank(self) -> int:
-        return self.rank
-
-    def _both(self, pair: tuple[int, int], group: str) -> None:
-        with self.lock:
-            barrier = self.barriers.setdefault((*pair, group), threading.Barrier(2))
-        barrier.wait(timeout=5)
-        self.made.append((*pair, group))
+    def _both(self, sender: int, receiver: int, group: str) -> None:
+        pair = sender, receiver, group
+        self.barriers.setdefault(pair, threading.Barrier(2)).wait(timeout=5)
+        self.made.append(pair)
 
     def send(self, note: torch.Tensor, to: int, group: str) -> None:
-        self._both((self.rank, to), group)
+        self._both(self.rank, to, group)
 
     def recv(self, note: torch.Tensor, source: int, group: str) -> None:
-        self._both((source, self.rank), group)
+        self._both(source, self.rank, group)
 
 
 WAYS = {
@@ -176,10 +135,10 @@ def test_all_connections_come_about(name: str, monkeypatch: pytest.MonkeyPatch) 
     zeros, workers = torch.zeros, owners.workers
     monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
     barriers: dict[Any, threading.Barrier] = {}
-    lock, ends = threading.Lock(), []
+    ends = []
     for rank in range(2 * workers):
         transport = DistributedTransport.__new__(DistributedTransport)
-        transport.dist, transport.nccl, transport.rank = Rendezvous(rank, barriers, lock), True, rank
+        transport.dist, transport.nccl, transport.rank = Rendezvous(rank, barriers), True, rank
         transport.connected, transport.up, transport.down = set(), "up", "down"
         transport.first = rank - rank % workers
         ends.append(transport)
