@@ -87,17 +87,6 @@ def test_embeddings_have_the_models_own_gradient(name: str, method: Any, call: C
     assert_exact(*found)
 
 
-def test_prompt_tuning() -> None:
-    peft = pytest.importorskip("peft")
-    found = []
-    for wrapped in (True, False):
-        model = adjoint.wrap(make(BAMBA), EXACT) if wrapped else make(BAMBA)
-        torch.manual_seed(1)
-        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
-        found.append(loss_and_gradients(peft.get_peft_model(model, config), input_ids=IDS, **BATCH))
-    assert_exact(*found)
-
-
 REFUSED: dict[str, dict[str, Any]] = {
     "a call has either input_ids or inputs_embeds, one of them": {"input_ids": IDS},
     "a call has either input_ids or inputs_embeds": {"inputs_embeds": None},

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import io
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import adjoint
 from adjoint.hf import first_use
 from adjoint.hf import wrap as wrap_module
-from tests.hf.hf_models import VOCAB, errors, float64_throughout, loss_and_gradients, make
+from tests.hf.hf_models import VOCAB, assert_exact, errors, float64_throughout, loss_and_gradients, make
 from tests.model_helpers import current_gradients, make_ids
 
 transformers = pytest.importorskip("transformers")
@@ -176,7 +175,12 @@ def test_trainer_with_metrics_and_other_losses(
     assert torch.allclose(*found, rtol=0, atol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------- TRL's SFTTrainer
+# ------------------------------------------------------------------------ TRL's trainers, ten steps of each
+
+FEW = TRAINING | {"max_steps": 10, "bf16": False, "save_strategy": "no"}
+TURNS = """{% for m in messages %}{% if m["role"] == "assistant" %}{% generation %}{{ m["content"] }} <eos> \
+{% endgeneration %}{% else %}{{ m["content"] }} {% endif %}{% endfor %}"""
+GRPO = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 24, "beta": 0.1}
 
 
 def tokenizer() -> Any:
@@ -185,114 +189,52 @@ def tokenizer() -> Any:
     names = ["<pad>", "<bos>", "<eos>", *(str(i) for i in range(3, VOCAB))]
     by_word = tokenizers.Tokenizer(tokenizers.models.WordLevel({n: i for i, n in enumerate(names)}, "<pad>"))
     by_word.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
+    made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=by_word, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )
-
-
-def with_sft(model: Any, folder: Path, **options: Any) -> Any:
-    """The SFTTrainer after 50 steps and an evaluation, activations checkpointed, as is its default."""
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    arguments = trl.SFTConfig(
-        str(folder),
-        max_length=None,
-        bf16=False,
-        save_strategy="no",
-        per_device_eval_batch_size=2,
-        **TRAINING,
-        **options,
-    )
-    rows = datasets.Dataset.from_dict({"input_ids": documents(72)})
-    trainer = trl.SFTTrainer(
-        model,
-        args=arguments,
-        train_dataset=rows.select(range(8, 72)),
-        eval_dataset=rows.select(range(8)),
-        processing_class=tokenizer(),
-    )
-    trainer.train()
-    trainer.evaluate()
-    return trainer
-
-
-@pytest.mark.slow
-def test_sft_trainer_padded_and_packed(tmp_path: Path) -> None:
-    """Padding-free, the documents of a batch lie end to end: the losses are those of padded rows."""
-    plain = with_sft(tiny(), tmp_path)
-    expected = logged(plain, "loss")
-    assert len(expected) == STEPS and expected[-5:].mean() < expected[:5].mean() - 0.3
-    for options in ({}, {"padding_free": True}):
-        trainer = with_sft(adjoint.wrap(tiny(), METHOD), tmp_path, **options)
-        assert trainer.padding_free == bool(options)
-        assert (logged(trainer, "loss") - expected).abs().max() <= 1e-5, options
-        assert (logged(trainer, "eval_loss") - logged(plain, "eval_loss")).abs().max() <= 1e-5, options
-
-
-# ------------------------------------------------------------------ TRL's other trainers, ten steps of each
-
-FEW = TRAINING | {"max_steps": 10, "bf16": False, "save_strategy": "no"}
-TURNS = """{% for m in messages %}{% if m["role"] == "assistant" %}{% generation %}{{ m["content"] }} <eos> \
-{% endgeneration %}{% else %}{{ m["content"] }} {% endif %}{% endfor %}"""
+    made.chat_template = TURNS
+    return made
 
 
 def words(ids: Iterable[int]) -> str:
     return " ".join(map(str, ids))
 
 
-def dataset(**columns: Callable[[list[int]], Any]) -> Any:
-    """A row for each document, made of it."""
-    datasets = pytest.importorskip("datasets")
-    return datasets.Dataset.from_dict({name: [of(d) for d in documents(24)] for name, of in columns.items()})
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [sum(int(word) % 7 for word in text.split() if word.isdigit()) / 10 for text in completions]
 
 
-def with_packing(trl: Any, model: Any, folder: Path) -> Any:
-    """Several dialogues a row, of which the answers are learnt."""
-    turns = dataset(messages=lambda d: [{"role": "user", "content": words(d[:5])},
-                                        {"role": "assistant", "content": words(d[5:])}])  # fmt: skip
-    processing = tokenizer()
-    processing.chat_template = TURNS
-    arguments = trl.SFTConfig(str(folder), packing=True, max_length=64, assistant_only_loss=True, **FEW)
-    return trl.SFTTrainer(model, args=arguments, train_dataset=turns, processing_class=processing)
+def turns(d: list[int]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": words(d[:5])}, {"role": "assistant", "content": words(d[5:])}]
 
 
-def with_preferences(trl: Any, model: Any, folder: Path) -> Any:
-    pairs = dataset(prompt=lambda d: words(d[:6]), chosen=lambda d: " " + words(d[6:]),
-                    rejected=lambda d: " " + words(d[:2:-1]))  # fmt: skip
-    arguments = trl.DPOConfig(str(folder), max_length=64, **FEW)
-    return trl.DPOTrainer(model, args=arguments, train_dataset=pairs, processing_class=tokenizer())
+Columns = dict[str, Callable[[list[int]], Any]]
+PREFERENCES: Columns = {
+    "prompt": lambda d: words(d[:6]),
+    "chosen": lambda d: " " + words(d[6:]),
+    "rejected": lambda d: " " + words(d[:2:-1]),
+}
+REWARDS: Columns = {"chosen": words, "rejected": lambda d: words(d[::-1])}
+PACKED = {"packing": True, "max_length": 64, "assistant_only_loss": True}
+# Trainer, class of the model, columns of a row made of each document, and options.
+TRL: dict[str, tuple[str, str, Columns, dict[str, Any]]] = {
+    "padded": ("SFT", BAMBA, {"input_ids": list}, {"max_length": None}),
+    # untouched, a recurrent model does not keep packed documents apart: its rows are padded
+    "documents end to end": ("SFT", BAMBA, {"input_ids": list}, {"max_length": None, "padding_free": True}),
+    "packed, answers only": ("SFT", "LlamaForCausalLM", {"messages": turns}, PACKED),
+    "DPO": ("DPO", BAMBA, PREFERENCES, {"max_length": 64}),
+    "reward model": ("Reward", "LlamaForSequenceClassification", REWARDS, {"max_length": 64}),
+    # sampled by the model itself, with a reference model (beta)
+    "GRPO": ("GRPO", BAMBA, {"prompt": lambda d: words(d[:6])}, GRPO),
+}
 
 
-def with_rewards(trl: Any, model: Any, folder: Path) -> Any:
-    pairs = dataset(chosen=words, rejected=lambda d: words(d[::-1]))
-    arguments = trl.RewardConfig(str(folder), max_length=64, **FEW)
-    return trl.RewardTrainer(model, args=arguments, train_dataset=pairs, processing_class=tokenizer())
-
-
-def with_grpo(trl: Any, model: Any, folder: Path) -> Any:
-    """Sampled by the model itself, with a reference model (beta)."""
-    settings = FEW | {"per_device_train_batch_size": 4, "beta": 0.1}
-    arguments = trl.GRPOConfig(str(folder), num_generations=4, max_completion_length=24, **settings)
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [sum(int(word) % 7 for word in text.split() if word.isdigit()) / 10 for text in completions]
-
-    prompts = dataset(prompt=lambda d: words(d[:6]))
-    return trl.GRPOTrainer(model, reward_funcs=reward, args=arguments, train_dataset=prompts,
-                           processing_class=tokenizer())  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "make_trainer"),
-    [
-        # untouched, a recurrent model does not keep packed documents apart
-        pytest.param("LlamaForCausalLM", with_packing, id="packed, answers only"),
-        pytest.param(BAMBA, with_preferences, id="DPO"),
-        pytest.param("LlamaForSequenceClassification", with_rewards, id="reward model"),
-        pytest.param(BAMBA, with_grpo, id="GRPO", marks=pytest.mark.slow),
-    ],
-)
-def test_trl(name: str, make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trl = pytest.importorskip("trl")
+@pytest.mark.parametrize("what", TRL)
+def test_trl(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of a wrapped model runs by chunks, and nothing that a trainer does between steps is taken for
+    another model."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    trainer_of, name, columns, options = TRL[what]
     config = tiny(name.replace("SequenceClassification", "CausalLM")).config
     config.num_labels = 1
     torch.manual_seed(0)
@@ -302,75 +244,67 @@ def test_trl(name: str, make_trainer: Any, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(wrap_module, "_steps", lambda *given: calls.append(1) or own_steps(*given))
     compares, own_compare = [], first_use.compare
     monkeypatch.setattr(first_use, "compare", lambda *given: compares.append(1) or own_compare(*given))
-    for prepare in (lambda model: model, lambda model: adjoint.wrap(model, METHOD)):
-        model = getattr(transformers, name).from_pretrained(tmp_path / "model", dtype=torch.float32)
-        trainer = make_trainer(trl, prepare(model.train()), tmp_path)
-        assert not calls
+    for wrapped in (False, True):
+        model = getattr(transformers, name).from_pretrained(tmp_path / "model", dtype=torch.float32).train()
+        settings = FEW | options
+        if "padding_free" in options:
+            settings["padding_free"] = wrapped
+        trainer = getattr(trl, f"{trainer_of}Trainer")(
+            adjoint.wrap(model, METHOD) if wrapped else model,
+            args=getattr(trl, f"{trainer_of}Config")(str(tmp_path), **settings),
+            train_dataset=datasets.Dataset.from_dict(
+                {column: [of(d) for d in documents(24)] for column, of in columns.items()}
+            ),
+            processing_class=tokenizer(),
+            **({"reward_funcs": reward} if trainer_of == "GRPO" else {}),
+        )
+        assert not calls and ("padding_free" not in options or trainer.padding_free == wrapped)
         trainer.train()
         losses.append(logged(trainer, "loss"))
-    assert len(calls) == len(losses[0]) == 10, "each step by chunks"
-    assert len(compares) == 1, "and nothing that a trainer does between steps is taken for another model"
+    assert len(calls) == len(losses[0]) == 10 and len(compares) == 1
     assert losses[0].std() > 1e-4 and (losses[1] - losses[0]).abs().max() <= 1e-5
 
 
 # ------------------------------------------------------------------------------------------------ PEFT
 
 
-LORA: dict[str, dict[str, Any]] = {
-    "projections": {"target_modules": ["in_proj", "q_proj"]},
-    "head": {"target_modules": ["in_proj", "lm_head"]},
-    "head saved whole": {"target_modules": ["in_proj", "v_proj"], "modules_to_save": ["lm_head"]},
-}
-
-
-@pytest.mark.parametrize("wrapped_first", [True, False])
-@pytest.mark.parametrize("case", LORA)
-def test_lora_gradients(case: str, wrapped_first: bool) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=3, init_lora_weights=False, task_type="CAUSAL_LM", **LORA[case])
-
-    def adapted(prepare: Callable[[Any], Any] = lambda model: model) -> Any:
-        model = tiny(dtype=torch.float64)
-        model = prepare(model) if wrapped_first else model
-        torch.manual_seed(1)
-        model = peft.get_peft_model(model, config)
-        return model if wrapped_first else prepare(model)
-
-    with float64_throughout():
-        expected = loss_and_gradients(adapted(), **batch())
-        model = adapted(lambda model: adjoint.wrap(model, METHOD))
-        assert is_wrapped(model)
-        found = errors(loss_and_gradients(model, **batch()), expected)
-    assert all(g.norm() > 0 for g in expected[1].values())
-    assert (found.loss <= 1e-12, found.worst <= 1e-10) == (True, True), found
+def lora(**options: Any) -> Callable[[Any], Any]:
+    given = {"r": 3, "target_modules": ["in_proj", "q_proj"], "init_lora_weights": False, **options}
+    return lambda peft: peft.LoraConfig(**given)
 
 
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
-    "LoRA": lambda peft: peft.LoraConfig(r=3, target_modules=["in_proj", "q_proj"], lora_dropout=0.0),
-    "DoRA": lambda peft: peft.LoraConfig(r=3, target_modules=["in_proj", "q_proj"], use_dora=True),
-    "modules_to_save": lambda peft: peft.LoraConfig(
-        r=3, target_modules=["in_proj"], modules_to_save=["lm_head", "embed_tokens"]
-    ),
+    "LoRA": lora(),
+    "LoRA of the head": lora(target_modules=["in_proj", "lm_head"]),
+    "DoRA": lora(use_dora=True),
+    "modules_to_save": lora(target_modules=["in_proj"], modules_to_save=["lm_head", "embed_tokens"]),
     "prompt tuning": lambda peft: peft.PromptTuningConfig(num_virtual_tokens=5),
 }
 
 
+@pytest.mark.parametrize("wrapped_first", [True, False])
 @pytest.mark.parametrize("case", ADAPTERS)
-def test_ten_steps_of_peft(case: str) -> None:
-    peft = pytest.importorskip("peft")
-    losses: dict[bool, list[Tensor]] = {False: [], True: []}
-    for wrapped, found in losses.items():
-        torch.manual_seed(1)
-        config = ADAPTERS[case](peft)
-        config.task_type = "CAUSAL_LM"
-        model = peft.get_peft_model(adjoint.wrap(tiny(), METHOD) if wrapped else tiny(), config)
-        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-        for _ in range(10):
-            found.append(loss_and_gradients(model, **batch())[0])
-            optimizer.step()
-        assert is_wrapped(model) == wrapped
-    plain, ours = (torch.stack(found) for found in losses.values())
-    assert plain[-1] < plain[0] and (ours - plain).abs().max() <= 1e-5
+def test_ten_steps_of_peft(case: str, wrapped_first: bool) -> None:
+    peft, steps = pytest.importorskip("peft"), []
+    with float64_throughout():
+        for wrapped in (True, False):
+            model = tiny(dtype=torch.float64)
+            model = adjoint.wrap(model, METHOD) if wrapped and wrapped_first else model
+            torch.manual_seed(1)
+            config = ADAPTERS[case](peft)
+            config.task_type = "CAUSAL_LM"
+            model = peft.get_peft_model(model, config)
+            model = adjoint.wrap(model, METHOD) if wrapped and not wrapped_first else model
+            optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+            steps.append([])
+            for _ in range(10):
+                steps[-1].append(loss_and_gradients(model, **batch()))
+                optimizer.step()
+            assert is_wrapped(model) == wrapped
+    ours, plain = steps
+    assert_exact(ours[0], plain[0])
+    assert all(g.norm() > 0 for g in plain[0][1].values()) and plain[-1][0] < plain[0][0]
+    assert all(abs(a - b) <= 1e-9 for (a, _), (b, _) in zip(ours, plain, strict=True))
 
 
 def test_an_adapter_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -499,29 +433,25 @@ def test_ddp_on_two_processes(tmp_path: Path) -> None:
 
 
 def through_torch_save(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
+    torch.save(model, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "torch.save": through_torch_save,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-}
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_are_wrapped_and_have_their_own_weights(how: str) -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_torch_save])
+def test_copies_are_wrapped_and_have_their_own_weights(copied: Callable[[Any], Any]) -> None:
+    """And what was found out about a model is not its copy's."""
     model = adjoint.wrap(tiny(), METHOD)
     expected = loss_and_gradients(model, **batch())
-    made = COPIES[how](model)
+    made = copied(model)
     assert type(made) is type(model) and is_wrapped(made)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
     assert_same_bits(loss_and_gradients(made, **batch()), expected)
+    made.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(ValueError, match="is not that of the whole"):
+        made(**batch())
 
 
 @pytest.mark.parametrize("name", [BAMBA, "MambaForCausalLM", "Mamba2ForCausalLM"])
@@ -540,36 +470,6 @@ def test_what_wrapping_leaves_alone(name: str, tmp_path: Path) -> None:
     assert type(model) is type(plain) and type(model.base_model) is type(plain.base_model)
     assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
     assert not is_wrapped(model)
-
-
-def test_training_goes_on_from_a_saved_model_bitwise(tmp_path: Path) -> None:
-    model = adjoint.wrap(tiny(), METHOD)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def train(model: Any, optimizer: Any) -> Any:
-        for _ in range(3):
-            found = loss_and_gradients(model, **batch())
-            optimizer.step()
-        return found
-
-    train(model, optimizer)
-    model.save_pretrained(tmp_path)
-    loaded = transformers.BambaForCausalLM.from_pretrained(tmp_path).train()
-    assert not is_wrapped(loaded)
-    second = torch.optim.AdamW(adjoint.wrap(loaded, METHOD).parameters(), lr=1e-2)
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert_same_bits(train(loaded, second), train(model, optimizer))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool) -> None:
-    plain = tiny(dtype=torch.float64)
-    model = adjoint.wrap(copy.deepcopy(plain), METHOD)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    with float64_throughout():
-        found = errors(*(loss_and_gradients(one, **batch()) for one in (model, plain)))
-    assert found.worst <= 1e-10
-    assert model.is_gradient_checkpointing
 
 
 # ------------------------------------------------------------------------------------------------- examples

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import adjoint
-from adjoint.batch import shift_labels
 from adjoint.engine.grid import Tile
 from adjoint.engine.run import Worker
 from adjoint.hf import functions, replacements
@@ -28,7 +27,6 @@ from tests.hf.hf_models import (
     REFUSED,
     VOCAB,
     assert_exact,
-    assert_slope,
     current_gradients,
     errors,
     float64_throughout,
@@ -97,8 +95,8 @@ def table() -> dict[str, list[str]]:
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in MODELS]
 )
 def test_loss_and_gradients_are_the_models_own(name: str, double: None) -> None:
-    """Chunks of one size, then of another; the last one shorter, and of a single token (33 = 4 · 8 + 1).
-    Padding at the right, labels ignored; each hook fires once."""
+    """Chunks of one size, then of another, layers recomputed; the last one shorter, and of a single token
+    (33 = 4 · 8 + 1). Padding at the right, labels ignored; each hook fires once."""
     options = OPTIONS.get(name, {})
     model = make(name, **options)
     for option, value in options.items():
@@ -107,8 +105,8 @@ def test_loss_and_gradients_are_the_models_own(name: str, double: None) -> None:
     fired: list[str] = []
     for parameter_name, p in wrapped.named_parameters():
         p.register_post_accumulate_grad_hook(lambda _, n=parameter_name: fired.append(n))
-    for seqlen, chunk_size in ((29, 5), (33, 8)):
-        adjoint.wrap(wrapped, adjoint.Exact(chunk_size=chunk_size))
+    for seqlen, chunk_size, recompute in ((29, 5, "none"), (33, 8, "selective")):
+        adjoint.wrap(wrapped, adjoint.Exact(chunk_size=chunk_size, recompute=recompute))
         inputs, fired[:] = make_batch(seqlen, seed=seqlen), []
         expected, got = (loss_and_gradients(m, **inputs) for m in (model, wrapped))
         assert_exact(got, expected)
@@ -139,39 +137,6 @@ def test_bfloat16_is_no_further_off_than_the_models_own(name: str) -> None:
             found.append(errors((loss.double(), gradients), expected).total)
     assert min(theirs) > 1e-4  # it is bfloat16 that is measured
     assert sum(ours) <= 1.05 * sum(theirs), (ours, theirs)
-
-
-@pytest.mark.parametrize(
-    ("name", "noise", "recompute"),
-    [
-        ("LlamaForCausalLM", {"attention_dropout": 0.2}, "none"),
-        ("GPT2LMHeadModel", {"resid_pdrop": 0.2}, "none"),
-        ("GPT2LMHeadModel", {"resid_pdrop": 0.2}, "full"),
-        ("MixtralForCausalLM", {"router_jitter_noise": 0.2}, "none"),
-        ("MixtralForCausalLM", {"router_jitter_noise": 0.2}, "full"),
-    ],
-)
-def test_random_numbers_are_drawn_again(
-    name: str, noise: dict[str, float], recompute: str, double: None
-) -> None:
-    """The gradient is that of the loss that was returned, by finite differences under a fixed seed; a second
-    backward pass gives it again."""
-    model, inputs = make(name, **noise), make_batch(29)
-    adjoint.wrap(model, adjoint.Exact(chunk_size=8, recompute=recompute))
-    model(**inputs)  # the comparison on first use lies behind us
-
-    def loss() -> Tensor:
-        torch.manual_seed(5)
-        return model(**inputs).loss
-
-    first = loss()
-    first.backward(retain_graph=True)
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    first.backward()
-    assert all(torch.equal(p.grad, 2 * gradients[name]) for name, p in model.named_parameters())
-    assert first.item() != model.eval()(**inputs).loss.item()
-    model.train()
-    assert_slope(model, loss, gradients)
 
 
 @pytest.mark.parametrize(
@@ -258,57 +223,30 @@ def test_a_state_does_not_keep_its_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(kept) > 20 and all(storage < 2 * own for own, storage in kept)
 
 
-# -------------------------------------------------------------------------------------------------- documents
+# ------------------------------------------------------------------------------------------ forms of a call
 
-# Lengths of documents: one of a single token, edges that are chunks' and edges that are not.
-ONE_ROW = [8, 1, 7, 13]
-TWO_ROWS = [ONE_ROW, [3, 21, 1, 4]]
-
-
-def starts_and_positions(lengths: list[int]) -> tuple[list[int], Tensor]:
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return starts, torch.cat([torch.arange(n) for n in lengths])
-
-
-def one_by_one(
-    model: Any, ids: Tensor, targets: Tensor, rows: list[list[int]]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The untouched model on each document by itself: the mean loss over all targets, and its gradients."""
-    model.zero_grad()
-    total = torch.zeros(())
-    for row, lengths in enumerate(rows):
-        for i, t in zip(ids[row].split(lengths), targets[row].split(lengths), strict=True):
-            logits = model(input_ids=i[None], use_cache=False).logits[0]
-            loss = F.cross_entropy(logits, t, reduction="sum") / targets.numel()
-            loss.backward()
-            total = total + loss.detach()
-    return total, current_gradients(model)
+CALLS: dict[str, dict[str, Any]] = {
+    "position_ids": {"packed": 0.2},
+    "seq_idx": {"packed": 0.2, "form": "seq_idx"},
+    "cu_seq_lens": {"packed": 0.2, "form": "cu_seq_lens_q"},
+    "a tuple, padded": {"call": "tuple", "padded": 0.4, "items": "tensor"},
+    "by position": {"call": "positional", "labels": "both", "items": 7},
+    "backbone": {"call": "backbone"},
+    "backbone, position_ids": {"call": "backbone", "packed": 0.2},
+}
 
 
+@pytest.mark.parametrize("what", CALLS)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_packed_documents_are_as_one_by_one(name: str, double: None) -> None:
-    """Every token has a target, so that a document's last token and one of a single token count."""
-    model = make(name)
-    ids, targets = torch.randint(3, VOCAB, (2, 2, 29), generator=torch.Generator().manual_seed(3))
-    wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8))
-    alike = starts_and_positions(ONE_ROW)[1][None]
-    positions = torch.stack([starts_and_positions(lengths)[1] for lengths in TWO_ROWS])
-    edges = torch.tensor([0, *torch.tensor([n for row in TWO_ROWS for n in row]).cumsum(0)])
-    cases: list[tuple[list[list[int]], list[dict[str, Tensor]]]] = [
-        ([ONE_ROW] * 2, [{"position_ids": alike}, {"seq_idx": (alike == 0).cumsum(1)}]),
-        (
-            TWO_ROWS,
-            [
-                {"position_ids": positions},
-                {"seq_idx": (positions == 0).cumsum(1)},
-                {"cu_seq_lens_q": edges.int(), "cu_seq_lens_k": edges.int()},
-            ],
-        ),
-    ]
-    for rows, forms in cases:
-        expected = one_by_one(model, ids, targets, rows)
-        for form in forms:
-            assert_exact(loss_and_gradients(wrapped, input_ids=ids, shift_labels=targets, **form), expected)
+def test_the_forms_of_a_call(name: str, what: str) -> None:
+    """Packed documents are as one by one, every token with a target. The backbone is called by trainers that
+    fuse the head: any loss of its hidden states will do."""
+    pytest.importorskip("peft")
+    from tests.fuzz.wrapped import check
+
+    method = {"name": "Exact", "chunk_size": 8}
+    sizes = {"model": name, "seed": 3, "batch": 2, "seqlen": 29, "labels": "shift_labels"}
+    check({**sizes, "method": method, **CALLS[what]})
 
 
 # -------------------------------------------------------------------------------------------------- truncated
@@ -366,61 +304,23 @@ def test_truncated_drops_what_crosses_a_spans_start(name: str, double: None) -> 
     assert errors(got, exact).worst <= 1e-14
 
 
-# ------------------------------------------------------------------------------------------- the two ways in
-
-
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_a_loss_above_the_backbone(name: str, double: None) -> None:
-    """Trainers that fuse the head call the backbone; any loss of its hidden states will do."""
-    model = make(name)
-    wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8))
-    ids = make_batch(29)["input_ids"]
-    weight = torch.randn(2, 29, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    results = []
-    for one in (model, wrapped):
-        hidden = one.base_model(input_ids=ids).last_hidden_state
-        loss = (hidden * weight).sum() + hidden.square().mean()
-        loss.backward()
-        results.append((loss.detach(), current_gradients(one.base_model)))
-    assert_exact(results[1], results[0])
-
-
-def test_the_forms_of_a_call(double: None) -> None:
-    model, inputs = make("LlamaForCausalLM"), make_batch(29)
+def test_logits_beside_a_loss(double: None) -> None:
+    model, inputs = make("LlamaForCausalLM").eval(), make_batch(29)
     wrapped = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=8))
     ids, labels, mask = (inputs[name] for name in ("input_ids", "labels", "attention_mask"))
-    expected = model(**inputs).loss.item()
-    out = wrapped(**inputs)
-    assert out.loss.item() == pytest.approx(expected, rel=1e-12)
-    assert out.logits is None
-    (loss,) = wrapped(**inputs, return_dict=False)
-    assert loss.item() == out.loss.item()
-    assert wrapped(ids, mask, None, None, None, labels).loss.item() == out.loss.item()
-    for count in (7, torch.tensor(7)):
-        summed = [m(**inputs, num_items_in_batch=count) for m in (model, wrapped)]
-        assert summed[1].loss.item() == pytest.approx(summed[0].loss.item(), rel=1e-12)
-    shifted = wrapped(input_ids=ids, attention_mask=mask, shift_labels=shift_labels(labels))
-    assert shifted.loss.item() == out.loss.item()
-    with torch.no_grad():
-        quiet = wrapped.eval()(**inputs).loss
-    assert quiet.item() == out.loss.item()
-    assert not quiet.requires_grad
-    model.eval()
+    assert wrapped(**inputs).logits is None
     assert torch.equal(wrapped(ids).logits, model(ids).logits)  # no labels: transformers' own
-    left = {
-        **inputs,
-        "attention_mask": mask.flip(1),
-        "labels": labels.masked_fill(mask.flip(1).roll(1) == 0, -100),
-    }
-    for given in ({"input_ids": ids, "labels": labels}, left):
-        with torch.no_grad():
-            expected = model(**given).logits
+    left = mask.flip(1)
+    padded = {**inputs, "attention_mask": left, "labels": labels.masked_fill(left.roll(1) == 0, -100)}
+    with torch.no_grad():
+        for given in ({"input_ids": ids, "labels": labels}, padded):
+            expected = model(**given)
             for keep in (3, 100, torch.tensor([0, 11, 28])):
                 got = wrapped(**given, logits_to_keep=keep)
                 tokens = keep if isinstance(keep, Tensor) else slice(-keep, None)
                 real = given.get("attention_mask", torch.ones_like(ids))[:, tokens, None]
-                assert torch.allclose(got.logits * real, expected[:, tokens] * real, atol=1e-12)
-                assert got.loss.item() == wrapped(**given).loss.item()
+                assert torch.allclose(got.logits * real, expected.logits[:, tokens] * real, atol=1e-12)
+                assert got.loss.item() == wrapped(**given).loss.item() == pytest.approx(expected.loss.item())
 
 
 # -------------------------------------------------------------------------------------------------- refusals
@@ -450,23 +350,13 @@ def test_a_scan_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPatc
         model(**make_batch(29))
 
 
-WINDOWED = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
-LONG = {**WINDOWED, "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
-OPTIONS_REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "rope_type 'dynamic'": (
-        "LlamaForCausalLM",
-        {"rope_parameters": {**WINDOWED, "rope_type": "dynamic"}},
-    ),
-    "rope_type 'longrope'": ("LlamaForCausalLM", {"rope_parameters": {**LONG, "rope_type": "longrope"}}),
-}
-
-
-@pytest.mark.parametrize("message", OPTIONS_REFUSED)
-def test_an_option_that_is_refused(message: str) -> None:
-    name, options = OPTIONS_REFUSED[message]
-    model = make(name, **options)
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rope_that_depends_on_the_length_is_refused(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    model = make("LlamaForCausalLM", rope_parameters=rope)
     plain, inputs = copy.deepcopy(model), make_batch(29)
-    with one_line(message):
+    with one_line(f"rope_type {kind!r}"):
         adjoint.wrap(model, adjoint.Exact(chunk_size=8))(**inputs)
     got = adjoint.wrap(model, adjoint.Backprop())(**inputs).loss
     assert got.item() == plain(**inputs).loss.item()
@@ -481,6 +371,9 @@ def test_models_and_methods_that_are_refused() -> None:
         (two, None, "LlamaForCausalLM has no backbone apart from its head"),
         (model, adjoint.Truncated("auto"), r"takes Truncated\(window\) with a window in tokens"),
         (model, adjoint.LayerLocal(), r"got LayerLocal\("),
+        (model, adjoint.Truncated(1), "chunks have two tokens at least"),
+        (model, adjoint.Exact(chunk_size=1), "chunks have two tokens at least"),
+        (model, adjoint.Truncated(8, chunk_size=1), "chunks have two tokens at least"),
     ):
         with pytest.raises(ValueError, match=message):
             adjoint.wrap(wrong, method)
