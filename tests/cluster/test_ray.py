@@ -21,72 +21,18 @@ from typing import Any
 import pytest
 import torch
 
-from adjoint import Exact, Stack, StackConfig
-from adjoint.checkpoint import Tensors
+from adjoint import Exact, StackConfig
 from adjoint.cluster import placement
 from adjoint.cluster.group import Group
 from adjoint.cluster.placement import Resources
-from adjoint.cluster.shard import total_norm
-from adjoint.cluster.training import StackInShards
 from adjoint.errors import UserError
-from adjoint.train.checkpoint import save_checkpoint
 from adjoint.train.config import ClusterConfig, TrainingConfig
 from adjoint.train.layout import Layout
-from adjoint.train.optimizer import learning_rate, make_optimizer
-from tests.model_helpers import SIZES, VARIANTS, assert_same, make_ids
 from tests.training_helpers import metrics, same_training, tiny, train_tiny
 
 REPOSITORY = Path(__file__).parents[2]
-TRAINING = TrainingConfig(
-    steps=3, warmup_steps=1, lr=0.05, grad_clip=0.5, precision="float64", device="cpu", threads=1
-)
 
 # ---------------------------------------------------------------------------------------- what they compute
-
-
-def test_actors_compute_what_one_process_does(
-    ray_on_loopback: None, tmp_path: Path, one_thread: None
-) -> None:
-    """Two steps in one process and over actors: losses, norms and weights, and a sample, agree."""
-    config, method = StackConfig(**{**SIZES, **VARIANTS["mixed, untied"]}), Exact(7)
-    torch.manual_seed(TRAINING.seed)
-    stack = Stack(config).double()
-    optimizer = make_optimizer(stack, TRAINING)
-    names = [name for name, _ in stack.named_parameters()]
-    group = Group(config, TRAINING, method, ClusterConfig(2))
-    try:
-        for step in (1, 2):
-            ids = make_ids(2, 24, seed=step)
-            optimizer.zero_grad()
-            loss = stack(ids, labels=ids, method=method).loss
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(stack.parameters(), TRAINING.grad_clip).item()
-            for parameter_group in optimizer.param_groups:
-                parameter_group["lr"] = learning_rate(step, TRAINING)
-            optimizer.step()
-            group.all("zero_grad")
-            *others, found = group.all("accumulate", ids.numpy())
-            assert others == [None]
-            assert found == pytest.approx(loss.item(), rel=1e-12)
-            norms = {name: n for part in group.all("norms") for name, n in part.items()}
-            total = total_norm([norms[name] for name in names], "float64")
-            assert total == pytest.approx(norm, rel=1e-12)
-            group.all("step", learning_rate(step, TRAINING), total)
-
-        def write(folder: Path) -> dict[str, Any]:
-            return {name: entry for part in group.all("save", str(folder)) for name, entry in part.items()}
-
-        stored = Tensors(save_checkpoint(tmp_path, 2, write, {}), "model")
-        expected = dict(stack.named_parameters())
-        assert stored.where.keys() == expected.keys()
-        assert_same({name: stored[name] for name in expected}, expected, 1e-12)
-        sample, own = (
-            model.generate(make_ids(1, 5), 12, 0.8, generator=torch.Generator().manual_seed(3))
-            for model in (StackInShards(config, group), stack)
-        )
-        assert torch.equal(sample, own)
-    finally:
-        group.kill()
 
 
 @pytest.mark.slow
@@ -177,10 +123,11 @@ def over(**numbers: Any) -> dict[str, Any]:
     return {f"cluster__{key}": number for key, number in {"shards": 1, **numbers}.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("flags", "announced"),
     [
+        (over(shards=2), "shards: 2, layers 0-0, 1-1, on cpu"),
         (over(shards=2, replicas=2), "layers 0-0, 1-1, on cpu, replicas of all this: 2"),
         (over(replicas=3), "layers 0-1, on cpu, replicas of all this: 3"),
         (over(shards="auto", replicas=2), "shards: 2, layers 0-0, 1-1"),

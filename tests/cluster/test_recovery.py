@@ -49,10 +49,18 @@ EARLY = [  # before step 5: point, time, shard, way, and what is said
 ]
 
 
+STUCK = "shard 1: hung: no progress of any shard for 10 s (cluster.progress_timeout), it is at: "
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "point, call, rank, how, said, going_on",
-    [*EARLY, *((*moment, r, how, f"shard {r}: {kind}", "") for how, r, kind in WAYS for moment in MOMENTS)],
+    [
+        *EARLY,
+        *((*moment, r, how, f"shard {r}: {kind}", "") for how, r, kind in WAYS for moment in MOMENTS),
+        # one sleeps while the other waits for it: both have heartbeats
+        *((*moment, 1, "sleep", STUCK, "") for moment in MOMENTS if moment[0] != "save"),
+    ],
 )
 def test_a_failure_changes_nothing(
     undisturbed: Path,
@@ -67,7 +75,8 @@ def test_a_failure_changes_nothing(
     going_on: str,
 ) -> None:
     faults.ask_for(point, rank, call, how)
-    line = recovers(tmp_path, undisturbed, capsys)
+    flags = {"cluster__progress_timeout": 10} if how == "sleep" else {}
+    line = recovers(tmp_path, undisturbed, capsys, **flags)
     assert said in line and line.endswith(going_on)
 
 
@@ -136,22 +145,6 @@ def test_a_full_disk_is_told_at_once_in_one_line(
     assert train_tiny(tmp_path, **FLAGS) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "shard 1: environment: runs/x: No space left on device (during save), at step 3; it would" in line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point, call", [m for m in MOMENTS if m[0] != "save"])
-def test_shards_that_live_and_do_not_get_on_are_made_anew(
-    undisturbed: Path,
-    faulty: None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    point: str,
-    call: int,
-) -> None:
-    """One sleeps while the other waits for it: both have heartbeats."""
-    faults.ask_for(point, 1, call, "sleep")
-    said = recovers(tmp_path, undisturbed, capsys, cluster__progress_timeout=10)
-    assert "shard 1: hung: no progress of any shard for 10 s (cluster.progress_timeout), it is at: " in said
 
 
 @pytest.mark.slow

@@ -16,12 +16,10 @@ from adjoint.cluster.shard import Microbatch
 from adjoint.errors import UserError
 from adjoint.hf import load as hf_load
 from adjoint.hf.split import Pretrained, examine
-from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
-from adjoint.train.optimizer import learning_rate, make_optimizer
 from tests.cluster import faults
 from tests.cluster.faults import FLAGS, MOMENTS, assert_undisturbed, told
-from tests.cluster.threads import TRAINING, make_shards, together, train_shards
+from tests.cluster.threads import TRAINING, make_shards, together, train_shards, train_stack
 from tests.hf.hf_models import float64_throughout, make
 from tests.model_helpers import assert_same
 from tests.training_helpers import train_tiny
@@ -32,25 +30,6 @@ CASES = [
     ("Mamba2ForCausalLM", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     ("GraniteMoeHybridForCausalLM", {}),  # scales embeddings and logits
 ]
-
-
-def in_one_process(
-    model: Any, method: Any, training: TrainingConfig, batches: list[torch.Tensor]
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses, and the first batch's gradients, of a wrapped model's training."""
-    adjoint.wrap(model, method)
-    optimizer, losses, first = make_optimizer(model, training), [], dict[str, torch.Tensor]()
-    for step, ids in enumerate(batches, 1):
-        optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        first = first or {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), training.grad_clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, training)
-        optimizer.step()
-    return losses, first
 
 
 @pytest.mark.sampled(2)
@@ -70,7 +49,7 @@ def test_shards_are_one_process(name: str, options: dict[str, Any], replicas: in
                 for n, p in shard.named_weights().items():
                     p.copy_(weights[n])
         together(shards, lambda shard: shard.share_table())
-        losses, gradients = in_one_process(model, method, TRAINING, batches)
+        losses, gradients = train_stack(adjoint.wrap(model, method), None, TRAINING, batches)
         got_losses, got = train_shards(shards, TRAINING, batches)
     assert got_losses == pytest.approx(losses, rel=1e-12)
     assert got.keys() == gradients.keys()

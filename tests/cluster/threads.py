@@ -235,13 +235,14 @@ def disturbed_stack(config: StackConfig, dtype: torch.dtype = torch.float64) -> 
 
 
 def train_stack(
-    stack: Stack,
+    stack: Any,
     method: Any,
     training: TrainingConfig,
     batches: list[torch.Tensor],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of the steps and the first step's gradients, as `adjoint.train.trainer` goes about it."""
+    """Losses of the steps and the first step's gradients, as `adjoint.train.trainer` goes about it; a wrapped
+    model has its method."""
     optimizer = optimizer or make_optimizer(stack, training)
     losses, first = [], {}
     for step, ids in enumerate(batches, 1):
@@ -250,7 +251,8 @@ def train_stack(
         optimizer.zero_grad(set_to_none=True)
         loss = 0.0
         for part in ids.chunk(training.grad_accumulation):
-            mean = stack(part, labels=part, method=method).loss / training.grad_accumulation
+            given = {"input_ids": part, "labels": part} | ({"method": method} if method else {})
+            mean = stack(**given).loss / training.grad_accumulation
             mean.backward()
             loss += mean.item()
         losses.append(loss)
