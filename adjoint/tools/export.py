@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,7 +19,7 @@ from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
 from adjoint.methods import Backprop
 from adjoint.train.checkpoint import trained_model, write_file
-from adjoint.train.flags import Flags
+from adjoint.train.flags import Flags, new_folder, reads
 from adjoint.train.rundir import find_checkpoint
 
 
@@ -32,14 +32,13 @@ def main(argv: list[str]) -> int:
         "transformers, or MambaLMHeadModel.from_pretrained of mamba-ssm, can load. Weights keep the "
         "checkpoint's dtype.",
     )
-    parser.add_argument("run", metavar="RUN", help="a run's folder (its newest checkpoint) or a checkpoint")
-    parser.add_argument("--to", metavar="DIR", required=True, help="folder to write, new or empty")
-    parser.add_argument(
-        "--format", choices=FORMATS, default="transformers", help="layout of the folder; default: %(default)s"
-    )
+    parser.add("run", "a run's folder (its newest checkpoint) or a checkpoint", metavar="RUN")
+    parser.add("--to", "folder to write, new or empty", new_folder, required=True)
+    layout = f"layout of the folder: {' or '.join(FORMATS)}"
+    parser.add("--format", layout, reads(Literal[tuple(FORMATS)]), default="transformers")
     request = parser.parse_args(argv)
     checkpoint = find_checkpoint(request.run)
-    told = export(checkpoint, Path(request.to), request.format)
+    told = export(checkpoint, request.to, request.format)
     print(f"{request.to}: {told}, from {os.path.relpath(checkpoint)}")
     return 0
 
@@ -64,8 +63,6 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
     folder = folder.resolve()  # a link to an empty folder leads to where things are written
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"--to {folder}: is not empty; name a new folder, or remove that one first")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--to {folder}: is a file; name a folder")
     work = unfinished_path(folder)
     work.mkdir(parents=True)
     try:

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Never
 
 from adjoint.errors import UserError
@@ -22,7 +23,7 @@ class Flags(argparse.ArgumentParser):
         """Add a flag.
 
         Args:
-            flag: its name. text: its help.
+            flag: its name. text: its help, to which its default is added.
             read: makes its value of the text that is given, and of a default that is text; its ValueError has
                 the words of the error.
             settings: as argparse's `add_argument` takes them.
@@ -36,7 +37,8 @@ class Flags(argparse.ArgumentParser):
 
         if settings.get("action", "append") == "append":
             settings["type"] = value
-        self.add_argument(flag, help=text, **settings)
+        default = "; default: %(default)s" if settings.get("default") else ""
+        self.add_argument(flag, help=text + default, **settings)
 
     def error(self, message: str) -> Never:
         bare = re.fullmatch(r"argument (?:\S+/)?(--\S+): expected one argument", message)
@@ -60,6 +62,13 @@ def comma_list(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
         return list(dict.fromkeys(map(read, words)))
 
     return values
+
+
+def new_folder(text: str) -> Path:
+    """A reader for `Flags.add`, of a folder to write to."""
+    if Path(text).is_file():
+        raise ValueError(f"{text}: is a file; name a folder")
+    return Path(text)
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

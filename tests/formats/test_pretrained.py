@@ -404,7 +404,7 @@ def test_command_lines_of_export_that_are_refused(tmp_path: Path, capsys: pytest
         ([str(tmp_path), "--to", str(tmp_path / "out")], "not a run and not a good checkpoint"),
         ([str(run), "--to", str(tmp_path / "file")], "is a file; name a folder"),
         ([str(run)], "--to"),
-        ([str(run), "--to", str(tmp_path / "out"), "--format", "gguf"], "invalid choice: 'gguf'"),
+        ([str(run), "--to", str(tmp_path / "out"), "--format", "gguf"], "got 'gguf'"),
     ]:
         assert main(["export", *argv]) == 2
         error = capsys.readouterr().err

@@ -27,7 +27,7 @@ from adjoint.tools.points.journal import Journal, completed, progress
 from adjoint.tools.points.passes import fits, predicted_bytes, typical
 from adjoint.tools.points.process import Point, Process
 from adjoint.train.config import Config, Precision, load_config, plain
-from adjoint.train.flags import Flags, comma_list, reads
+from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.machine import environment, pick_device, pick_precision
 
 WAYS = ("transformers", "checkpointing", "wrapped")
@@ -211,44 +211,27 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
         "Memory is a step's peak above the imports: weights, gradients and activations, without an "
         "optimizer.",
     )
-    add = parser.add
-    ways, least = ",".join(WAYS), reads(Positive)
-    add(
-        "model",
-        "a folder with a transformers model, or a config.json; without weights they are random",
-        metavar="DIR",
-    )
-    add(
-        "--lengths",
-        "sequence lengths in tokens; default: %(default)s",
-        comma_list(reads(SeqLen)),
-        default="4K,16K,64K",
-    )
-    add(
-        "--memory", "memory limit of a step, such as 8GB; default: three quarters of the device's", size_bytes
-    )
-    add("--ways", "some of %(default)s; default: all", comma_list(reads(Literal[WAYS])), default=ways)
-    add(
-        "--method",
-        "method of the wrapped model: exact or truncated; default: %(default)s",
-        default=Exact.name,
-    )
-    add("--dtype", "float32, bfloat16 or float64; default: %(default)s", reads(Precision), default="auto")
-    add("--batch", "sequences per step; default: %(default)s", least, default="1", metavar="N")
-    add("--repeat", "timed passes; default: %(default)s", least, default="3", metavar="N")
-    add("--device", "auto, cpu, cuda or cuda:1; default: %(default)s", default="auto")
+    add, least = parser.add, reads(Positive)
+    folder = "a folder with a transformers model, or a config.json; without weights they are random"
+    add("model", folder, metavar="DIR")
+    add("--lengths", "sequence lengths in tokens", comma_list(reads(SeqLen)), default="4K,16K,64K")
+    memory = "memory limit of a step, such as 8GB; default: three quarters of the device's"
+    add("--memory", memory, size_bytes)
+    add("--ways", "some of these", comma_list(reads(Literal[WAYS])), default=",".join(WAYS))
+    add("--method", "method of the wrapped model: exact or truncated", default=Exact.name)
+    add("--dtype", "float32, bfloat16 or float64", reads(Precision), default="auto")
+    add("--batch", "sequences per step", least, default="1")
+    add("--repeat", "timed passes", least, default="3")
+    add("--device", "auto, cpu, cuda or cuda:1", default="auto")
     add("--search", "double the length until it does not fit, instead of extrapolating", action="store_true")
     add("--fresh", "discard earlier results and measure all", action="store_true")
-    add("--out", "folder for the results; default: %(default)s", Path, default=Path("compare"), metavar="DIR")
+    add("--out", "folder for the results", new_folder, default="compare")
     given, rest = parser.parse_known_args(argv)
     for word in rest:
         if not word.startswith("--method.") and word.startswith("-"):
             raise UserError(f"{word}: adjoint compare does not take it; see adjoint compare --help")
-    if not Path(given.model).exists() or (
-        Path(given.model).is_dir() and not (Path(given.model) / "config.json").is_file()
-    ):
-        raise UserError(f"{given.model}: no config.json there; name a folder that save_pretrained wrote")
-    if given.out.is_file():
-        raise UserError(f"--out {given.out}: is a file; name a folder")
+    config = Path(given.model)
+    if not (config.is_file() or (config / "config.json").is_file()):
+        raise UserError(f"{config}: no config.json there; name a folder that save_pretrained wrote")
     given.ways = [way for way in WAYS if way in given.ways]
     return given, load_config(["--method.name", given.method, *rest], "adjoint compare")

@@ -24,7 +24,7 @@ from adjoint.tools.eval import needles, positions
 from adjoint.tools.points.show import print_table
 from adjoint.train.checkpoint import trained_model
 from adjoint.train.config import Precision
-from adjoint.train.flags import Flags, comma_list, reads
+from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
 from adjoint.train.rundir import find_checkpoint
 
@@ -50,38 +50,16 @@ def main(argv: list[str]) -> int:
         "and values.",
     )
     add = parser.add
-    add(
-        "runs",
-        "a run's folder, a checkpoint, or a folder with a transformers model",
-        metavar="RUN",
-        nargs="+",
-    )
+    add("runs", "a run's folder, a checkpoint, or a folder of transformers", metavar="RUN", nargs="+")
     add("--needles", "hide pass keys in the text and ask for them at its end", action="store_true")
-    add(
-        "--lengths",
-        "window lengths in tokens, such as 4K,64K,1M (default %(default)s)",
-        comma_list(reads(SeqLen)),
-        default="4K,64K",
-    )
+    add("--lengths", "window lengths in tokens", comma_list(reads(SeqLen)), default="4K,64K")
     add("--path", "text to read; default: the held-out part of the run's own")
-    add(
-        "--tokens",
-        "tokens to read per length, at least one window (needles: one per depth); default 256K, needles 1M",
-        reads(Positive),
-    )
-    add("--device", "auto, cpu, cuda or cuda:1 (default %(default)s)", default="auto")
-    add(
-        "--precision",
-        "float32, bfloat16, float64, or auto (default): bfloat16 where a GPU has it natively",
-        reads(Precision),
-        default="auto",
-    )
-    add(
-        "--out",
-        "folder for eval.json and eval.png (needles.json, needles.png); default: eval in the first RUN",
-        Path,
-        metavar="DIR",
-    )
+    tokens = "tokens to read per length, at least one window (needles: one per depth)"
+    add("--tokens", f"{tokens}; default: 256K, needles 1M", reads(Positive))
+    add("--device", "auto, cpu, cuda or cuda:1", default="auto")
+    precision = "float32, bfloat16, float64, or auto: bfloat16 where a GPU has it natively"
+    add("--precision", precision, reads(Precision), default="auto")
+    add("--out", "folder for the results; default: eval in the first RUN", new_folder)
     request = parser.parse_args(argv)
     lengths = sorted(request.lengths)
     device = pick_device(request.device)

@@ -165,38 +165,21 @@ def _parser() -> argparse.ArgumentParser:
         "With --devices and no --cluster.shards, layouts (shards × workers of a sequence × replicas) are "
         "ranked, and the fastest that fits is planned.",
         epilog="Whole numbers may be written 16K (16,384) or 1M (1,048,576), sizes 40GB (10⁹) or 40GiB (2³⁰)."
-        " All keys of adjoint train are flags here too (--model.d_model, --method.chunk_size, …).",
+        " --config and all keys of adjoint train are flags here too (--model.d_model, --method.keep, …).",
     )
     add = parser.add
-    add("--config", "configuration, as for adjoint train", action="append", default=[], metavar="FILE")
-    add(
-        "--seqlen",
-        "tokens per sequence; default: the configuration's data.seqlen",
-        reads(SeqLen),
-        metavar="N",
-    )
-    add("--devices", "number of devices; default: as the cluster keys say", reads(Positive), metavar="N")
+    add("--seqlen", "tokens per sequence; default: the configuration's data.seqlen", reads(SeqLen))
+    add("--devices", "number of devices; default: as the cluster keys say", reads(Positive))
     memory = "memory of each device, such as 40GB; or one size per worker, as 20GB,10GB,10GB"
-    add("--device-memory", memory, _sizes, metavar="SIZE")
-    add("--device", f"take memory and speed of a known GPU: {', '.join(GPUS)}", _gpu, metavar="NAME")
-    rate = (
-        f"sustained TFLOP/s of a device; default: {SUSTAINED:.0%} of the peak of the GPU named, or of an "
-        f"{UNNAMED}; {CPU_TFLOPS} for a CPU".replace("%", "%%")
-    )
-    add("--device-tflops", rate, reads(PositiveNumber), metavar="X")
-    add(
-        "--measure",
-        "time one layer of each kind on this machine, instead of assuming a rate",
-        action="store_true",
-    )
-    bandwidth = f"bytes per second between devices; default: {BANDWIDTH}"
-    add("--bandwidth", bandwidth, size_bytes, default=BANDWIDTH, metavar="SIZE")
-    add(
-        "--timeline",
-        "draw the pipeline to a .png, .svg or .pdf",
-        _picture,
-        metavar="FILE",
-    )
+    add("--device-memory", memory, _sizes)
+    add("--device", f"take memory and speed of a known GPU: {', '.join(GPUS)}", _gpu)
+    rate = f"{SUSTAINED:.0%} of the peak of the GPU named, or of an {UNNAMED}; {CPU_TFLOPS} for a CPU"
+    rate = f"sustained TFLOP/s of a device; default: {rate}".replace("%", "%%")
+    add("--device-tflops", rate, reads(PositiveNumber))
+    measure = "time one layer of each kind on this machine, instead of assuming a rate"
+    add("--measure", measure, action="store_true")
+    add("--bandwidth", "bytes per second between devices", size_bytes, default=BANDWIDTH)
+    add("--timeline", "draw the pipeline to a .png, .svg or .pdf", _picture)
     add("--json", "print everything as JSON", action="store_true")
     return parser
 
@@ -236,8 +219,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         UserError: naming the flag, what is wrong with it and what would be right.
         SystemExit: code 0, after ``--help``.
     """
-    given, rest = _parser().parse_known_args(argv)
-    words = [word for file in given.config for word in ("--config", file)] + rest
+    given, words = _parser().parse_known_args(argv)
     if given.seqlen is not None:
         words += ["--data.seqlen", str(given.seqlen)]
     config = load_config(words, "adjoint plan")

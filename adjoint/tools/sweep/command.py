@@ -41,7 +41,7 @@ from adjoint.tools.sweep.compare import Comparison, Window, window_order
 from adjoint.tools.sweep.report import window_text
 from adjoint.train.checkpoint import load_checkpoint
 from adjoint.train.config import Config, load_config, plain
-from adjoint.train.flags import Flags, comma_list, reads
+from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.machine import environment, pick_device, set_up
 from adjoint.train.rundir import find_checkpoint
 
@@ -246,92 +246,53 @@ def _parser() -> Flags:
         "of adjoint train are flags here too (--data.path, --model.d_model, …). The sweep runs "
         "in float32 unless --training.precision says otherwise.",
     )
-    add = parser.add
-    add("--out", "folder for sweep.json, sweep.csv and sweep.png", Path, required=True, metavar="DIR")
-    add("--config", "configuration, as for adjoint train", action="append", default=[], metavar="FILE")
-    add(
-        "--windows",
-        "windows in tokens; full: no window; auto: a window picked for each layer; "
-        "default: powers of four below seqlen, full, and auto",
-        comma_list(_window),
-        metavar="LIST",
+    add, whole = parser.add, reads(Positive)
+    add("--out", "folder for sweep.json, sweep.csv and sweep.png", new_folder, required=True)
+    add("--config", "configuration, as for adjoint train", action="append")
+    windows = (
+        "windows in tokens; full: no window; auto: picked for each layer; default: powers of 4, full, auto"
     )
-    add(
-        "--tolerance",
-        f"for auto: share of the adjoint state that may be dropped; default: {TOLERANCE}",
-        _tolerance,
-        default=TOLERANCE,
-        metavar="X",
-    )
-    add("--seqlen", "tokens per sequence; default: the configuration's data.seqlen", metavar="N")
-    add(
-        "--model",
+    add("--windows", windows, comma_list(_window))
+    tolerance = "for auto: share of the adjoint state that may be dropped"
+    add("--tolerance", tolerance, _tolerance, default=TOLERANCE)
+    add("--seqlen", "tokens per sequence; default: the configuration's data.seqlen")
+    model = (
         "a run's folder (its newest checkpoint) or a checkpoint; default: fresh weights. Without --config "
-        "the run's configuration is used",
-        metavar="RUN",
     )
-    add(
-        "--methods",
-        f"some of {', '.join(METHODS)}; default: %(default)s",
-        comma_list(reads(Literal[tuple(METHODS)])),
-        default=f"{Truncated.name},{LayerLocal.name}",
-        metavar="LIST",
-    )
-    add(
-        "--batches",
-        "batches to average over; default: %(default)s",
-        reads(Positive),
-        default="3",
-        metavar="N",
-    )
-    add("--chunk-size", "tokens per chunk; default: picked by the method", reads(Positive), metavar="N")
-    add(
-        "--seed",
-        "seed of fresh weights and of the data; default: %(default)s",
-        reads(NotNegative),
-        default="0",
-        metavar="N",
-    )
-    add(
-        "--data",
-        "config: the configuration's text (default); random: random tokens",
-        reads(Literal["config", "random"]),
-        default="config",
-    )
-    add(
-        "--baseline",
-        "what gradients are compared with: backprop, exact, or auto (default), backprop if it fits in memory",
-        reads(Literal["auto", Backprop.name, Exact.name]),
-        default="auto",
-    )
-    add("--fresh", "discard earlier results in DIR and measure all", action="store_true")
+    add("--model", model + "the run's configuration is used")
+    methods = f"{Truncated.name},{LayerLocal.name}"
+    known = comma_list(reads(Literal[tuple(METHODS)]))
+    add("--methods", f"some of {', '.join(METHODS)}", known, default=methods)
+    add("--batches", "batches to average over", whole, default="3")
+    add("--chunk-size", "tokens per chunk; default: picked by the method", whole)
+    add("--seed", "seed of fresh weights and of the data", reads(NotNegative), default="0")
+    data = "config: the configuration's text; random: random tokens"
+    add("--data", data, reads(Literal["config", "random"]), default="config")
+    baseline = "what gradients are compared with: backprop, exact, or auto: backprop if it fits in memory"
+    add("--baseline", baseline, reads(Literal["auto", Backprop.name, Exact.name]), default="auto")
+    add("--fresh", "discard earlier results in the folder and measure all", action="store_true")
     return parser
 
 
 def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
-    """The command line: what is the sweep's own, and the configuration of model and data.
-
-    Returns:
-        A namespace with the flags as they are to be used, windows in the order of `window_order`, and the
-        configuration.
+    """The sweep's own flags, windows in the order of `window_order`, and the configuration of model and data.
 
     Raises:
         UserError: naming the flag, what is wrong with it and what would be right.
         SystemExit: code 0, after ``--help``.
     """
     given, rest = _parser().parse_known_args(argv)
-    if given.out.exists() and not given.out.is_dir():
-        raise UserError(f"--out {given.out}: is a file; name a folder")
     for word in rest:
         for prefix, instead in _INSTEAD.items():
             if word.startswith(prefix):
                 raise UserError(f"{word}: a sweep does not take it; use {instead}")
         if given.model is not None and word.startswith("--model."):
             raise UserError(f"{word}: the model is that of --model {given.model}; leave one of them out")
-    if given.model is not None:
+    configs = given.config or []
+    if given.model is not None and not configs:
         own = find_checkpoint(given.model, "--model").parent.parent / "config.yaml"
-        given.config = given.config or [str(own)] * own.is_file()
-    words = [word for file in given.config for word in ("--config", file)] + rest
+        configs = [str(own)] * own.is_file()
+    words = [word for file in configs for word in ("--config", file)] + rest
     words += ["--data.seqlen", given.seqlen] * (given.seqlen is not None)
     config = load_config(words, "adjoint sweep")
     if config.model.from_pretrained is not None:
@@ -342,8 +303,6 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     seqlen = config.data.seqlen
     windows = given.windows or [*(4**i for i in range(32) if 4**i < seqlen), None, "auto"]
     # one that covers all tokens is None
-    full = [window for window in windows if isinstance(window, int) and window >= seqlen]
-    for window in full:
-        print(f"note: a window of {window:,} covers all {seqlen:,} tokens: that is full")
-    given.windows = sorted({None if window in full else window for window in windows}, key=window_order)
+    full = {None if isinstance(window, int) and window >= seqlen else window for window in windows}
+    given.windows = sorted(full, key=window_order)
     return given, config
