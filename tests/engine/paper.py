@@ -98,14 +98,11 @@ class LayerForward(NamedTuple):
 
 
 @torch.no_grad()
-def layer_forward(mixer: SelectiveMixer, x: Tensor, initial_state: Tensor | None = None) -> LayerForward:
-    """Algorithm 1, lines 4–8, one layer: h^t = A^t h^{t-1} + B^t x̂^t, ỹ^t = C^t h^t, token by token.
-
-    Args:
-        x: normalised inputs x̂ (batch, seqlen, d_model). initial_state: h^0 (batch, d_state), zero if None.
-    """
+def layer_forward(mixer: SelectiveMixer, x: Tensor) -> LayerForward:
+    """Algorithm 1, lines 4–8, one layer: h^t = A^t h^{t-1} + B^t x̂^t, ỹ^t = C^t h^t, token by token; of
+    normalised inputs x̂ (batch, seqlen, d_model), from h^0 = 0."""
     networks = _networks(mixer)
-    h = x.new_zeros(x.shape[0], mixer.d_state) if initial_state is None else initial_state
+    h = x.new_zeros(x.shape[0], mixer.d_state)
     stored = LayerForward([], [], [], [h], [])
     for token in x.unbind(1):
         A, B, C = (network(token) for network in networks)
@@ -142,13 +139,7 @@ class LayerGradient(NamedTuple):
     counts: Counts
 
 
-def layer_gradient(
-    mixer: SelectiveMixer,
-    x: Tensor,
-    g: Tensor,
-    window: int | None = None,
-    initial_state: Tensor | None = None,
-) -> LayerGradient:
+def layer_gradient(mixer: SelectiveMixer, x: Tensor, g: Tensor, window: int | None = None) -> LayerGradient:
     """Algorithms 3 and 4 for one layer: Proposition 2 summed over tokens, or eq. 7 with a window.
 
         dL/dθ = Σ_t Σ_i vjp_{𝒜,i}(g^t λ^{t,i} ⊗ h^{i-1})  ⊕  Σ_t Σ_i vjp_{ℬ,i}(g^t λ^{t,i} ⊗ x̂^i)
@@ -163,11 +154,10 @@ def layer_gradient(
         x: its normalised inputs x̂ (batch, seqlen, d_model).
         g: the loss's gradient with respect to its outputs ỹ, same shape.
         window: T̄ tokens; None for all.
-        initial_state: h^0 (batch, d_state), zero if None.
     """
     x, g = x.detach(), g.detach()
     network_A, network_B, network_C = _networks(mixer)
-    stored = layer_forward(mixer, x, initial_state)
+    stored = layer_forward(mixer, x)
     tokens, states = x.unbind(1), stored.states
     gradients = {name: torch.zeros_like(p) for name, p in mixer.named_parameters()}
     dx = [torch.zeros_like(token) for token in tokens]
