@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjoint import Stack, StackConfig, StackOutput
-from adjoint.batch import Batch
+from adjoint.batch import Batch, State
 from adjoint.documents import document_numbers
 
 SIZES: dict[str, Any] = {"vocab_size": 17, "d_model": 12, "n_layer": 2, "d_state": 4, "headdim": 6}
@@ -61,6 +62,20 @@ def make_model(
 
 def make_ids(batch: int, seqlen: int, vocab_size: int = SIZES["vocab_size"], seed: int = 0) -> Tensor:
     return torch.randint(vocab_size, (batch, seqlen), generator=torch.Generator().manual_seed(seed))
+
+
+def draw_states(model: Stack, batch: int, rand: Callable[..., Tensor], tokens: int = 0) -> list[State]:
+    """Random states; keys and values are of `tokens` tokens."""
+
+    def shape(s: Tensor) -> tuple[int, ...]:
+        return (*s.shape[:2], tokens, s.shape[3]) if s.dim() == 4 and not s.shape[2] else tuple(s.shape)
+
+    return [tuple(rand(*shape(s)) for s in state) for state in model.initial_state(batch)]
+
+
+def random_from(seed: int, dtype: torch.dtype = torch.float64) -> Callable[..., Tensor]:
+    """`torch.randn` of a generator of its own."""
+    return functools.partial(torch.randn, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 def forward(

@@ -116,7 +116,7 @@ class Layer:
             "full" (see `Exact`).
     """
 
-    stateful = replayable = True
+    replayable = True
 
     def __init__(
         self,
@@ -126,6 +126,7 @@ class Layer:
         recompute: str = "none",
     ) -> None:
         self.block, self.reach, self.grows, self.recompute = block, reach, grows, recompute
+        self.stateful = bool(grows)
         self.casts = Casts()
 
     def parameters(self) -> Iterable[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 from adjoint.engine.grid import Grid, Scheme, make_grid
 from adjoint.engine.program import BUFFERS, CAPACITY, Owners, Plan, plan, shared
 from adjoint.layers import StackConfig
-from adjoint.layers.mixer import reach_of
+from adjoint.layers.mixer import has_state, reach_of
 
 
 def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
@@ -35,7 +35,7 @@ def grid_of(
     """
     if not isinstance(model, StackConfig):
         return make_grid(scheme, seqlen, [True] * len(owners.shards), 0, owners.shards, costs=costs)
-    stateful = [False, *[True] * model.n_layer, False]
+    stateful = [False, *(has_state(model, k) for k in range(model.n_layer)), False]
     segments = range(model.n_layer + 2) if helpers else owners.shards
     return make_grid(scheme, seqlen, stateful, reach_of(model), tuple(segments), windows, costs)
 

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,10 +22,8 @@ from adjoint.engine import tile
 from adjoint.engine.autograd import draw_passing
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.grid import Grid, Scheme, make_grid
-from adjoint.engine.kept import Past
 from adjoint.engine.program import Owners, Plan, plan
 from adjoint.engine.run import Worker
-from adjoint.engine.stages import Embedding, Head, Layer
 from adjoint.engine.tile import Gradients
 from adjoint.layers import State
 from adjoint.train.layout import Layout
@@ -41,47 +39,77 @@ from tests.cluster.threads import (
 from tests.engine.recorded import recorder
 from tests.fuzz.oracle import reference_of
 from tests.model_helpers import (
+    CONVOLVED,
+    HEADS,
     SIZES,
     VARIANTS,
     assert_same,
     current_gradients,
+    draw_states,
     forward,
     make_ids,
     make_model,
+    random_from,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Names = dict[str, Tensor]
-MIXED, BOTH = "mixed, untied", "mamba and mamba2"
+
+
+class Twins(nn.Module):
+    """Parameters whose gradients autograd makes one tensor, views of it, or an expanded one; and no state."""
+
+    def __init__(self, config: StackConfig) -> None:
+        super().__init__()
+        width = config.d_model
+        self.a, self.b, self.expanded = (nn.Parameter(torch.randn(width)) for _ in range(3))
+        self.c = nn.Parameter(torch.randn(1, width))
+        self.token, self.again = (nn.Parameter(torch.randn(2, 1, width)) for _ in range(2))  # of two rows
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+    def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> State:
+        return ()
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        x = x * (self.a + self.b + self.c.view(-1)) + self.expanded.sum()
+        return x + (self.token + self.again), ()
+
+
+MIXED, BOTH, ATTENTION, HYBRID, TWINS = "mixed, untied", "mamba and mamba2", "attention", "hybrid", "twins"
+MIXERS = {
+    BOTH: ["mamba", "mamba2"],
+    ATTENTION: ["attention", "attention"],
+    HYBRID: ["attention", "dense", "attention"],
+    TWINS: ["mamba", f"{__name__}:Twins", "gated_deltanet"],
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
     """A model, a batch, each layer's initial state, and the cotangents of the final one."""
 
-    whole: Any
+    whole: Stack
     ids: Tensor
     states: list[State]
     d_final: list[State]
-    stages: Callable[[Any], list[Any]] = Stack.stages
 
 
 @functools.cache
-def problem(variant: str, batch: int, seqlen: int, n_layer: int = 2) -> Problem:
-    if variant == BOTH:
-        model = make_model("mamba2", mixer=["mamba", "mamba2"])
+def problem(variant: str, batch: int, seqlen: int, past: int = 0) -> Problem:
+    """Keys and values before the sequence are of `past` tokens; a hybrid's attention has a state that grows
+    and one that does not."""
+    if mixers := MIXERS.get(variant):
+        more = CONVOLVED if variant == HYBRID else {}
+        model = make_model("mamba2", mixer=mixers, n_layer=len(mixers), **HEADS, **more)
     else:
-        model = make_model(variant, **({} if variant == MIXED else {"n_layer": n_layer}))
-    generator = torch.Generator().manual_seed(3)
-
-    def drawn(scale: float) -> list[State]:
-        like = model.initial_state(batch)
-        return [
-            tuple(scale * torch.randn(s.shape, generator=generator, dtype=s.dtype) for s in t) for t in like
-        ]
-
-    return Problem(model, make_ids(batch, seqlen), drawn(0.5), drawn(0.1))
+        model = make_model(variant)
+    rand = random_from(3)
+    ends = draw_states(model, batch, lambda *shape: 0.1 * rand(*shape), past + seqlen)
+    return Problem(model, make_ids(batch, seqlen), draw_states(model, batch, rand, past), ends)
 
 
 def flat(name: str, states: Iterable[Sequence[Tensor | None]]) -> Names:
@@ -141,7 +169,7 @@ WAYS = {
 
 
 def grid_of(given: Problem, scheme: Scheme, way: Way) -> tuple[Grid, Owners]:
-    stages = given.stages(given.whole)
+    stages = given.whole.stages()
     n = len(stages)
     owners = Owners.of(split(n - 2, way.shards), way.in_turn)
     segments = range(n) if way.segments is None else [k * way.segments // n for k in range(n)]
@@ -186,7 +214,7 @@ def carried_out(
             ]
 
         worker = Worker(
-            [stage if has[k] else None for k, stage in enumerate(given.stages(whole))],
+            [stage if has[k] else None for k, stage in enumerate(whole.stages())],
             made.grid,
             dataclasses.replace(batch.share(replica, replicas, given.ids.device), states=own(given.states)),
             scheme,
@@ -282,14 +310,6 @@ def test_backprop_over_shards_is_backprop(method: Any, way: str) -> None:
     compare(MIXED, (2, 18), method, [way])
 
 
-@pytest.mark.parametrize(
-    "method", [*(Exact(5, keep) for keep in ("edges", "inputs", "offload")), *METHODS[1:]], ids=str
-)
-def test_a_call_of_the_model_gives_the_methods_gradients(method: Any) -> None:
-    got = in_one_call(problem(MIXED, 2, 18), method)
-    assert_same(got, truth(method, MIXED, 2, 18), 1e-12)
-
-
 # ------------------------------------------------------------------------------------------ as shards are run
 
 
@@ -329,6 +349,13 @@ def test_the_same_draw_of_cuts_gives_the_same_gradients(how: dict[str, int]) -> 
         assert_same(got, exact, 1e-3)
 
 
+def test_shards_of_a_sequence_and_a_layer_without_a_state() -> None:
+    config = StackConfig(**{**SIZES, "mixer": MIXERS[TWINS], "n_layer": 3})
+    ids = make_ids(2, 27)
+    made = disturbed_shards(config, Layout(shards=2, sequence=2), Exact(4), TRAINING)
+    assert_same(accumulated(made, ids)[1], called(config, Backprop(), ids)[1], 1e-12)
+
+
 @pytest.mark.parametrize("how", SHARDED[:3], ids=str)
 @pytest.mark.parametrize("tolerance", [0.9, 0.7])  # all layers windowed; two of them not
 def test_windows_that_are_picked_are_those_of_one_process(how: dict[str, int], tolerance: float) -> None:
@@ -342,183 +369,36 @@ def test_windows_that_are_picked_are_those_of_one_process(how: dict[str, int], t
     assert_same(got, expected, 1e-12)
 
 
-# ---------------------------------------------------------------------------------------- stages of one's own
+# ---------------------------------------------------------------------- states that grow, layers of one's own
 
 
-BATCH, WIDTH, HEADS = 2, SIZES["d_model"], 3
-
-
-def joined(past: Any, piece: Tensor) -> Tensor:
-    """A chunk's piece behind what the engine gives, or behind a whole tensor."""
-    return past.join(piece) if isinstance(past, Past) else torch.cat([past, piece], dim=2)
-
-
-class Attention(nn.Module):
-    """Causal self-attention: a state that grows with each token."""
-
-    grows: tuple[int | None, ...] = (2, 2)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """x (batch, tokens, width); state: keys and values so far, (batch, heads, past, width / heads) each.
-        Returns y and the keys and values of x alone."""
-        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        keys, values = (joined(*pair) for pair in zip(state, (k, v), strict=True))
-        visible = torch.ones(x.shape[1], keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - x.shape[1])
-        scores = (q @ keys.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
-        attended = (scores.softmax(-1) @ values).transpose(1, 2).flatten(2)
-        return x + self.out(attended), (k, v)
-
-    def drawn_state(self, past: int) -> State:
-        size = BATCH, HEADS, past, WIDTH // HEADS
-        return tuple(torch.randn(size, dtype=torch.float64) for _ in range(2))
-
-
-class ShiftedAttention(Attention):
-    """The same with the token before mixed in: a state of both kinds."""
-
-    grows = (None, 2, 2)
-
-    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        last, *past = state
-        before = torch.cat([last[:, None], x[:, :-1]], dim=1)
-        y, grown = super().forward(x + before.tanh(), tuple(past))
-        return y, (x[:, -1], *grown)
-
-    def drawn_state(self, past: int) -> State:
-        return torch.randn(BATCH, WIDTH, dtype=torch.float64), *super().drawn_state(past)
-
-
-class Pointwise(nn.Module):
-    """A layer without a state."""
-
-    grows = ()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        return x + self.linear(x).tanh(), ()
-
-    def drawn_state(self, past: int) -> State:
-        return ()
-
-
-class Gated(nn.Module):
-    """A recurrence of one's own: h[t] = f ⊙ h[t-1] + (1 - f) ⊙ tanh(W x[t]), f by x[t] and h[t-1]."""
-
-    grows = (None,)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.value = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        (h,), out = state, []
-        for token in x.unbind(1):
-            f = self.gate(torch.cat([token, h], dim=1)).sigmoid()
-            h = f * h + (1 - f) * self.value(token).tanh()
-            out.append(h)
-        return x + torch.stack(out, dim=1), (h,)
-
-    def drawn_state(self, past: int) -> State:
-        return (torch.randn(BATCH, WIDTH, dtype=torch.float64),)
-
-
-class Twins(nn.Module):
-    """Parameters whose gradients autograd makes one tensor, views of it, or an expanded one."""
-
-    grows = ()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
-        self.c, self.expanded = nn.Parameter(torch.randn(1, WIDTH)), nn.Parameter(torch.randn(WIDTH))
-        self.token, self.again = (nn.Parameter(torch.randn(BATCH, 1, WIDTH)) for _ in range(2))
-
-    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        x = x * (self.a + self.b + self.c.view(-1)) + self.expanded.sum()
-        return x + (self.token + self.again), ()
-
-    def drawn_state(self, past: int) -> State:
-        return ()
-
-
-MODULES = Attention, ShiftedAttention, Pointwise, Gated, Twins
-
-
-def of_ones_own(kinds: str, past: int, seqlen: int) -> Problem:
-    """Embedding and head of a stack, modules between them by their first letters."""
-    torch.manual_seed(0)
-    by_letter = {module.__name__[0]: module for module in MODULES}
-    modules = [by_letter[letter]().double() for letter in kinds]
-
-    def drawn(tokens: int) -> list[State]:
-        return [module.drawn_state(tokens) for module in modules]
-
-    def stages(whole: nn.ModuleList) -> list[Any]:
-        stack, *modules = whole
-        own = [Layer(m, grows=m.grows) for m in modules]
-        for layer in own:
-            layer.stateful = bool(layer.grows)
-        return [Embedding(stack.embedding), *own, Head(stack)]  # type: ignore[arg-type]
-
-    whole = nn.ModuleList([make_model(n_layer=1), *modules])
-    return Problem(whole, make_ids(BATCH, seqlen), drawn(past), drawn(past + seqlen), stages)
-
-
-def modules_whole(given: Problem) -> Names:
-    """Everything by autograd through whole sequences."""
-    stack, *modules = given.whole
-    batch = Batch.of(given.ids, given.ids)
-    leaves = [tuple(s.clone().requires_grad_() for s in state) for state in given.states]
-    y, final = stack.embed(given.ids), []
-    for module, before in zip(modules, leaves, strict=True):
-        y, after = module(y, before)
-        whole = zip(before, after, module.grows, strict=True)  # what it gave of a state that grows is a piece
-        final.append(tuple(b if dim is None else torch.cat((a, b), dim) for a, b, dim in whole))
-    loss = stack.head_loss(y, batch.targets) / batch.divisor
-    ends = zip(itertools.chain(*final), itertools.chain(*given.d_final), strict=True)
-    (loss + sum((s * d).sum() for s, d in ends)).backward()
-    found = {name: p.grad for name, p in given.whole.named_parameters() if p.grad is not None}
-    initial = [tuple(s.grad for s in state) for state in leaves]
-    final = [tuple(s.detach() for s in state) for state in final]
-    return {"loss": loss.detach(), **found, **flat("initial", initial), **flat("final", final)}
-
-
-OWN = [
-    *(("AA", Way(), chunk_size) for chunk_size in (1, 4, 30)),
-    *(("AGS", way, 4) for way in (Way(segments=None), Way(2), Way(3, segments=None))),
-    *(("GPG", way, 4) for way in (Way(), Way(in_turn=2), Way(3, 2))),
-    *(("GTG", way, chunk_size) for way in (Way(), Way(segments=None), Way(2)) for chunk_size in (1, 4, 13)),
+GROWING = [
+    *((ATTENTION, Way(), chunk_size) for chunk_size in (1, 4, 30)),
+    *((HYBRID, way, 4) for way in (Way(segments=None), Way(2), Way(3, segments=None))),
+    *((TWINS, way, chunk_size) for way in (Way(), Way(segments=None), Way(2)) for chunk_size in (1, 4, 13)),
+    *((TWINS, way, 4) for way in (Way(in_turn=2), Way(3, 2))),
 ]
 
 
 @pytest.mark.parametrize("past", [0, 4])
-@pytest.mark.parametrize("kinds, way, chunk_size", OWN, ids=str)
-def test_stages_of_ones_own(kinds: str, way: Way, chunk_size: int, past: int) -> None:
-    given = of_ones_own(kinds, past, 13)
-    got = over_workers(given, Exact(chunk_size).scheme(13, 0), way)
-    assert_same(got, modules_whole(given), 1e-12)
+@pytest.mark.parametrize("variant, way, chunk_size", GROWING, ids=str)
+def test_states_that_grow_and_layers_of_ones_own(variant: str, way: Way, chunk_size: int, past: int) -> None:
+    got = over_workers(problem(variant, 2, 13, past), Exact(chunk_size).scheme(13, 0), way)
+    assert_same(got, truth(Exact(), variant, 2, 13, past), 1e-12)
 
 
 @pytest.mark.parametrize("segments", [1, None])
 def test_what_grows_can_lie_on_the_host(segments: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it is there anyway; sums are made as for a device."""
-    given = of_ones_own("AGS", 4, 13)
     monkeypatch.setattr("adjoint.engine.run.lies_on_host", lambda *_: True)
-    got = over_workers(given, Exact(4).scheme(13, 0), Way(segments=segments))
-    assert_same(got, modules_whole(given), 1e-12)
+    got = over_workers(problem(HYBRID, 2, 13, 4), Exact(4).scheme(13, 0), Way(segments=segments))
+    assert_same(got, truth(Exact(), HYBRID, 2, 13, 4), 1e-12)
 
 
 @pytest.mark.parametrize("way", [Way(2), Way(in_turn=2), Way(2, 2), Way(replicas=2)], ids=str)
 def test_workers_replay_what_they_have_recorded(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputed tiles and those pulled back may have a message between them."""
-    given, counts = problem(MIXED, 2, 61, 5), list[int]()
+    given, counts = problem(MIXED, 2, 61), list[int]()
     eager = over_workers(given, Exact(5).scheme(61, 0), way)
     monkeypatch.setattr("adjoint.engine.graphs.recorder", lambda device: recorder(counts))
     replayed = over_workers(given, Exact(5, cuda_graphs=True).scheme(61, 0), way)
@@ -528,7 +408,7 @@ def test_workers_replay_what_they_have_recorded(way: Way, monkeypatch: pytest.Mo
 
 def test_a_state_that_grows_stays_with_one_worker() -> None:
     with pytest.raises(ValueError, match=r"stage 1: a state that grows .* deal out layers"):
-        over_workers(of_ones_own("A", 0, 13), Exact(4).scheme(13, 0), Way(in_turn=2))
+        over_workers(problem(ATTENTION, 2, 13), Exact(4).scheme(13, 0), Way(in_turn=2))
 
 
 def test_gradients_of_a_tile_do_not_pile_up() -> None:

@@ -49,7 +49,7 @@ def test_methods_are_the_reference_at_every_window(structure: str, n_layer: int)
             assert_same(gradients(model, ids, labels, method)[1], expected)
         if reaches_all:  # gradients that are handed down are backpropagation's at every depth
             assert_same(truncated, exact)
-    # Propositions 2 and 3: the last layer and what stands above it; what is left out below is no rounding error
+    # Propositions 2 and 3: the last layer and what is above it; what is left out below is no rounding error
     last = f"layers.{n_layer - 1}.", "norm_f.", "lm_head."
     for name in exact:
         if n_layer == 1 or name.startswith(last):

@@ -6,13 +6,12 @@ import random
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from adjoint import Stack, StackConfig
 from adjoint.layers import MIXERS, WINDOWED
 from adjoint.methods import KEEP, RECOMPUTE
 from tests.fuzz.oracle import Case, Deviation, documents, error, method_of, reference_of, same, some
-from tests.model_helpers import forward
+from tests.model_helpers import draw_states, forward
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 17, 29, 33, 64, 65, 100)
 
@@ -148,10 +147,7 @@ def run(case: Case, model: Stack, method: Any, dtype: torch.dtype) -> tuple[dict
             given = {"cu_seqlens": torch.tensor([*begins.flatten().nonzero().flatten(), ids.numel()])}
         states = None
         if "states" in case:
-            states = [
-                tuple(_before(rand, s, case.get("before", 0)) for s in state)
-                for state in model.initial_state(batch)
-            ]
+            states = draw_states(model, batch, rand, case.get("before", 0))
             for s in (s for state in states for s in state):
                 s.requires_grad_(torch.rand((), generator=draw).item() < case["states"])
         if case.get("int32"):
@@ -181,11 +177,6 @@ def run(case: Case, model: Stack, method: Any, dtype: torch.dtype) -> tuple[dict
     found |= {name: p.grad for name, p in model.named_parameters()}
     # no gradient and a gradient of zero are alike
     return {k: v for k, v in found.items() if v is not None and (v.numel() and v.any())}, outputs[0]
-
-
-def _before(rand: Any, s: Tensor, tokens: int) -> Tensor:
-    """A random state; keys and values are of `tokens` tokens."""
-    return rand(*s.shape[:2], tokens, s.shape[3]) if s.dim() == 4 and not s.shape[2] else rand(*s.shape)
 
 
 def check(case: Case) -> None:
