@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +18,7 @@ from adjoint.errors import UserError
 from adjoint.plan.fit import Fit
 from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.stack import model_of
-from adjoint.train.config import ClusterConfig, TrainingConfig, load_config
+from adjoint.train.config import TrainingConfig, load_config
 from adjoint.train.layout import Layout
 
 MODEL = StackConfig(vocab_size=64, d_model=64, n_layer=6, tie_embeddings=False)
@@ -118,38 +119,28 @@ def test_a_group_lets_the_margin_go_where_only_that_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "cpus", "threads"),
+    "flags, cpus, threads",
     [
-        ([], 1, None),
-        (["--cluster.cpus", "4"], 4, 4),
-        (["--cluster.cpus", "4", "--training.threads", "2"], 4, 2),
+        ("", 1, [1, 1, 3]),  # a node's shards share its three cores out
+        ("--cluster.cpus 4", 4, [4, 4, 4]),
+        ("--cluster.cpus 4 --training.threads 2", 4, [2, 2, 2]),
     ],
 )
 def test_cpus_that_are_given_are_the_threads_of_a_shard(
-    monkeypatch: pytest.MonkeyPatch, flags: list[str], cpus: int, threads: int | None
+    monkeypatch: pytest.MonkeyPatch, flags: str, cpus: int, threads: list[int]
 ) -> None:
-    """Else a node's shards share its cores out."""
-    seen: dict[str, Any] = {}
-
-    class Given(Exception):
-        pass
-
-    def group(
-        model: Any, training: TrainingConfig, method: Any, cluster: ClusterConfig, *_: Any, **more: Any
-    ) -> None:
-        seen.update(cpus=resources(training.device, cluster.cpus).cpus, training=training)
-        raise Given
-
+    group = Mock(side_effect=InterruptedError)
     monkeypatch.setattr(cluster_training, "Group", group)
-    trainer = object.__new__(cluster_training.ShardedTrainer)
-    trainer.config = load_config(["--cluster.shards", "2", *flags])
+    trainer: Any = object.__new__(cluster_training.ShardedTrainer)
+    trainer.config = load_config(["--cluster.shards", "2", *flags.split()])
     trainer.described, trainer.method, trainer.failures, trainer.preemptions = None, None, 0, 0
-    with pytest.raises(Given):
+    with pytest.raises(InterruptedError):
         trainer._make_group(None)
-    assert (seen["cpus"], seen["training"].threads) == (cpus, threads)
-    found = [look(node, None) | {"cores": 3} for node in "aab"]  # two of them share a node
-    specs = make_specs(MODEL, seen["training"], Exact(chunk_size=512), Layout(3), found)[2]
-    assert [spec.threads for spec in specs] == ([threads] * 3 if threads else [1, 1, 3])
+    _, training, _, cluster, *_ = group.call_args.args
+    assert resources(training.device, cluster.cpus).cpus == cpus
+    found = [look(node, None) | {"cores": 3} for node in "aab"]
+    specs = make_specs(MODEL, training, Exact(chunk_size=512), Layout(3), found)[2]
+    assert [spec.threads for spec in specs] == threads
 
 
 def test_shards_on_cpus_are_refused_only_where_their_node_is_too_small() -> None:
@@ -167,8 +158,7 @@ def test_shards_on_cpus_are_refused_only_where_their_node_is_too_small() -> None
 def test_workers_in_turn_each_take_their_memory() -> None:
     layout = Layout(sequence=2)
     each = totals(setup_of(1, layout=layout), [range(0, 6)])[0]
-    found = [look("a", None, int(2.1 * each))] * 2
-    assert make_specs(MODEL, TrainingConfig(), Exact(512), layout, found, (1, 8192))[1] == (range(0, 6),)
-    found = [look("a", None, int(1.9 * each))] * 2
+    given = MODEL, TrainingConfig(), Exact(512), layout
+    assert make_specs(*given, [look("a", None, int(2.1 * each))] * 2, (1, 8192))[1] == (range(0, 6),)
     with pytest.raises(UserError, match=r"2 shards on a node of 0\.\d GB need"):
-        make_specs(MODEL, TrainingConfig(), Exact(512), layout, found, (1, 8192))
+        make_specs(*given, [look("a", None, int(1.9 * each))] * 2, (1, 8192))

@@ -131,18 +131,6 @@ def test_a_few_chunks_tell_of_many(method: Any, layout: Layout, monkeypatch: pyt
     assert found[1] == pytest.approx(found[0], rel=0.03)
 
 
-def test_weights_gradients_and_moments_are_the_model_s() -> None:
-    for tied in (False, True):
-        config = StackConfig(vocab_size=100, d_model=32, n_layer=4, tie_embeddings=tied, d_intermediate=48)
-        model, count = model_of(config), Stack(config).num_parameters()
-        whole = needs(Setup(model, Exact(), 1, 4096), [range(4)])[0].parts
-        assert (whole["weights"], whole["gradients"], whole["optimizer"]) == (4 * count, 4 * count, 8 * count)
-        halves = needs(Setup(model, Exact(), 1, 4096, Layout(2)), [range(2), range(2, 4)])
-        assert sum(half.parts["optimizer"] for half in halves) == 8 * count
-        copy = 4 * 100 * 32 if tied else 0  # of the table, with the first shard
-        assert sum(half.parts["weights"] for half in halves) == 4 * count + copy
-
-
 def test_what_grows_with_the_sequence() -> None:
     model = model_of(StackConfig(d_model=64, n_layer=4))
 

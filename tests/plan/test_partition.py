@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,17 +58,6 @@ def test_equals_brute_force(problem: tuple[list[int], list[int], list[int], list
     assert [k for own in found for k in own] == list(range(len(costs)))
     assert all(found) and within(found, memory, limits)
     assert worth(found) == min(map(worth, candidates))
-
-
-def test_layers_of_measured_times() -> None:
-    times = np.random.default_rng(0).uniform(0.8, 1.3, 12).tolist()
-    found = partition(times, 4)
-    best = min(max(loads(p, times, [1] * 4)) for p in every_partition(12, 4))
-    assert max(loads(found, times, [1] * 4)) == pytest.approx(best, rel=1e-12)
-
-
-def test_a_heavy_head_gets_fewer_layers_and_the_others_stay_balanced() -> None:
-    assert partition([1, 1, 1, 1, 10], 3) == [range(0, 2), range(2, 4), range(4, 5)]
 
 
 def test_slices_take_layers_by_their_memory() -> None:

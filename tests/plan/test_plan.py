@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adjoint import Backprop, Exact, LayerLocal, StackConfig, Truncated
+from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.batch import Batch, shift_labels
 from adjoint.cli import main
 from adjoint.engine.grid import Tile
@@ -194,20 +194,21 @@ def test_the_command_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None
     assert found["layouts"][0]["seconds"] == found["step"]["seconds"] and len(found["layouts"]) == 4
 
 
-def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    given = [*SMALL, "--seqlen", "4K", "--cluster.shards", "2", "--device-memory", "1GB"]
-    assert main(["plan", *given]) == 0
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (
+            "--cluster.shards 2 --device-memory 1GB",
+            "model   mamba, 4 layers|method  exact|weights|total MB|memory  fits:|tokens/s|idle",
+        ),
+        ("--cluster.shards 2 --cluster.sequence 2", "each sequence over 2 devices in turn"),
+        ("--devices 4", "shards  sequence  replicas|slower: its"),
+    ],
+)
+def test_what_is_printed(given: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--seqlen", "4K", *given.split()]) == 0
     out = capsys.readouterr().out
-    there = (
-        "model   mamba, 4 layers",
-        "method  exact",
-        "weights",
-        "total MB",
-        "memory  fits:",
-        "tokens/s",
-        "idle",
-    )
-    assert all(word in out for word in there)
+    assert all(word in out for word in words.split("|")), out
 
 
 def planned(capsys: pytest.CaptureFixture[str], *given: str) -> dict[str, Any]:
@@ -215,33 +216,22 @@ def planned(capsys: pytest.CaptureFixture[str], *given: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_plan_of_workers_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--cluster.shards", "2", "--cluster.sequence", "2"]
-    picture = tmp_path / "a.svg"
-    assert main(["plan", *SMALL, "--seqlen", "4K", *given, "--timeline", str(picture)]) == 0
-    assert "each sequence over 2 devices in turn" in capsys.readouterr().out
-    assert "1: layers 2-3, turn 1" in picture.read_text()
-    found = planned(capsys, *given)
-    assert found["sequence"] == 2 and len(found["devices"]) == 2 and found["step"]["workers"] == 4
-    assert found["layouts"] == []
-
-
 @pytest.mark.parametrize(
     "given, layout",
     [
-        (["--cluster.shards", "1", "--cluster.sequence", "8"], (1, 8, 1)),
-        (["--cluster.shards", "2", "--cluster.sequence", "2", "--cluster.replicas", "2"], (2, 2, 2)),
-        (["--cluster.shards", "auto", "--cluster.sequence", "2"], (4, 2, 1)),
-        (["--cluster.shards", "auto", "--cluster.sequence", "4"], (2, 4, 1)),
+        ("--cluster.shards 1 --cluster.sequence 8", (1, 8, 1)),
+        ("--cluster.shards 2 --cluster.sequence 2 --cluster.replicas 2", (2, 2, 2)),
+        ("--cluster.shards auto --cluster.sequence 2", (4, 2, 1)),
+        ("--cluster.shards auto --cluster.sequence 4", (2, 4, 1)),
     ],
 )
 def test_devices_with_a_layout_are_those_that_train(
-    given: list[str], layout: tuple[int, int, int], capsys: pytest.CaptureFixture[str]
+    given: str, layout: tuple[int, int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = planned(capsys, "--devices", "8", *given, "--data.batch", "4")
+    found = planned(capsys, "--devices", "8", *given.split(), "--data.batch", "4")
     assert (len(found["devices"]), found["sequence"], found["replicas"]) == layout
     assert found["step"]["workers"] * found["replicas"] == 8
-    assert found["step"]["idle_share"] >= 0
+    assert found["step"]["idle_share"] >= 0 and found["layouts"] == []
 
 
 def test_layouts_are_compared_where_none_is_given(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,9 +240,6 @@ def test_layouts_are_compared_where_none_is_given(capsys: pytest.CaptureFixture[
     assert first["shards"] * first["sequence"] * first["replicas"] == 4 and len(rest) == 4
     assert (first["shards"], first["sequence"]) == (len(found["devices"]), found["sequence"])
     assert first["fits"] and first["why_not"] is None and all(one["why_not"] for one in rest)
-    assert main(["plan", *SMALL, "--seqlen", "4K", "--devices", "4"]) == 0
-    out = capsys.readouterr().out
-    assert "shards  sequence  replicas" in out and "slower: its" in out
 
 
 def test_bars_of_a_picture_join_layers_and_its_shares_are_the_time() -> None:
@@ -273,55 +260,49 @@ def test_bars_of_a_picture_join_layers_and_its_shares_are_the_time() -> None:
     assert shares[0, "W"] == pytest.approx([0, 0.2 / 1.6, 1, 1.2 / 1.6, 0])
 
 
-@pytest.mark.parametrize("devices, method", [("1", "backprop"), ("2", "exact"), ("4", "layer-local")])
-def test_timeline_files(tmp_path: Path, devices: str, method: str) -> None:
+@pytest.mark.parametrize(
+    "flags, label",
+    [
+        ("--method.name backprop --devices 1", "forward"),
+        ("--cluster.shards 2 --cluster.sequence 2", "1: layers 2-3, turn 1"),
+        ("--method.name layer-local --devices 4", "forward"),
+    ],
+)
+def test_timeline_files(flags: str, label: str, tmp_path: Path) -> None:
     for name in ("a.svg", "a.png"):
-        given = [*SMALL, "--seqlen", "4K", "--devices", devices, "--method.name", method]
+        given = [*SMALL, "--seqlen", "4K", *flags.split()]
         assert main(["plan", *given, "--timeline", str(tmp_path / name)]) == 0
     svg = (tmp_path / "a.svg").read_text()
-    assert "idle:" in svg.replace("<!-- ", "") and "forward" in svg
+    assert "idle:" in svg.replace("<!-- ", "") and label in svg
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(
     "given, message",
     [
-        (["--devices", "5", "--model.mixer", "attention", "--data.batch", "1"], "5 shards for 4 layers"),
+        ("--devices 5 --model.mixer attention --data.batch 1", "5 shards for 4 layers"),
+        ("--devices 4 --cluster.shards 1 --cluster.sequence 8", "ask for 8; leave --devices"),
+        ("--devices 2 --device-memory 1MB", "what fits:"),
+        ("--devices 0", "--devices: "),
+        ("--device-memory much", "--device-memory: "),
+        ("--device-memory 1GB,2GB --devices 3", "2 sizes for 3 devices"),
+        ("--device a1000", "not a known GPU; did you mean a10"),
+        ("--device-tflops -1", "--device-tflops: "),
+        ("--timeline a.jpeg", "expected a .png, .svg or .pdf"),
+        ("--timeline no/such/a.png", "there is no folder no/such"),
+        ("--seqlen long", "--seqlen: "),
+        ("--cluster.shards 2 --cluster.sequence 2 --method.name backprop", "has one chunk"),
         (
-            ["--devices", "4", "--cluster.shards", "1", "--cluster.sequence", "8"],
-            "ask for 8; leave --devices",
+            "--cluster.shards 2 --cluster.sequence 9 --method.chunk_size 64 --seqlen 512",
+            "8 chunks of 64 tokens",
         ),
-        (["--devices", "2", "--device-memory", "1MB"], "what fits:"),
-        (["--devices", "0"], "--devices: "),
-        (["--device-memory", "much"], "--device-memory: "),
-        (["--device-memory", "1GB,2GB", "--devices", "3"], "2 sizes for 3 devices"),
-        (["--device-memory", "1MB"], "what fits:"),
-        (["--device", "a1000"], "not a known GPU; did you mean a10"),
-        (["--device-tflops", "-1"], "--device-tflops: "),
-        (["--timeline", "a.jpeg"], "expected a .png, .svg or .pdf"),
-        (["--timeline", "no/such/a.png"], "there is no folder no/such"),
-        (["--seqlen", "long"], "--seqlen: "),
-        (["--cluster.shards", "2", "--cluster.sequence", "2", "--method.name", "backprop"], "has one chunk"),
-        (
-            [
-                "--cluster.shards",
-                "2",
-                "--cluster.sequence",
-                "9",
-                "--method.chunk_size",
-                "64",
-                "--seqlen",
-                "512",
-            ],
-            "8 chunks of 64 tokens; lower",
-        ),
-        (["--cluster.helpers", "2"], "has no tasks to share"),
-        (["--model.d_modle", "3"], "did you mean model.d_model"),
-        (["--measure", "--device-tflops", "3"], "does not work with --device-tflops"),
+        ("--cluster.helpers 2", "has no tasks to share"),
+        ("--model.d_modle 3", "did you mean model.d_model"),
+        ("--measure --device-tflops 3", "does not work with --device-tflops"),
     ],
 )
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], given: list[str], message: str) -> None:
-    assert main(["plan", *SMALL, *given]) == 2
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], given: str, message: str) -> None:
+    assert main(["plan", *SMALL, *given.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("error: ")
@@ -416,22 +397,22 @@ def test_a_pretrained_model_s_keys_are_counted_and_states_flat_in_chunks(folders
     assert long["states"] == 3 * 4 * (convolved * 4 + 4 * 16 * 8) * (65536 // 128 + 2)
 
 
-def test_a_pretrained_model_s_weights_are_shared_out(folders: dict[str, str]) -> None:
-    for kind in ("hybrid", "tied"):
-        found = outlined(folders[kind])
-        setup, number = Setup(model_of(found), Exact(128), 1, 1024), found.num_parameters
-        whole = needs(setup, [range(4)])[0].parts
-        assert (whole["weights"], whole["gradients"], whole["optimizer"]) == (
-            4 * number,
-            4 * number,
-            8 * number,
-        )
-        halves = needs(dataclasses.replace(setup, layout=Layout(2)), [range(2), range(2, 4)])
-        assert sum(half.parts["optimizer"] for half in halves) == 8 * number
-        copy = 4 * 64 * 32 if kind == "tied" else 0  # of the table, with the first shard
-        assert sum(half.parts["weights"] for half in halves) == 4 * number + copy
-        # inputs of all chunks but those at work
-        assert 0.7 * 1024 < halves[1].parts["kept"] / 4 / 32 < 1024 and halves[0].parts["kept"] == 0
+@pytest.mark.parametrize("kind", ["hybrid", "tied", "stack", "stack, tied"])
+def test_weights_gradients_and_moments_are_the_model_s(kind: str, folders: dict[str, str]) -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "n_layer": 4, "d_intermediate": 48}
+    tied, stack = "tied" in kind, "stack" in kind
+    given = StackConfig(**sizes, tie_embeddings=tied) if stack else outlined(folders[kind])
+    model = model_of(given)
+    number = Stack(given).num_parameters() if isinstance(given, StackConfig) else given.num_parameters
+    setup = Setup(model, Exact(128), 1, 1024)
+    whole = needs(setup, [range(4)])[0].parts
+    assert [whole[part] / number for part in ("weights", "gradients", "optimizer")] == [4, 4, 8]
+    halves = needs(dataclasses.replace(setup, layout=Layout(2)), [range(2), range(2, 4)])
+    assert sum(half.parts["optimizer"] for half in halves) == 8 * number
+    copy = 4 * 64 * 32 * tied  # of the table, with the first shard
+    assert sum(half.parts["weights"] for half in halves) == 4 * number + copy
+    # inputs of all chunks but those at work
+    assert 0.7 * 1024 < halves[1].parts["kept"] / 4 / 32 <= 1024 and halves[0].parts["kept"] == 0
 
 
 def test_attention_s_time_grows_with_the_square(folders: dict[str, str]) -> None:
@@ -468,23 +449,20 @@ def test_a_plan_of_a_folder(folders: dict[str, str], capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "given, message",
     [
-        (["plan", "--method.name", "layer-local"], "method.name: a wrapped model takes Exact()"),
-        (["plan", "--method.name", "truncated", "--method.window", "auto"], "a window in tokens"),
-        (["plan", "--measure"], "--measure: times layers of a Stack"),
-        (
-            ["plan", "--cluster.shards", "1", "--cluster.sequence", "2"],
-            "keys and values stay with one worker",
-        ),
-        (["plan", "--cluster.shards", "2", "--cluster.helpers", "1"], "has no tasks to share"),
-        (["plan", "--device-memory", "1MB"], "what fits:"),
-        (["plan", "--model.d_model", "64"], "model.from_pretrained has its own"),
-        (["sweep", "--out", "nowhere"], "a sweep compares methods on a Stack"),
+        ("plan --method.name layer-local", "method.name: a wrapped model takes Exact()"),
+        ("plan --method.name truncated --method.window auto", "a window in tokens"),
+        ("plan --measure", "--measure: times layers of a Stack"),
+        ("plan --cluster.shards 1 --cluster.sequence 2", "keys and values stay with one worker"),
+        ("plan --cluster.shards 2 --cluster.helpers 1", "has no tasks to share"),
+        ("plan --device-memory 1MB", "what fits:"),
+        ("plan --model.d_model 64", "model.from_pretrained has its own"),
+        ("sweep --out nowhere", "a sweep compares methods on a Stack"),
     ],
 )
 def test_what_a_pretrained_model_does_not_take_is_one_line(
-    given: list[str], message: str, folders: dict[str, str], capsys: pytest.CaptureFixture[str]
+    given: str, message: str, folders: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command, *rest = given
+    command, *rest = given.split()
     flags = ["--model.from_pretrained", folders["hybrid"], "--training.device", "cpu", "--seqlen", "1K"]
     assert main([command, *flags, *rest]) == 2
     captured = capsys.readouterr()
