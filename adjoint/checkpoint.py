@@ -103,16 +103,12 @@ def verify_checkpoint(path: str | Path) -> None:
         entries = [(name, entry["sha256"], entry["bytes"]) for name, entry in files.items()]
     except FileNotFoundError:
         if (path / "checkpoints").is_dir():
-            raise UserError(
-                f"{path}: is a run, not a checkpoint; continue it with --run.dir {path} --resume auto"
-            ) from None
+            raise UserError(f"{path}: is a run, not a checkpoint; --run.dir {path} --resume auto") from None
         raise damaged(f"{MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise damaged(f"{MANIFEST} cannot be read") from None
     if version != FORMAT:
-        raise UserError(
-            f"{path}: written in checkpoint format {version}, this version reads {FORMAT}; use another one"
-        )
+        raise UserError(f"{path}: has checkpoint format {version}, this version reads {FORMAT}")
     for name, digest, size in entries:
         file = path / name
         if not file.is_file():

@@ -91,10 +91,7 @@ class DataConfig:
         check_fields("data", self)
         entries = len(self.path) if isinstance(self.path, list) else 1
         if self.weights is not None and len(self.weights) != entries:
-            raise UserError(
-                f"data.weights: {len(self.weights)} weights for {entries} entries of data.path; give "
-                "one for each"
-            )
+            raise UserError(f"data.weights: {len(self.weights)} weights for {entries} entries of data.path")
         if self.documents == "packed" and self.separator == "":
             raise UserError('data.documents: packed documents need a data.separator that closes each, not ""')
 
@@ -341,9 +338,7 @@ def _check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
         files = {file.path.resolve() for file in sources.files}
         if both := files & seen:
             if sources in held_out:
-                raise UserError(
-                    f"data.validation_path: {min(both)} is trained on too; leave it out of one of them"
-                )
+                raise UserError(f"data.validation_path: {min(both)} is trained on too; leave it out")
             raise UserError(f"data.weights: {min(both)} is in two entries of data.path; leave it out of one")
         seen |= files
 
@@ -353,10 +348,8 @@ def _check_tokens(
 ) -> None:
     """Raises a UserError where a model does not know all tokens, or documents cannot be told apart."""
     if config.documents == "packed" and not all(cache.apart for cache in caches):
-        raise UserError(
-            f"data.separator: {tokenizer.decode(tokenizer.separator_ids)!r} is inside conversations too "
-            "and would cut them; name another token"
-        )
+        token = tokenizer.decode(tokenizer.separator_ids)
+        raise UserError(f"data.separator: {token!r} is inside conversations too; name another token")
     highest = max(cache.max_token_id for cache in caches)
     if vocab_size is not None and highest >= vocab_size:
         raise UserError(

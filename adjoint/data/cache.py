@@ -86,10 +86,7 @@ def open_tokens(
         ) from None
     cached = _read_cache(folder, key)
     if cached is None:
-        raise UserError(
-            f"the token cache written in {folder} cannot be read back: check whether the disk is "
-            "full or damaged"
-        )
+        raise UserError(f"the token cache in {folder} cannot be read back: is the disk full or damaged?")
     return cached
 
 
@@ -185,14 +182,11 @@ def _build(
 
 
 def _documents(files: Iterable[Source], text_field: str, lenient: bool, bar: Any) -> Iterator[str | Chat]:
-    """The documents of files. The bar counts bytes on disk: a compressed file's text at most to its size."""
+    """The documents of files; the bar counts characters, or so."""
     for file in files:
-        end = bar.n + file.size
         for text in read_documents(file, text_field, lenient):
             yield text
-            read = len(text) if isinstance(text, str) else 0
-            bar.update(min(read, end - bar.n) if file.size else read)
-        bar.update(max(end - bar.n, 0))
+            bar.update(len(text) if isinstance(text, str) else len(str(text.messages)))
 
 
 class _Writer:

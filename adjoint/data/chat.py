@@ -44,9 +44,7 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[np.ndarray, bool]:
         raise
     except Exception as error:  # transformers and templates raise what they like
         reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{chat.place}: the chat template of {tokenizer.name} refuses it ({reason})"
-        ) from None
+        raise UserError(f"{chat.place}: {tokenizer.name}'s chat template refuses it ({reason})") from None
     separator = list(tokenizer.separator_ids)
     if separator and ids[-len(separator) :] != separator:
         answered = chat.messages[-1]["role"] == "assistant"

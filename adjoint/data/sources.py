@@ -155,9 +155,7 @@ def read_documents(source: Source, text_field: str, lenient: bool = False) -> It
                 yield stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if not lenient:
-            raise UserError(
-                f"{path}: not UTF-8 (byte {error.start}): convert it, or leave it out of data.path"
-            ) from None
+            raise UserError(f"{path}: not UTF-8 (byte {error.start}); convert it") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: damaged gzip file ({error})") from None
     except OSError as error:
@@ -190,10 +188,7 @@ def _stdlib_sources() -> Sources:
         if name.endswith(".py") and not file.name.startswith("_sysconfigdata")
     ]
     if not files:
-        raise UserError(
-            f"the default text is the Python standard library's sources, and this Python has none in {root} "
-            "(they may be in a zip file or compiled): name text of your own with --data.path FILE_OR_FOLDER"
-        )
+        raise UserError(f"there is no source of the standard library in {root}; name text by --data.path")
     version = platform.python_version()
     return Sources(tuple(files), f"the Python {version} standard library ({len(files)} files)", lenient=True)
 
@@ -209,9 +204,7 @@ def _expand(text: str, key: str) -> list[tuple[Path, str]]:
         if _suffix(path) is None:
             raise UserError(f"{key} {text}: unsupported kind of file; {_SUPPORTED}")
         if not path.is_file():  # it would be waited for, and can be read but once
-            raise UserError(
-                f"{key} {text}: a pipe, socket or device, and no file; write its text to a file first"
-            )
+            raise UserError(f"{key} {text}: a pipe, socket or device, and no file")
         return [(path, path.name)]
     if glob.has_magic(text):
         matches = map(Path, sorted(glob.glob(str(path), recursive=True)))

@@ -249,9 +249,7 @@ def _load_weights(path: Path, model: nn.Module) -> None:
         model.load_state_dict({name: stored[name] for name in stored.where}, strict=False)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise UserError(
-            f"{path}: its weights do not fit this model ({reason}); resume with its own config"
-        ) from None
+        raise UserError(f"{path}: its weights do not fit this model ({reason})") from None
 
 
 def _is_the_folders(model: nn.Module, tensor: torch.Tensor) -> bool:

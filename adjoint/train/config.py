@@ -138,14 +138,10 @@ class TrainingConfig:
         if self.decay_steps is not None and self.schedule != "wsd":
             raise UserError(f"training.decay_steps: is for wsd, not {self.schedule}; leave it out (null)")
         if self.schedule == "wsd" and self.warmup + self.decay > self.steps:
-            raise UserError(
-                f"training.decay_steps: {self.warmup} steps of warm-up and {self.decay} of decay are more "
-                f"than training.steps {self.steps}; lower them"
-            )
+            both = f"{self.warmup} steps of warm-up and {self.decay} of decay"
+            raise UserError(f"training.decay_steps: {both} are more than training.steps {self.steps}")
         if self.optimizer == "adamw8bit" and self.precision == "float64":
-            raise UserError(
-                "training.optimizer: adamw8bit computes in float32; take adamw for training.precision float64"
-            )
+            raise UserError("training.optimizer: adamw8bit computes in float32; take adamw for float64")
 
     @property
     def warmup(self) -> int:
@@ -267,9 +263,7 @@ class ModelConfig(StackConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lora is not None and self.from_pretrained is None:
-            raise UserError(
-                "model.lora: adapters need a pretrained model; name its folder by model.from_pretrained"
-            )
+            raise UserError("model.lora: adapters need a pretrained model, model.from_pretrained")
 
 
 @dataclass(frozen=True)
@@ -449,9 +443,7 @@ def _file_values(path: str) -> Iterator[tuple[str, Any]]:
                 elif value is not None or not any(known.startswith(f"{name}.") for known in known_keys()):
                     yield name, value
         else:
-            raise UserError(
-                f"{path}: {section} is a section; write its keys indented below it, or leave it out"
-            )
+            raise UserError(f"{path}: {section} is a section; write its keys indented below it")
 
 
 def _environment() -> Iterator[tuple[str, str, str]]:
@@ -471,9 +463,7 @@ def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     own: dict[str, Any] = sizes(ours["from_pretrained"])
     for key, value in given.items():
         if value != own.get(key, getattr(default, key)):
-            raise UserError(
-                f"model.{key}: {value} was given, but model.from_pretrained has its own; leave it out"
-            )
+            raise UserError(f"model.{key}: model.from_pretrained has its own; leave {value} out")
     return dataclasses.replace(default, **ours, **own)
 
 

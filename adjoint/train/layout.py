@@ -39,8 +39,7 @@ class Layout:
             number = getattr(self, key)
             if self.shards == 0 and number > 1:
                 raise UserError(
-                    f"cluster.{key}: {number} needs worker processes; "
-                    f"set --cluster.shards to 1 or more, or --cluster.{key} to 1"
+                    f"cluster.{key}: {number} needs worker processes; set --cluster.shards to 1 or more"
                 )
 
     # ------------------------------------------------------------------------------------ workers and ranks
@@ -130,8 +129,7 @@ class Layout:
         """
         if self.shards > model.n_layer:
             raise UserError(
-                f"cluster.shards: {self.shards} shards for {model.n_layer} layers; a shard needs a layer: "
-                f"take at most {model.n_layer}"
+                f"cluster.shards: {self.shards} shards for {model.n_layer} layers; each needs one"
             )
         mixers = (MIXERS.get(kind, Mixer) for kind in getattr(model, "mixers", ()))
         attends = any(mixer.attended_channels(model) for mixer in mixers)
@@ -141,31 +139,21 @@ class Layout:
                 "whose keys and values stay with one worker; use --cluster.shards instead"
             )
         if self.helpers and not isinstance(method, LayerLocal):
-            raise UserError(
-                f"cluster.helpers: method {method.name} has no tasks to share; use layer-local, or "
-                "--cluster.helpers 0"
-            )
+            raise UserError(f"cluster.helpers: {method.name} has no tasks to share; use layer-local")
         if self.sequence == 1:
             return
         if self.helpers:
             raise UserError("cluster.helpers: do not work with cluster.sequence; leave one of them out")
         if isinstance(method, Backprop):
-            raise UserError(
-                "cluster.sequence: backprop has one chunk, which cannot be shared; use --method.name exact, "
-                "or more --cluster.shards"
-            )
+            raise UserError("cluster.sequence: backprop has one chunk, which cannot be shared; use exact")
         if isinstance(method, Truncated) and method.window == "auto":
-            raise UserError(
-                'cluster.sequence: window "auto" needs the decays of the whole sequence in one place; give a '
-                "window in tokens, or use more --cluster.shards"
-            )
+            raise UserError('cluster.sequence: window "auto" needs the whole sequence in one place; name one')
 
     def check_rows(self, batch: int) -> None:
         """Raises a UserError where some replica would have no row of a batch."""
         if batch < self.replicas:
             raise UserError(
-                f"cluster.replicas: {self.replicas} replicas for a batch of {batch}, and each needs a row; "
-                f"--data.batch {self.replicas}, or --cluster.replicas {batch}"
+                f"cluster.replicas: {self.replicas} replicas for a data.batch of {batch}; each needs a row"
             )
 
     def check_chunks(self, method: Any, seqlen: int, chunk_size: int | None = None) -> None:
@@ -194,9 +182,7 @@ class Layout:
         if adapters:
             raise UserError("model.lora: shards do not train adapters; set cluster.shards to 0")
         if getattr(method, "memory", None) is not None:
-            raise UserError(
-                "method.memory: works in one process only; leave it out, or set cluster.shards to 0"
-            )
+            raise UserError("method.memory: works in one process only; leave it out")
         if carry_state != "none" and self.workers * self.replicas > self.shards:
             raise UserError(
                 "training.carry_state: a layer's states stay with one worker; leave out cluster.replicas, "

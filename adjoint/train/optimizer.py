@@ -66,10 +66,7 @@ def make_optimizer(
         try:
             from torchao.optim import AdamW8bit
         except ImportError:
-            raise UserError(
-                "training.optimizer: adamw8bit needs torchao, which is not installed; pip install torchao, "
-                "or use adamw"
-            ) from None
+            raise UserError("training.optimizer: adamw8bit needs torchao: pip install torchao") from None
         return AdamW8bit(groups, config.lr, config.betas, config.eps)
     fused = next(model.parameters()).is_cuda
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)

@@ -38,9 +38,7 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
     if not run.dir:
         return _new_folder(run.name or "default"), checkpoint
     if any((Path(run.dir) / name).exists() for name in _CONTENTS):
-        raise UserError(
-            f"run.dir {run.dir}: holds another run; continue it with --resume auto or name another --run.dir"
-        )
+        raise UserError(f"run.dir {run.dir}: holds another run; --resume auto, or another --run.dir")
     return RunFolder(Path(run.dir)), checkpoint
 
 
@@ -136,9 +134,7 @@ def _lock(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise UserError(
-            f"run.dir {path}: another process is writing to it; wait for it, or name another --run.dir"
-        ) from None
+        raise UserError(f"run.dir {path}: another process is writing to it; name another --run.dir") from None
     except (ImportError, OSError):  # no such locks on this system or file system: go on without
         pass
     return descriptor

@@ -62,9 +62,7 @@ def _imported(name: str) -> Any:
     try:
         return importlib.import_module(_MODULES[name])
     except ImportError:
-        raise UserError(
-            f"training.report_to: the package {name} is not installed; pip install {name}, or leave it out"
-        ) from None
+        raise UserError(f"training.report_to: {name} is not installed: pip install {name}") from None
 
 
 def _write_scalars(board: Any, values: dict[str, Any], step: int) -> None:

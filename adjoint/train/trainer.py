@@ -150,10 +150,7 @@ class Trainer:
         dtype = torch.float64 if self.precision == "float64" else None
         plainly = self.method.name not in ("exact", "truncated")
         if self.data.packed and self.config.model.from_pretrained is not None and plainly:
-            raise UserError(
-                "data.documents: without chunks transformers' layers do not keep documents apart; use "
-                "--method.name exact"
-            )
+            raise UserError("data.documents: packed, they need chunks; use --method.name exact")
         self.model: Any
         self.carried = Carried(self.settings.carry_state, range(self.config.model.n_layer))
         if self.config.model.from_pretrained is None:
@@ -179,9 +176,7 @@ class Trainer:
         if stack is None:
             raise UserError("training.carry_state: a pretrained model's states are not carried; leave it out")
         if any(dim is not None for block in stack.blocks() for dim in block.mixer.grows):
-            raise UserError(
-                "training.carry_state: attention's keys and values would grow for ever; leave it out"
-            )
+            raise UserError("training.carry_state: attention's keys and values would grow for ever")
 
     @property
     def rows(self) -> int:

@@ -82,10 +82,10 @@ LAYER_LOCAL = {"method__name": "layer-local"}
     [
         ({"shards": 5}, "5 workers with 1 CPU each are asked for, but the cluster has 4 CPUs, 0 GPUs"),
         ({"shards": 2, "training__device": "cuda"}, "GPU"),
-        ({"shards": 6}, "6 shards for 5 layers; a shard needs a layer: take at most 5"),
-        ({"replicas": 4}, "4 replicas for a batch of 3, and each needs a row; --data.batch 4"),
+        ({"shards": 6}, "6 shards for 5 layers"),
+        ({"replicas": 4}, "4 replicas for a data.batch of 3"),
         ({"sequence": 3, "method__chunk_size": 40}, "3 workers for 2 chunks of 40 tokens; lower --method"),
-        ({"shards": 0, "replicas": 2}, "set --cluster.shards to 1 or more, or --cluster.replicas to 1"),
+        ({"shards": 0, "replicas": 2}, "set --cluster.shards to 1 or more"),
         ({"sequence": 0}, "--cluster.sequence: expected a whole number"),
         ({"sequence": 2, "method__name": "backprop"}, "cluster.sequence: backprop has one chunk"),
         ({"sequence": 2, "method__name": "truncated", "method__window": "auto"}, "the whole sequence in one"),

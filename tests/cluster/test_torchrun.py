@@ -68,7 +68,7 @@ def test_processes_train_as_one(
     "flags, said",
     [
         ({"cluster__shards": 1}, "cluster.shards: Ray starts shards by itself"),
-        ({"data__batch": 1}, "2 replicas for a batch of 1"),
+        ({"data__batch": 1}, "2 replicas for a data.batch of 1"),
         ({"training__carry_state": "previous"}, "training.carry_state: works in one process"),
         ({"training__profile": 1}, "training.profile: records one process"),
         ({"training__device": "cuda:1"}, "training.device: each process has its own GPU"),

@@ -119,7 +119,7 @@ VALUES = [
     ("--data.weights '[0]'", "--data.weights: expected a list"),
     ("--data.weights '[1]' --training.carry_state previous", "data.weights: training.carry_state previous"),
     ("--data.validation_path nothing.txt", "data.validation_path nothing.txt: no such file or folder"),
-    ("--data.validation_path text.txt", "text.txt is trained on too; leave it out of one of them"),
+    ("--data.validation_path text.txt", "text.txt is trained on too"),
     ("--data.tokenizer ''", "--data.tokenizer: expected a text that is not empty"),
     ("--data.text_field ''", "--data.text_field: expected a text that is not empty"),
     ("--data.path ''", "--data.path: expected a path, a list of paths or null"),
