@@ -22,7 +22,7 @@ MORE = (*CACHES, "use_cache", "output_attentions", "output_hidden_states")
 DOCUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # A causal LM called without labels hands on to its backbone what is its loss's.
 KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "return_dict", "num_items_in_batch", *DOCUMENTS}
-KNOWN_WITH_LABELS = {*KNOWN, "labels", "shift_labels"}
+LABELS = ("labels", "shift_labels")
 # Inputs with a value per token, which a backbone may take beside ids or embeddings.
 TOKEN_WISE = ("token_type_ids", "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
 
@@ -64,7 +64,7 @@ class Call:
     @property
     def has_labels(self) -> bool:
         """Whether it asks for a loss."""
-        return self.has("labels", "shift_labels")
+        return self.has(*LABELS)
 
     @property
     def asks_for(self) -> str | None:
@@ -93,7 +93,7 @@ class Call:
 
     @property
     def kind(self) -> Kind:
-        given = self.given.get("output_router_logits")
+        given = self.given.get(check.ROUTED)
         routed = check.routes(self.model) if given is None else bool(given)
         counted = self.has_labels and self.has("num_items_in_batch")
         return Kind(self.has_labels, self.tokens.dim() == 3, counted, routed)
@@ -172,9 +172,34 @@ class Call:
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
-        """Which tokens are no padding, (batch, seqlen) bool; None if all of them are."""
-        targets = self.targets if self.has_labels else None
-        return _mask(self.model, self.given.get("attention_mask"), self.ids, targets)
+        """Which tokens are no padding, (batch, seqlen) bool; None if all of them are. Right padding is what
+        causal models do not see, and padding at the left is cut off."""
+        mask = self.given.get("attention_mask")
+        if mask is None:
+            return None
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            given = f"of {mask.dim()} dimensions" if isinstance(mask, Tensor) else f"that is a {type(mask)}"
+            check.refuse(self.model, f"an attention_mask {given} is not understood, only (batch, seqlen)")
+        if mask.shape != self.ids.shape:
+            raise ValueError(
+                f"attention_mask must have input_ids' shape {tuple(self.ids.shape)}, got {tuple(mask.shape)}"
+            )
+        mask = mask.to(self.ids.device)
+        real = mask != 0
+        if not torch.equal(real.to(mask.dtype), mask):
+            raise ValueError(
+                "attention_mask has values other than 0 and 1: give packed documents as position_ids or "
+                "seq_idx"
+            )
+        begun, goes_on = (t.long().cumsum(1) > 0 for t in (real, real.flip(1)))
+        if bool((begun & goes_on.flip(1) & ~real).any()):
+            raise ValueError("attention_mask has zeros between ones: only the ends of a row can be padding")
+        if self.has_labels and bool(((self.targets != IGNORE_INDEX) & ~real).any()):
+            raise ValueError(
+                "labels count padded tokens, or a first one that padding precedes: set them to -100 where "
+                "attention_mask is 0, and that of the first token after padding"
+            )
+        return None if bool(real.all()) else real
 
     @functools.cached_property
     def starts(self) -> documents.Starts:
@@ -220,56 +245,17 @@ class Call:
         Raises:
             Refused: an input is given that chunks do not know.
         """
-        known = KNOWN_WITH_LABELS if self.has_labels else KNOWN
         own = inspect.signature(class_of(self.model).forward).parameters
         takes = inspect.signature(class_of(backbone_of(self.model)).forward).parameters
+        # what more was asked for goes elsewhere: here its value means no
+        known = {*KNOWN, *MORE, check.ROUTED, *(LABELS if self.has_labels else ())}
+        known |= set(takes if whole else takes.keys() & TOKEN_WISE)
+        if self.logits is not None and not whole:
+            known.add("logits_to_keep")
         for name, value in self.given.items():
             default = own[name].default if name in own else None
-            same = value is None or value is False or value is default or (_plain(value) and value == default)
-            if same or name in known or (name in takes and (whole or name in TOKEN_WISE)):
-                continue
-            if name in MORE or name == "output_router_logits":  # asked for with a value that means no
-                continue
-            if name == "ignore_index" and value == IGNORE_INDEX:
-                continue
-            if name == "logits_to_keep" and self.logits is not None and not whole:
-                continue
-            remedy = REMEDIES.get(name, "leave it out")
-            check.refuse(self.model, f"{name} is not an input that can be split into chunks: {remedy}")
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str))
-
-
-def _mask(model: Any, mask: Any, ids: Tensor, targets: Tensor | None) -> Tensor | None:
-    """Which tokens are no padding, (batch, seqlen) bool; None if all of them are.
-
-    Right padding is what causal models do not see, and padding at the left is cut off.
-    """
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        kind = (
-            f"of {mask.dim()} dimensions" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
-        )
-        check.refuse(model, f"an attention_mask {kind} is not understood, only (batch, seqlen)")
-    if mask.shape != ids.shape:
-        raise ValueError(
-            f"attention_mask must have input_ids' shape {tuple(ids.shape)}, got {tuple(mask.shape)}"
-        )
-    mask = mask.to(ids.device)
-    real = mask != 0
-    if not torch.equal(real.to(mask.dtype), mask):
-        raise ValueError(
-            "attention_mask has values other than 0 and 1: give packed documents as position_ids or seq_idx"
-        )
-    begun, goes_on = (t.long().cumsum(1) > 0 for t in (real, real.flip(1)))
-    if bool((begun & goes_on.flip(1) & ~real).any()):
-        raise ValueError("attention_mask has zeros between ones: only the ends of a row can be padding")
-    if targets is not None and bool(((targets != IGNORE_INDEX) & ~real).any()):
-        raise ValueError(
-            "labels count padded tokens, or a first one that padding precedes: set them to -100 where "
-            "attention_mask is 0, and that of the first token after padding"
-        )
-    return None if bool(real.all()) else real
+            default = IGNORE_INDEX if name == "ignore_index" else default
+            same = value is default or (type(value) is type(default) and value == default)
+            if not (name in known or value is None or value is False or same):
+                remedy = REMEDIES.get(name, "leave it out")
+                check.refuse(self.model, f"{name} is not an input that can be split into chunks: {remedy}")

@@ -32,7 +32,7 @@ class Known:
     Attributes:
         precision: autocast's dtype, or None, and the device's type. slots: of its cache.
         head: of `head_of`. routers: of `router.coefficient`.
-        checked: kinds of calls whose gradients have been compared.
+        checked: kinds of calls that have been tried.
         mlps: of a MiniSequence: names in the backbone of what runs in pieces.
     """
 
@@ -44,9 +44,11 @@ class Known:
     def model(self) -> Any:
         return self.of()
 
-    def is_new(self, kind: Any) -> bool:
-        """Whether a kind of call has not been compared yet."""
-        return kind not in self.checked
+    def once(self, kind: Any, check: Callable[..., None], *args: Any) -> None:
+        """Calls a check, unless it has gone well before for this kind of call."""
+        if kind not in self.checked:
+            check(*args)
+            self.checked.add(kind)
 
     @functools.cached_property
     def slots(self) -> list[Slot]:
@@ -132,20 +134,17 @@ def compared(model: Any, kind: Kind, call: Call | None = None) -> Known:
     if kind.routed:
         router.record(model)
     known = known_of(model)
-    if known.is_new(kind):
-        ways = first_use.ways(record_of(model).method, kind)
-        first_use.compare(model, *ways, *first_use.NOT_THE_SAME)
-        known.checked.add(kind)
+    ways = first_use.ways(record_of(model).method, kind)
+    known.once(kind, first_use.compare, model, *ways, *first_use.NOT_THE_SAME)
     if call is None:
         return known
     padded, packed = call.padded_left, call.packed
     if is_sharded(model):  # processes gather its parameters together, whoever asks for it
         padded, packed = map(bool, largest(model, padded, packed))
     with in_eval_mode(model):
-        if padded and known.is_new("padded at the left"):
-            first_use.left_padding(model)
-            known.checked.add("padded at the left")
-        if packed and known.is_new("packed"):
-            first_use.packing(model, call.has("attention_mask"), call.given.get("use_cache"))
-            known.checked.add("packed")
+        if padded:
+            known.once("padded at the left", first_use.left_padding, model)
+        if packed:
+            masked = call.has("attention_mask")
+            known.once("packed", first_use.packing, model, masked, call.given.get("use_cache"))
     return known

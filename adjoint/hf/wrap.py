@@ -332,11 +332,8 @@ def _by_pieces(call: Call) -> CausalLMOutputWithPast:
     method, known = record_of(model).method, known_of(model)
     check.refuse_other_losses(model, kind.routed)
     call.refuse_unknown(whole=True)
-    if known.is_new(("pieces", kind)):
-        whole, _ = first_use.ways(method, kind)
-        by_pieces = mini_sequence.way(method, kind.counted)
-        first_use.compare(model, whole, by_pieces, *mini_sequence.NOT_THE_SAME)
-        known.checked.add(("pieces", kind))
+    ways = first_use.ways(method, kind)[0], mini_sequence.way(method, kind.counted)
+    known.once(("pieces", kind), first_use.compare, model, *ways, *mini_sequence.NOT_THE_SAME)
     with plainly(model):
         given = model, method, known.mlps, known.head, call.targets, call.given
         total = gathering(model)(lambda: mini_sequence.total_loss(*given))

@@ -349,7 +349,9 @@ CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
     "set the labels that do not count to -100": {"ignore_index": 5},
     "logits_to_keep is not an input that can be split into chunks: Exact and Truncated give logits beside a "
     "loss under torch.no_grad()": {"logits_to_keep": 3},
-    "an attention_mask that is a dict is not understood": {"attention_mask": {"full_attention": None}},
+    "an attention_mask that is a <class 'dict'> is not understood": {
+        "attention_mask": {"full_attention": None}
+    },
     "an attention_mask of 4 dimensions is not understood": {
         "attention_mask": torch.ones(2, 1, 29, 29).tril()
     },
@@ -374,7 +376,7 @@ CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
     },
     "position_ids and seq_idx describe different documents": {"position_ids": ROW, "seq_idx": ROW // 9},
 }
-NO_LLAMA = {"GPT2": GPT2, "encoder": GPT2, "that is a dict": "Gemma3ForCausalLM"}  # by a part of the message
+NO_LLAMA = {"GPT2": GPT2, "encoder": GPT2, "dict": "Gemma3ForCausalLM"}  # by a part of the message
 
 
 @pytest.mark.parametrize("message", CALLS_REFUSED)
