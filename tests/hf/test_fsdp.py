@@ -1,4 +1,4 @@
-"""Models under `fully_shard` (FSDP2) on two processes, against one process with all rows."""
+"""Models under `fully_shard` (FSDP2), and under DDP, on two processes, against one process with all rows."""
 
 from __future__ import annotations
 
@@ -366,6 +366,29 @@ def adapters(rank: int) -> None:
         adjoint.wrap(model.get_base_model(), METHOD)
         with pytest.raises(ValueError, match="for a module around it: give that"):
             model(input_ids=ids, labels=ids)
+
+
+@case
+def data_parallel(rank: int) -> None:
+    """DDP, whose buckets each have a few of the gradients; hooks of parameters are called once a pass."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    ids = rows()
+    labels = ids.masked_fill(rows(1) < 20, -100)
+    given = {"input_ids": ids, "labels": labels, "num_items_in_batch": (labels[:, 1:] != -100).sum()}
+    mine, fired = {n: t[rank : rank + 1] if t.dim() else t for n, t in given.items()}, []
+    with float64_throughout():
+        lm = adjoint.wrap(make(BAMBA), METHOD)
+        model = DistributedDataParallel(lm, bucket_cap_mb=0.01)
+        for name, p in lm.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+        with model.no_sync():
+            model(**mine).loss.backward()
+        model(**mine).loss.backward()
+        expected = unsharded(make(BAMBA), lambda m: m(**given).loss)
+    # twice the gradient of each half, of which DDP has taken the mean: their sum
+    assert_same(current_gradients(lm), expected)
+    assert sorted(fired) == sorted([*expected, *expected])
 
 
 def fsdp1(model: Any) -> Any:

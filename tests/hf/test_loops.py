@@ -9,16 +9,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import adjoint
 from adjoint.hf import first_use
@@ -373,60 +369,6 @@ def test_accelerate_in_bfloat16() -> None:
     plain, ours = distances
     assert 1e-4 < plain < 0.1, "the untouched model is not in bfloat16"
     assert ours <= 1.5 * plain
-
-
-# ------------------------------------------------------------------------------------------------------ DDP
-
-
-def batch_with_ignored_labels() -> dict[str, Tensor]:
-    ids = batch(4)["input_ids"]
-    return {"input_ids": ids, "labels": ids.masked_fill(make_ids(4, 37, vocab_size=VOCAB, seed=1) < 20, -100)}
-
-
-def ddp_process(rank: int, folder: str) -> None:
-    """One of two processes: the gradient of its half of the batch, averaged by DDP."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=100),
-    )
-    batch = batch_with_ignored_labels()
-    valid = (batch["labels"][:, 1:] != -100).sum()
-    mine = {name: rows[2 * rank : 2 * rank + 2] for name, rows in batch.items()}
-    fired: dict[str, int] = {}
-
-    def note(name: str) -> Callable[[Tensor], None]:
-        return lambda _: fired.update({name: fired.get(name, 0) + 1})
-
-    with float64_throughout():
-        lm = adjoint.wrap(tiny(dtype=torch.float64), METHOD)
-        model = DistributedDataParallel(lm, bucket_cap_mb=0.01)  # several buckets
-        for name, p in lm.named_parameters():
-            p.register_post_accumulate_grad_hook(note(name))
-        with model.no_sync():
-            model(**mine, num_items_in_batch=valid).loss.backward()
-        model(**mine, num_items_in_batch=valid).loss.backward()
-    # twice the gradient of each half, of which DDP has taken the mean: their sum
-    torch.save({"gradients": current_gradients(lm), "fired": fired}, f"{folder}/{rank}.pt")
-    del model  # first: freed after the group, DDP may wait for ever for a thread that waits for Python's lock
-    dist.destroy_process_group()
-
-
-def test_ddp_on_two_processes(tmp_path: Path) -> None:
-    other = mp.get_context("fork").Process(target=ddp_process, args=(1, str(tmp_path)))
-    other.start()
-    ddp_process(0, str(tmp_path))
-    other.join(100)
-    assert other.exitcode == 0
-    with float64_throughout():
-        loss, expected = loss_and_gradients(tiny(dtype=torch.float64), **batch_with_ignored_labels())
-    for rank in (0, 1):
-        found = torch.load(tmp_path / f"{rank}.pt")
-        assert found["fired"] == dict.fromkeys(expected, 2)  # once a parameter and pass
-        assert errors((loss, found["gradients"]), (loss, expected)).total <= 1e-12
 
 
 # ------------------------------------------------------------------------- the model stays what it is
