@@ -233,7 +233,7 @@ def test_a_sweep_goes_on_with_what_it_has(
 
     assert sweep(tmp_path, **given, seed=1) == 2
     error = capsys.readouterr().err
-    assert "other settings; name another --out" in error and error.count("\n") == 1
+    assert "has other settings; name another folder" in error and error.count("\n") == 1
     assert len(results(tmp_path)["rows"]) == 8
     assert sweep(tmp_path, "--fresh", **given, seed=1, windows="1", methods="truncated") == 0
     assert len(results(tmp_path)["rows"]) == 2
@@ -268,8 +268,8 @@ def test_running_out_of_memory_is_told_and_keeps_the_rows(
 
     monkeypatch.setattr(Comparison, "row", greedy)
     assert sweep(tmp_path, data="random") == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "error: truncated, window 4: out of memory; lower --chunk-size" in error
+    *_, row_, error = capsys.readouterr().err.splitlines()
+    assert row_.endswith("truncated, window 4") and error.startswith("error: out of memory")
     assert list(by_key(results(tmp_path))) == [("backprop", None), ("truncated", 1)]
 
 
@@ -316,13 +316,3 @@ def test_lengths_may_be_written_with_a_suffix(tmp_path: Path) -> None:
     result = results(tmp_path)
     assert result["settings"]["seqlen"] == 1024
     assert [row["window"] for row in result["rows"]] == [None, 512, None]  # 2,048 covers all there is
-
-
-def test_errors_are_written_for_readers() -> None:
-    assert [sweep_report.error_text(e) for e in (None, 0.0, 3.14e-7, 0.0123, 0.5)] == [
-        "not finite",
-        "0",
-        "3.1e-07",
-        "1.23%",
-        "50%",
-    ]

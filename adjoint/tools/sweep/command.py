@@ -8,10 +8,10 @@ sweep.csv and sweep.png.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from argparse import Namespace
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.formats.folders import checkpoint_config
 from adjoint.layers import StackConfig
-from adjoint.memory import PeakMemory, out_of_memory
+from adjoint.memory import PeakMemory
 from adjoint.methods import (
     METHODS,
     TOLERANCE,
@@ -61,10 +61,7 @@ def main(argv: list[str]) -> int:
     mark = json.dumps(result["settings"], sort_keys=True)
     journal = Journal(request.out / "points.jsonl", mark, fresh=request.fresh)
     if journal.discarded:
-        raise UserError(
-            f"--out {request.out}: holds a sweep with other settings; name another --out, or discard it "
-            "with --fresh"
-        )
+        raise UserError(f"--out {request.out}: has other settings; name another folder, or --fresh")
     _announce(request, result, comparison.baseline)
     try:
         complete = completed(lambda: _measure(wanted, comparison, journal))
@@ -93,8 +90,12 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
     # "auto" is bfloat16 on GPUs, whose rounding would hide what is measured here
     precision = "float32" if training.precision == "auto" else training.precision
     set_up(training, device)
-    checkpoint = None if request.model is None else find_checkpoint(request.model, "--model")
-    shape, weights = (config.model, "fresh") if checkpoint is None else _trained(checkpoint)
+    shape: StackConfig = config.model
+    checkpoint, weights = None, "fresh"
+    if request.model is not None:
+        checkpoint = find_checkpoint(request.model, "--model")
+        shape = checkpoint_config(checkpoint)
+        weights = hashlib.sha256((checkpoint / "MANIFEST.json").read_bytes()).hexdigest()
     batches, text, fingerprint = _batches(request, config, shape)
     settings = {
         "model": dataclasses.asdict(shape),
@@ -167,18 +168,10 @@ def _batches(request: Namespace, config: Config, shape: StackConfig) -> tuple[li
     return batches, text.description, text.fingerprint
 
 
-def _trained(checkpoint: Path) -> tuple[StackConfig, str]:
-    """A checkpoint's model, and its weights' checksums, which are the same on every device."""
-    files = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))["files"]
-    sums = [entry["sha256"] for name, entry in sorted(files.items()) if name.startswith("model")]
-    return checkpoint_config(checkpoint), " ".join(sums)
-
-
 def _announce(request: Namespace, result: Mapping[str, Any], baseline: str) -> None:
     settings = result["settings"]
     print(
-        f"model: {result['model']}, {result['parameters']:,} parameters, "
-        f"{settings['model']['n_layer']} layers\n"
+        f"model: {result['model']}, {result['parameters']:,} parameters\n"
         f"data: {result['data']}: {settings['batches']} batches of {settings['batch']} x "
         f"{settings['seqlen']:,} tokens on {settings['device']} in {settings['precision']}",
         flush=True,
@@ -188,28 +181,14 @@ def _announce(request: Namespace, result: Mapping[str, Any], baseline: str) -> N
 
 
 def _measure(wanted: list[tuple[str, Window]], comparison: Comparison, journal: Journal) -> None:
-    """Measures the rows that the journal lacks.
-
-    Raises:
-        UserError: memory has run out; it says what can be done in a sweep.
-    """
+    """Measures the rows that the journal lacks."""
     with progress(len(wanted)) as tell:
         for name, window in wanted:
             key = {"method": name, "window": window, "baseline": comparison.baseline}
-            text = f"{name}, window {window_text(window)}"
             tell("", 1)
-            if journal.get(key) is not None:
-                continue
-            tell(text, 0)
-            try:
+            if journal.get(key) is None:
+                tell(f"{name}, window {window_text(window)}", 0)
                 journal.add(key, comparison.row(name, window))
-            except (MemoryError, RuntimeError) as error:
-                if not out_of_memory(error):
-                    raise
-                raise UserError(
-                    f"{text}: out of memory; lower --chunk-size, --seqlen or --data.batch, or take "
-                    "--baseline exact (the rows before it are kept)"
-                ) from error
 
 
 def _rows(journal: Journal, baseline: str) -> list[dict[str, Any]]:

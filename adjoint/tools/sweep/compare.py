@@ -1,10 +1,8 @@
 """Gradients of the methods side by side: how far each is from a reference gradient, and what it costs.
 
-    reference, _ = gradient(model, input_ids, Backprop())
-    found, _ = gradient(model, input_ids, Truncated(window=256))
-    compare(reference, found)["overall"]["overall"].relative_error
-
-`adjoint sweep` (`adjoint.tools.sweep.command`) does this for methods × windows.
+reference, _ = gradient(model, input_ids, Backprop())
+found, _ = gradient(model, input_ids, Truncated(window=256))
+compare(reference, found)["overall"]["overall"].relative_error
 """
 
 from __future__ import annotations
@@ -137,10 +135,8 @@ def build(
 
 def counted_vjps(name: str, windows: Sequence[int | None], seqlen: int) -> int | None:
     """The vjps of the paper's Algorithm 4 with these windows, one a layer (None: all of seqlen), counted
-    once for the whole batch; None for backprop.
-
-    That is the paper's cost, not this package's: here the products that share a token are added up before
-    they are differentiated, and the vjps are 3 × seqlen × n_layer whatever the window.
+    once for the whole batch; None for backprop. Here products that share a token are added up before they
+    are differentiated: 3 × seqlen × n_layer vjps, whatever the window.
     """
     if name == Backprop.name:
         return None
@@ -169,19 +165,17 @@ def backprop_fits(model: Stack, input_ids: Tensor) -> bool:
 
     What the forward keeps is measured on a short piece and scaled: linear in seqlen for these layers.
     """
-    piece = input_ids[:, :_PROBE]
-    kept: dict[int, int] = {}
+    piece, kept = input_ids[:, :_PROBE], dict[int, int]()
 
     def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         _ = model(piece, labels=piece, method=Backprop()).loss
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    activations = sum(size for address, size in kept.items() if address not in own)
-    needed = activations / piece.shape[1] * input_ids.shape[1]
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    needed = sum(kept.values()) / piece.shape[1] * input_ids.shape[1]
     return needed < _SHARE_OF_MEMORY * memory_left(input_ids.device)
 
 
