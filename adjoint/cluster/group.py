@@ -75,7 +75,7 @@ class ShardActor:
         backend: str,
         actors: list[Any],
         checkpoint: str | None,
-        patience: float = PATIENCE,
+        patience: float,
     ) -> None:
         """Becomes a shard, drawn from the seed or filled from a checkpoint; or a helper of one.
 
@@ -93,7 +93,7 @@ class ShardActor:
             transport = DistributedTransport(
                 meeting, spec.rank, layout.world, backend, patience, layout.groups
             )
-        if spec.helps:
+        if layout.helps(spec.rank):
             self.shard = HelperShard(spec)
             return
         helpers = [_helper(actors[rank]) for rank in layout.helpers_of(spec.rank)]

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from adjoint.memory import out_of_memory
 
-# What may pass: it has befallen a process or its node.
-PASSING = ("out of memory", "preempted", "node lost", "died", "unreachable", "hung")
-# What would come again with the next group: a folder that not all nodes have, a full disk, a missing package;
-# an exception of the code.
-PERMANENT = ("environment", "error")
-KINDS = (*PASSING, *PERMANENT, "connection")  # the more a cause explains, the earlier it stands
+# The more a cause explains, the earlier it stands. "environment" and "error" would come again with the next
+# group: a folder that not all nodes have, a full disk, a missing package; an exception of the code.
+KINDS = (
+    *("out of memory", "preempted", "node lost", "died", "unreachable", "hung"),
+    *("environment", "error", "connection"),
+)
 _COLLATERAL = re.compile(
     r"connection (closed|reset|refused)|gloo|nccl|another shard has failed|broken pipe|timed out|"
     r"\bpeer\b|\bsocket\b|(TCP|File|Prefix)Store",
@@ -54,16 +54,6 @@ class ShardFailure(RuntimeError):
     def __init__(self, causes: list[Cause], during: str) -> None:
         self.causes = sorted(causes, key=lambda cause: (KINDS.index(cause.kind), cause.rank))
         super().__init__(f"{self.causes[0]} (during {during})")
-
-    @property
-    def preempted(self) -> bool:
-        """Whether a machine was taken away on purpose, which is no fault of the run."""
-        return self.causes[0].kind == "preempted"
-
-    @property
-    def permanent(self) -> bool:
-        """Whether another group would fail the same way."""
-        return self.causes[0].kind in PERMANENT
 
 
 def cause_of(error: BaseException, rank: int) -> Cause:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,17 +41,10 @@ from adjoint.train.machine import autocast
 from adjoint.train.optimizer import make_optimizer, take_step
 
 
-@dataclass(frozen=True)
-class Traced:
-    """One action of a shard's program as it was run.
-
-    Attributes:
-        action: what.
-        start, stop: when it began and ended, in seconds of `time.perf_counter`: on Linux one clock for all
-            processes of a machine.
-        processor: seconds that this thread had a processor in between (`time.thread_time`). Waits take none,
-            nor does a turn of others on the same core; other threads', and a GPU's, are not in it.
-    """
+class Traced(NamedTuple):
+    """One action of a shard's program as it was run: when it began and ended, in seconds of
+    `time.perf_counter` (on Linux one clock for all processes of a machine), and the seconds that this thread
+    had a processor in between. Waits take none, nor does a turn of others on the same core."""
 
     action: str
     start: float

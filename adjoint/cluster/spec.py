@@ -18,11 +18,8 @@ class ShardSpec:
     """What a worker has to know, plain values only.
 
     Args:
-        model: the whole stack; or a `Pretrained`.
-        training: optimizer and seed.
-        method: how the gradient is computed.
-        layout: all workers. spans: every shard's layers, bottom up.
-        rank: which worker this is.
+        model: of the whole stack; or a `Pretrained`.
+        layout: all workers. spans: every shard's layers, bottom up. rank: which worker this is.
         device: a torch device. precision: float32, bfloat16 (autocast) or float64.
         threads: CPU threads; None leaves PyTorch's choice.
     """
@@ -51,11 +48,6 @@ class ShardSpec:
     def shard(self) -> int:
         """Which shard's layers this worker has."""
         return self.layout.shard(self.rank)
-
-    @property
-    def helps(self) -> bool:
-        """Whether this is a helper: it shares a shard's tasks and owns nothing."""
-        return self.layout.helps(self.rank)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -12,9 +12,8 @@ import math
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,13 +28,9 @@ from adjoint.train.rundir import RunFolder, open_run
 from adjoint.train.trainer import Gradients, Outcome, Start, Trainer
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which of the processes this one is.
-
-    Attributes:
-        rank: among `world` of them. local: among those of its machine, and the number of its GPU.
-    """
+class Place(NamedTuple):
+    """Which of the processes this one is: among `world` of them, and among those of its machine, which is the
+    number of its GPU."""
 
     rank: int
     world: int

@@ -84,6 +84,8 @@ class ShardedTrainer(Trainer):
     """A run whose model lives in shards. This process draws the batches, calls the shards and writes."""
 
     group: Group | None = None
+    failures = preemptions = 0
+    announced = False
 
     def run(self) -> Outcome:
         """The steps that are left, through failures of shards."""
@@ -126,40 +128,35 @@ class ShardedTrainer(Trainer):
             ShardFailure: an exception of the code.
         """
         self.close()
-        if failure.causes[0].kind == "environment":
+        cause, most, step = failure.causes[0], self.config.cluster.max_failures, self.step + 1
+        if cause.kind == "error":
+            raise failure from cause.error
+        if cause.kind == "environment":
             raise UserError(
-                f"{self.folder.path}: {failure}, at step {self.step + 1}; it would happen again: all nodes "
+                f"{self.folder.path}: {failure}, at step {step}; it would happen again: all nodes "
                 "need the folders of the run and of model.from_pretrained, space left and the same packages; "
                 "correct that, then --resume auto"
             ) from None
-        if failure.permanent:
-            raise failure from failure.causes[0].error
-        most = self.config.cluster.max_failures
-        self.failures += not failure.preempted
-        self.preemptions += failure.preempted
+        if cause.kind == "preempted":
+            self.preemptions += 1
+            which = f"preemption {self.preemptions}"
+        else:
+            self.failures += 1
+            which = f"failure {self.failures} of at most {most}"
         if self.failures > most:
             raise UserError(
-                f"{self.folder.path}: {failure}, at step {self.step + 1}; that is failure "
-                f"{self.failures} and cluster.max_failures is {most}; remove the cause, then --resume auto"
+                f"{self.folder.path}: {failure}, at step {step}; that is failure {self.failures} and "
+                f"cluster.max_failures is {most}; remove the cause, then --resume auto"
             ) from None
-        which = f"failure {self.failures} of at most {most}"
-        if failure.preempted:
-            which = f"preemption {self.preemptions}"
-        step = 0 if checkpoint is None else read_trainer(checkpoint)["step"]
-        print(
-            f"{which} at step {self.step + 1}: {failure}; going on after step {step}",
-            file=sys.stderr,
-            flush=True,
-        )
+        done = 0 if checkpoint is None else read_trainer(checkpoint)["step"]
+        print(f"{which} at step {step}: {failure}; going on after step {done}", file=sys.stderr, flush=True)
 
     # ---------------------------------------------------------------- what is done to model and optimizer
 
     def _build(self, checkpoint: Path | None) -> None:
         config = self.config
-        if not hasattr(self, "failures"):
-            self.failures, self.preemptions, self.gauges = 0, 0, dict[str, Any]()
-            self.announced = False
-            self.origin = checkpoint
+        if not hasattr(self, "origin"):
+            self.origin, self.gauges = checkpoint, dict[str, Any]()
             self.described: Any = config.model
             if config.model.from_pretrained is None:
                 with torch.device("meta"):
@@ -283,16 +280,11 @@ class ShardedTrainer(Trainer):
         return max(self._all("peak_memory_bytes"))
 
     def _train_step(self) -> dict[str, Any]:
-        row = super()._train_step()
-        self._report(row)
-        return row
-
-    def _report(self, row: dict[str, Any]) -> None:
-        """The row as gauges (ray_adjoint_loss, …; ray_adjoint_windows with the layer as a tag), for the
+        """Its row as gauges too (ray_adjoint_loss, …; ray_adjoint_windows with the layer as a tag), for the
         dashboard of a cluster that has one."""
         from ray.util.metrics import Gauge
 
-        run = {"run": self.folder.path.name}
+        row, run = super()._train_step(), {"run": self.folder.path.name}
         for key, value in row.items():
             of_layers = isinstance(value, list)
             if key not in self.gauges:
@@ -300,6 +292,7 @@ class ShardedTrainer(Trainer):
                 self.gauges[key] = Gauge(f"adjoint_{key}", "of the last step", tags)
             for k, each in enumerate(value if of_layers else [value]):
                 self.gauges[key].set(float(each), {**run, "layer": str(k)} if of_layers else run)
+        return row
 
     def _announce(self) -> None:
         assert self.group is not None
