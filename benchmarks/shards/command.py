@@ -10,11 +10,9 @@ and backward; after warm-up they are, in turn, calibration and test:
 - test repeats give the wall time of the phase, from the first action of any worker to the last: what the
   simulation must have found. Nothing is fitted.
 
-Published next to it: the driver's wall time of the whole call, which Ray's messages and the set-up of a batch
-add to; how many cores others used at the same time (Ray and the hypervisor included), for a machine that is
-not quiet shows in wall times and not in the tiles; what the simulation says of the cores that they left over,
-and of a machine with a core a worker; how much processor time the workers spent outside of their programs,
-such as in gloo's threads; and the peak memory of a worker beyond what it held before, of a batch of its own.
+Published next to it: how many cores others used at the same time (Ray and the hypervisor included), for a
+machine that is not quiet shows in wall times and not in the tiles; and the peak memory of a worker beyond
+what it held before, of a batch of its own.
 
 Messages are measured in the same processes: handed over by one, received by the other while neither computes.
 Ray runs its workers at niceness 15, so whatever else wants the cores goes first.
@@ -52,13 +50,7 @@ class Shards(Benchmark):
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
         add("--shards", type=int, nargs="+", default=[1, 2, 4], help="shards of each group (1 2 4)")
-        add(
-            "--in-turn",
-            type=int,
-            nargs="+",
-            default=[2],
-            help="workers that share a sequence (2; 1 for none)",
-        )
+        add("--in-turn", type=int, nargs="+", default=[2], help="workers that share a sequence (2; 1: none)")
         runner.add_choice(parser, "--methods", METHODS)
         add("--repeats", type=int, default=4, help="batches for calibration, and as many for the test (4)")
         add("--d-model", type=int, default=256, help="(256)")
@@ -109,7 +101,7 @@ class Shards(Benchmark):
         for run in result["runs"]:
             which = run["shards"] if run["sequence"] == 1 else f"in-turn-{run['sequence']}"
             path = stem / f"{run['method']}-{which}.json"
-            write_run(run | {"environment": result["environment"]}, path)
+            write_atomically(path, json.dumps(run | {"environment": result["environment"]}) + "\n")
 
     def load(self, stem: Path) -> Row:
         runs = [json.loads(path.read_text()) for path in sorted(stem.glob("*.json"))]
@@ -129,9 +121,7 @@ class Shards(Benchmark):
             f"batch {result['batch']}, float32, one thread a worker; tiles from {result['repeats']} batches, "
             f"wall times from {result['repeats']} others."
         )
-        title = (
-            f"Wall time of a batch, forward and backward, over real shards next to its simulation. {outcome}"
-        )
+        title = f"Wall time of a batch, forward and backward, over real shards and simulated. {outcome}"
         where = footer(result["environment"], f"{result['slots']} slots in the simulation")
         lines = [[cell(row) for _, cell in COLUMNS] for row in rows]
         table = report.markdown_table([head for head, _ in COLUMNS], lines)
@@ -144,23 +134,6 @@ class Shards(Benchmark):
             yield "", draw(max(drawn, key=lambda run: run["shards"])), footer(result["environment"])
 
 
-def write_run(run: Point, path: Path) -> None:
-    """A run as JSON, a line a field and a line a tile, times to the microsecond."""
-
-    def rounded(value: Any) -> Any:
-        if isinstance(value, float):
-            return round(value, 6)
-        return [rounded(entry) for entry in value] if isinstance(value, list) else value
-
-    def text(value: Any) -> str:
-        if isinstance(value, list) and value and isinstance(value[0], list):
-            return "[\n  " + ",\n  ".join(json.dumps(rounded(entry)) for entry in value) + "\n ]"
-        return json.dumps(rounded(value))
-
-    fields = (f" {json.dumps(key)}: {text(value)}" for key, value in run.items())
-    write_atomically(path, "{\n" + ",\n".join(fields) + "\n}\n")
-
-
 # ---------------------------------------------------------------------------------------------- what is shown
 
 
@@ -169,35 +142,18 @@ def workers(row: Row) -> str:
     return f"{row['sequence']} in turn" if row["sequence"] > 1 else str(row["shards"])
 
 
-def _seconds(name: str) -> Any:
-    return lambda row: "–" if row[name] is None else f"{row[name]:.3f}"
-
-
-def _error(name: str) -> Any:
-    return lambda row: "–" if row[name] is None else f"{row[name]:+.1%}"
-
-
 # heading, and the cell of a row
 COLUMNS: list[tuple[str, Any]] = [
     ("method", lambda row: row["method"]),
     ("workers", workers),
-    ("tiles, processor s", _seconds("tiles_seconds")),
-    ("predicted s", _seconds("predicted_seconds")),
-    (
-        "measured s (least–most)",
-        lambda row: f"{row['measured_seconds']:.3f} ({row['measured_least']:.3f}–{row['measured_most']:.3f})",
-    ),
-    ("off by", _error("error")),
-    ("whole call s", _seconds("call_seconds")),
-    ("off by", _error("call_error")),
+    ("tiles, processor s", lambda row: f"{row['tiles_seconds']:.3f}"),
+    ("predicted s", lambda row: f"{row['predicted_seconds']:.3f}"),
+    ("measured s (least–most)", lambda row: (
+        f"{row['measured_seconds']:.3f} ({row['measured_least']:.3f}–{row['measured_most']:.3f})")),
+    ("off by", lambda row: f"{row['error']:+.1%}"),
     ("cores others used", lambda row: "–" if row["others_cores"] is None else f"{row['others_cores']:.2f}"),
-    ("predicted on the rest s", _seconds("left_seconds")),
-    ("off by", _error("left_error")),
-    ("predicted, a core each, s", _seconds("core_each_seconds")),
-    ("message ms", lambda row: f"{row['message_ms']:.2f}"),
-    ("outside the program", lambda row: f"{row['outside_share']:.1%}"),
     ("peak memory of a worker, MiB", lambda row: f"{row['memory_bytes'] / 2**20:.0f}"),
-]
+]  # fmt: skip
 
 
 def footer(environment: Row, *conditions: str) -> str:
@@ -236,6 +192,5 @@ def draw(run: Point) -> Any:
         ncols=len(kinds), loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=8,
     )  # fmt: skip
     axes[1, 0].set_xlabel("seconds; numbers are chunks")
-    where = f"{run['slots']} cores" if run["slots"] else "a core each"
-    figure.suptitle(f"{run['name']} on {where}", x=0.01, ha="left")
+    figure.suptitle(f"{run['name']} on {run['slots']} cores", x=0.01, ha="left")
     return figure

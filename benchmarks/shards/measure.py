@@ -115,37 +115,29 @@ def machine_seconds() -> float | None:
 
 def message_seconds(actors: Sequence[Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """What a message costs: medians over messages from the first worker to the second, neither of which
-    computes.
-
-    `latency_seconds`, of a message of one number, and `message_seconds`, what one of `shapes` takes beyond
-    it, count from when it was handed over to when it was received: handing over keeps the sender busy, which
-    its trace holds. `message_whole_seconds`, of the largest, counts from the beginning of handing over.
-    """
+    computes, from when it was handed over to when it was received; handing over keeps the sender busy, which
+    its trace holds. `latency_seconds`, of a message of one number, and `message_seconds`, what one of
+    `shapes` takes beyond it."""
     import ray
 
     if len(actors) < 2:
-        return {"latency_seconds": 0.0, "message_seconds": {}, "message_whole_seconds": 0.0}
-    ways, wholes = {}, []
+        return {"latency_seconds": 0.0, "message_seconds": {}}
+    ways = {}
     for name, dimensions in {"": (1,), **shapes}.items():
         ends = [actors[rank].__ray_call__.remote(exchange, rank, dimensions, MESSAGES) for rank in (0, 1)]
-        (begun, sent), (received, _) = ray.get(ends)
+        sent, received = ray.get(ends)
         ways[name] = statistics.median(max(0.0, b - a) for a, b in zip(sent, received, strict=True))
-        wholes.append(statistics.median(b - a for a, b in zip(begun, received, strict=True)))
     latency = ways.pop("")
     beyond = {name: max(0.0, way - latency) for name, way in ways.items()}
-    return {
-        "latency_seconds": latency,
-        "message_seconds": {name: seconds for key, seconds in beyond.items() for name in (key, f"d{key}")},
-        "message_whole_seconds": max(wholes),
-    }
+    both = {name: seconds for key, seconds in beyond.items() for name in (key, f"d{key}")}
+    return {"latency_seconds": latency, "message_seconds": both}
 
 
-def exchange(actor: Any, rank: int, shape: tuple[int, ...], count: int) -> tuple[list[float], list[float]]:
-    """One end of a ping-pong. Rank 0: when each of its messages was begun, and when it was handed over; rank
-    1: when each was received, twice."""
-    transport, other = actor.shard.transport, 1 - rank
-    tensor, begun, done = torch.zeros(shape), list[float](), list[float]()
-    token = torch.zeros(1)
+def exchange(actor: Any, rank: int, shape: tuple[int, ...], count: int) -> list[float]:
+    """One end of a ping-pong. Rank 0: when each of its messages was handed over; rank 1: when each was
+    received."""
+    transport, other, times = actor.shard.transport, 1 - rank, list[float]()
+    tensor, token = torch.zeros(shape), torch.zeros(1)
 
     def post() -> Any:  # ahead of the message, as shards do
         return transport.post(other, tensor if rank else token)
@@ -153,18 +145,16 @@ def exchange(actor: Any, rank: int, shape: tuple[int, ...], count: int) -> tuple
     waiting = post()
     for i in range(count):
         if rank == 0:
-            begun.append(time.perf_counter())
             transport.send(other, tensor)
-            done.append(time.perf_counter())
-            waiting()
-            waiting = post() if i + 1 < count else None
-        else:
-            waiting()
-            done.append(time.perf_counter())
-            waiting = post() if i + 1 < count else None
+            times.append(time.perf_counter())
+        waiting()
+        if rank == 1:
+            times.append(time.perf_counter())
+        waiting = post() if i + 1 < count else None
+        if rank == 1:
             transport.send(other, token)
     transport.flush()
-    return begun or done, done
+    return times
 
 
 @contextlib.contextmanager

@@ -2,23 +2,22 @@
 
     {"name": "2 shards", "method": "exact", "layers": [[0, 2], [2, 4]], "sequence": 1, "seqlen": 4096,
      "chunk_size": 512, "window": null, "d_conv": 4, "costs": [0, 1, 1, 1, 1, 0.2], "slots": 2,
-     "latency_seconds": 0.0001, "message_seconds": {"y": 0.0004, "dy": 0.0004},
+     "latency_seconds": 0.0001, "message_seconds": {"y": 0.0004, "dy": 0.0004}, "others_cores": 0.1,
      "tiles": [["F(1,0)", 0.021], …], "wall_seconds": [0.91, 0.93, 0.90]}
 
 `method` is "exact", "truncated" or "layer-local"; `layers` are each shard's, `sequence` its workers in turn,
 `costs` of each stage what the programs were planned by. A tile's seconds are its processor time
 (`time.thread_time` with one thread): the wall time of a tile that shares its core is what the simulation is
 to find. `tile_seconds` makes them from a worker's trace; they hold what a worker spends on its messages too.
-`slots` is the cores, or what others leave of them, null if each worker has its own. `wall_seconds` are those
-of whole phases, one for each repeat; their median counts. For a prediction, tiles and wall times come from
-different repeats.
+`slots` is the cores. `wall_seconds` are those of whole phases, one for each repeat; their median counts. For
+a prediction, tiles and wall times come from different repeats.
 """
 
 from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from adjoint.engine.grid import Tile
@@ -97,17 +96,6 @@ def tile_seconds(program: Sequence[Action], trace: Sequence[Traced]) -> list[tup
     return found
 
 
-def mean_tiles(made: Plan, repeats: Iterable[Sequence[Sequence[Traced]]]) -> list[list[Any]]:
-    """The `tiles` of a run: each tile's mean over repeats, whose traces come by worker. The mean, since what
-    is predicted are sums of them."""
-    seconds: dict[Tile, list[float]] = collections.defaultdict(list)
-    for traces in repeats:
-        for program, trace in zip(made.programs, traces, strict=True):
-            for tile, spent in tile_seconds(program, trace):
-                seconds[tile].append(spent)
-    return [[str(tile), statistics.mean(all_)] for tile, all_ in seconds.items()]
-
-
 def simulated(run: dict[str, Any]) -> Timeline:
     """A run's timeline from its tiles' times.
 
@@ -128,42 +116,24 @@ def simulated(run: dict[str, Any]) -> Timeline:
         raise UserError(f"{run.get('name', 'run')}: no time for the tile {missing}") from None
 
 
-def predicted(run: dict[str, Any]) -> float:
-    """Wall time of a run, in seconds, from its tiles' times; raises as `simulated` does."""
-    return simulated(run).seconds
-
-
-def compared(run: dict[str, Any]) -> dict[str, Any]:
-    """A run's row: predicted and measured seconds, and by how much the one is off (a share of the other)."""
-    expected, measured = predicted(run), statistics.median(run["wall_seconds"])
-    return {
-        "name": run.get("name", "run"),
-        "predicted_seconds": expected,
-        "measured_seconds": measured,
-        "measured_least": min(run["wall_seconds"]),
-        "measured_most": max(run["wall_seconds"]),
-        "error": expected / measured - 1,
-    }
-
-
 # -------------------------------------------------------------------------------------- from repeats to a run
 
 
 def summary(run: dict[str, Any], repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What is left of the repeats: tiles from the even ones, wall times and a drawing from the odd ones."""
-    made = plan_of(run)
-    calibration, test = repeats[::2], repeats[1::2]
+    """What is left of the repeats: of the even ones each tile's mean, since what is predicted are sums of
+    them; wall times and a drawing of the odd ones."""
+    made, calibration, test = plan_of(run), repeats[::2], repeats[1::2]
     walls = [wall_seconds(repeat["traces"]) for repeat in test]
     middle = test[walls.index(statistics.median_low(walls))]
-    tiles = [sum(done.processor for trace in r["traces"] for done in trace) for r in test]
-    processes = [repeat["processes"] for repeat in test]
     others = [(r["machine"] - r["processes"]) / r["call"] for r in test if r["machine"] is not None]
+    tiles: dict[Tile, list[float]] = collections.defaultdict(list)
+    for repeat in calibration:
+        for program, trace in zip(made.programs, repeat["traces"], strict=True):
+            for tile, spent in tile_seconds(program, trace):
+                tiles[tile].append(spent)
     return {
-        "tiles": mean_tiles(made, (repeat["traces"] for repeat in calibration)),
+        "tiles": [[str(tile), statistics.mean(seconds)] for tile, seconds in tiles.items()],
         "wall_seconds": walls,
-        "call_seconds": [repeat["call"] for repeat in test],
-        "calibration_wall_seconds": [wall_seconds(repeat["traces"]) for repeat in calibration],
-        "outside_share": 1 - sum(tiles) / sum(processes),
         "others_cores": statistics.mean(others) if others else None,
         "spans": spans(made, middle["traces"]),
     }
@@ -186,23 +156,16 @@ def spans(made: Plan, traces: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 
 def row_of(run: dict[str, Any]) -> dict[str, Any]:
-    """A run's line in the table."""
-    call, others = statistics.median(run["call_seconds"]), run["others_cores"]
-    found = compared(run)
-    left = None
-    if others is not None and others < run["slots"]:
-        left = predicted({**run, "slots": run["slots"] - max(0.0, others)})
+    """A run's line in the table: predicted and measured seconds, and by how much the one is off, a share of
+    the other."""
+    expected, measured = simulated(run).seconds, statistics.median(run["wall_seconds"])
     return {
         **{key: run[key] for key in ("method", "shards", "sequence", "chunks")},
         "tiles_seconds": sum(seconds for _, seconds in run["tiles"]),
-        **{key: found[key] for key in found if key != "name"},
-        "call_seconds": call,
-        "call_error": found["predicted_seconds"] / call - 1,
-        "others_cores": others,
-        "left_seconds": left,
-        "left_error": None if left is None else left / found["measured_seconds"] - 1,
-        "core_each_seconds": predicted({**run, "slots": None}),
-        "message_ms": 1e3 * run["message_whole_seconds"],
-        "outside_share": run["outside_share"],
-        "memory_bytes": run["memory_bytes"],
+        "predicted_seconds": expected,
+        "measured_seconds": measured,
+        "measured_least": min(run["wall_seconds"]),
+        "measured_most": max(run["wall_seconds"]),
+        "error": expected / measured - 1,
+        **{key: run[key] for key in ("others_cores", "memory_bytes")},
     }

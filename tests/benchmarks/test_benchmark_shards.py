@@ -24,7 +24,7 @@ from tests.cluster.threads import local_transports
 RUN: dict[str, Any] = {
     **{"name": "exact, 2 shards", "method": "exact", "chunks": 3, "seqlen": 12, "chunk_size": 4},
     **{"window": None, "d_conv": 4, "slots": 2, "memory_bytes": 3 << 20},
-    **{"latency_seconds": 0.0, "message_seconds": {"y": 0.0, "dy": 0.0}, "message_whole_seconds": 0.001},
+    **{"latency_seconds": 0.0, "message_seconds": {"y": 0.0, "dy": 0.0}},
 }
 ENVIRONMENT = {"cores": 2, "cpu": "a processor", "gpu": None, "versions": {"torch": "2", "ray": "3"},
                "date": "2026-01-02T03:04:05", "commit": "abc"}  # fmt: skip
@@ -89,10 +89,6 @@ def test_workers_that_do_what_the_simulator_says_are_predicted_to_the_last_bit(
     row = replay.row_of(run)
     assert row["error"] == pytest.approx(0, abs=1e-12)
     assert row["measured_least"] == row["measured_most"]
-    assert row["call_seconds"] == pytest.approx(row["measured_seconds"] + 1)
-    assert row["outside_share"] == pytest.approx(0.2)
-    assert row["core_each_seconds"] <= row["predicted_seconds"] + 1e-12
-    assert (row["core_each_seconds"] < row["predicted_seconds"]) == (workers == 4)
     made = enumerate(replay.plan_of(run).programs)
     tiles = {str(a.tile): uneven(w, a.tile) for w, program in made for a in program if isinstance(a, Run)}
     assert dict(run["tiles"]) == pytest.approx(tiles)
@@ -105,13 +101,8 @@ def test_tiles_come_from_other_repeats_than_wall_times() -> None:
     assert row["error"] == pytest.approx(1 / 1.5 - 1), "the slow repeats must not have made the prediction"
 
 
-def test_cores_that_others_use_are_taken_off() -> None:
-    run = a_run(others=0.5, workers=4)
-    row = replay.row_of(run)
-    assert row["others_cores"] == pytest.approx(0.5)
-    assert row["left_seconds"] == pytest.approx(replay.predicted({**run, "slots": 1.5}))
-    assert row["left_seconds"] > row["predicted_seconds"]
-    assert replay.row_of(a_run(others=2.5))["left_seconds"] is None, "nothing is left"
+def test_cores_that_others_use_are_counted() -> None:
+    assert replay.row_of(a_run(others=0.5, workers=4))["others_cores"] == pytest.approx(0.5)
 
 
 def test_written_runs_are_shown_and_compared_as_they_were(tmp_path: Path) -> None:
@@ -128,8 +119,7 @@ def test_written_runs_are_shown_and_compared_as_they_were(tmp_path: Path) -> Non
     assert "-33.3%" in lines[-2] and "2 in turn" in lines[-1]
     assert (tmp_path / "shards.png").stat().st_size > 10_000
     path = tmp_path / "shards" / "exact-4.json"
-    again, expected = replay.compared(json.loads(path.read_text())), replay.compared(runs[1])
-    assert {**again, "name": ""} == pytest.approx({**expected, "name": ""}, abs=1e-5)
+    assert replay.row_of(json.loads(path.read_text())) == result["rows"][1]
 
 
 def test_one_shard_is_run_for_the_first_method_alone() -> None:
@@ -151,11 +141,11 @@ def test_both_ends_of_the_exchange(one_thread: None) -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    (begun, handed), (received, _) = ends
-    assert len(begun) == len(handed) == len(received) == 5
-    for turn in range(5):
-        assert begun[turn] <= handed[turn] and begun[turn] <= received[turn]
-        assert turn == 4 or received[turn] <= begun[turn + 1], "the next one leaves after the answer"
+    handed, received = ends
+    assert len(handed) == len(received) == 5 and sorted(received) == received
+    assert all(received[turn] <= handed[turn + 1] for turn in range(4)), (
+        "the next one leaves after the answer"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- scaling
@@ -186,14 +176,8 @@ HELPED = {"method": "layer-local", "helpers": [0, 1]}
 
 @pytest.mark.parametrize("what", [{}, {"sequence": 2}, WINDOWED, HELPED], ids=str)
 def test_the_prediction_is_the_simulators(what: dict[str, Any]) -> None:
-    run = {
-        **RUN,
-        "layers": [[0, 2], [2, 4]],
-        "seqlen": 30,
-        "chunk_size": 8,
-        "message_seconds": {"y": 0.5},
-        **what,
-    }
+    run = {**RUN, "layers": [[0, 2], [2, 4]], "seqlen": 30, "chunk_size": 8, "message_seconds": {"y": 0.5}}
+    run |= what
     made = replay.plan_of(run)
     actions = [action for program in made.programs for action in program]
     tiles = [a.tile for a in actions if isinstance(a, Run)]
@@ -201,9 +185,8 @@ def test_the_prediction_is_the_simulators(what: dict[str, Any]) -> None:
     times = {tile: 1.0 + 0.25 * (i % 3) for i, tile in enumerate(tiles)}
     run["tiles"] = [[str(tile), seconds] for tile, seconds in times.items()]
     cost, send = lambda worker, tile: times[tile], lambda key: 0.5 * (key[0] == "y")
-    assert (
-        replay.predicted(run) == simulate(made, cost, send, slots=2, helpers=what.get("helpers", ())).seconds
-    )
+    expected = simulate(made, cost, send, slots=2, helpers=what.get("helpers", ()))
+    assert replay.simulated(run).seconds == expected.seconds
     run["tiles"].pop()
     with pytest.raises(UserError, match="no time for the tile"):
-        replay.predicted(run)
+        replay.simulated(run)
