@@ -114,10 +114,10 @@ FIGURES = [
     Figure("README.md, docs/models.md", Wrapped(), "", "--lengths 1K 2K --repeats 1 --repeat-s 0", WRAPPED),
     Figure("docs/models.md", Fsdp(), "", "--lengths 256 --models Mamba-2", ("engine/sharded.py",)),
     Figure("docs/results.md", Memory(), "",
-           "--lengths 512 1K --methods exact backprop --repeats 1 --repeat-s 0 --allocator default", STACK),
-    Figure("docs/results.md", Memory(), "--methods exact --lengths 16384 262144 --allocator default "
+           "--lengths 512 1K --methods exact backprop --repeats 1 --repeat-s 0 --allocators default", STACK),
+    Figure("docs/results.md", Memory(), "--methods exact --lengths 16384 262144 --allocators default "
            "--out benchmarks/results/exact-growth", None, STACK),
-    Figure("docs/million_tokens.md", Memory(), "--methods exact --lengths 16777216 --allocator jemalloc "
+    Figure("docs/million_tokens.md", Memory(), "--methods exact --lengths 16777216 --allocators jemalloc "
            "--repeats 1 --repeat-s 0 --out benchmarks/results/sixteen-million", None),
     Figure("docs/results.md, docs/kernels.md", Kernels(), "", "--size small --op selective_scan --repeats 1",
            SCANS),

@@ -72,7 +72,7 @@ def at_least(parser: argparse.ArgumentParser, options: argparse.Namespace, **lea
     least."""
     for name, bound in least.items():
         given = getattr(options, name)
-        values = given if isinstance(given, list) else [] if given is None else [given]
+        values = given if isinstance(given, list | tuple) else [] if given is None else [given]
         if any(value < bound for value in values):
             parser.error(f"--{name.replace('_', '-')} must be {bound:g} or more")
 

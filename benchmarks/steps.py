@@ -14,16 +14,18 @@ import argparse
 import contextlib
 import ctypes.util
 import itertools
+import math
 import statistics
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import adjoint
 from adjoint.engine.first_use import tolerance
+from adjoint.memory import total_memory_bytes
 from adjoint.tools.points.journal import Journal
 from adjoint.tools.points.passes import (
     Passes,
@@ -36,7 +38,7 @@ from adjoint.tools.points.passes import (
 )
 from adjoint.tools.points.process import Point
 from adjoint.tools.points.show import fits_text, tokens
-from benchmarks import report, segments
+from benchmarks import report, runner, segments
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
@@ -208,56 +210,111 @@ def alternating(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 # -------------------------------------------------------------------------------------------------- benchmark
 
 
+class Curve(NamedTuple):
+    """One model by one way, against length.
+
+    Attributes:
+        key: what its rows say of it.
+        name: of its way, among those of the model.
+        longest: of the default lengths. repeated: at which of them in several processes.
+    """
+
+    key: Row
+    name: str
+    model: Point
+    way: Point
+    longest: float = math.inf
+    repeated: Collection[int] = ()
+
+
 class StepBenchmark(Benchmark):
     """Models by several ways at several lengths: a way is timed once its gradients have been compared, and
     the longest sequence that fits some memory is read off a line through its points.
 
     Attributes:
-        fields: of a point, which make a curve, and what a row calls them; `way`: the one that names the way.
-        checked: the curve's values of those fields, and a limit: what is said to fit it is measured.
+        lengths, repeats: by default.
+        above, first: what memory is counted above, and tokens of the step before, as `measure` takes them.
+        checked: a curve's key and a limit: what is said to fit it is measured.
         compared: tokens of which gradients are compared, and the way with which; None: plain backpropagation.
+        title: of the table.
     """
 
     module = "benchmarks.steps"
-    fields: ClassVar[Mapping[str, str]] = {}
-    way = ""
-    checked: Sequence[tuple[tuple[str, ...], float]] = ()
+    lengths: Sequence[int] = ()
+    repeats = 3
+    above, first = "step", 64
+    checked: Sequence[tuple[Row, float]] = ()
     compared: tuple[int, Point | None] = (2000, None)  # more than a chunk
+    title = "peak memory above a short pass · time per token"
 
-    def curves(self, options: argparse.Namespace) -> Iterator[Row]:
-        """What the rows of a curve have in common, in order."""
+    def curves(self, options: argparse.Namespace) -> list[Curve]:
+        """What is compared, the ways of a model one after the other."""
         raise NotImplementedError
 
     def named(self, row: Row) -> str:
         """A row's curve in a table."""
         raise NotImplementedError
 
-    def comparison(self, options: argparse.Namespace, model: Point, ways: Mapping[str, Point]) -> Point:
-        """The point that compares the gradients of several ways of a model with those of the first."""
-        length, plain = self.compared
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--lengths", type=runner.tokens, nargs="+", default=self.lengths,
+            help=f"as 16K (default {' '.join(map(tokens, self.lengths))})")  # fmt: skip
+        add("--allocators", type=allocator, choices=ALLOCATORS, nargs="+", default=["default"],
+            help=f"among {', '.join(ALLOCATORS)}; default: glibc as it comes")  # fmt: skip
+        add("--repeats", type=int, default=self.repeats, help="processes a point (default %(default)s)")
+        add("--repeat-s", type=float, default=2.0, help="seconds for which a process repeats its pass (2)")
+        add("--max-memory", type=runner.size, default=int(0.75 * total_memory_bytes()),
+            help="as 18GB (default 75%% of the machine's)")  # fmt: skip
+
+    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        runner.at_least(parser, options, repeats=1, lengths=self.first)
+
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        """Gradients of each model first; then curves alternate innermost, repeats are outermost."""
+        curves = self.curves(options)
+        shared = {"device": "cpu", "above": self.above, "first": self.first, "repeat_s": options.repeat_s}
+        of = itertools.product(range(options.repeats), options.lengths, options.allocators, curves)
+        models: dict[str, list[Curve]] = {}
+        for curve in curves:
+            models.setdefault(repr(curve.model), []).append(curve)
+        return [self._comparison(options, of_one) for of_one in models.values()] + [
+            {"curve": curve.key, "length": n, "allocator": kind, "repeat": repeat, **shared,
+             "model": curve.model, "way": curve.way}
+            for repeat, n, kind, curve in of
+            if options.lengths != self.lengths
+            or (n <= curve.longest and (n in curve.repeated or not repeat))
+        ]  # fmt: skip
+
+    def _comparison(self, options: argparse.Namespace, curves: Sequence[Curve]) -> Point:
+        """The point that compares the gradients of the ways of a model with those of the first."""
+        (length, plain), model = self.compared, curves[0].model
         if plain is None:
             plain = {} if "class" in model else {"method": "Backprop"}
+        ways = {curve.name: curve.way for curve in curves}
         first = {name: way for name, way in ways.items() if way == plain} or {"plain": plain}
-        length = min(length, max(options.lengths))
-        return {"ways": first | {**ways}, "model": model, "length": length, "repeat": 0, "device": "cpu",
-                "dtype": COMPARED}  # fmt: skip
+        keys = {curve.name: curve.key for curve in curves}
+        return {"ways": first | ways, "keys": keys, "model": model, "device": "cpu", "dtype": COMPARED,
+                "length": min(length, max(options.lengths))}  # fmt: skip
+
+    def describe(self, point: Point) -> str:
+        if "ways" in point:
+            return f"gradients by {', '.join(point['ways'])}"
+        return f"{', '.join(point['curve'].values())}, {point['length']:,} tokens, {point['allocator']}"
 
     def more_points(self, options: argparse.Namespace, found: Found) -> list[Point]:
         """The lengths that are said to fit, where `checked` asks for it."""
-        said = {(self._key(row, self.fields.values()), row["limit_bytes"]): row
-                for row in reversed(self.fits(options, found))}  # fmt: skip
-        points = []
-        for curve, limit in self.checked:
-            row = said.get((curve, limit))
-            if row and row["extrapolated"] and not row["at_least"]:
-                mine = (p for p, _ in found if "ways" not in p and self._key(p, self.fields) == curve)
-                points.append(next(mine) | {"length": row["extrapolated"] // 1024 * 1024, "fits": limit})
+        told, points = self.fits(options, found), []
+        for key, limit in self.checked:
+            said = [row for row in told if key.items() <= row.items() and row["limit_bytes"] == limit]
+            if said and said[0]["extrapolated"] and not said[0]["at_least"]:
+                mine = (p for p, _ in found if "curve" in p and key.items() <= p["curve"].items())
+                points.append(next(mine) | {"length": said[0]["extrapolated"] // 1024 * 1024, "fits": limit})
         return points
 
     def skip(self, point: Point, found: Found, options: argparse.Namespace) -> str | None:
         if "ways" in point:
             return None
-        apart = self._apart(found).get(self._key(point, self.fields))
+        apart = self._apart(found, point["curve"])
         if apart is None:
             return "gradients could not be compared"
         if not apart["difference"] <= ROUNDING:
@@ -269,39 +326,58 @@ class StepBenchmark(Benchmark):
 
     def payload(self, options: argparse.Namespace, found: Found) -> Row:
         compared = {"compared_tokens": min(self.compared[0], max(options.lengths)), "compared_in": COMPARED}
-        return compared | {"fits": self.fits(options, found)}
+        return compared | {"max_memory_bytes": options.max_memory, "fits": self.fits(options, found)}
 
     def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        timed = [(p, r) for p, r in found if "ways" not in p and "fits" not in p]
-        groups, apart = grouped(timed, *self.fields, "allocator", "length"), self._apart(found)
         rows = []
-        for curve, n in itertools.product(self.curves(options), options.lengths):
-            key = self._key(curve, self.fields.values())
-            results = groups.get((*key, curve["allocator"], n))
-            if results:
-                gradients = {"gradients_apart": apart[key]["difference"]} if key in apart else {}
-                rows.append(curve | {"length": n} | medians(results, n) | gradients)
+        for kind, curve in itertools.product(options.allocators, self.curves(options)):
+            apart = self._apart(found, curve.key)
+            for n in options.lengths:
+                where = {"curve": curve.key, "allocator": kind, "length": n}
+                results = [r for p, r in found if where.items() <= p.items() and "fits" not in p]
+                if results:
+                    gradients = {"gradients_apart": apart["difference"]} if apart else {}
+                    rows.append(
+                        {**curve.key, "allocator": kind, "length": n, **medians(results, n), **gradients}
+                    )
         return rows
 
     def failed(self, result: Row) -> bool:
         return any(row.get("gradients_apart", 0.0) > ROUNDING for row in result["rows"])
 
+    def markdown(self, result: Row) -> str:
+        """A line a curve and, where there are several, allocator; a column a length."""
+        several = len({row["allocator"] for row in result["rows"]}) > 1
+
+        def name(row: Row) -> str:
+            return f"{self.named(row)}, {row['allocator']}" if several else self.named(row)
+
+        return report.by_length(self.title, result["rows"], name, report.memory_and_time) + apart_text(result)
+
+    def page(self, result: Row) -> str:
+        return "\n".join([self.markdown(result), self._notes(result["rows"]), self.longest(result)])
+
+    def _notes(self, rows: Iterable[Row]) -> str:
+        """Why points have no numbers, a line each."""
+        return "".join(
+            f"- {self.named(row)}, {row['length']:,} tokens: {row['status']}, {row['note']}\n"
+            for row in rows if row["note"]
+        )  # fmt: skip
+
     def fits(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        """What fits each of LIMITS, a row a curve and limit; what was measured at the length that is said.
-        Nothing of a GPU, whose memory is not resident."""
-        measured = {
-            (self._key(p, self.fields), p["fits"]): {"at": p["length"], "at_bytes": r["resident_bytes"]}
-            for p, r in found if "fits" in p and "resident_bytes" in r
-        }  # fmt: skip
+        """What fits each of LIMITS, a row a curve and limit; what was measured at the length that is said."""
         rows, told = self.rows(options, found), []
-        for curve in self.curves(options):
-            mine = [row for row in rows if curve.items() <= row.items()]
+        for kind, curve in itertools.product(options.allocators, self.curves(options)):
+            key = {**curve.key, "allocator": kind}
+            mine = [row for row in rows if key.items() <= row.items()]
             sizes = [(row["length"], row["resident_bytes"]) for row in mine if "resident_bytes" in row]
             ended = [row["length"] for row in mine if row["status"] in ("failed", "out of memory")]
-            for limit in LIMITS if len(sizes) > 1 and getattr(options, "device", "cpu") == "cpu" else ():
+            for limit in LIMITS if len(sizes) > 1 else ():
                 known = fits(sizes, limit, min(ended, default=None))
-                known |= measured.get((self._key(curve, self.fields.values()), limit), {})
-                told.append(curve | {"limit_bytes": limit} | known)
+                for p, r in found:
+                    if p.get("fits") == limit and p["curve"] == curve.key and "resident_bytes" in r:
+                        known |= {"at": p["length"], "at_bytes": r["resident_bytes"]}
+                told.append({**key, "limit_bytes": limit, **known})
         return told
 
     def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
@@ -327,24 +403,12 @@ class StepBenchmark(Benchmark):
         return "\n".join([LONGEST, table, *(["".join(lines)] if lines else ())])
 
     @staticmethod
-    def _key(of: Row, fields: Iterable[str]) -> tuple[str, ...]:
-        return tuple(of[field] for field in fields)
-
-    def _apart(self, found: Found) -> dict[tuple[str, ...], Point]:
-        """What was found about the gradients of each curve."""
-        return {
-            self._key(point | {self.way: way}, self.fields): apart
-            for point, result in found if "ways" in point
-            for way, apart in result.get("gradients", {}).items()
-        }  # fmt: skip
-
-
-def notes(rows: Iterable[Row]) -> str:
-    """Why points have no numbers, a line each."""
-    return "".join(
-        f"- {row.get('label') or ', '.join((row['model'], row['way']))}, {row['length']:,} tokens: "
-        f"{row['status']}, {row['note']}\n" for row in rows if row["note"]
-    )  # fmt: skip
+    def _apart(found: Found, key: Row) -> Point | None:
+        """What was found about the gradients of a curve."""
+        return next((
+            apart for point, result in found if "ways" in point
+            for name, apart in result.get("gradients", {}).items() if point["keys"].get(name) == key
+        ), None)  # fmt: skip
 
 
 def apart_text(result: Row) -> str:

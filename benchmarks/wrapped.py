@@ -24,15 +24,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from adjoint.memory import total_memory_bytes
 from adjoint.tools.points import show
 from adjoint.tools.points.process import Point
 from benchmarks import report, runner, steps
 from benchmarks.report import BLUE, GREEN, GREY, ORANGE, Row
 from benchmarks.runner import Found
 
-LENGTHS = [8192, 16384, 32768]
-REPEATED = 16384  # at which of them in several processes: the README shows it
 WAYS: dict[str, tuple[Point, str, str]] = {
     "transformers": ({}, GREY, "-"),
     "checkpointing": ({"checkpointing": True}, BLUE, "--"),
@@ -72,48 +69,24 @@ class Wrapped(steps.StepBenchmark):
     uses: tuple[str, ...] = ("wrapped", "segments")
     models: ClassVar = MODELS
     ways: ClassVar = {name: way for name, (way, _, _) in WAYS.items()}
-    lengths: ClassVar = LENGTHS
-    repeats = 3
-    fields: ClassVar = {"name": "model", "by": "way"}
-    way = "by"
-    checked: Sequence[tuple[tuple[str, ...], float]] = ((("Mamba-2", "checkpointing"), 2e9),)
+    lengths: Sequence[int] = (8192, 16384, 32768)
+    checked: Sequence[tuple[Row, float]] = (({"model": "Mamba-2", "way": "checkpointing"}, 2e9),)
     whole: tuple[str, ...] = ("models", "ways", "allocators")
     ratios = (("memory_bytes", "ms_per_token"), {"way": "transformers"}, ("model", "allocator", "length"))
     document, caption = "docs/models.md", "Memory and time of wrapped models"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add("--lengths", type=runner.tokens, nargs="+", default=self.lengths,
-            help=f"as 16K (default {' '.join(map(show.tokens, self.lengths))})")  # fmt: skip
         runner.add_choice(parser, "--models", self.models)
         runner.add_choice(parser, "--ways", self.ways)
-        add("--allocators", type=steps.allocator, choices=steps.ALLOCATORS, nargs="+", default=["default"],
-            help="default: glibc as it comes")  # fmt: skip
-        add("--repeats", type=int, default=self.repeats, help="processes a point (default %(default)s)")
-        add("--repeat-s", type=float, default=2.0, help="seconds for which a process repeats its pass (2)")
-        add("--max-memory", type=runner.size, default=int(0.75 * total_memory_bytes()),
-            help="as 18GB (default 75%% of the machine's)")  # fmt: skip
+        super().arguments(parser)
 
-    def points(self, options: argparse.Namespace) -> list[Point]:
-        """Gradients of each model first; then ways alternate innermost."""
-        models = {name: WIDTHS | self.models[name][0] for name in options.models}
-        ways = {way: self.ways[way] for way in options.ways}
-        compared = [{"name": name} | self.comparison(options, model, ways) for name, model in models.items()]
-        shared = {"device": "cpu", "above": "step", "first": 64, "repeat_s": options.repeat_s}
-        of = itertools.product(
-            range(options.repeats), options.lengths, options.models, options.allocators, options.ways
-        )
-        return compared + [
-            {"name": name, "by": way, "length": n, "allocator": allocator, "repeat": repeat, **shared,
-             "model": models[name], "way": ways[way]}
-            for repeat, n, name, allocator, way in of
-            if options.lengths != self.lengths
-            or (n <= self.models[name][2] and (n == REPEATED or not repeat))
+    def curves(self, options: argparse.Namespace) -> list[steps.Curve]:
+        """In several processes at 16,384 tokens: the README shows them."""
+        return [
+            steps.Curve({"model": model, "way": way}, way, WIDTHS | self.models[model][0], self.ways[way],
+                        self.models[model][2], (16384,))
+            for model, way in itertools.product(options.models, options.ways)
         ]  # fmt: skip
-
-    def curves(self, options: argparse.Namespace) -> Iterator[Row]:
-        for model, way, allocator in itertools.product(options.models, options.ways, options.allocators):
-            yield {"model": model, "way": way, "allocator": allocator}
 
     def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
         return [
@@ -123,20 +96,6 @@ class Wrapped(steps.StepBenchmark):
     def named(self, row: Row) -> str:
         name = f"{row['model']}, {row['way']}"
         return f"**{name}**" if row["way"] == "wrapped" else name
-
-    def markdown(self, result: Row) -> str:
-        """A line a model, way and, where there are several, allocator; a column a length."""
-        several = len({row["allocator"] for row in result["rows"]}) > 1
-
-        def name(row: Row) -> str:
-            return f"{self.named(row)}, {row['allocator']}" if several else self.named(row)
-
-        title = "peak memory above a short pass · time per token"
-        table = report.by_length(title, result["rows"], name, report.memory_and_time)
-        return table + steps.apart_text(result)
-
-    def page(self, result: Row) -> str:
-        return "\n".join([self.markdown(result), steps.notes(result["rows"]), self.longest(result)])
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         rows = [row for row in result["rows"] if "memory_bytes" in row]

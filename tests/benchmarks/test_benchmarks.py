@@ -42,7 +42,7 @@ from benchmarks.shards.command import Shards
 # Each benchmark, its smallest arguments, how many rows they give, and columns of the results.
 DRY: list[tuple[Benchmark, str, int, str]] = [
     (memory.Memory(),
-     "--lengths 128 256 --methods exact hf-mamba2 --repeats 1 --repeat-s 0 --allocator default",
+     "--lengths 128 256 --methods exact hf-mamba2 --repeats 1 --repeat-s 0 --allocators default",
      4, "method label allocator length status memory_bytes ms_per_token processes"),
     (wrapped.Wrapped(), "--lengths 128 --models Llama --repeats 1 --repeat-s 0",
      3, "model way allocator length memory_bytes ms_per_token kept_bytes"),
@@ -111,7 +111,8 @@ REFUSED = [
     (memory.Memory(), ["--lengths", "12 Q"], "invalid tokens value"),
     (memory.Memory(), ["--max-memory", "lots"], "invalid size value"),
     (memory.Memory(), ["--methods", "magic"], "invalid choice"),
-    (memory.Memory(), ["--device", "tpu"], "cpu or cuda"),
+    (memory.Memory(), ["--allocators", "mimalloc"], "invalid choice"),
+    (window_time.WindowTime(), ["--device", "tpu"], "cpu or cuda"),
     (memory.Memory(), ["--publish", "--methods", "exact"], "leave out --methods"),
     (memory.Memory(), ["--out", str(runner.RESULTS / "exact-growth")], "with --publish only"),
     (window_time.WindowTime(), ["--windows", "0"], "between 1 and --seqlen"),
@@ -318,10 +319,10 @@ def test_prediction_is_linear_in_the_last_two() -> None:
 def test_methods_alternate_and_what_would_not_fit_is_left_out() -> None:
     benchmark = memory.Memory()
     options = benchmark.parse(["--lengths", "1K", "4K", "--methods", "exact", "hf-mamba2", "--repeats", "2",
-                               "--allocator", "default", "--max-memory", "1GB"])  # fmt: skip
+                               "--allocators", "default", "--max-memory", "1GB"])  # fmt: skip
     mine, other, *points = benchmark.points(options)
     assert [list(p["ways"]) for p in (mine, other)] == [["plain", "exact"], ["hf-mamba2"]]
-    order = [(p["repeat"], p["length"], p["method"]) for p in points]
+    order = [(p["repeat"], p["length"], p["curve"]["method"]) for p in points]
     assert order[:3] == [(0, 1024, "exact"), (0, 1024, "hf-mamba2"), (0, 4096, "exact")]
     assert [repeat for repeat, _, _ in order] == [0] * 4 + [1] * 4
     near, far = ({"difference": apart, "parameter": "A_log"} for apart in (3e-6, 0.2))
@@ -348,11 +349,11 @@ def test_the_longest_sequence_that_fits_is_read_off_a_line_and_measured() -> Non
     benchmark = memory.Memory()
     options = benchmark.parse(["--lengths", "4K", "16K", "--methods", "exact", "backprop-checkpoint"])
     bytes_of = {"exact": lambda n: 500_000_000, "backprop-checkpoint": lambda n: 400_000_000 + 20_000 * n}
-    points = [p for p in benchmark.points(options) if "ways" not in p]
-    found = [(p, {"memory_bytes": 1, "resident_bytes": bytes_of[p["method"]](p["length"]), "seconds": [1.0]})
-             for p in points]  # fmt: skip
+    points = [(p, bytes_of[p["curve"]["method"]]) for p in benchmark.points(options) if "ways" not in p]
+    found = [(p, {"memory_bytes": 1, "resident_bytes": of(p["length"]), "seconds": [1.0]})
+             for p, of in points]  # fmt: skip
     (point,) = benchmark.more_points(options, found)
-    assert (point["method"], point["length"]) == ("backprop-checkpoint", 80_000 // 1024 * 1024)
+    assert (point["curve"]["method"], point["length"]) == ("backprop-checkpoint", 80_000 // 1024 * 1024)
     assert benchmark.more_points(options, []) == []
     found.append((point, {"memory_bytes": 1, "resident_bytes": 1_900_000_000, "seconds": [1.0]}))
     result = {"rows": benchmark.rows(options, found), **benchmark.payload(options, found)}
@@ -366,7 +367,11 @@ def test_the_longest_sequence_that_fits_is_read_off_a_line_and_measured() -> Non
 def test_models_of_real_sizes_have_their_parameters() -> None:
     benchmark = real_size.RealSize()
     points = benchmark.points(benchmark.parse([]))
-    assert [p["by"] for p in points if "ways" not in p][:3] == ["checkpointing", "MiniSequence", "wrapped"]
+    assert [p["curve"]["way"] for p in points if "ways" not in p][:3] == [
+        "checkpointing",
+        "MiniSequence",
+        "wrapped",
+    ]
     with torch.device("meta"):
         sizes = [sum(p.numel() for p in steps.builder(point["model"])().parameters()) for point in points[:2]]
     assert [round(size / 1e6) for size in sizes] == [129, 752]
