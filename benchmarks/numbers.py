@@ -1,8 +1,9 @@
 """The numbers in README.md and docs/: from which stored result each comes, and whether it still says so.
 
 A number outside the generated tables belongs to a phrase in `WORDS`, with what computes it from stored
-results. `written` puts today's numbers into a page. `faults` says what is wrong with a page: a phrase that is
-not there, a number that the results do not give, a number that nobody has named.
+results, or in stated.toml, where nothing was measured. `written` puts today's numbers into a page. `faults`
+says what is wrong with a page: a phrase that is not there, a number that the results do not give, a number
+that nobody has named.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import io
 import json
 import re
 import string
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,11 +38,10 @@ NO_PROSE = re.compile(
 
 
 class Words(NamedTuple):
-    """A phrase of a page with `{}` for each number, and the numbers; or, of a phrase in which nothing was
-    measured, where its numbers are from."""
+    """A phrase of a page with `{}` for each number, and the numbers."""
 
     phrase: str
-    values: Callable[[], Sequence[float]] | str
+    values: Callable[[], Sequence[float]]
 
     def pattern(self) -> re.Pattern[str]:
         """What finds the phrase, also over line breaks, with a group for each number."""
@@ -52,18 +53,12 @@ class Words(NamedTuple):
         )
 
     def numbers(self) -> list[str]:
-        """They as the results give them; of a phrase with an origin none."""
-        if isinstance(self.values, str):
-            return []
+        """They as the results give them."""
         formats = [s for _, place, s, _ in string.Formatter().parse(self.phrase) if place is not None]
         return [format(value, form or "") for value, form in zip(self.values(), formats, strict=True)]
 
 
-DATED = (
-    "decisions.md",
-    "slow_tests.md",
-    "versions.md",
-)  # say what was found at a date, by a script or by hand
+DATED = ("decisions.md", "slow_tests.md", "versions.md")
 
 
 def pages() -> list[Path]:
@@ -84,7 +79,8 @@ def written(page: str, text: str) -> str:
 def faults(page: str, text: str) -> list[str]:
     """What is wrong with the numbers of a page, a line each."""
     found, named = [], list[tuple[int, int]]()
-    for words in WORDS.get(page, ()):
+    stated = (phrase for phrases in _stated().get(page, {}).values() for phrase in phrases)
+    for words in [*WORDS.get(page, ()), *(Words(phrase, list) for phrase in stated)]:
         places = list(words.pattern().finditer(text))
         if not places:
             found.append(f"{page} does not say {words.phrase!r}")
@@ -118,6 +114,12 @@ def row(name: str, **fields: Any) -> Row:
 def _stored(name: str) -> Row:
     found: Row = json.loads((RESULTS / f"{name}.json").read_text())
     return found
+
+
+@functools.cache
+def _stated() -> dict[str, dict[str, list[str]]]:
+    """Of each page, by where they are from, phrases with numbers that were not measured."""
+    return tomllib.loads(Path(__file__).with_name("stated.toml").read_text())
 
 
 def growth() -> list[float]:
@@ -162,21 +164,20 @@ def sixteen_million() -> list[float]:
 
 def windowed() -> list[float]:
     """The backward of any window over that of none, at most: of all scans but the dense one, and of that."""
-    dense = [found["scan"] == "dense" for found in rows("window_time")]
-    ratios = [found["ratio"] for found in rows("window_time")]
-    return [max(r for r, is_it in zip(ratios, dense, strict=True) if is_it == kind) for kind in (False, True)]
+    found = rows("window_time")
+    return [
+        max(row["ratio"] for row in found if (row["scan"] == "dense") == dense) for dense in (False, True)
+    ]
 
 
 def scan() -> list[float]:
     """The selective scan: ms forward, with backward; times as fast as a loop; percent of the roof."""
-    ours, loop = (
-        [row("kernels", op="selective_scan", contender=name, **{"pass": way}) for way in ("forward", "both")]
-        for name in ("adjoint", "loop")
-    )
+    found = {(r["contender"], r["pass"]): r for r in rows("kernels", op="selective_scan")}
+    ours, loop = ([found[name, way] for way in ("forward", "both")] for name in ("adjoint", "loop"))
     return [
-        *(found["ms"] for found in ours),
-        *(theirs["ms"] / found["ms"] for theirs, found in zip(loop, ours, strict=True)),
-        *(100 * found["roof_share"] for found in ours),
+        *(row["ms"] for row in ours),
+        *(theirs["ms"] / row["ms"] for theirs, row in zip(loop, ours, strict=True)),
+        *(100 * row["roof_share"] for row in ours),
     ]
 
 
@@ -243,14 +244,8 @@ def forty(context: int) -> float:
 
 
 WHOLE, BUSY, IDLE = "8 whole GPUs", "56 slices of busy GPUs", "56 slices of idle GPUs"
-SETTING, SHEET = "a setting of ours", "the device's data sheet"
-PROGRAMS = "tests/engine/test_programs.py"
-THE_PAPER, COSINES = "the paper", "pytest -rP -m slow tests/engine/test_reference.py"
 A_LAYER = 4096 * 16 * 4 * 48  # bytes of mamba-1.27b's states: channels, states, float32, layers
 WORDS: dict[str, list[Words]] = {
-    "README.md": [
-        Words("Python 3.11 to 3.13", "pyproject.toml"),
-    ],
     "results.md": [
         Words("{:.0f} times the tokens take {:.2f} times the memory and {:.2f} times the time", growth),
         Words("takes {:.1f} ms forward and {:.0f} ms with its backward: {:.0f} and {:.0f} times as fast as a "
@@ -262,18 +257,11 @@ WORDS: dict[str, list[Words]] = {
         Words("{:.2f} GB of resident memory, the imports of PyTorch included, and {:,.0f} tokens per second",
               sixteen_million),
     ],
-    "models.md": [
-        Words("transformers 5.21 to 5.23", "pyproject.toml"),
-        Words("64 times the longest", SETTING),
-    ],
     "convergence.md": [
-        Words("[0.001, 0.1]", SETTING),
-        Words("[0.1, 0.3]", SETTING),
         Words("windows of 4, 16 and 64 cost {:.3f}, {:.3f} and {:.3f} nats, `LayerLocal` {:.3f}, "
               "the unbiased cut {:.3f}",
               lambda: gaps("truncated-4", "truncated-16", "truncated-64", "layer-local", "unbiased-64")),
         Words("{:.0f}–{:.0f}% right at window 4", lambda: right("truncated-4")),
-        Words("up to 128 times", SETTING),
         *(Words(f"| {positions} | {{:.3f}} | {{:.3f}} |", functools.partial(losses, start, length))
           for positions, start, length in [
               ("0–64", 0, 1024), ("64–128", 64, 1024), ("128–256", 128, 1024), ("256–512", 256, 1024),
@@ -296,28 +284,15 @@ WORDS: dict[str, list[Words]] = {
               lambda: [speedup("LayerLocal", 8, slices, 6) for slices in (BUSY, IDLE)]),
         Words("error is {:.1f}% for one shard, {:.0f} to {:.0f}% for two and {:.0f} to {:.0f}% for four",
               lambda: [errors(1)[0], *errors(2), *errors(4)]),
-        Words("2.8% of the time with 48 layers, 32 chunks and 8 workers", PROGRAMS),
         Words("can reach at most {:.1f} of 56", lambda: [1 / (1 / 3 / 8 + 2 / 3 / 56)]),
-        Words("(a 1g.5gb has 4,864 MiB)", SHEET),
-        Words("the plan adds 32 MB and a fifth", SETTING),
-        Words("0.75 GB and a twentieth", SETTING),
-        Words("30% of a GPU's peak, and 10 GB/s", SETTING),
-        Words("A100-40GB", SHEET),
-        Words("at most 100 MB", "Ray's limit"),
-        Words("some 15 s", "Ray's health check"),
     ],
     "method.md": [
-        Words("with 48 layers, 32 chunks and 8 workers, 2.8% of the time", PROGRAMS),
-        Words("1.00, 0.94, 0.85 and 0.65", "pytest -rP -m slow tests/engine/test_reference.py"),
-        Words("1.27 billion", SETTING),
-        Words("1.27B parameters", SETTING),
         Words("an edge is {:.1f} MB", lambda: [A_LAYER / 1e6]),
         Words("store {:.1f} GB of edges", lambda: [A_LAYER * 2**20 / 8192 / 1e9]),
         Words("per token and layer, {:.1f} TB each", lambda: [4096 * 4 * 48 * 2**20 / 1e12]),
         Words("all of it | {:.1f} GB |", lambda: planned_gb("none")),
         Words("3 d_inner of 5 | {:.1f} GB |", lambda: planned_gb("selective")),
         Words("at the cost of one more forward | {:.1f} GB |", lambda: planned_gb("full")),
-        Words("for a device of 45 GB", SETTING),
         Words("{:.0f} GB at a million tokens and 50,000 words", lambda: [1e6 * 50_000 * 4 / 1e9]),
     ],
     "paper.md": [
@@ -333,47 +308,14 @@ WORDS: dict[str, list[Words]] = {
             (found["their_bytes"] - found["bytes"]) / 2**30
             for found in rows("sources", part="head", pieces=1, tokens=80000)]),
         Words("in float32, {:.1f} GiB with its copies", lambda: [10 * 4096 * 128256 / 2**30]),
-        Words("MsT's head takes 1.6 times as long", "the authors' table 12"),
-        Words("up to 3 times less memory", THE_PAPER),
-        Words("0.6 MB read and written", THE_PAPER),
-        Words("80 GB ÷ 0.6 MB", THE_PAPER),
-        Words("64% at T̄ = 2,000 and T = 10,000, comes with the minus; the plus gives 56%",
-              "tests/benchmarks/test_benchmark_shards.py"),
-        Words("50 GB/s and 50 µs per message", SETTING),
-        Words("A100-40GB", SHEET),
-        Words("1.27B", SETTING),
-        *(Words(f"| {name}, share {share} | {cells} |", COSINES)
-          for name, share, cells in [
-              ("diagonal", "0.1", "1.00 | 0.98 | 0.98 | 0.92"),
-              ("diagonal", "0.3", "1.00 | 0.90 | 0.89 | 0.65"),
-              ("diagonal", "1", "1.00 | 0.73 | 0.46 | 0.28"), ("scalar", "0.1", "1.00 | 0.99 | 0.98 | 0.92"),
-              ("scalar", "0.3", "1.00 | 0.91 | 0.82 | 0.62"), ("scalar", "1", "1.00 | 0.77 | 0.43 | 0.37")]),
-    ],
-    "finetune.md": [
-        Words("0.1 on matrices", SETTING),
     ],
     "gpu.md": [
-        Words("under 40 GB", SETTING),
-        Words("limited to 40 GB", SETTING),
-        Words("1.5 times as far", SETTING),
         Words("makes it {:.2f} at least", lambda: [4 / 3]),
-    ],
-    "promises.md": [
-        Words("allows 0.1", SETTING),
     ],
     "kernels.md": [
         Words("tokens: {:.0f} GiB of weights and AdamW's states, {:.0f} of gradients, {:.0f} of weights cast "
               "to bfloat16, {:.0f} for one chunk of 6,656 tokens ({:.1f} MiB per token over 48 layers) and "
               "{:.0f} of edges: {:.0f} GiB in all", held_gib),
         Words("Backpropagation's {:.1f} MiB per token", lambda: held_gib()[4:5]),
-        Words("139 GiB", SHEET),
-        *(Words(f"| {tokens} | {cells} |", "partial_bytes of adjoint/kernels/triton/selective_scan")
-          for tokens, cells in [("1,792", "59 MB | 59 MB | 117 MB | 117 MB"),
-                                ("65,536", "2.1 GB | 134 MB | 4.3 GB | 134 MB"),
-                                ("1,000,000", "33 GB | 2.0 GB | 66 GB | 3.5 GB")]),
-        Words("≈ 1.3 ms of traffic of ≈ 25", "estimated"),
-        Words("in 16–66 KB of shared memory", "benchmarks/results/triton-resources.md"),
-        Words("8 of the 56 KB per tile", "benchmarks/results/triton-resources.md"),
-        Words("≈ 0.2 ms", "estimated"),
     ],
 }  # fmt: skip
