@@ -46,12 +46,9 @@ class Kernels(Benchmark):
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
         peers = sorted({name for table in CONTENDERS.values() for name, c in table.items() if not c.ours})
-        add(
-            "--op", nargs="+", dest="ops", choices=OPS, default=list(OPS), metavar="NAME", help=", ".join(OPS)
-        )
-        add(
-            "--size", choices=("small", "default"), default="default", help="small takes seconds an operation"
-        )
+        add("--op", nargs="+", dest="ops", choices=OPS, default=list(OPS), metavar="NAME",
+            help=", ".join(OPS))  # fmt: skip
+        add("--size", choices=("small", "default"), default="default", help="small takes seconds")
         add("--repeats", type=int, default=3, help="processes a point (3)")
         add("--peers", nargs="*", metavar="NAME", choices=[*peers, []], default=peers,
             help="which others to compare with (default all; none: no name)")  # fmt: skip
@@ -88,16 +85,11 @@ class Kernels(Benchmark):
                 of["file"] = None if repeat else f"{options.answers}/{op}.pt"  # values are compared once
                 points += [] if repeat else [{"kind": "answer", **of}]
                 points += [
-                    {
-                        "kind": "contender",
-                        "contender": name,
-                        "repeat": repeat,
-                        "repeat_s": options.repeat_s,
-                        **of,
-                    }
+                    {"kind": "contender", "contender": name, "repeat": repeat, "repeat_s": options.repeat_s,
+                     **of}
                     for name, contender in chosen(op, options).items()
                     if not (repeat and contender.once) and not contender.missing()
-                ]
+                ]  # fmt: skip
         return points
 
     def describe(self, point: Point) -> str:
@@ -140,14 +132,23 @@ class Kernels(Benchmark):
 
     def markdown(self, result: Row) -> str:
         """A table an operation, and how it was measured."""
-        parts = ["# Kernels\n"]
+        environment, rates, parts = result["environment"], result["roof"], ["# Kernels\n"]
         for op, rows in by_operation(result["rows"]).items():
-            ours = {row["label"] for row in rows if row["ours"]}
-            table = ([f"**{name}**" if name in ours else name, *cells] for name, *cells in lines(rows))
-            parts.append(f"## {title(op, rows)}\n\n{report.markdown_table(HEADS, table)}")
+            size = ", ".join(f"{key} {value:,}" for key, value in rows[0]["size"].items())
+            parts.append(f"## {OPS[op].label}: {size}\n\n{report.markdown_table(HEADS, lines(rows))}")
             notes = dict.fromkeys(f"- {row['label']}: {row['note']}\n" for row in rows if row.get("note"))
             parts += ["".join(notes)] if notes else []
-        parts.append("".join(f"- {line}\n" for line in conditions(result)))
+        units = {"bytes": "bytes copied", "flops": "FLOPs", "exps": "exponentials",
+                 "matmul_flops": "FLOPs in matrix products"}  # fmt: skip
+        measured = ", ".join(f"{rates[name] / 1e9:.3g} G {unit}" for name, unit in units.items() if rates)
+        versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+        parts.append(
+            f"- {foot(result)}{'' if result['complete'] else '; stopped before it was complete'}.\n"
+            f"- The roof rests on what the machine did in a second: {measured or 'not measured'}.\n"
+            "- Error: the largest ‖error‖ / ‖value‖ of the output and the gradients against float64; above "
+            f"{result['limit']:.0e} a contender is wrong and not timed.\n"
+            f"- {environment['system']}, Python {environment['python']}, {versions}.\n"
+        )
         return "\n".join(parts)
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
@@ -156,21 +157,17 @@ class Kernels(Benchmark):
         if not bars:
             return
         heights = [1.2 + len({row["contender"] for row in rows}) for rows in bars.values()]
+        size = (11, 0.25 * sum(heights) + 0.5 * len(bars))
         figure, panels = report.pyplot().subplots(
-            len(bars),
-            2,
-            figsize=(11, 0.25 * sum(heights) + 0.5 * len(bars)),
-            squeeze=False,
-            gridspec_kw={"height_ratios": heights},
+            len(bars), 2, figsize=size, squeeze=False, gridspec_kw={"height_ratios": heights}
         )
         for axes_row, (op, rows) in zip(panels, bars.items(), strict=True):
             for axes, (name, label) in zip(axes_row, PASSES.items(), strict=True):
-                of_pass = sorted((row for row in rows if row["pass"] == name), key=lambda row: -row["ms"])
-                axes.set_title(f"{OPS[op].label}, {label}", fontsize=8.5, pad=12)
-                _draw_bars(axes, of_pass) if of_pass else axes.set_axis_off()
+                axes.set_title(f"{OPS[op].label}, {label}", fontsize=8.5)
+                _draw_bars(axes, sorted((r for r in rows if r["pass"] == name), key=lambda r: -r["ms"]))
         for axes in panels[-1]:
-            axes.set_xlabel("milliseconds")
-        yield "", figure, "\n".join(conditions(result)[:2])
+            axes.set_xlabel("milliseconds; dotted: the roof")
+        yield "", figure, foot(result)
 
 
 def chosen(op: str, options: argparse.Namespace) -> dict[str, Contender]:
@@ -221,29 +218,26 @@ def by_operation(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {op: [row for row in rows if row["op"] == op] for op in dict.fromkeys(row["op"] for row in rows)}
 
 
-def title(op: str, rows: Sequence[Row]) -> str:
-    """The operation with its size and its roof."""
-    size = ", ".join(f"{key} {value:,}" for key, value in rows[0]["size"].items())
-    roofs = [f"{PASSES[row['pass']]} {milliseconds(row['roof_ms'])} ({row['bound']})"
-             for row in rows[:2] if "roof_ms" in row]  # fmt: skip
-    return f"{OPS[op].label}: {size}" + (f". Roof: {'; '.join(roofs)}" if roofs else "")
-
-
 def lines(rows: Sequence[Row]) -> list[list[str]]:
-    """Each contender's cells, in the order of HEADS: of both passes time, ratio and share of the roof."""
+    """The roof's cells and each contender's, in the order of HEADS: of both passes time, ratio and share of
+    the roof."""
     by_key = {(row["contender"], row["pass"]): row for row in rows}
     found = []
+    if "roof_ms" in rows[0]:
+        roofs = [rows[0]["roof_ms"], rows[1]["roof_ms"]]
+        cells = [[milliseconds(value), "", ""] for value in roofs]
+        found.append([f"roof ({rows[0]['bound']})", *cells[0], *cells[1], ""])
     for key in dict.fromkeys(row["contender"] for row in rows):
-        cells = [by_key[key, "forward"]["label"]]
-        for name in PASSES:
-            row = by_key[key, name]
+        first = by_key[key, "forward"]
+        cells = [f"**{first['label']}**" if first["ours"] else first["label"]]
+        for row in (by_key[key, name] for name in PASSES):
             if row["status"] != "measured":
                 cells += [row["status"], "", ""]
                 continue
             ratio = f"{row['ms_ratio']:.3g}×" if key != BASE and "ms_ratio" in row else ""
             share = f"{row['roof_share']:.0%}" if "roof_share" in row else ""
             cells += [milliseconds(row["ms"]), ratio, share]
-        errors = by_key[key, "forward"].get("errors")
+        errors = first.get("errors")
         found.append([*cells, f"{max(errors.values()):.0e}" if errors else ""])
     return found
 
@@ -253,48 +247,23 @@ def milliseconds(value: float) -> str:
     return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"
 
 
-def conditions(result: Row) -> list[str]:
-    """How it was measured: the machine, the rates of its roof, versions."""
-    environment, rates = result["environment"], result["roof"]
-    where = environment["gpu"] or f"{environment['threads']} threads on {environment['cpu']}"
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    roof_line = "Roof: not measured."
-    if rates:
-        roof_line = (
-            f"Roof: copy {rates['bytes'] / 1e9:.3g} GB/s, {rates['flops'] / 1e9:.3g} GFLOP/s of "
-            f"multiply-adds, {rates['exps'] / 1e9:.3g} G exponentials/s, "
-            f"{rates['matmul_flops'] / 1e9:.3g} GFLOP/s in matrix products."
-        )
-    measured = (
-        f"{where}, {result['dtype']}, allocator {result['allocator']}, median of {result['repeats']} "
-        f"processes, {environment['date'][:10]}, commit {environment['commit']}."
-        f"{'' if result['complete'] else ' Stopped before it was complete.'}"
-    )
-    error = (
-        "Error: the largest ‖error‖ / ‖value‖ of the output and the gradients against float64; above "
-        f"{result['limit']:.0e} a contender is wrong and not timed."
-    )
-    return [
-        measured,
-        roof_line,
-        error,
-        f"{environment['system']}, Python {environment['python']}, {versions}.",
-    ]
+def foot(result: Row) -> str:
+    """How it was measured, in one line."""
+    how = result["dtype"], f"allocator {result['allocator']}", f"median of {result['repeats']} processes"
+    return report.footer(result["environment"], *how)
 
 
 def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
-    small: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7}
-    colours = [COLOURS[row["ours"]] for row in rows]
-    axes.barh([row["label"] for row in rows], [row["ms"] for row in rows], color=colours, height=0.7)
-    for place, row in enumerate(rows):
-        axes.annotate(milliseconds(row["ms"]), (row["ms"], place), xytext=(3, 0), va="center", **small)
+    bars = axes.barh(
+        [row["label"] for row in rows],
+        [row["ms"] for row in rows],
+        color=[COLOURS[row["ours"]] for row in rows],
+    )
+    axes.bar_label(bars, [milliseconds(row["ms"]) for row in rows], padding=3, fontsize=7)
     axes.set_xscale("log")
-    low = min(min(row["ms"], row.get("roof_ms", row["ms"])) for row in rows)
-    axes.set_xlim(low / 2, max(row["ms"] for row in rows) * 4)
-    if "roof_ms" in rows[0]:
-        roof_ms, bound = rows[0]["roof_ms"], rows[0]["bound"]
-        axes.axvline(roof_ms, color=report.BLACK, linewidth=1, linestyle=":")
-        small |= {"xycoords": ("data", "axes fraction"), "xytext": (3, 1)}
-        axes.annotate(f"roof ({bound})", (roof_ms, 1), **small)
+    axes.minorticks_off()
+    axes.margins(x=0.2)
+    for row in rows[:1]:
+        axes.axvline(row.get("roof_ms", row["ms"]), color=report.BLACK, linewidth=1, linestyle=":")
     axes.tick_params(axis="y", length=0, labelsize=8)
     axes.grid(False, axis="y")
