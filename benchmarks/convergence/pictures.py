@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks import report
@@ -12,34 +11,25 @@ from benchmarks.convergence.tables import before_training, curves_of, label, med
 from benchmarks.convergence.tasks import ALPHABET
 from benchmarks.report import Row
 
-# Windows of one method from light to dark, the methods that are exact in black.
-_FIXED = {
+# Colour, dash and width: windows of one kind from light to dark, the methods that are exact in black.
+LOOKS: dict[str, tuple[str, str, float]] = {
     "backprop": ("#000000", "-", 3.2),
     "exact": ("#F0E442", ":", 1.8),
+    "truncated-4": ("#9CCBEC", "-", 1.8),
+    "truncated-16": ("#3C9FDD", "-", 1.8),
+    "truncated-64": ("#0A4F8A", "-", 1.8),
     "truncated-auto": ("#D55E00", "--", 1.8),
+    "unbiased-64": ("#CC79A7", "-.", 1.8),
     "layer-local": ("#009E73", "-", 1.8),
+    "layer-local-16": ("#5CC9A7", "--", 1.8),
 }
-_BY_WINDOW = {
-    "truncated": ("-", ("#9CCBEC", "#3C9FDD", "#0A4F8A", "#062F52")),
-    "unbiased": ("-.", ("#CC79A7", "#8A3F6B", "#5A2145")),
-    "layer-local": ("--", ("#5CC9A7", "#00694B", "#003F2D")),
-}
+OTHER = ("#7A7A7A", "-", 1.2)
 
 
-def styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour, dash and width a method; windows of one kind from light to dark."""
-    given: dict[str, dict[str, Any]] = {}
-    shades: dict[str, list[str]] = {}
-    for method in sorted(methods, key=lambda m: [int(w) for w in re.findall(r"\d+", m)]):
-        if method in _FIXED:
-            colour, dash, width = _FIXED[method]
-        else:
-            kind = method.rpartition("-")[0]
-            dash, palette = _BY_WINDOW[kind]
-            shades.setdefault(kind, []).append(method)
-            colour, width = palette[(len(shades[kind]) - 1) % len(palette)], 1.8
-        given[method] = {"color": colour, "linestyle": dash, "linewidth": width}
-    return {method: given[method] for method in methods}
+def looks(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """How each method is drawn."""
+    names = ("color", "linestyle", "linewidth")
+    return {m: dict(zip(names, LOOKS.get(m, OTHER), strict=True)) for m in methods}
 
 
 def draw(result: Row) -> Any:
@@ -48,7 +38,7 @@ def draw(result: Row) -> Any:
     lose on the held-out split."""
     plt = report.pyplot()
     tasks = list(result["tasks"])
-    style = styles(list(dict.fromkeys(row["method"] for row in result["rows"])))
+    style = looks(dict.fromkeys(row["method"] for row in result["rows"]))
     figure, panels = plt.subplots(2, len(tasks), figsize=(4.1 * max(len(tasks), 2) + 0.6, 7.4), squeeze=False)
     for (above, below), task in zip(panels.T, tasks, strict=True):
         recall = any("accuracy" in curve for curve in curves_of(result, task))
