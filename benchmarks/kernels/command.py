@@ -224,9 +224,8 @@ def lines(rows: Sequence[Row]) -> list[list[str]]:
     by_key = {(row["contender"], row["pass"]): row for row in rows}
     found = []
     if "roof_ms" in rows[0]:
-        roofs = [rows[0]["roof_ms"], rows[1]["roof_ms"]]
-        cells = [[milliseconds(value), "", ""] for value in roofs]
-        found.append([f"roof ({rows[0]['bound']})", *cells[0], *cells[1], ""])
+        forward, both = (milliseconds(row["roof_ms"]) for row in rows[:2])
+        found.append([f"roof ({rows[0]['bound']})", forward, "", "", both, "", "", ""])
     for key in dict.fromkeys(row["contender"] for row in rows):
         first = by_key[key, "forward"]
         cells = [f"**{first['label']}**" if first["ours"] else first["label"]]
