@@ -12,7 +12,6 @@ import math
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +47,6 @@ PACKAGES = {  # by the extra that brings them; "" is always there
 # Of the environment's variables those that threads, allocators and backends heed.
 SETTINGS = ("OMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "PYTORCH_", "TRITON_", "ADJOINT_")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-VECTORS = ("avx2", "avx512f", "neon", "asimd", "sve")
 # What rounding leaves of a scan and each of its gradients, relative to its L2 norm.
 LARGEST_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -127,18 +125,12 @@ def packages() -> list[Row]:
 
 def devices(here: dict[str, Any]) -> list[Row]:
     """Processor, what PyTorch can use, and what the driver lists, as `adjoint cluster` does."""
-    words = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-    vectors = " ".join(name for name in VECTORS if name in words)
-    cpu = f"{here['cpu']}, {here['cores']} cores, {here['memory_bytes'] / 2**30:.1f} GiB, {vectors}"
-    inventory = find()
-    usable = [
-        row(
-            f"cuda:{gpu['index']}",
-            f"{gpu['name']}, sm_{gpu['capability']}, {gpu['multiprocessors']} multiprocessors, "
-            f"{gpu['memory_bytes'] / 2**30:.1f} GiB",
-        )
-        for gpu in cuda_devices()
-    ]
+    memory, vectors = here["memory_bytes"] / 2**30, torch.backends.cpu.get_cpu_capability()
+    cpu = f"{here['cpu']}, {here['cores']} cores, {memory:.1f} GiB, {vectors}"
+    inventory, usable = find(), []
+    for gpu in cuda_devices():
+        what = f"{gpu['name']}, sm_{gpu['capability']}, {gpu['multiprocessors']} multiprocessors"
+        usable.append(row(f"cuda:{gpu['index']}", f"{what}, {gpu['memory_bytes'] / 2**30:.1f} GiB"))
     if not torch.cuda.is_available() and inventory.devices:
         what = "built without CUDA" if torch.version.cuda is None else "not able to use CUDA here"
         lost = f"the driver lists {len(inventory.devices)} GPUs or slices, but this PyTorch is {what}"

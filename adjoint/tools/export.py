@@ -71,7 +71,8 @@ def export(checkpoint: Path, folder: Path, layout: str) -> str:
         else:
             told = _write_pretrained(work, checkpoint)
         told += _write_tokenizer(work, trained.get("data", {}).get("tokenizer"))
-        flush(work)
+        for written in (*work.iterdir(), work):
+            flush(written)
         os.replace(work, folder)  # of an empty folder too, and of nothing else
         flush(folder.parent)
     except BaseException:
@@ -86,8 +87,6 @@ def _write_pretrained(work: Path, checkpoint: Path) -> str:
 
     model = unwrap(trained_model(checkpoint, Backprop()))
     model.save_pretrained(work)
-    for file in work.iterdir():
-        flush(file)
     return f"{type(model).__name__} of transformers, {model.num_parameters():,} parameters"
 
 
@@ -97,15 +96,12 @@ def _write_tokenizer(work: Path, tokenizer: str | None) -> str:
         return ""
     files = tokenizer_files(tokenizer)
     for file in files:
-        target = work / ("tokenizer.json" if Path(tokenizer) == file else file.name)
-        shutil.copyfile(file, target)
-        flush(target)
+        shutil.copyfile(file, work / ("tokenizer.json" if Path(tokenizer) == file else file.name))
     return ", its tokenizer" if files else f", without its tokenizer {tokenizer}, which is not there any more"
 
 
 def _write(work: Path, layout: str, given: dict[str, Any], weights: Weights) -> str:
     (work / "config.json").write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
-    flush(work / "config.json")
     if layout == "transformers":
         write_file(work / "model.safetensors", weights, {"format": "pt"})  # transformers asks for that word
     else:
@@ -114,7 +110,6 @@ def _write(work: Path, layout: str, given: dict[str, Any], weights: Weights) -> 
             torch.save(weights, file)
         except RuntimeError as error:  # its way to say that the disk is full
             raise OSError(None, " ".join(str(error).split())[:200], str(file)) from error
-        flush(file)
     name = given["architectures"][0] if layout == "transformers" else "MambaLMHeadModel"
     size = sum({tensor.data_ptr(): tensor.numel() for tensor in weights.values()}.values())
     dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in weights.values()}))

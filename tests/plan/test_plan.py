@@ -286,7 +286,7 @@ def test_timeline_files(flags: str, label: str, tmp_path: Path) -> None:
         ("--devices 0", "--devices: "),
         ("--device-memory much", "--device-memory: "),
         ("--device-memory 1GB,2GB --devices 3", "2 sizes for 3 devices"),
-        ("--device a1000", "not a known GPU; did you mean a10"),
+        ("--device a1000", "--device: expected one of a10g"),
         ("--device-tflops -1", "--device-tflops: "),
         ("--timeline a.jpeg", "expected a .png, .svg or .pdf"),
         ("--timeline no/such/a.png", "there is no folder no/such"),

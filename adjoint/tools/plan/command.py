@@ -7,9 +7,8 @@ import argparse
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,13 +18,12 @@ from adjoint.plan import estimate as plan_time
 from adjoint.plan.layouts import Ranked, Task, rank
 from adjoint.plan.memory import Machine, Setup
 from adjoint.plan.stack import model_of
-from adjoint.settings import Positive, PositiveNumber, SeqLen
+from adjoint.settings import Positive, PositiveNumber, SeqLen, read_value
 from adjoint.tools.plan.report import as_dict, labels_of, show
 from adjoint.train.config import Config, load_config
-from adjoint.train.flags import Flags, nearest, reads
+from adjoint.train.flags import Flags, reads
 from adjoint.train.gpus import GPUS
 from adjoint.train.layout import Layout
-from adjoint.train.machine import pick_precision
 
 UNNAMED = "a100-40gb"  # whose rate is assumed of a GPU that is not named
 SUSTAINED = 0.3  # of the peak, what a step is assumed to keep up
@@ -48,8 +46,7 @@ def main(argv: list[str]) -> int:
         layout = ranked[0].layout
     fit = task.fit(layout)
     spans = fit.assign()
-    drawn = given.timeline is not None
-    estimate = task.estimate(fit, spans, tiles=ALL if drawn else plan_time.MOST_TILES)
+    estimate = task.estimate(fit, spans, tiles=ALL if given.timeline else plan_time.MOST_TILES)
     if ranked:
         ranked[0] = dataclasses.replace(ranked[0], estimate=estimate)
     found = as_dict(fit, spans, estimate, task.costs(fit.setup).source, ranked)
@@ -57,8 +54,13 @@ def main(argv: list[str]) -> int:
         print(json.dumps(found, indent=1))
     else:
         show(found)
-    if drawn:
-        _draw(given, fit.setup, spans, estimate)
+    if given.timeline:
+        from adjoint.tools.plan.plot import plot_timeline
+
+        setup = fit.setup
+        what = f"{setup.seqlen:,} tokens in {setup.chunks} chunks of {setup.scheme.chunk_size:,}"
+        title = f"One step of {setup.method.name}: {what}, {setup.model.n_layer} layers"
+        plot_timeline(estimate.timeline, labels_of(spans, layout), given.timeline, title)
     return 0
 
 
@@ -78,22 +80,9 @@ def _compared(task: Task) -> list[Ranked]:
 
         ranked = rank(task, show)
     if not ranked[0].fits:
-        nearest_ = min(ranked, key=lambda one: one.memory or float("inf"))
-        task.fit(nearest_.layout).assign()
+        nearest = min(ranked, key=lambda one: one.memory or float("inf"))
+        task.fit(nearest.layout).assign()
     return ranked
-
-
-def _draw(given: Any, setup: Setup, spans: Sequence[range], estimate: plan_time.Estimate) -> None:
-    from adjoint.tools.plan.plot import plot_timeline
-
-    workers = len(estimate.busy)
-    title = (
-        f"One step of {setup.method.name}: {setup.seqlen:,} tokens in {setup.chunks} chunks of "
-        f"{setup.scheme.chunk_size:,}, {setup.model.n_layer} layers on {workers} device{'s' * (workers > 1)}"
-    )
-    plot_timeline(estimate.timeline, labels_of(spans, setup.layout), given.timeline, title)
-    if not given.json:
-        print(f"timeline: {given.timeline}")
 
 
 def task_of(given: argparse.Namespace, config: Config) -> Task:
@@ -104,8 +93,7 @@ def task_of(given: argparse.Namespace, config: Config) -> Task:
     """
     precision: str = config.training.precision
     if precision == "auto":
-        here = pick_precision("auto", torch.device("cpu"))
-        precision = "bfloat16" if given.kind == "cuda" else here
+        precision = "bfloat16" if given.kind == "cuda" else "float32"
     model: Any = config.model
     if config.model.from_pretrained is not None:
         from adjoint.plan.pretrained import outlined
@@ -129,13 +117,12 @@ def _counted(given: argparse.Namespace, setup: Setup) -> plan_time.Costs:
 def _measured(given: argparse.Namespace, setup: Setup) -> plan_time.Costs:
     largest = max(layer.weights for layer in setup.model.layers)
     # a few seconds a layer on a slow CPU, and enough tokens to fill it
-    most = 4096 if setup.machine.kind == "cuda" else max(64, int(1e10 / largest / setup.batch))
-    key = setup.batch, min(setup.scheme.chunk_size, most)
-    if key not in given.measured:
-        given.measured[key] = plan_time.measured(
-            setup, key[1], setup.training.threads, torch.device(setup.machine.kind)
-        )
-    return given.measured[key]
+    most = 4096 if given.kind == "cuda" else max(64, int(1e10 / largest / setup.batch))
+    tokens = min(setup.scheme.chunk_size, most)
+    if (setup.batch, tokens) not in given.measured:
+        found = plan_time.measured(setup, tokens, setup.training.threads, torch.device(given.kind))
+        given.measured[setup.batch, tokens] = found
+    return given.measured[setup.batch, tokens]
 
 
 def _rate(given: argparse.Namespace, setup: Setup) -> tuple[float, str]:
@@ -189,13 +176,7 @@ def _sizes(text: str) -> tuple[float, ...]:
 
 
 def _gpu(text: str) -> str:
-    name = text.lower()
-    if name not in GPUS:
-        raise ValueError(
-            f"{text} is not a known GPU; did you mean {nearest(name, GPUS)}? Else give --device-memory and "
-            "--device-tflops"
-        )
-    return name
+    return read_value(text.lower(), Literal[tuple(GPUS)])
 
 
 def _picture(text: str) -> str:

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,7 +49,6 @@ class Process:
         env: besides this process's environment, of which glibc's MALLOC_* are left out.
         partial: is called with what a point has found so far.
         quiet: keep stderr away from the terminal; its last line then says why the process ended.
-        command: in place of the usual one.
     """
 
     def __init__(
@@ -59,11 +58,10 @@ class Process:
         partial: Callable[[Point], object] = lambda found: None,
         *,
         quiet: bool = True,
-        command: Sequence[str] = (),
     ) -> None:
         code = "import sys; from adjoint.tools.points import process; process.serve(sys.argv[1])"
         self.module = module
-        self.command = command or (sys.executable, "-c", code, module)
+        self.command = (sys.executable, "-c", code, module)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
         self.env, self.partial, self.quiet = kept | dict(env or {}), partial, quiet
         self.child: subprocess.Popen[str] | None = None
