@@ -31,9 +31,6 @@ def as_dict(
     """
     setup, limits = fit.setup, fit.limits
     layout, found = setup.layout, needs(setup, spans)
-    longest, leaner = (None, None) if limits is None else (fit.longest(), fit.leanest_chunk())
-    fullest = max(need.total for need in found)
-    size, least = leaner if leaner and leaner[1] < 0.9 * fullest else (None, None)
     tokens = setup.batch * setup.seqlen * setup.training.grad_accumulation * layout.replicas
     return {
         "model": {"parameters": setup.model.num_parameters, **setup.model.described()},
@@ -46,10 +43,8 @@ def as_dict(
         "task_size": setup.window[1],
         "precision": setup.machine.precision,
         "device": setup.machine.kind,
-        "fits": limits is None or all(n.total <= x for n, x in zip(found, limits, strict=True)),
-        "longest_seqlen": longest,
-        "leaner_chunk_size": size,
-        "leaner_bytes": least,
+        "fits": True,  # what does not is refused
+        "longest_seqlen": None if limits is None else fit.longest(),
         "devices": [
             {
                 "layers": [span.start, span.stop - 1],
@@ -124,9 +119,6 @@ def _show_memory(found: dict[str, Any]) -> None:
         reach = "any length" if longest >= LONGEST // 2 else f"up to {longest:,} tokens"
         full = f"{size_text(need)} of {size_text(there)} on the fullest device"
         print(f"memory  fits: {full} ({need / there:.0%}); fits {reach}")
-    if found["leaner_chunk_size"]:
-        least = size_text(found["leaner_bytes"])
-        print(f"        least with --method.chunk_size {found['leaner_chunk_size']}: {least} there")
     host = [device["host_bytes"] for device in found["devices"]]
     if any(host):
         total = size_text(found["sequence"] * sum(host))
