@@ -33,7 +33,7 @@ def draw(rng: random.Random) -> Case:
         "cu_seqlens": True,
         "states": lambda: rng.choice((0.5, 1.0)),  # share of them that wants a gradient
         "before": lambda: rng.randint(0, 9),  # tokens that attention has seen
-        "final": True,  # the loss looks at final states too
+        "final": lambda: rng.choice((True, "alone")),  # the loss looks at final states too
         "ignored": lambda: rng.choice((0.1, 0.6)),
         "frozen": lambda: rng.choice((0.2, 0.6)),
         "scale": 3.0,
@@ -156,7 +156,7 @@ def run(case: Case, model: Stack, method: Any, dtype: torch.dtype) -> tuple[dict
             model, ids, method, labels, state=states, return_state=True,
             return_logits=case.get("logits", False), **given,
         )  # fmt: skip
-        total = out.loss * case.get("scale", 1.0)
+        total = out.loss * case.get("scale", 1.0) if case.get("final") != "alone" else 0.0
         final = [s for state in out.state for s in state]
         found |= {f"final {call}.{i}": s.detach() for i, s in enumerate(final)}
         if case.get("final"):
