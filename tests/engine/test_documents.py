@@ -15,7 +15,18 @@ from adjoint.documents import document_numbers, from_separator
 from adjoint.errors import UserError
 from adjoint.train.layout import Layout
 from tests.cluster.threads import TRAINING, disturbed_shards, disturbed_stack, together
-from tests.model_helpers import SIZES, UNWINDOWED, VARIANTS, current_gradients, make_ids, make_model, relative
+from tests.model_helpers import (
+    SIZES,
+    UNWINDOWED,
+    VARIANTS,
+    assert_same,
+    current_gradients,
+    draw_states,
+    make_ids,
+    make_model,
+    random_from,
+    relative,
+)
 
 METHODS = {
     "backprop": Backprop(),
@@ -23,6 +34,7 @@ METHODS = {
     "exact": Exact(7),
     "inputs": Exact(5, keep="inputs"),
     "truncated": Truncated(6, chunk_size=4),
+    "auto": Truncated("auto", chunk_size=6, tolerance=1e-300),  # picks windows as long as the sequence
     "layer-local": LayerLocal(chunk_size=7),
     "layer-local, windowed": LayerLocal(5, chunk_size=4),
 }
@@ -32,6 +44,12 @@ MIXED = {"mixer": ["mamba", "mamba2", "diagonal", "dense"], "n_layer": 4, "ngrou
 PACKED = [[1, 1, 12, 7, 7, 3, 1, 4], [9, 20, 5, 2]]
 
 QUICK = ("mamba, MLP, untied", "mixed, untied")
+CASES = [
+    pytest.param(variant, method, marks=() if variant in (*QUICK, *UNWINDOWED) else pytest.mark.slow)
+    for variant in [*VARIANTS, *UNWINDOWED]
+    for method in METHODS
+    if variant in VARIANTS or method not in ("truncated", "auto", "layer-local, windowed")
+]
 
 
 def numbers(lengths: list[list[int]]) -> torch.Tensor:
@@ -43,8 +61,7 @@ def one_by_one(model: Any, ids: torch.Tensor, lengths: list[list[int]], method: 
     """The mean loss over all predictions, and its gradients, each document by itself."""
     model.zero_grad()
     pieces = [piece for row, mine in zip(ids, lengths, strict=True) for piece in row.split(mine)]
-    total = sum(len(piece) - 1 for piece in pieces)
-    loss = 0.0
+    total, loss = sum(len(piece) - 1 for piece in pieces), 0.0
     for piece in pieces:
         if len(piece) > 1:
             part = model(piece[None], labels=piece[None], method=method).loss * (len(piece) - 1) / total
@@ -53,36 +70,16 @@ def one_by_one(model: Any, ids: torch.Tensor, lengths: list[list[int]], method: 
     return loss, current_gradients(model)
 
 
-def assert_equal(model: Any, ids: torch.Tensor, lengths: list[list[int]], method: Any) -> None:
-    loss, expected = one_by_one(model, ids, lengths, method)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("variant, method", CASES)
+def test_packed_equals_one_by_one(variant: str, method: str) -> None:
+    model, ids = make_model(variant), make_ids(2, sum(PACKED[0]), seed=3)
+    loss, expected = one_by_one(model, ids, PACKED, METHODS[method])
     model.zero_grad()
-    got = model(ids, labels=ids, method=method, seq_idx=numbers(lengths)).loss
+    got = model(ids, labels=ids, method=METHODS[method], seq_idx=numbers(PACKED)).loss
     got.backward()
     assert abs(got.item() - loss) <= 1e-12 * abs(loss)
-    worst = {name: relative(g, expected[name]) for name, g in current_gradients(model).items()}
-    assert max(worst.values()) <= 1e-12, worst
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "variant", [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
-)
-@pytest.mark.parametrize("method", METHODS)
-def test_packed_equals_one_by_one(variant: str, method: str) -> None:
-    model = make_model(variant)
-    ids = make_ids(2, sum(PACKED[0]), seed=3)
-    assert_equal(model, ids, PACKED, METHODS[method])
-
-
-@pytest.mark.sampled(5)  # each variant once
-@pytest.mark.parametrize("variant", UNWINDOWED)
-@pytest.mark.parametrize(
-    "method", [name for name in METHODS if name not in ("truncated", "layer-local, windowed")]
-)
-def test_packed_equals_one_by_one_without_windows(variant: str, method: str) -> None:
-    model = make_model(variant)
-    ids = make_ids(2, sum(PACKED[0]), seed=3)
-    assert_equal(model, ids, PACKED, METHODS[method])
+    assert_same(current_gradients(model), expected, 1e-12)
 
 
 @pytest.mark.parametrize("method", ["exact", "truncated", "layer-local, windowed"])
@@ -91,10 +88,8 @@ def test_the_initial_state_belongs_to_the_first_document(method: str) -> None:
     more = {} if method != "exact" else {"mixer": [*MIXED["mixer"], "mamba3", "gated_deltanet"], "n_layer": 6}
     model = make_model("mixed, untied", **MIXED | more)
     ids, lengths = make_ids(1, 20, seed=1), [6, 14]
-    state = [
-        tuple(torch.randn_like(s, requires_grad=True) for s in layer) for layer in model.initial_state(1)
-    ]
-    leaves = [s for layer in state for s in layer]
+    state = draw_states(model, 1, random_from(0))
+    leaves = [s.requires_grad_() for layer in state for s in layer]
     out = model(
         ids, labels=ids, method=METHODS[method], state=state, seq_idx=numbers([lengths]), return_state=True
     )
@@ -105,18 +100,6 @@ def test_the_initial_state_belongs_to_the_first_document(method: str) -> None:
     last = model(ids[:, 6:], return_state=True)
     for a, b in zip(itertools.chain(*out.state), itertools.chain(*last.state), strict=True):
         assert relative(a, b) <= 1e-12
-
-
-def test_auto_windows_keep_documents_apart() -> None:
-    """A window as long as the sequence is picked where nothing decays to nothing: then all is exact."""
-    model = make_model("mamba")
-    ids, lengths = make_ids(2, 24), [[5, 19], [17, 7]]
-    _, expected = one_by_one(model, ids, lengths, Backprop())
-    model.zero_grad()
-    model(
-        ids, labels=ids, method=Truncated("auto", 6, tolerance=1e-30), seq_idx=numbers(lengths)
-    ).loss.backward()
-    assert max(relative(g, expected[name]) for name, g in current_gradients(model).items()) <= 1e-12
 
 
 @pytest.mark.parametrize("method", ["exact", "inputs", "truncated", "layer-local, windowed"])

@@ -442,14 +442,6 @@ def test_with_room_for_it_the_sequence_is_one_chunk() -> None:
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize(
-    "options", [{"memory": "much"}, {"memory": 0}, {"memory": True}, {"memory": "1GB", "keep": "inputs"}]
-)
-def test_a_budget_that_is_none_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="memory"):
-        Exact(**options)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_a_tile_computes_again_changes_no_bit(variant: str) -> None:
     model, ids = make_model(variant, torch.float32), make_ids(2, 257)

@@ -13,54 +13,26 @@ from adjoint.engine import autograd
 from adjoint.engine.decay import BLOCK, Decays
 from adjoint.engine.grid import Grid, Tile, make_grid
 from adjoint.engine.program import plan
-from tests.fuzz.oracle import Windowed
-from tests.model_helpers import forward
+from tests.fuzz import stacks
+from tests.fuzz.oracle import Windowed, same
+from tests.model_helpers import ALL_MIXERS, gradients, make_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MIXERS = ["mamba", "mamba2", "diagonal", "scalar", "dense", ["mamba", "dense"]]
+MIXERS = [*ALL_MIXERS, ["mamba", "dense"]]
 KINDS = adjoint.Truncated, adjoint.LayerLocal
-AUTO = adjoint.Truncated("auto", chunk_size=20, tolerance=1e-3)
+SIZES = {"vocab_size": 31, "d_model": 16, "n_layer": 2, "headdim": 8, "ngroups": 2, "d_intermediate": 12}
 
 
-def make(mixer, seed=0):
-    torch.manual_seed(seed)
-    config = adjoint.StackConfig(
-        vocab_size=31, d_model=16, n_layer=2, mixer=mixer, d_state=4, headdim=8, ngroups=2, d_intermediate=12
-    )
-    model = adjoint.Stack(config).double()
-    with torch.no_grad():  # larger steps, so that the windows matter and what they drop is not negligible
-        for name, parameter in model.named_parameters():
-            if name.endswith(("dt_bias", "dt_proj.bias")):
-                parameter += 2
-    return model
+def case_of(mixer, seqlen, batch=2):
+    """From states, of a loss that also looks at the final ones."""
+    config = {**SIZES, "d_state": 4, "mixer": mixer}
+    return {"seed": 0, "config": config, "batch": batch, "seqlen": seqlen, "states": 1.0, "final": True}
 
 
-def gradients(model, method, ids, initial):
-    """All parameters' gradients, then all initial states', of a loss that also looks at the final states."""
-    states = [s.requires_grad_() for state in initial for s in state]
-    output = forward(model, ids, method, state=initial, return_state=True)
-    generator = torch.Generator().manual_seed(1)
-    loss = output.loss
-    for s in (s for state in output.state for s in state):
-        loss = loss + 0.01 * (s * torch.randn(s.shape, generator=generator, dtype=s.dtype)).sum()
-    return torch.autograd.grad(loss, [*model.parameters(), *states])
-
-
-def assert_same(got, expected):
-    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
-        assert (a - b).norm() <= 1e-10 * b.norm().clamp_min(1e-12), i
-
-
-def setup(mixer):
-    model = make(mixer)
-    ids = torch.randint(0, 31, (2, 43))
-    return model, ids, [tuple(torch.randn_like(s) for s in state) for state in model.initial_state(2)]
-
-
-def slow_model(mixer, seed=0):
+def slow_model(case):
     """Layers that forget at different speeds, within the sequence."""
-    model = make(mixer, seed)
+    model = stacks.make(case).double()
     with torch.no_grad():
         for k, block in enumerate(model.layers):
             for name, parameter in block.named_parameters():
@@ -73,10 +45,15 @@ def slow_model(mixer, seed=0):
     return model
 
 
+def results(case, model, method):
+    return stacks.run(case, model, method, torch.float64)[0]
+
+
 @pytest.mark.parametrize("method", [adjoint.Truncated(6, 5), adjoint.LayerLocal(6, 5)], ids=lambda m: m.name)
 def test_tasks_of_a_layer_may_run_in_any_order(method, monkeypatch):
-    model, ids, initial = setup("mamba")
-    in_order = gradients(model, method, ids, initial)
+    case = case_of("mamba", 43)
+    model = stacks.make(case).double()
+    in_order = results(case, model, method)
     ordered = Grid.order
 
     def shuffled(grid, stream=False):
@@ -88,7 +65,7 @@ def test_tasks_of_a_layer_may_run_in_any_order(method, monkeypatch):
 
     monkeypatch.setattr(Grid, "order", shuffled)
     plan.cache_clear()
-    assert_same(gradients(model, method, ids, initial), in_order)
+    same(results(case, model, method), in_order)
     plan.cache_clear()
 
 
@@ -112,22 +89,21 @@ def test_a_task_needs_no_more_than_its_halo():
 
 @pytest.mark.parametrize("mixer", MIXERS, ids=str)
 def test_auto_equals_autograd_with_the_windows_it_reports(mixer):
-    model = slow_model(mixer)
-    ids = torch.randint(0, 31, (2, 151))
-    initial = [tuple(torch.randn_like(s) for s in state) for state in model.initial_state(2)]
-    windows = model(ids, labels=ids, method=AUTO).windows
-    assert len(windows) == 2 and all(1 <= w <= 151 for w in windows)
-    assert windows[0] > windows[1] or "dense" in mixer  # the first layer forgets more slowly
-    expected = gradients(model, Windowed(tuple(windows)), ids, initial)
-    assert_same(gradients(model, AUTO, ids, initial), expected)
+    case = case_of(mixer, 151)
+    model = slow_model(case)
+    got, out = stacks.run(case, model, adjoint.Truncated("auto", 20, tolerance=1e-3), torch.float64)
+    assert len(out.windows) == 2 and all(1 <= w <= 151 for w in out.windows)
+    assert out.windows[0] > out.windows[1] or "dense" in mixer  # the first layer forgets more slowly
+    same(got, results(case, model, Windowed(tuple(out.windows))))
 
 
 @pytest.mark.parametrize("mixer", MIXERS, ids=str)
 def test_auto_drops_nothing_where_nothing_decays_that_far(mixer):
-    model, ids, initial = setup(mixer)
-    auto = adjoint.Truncated("auto", chunk_size=10, tolerance=1e-300)
-    assert model(ids, labels=ids, method=auto).windows == [43, 43]
-    assert_same(gradients(model, auto, ids, initial), gradients(model, adjoint.Exact(10), ids, initial))
+    case = case_of(mixer, 43)
+    model = stacks.make(case).double()
+    got, out = stacks.run(case, model, adjoint.Truncated("auto", 10, tolerance=1e-300), torch.float64)
+    assert out.windows == [43, 43]
+    same(got, results(case, model, adjoint.Exact(10)))
 
 
 def adjoint_states(a, g, window):
@@ -166,7 +142,7 @@ def test_the_bound_holds(tolerance, seed):
 
 def test_the_bound_holds_for_dense_matrices_in_the_sum_norm():
     torch.manual_seed(0)
-    mixer = slow_model("dense").layers[1].mixer
+    mixer = slow_model(case_of("dense", 200)).layers[1].mixer
     inputs, _ = mixer.scan_inputs(torch.randn(1, 200, 16, dtype=torch.float64))
     decays = Decays()
     decays.add(mixer.log_decay(inputs))
@@ -187,7 +163,10 @@ WHOLE, SHARE = "must be a whole number of tokens", "tolerance must be a number b
 REFUSED = [
     *((kind, {"window": w}, f"window {WHOLE}") for kind in KINDS for w in (0, -1, 1.5, True, "all")),
     *((kind, {"window": 4, "chunk_size": 0}, f"chunk_size {WHOLE}") for kind in KINDS),
-    (adjoint.Exact, {"chunk_size": 0}, f"chunk_size {WHOLE}"),
+    *((adjoint.Exact, {"chunk_size": size}, f"chunk_size {WHOLE}") for size in (0, -1, 2.0, True, "8")),
+    (adjoint.Exact, {"keep": "all"}, "keep must be one of edges, inputs, offload; got 'all'"),
+    *((adjoint.Exact, {"memory": x}, "memory") for x in ("much", 0, True)),
+    (adjoint.Exact, {"memory": "1GB", "keep": "inputs"}, "memory"),
     *(
         (adjoint.Truncated, {"window": "auto", "tolerance": x}, SHARE)
         for x in (0, 1, -0.1, math.nan, math.inf, "much", True)
@@ -210,15 +189,12 @@ def test_wrong_arguments_are_refused(kind, arguments, message):
 
 
 def small():
-    torch.manual_seed(3)
-    model = slow_model("mamba")
-    ids = torch.randint(0, 31, (1, 16))
-    return model, ids, adjoint.Truncated(12, chunk_size=6, unbiased=True)
+    model = slow_model(case_of("mamba", 16))
+    return model, make_ids(1, 16, 31), adjoint.Truncated(12, chunk_size=6, unbiased=True)
 
 
 def flat(model, method, ids):
-    loss = model(ids, labels=ids, method=method).loss
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    return torch.cat([g.flatten() for g in gradients(model, ids, ids, method)[1].values()])
 
 
 def test_the_expectation_over_all_cuts_is_the_exact_gradient(monkeypatch):
@@ -227,11 +203,7 @@ def test_the_expectation_over_all_cuts_is_the_exact_gradient(monkeypatch):
     drawn, expectation = [], 0
     for outcome in itertools.product((0.0, 2.0), repeat=4):
         passing = tuple((math.nan, *outcome[2 * k : 2 * k + 2]) for k in range(2))
-        monkeypatch.setattr(
-            autograd,
-            "draw_passing",
-            lambda n_layer, n_chunks, cut, p=passing: p,
-        )
+        monkeypatch.setattr(autograd, "draw_passing", lambda n_layer, n_chunks, cut, p=passing: p)
         drawn.append(flat(model, method, ids))
         expectation += drawn[-1] / 16  # cut = 6 / 12
     truth = flat(model, adjoint.Exact(6), ids)
