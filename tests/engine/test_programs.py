@@ -233,35 +233,6 @@ def test_windowed_tasks_over_shards_start_before_the_forward_ends() -> None:
     assert held[True] < held[False] / 2
 
 
-def test_a_slow_receiver_holds_its_sender_back_by_the_channels_bound() -> None:
-    """Sender: 1 s a tile, receiver: 10 s. With one message in the channel, tile c + 2 cannot be handed over
-    before the receiver took c + 1, that is after its tile c."""
-    seconds = lambda worker, tile: 0.0 if tile.stage in (0, 3) else 10.0 if worker else 1.0  # noqa: E731
-
-    def stops(buffers: int) -> list[list[float]]:
-        found = simulate(wavefront(2, 4, backward=False, buffers=buffers), seconds)
-        return [[s.stop for s in found.spans if s.worker == w and s.tile.stage == w + 1] for w in (0, 1)]
-
-    assert stops(1) == [[1, 2, 3, 12], [11, 21, 31, 41]]
-    assert stops(3)[0] == [1, 2, 3, 4]
-
-
-def test_messages_overlap_with_computing_and_queue_at_the_senders_port() -> None:
-    made = wavefront(2, 3, backward=False, buffers=8)
-    seconds = lambda worker, tile: 2.0 * (tile.stage in (1, 2))  # noqa: E731
-
-    def starts(message: float, latency: float = 0.0) -> list[float]:
-        found = simulate(made, seconds, lambda key: message, latency=latency)
-        return [s.start for s in found.spans if s.tile.stage == 2]
-
-    assert starts(2.0, latency=0.5) == [
-        4.5,
-        6.5,
-        8.5,
-    ]  # the first leaves at 2; the others as fast as consumed
-    assert starts(3.0) == [5, 8, 11]  # the port is the bottleneck
-
-
 @pytest.mark.parametrize("chunks", [1, 20])
 def test_the_heads_cotangent_is_relayed(chunks: int) -> None:
     """Over four shards every port carries it once, where a broadcast from one port would take 3 s a chunk."""
@@ -444,13 +415,6 @@ def test_processor_sharing_worked_out() -> None:
     assert found.seconds == pytest.approx(7)
 
 
-def test_a_wavefront_on_too_few_cores_is_bound_by_the_work() -> None:
-    found = simulate(wavefront(4, 32, tapes=0), lambda w, t: layers_alone(w, t, 4), slots=2)
-    work = 4 * 32 * 4 / 2
-    ramp = 2 * (1 + 3)  # at each end of either sweep only one shard, then two, have something to do
-    assert work < found.seconds <= work + ramp
-
-
 # -------------------------------------------------------------------------------------------------- errors
 
 
@@ -473,8 +437,5 @@ def test_programs_that_cannot_end_are_named() -> None:
     for message, programs in cases:
         with pytest.raises(ValueError, match=message):
             simulate(alone(*programs), uniform)
-
-
-def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="a time of -1 s"):
         simulate(wavefront(2, 2), lambda worker, tile: -1)

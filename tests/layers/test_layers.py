@@ -296,16 +296,9 @@ def test_arguments_that_do_not_fit_are_named(method: object) -> None:
 def test_outputs_are_there_only_when_asked_for(method: object) -> None:
     model, ids = make_model("mamba"), make_ids(2, 10)
     out = model(ids, labels=ids, method=method)
-    assert out.loss.shape == ()
-    assert out.logits is None
-    assert out.state is None
+    assert out.loss.shape == () and out.logits is None and out.state is None
     out = model(ids, labels=ids, method=method, return_logits=True, return_state=True)
     plain = model(ids)
-    assert plain.loss is None
-    assert plain.state is None
+    assert plain.loss is None and plain.state is None
     assert relative(out.logits.detach(), plain.logits.detach()) <= 1e-13
     assert [len(layer) for layer in out.state] == [2, 2]
-    int32 = model(ids.int(), labels=ids.int(), method=method)
-    assert relative(int32.loss.detach(), out.loss.detach()) <= 1e-13
-    int32.loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
