@@ -14,7 +14,6 @@ from adjoint import Backprop, Exact, Stack, StackConfig
 from adjoint.layers import MIXERS
 from adjoint.layers.init import seed_of
 from adjoint.layers.mamba import MambaMixer
-from adjoint.layers.norm import RMSNorm
 from tests.model_helpers import ALL_MIXERS, SIZES, UNWINDOWED, VARIANTS, make_ids, make_model, relative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,25 +113,6 @@ def test_reset_parameters_draws_again_and_from_the_seed(variant: str) -> None:
         assert model.lm_head.weight is model.embedding.weight
 
 
-# ------------------------------------------------------------------------------------------------ generic SSM
-
-
-@pytest.mark.parametrize("structure", ["scalar", "diagonal", "dense"])
-def test_generic_ssm_equals_its_equations(structure: str) -> None:
-    model = make_model(structure)
-    mixer, x = model.layers[0].mixer, torch.randn(2, 9, 12, dtype=torch.float64)
-    h, outputs = torch.randn(2, 4, dtype=torch.float64), []
-    start = h
-    for t in range(9):
-        A, B, C = mixer.transition(x[:, t]), mixer.input_matrix(x[:, t]), mixer.output_matrix(x[:, t])
-        Ah = (A @ h.unsqueeze(-1)).squeeze(-1) if structure == "dense" else A * h
-        h = Ah + (B @ x[:, t].unsqueeze(-1)).squeeze(-1)
-        outputs.append((C @ h.unsqueeze(-1)).squeeze(-1))
-    y, (final,) = mixer(x, (start,))
-    assert relative(y.detach(), torch.stack(outputs, dim=1).detach()) <= 1e-13
-    assert relative(final.detach(), h.detach()) <= 1e-13
-
-
 @pytest.mark.parametrize("structure", ["scalar", "diagonal", "dense"])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
 def test_generic_ssm_is_stable_whatever_its_weights(structure: str, scale: float) -> None:
@@ -181,23 +161,6 @@ def test_the_state_at_a_chunk_s_edge_is_not_rounded_to_16_bits(mixer: str) -> No
             _, h = layer.scan(type(inputs)(*(v[:, t : t + 1] for v in inputs)), h)
     assert y.dtype == torch.bfloat16 and h.dtype == whole.dtype == torch.float32
     assert relative(h, whole) < 1e-5
-
-
-def test_norm_groups_and_half_precision() -> None:
-    norm = RMSNorm(12, 1e-5, group_size=4).double()
-    x = torch.randn(2, 5, 12, dtype=torch.float64)
-    with torch.no_grad():
-        norm.weight.copy_(torch.randn(12))
-        grouped = x.view(2, 5, 3, 4)
-        expected = norm.weight * (grouped / (grouped.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).view(
-            2, 5, 12
-        )
-        assert relative(norm(x), expected) <= 1e-14
-        whole = RMSNorm(12, 1e-5).double()
-        assert relative(whole(x), F.rms_norm(x, (12,), eps=1e-5)) <= 1e-14
-        half = whole.bfloat16()(x.bfloat16())
-    assert half.dtype == torch.bfloat16
-    assert relative(half.double(), F.rms_norm(x.bfloat16().double(), (12,), eps=1e-5)) < 4e-3  # one rounding
 
 
 # ---------------------------------------------------------------------------------------------- configuration
