@@ -230,13 +230,7 @@ class Data:
     """Opened data, what `open_data` returns.
 
     Attributes:
-        train: Endless training batches, with the cursor.
-        eval: Held-out batches, the same at every pass; may be empty.
-        tokenizer: Has `encode(text) -> list[int]`, `decode(ids) -> str`, `vocab_size`, `separator_ids`.
-        vocab_size: The model's vocabulary: as asked for, else the tokenizer's.
-        n_train_tokens: Tokens of the training split.
-        n_eval_tokens: Tokens of the held-out split.
-        n_documents: Documents in both splits.
+        train: Endless training batches, with the cursor. eval: Held-out batches; may be empty.
         unigram_entropy: Nats per token of the training split's unigram distribution: what a model that knows
             frequencies only would lose; training must get below it.
         description: One line for the log: what the text is.
@@ -248,15 +242,12 @@ class Data:
     train: Batches | Mixture
     eval: EvalBatches
     tokenizer: Tokenizer
-    vocab_size: int
     n_train_tokens: int
-    n_eval_tokens: int
-    n_documents: int
     unigram_entropy: float
     description: str
     fingerprint: str
-    packed: bool = False
-    predicted: float | None = None
+    packed: bool
+    predicted: float | None
 
     def seq_idx(self, ids: torch.Tensor) -> torch.Tensor | None:
         """Of a batch (batch, seqlen), the number of each token's document; None where they are one stream."""
@@ -281,7 +272,7 @@ def open_data(
     Args:
         config: What text and how it is cut.
         seed: Order of the training windows; at least 0.
-        vocab_size: The model's vocabulary, to check the tokens against; None takes the tokenizer's.
+        vocab_size: The model's vocabulary, to check the tokens against; None checks nothing.
         consecutive: Whether each row of a training batch reads on where the batch before ended.
 
     Raises:
@@ -317,10 +308,7 @@ def open_data(
         train=streams[0] if weights is None else Mixture(streams, weights, config.batch),
         eval=EvalBatches(tokens, config.seqlen, config.batch, config.eval_tokens),
         tokenizer=tokenizer,
-        vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
         n_train_tokens=sum(len(cache.train) for cache in caches),
-        n_eval_tokens=len(tokens),
-        n_documents=sum(cache.n_documents for cache in [*caches, *held_out]),
         unigram_entropy=caches[0].unigram_entropy
         if weights is None
         else mixed_entropy([cache.train for cache in caches], shares),

@@ -46,7 +46,6 @@ class TokenCache:
     train: np.ndarray
     eval: np.ndarray
     fingerprint: str
-    n_documents: int
     max_token_id: int
     unigram_entropy: float
     predicted: float
@@ -154,9 +153,9 @@ def _build(
     try:
         with open(unfinished, "xb") as out, bar:
             writer = _Writer(out, tokenizer)
-            writer.write(_documents(train, text_field, sources.lenient, bar), most_train)
+            writer.write(_documents(train, text_field, bar), most_train)
             n_train = writer.tokens
-            writer.write(_documents(held_out, text_field, sources.lenient, bar), most)
+            writer.write(_documents(held_out, text_field, bar), most)
         if writer.tokens == 0:
             raise UserError(f"{sources.description}: there is no text in it")
         if not held_out:
@@ -169,7 +168,6 @@ def _build(
             "dtype": writer.dtype.name,
             "digest": _digest(tokens),
             "n_train": n_train,
-            "n_documents": writer.documents,
             "max_token_id": max(len(shares), len(frequencies(tokens[n_train:]))) - 1,
             "unigram_entropy": entropy(shares),
             "predicted": float((tokens[:n_train] >= 0).mean()) if n_train else 1.0,
@@ -181,10 +179,10 @@ def _build(
     write_atomically(place.with_name(f"{place.name}.json"), json.dumps(meta, indent=1))
 
 
-def _documents(files: Iterable[Source], text_field: str, lenient: bool, bar: Any) -> Iterator[str | Chat]:
+def _documents(files: Iterable[Source], text_field: str, bar: Any) -> Iterator[str | Chat]:
     """The documents of files; the bar counts characters, or so."""
     for file in files:
-        for text in read_documents(file, text_field, lenient):
+        for text in read_documents(file, text_field):
             yield text
             bar.update(len(text) if isinstance(text, str) else len(str(text.messages)))
 
@@ -193,7 +191,7 @@ class _Writer:
     """Writes the tokens of documents, the separator after each.
 
     Attributes:
-        tokens, documents: how many are written, empty documents left out.
+        tokens: how many are written.
         apart: whether the separator stands at the ends of conversations only.
     """
 
@@ -201,32 +199,30 @@ class _Writer:
         self.out, self.tokenizer = out, tokenizer
         highest = tokenizer.vocab_size - 1
         self.dtype = np.min_scalar_type(~highest if tokenizer.chats else highest)
-        self.tokens = self.documents = 0
-        self.apart = True
+        self.tokens, self.apart = 0, True
 
     def write(self, documents: Iterable[str | Chat], end: int) -> None:
         """Until there are `end` tokens."""
-        for encoded, last in self._encoded(documents):
+        for encoded in self._encoded(documents):
             if self.tokens >= end:
                 break
             ids = np.asarray(encoded[: end - self.tokens], self.dtype)
             self.out.write(ids.tobytes())
-            self.tokens, self.documents = self.tokens + len(ids), self.documents + last
+            self.tokens += len(ids)
 
-    def _encoded(self, documents: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-        """Tokens, and whether a document ends with them."""
+    def _encoded(self, documents: Iterable[Any]) -> Iterator[Any]:
         separator = np.array(self.tokenizer.separator_ids, np.int64)
         for conversations, group in itertools.groupby(documents, lambda each: isinstance(each, Chat)):
             if conversations:
                 for chat in group:
                     ids, inside = encode_chat(self.tokenizer, chat)
                     self.apart = self.apart and not inside
-                    yield ids, True
+                    yield ids
                 continue
             for pieces in _pieces(group):
                 encoded = self.tokenizer.encode_batch([text for text, _ in pieces])
                 for each, (_, last) in zip(encoded, pieces, strict=True):
-                    yield np.append(each, separator) if last else each, last
+                    yield np.append(each, separator) if last else each
 
 
 def _pieces(texts: Iterable[Any]) -> Iterator[list[tuple[str, bool]]]:

@@ -39,7 +39,7 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[np.ndarray, bool]:
             )
             ids, predicted = found["input_ids"], np.array(found["assistant_masks"], bool)
         else:
-            ids, predicted = _by_prefixes(functools.partial(_ids, template, given), chat)
+            ids, predicted = _by_prefixes(template, given, chat)
     except UserError:
         raise
     except Exception as error:  # transformers and templates raise what they like
@@ -54,7 +54,13 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[np.ndarray, bool]:
     return np.where(predicted, ids, ~np.array(ids, np.int64)), inside
 
 
-def _by_prefixes(ids_of: Any, chat: Chat) -> tuple[list[int], np.ndarray]:
+def _by_prefixes(template: Any, given: dict[str, Any], chat: Chat) -> tuple[list[int], np.ndarray]:
+    def ids_of(messages: list[dict[str, Any]], prompt: bool = False) -> list[int]:
+        if not messages:  # an answer that nothing precedes
+            return []
+        made = template.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True, **given)
+        return list(made["input_ids"])
+
     whole = ids_of(chat.messages)
     predicted = np.zeros(len(whole), bool)
     for i, message in enumerate(chat.messages):
@@ -67,15 +73,6 @@ def _by_prefixes(ids_of: Any, chat: Chat) -> tuple[list[int], np.ndarray]:
                 )
             predicted[len(before) : len(through)] = True
     return whole, predicted
-
-
-def _ids(
-    template: Any, given: dict[str, Any], messages: list[dict[str, Any]], prompt: bool = False
-) -> list[int]:
-    if not messages:  # an answer that nothing precedes
-        return []
-    made = template.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True, **given)
-    return list(made["input_ids"])
 
 
 @functools.cache

@@ -36,7 +36,8 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can
 class Source:
     """One file, or a `table` of the datasets library.
 
-    `name`, relative and with /, decides its split; `size` is in bytes, 0 where a table is streamed.
+    `name`, relative and with /, decides its split; `size`: bytes, 0 where a table is streamed; `lenient`:
+    it is left out instead of being an error where it is no UTF-8.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class Source:
     size: int
     mtime_ns: int
     table: Any = None
+    lenient: bool = False
 
     @property
     def identity(self) -> list[str | int]:
@@ -54,11 +56,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Sources:
-    """Files in their order. `lenient`: a file that is no UTF-8 is left out instead of being an error."""
+    """Files in their order."""
 
     files: tuple[Source, ...]
     description: str
-    lenient: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def split_sources(files: tuple[Source, ...], fraction: float) -> tuple[list[Sour
     return [file for file in files if file.path not in chosen], held
 
 
-def read_documents(source: Source, text_field: str, lenient: bool = False) -> Iterator[str | Chat]:
+def read_documents(source: Source, text_field: str) -> Iterator[str | Chat]:
     """The documents of one file.
 
     A byte order mark is dropped, line ends are kept as they are; blank .jsonl lines and null texts are left
@@ -154,7 +155,7 @@ def read_documents(source: Source, text_field: str, lenient: bool = False) -> It
             else:
                 yield stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        if not lenient:
+        if not source.lenient:
             raise UserError(f"{path}: not UTF-8 (byte {error.start}); convert it") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: damaged gzip file ({error})") from None
@@ -182,7 +183,7 @@ def _pyarrow(path: Path) -> Any:
 def _stdlib_sources() -> Sources:
     root = Path(sysconfig.get_path("stdlib"))
     files = [
-        _source(file, name)
+        _source(file, name, lenient=True)
         for file, name in (_walk(root, _STDLIB_SKIPPED) if root.is_dir() else [])
         # what is generated for one machine is left out
         if name.endswith(".py") and not file.name.startswith("_sysconfigdata")
@@ -190,7 +191,7 @@ def _stdlib_sources() -> Sources:
     if not files:
         raise UserError(f"there is no source of the standard library in {root}; name text by --data.path")
     version = platform.python_version()
-    return Sources(tuple(files), f"the Python {version} standard library ({len(files)} files)", lenient=True)
+    return Sources(tuple(files), f"the Python {version} standard library ({len(files)} files)")
 
 
 def _expand(text: str, key: str) -> list[tuple[Path, str]]:
@@ -245,9 +246,9 @@ def _suffix(path: Path) -> str | None:
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
-def _source(file: Path, name: str) -> Source:
+def _source(file: Path, name: str, lenient: bool = False) -> Source:
     stat = file.stat()
-    return Source(file, name, stat.st_size, stat.st_mtime_ns)
+    return Source(file, name, stat.st_size, stat.st_mtime_ns, lenient=lenient)
 
 
 Records = Iterator[tuple[str, Any]]  # each with where it stands, for errors

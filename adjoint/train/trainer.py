@@ -431,7 +431,7 @@ class Trainer:
             f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
             f"d_model {self.config.model.d_model}; method: {method}\n"
             f"data: {data.description}: {data.n_train_tokens:,} tokens to train on{answers}, "
-            f"{data.n_eval_tokens:,} held out, unigram entropy {data.unigram_entropy:.4f} nats per token\n"
+            f"{len(data.eval.tokens):,} held out, unigram entropy {data.unigram_entropy:.4f} nats per token\n"
             f"tokenizer: {data.tokenizer.name}, {data.tokenizer.vocab_size:,} tokens\n"
             f"training: {settings.steps} steps of {self.config.data.batch * settings.grad_accumulation} x "
             f"{self.config.data.seqlen:,} tokens on {self.device} in {self.precision}\n"

@@ -164,7 +164,7 @@ class TextData:
     def __init__(self, seqlen: int, batch: int, seed: int, path: str | None = None) -> None:
         config = DataConfig(path=path, seqlen=seqlen, batch=batch, eval_tokens=HELD_OUT_TOKENS)
         self.data = open_data(config, seed=seed)
-        self.vocab_size = self.data.vocab_size
+        self.vocab_size = self.data.tokenizer.vocab_size
 
     def train(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(ids, labels) of one step after another."""
