@@ -63,11 +63,8 @@ def newest_checkpoint(directory: str | Path) -> Path | None:
 
 
 def checkpoint_at(path: Path, called: str) -> Path:
-    """A run's newest good checkpoint, or the checkpoint at the path itself.
-
-    Raises:
-        UserError: there is none; the message begins with ``called``, the user's words for the path.
-    """
+    """A run's newest good checkpoint, or the checkpoint at the path itself. A UserError where there is none
+    begins with ``called``, the user's words for the path."""
     if not (path / "checkpoints").is_dir():
         try:
             verify_checkpoint(path)
@@ -125,11 +122,8 @@ def read_trainer(path: Path) -> dict[str, Any]:
 
 
 class Tensors:
-    """The tensors of a checkpoint's model or optimizer files, read one at a time by name.
-
-    Args:
-        path: the checkpoint, or a folder of transformers. stem: "model", "optimizer" or "state".
-    """
+    """The tensors of a checkpoint's files, or those of a folder of transformers, read one at a time by name;
+    `stem` is "model", "optimizer" or "state"."""
 
     def __init__(self, path: Path, stem: str) -> None:
         from safetensors import safe_open
@@ -144,11 +138,7 @@ class Tensors:
             self.where |= dict.fromkeys(stored.keys(), stored)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A tensor by name; a tied table under either of its names.
-
-        Raises:
-            UserError: the checkpoint has none of that name.
-        """
+        """A tensor by name, a tied table under either of its names; a UserError where there is none."""
         tied = {"embedding.weight": "lm_head.weight", "lm_head.weight": "embedding.weight"}
         found = name if name in self.where else tied.get(name, name)
         if found not in self.where:

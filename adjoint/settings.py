@@ -31,12 +31,8 @@ _UNIONS = (typing.Union, types.UnionType)
 
 @dataclass(frozen=True)
 class Must:
-    """What holds of a value besides its type, as in ``Annotated[int, Must("an even number", is_even)]``.
-
-    Args:
-        words: the type and what holds, in words a user can act on.
-        holds: whether it does.
-    """
+    """What holds of a value besides its type, as in ``Annotated[int, Must("an even number", is_even)]``: in
+    words a user can act on, type included, and whether it does."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -51,11 +47,8 @@ Text = Annotated[str, Must("a text that is not empty", bool)]
 
 
 def whole_number(value: object) -> int:
-    """Read ``16384``, ``"16K"``, ``"1.5M"`` or ``"16_384"``, with K, M and G for 2¹⁰, 2²⁰ and 2³⁰.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """Read ``16384``, ``"16K"``, ``"1.5M"`` or ``"16_384"``, with K, M and G for 2¹⁰, 2²⁰ and 2³⁰; a
+    ValueError where it is none of these."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = re.fullmatch(r"([+-]?\d[\d_]*(?:\.\d+)?)([KMG]?)", str(value).strip(), re.IGNORECASE)
@@ -67,11 +60,8 @@ def whole_number(value: object) -> int:
 
 
 def read_value(value: Any, hint: Any) -> Any:
-    """A value out of a YAML file, a flag's text or a value from Python, as the annotation ``hint`` asks.
-
-    Raises:
-        ValueError: it does not fit: "expected …, got …".
-    """
+    """A value out of a YAML file, a flag's text or a value from Python, as the annotation ``hint`` asks; a
+    ValueError, "expected …, got …", where it does not fit."""
     origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
     with suppress(ValueError):
         if origin is Annotated:
@@ -132,11 +122,8 @@ def hints_of(cls: type) -> dict[str, Any]:
 
 
 def check_fields(section: str, config: Any) -> None:
-    """Bring every field of a dataclass to the type that its annotation says.
-
-    Raises:
-        UserError: a value does not fit; the message begins with ``section`` and the field's name.
-    """
+    """Bring every field of a dataclass to the type that its annotation says; a UserError that begins with
+    ``section`` and the field's name where a value does not fit."""
     for name, hint in hints_of(config.__class__).items():
         try:
             object.__setattr__(config, name, read_value(getattr(config, name), hint))

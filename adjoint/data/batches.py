@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from adjoint.batch import labelled, shift_labels
-from adjoint.data.cache import TokenCache, open_tokens
-from adjoint.data.mixture import Mixture, mixed_entropy
+from adjoint.data.cache import TokenCache, entropy, frequencies, open_tokens
 from adjoint.data.sources import Sources, find_sources
 from adjoint.data.tokenizer import Tokenizer, load_tokenizer
 from adjoint.documents import document_ends, from_separator
@@ -68,9 +67,6 @@ class DataConfig:
         eval_tokens: Most held-out tokens read at each evaluation; 0 for no evaluation.
         cache_dir: Where tokenized text is stored. Unset: $ADJOINT_CACHE, else $XDG_CACHE_HOME/adjoint, else
             ~/.cache/adjoint.
-
-    Raises:
-        UserError: A value is out of range or of the wrong type.
     """
 
     path: Paths = None
@@ -118,11 +114,7 @@ class Batches:
         fingerprint: str,
         consecutive: bool = False,
     ) -> None:
-        """tokens: (n,) integers, named by their fingerprint; seed: at least 0.
-
-        Raises:
-            UserError: there are too few tokens.
-        """
+        """tokens: (n,) integers, named by their fingerprint; a UserError where there are too few."""
         if len(tokens) < (needed := max(seqlen + 1, batch * seqlen if consecutive else 0)):
             rows = f" and {batch} continuous rows (data.batch)" if consecutive else ""
             raise UserError(
@@ -179,16 +171,11 @@ class Batches:
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a cursor that `state_dict` gave.
-
-        Raises:
-            UserError: The cursor is of other data, another seqlen, batch or seed.
-        """
+        """Go on from a cursor that `state_dict` gave; a UserError where it is of another run."""
         for name, here in self._identity().items():
             if state.get(name) != here:
                 raise UserError(
-                    f"the data cursor to resume from has {name} {state.get(name)!r}, this run has {here!r}: "
-                    "resume with the same data.path, data.tokenizer, data.seqlen, data.batch and seed"
+                    f"the data cursor to resume from has {name} {state.get(name)!r}, this run has {here!r}"
                 )
         self.epoch, self.position = state["epoch"], state["position"]
 
@@ -200,6 +187,46 @@ class Batches:
             "n_tokens": len(self.tokens),
             "fingerprint": self.fingerprint,
         }
+
+
+class Mixture:
+    """Batches whose rows come from several streams, `Batches` of one row each.
+
+    The next row is of the stream that lags furthest behind its weight: nothing is drawn, and after any number
+    of rows each stream has had its share, to one row or so. A stream that ends begins again.
+    """
+
+    begins = True
+
+    def __init__(self, parts: Sequence[Batches], weights: Sequence[float], batch: int) -> None:
+        self.parts, self.weights, self.batch = list(parts), list(weights), batch
+        self.taken = [0] * len(parts)
+
+    def __iter__(self) -> Mixture:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        rows = []
+        for _ in range(self.batch):
+            due = [(taken + 1) / weight for taken, weight in zip(self.taken, self.weights, strict=True)]
+            part = due.index(min(due))
+            self.taken[part] += 1
+            rows.append(next(self.parts[part]))
+        return torch.cat(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = [part.state_dict() for part in self.parts]
+        return {"weights": self.weights, "taken": list(self.taken), "batch": self.batch, "parts": parts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if (state.get("weights"), state.get("batch")) != (self.weights, self.batch):
+            raise UserError(
+                f"the data cursor to resume from has weights {state.get('weights')} and batch "
+                f"{state.get('batch')}, this run has {self.weights} and {self.batch}"
+            )
+        for part, own in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(own)
+        self.taken = list(state["taken"])
 
 
 class EvalBatches:
@@ -309,9 +336,7 @@ def open_data(
         eval=EvalBatches(tokens, config.seqlen, config.batch, config.eval_tokens),
         tokenizer=tokenizer,
         n_train_tokens=sum(len(cache.train) for cache in caches),
-        unigram_entropy=caches[0].unigram_entropy
-        if weights is None
-        else mixed_entropy([cache.train for cache in caches], shares),
+        unigram_entropy=caches[0].unigram_entropy if weights is None else _mixed_entropy(caches, shares),
         description=" + ".join(sources.description for sources in parts),
         fingerprint=" ".join(cache.fingerprint for cache in caches),
         packed=config.documents == "packed",
@@ -320,7 +345,7 @@ def open_data(
 
 
 def _check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
-    """Raises a UserError where a file is in two streams, or in training and held-out text."""
+    """A file must not be in two streams, nor in training and held-out text."""
     seen: set[Path] = set()
     for sources in [*parts, *held_out]:
         files = {file.path.resolve() for file in sources.files}
@@ -334,14 +359,21 @@ def _check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
 def _check_tokens(
     caches: Sequence[TokenCache], tokenizer: Tokenizer, vocab_size: int | None, config: DataConfig
 ) -> None:
-    """Raises a UserError where a model does not know all tokens, or documents cannot be told apart."""
+    """The model must know all tokens, and documents must be told apart."""
     if config.documents == "packed" and not all(cache.apart for cache in caches):
         token = tokenizer.decode(tokenizer.separator_ids)
         raise UserError(f"data.separator: {token!r} is inside conversations too; name another token")
     highest = max(cache.max_token_id for cache in caches)
     if vocab_size is not None and highest >= vocab_size:
         raise UserError(
-            f"token id {highest} in the text is out of range for model.vocab_size {vocab_size}: "
-            f"set model.vocab_size to {tokenizer.vocab_size}, the size of the tokenizer {tokenizer.name!r}, "
-            "or data.tokenizer to the model's own"
+            f"token id {highest} in the text is out of range for model.vocab_size {vocab_size}: set it to "
+            f"{tokenizer.vocab_size}, the tokenizer's size ({tokenizer.name}), or name another data.tokenizer"
         )
+
+
+def _mixed_entropy(caches: Sequence[TokenCache], weights: Sequence[float]) -> float:
+    shares = [frequencies(cache.train) for cache in caches]
+    mixed = np.zeros(max(map(len, shares)))
+    for share, weight in zip(shares, weights, strict=True):
+        mixed[: len(share)] += share * weight
+    return entropy(mixed)

@@ -61,11 +61,7 @@ def open_tokens(
     max_tokens: int | None = None,
 ) -> TokenCache:
     """The tokens of `sources`, from the cache or made now; a damaged cache is made again. `max_tokens`: most
-    that are read, the held-out ones counted.
-
-    Raises:
-        UserError: A source cannot be read, there is no text in them, or the cache folder cannot be written.
-    """
+    that are read, the held-out ones counted. A UserError where a source or the cache folder is no good."""
     files = [source.identity for source in sources.files]
     settings = [_FORMAT, tokenizer.identity, tokenizer.separator_ids, text_field, eval_fraction]
     settings += [] if max_tokens is None else [max_tokens]
@@ -188,12 +184,7 @@ def _documents(files: Iterable[Source], text_field: str, bar: Any) -> Iterator[s
 
 
 class _Writer:
-    """Writes the tokens of documents, the separator after each.
-
-    Attributes:
-        tokens: how many are written.
-        apart: whether the separator stands at the ends of conversations only.
-    """
+    """Writes the `tokens` of documents, counted, the separator after each; `apart` as of `TokenCache`."""
 
     def __init__(self, out: IO[bytes], tokenizer: Tokenizer) -> None:
         self.out, self.tokenizer = out, tokenizer

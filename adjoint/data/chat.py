@@ -19,11 +19,8 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[np.ndarray, bool]:
     whether the separator stands inside, too.
 
     Predicted are those that the template marks by ``{% generation %}``. With a template that marks none they
-    are what an answer adds to the conversation before it with the generation prompt.
-
-    Raises:
-        UserError: there is no chat template, it refuses the conversation, or it writes a beginning in another
-            way than the whole, so that nothing says which tokens are an answer's.
+    are what an answer adds to the conversation before it with the generation prompt; a UserError where that
+    cannot be told, because the template writes a beginning in another way than the whole.
     """
     if not tokenizer.chats:
         raise UserError(

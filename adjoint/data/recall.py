@@ -57,15 +57,11 @@ def needles(generator: np.random.Generator, batch: int, seqlen: int, depth: floa
 def hidden(
     haystack: Tensor, needle: Tensor, question: Tensor, answer: Tensor, depth: float
 ) -> tuple[Tensor, Tensor]:
-    """A haystack with a needle put in, and behind it the question and its answer.
-
-    Args:
-        haystack, needle, question, answer: (batch, tokens) int64 each.
-        depth: what share of the haystack stands before the needle, 0 to 1.
+    """A haystack with a needle put in, behind the share `depth` of it, and at its end the question and its
+    answer: (batch, tokens) int64 each.
 
     Returns:
-        ids and labels (batch, seqlen) int64, of as many tokens as all four have; labels, which the model
-        shifts, are -100 but for the answer's.
+        ids and labels (batch, seqlen) int64; labels, which the model shifts, are -100 but for the answer's.
     """
     at = int(depth * haystack.shape[1])
     ids = torch.cat([haystack[:, :at], needle, haystack[:, at:], question, answer], dim=1)
@@ -76,15 +72,10 @@ def hidden(
 
 def pass_key(tokenizer: Tokenizer, key: int) -> tuple[Tensor, Tensor, Tensor]:
     """A needle in words, "The pass key is 48213." on a line of its own (after Mohtashami & Jaggi 2023,
-    "Landmark attention", section 4.2); its question, the line up to the key; and the answer, the key.
+    "Landmark attention", section 4.2); its question, the line up to the key; and the answer, the key of five
+    digits: (1, tokens) int64 each.
 
     Where the key begins and ends is seen by comparing the line's tokens with those of other keys.
-
-    Args:
-        key: of five digits.
-
-    Returns:
-        (1, tokens) int64 each.
     """
     lines = [tokenizer.encode(LINE.format(n)) for n in (key, *(11111 * digit for digit in range(1, 10)))]
     before = _in_common(lines)

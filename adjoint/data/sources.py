@@ -64,12 +64,8 @@ class Sources:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation.
-
-    Attributes:
-        messages: with role and content each. tools: that the assistant may call.
-        place: where it stands, for errors.
-    """
+    """A conversation: messages with role and content each, tools that the assistant may call, and where it
+    stands, for errors."""
 
     messages: list[dict[str, Any]]
     tools: Any
@@ -80,11 +76,8 @@ def find_sources(
     path: str | Iterable[str] | None, key: str = "data.path", *, streaming: bool = False
 ) -> Sources:
     """The files that a key, `data.path`, names, each once, in a fixed order; None is the standard library's
-    sources. `streaming`: tables are downloaded as they are read.
-
-    Raises:
-        UserError: A path does not exist, a glob or folder holds no supported file, a file has another suffix.
-    """
+    sources. `streaming`: tables are downloaded as they are read. A UserError names the path that is no
+    good."""
     try:
         if path is None:
             return _stdlib_sources()
@@ -131,13 +124,10 @@ def split_sources(files: tuple[Source, ...], fraction: float) -> tuple[list[Sour
 
 
 def read_documents(source: Source, text_field: str) -> Iterator[str | Chat]:
-    """The documents of one file.
+    """The documents of one file; a UserError where it, or a record in it, cannot be read.
 
     A byte order mark is dropped, line ends are kept as they are; blank .jsonl lines and null texts are left
     out. A field with a list of messages is a conversation; `messages` is read where `text_field` is missing.
-
-    Raises:
-        UserError: The file cannot be read or decoded, or a record is not as it should be.
     """
     path = source.path
     if source.table is not None:
@@ -302,11 +292,7 @@ def _json_records(stream: Iterable[bytes], path: Path) -> Records:
 
 
 def _table(text: str, key: str, streaming: bool) -> Source:
-    """The table of ``hf:NAME[:split]``, by the datasets library; unless it streams it is kept on the disk.
-
-    Raises:
-        UserError: the library is not installed, or it finds none.
-    """
+    """The table of ``hf:NAME[:split]``, by the datasets library; unless it streams it is kept on the disk."""
     name, _, split = text.removeprefix("hf:").partition(":")
     split = split or "train"
     try:

@@ -17,8 +17,6 @@ class ByteTokenizer:
     """The UTF-8 bytes themselves: 256 tokens. Documents end with byte 0 unless `separator` says otherwise.
 
     Attributes:
-        name: As the user gave it.
-        vocab_size: Every id is below it.
         separator_ids: Close each document; may be empty.
         identity: Digest of what decides the ids.
         chats: Whether there is a chat template, which conversations need.
@@ -167,11 +165,8 @@ def check_bytes(directory: str, vocab_size: int) -> None:
 
 
 def load_tokenizer(tokenizer: str | None, separator: str | None = None) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names, bytes if None, with the separator of `data.separator`.
-
-    Raises:
-        UserError: No such file, not a tokenizer, a package is missing, or there is no separator.
-    """
+    """The tokenizer that `data.tokenizer` names, bytes if None, with the separator of `data.separator`; a
+    UserError where there is none."""
     if tokenizer in (None, ByteTokenizer.name):
         return ByteTokenizer(separator)
     return FileTokenizer(tokenizer, separator)

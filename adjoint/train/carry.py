@@ -16,27 +16,16 @@ STEM = "state"  # of their files in a checkpoint
 
 
 class Carried:
-    """The states that the last batch ended in, of all layers or of a shard's.
-
-    Args:
-        how: `training.carry_state`.
-        span: the numbers of the layers.
-
-    Attributes:
-        states: a tuple a layer; None before the first batch.
-    """
+    """The states that the last batch ended in, a tuple for each layer of `span`; None before the first batch.
+    `how` is `training.carry_state`."""
 
     def __init__(self, how: str, span: Sequence[int]) -> None:
         self.how, self.span = how, span
         self.states: list[State] | None = None
 
     def start(self, goes_on: bool, seed: int) -> list[State] | None:
-        """The states that the next batch starts from; None for zeros.
-
-        Args:
-            goes_on: whether it may start from others than zeros. seed: of noise; each layer has a generator
-                of its own, so that a shard draws what the whole would.
-        """
+        """The states that the next batch starts from; None for zeros, as where it does not go on from others.
+        Each layer draws noise by a generator of its own, so that a shard draws what the whole would."""
         if self.states is None or not goes_on:
             return None
         if self.how == "other":  # of another row too

@@ -44,20 +44,15 @@ def save_checkpoint(
     keep: int | None = None,
     spared: int | None = None,
 ) -> Path:
-    """Write ``directory/step-XXXXXXXX`` and return its path.
+    """Write ``directory/step-XXXXXXXX`` and return its path; if the disk refuses, earlier ones are as they
+    were.
 
     Args:
-        directory: the run's folder of checkpoints; made if missing.
-        step: optimizer steps done.
         write: writes the tensors' files to the folder that it is given, flushed, and returns their entries of
             the manifest by name: `model_files` in one process.
         trainer: what JSON can hold: data cursor, configuration, …
         rng: random generator states, tensors and plain values only.
-        keep: afterwards, delete all but the newest ``keep`` checkpoints; None keeps all.
-        spared: step of one that is kept besides.
-
-    Raises:
-        OSError: the disk refused; earlier checkpoints are as they were.
+        keep: afterwards, delete all but the newest ``keep`` checkpoints and that of the step ``spared``.
     """
     final = Path(directory) / f"step-{step:08d}"
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -98,8 +93,7 @@ def model_files(
     """What `save_checkpoint` writes of a model in one process.
 
     Args:
-        model: its ``state_dict`` is saved; tensors that are shared (a tied head) once; of a model with
-            adapters what is trained.
+        model: its ``state_dict`` is saved; shared tensors (a tied head) once; with adapters, what is trained.
         optimizer: its per-parameter state is saved by the parameter's name; None saves none.
         states: recurrent states that the next batch goes on from, by name.
         copied: what is written is all this as it is now, copied to the CPU, and not as it is by then.
@@ -142,12 +136,8 @@ def load_checkpoint(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fill ``model`` and ``optimizer`` from a checkpoint; return its (trainer, rng) dictionaries.
 
-    Args:
-        config: nested configuration of the run that loads; its "model" section must equal the checkpoint's.
-        verify: compare the checksums first.
-
     Raises:
-        UserError: the checkpoint is damaged, or is of another model: the first differing key is named.
+        UserError: the checkpoint is damaged, or is of another model than `config` says, or ``model`` is.
     """
     path = Path(path)
     if verify:

@@ -23,9 +23,6 @@ class Layout:
         replicas: each with all shards; they share the rows of every batch out.
         helpers: of each replica; they own no layers, and share the layer-local tasks of the shards, to which
             they are dealt out in turn.
-
-    Raises:
-        UserError: one of them is out of range, or there are no shards to be multiplied.
     """
 
     shards: NotNegative = 1
@@ -122,11 +119,8 @@ class Layout:
     # ------------------------------------------------------------------------------ what does not go together
 
     def check(self, model: Any, method: Any) -> None:
-        """Raises a UserError where a model or a method cannot be spread so.
-
-        Args:
-            model: a StackConfig, or what is known of a pretrained model: with `n_layer`.
-        """
+        """Raises a UserError where a model (a StackConfig, or what is known of a pretrained one) or a method
+        cannot be spread so."""
         if self.shards > model.n_layer:
             raise UserError(
                 f"cluster.shards: {self.shards} shards for {model.n_layer} layers; each needs one"
@@ -157,11 +151,8 @@ class Layout:
             )
 
     def check_chunks(self, method: Any, seqlen: int, chunk_size: int | None = None) -> None:
-        """Raises a UserError where some worker of a sequence would have no chunk.
-
-        Args:
-            chunk_size: tokens; None where it is not known yet, and the shortest there may be counts.
-        """
+        """Raises a UserError where some worker of a sequence would have no chunk, of the shortest length
+        there may be where it is not known yet."""
         size = chunk_size or self.chunk_size(method, seqlen, seqlen)
         chunks = -(-seqlen // size)
         if chunks < self.sequence:
@@ -172,13 +163,8 @@ class Layout:
             )
 
     def check_run(self, method: Any, carry_state: str, packed: bool, adapters: bool = False) -> None:
-        """Raises a UserError for what only one process can do.
-
-        Args:
-            carry_state: as ``training.carry_state``.
-            packed: whether a row holds several documents of a pretrained model.
-            adapters: whether the model has some (``model.lora``).
-        """
+        """Raises a UserError for what only one process can do; ``packed``: a row holds several documents of a
+        pretrained model."""
         if adapters:
             raise UserError("model.lora: shards do not train adapters; set cluster.shards to 0")
         if getattr(method, "memory", None) is not None:

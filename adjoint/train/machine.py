@@ -29,11 +29,7 @@ PACKAGES = (
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device of ``training.device``.
-
-    Raises:
-        UserError: no such device here.
-    """
+    """The torch device of ``training.device``; a UserError where there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -101,13 +97,9 @@ _HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()  # its terminal 
 
 
 class StopRequest:
-    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a request, honoured after the step; a second Ctrl-C or
-    SIGTERM kills. A terminal that closes often sends more than one SIGHUP: the others are not heard, nor is
-    any under nohup.
-
-    Attributes:
-        signal: the signal's number, or None while nobody has asked.
-    """
+    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a request, its number in `signal`, honoured after the
+    step; a second Ctrl-C or SIGTERM kills. A terminal that closes often sends more than one SIGHUP: the
+    others are not heard, nor is any under nohup."""
 
     def __init__(self) -> None:
         self.signal: int | None = None

@@ -51,11 +51,7 @@ def make_optimizer(
     """AdamW (Loshchilov & Hutter, 2019) over the groups above, ``without`` some parameters of the model; one
     fused kernel on CUDA. With ``muon`` the matrices among what decays are Muon's (Jordan et al., 2024), its
     steps scaled to AdamW's so that one learning rate does for both (Liu et al., 2025). With ``adamw8bit``
-    moments are kept in 8 bits, in blocks with a scale each (Dettmers et al., 2021), by torchao.
-
-    Raises:
-        UserError: torchao is asked for and not installed.
-    """
+    moments are kept in 8 bits, in blocks with a scale each (Dettmers et al., 2021), by torchao."""
     decayed, spared = parameter_groups(model, config.weight_decay, without)
     matrices: list[nn.Parameter] = []
     if config.optimizer == "muon":

@@ -12,14 +12,8 @@ from adjoint.files import new_figure, save_figure
 def plot_losses(
     metrics: Sequence[dict[str, Any]], path: str | Path, unigram_entropy: float | None = None, title: str = ""
 ) -> None:
-    """Draw training and held-out loss (nats per token) against steps, and the unigram entropy to beat.
-
-    Args:
-        metrics: rows of ``metrics.jsonl``: "step", "loss" and, where evaluated, "eval_loss".
-        path: the picture, replaced in one piece; its suffix gives the format.
-        unigram_entropy: entropy of the tokens' frequencies, nats per token.
-        title: one line above the picture.
-    """
+    """Draw training and held-out loss (nats per token) of rows of ``metrics.jsonl`` against steps, and the
+    entropy of the tokens' frequencies to beat, nats per token."""
     from matplotlib.ticker import MaxNLocator
 
     figure = new_figure(7, 4.2)

@@ -44,11 +44,7 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
 
 def find_checkpoint(name: str, flag: str = "") -> Path:
     """The checkpoint that a command line names: a run's newest good one, or one itself. `runs/` may be left
-    out.
-
-    Raises:
-        UserError: there is none.
-    """
+    out. A UserError where there is none."""
     called = f"{flag} {name}".strip()
     path = next((p for p in (Path(name), RUNS / name) if p.exists()), None)
     if path is None:
@@ -80,19 +76,12 @@ def _new_folder(name: str) -> RunFolder:
 
 
 class RunFolder:
-    """A run's folder, held by this process: a lock, and the metrics.
-
-    Attributes:
-        path: the folder.
-        rows: the metrics so far, a dictionary a step.
-    """
+    """A run's folder, `path`, held by this process: a lock, and `rows`, the metrics so far, a dictionary a
+    step."""
 
     def __init__(self, path: Path) -> None:
-        """Make ``path`` if need be and lock it.
-
-        Raises:
-            UserError: it is a file, or another process is writing to it.
-        """
+        """Make ``path`` if need be and lock it; a UserError where it is a file, or another process writes to
+        it."""
         if path.exists() and not path.is_dir():
             raise UserError(f"run.dir {path}: is a file; name a folder")
         path.mkdir(parents=True, exist_ok=True)

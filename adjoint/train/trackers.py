@@ -19,16 +19,9 @@ def are_trackers(text: str) -> bool:
 
 
 class Trackers:
-    """The open reports of a run.
+    """The open reports of a run to `names` (``training.report_to``).
 
-    Args:
-        names: ``training.report_to``.
-        path: the run's folder.
-        step: optimizer steps done; what was reported of later ones is done again.
-        config: the whole configuration as plain values.
-
-    Raises:
-        UserError: a package is not installed.
+    What was reported of steps after `step` is done again. A UserError where a package is not installed.
     """
 
     def __init__(self, names: str, path: Path, step: int, config: dict[str, Any]) -> None:

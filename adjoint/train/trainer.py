@@ -45,13 +45,7 @@ Gradients = tuple[float, list[int] | None]  # of a batch: its loss, and the wind
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
-
-    Attributes:
-        path: the run's folder.
-        step: optimizer steps done.
-        stopped_by: the signal that ended it early, or None.
-    """
+    """How a run ended: its folder, the optimizer steps done, and the signal that ended it early."""
 
     path: Path
     step: int
@@ -59,11 +53,8 @@ class Outcome:
 
 
 def train(config: Config) -> Outcome:
-    """Train as configured, from the beginning or from a checkpoint, and leave a finished run folder.
-
-    Raises:
-        UserError: something the user can mend: data, run folder, checkpoint, device, or a loss that diverged.
-    """
+    """Train as configured, from the beginning or from a checkpoint, and leave a finished run folder; a
+    UserError for what the user can mend."""
     folder, checkpoint = open_run(config.run)
     try:
         return Trainer(config, folder, checkpoint).run()
@@ -72,13 +63,8 @@ def train(config: Config) -> Outcome:
 
 
 class Trainer:
-    """One run: model, optimizer, data and where they are written.
-
-    Args:
-        config: the whole configuration.
-        folder: the run's folder, held.
-        checkpoint: where to continue from, or None.
-    """
+    """One run: model, optimizer, data and where they are written; it goes on from a checkpoint if there is
+    one."""
 
     # Of the device, if its data sheet is known, and of the products with parameters for a token.
     peak_flops: float | None = None
@@ -202,11 +188,11 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _gradients(self, ids: torch.Tensor, start: Start, number: int, heavier: float) -> Gradients:
-        """Add a batch's gradients, divided by the batches of a step, to those there are.
+        """Add the gradients of the batch `number`, divided by the batches of a step, to those there are.
 
         Args:
             ids: (batch, seqlen), see `labelled`. start: `Carried.start`'s arguments.
-            number: of the batch, from 0. heavier: how many times the weight of the batch the step's is.
+            heavier: how many times the weight of the batch the step's is.
         """
         if math.isinf(heavier) and not isinstance(self.model, Stack):  # nothing is predicted: no loss, or nan
             return 0.0, None
