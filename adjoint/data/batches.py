@@ -172,15 +172,15 @@ class Batches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a cursor that `state_dict` gave; a UserError where it is of another run."""
+        older = {"carry_state_previous": self.consecutive}  # cursors of older versions do not say
         for name, here in self._identity().items():
-            if state.get(name) != here:
-                raise UserError(
-                    f"the data cursor to resume from has {name} {state.get(name)!r}, this run has {here!r}"
-                )
+            if (there := state.get(name, older.get(name))) != here:
+                raise UserError(f"the data cursor to resume from has {name} {there!r}, this run has {here!r}")
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _identity(self) -> dict[str, int | str]:
         return {
+            "carry_state_previous": self.consecutive,
             "seed": self.seed,
             "seqlen": self.seqlen,
             "batch": self.batch,

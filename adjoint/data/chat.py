@@ -46,6 +46,8 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[np.ndarray, bool]:
     if separator and ids[-len(separator) :] != separator:
         answered = chat.messages[-1]["role"] == "assistant"
         ids, predicted = ids + separator, np.append(predicted, [answered] * len(separator))
+    if (highest := max(ids, default=0)) >= tokenizer.vocab_size:
+        raise UserError(f"{chat.place}: the chat template's token {highest} is not in {tokenizer.name}")
     places = range(len(ids) - len(separator)) if separator else ()
     inside = any(ids[i : i + len(separator)] == separator for i in places)
     return np.where(predicted, ids, ~np.array(ids, np.int64)), inside

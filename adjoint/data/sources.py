@@ -85,7 +85,8 @@ def find_sources(
         found: dict[Path, Source] = {}
         for each in paths:
             if each.startswith("hf:"):
-                found[Path(each)] = _table(each, key, streaming)
+                table = _table(each, key, streaming)
+                found[table.path] = table
                 continue
             for file, name in _expand(each, key):
                 # The same file named twice (overlapping globs, links) must not be in both splits.
@@ -295,6 +296,7 @@ def _table(text: str, key: str, streaming: bool) -> Source:
     """The table of ``hf:NAME[:split]``, by the datasets library; unless it streams it is kept on the disk."""
     name, _, split = text.removeprefix("hf:").partition(":")
     split = split or "train"
+    path = Path(f"hf:{name}:{split}")
     try:
         import datasets
     except ImportError:
@@ -302,11 +304,11 @@ def _table(text: str, key: str, streaming: bool) -> Source:
     try:
         if streaming:
             builder = datasets.load_dataset_builder(name)  # its hash names the files' versions
-            return Source(Path(text), f"{text}@{builder.hash}", 0, 0, builder.as_streaming_dataset(split))
+            return Source(path, f"{text}@{builder.hash}", 0, 0, builder.as_streaming_dataset(split))
         table = datasets.load_dataset(name, split=split)
     except Exception as error:  # connections, names, formats: each has its own
         raise UserError(f"{key} {text}: {' '.join(str(error).split())[:300]}") from None
-    return Source(Path(text), f"{text}@{table._fingerprint}", table.data.nbytes, 0, table)
+    return Source(path, f"{text}@{table._fingerprint}", table.data.nbytes, 0, table)
 
 
 def _table_records(table: Any, path: Path, field: str) -> Records:

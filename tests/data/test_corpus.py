@@ -87,6 +87,8 @@ def test_tables_of_the_datasets_library(tmp_path: Path, monkeypatch: pytest.Monk
     data = open_data(config)
     assert stream(data) == packed([TEXTS[0], TEXTS[2], TEXTS[1]])
     assert asked == [("org/name", "train[:3]")]
+    with pytest.raises(UserError, match=r"data\.validation_path: .*hf:org/name:train is trained on too"):
+        open_data(DataConfig(path="hf:org/name", validation_path="hf:org/name:train", text_field="body"))
     for path, field, said in [
         ("hf:nowhere", "body", r"data.path hf:nowhere: no such dataset"),
         ("hf:org/name", "text", r"hf:org/name: no field 'text'; there are 'id', 'body'"),

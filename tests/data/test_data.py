@@ -78,12 +78,18 @@ def test_cursor_resumes_at_every_place(batch: int) -> None:
         next(ahead)
 
 
-@pytest.mark.parametrize("name, other", [("batch", 3), ("fingerprint", "g"), ("tokens", np.arange(60))])
+@pytest.mark.parametrize(
+    "name, other",
+    [("batch", 3), ("fingerprint", "g"), ("tokens", np.arange(60)), ("consecutive", True)],
+)
 def test_cursor_of_another_run_is_refused(name: str, other: Any) -> None:
     """By the name of what differs; seqlen and seed are rows of tests/tools/test_refused.py."""
     own: dict[str, Any] = {"tokens": np.arange(50), "seqlen": 8, "batch": 2, "seed": 0, "fingerprint": "f"}
-    with pytest.raises(UserError, match=f"has (n_)?{name} .*, this run has"):
-        Batches(**{**own, name: other}).load_state_dict(Batches(**own).state_dict())
+    said = {"tokens": "n_tokens", "consecutive": "carry_state_previous"}.get(name, name)
+    one, another = Batches(**own), Batches(**{**own, name: other})
+    for here, there in ((one, another), (another, one)):
+        with pytest.raises(UserError, match=f"has {said} .*, this run has"):
+            here.load_state_dict(there.state_dict())
 
 
 # Evaluation
