@@ -13,10 +13,8 @@ import adjoint
 from tests.hf.hf_models import (
     assert_exact,
     current_gradients,
-    loss_and_gradients,
     make,
     make_batch,
-    one_line,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
@@ -85,38 +83,3 @@ def test_embeddings_have_the_models_own_gradient(name: str, method: Any, call: C
         assert embeds.grad is not None
         found.append((loss.detach(), {**current_gradients(model), "embeddings": embeds.grad}))
     assert_exact(*found)
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    "a call has either input_ids or inputs_embeds, one of them": {"input_ids": IDS},
-    "a call has either input_ids or inputs_embeds": {"inputs_embeds": None},
-    "inputs_embeds must be (batch, seqlen, 24) floating point numbers, got torch.float64 (2, 29, 23)": {
-        "inputs_embeds": torch.zeros(2, 29, 23, dtype=torch.float64)
-    },
-    "labels must be whole numbers of input_ids' shape (2, 29)": {"labels": IDS[:, 1:]},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_refused_of_embeddings(message: str) -> None:
-    model = adjoint.wrap(make(LLAMA), EXACT)
-    with one_line(message):
-        model(**{**BATCH, "inputs_embeds": torch.zeros(2, 29, 24), **REFUSED[message]})
-
-
-@pytest.mark.parametrize(
-    ("name", "inputs"),
-    [
-        ("ErnieForCausalLM", ["task_type_ids"]),
-        ("RoCBertForCausalLM", ["input_shape_ids", "input_pronunciation_ids"]),
-    ],
-)
-def test_other_inputs_with_a_value_per_token(name: str, inputs: list[str]) -> None:
-    """Dropout is off."""
-    draw = torch.Generator().manual_seed(2)
-    given = {n: torch.randint(3, IDS.shape, generator=draw) for n in inputs}
-    models = [make(name).eval() for _ in range(2)]
-    adjoint.wrap(models[0], EXACT)
-    found = [loss_and_gradients(model, input_ids=IDS, **BATCH, **given) for model in models]
-    assert_exact(*found)
-    assert abs(found[0][0] - models[0](input_ids=IDS, **BATCH).loss) > 1e-6

@@ -320,8 +320,11 @@ INSIDE[0, 5] = 0
 FOUR = torch.ones(2, 1, 29, 29).tril()
 PIXELS = torch.zeros(1, 3, 8, 8)
 
+FEW = NEW_IDS % 3
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "token_type_ids": (GPT2, {"token_type_ids": NEW_IDS}),
+    "task_type_ids": ("ErnieForCausalLM", {"task_type_ids": FEW}),
+    "shapes": ("RoCBertForCausalLM", {"input_shape_ids": FEW, "input_pronunciation_ids": FEW.flip(1)}),
     "int32": (LLAMA, {"input_ids": IDS.int(), "attention_mask": BATCH["attention_mask"].int()}),
     "positions of padding": (LLAMA, {"position_ids": RIGHT_POSITIONS}),
     "what is no more than the default": (LLAMA, {"output_attentions": False, "logits_to_keep": 0}),
@@ -375,6 +378,12 @@ CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
         "cu_seq_lens_q": torch.tensor([0, 29])
     },
     "position_ids and seq_idx describe different documents": {"position_ids": ROW, "seq_idx": ROW // 9},
+    "a call has either input_ids or inputs_embeds, one of them": {"inputs_embeds": torch.zeros(2, 29, 24)},
+    "a call has either input_ids or inputs_embeds": {"input_ids": None},
+    "inputs_embeds must be (batch, seqlen, 24) floating point numbers, got torch.float32 (2, 29, 23)": {
+        "input_ids": None,
+        "inputs_embeds": torch.zeros(2, 29, 23),
+    },
 }
 NO_LLAMA = {"GPT2": GPT2, "encoder": GPT2, "dict": "Gemma3ForCausalLM"}  # by a part of the message
 
