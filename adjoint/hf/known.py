@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from adjoint.engine.sharded import is_sharded, largest, reshard
 from adjoint.hf import check, first_use, mini_sequence, router
@@ -132,7 +133,7 @@ def compared(model: Any, kind: Kind, call: Call | None = None) -> Known:
     check.refuse_other_losses(model, kind.routed, (check.ROUTED, check.Z_LOSS))
     check.refuse_what_is_known(model)
     if kind.routed:
-        router.record(model)
+        maybe_install_capturing_hooks(backbone_of(model))  # now and not at the first call: a hook is a change
     known = known_of(model)
     ways = first_use.ways(record_of(model).method, kind)
     known.once(kind, first_use.compare, model, *ways, *first_use.NOT_THE_SAME)

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from adjoint.engine.first_use import alike, some_numbers
 from adjoint.engine.sums import Sum
 from adjoint.hf import check
 from adjoint.hf.head import Output, own_output
-from adjoint.hf.layers import backbone_of
 from adjoint.kernels.checks import accumulate_dtype
 
 COUNTED = "attention_mask"  # of a chunk's inputs, (batch, tokens): the tokens that count
@@ -50,44 +48,24 @@ class Balance(Sum):
 
 
 class Logits:
-    """The logits of a backbone's routers, for whoever makes a loss of them.
-
-    Args:
-        tokens: of the sequences.
+    """The logits of a backbone's routers, for whoever makes a loss of them: they go beside its hidden states.
 
     Attributes:
-        layers: (batch, tokens, experts) of each router after the forward.
-        cotangents: of them, to be set before the backward.
+        parts: of the hidden states and of each router's logits, the width and the dtype.
     """
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self.layers: list[Tensor] = []
-        self.cotangents: Sequence[Tensor] | None = None
+    parts: Sequence[tuple[int, torch.dtype]] = ()
 
-    def attached(self, hidden: Tensor, router_logits: Sequence[Tensor], start: int) -> Tensor:
-        """Notes those of a chunk that begins at token `start`; gives its hidden states (batch, tokens,
-        hidden_size), whose backward hands the logits their cotangents."""
-        return _Attached.apply(hidden, self, start, *router_logits)
+    def attached(self, hidden: Tensor, router_logits: Sequence[Tensor], _: int) -> Tensor:
+        """One tensor (batch, tokens, width) of a chunk's hidden states and its routers' logits."""
+        tensors = [hidden, *(t.view(*hidden.shape[:2], -1) for t in router_logits)]
+        self.parts = [(t.shape[-1], t.dtype) for t in tensors]
+        return torch.cat(tensors, dim=-1)
 
-
-class _Attached(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, whole: Logits, start: int, *logits: Tensor) -> Tensor:
-        rows, tokens = hidden.shape[:2]
-        ctx.whole, ctx.tokens, ctx.shapes = whole, slice(start, start + tokens), [t.shape for t in logits]
-        if whole.cotangents is None:  # else they were noted before
-            if not whole.layers:
-                whole.layers = [t.new_empty(rows, whole.tokens, t.shape[-1]) for t in logits]
-            for layer, t in zip(whole.layers, logits, strict=True):
-                layer[:, ctx.tokens] = t.view(rows, tokens, -1)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> Any:
-        given = ctx.whole.cotangents or [None] * len(ctx.shapes)
-        pairs = zip(given, ctx.shapes, strict=True)
-        return d, None, None, *(None if g is None else g[:, ctx.tokens].reshape(shape) for g, shape in pairs)
+    def taken_apart(self, both: Tensor) -> list[Tensor]:
+        """Undoes `attached`."""
+        pieces = both.split([width for width, _ in self.parts], dim=-1)
+        return [piece.to(dtype) for piece, (_, dtype) in zip(pieces, self.parts, strict=True)]
 
 
 @torch.no_grad()
@@ -122,8 +100,3 @@ def coefficient(model: Any) -> float:
             "its routers' loss is not the usual load-balancing loss; set output_router_logits to False",
         )
     return float(found.loss / found.aux_loss)
-
-
-def record(model: Any) -> None:
-    """Has transformers put its hooks on the routers now and not at the first call, as a hook is a change."""
-    maybe_install_capturing_hooks(backbone_of(model))

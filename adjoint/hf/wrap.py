@@ -242,13 +242,13 @@ def _hidden_by_chunks(call: Call) -> Any:
         )
     known = compared(call.model, call.kind, call)
     stage = Backbone(call.model, known.slots, recompute=recompute_of(record_of(call.model).method))
-    stage.logits = Logits(batch.seqlen) if call.kind.routed else None
+    stage.logits = Logits() if call.kind.routed else None
     steps = _steps(known, [stage, Collect(batch.seqlen)], batch, starts)
-    hidden, *logits = _Hidden.apply(steps, *steps.parameters, *steps.initial)
-    made = Output(last_hidden_state=hidden.reshape(*call.ids.shape, -1))
-    if call.kind.routed:
-        made.router_logits = tuple(layer.flatten(0, 1) for layer in logits)
-    return made
+    hidden = _Hidden.apply(steps, *steps.parameters, *steps.initial).reshape(*call.ids.shape, -1)
+    if stage.logits is None:
+        return Output(last_hidden_state=hidden)
+    hidden, *logits = stage.logits.taken_apart(hidden)
+    return Output(last_hidden_state=hidden, router_logits=tuple(layer.flatten(0, 1) for layer in logits))
 
 
 @torch.no_grad()
@@ -298,27 +298,23 @@ def _as_it_is(known: Known) -> Around:
 
 
 class _Hidden(torch.autograd.Function):
-    """Parameters, and embeddings given instead of ids, → hidden states, and routers' logits."""
+    """Parameters, and embeddings given instead of ids, → what `Collect` gathers."""
 
     @staticmethod
     def forward(ctx: Any, steps: Steps, *tensors: Tensor) -> Any:
         steps.forward()
         ctx.steps = steps
         ctx.save_for_backward(*tensors, *steps.batch.tensors)
-        stages: Any = steps.worker.stages
-        backbone, collected = stages
-        # other objects than stages keep: a function that held its own output would hold itself
-        logits = () if backbone.logits is None else [layer.detach() for layer in backbone.logits.layers]
-        return collected.hidden.detach(), *logits
+        collected: Any = steps.worker.stages[1]
+        return (
+            collected.hidden.detach()
+        )  # another object: a function that held its own output would hold itself
 
     @staticmethod
     @differentiable_once("a backbone by chunks")
-    def backward(ctx: Any, d: Tensor, *d_logits: Tensor) -> Any:
+    def backward(ctx: Any, d: Tensor) -> Any:
         _ = ctx.saved_tensors  # the check for changes in place happens on access
-        backbone, collected = ctx.steps.worker.stages
-        collected.cotangent = d
-        if backbone.logits is not None:
-            backbone.logits.cotangents = d_logits
+        ctx.steps.worker.stages[1].cotangent = d
         gradients, d_initial = ctx.steps.backward(None, [None] * len(ctx.steps.initial))
         return None, *handed_over(ctx.steps.parameters, gradients), *d_initial
 
