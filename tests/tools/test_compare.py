@@ -56,6 +56,15 @@ def test_a_hybrid(model: Path, here: list[Any], capsys: pytest.CaptureFixture[st
     assert [p["length"] for p in here] == [32, 32, 64, 96]
 
 
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference(model: Path, here: list[Any]) -> None:
+    """A bias of OPT's keys changes no attention: its gradients are noise, whole or by chunks."""
+    config = make("OPTForCausalLM").config
+    config.architectures = ["OPTForCausalLM"]
+    config.save_pretrained(model)
+    assert main(["compare", "model", *ASKED, "--ways", "wrapped", "--method.chunk_size", "8"]) == 0
+    assert 0 < written()["gradients"]["difference"] < 1e-4
+
+
 def test_lengths_are_doubled_until_they_do_not_fit(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from adjoint import memory
+from adjoint.engine.first_use import SHARE
 from adjoint.tools.points.process import Point
 
 BEYOND = 64  # times the longest measured length: lines are not drawn further
@@ -68,7 +69,9 @@ def measured(
 
 def gradients_apart(ways: Iterable[tuple[str, Passes]], ids: Tensor) -> dict[str, Point]:
     """How far gradients are from those of the first of some ways of one model, which are made one after the
-    other: for each, the loss, the largest relative L2 distance of a parameter's, and which it is."""
+    other: for each, the loss, the largest relative L2 distance of a parameter's, and which it is. It is
+    relative to the gradient's size or, if that is smaller, to `SHARE` of all gradients': where a gradient is
+    zero but for rounding, as of biases of keys, its own size says nothing."""
     expected: dict[str, Tensor | None] = {}
     found: dict[str, Point] = {}
     for way, (model, loss_of) in ways:
@@ -78,16 +81,17 @@ def gradients_apart(ways: Iterable[tuple[str, Passes]], ids: Tensor) -> dict[str
         own = {name: parameter.grad for name, parameter in model.named_parameters()}
         model.zero_grad()
         expected = expected or own
-        apart, worst = max((_apart(grad, expected[name]), name) for name, grad in own.items())
+        least = SHARE * math.hypot(*(float(g.double().norm()) for g in expected.values() if g is not None))
+        apart, worst = max((_apart(grad, expected[name], least), name) for name, grad in own.items())
         found[way] = {"difference": apart, "parameter": worst, "loss": loss.item()}
         del model, loss_of, loss, own  # before the next model is made
     return found
 
 
-def _apart(got: Tensor | None, expected: Tensor | None) -> float:
+def _apart(got: Tensor | None, expected: Tensor | None, least: float) -> float:
     if got is None or expected is None:
         return 0.0 if got is expected else math.inf
-    size = float(expected.double().norm())
+    size = max(float(expected.double().norm()), least)
     apart = float((got.double() - expected.double()).norm()) / (size or 1.0)
     return apart if math.isfinite(apart) else math.inf
 
