@@ -91,7 +91,7 @@ def test_tables_of_the_datasets_library(tmp_path: Path, monkeypatch: pytest.Monk
         open_data(DataConfig(path="hf:org/name", validation_path="hf:org/name:train", text_field="body"))
     for path, field, said in [
         ("hf:nowhere", "body", r"data.path hf:nowhere: no such dataset"),
-        ("hf:org/name", "text", r"hf:org/name: no field 'text'; there are 'id', 'body'"),
+        ("hf:org/name", "text", r"hf:org/name:train: no field 'text'; there are 'id', 'body'"),
         ("hf:org/name", "id", r"field 'id' is int, not text"),
     ]:
         with pytest.raises(UserError, match=said):
