@@ -70,7 +70,6 @@ def measure(point: Point) -> Point:
 class Fleet(Benchmark):
     name = "fleet"
     module = "benchmarks.fleet"
-    packages = ("torch", "triton")
     whole = ("models", "gpus", "devices")
     document = "docs/paper.md"
     caption = "Tokens per second against GPUs, planned and simulated, with the ideal lines"
@@ -78,10 +77,7 @@ class Fleet(Benchmark):
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--models", MODELS)
         runner.add_choice(parser, "--gpus", BANDWIDTHS)
-        parser.add_argument("--devices", type=int, nargs="+", default=DEVICES, help="GPUs (8 64 1024)")
-
-    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        runner.at_least(parser, options, devices=1)
+        runner.add_counts(parser, devices=(DEVICES, "GPUs"))
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         """Both GPUs after one another: most of their programs are the same."""

@@ -79,7 +79,7 @@ class Fsdp(Benchmark):
     document = "docs/models.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--lengths", type=runner.tokens, nargs="+", default=[2048, 8192], help="(2K 8K)")
+        runner.add_counts(parser, lengths=([2048, 8192], "tokens"))
         runner.add_choice(parser, "--models", ["Mamba-2", "Bamba-like"])
 
     def points(self, options: argparse.Namespace) -> list[Point]:
@@ -106,7 +106,7 @@ class Fsdp(Benchmark):
     def markdown(self, result: Row) -> str:
         title = "peak memory of a process above a short pass · time per token"
         name = "{model}, {way}".format_map
-        return report.by_length(title, result["rows"], name, report.memory_and_time)
+        return report.pivot([title], result["rows"], name, "length", report.memory_and_time)
 
 
 if __name__ == "__main__":

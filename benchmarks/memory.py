@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from adjoint.tools.points import show
 from adjoint.tools.points.process import Point
@@ -92,7 +92,7 @@ FIELDS = {
 class Memory(steps.StepBenchmark):
     name = "memory"
     uses = ("memory", "segments")
-    lengths = (4096, 16384, 65536)
+    lengths: ClassVar = [4096, 16384, 65536]
     above, first = "imports", 128
     checked = (({"method": "hf-mamba2-checkpoint"}, 2e9), ({"method": "backprop-checkpoint"}, 2e9))
     whole = ("lengths", "methods", "allocators")

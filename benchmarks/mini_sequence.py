@@ -28,10 +28,8 @@ class MiniSequence(Benchmark):
     whole = ("tokens", "words")
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add("--tokens", type=runner.tokens, default=16384, help="(16K)")
-        add("--plain-tokens", type=runner.tokens, default=8192, help="of the plain head (8K)")
-        add("--words", type=int, default=128256, help="of the vocabulary (default %(default)s)")
+        runner.add_counts(parser, tokens=(16384, "in slices"), plain_tokens=(8192, "of the plain head"),
+                          words=(128256, "of the vocabulary"))  # fmt: skip
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         model = {"class": "LlamaForCausalLM", "vocab_size": options.words, "hidden_size": HIDDEN,

@@ -91,11 +91,9 @@ class Mixers(Benchmark):
     document = "docs/method.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
         runner.add_choice(parser, "--mixers", MIXERS)
-        add("--lengths", type=runner.tokens, nargs="+", default=[4096, 16384], help="tokens (4K and 16K)")
-        add("--rounds", type=int, default=5, help="of each method in a process, after the first (5)")
-        add("--repeats", type=int, default=3, help="processes a point (3)")
+        runner.add_counts(parser, lengths=([4096, 16384], "tokens"), repeats=(3, "processes a point"),
+                          rounds=(5, "of each method in a process, after the first"))  # fmt: skip
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         """The repeats are outermost."""
@@ -119,12 +117,11 @@ class Mixers(Benchmark):
 
     def markdown(self, result: Row) -> str:
         """A line a mixer and method, a column a length."""
-        return report.by_length(
-            "time per token · ratio to the mixer's first line",
-            result["rows"],
-            lambda row: f"{row['mixer']}, {row['method']}",
+        title = "time per token · ratio to the mixer's first line"
+        return report.pivot(
+            [title], result["rows"], "{mixer}, {method}".format_map, "length",
             lambda row: f"{row['ms_per_token']:.3f} ms · {row['ratio']:.2f}",
-        )
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class RealSize(Wrapped):
         "MiniSequence": {"method": "MiniSequence"},
         "wrapped": WAYS["wrapped"][0],
     }
-    lengths = (1024, 2048, 32768)
+    lengths: ClassVar = [1024, 2048, 32768]
     repeats = 1
     ratios = (("memory_bytes", "ms_per_token"), {"way": "MiniSequence"}, ("model", "allocator", "length"))
     compared = (1500, {"checkpointing": True})

@@ -80,15 +80,10 @@ class Recall(Benchmark):
     document, caption = "docs/convergence.md", "Needles found, by mixer"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
         runner.add_choice(parser, "--mixers", [*MIXERS, HYBRID])
-        add("--seqlen", type=runner.tokens, default=128, help="tokens trained on (default %(default)s)")
-        add("--steps", type=int, default=1000, help="of training, 32 sequences each (default %(default)s)")
-        add("--lr", type=float, default=1e-2, help="highest learning rate (default %(default)s)")
-        add("--seed", type=int, default=0)
-
-    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        runner.at_least(parser, options, seqlen=4 * max(PAIRS), steps=1)  # for all pairs and their questions
+        runner.add_counts(parser, seqlen=(128, "tokens trained on"), steps=(1000, "of 32 sequences each"))
+        parser.add_argument("--lr", type=float, default=1e-2, help="highest learning rate")
+        parser.add_argument("--seed", type=int, default=0, help="of weights and data")
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         given = {name: getattr(options, name) for name in ("seqlen", "steps", "lr", "seed")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import statistics
 import subprocess
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,21 +102,19 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: Co
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (heads, rule, *rows))
 
 
-def by_length(
-    title: str,
-    rows: Sequence[Row],
-    name: Callable[[Row], str],
-    cell: Callable[[Row], str],
-    empty: str = "–",
-) -> str:
-    """A Markdown table with a line for each `name` and a column for each length."""
-    lengths = sorted({row["length"] for row in rows})
-    lines: dict[Hashable, dict[int, str]] = {}
+def pivot(
+    heads: Sequence[str], rows: Sequence[Row], line: Sequence[str] | Callable[[Row], str], column: str,
+    cell: Callable[[Row], str], head: Callable[[Any], str] = "{:,} tokens".format,
+) -> str:  # fmt: skip
+    """A Markdown table with a line for each value of `line`, fields of a row or a function of it, and after
+    these, headed `heads`, a column for each value of the field `column`."""
+    values = sorted({row[column] for row in rows})
+    lines: dict[tuple[str, ...], dict[Any, str]] = {}
     for row in rows:
-        lines.setdefault(name(row), {})[row["length"]] = cell(row)
-    heads = [title, *(f"{n:,} tokens" for n in lengths)]
-    table = ([str(label), *(cells.get(n, empty) for n in lengths)] for label, cells in lines.items())
-    return markdown_table(heads, table)
+        key = (line(row),) if callable(line) else tuple(row[field] for field in line)
+        lines.setdefault(key, {})[row[column]] = cell(row)
+    table = ([*map(str, key), *(cells.get(v, "–") for v in values)] for key, cells in lines.items())
+    return markdown_table([*heads, *map(head, values)], table, left=range(len(heads)))
 
 
 def with_table(document: str, name: str, table: str) -> str:

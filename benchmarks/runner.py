@@ -40,9 +40,11 @@ Found = list[tuple[Point, Point]]  # points, and what is known of each
 # ----------------------------------------------------------------------------------------------- command line
 
 
-def tokens(text: str) -> int:
-    """A `type=` of argparse: 16384, 16K or 1M."""
-    return whole_number(text)
+def count(text: str) -> int:
+    """A `type=` of argparse: 16384, 16K or 1M, and no less than one."""
+    if (found := whole_number(text)) < 1:
+        raise ValueError
+    return found
 
 
 def size(text: str) -> int:
@@ -57,24 +59,20 @@ def add_choice(parser: argparse.ArgumentParser, flag: str, names: Collection[str
     )
 
 
-def is_gpu(parser: argparse.ArgumentParser, device: str) -> bool:
-    """Whether `--device` is a GPU. What is neither one of this machine's nor the CPU ends the program with
-    exit code 2."""
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        parser.error(f"--device {device}: cpu or cuda")
-    if device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"--device {device}: torch sees no CUDA device here")
-    return device != "cpu"
+def add_counts(parser: argparse.ArgumentParser, **flags: tuple[Any, str]) -> None:
+    """Flags that take a count, or where the default is a list several: default and help of each."""
+    for name, (default, text) in flags.items():
+        several: dict[str, Any] = {"nargs": "+"} if isinstance(default, list) else {}
+        parser.add_argument(f"--{name.replace('_', '-')}", type=count, default=default, help=text, **several)
 
 
-def at_least(parser: argparse.ArgumentParser, options: argparse.Namespace, **least: float) -> None:
-    """End the program with exit code 2 where an option, or one of several values of it, is below its
-    least."""
-    for name, bound in least.items():
-        given = getattr(options, name)
-        values = given if isinstance(given, list | tuple) else [] if given is None else [given]
-        if any(value < bound for value in values):
-            parser.error(f"--{name.replace('_', '-')} must be {bound:g} or more")
+def device(text: str) -> str:
+    """A `type=` of argparse: the CPU, or a GPU that is here."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise ValueError
+    if text != "cpu" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"torch sees no {text} here")
+    return text
 
 
 # ---------------------------------------------------------------------------------------------------- journal
@@ -207,7 +205,10 @@ class Benchmark:
     def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
         """Read the command line. Wrong values end the program with exit code 2 and one line."""
         description = (sys.modules[type(self).__module__].__doc__ or "").partition("\n")[0]
-        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}", description=description)
+        parser = argparse.ArgumentParser(
+            prog=f"python -m benchmarks.{self.name}", description=description,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )  # fmt: skip
         add = parser.add_argument
         add("--out", type=Path, help=f"folder of the results (default runs/benchmarks/{self.name})")
         add("--fresh", action="store_true", help="measure again what was measured before")
@@ -236,7 +237,7 @@ class Benchmark:
             result, failed = self.load((options.out or RESULTS) / stem), False
         else:
             result, failed = self.run(options, folder)
-        if result["complete"] or self.finished(result):
+        if result["complete"] or result["rows"]:
             self.show(result, folder / stem)
         if not result["complete"]:
             return 130
@@ -294,10 +295,6 @@ class Benchmark:
         elif journal.done:
             print(f"Going on: {len(journal.done)} points were finished before.", file=sys.stderr)
         return journal
-
-    def finished(self, result: Row) -> bool:
-        """Whether a stopped run has something to show."""
-        return bool(result["rows"])
 
     def load(self, stem: Path) -> Row:
         """Results as `save` writes them."""

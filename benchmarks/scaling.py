@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from adjoint.engine.grid import Key, Tile
@@ -188,17 +188,15 @@ class Scaling(Benchmark):
     whole = ("lengths", "windows", "our_window", "slice_length")
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        add, lengths = parser.add_argument, [1024 * 4**k for k in range(6)]
-        add("--lengths", type=runner.tokens, nargs="+", default=lengths, help="contexts (default: 1K … 1M)")
-        add("--windows", type=int, nargs="+", default=[15, 100, 500, 2500], help="T̄ of the paper's curves")
-        add("--our-window", type=int, default=256, help="window of Truncated and LayerLocal (256)")
-        add("--slice-length", type=runner.tokens, default=100 * 1024, help="context of the 56 slices (100K)")
-        for field in fields(Assumptions):
-            name = f"--{field.name.replace('_', '-')}"
-            add(name, type=type(field.default), default=field.default, help=f"default {field.default:g}")
+        runner.add_counts(
+            parser, lengths=([1024 * 4**k for k in range(6)], "contexts"),
+            windows=([15, 100, 500, 2500], "T̄ of the paper's curves"),
+            our_window=(256, "window of Truncated and LayerLocal"),
+            slice_length=(100 * 1024, "context of the 56 slices"),
+        )  # fmt: skip
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        shared = {"our_window": options.our_window, "assumptions": self._assumptions(options)}
+        shared = {"our_window": options.our_window, "assumptions": asdict(Assumptions())}
         answers = [{"answer": "figure 6", "context": n, "windows": options.windows} for n in options.lengths]
         answers.append({"answer": "slices", "context": options.slice_length})
         return [{**answer, **shared} for answer in answers]
@@ -208,7 +206,7 @@ class Scaling(Benchmark):
 
     def payload(self, options: argparse.Namespace, found: Found) -> Row:
         slices = [r["rows"] for p, r in found if p["answer"] == "slices" and "rows" in r]
-        return {"assumptions": self._assumptions(options), "our_window": options.our_window,
+        return {"assumptions": asdict(Assumptions()), "our_window": options.our_window,
                 "slices": slices[0] if slices else []}  # fmt: skip
 
     def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
@@ -241,10 +239,6 @@ class Scaling(Benchmark):
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         yield "", draw(result["rows"], result["assumptions"]), ""
 
-    @staticmethod
-    def _assumptions(options: argparse.Namespace) -> Row:
-        return asdict(Assumptions(**{f.name: getattr(options, f.name) for f in fields(Assumptions)}))
-
 
 # ---------------------------------------------------------------------------------------------- what is shown
 
@@ -258,15 +252,8 @@ def _name(row: Row) -> str:
 
 def days_table(rows: Sequence[Row]) -> str:
     """A line for each method and devices, a column for each context."""
-    lengths = list(dict.fromkeys(row["context"] for row in rows))
-    return report.markdown_table(
-        ["planned, days", "devices", *map(show.tokens, lengths)],
-        [
-            [*name, *(f"{points[length]:.3g}" for length in lengths)]
-            for name, points in curves_of(rows).items()
-        ],
-        left=(0, 1),
-    )
+    heads, line = ["planned, days", "devices"], ("method", "devices")
+    return report.pivot(heads, rows, line, "context", lambda row: f"{row['days']:.3g}", show.tokens)
 
 
 def curves_of(figure: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:

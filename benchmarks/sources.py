@@ -292,17 +292,12 @@ def measure(point: Point) -> Point:
 class Sources(Benchmark):
     name = "sources"
     module = "benchmarks.sources"
-    packages = ("torch", "transformers", "triton")
     whole = ("tables", "lengths")
     document = "docs/paper.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--tables", TABLES)
-        parser.add_argument("--lengths", type=runner.tokens, nargs="+", default=LENGTHS,
-                            help="contexts of figure 1 (default 4K … 1M)")  # fmt: skip
-
-    def environment(self, options: argparse.Namespace) -> Row:
-        return report.environment(*self.packages)
+        runner.add_counts(parser, lengths=(LENGTHS, "contexts of figure 1"))
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         found: dict[str, list[Point]] = {
@@ -345,13 +340,9 @@ class Sources(Benchmark):
 
 
 def _figure_1(rows: Sequence[Row]) -> str:
-    lengths = sorted({row["tokens"] for row in rows})
-    lines: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if row["method"] != "Backprop, checkpointing" or row["model"] == MODELS[-1]:
-            lines.setdefault((row["model"], row["method"]), []).append(f"{row['bytes'] / 1e9:,.1f}")
-    heads = ["planned, GB", "method", *map(show.tokens, lengths)]
-    return report.markdown_table(heads, [[*key, *cells] for key, cells in lines.items()], left=(0, 1))
+    shown = [r for r in rows if r["method"] != "Backprop, checkpointing" or r["model"] == MODELS[-1]]
+    heads, line = ["planned, GB", "method"], ("model", "method")
+    return report.pivot(heads, shown, line, "tokens", lambda row: f"{row['bytes'] / 1e9:,.1f}", show.tokens)
 
 
 def _longest(rows: Sequence[Row]) -> str:

@@ -18,7 +18,7 @@ import math
 import statistics
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -240,7 +240,7 @@ class StepBenchmark(Benchmark):
     """
 
     module = "benchmarks.steps"
-    lengths: Sequence[int] = ()
+    lengths: ClassVar[list[int]] = []
     repeats = 3
     above, first = "step", 64
     checked: Sequence[tuple[Row, float]] = ()
@@ -257,17 +257,14 @@ class StepBenchmark(Benchmark):
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("--lengths", type=runner.tokens, nargs="+", default=self.lengths,
-            help=f"as 16K (default {' '.join(map(tokens, self.lengths))})")  # fmt: skip
+        runner.add_counts(
+            parser, lengths=(self.lengths, "tokens"), repeats=(self.repeats, "processes a point")
+        )
         add("--allocators", type=allocator, choices=ALLOCATORS, nargs="+", default=["default"],
             help=f"among {', '.join(ALLOCATORS)}; default: glibc as it comes")  # fmt: skip
-        add("--repeats", type=int, default=self.repeats, help="processes a point (default %(default)s)")
-        add("--repeat-s", type=float, default=2.0, help="seconds for which a process repeats its pass (2)")
+        add("--repeat-s", type=float, default=2.0, help="seconds for which a process repeats its pass")
         add("--max-memory", type=runner.size, default=int(0.75 * total_memory_bytes()),
-            help="as 18GB (default 75%% of the machine's)")  # fmt: skip
-
-    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        runner.at_least(parser, options, repeats=1, lengths=self.first)
+            help="as 18GB; points that are said to take more are left out")  # fmt: skip
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         """Gradients of each model first; then curves alternate innermost, repeats are outermost."""
@@ -281,7 +278,7 @@ class StepBenchmark(Benchmark):
             {"curve": curve.key, "length": n, "allocator": kind, "repeat": repeat, **shared,
              "model": curve.model, "way": curve.way}
             for repeat, n, kind, curve in of
-            if options.lengths != self.lengths
+            if options.lengths is not self.lengths
             or (n <= curve.longest and (n in curve.repeated or not repeat))
         ]  # fmt: skip
 
@@ -352,7 +349,9 @@ class StepBenchmark(Benchmark):
         def name(row: Row) -> str:
             return f"{self.named(row)}, {row['allocator']}" if several else self.named(row)
 
-        return report.by_length(self.title, result["rows"], name, report.memory_and_time) + apart_text(result)
+        return report.pivot(
+            [self.title], result["rows"], name, "length", report.memory_and_time
+        ) + apart_text(result)
 
     def page(self, result: Row) -> str:
         return "\n".join([self.markdown(result), self._notes(result["rows"]), self.longest(result)])

@@ -81,19 +81,14 @@ class WindowTime(Benchmark):
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("--seqlen", type=runner.tokens, default=16384, help="tokens, as 16K (the default)")
+        runner.add_counts(parser, seqlen=(16384, "tokens"), repeats=(7, "pairs a window, at least"))
         runner.add_choice(parser, "--scans", SCANS)
-        add("--windows", type=runner.tokens, nargs="+", help="tokens (default: powers of two and others)")
-        add("--repeats", type=int, default=7, help="pairs a window, at least (7)")
-        add("--settle", type=float, dest="repeat_s", default=1.0, help="seconds for which pairs go on (1)")
-        add("--device", default="cpu", help="cpu or cuda")
+        add("--windows", type=runner.count, nargs="+", help="tokens, if not powers of two and others")
+        add("--settle", type=float, dest="repeat_s", default=1.0, help="seconds for which pairs go on")
+        add("--device", type=runner.device, default="cpu", help="cpu or cuda")
 
     def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        runner.at_least(parser, options, seqlen=2, repeats=1, repeat_s=0)
         options.windows = sorted(set(options.windows or windows_of(options.seqlen)))
-        if options.windows[0] < 1 or options.windows[-1] > options.seqlen:
-            parser.error(f"--windows must lie between 1 and --seqlen ({options.seqlen})")
-        runner.is_gpu(parser, options.device)
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         names = ("seqlen", "repeats", "repeat_s", "device")
@@ -115,16 +110,12 @@ class WindowTime(Benchmark):
 
     def markdown(self, result: Row) -> str:
         """A window a line, a scan a column, median (smallest to largest)."""
-        rows, cells = result["rows"], dict[int, dict[str, str]]()
-        for row in sorted(rows, key=lambda row: row["window"]):
-            ranged = f"{row['ratio']:.2f} ({row['ratio_min']:.2f}–{row['ratio_max']:.2f})"
-            cells.setdefault(row["window"], {})[row["scan"]] = ranged
-        names = list(dict.fromkeys(row["scan"] for row in rows))
-        table = report.markdown_table(
-            ["window", *(SCANS[name][0] for name in names)],
-            [[f"{window:,}", *(line.get(name, "–") for name in names)] for window, line in cells.items()],
-            left=(),
-        )
+        rows = sorted(result["rows"], key=lambda row: row["window"])
+        table = report.pivot(
+            ["window"], rows, ["window"], "scan",
+            lambda row: f"{row['ratio']:.2f} ({row['ratio_min']:.2f}–{row['ratio_max']:.2f})",
+            lambda name: SCANS[name][0],
+        )  # fmt: skip
         title = f"Time of the windowed backward over the unwindowed one at {result['seqlen']:,} tokens"
         return f"{title}: median of alternating pairs (smallest–largest).\n\n{table}"
 

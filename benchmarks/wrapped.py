@@ -69,7 +69,7 @@ class Wrapped(steps.StepBenchmark):
     uses: tuple[str, ...] = ("wrapped", "segments")
     models: ClassVar = MODELS
     ways: ClassVar = {name: way for name, (way, _, _) in WAYS.items()}
-    lengths: Sequence[int] = (8192, 16384, 32768)
+    lengths: ClassVar = [8192, 16384, 32768]
     checked: Sequence[tuple[Row, float]] = (({"model": "Mamba-2", "way": "checkpointing"}, 2e9),)
     whole: tuple[str, ...] = ("models", "ways", "allocators")
     ratios = (("memory_bytes", "ms_per_token"), {"way": "transformers"}, ("model", "allocator", "length"))

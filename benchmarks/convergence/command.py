@@ -45,18 +45,14 @@ class Convergence(Benchmark):
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("--methods", nargs="+", default=list(METHODS), metavar="NAME",
-            help=f"among {METHOD_NAMES} (default: {' '.join(METHODS)})")  # fmt: skip
+        add("--methods", nargs="+", default=list(METHODS), metavar="NAME", help=f"among {METHOD_NAMES}")
         runner.add_choice(parser, "--tasks", TASKS)
-        add("--seeds", type=int, default=3, help="runs of each method and task (3)")
-        steps = ", ".join(f"{name} {task.steps}" for name, task in TASKS.items())
-        add("--steps", type=int, help=f"optimizer steps a run (default: {steps})")
-        add("--seqlen", type=runner.tokens, default=SEQLEN, help=f"tokens ({SEQLEN})")
-        add("--threads", type=int, default=1, help="of each process (1)")
-        add("--jobs", type=int, help="processes at a time (default: one a core)")
+        add("--steps", type=runner.count, help="optimizer steps a run, if not the task's own")
+        add("--jobs", type=runner.count, help="processes at a time, if not one a core")
+        runner.add_counts(parser, seeds=(3, "runs of each method and task"), seqlen=(SEQLEN, "tokens"),
+                          threads=(1, "of each process"))  # fmt: skip
 
     def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        runner.at_least(parser, options, seeds=1, steps=1, threads=1, jobs=1)
         options.jobs = options.jobs or max(1, usable_cores() // options.threads)
         try:
             for method in options.methods:

@@ -56,16 +56,20 @@ class Gpu(Benchmark):
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("--stages", nargs="+", choices=STAGES, default=list("abcdef"), metavar="STAGE",
-            help="among a to h (default a to f)")  # fmt: skip
-        add("--budget-s", type=int, metavar="S", help="seconds for each stage (default: each has its own)")
+        add(
+            "--stages",
+            nargs="+",
+            choices=STAGES,
+            default=list("abcdef"),
+            metavar="STAGE",
+            help="among a to h",
+        )
+        add("--budget-s", type=runner.count, metavar="S", help="seconds for each stage, if not its own")
         add("--dry-run", action="store_true", help="tiny sizes on the CPU")
-        add("--lengths", type=runner.tokens, nargs="+", help="of stages g and h (default 32K … 1M)")
-        add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME",
-            help=f"of stage g: {', '.join(METHODS)}")  # fmt: skip
+        add("--lengths", type=runner.count, nargs="+", help="of stages g and h, if not 32K to 1M")
+        add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME", help="of stage g")
 
     def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        runner.at_least(parser, options, budget_s=1, lengths=16)
         if not options.dry_run and not torch.cuda.is_available():
             parser.error("torch sees no CUDA device here; --dry-run tries the command on the CPU")
         options.budgets = {name: options.budget_s or seconds for name, (_, seconds) in STAGES.items()}

@@ -49,19 +49,17 @@ class Kernels(Benchmark):
         add("--op", nargs="+", dest="ops", choices=OPS, default=list(OPS), metavar="NAME",
             help=", ".join(OPS))  # fmt: skip
         add("--size", choices=("small", "default"), default="default", help="small takes seconds")
-        add("--repeats", type=int, default=3, help="processes a point (3)")
+        runner.add_counts(parser, repeats=(3, "processes a point"))
         add("--peers", nargs="*", metavar="NAME", choices=[*peers, []], default=peers,
-            help="which others to compare with (default all; none: no name)")  # fmt: skip
-        add("--device", default="cpu", help="cpu or cuda")
-        add("--dtype", choices=LIMITS, help="default float32, on a GPU bfloat16")
-        add("--allocator", type=steps.allocator, choices=steps.ALLOCATORS, default="retain",
-            help="default retain")  # fmt: skip
-        add("--settle", type=float, dest="repeat_s", default=0.3, help="seconds a pass is repeated (0.3)")
+            help="which others to compare with; no name for none")  # fmt: skip
+        add("--device", type=runner.device, default="cpu", help="cpu or cuda")
+        add("--dtype", choices=LIMITS, help="float32 where it is not said, on a GPU bfloat16")
+        add("--allocator", type=steps.allocator, choices=steps.ALLOCATORS, default="retain", help="of memory")
+        add("--settle", type=float, dest="repeat_s", default=0.3, help="seconds a pass is repeated")
 
     def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        runner.at_least(parser, options, repeats=1, repeat_s=1e-6)
         options.ops = [name for name in OPS if name in options.ops]
-        options.kind = "cuda" if runner.is_gpu(parser, options.device) else "cpu"
+        options.kind = options.device.partition(":")[0]
         options.dtype = options.dtype or ("bfloat16" if options.kind == "cuda" else "float32")
         options.answers = str((options.out or runner.RUNS / self.name).resolve() / "partial")
 

@@ -48,30 +48,15 @@ class Shards(Benchmark):
     whole = ("shards", "in_turn", "methods")
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add("--shards", type=int, nargs="+", default=[1, 2, 4], help="shards of each group (1 2 4)")
-        add("--in-turn", type=int, nargs="+", default=[2], help="workers that share a sequence (2; 1: none)")
         runner.add_choice(parser, "--methods", METHODS)
-        add("--repeats", type=int, default=4, help="batches for calibration, and as many for the test (4)")
-        add("--d-model", type=int, default=256, help="(256)")
-        add("--layers", type=int, default=8, help="(8)")
-        add("--mixer", default="mamba", help="(mamba)")
-        add("--batch", type=int, default=1, help="sequences a batch (1)")
-        add("--seqlen", type=runner.tokens, default=4096, help="tokens (4K)")
-        add("--chunk-size", type=runner.tokens, default=256, help="tokens a chunk (256)")
-        add("--window", type=runner.tokens, default=128, help="tokens, of truncated and layer-local (128)")
-        add("--slots", type=int, default=usable_cores(), help="cores for the simulation (what may be used)")
-
-    def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        names = ("repeats", "batch", "seqlen", "chunk_size", "window", "d_model", "layers", "slots")
-        runner.at_least(parser, options, **dict.fromkeys(names, 1))
-        if not all(1 <= count <= options.layers for count in options.shards):
-            parser.error(f"--shards must lie between 1 and --layers ({options.layers})")
-        chunks = -(-options.seqlen // options.chunk_size)
-        if not all(1 <= count <= chunks for count in options.in_turn):
-            parser.error(f"--in-turn must lie between 1 and the number of chunks ({chunks})")
-        if options.window >= options.seqlen and set(options.methods) != {"exact"}:
-            parser.error("--window must be smaller than --seqlen")
+        runner.add_counts(
+            parser, shards=([1, 2, 4], "of each group"), in_turn=([2], "workers of a sequence; 1: none"),
+            repeats=(4, "batches for calibration, and as many for the test"), d_model=(256, "width"),
+            layers=(8, "of the model"), batch=(1, "sequences"), seqlen=(4096, "tokens"),
+            chunk_size=(256, "tokens"), window=(128, "tokens, of truncated and layer-local"),
+            slots=(usable_cores(), "cores for the simulation"),
+        )  # fmt: skip
+        parser.add_argument("--mixer", default="mamba", help="of the model")
 
     def environment(self, options: argparse.Namespace) -> Row:
         return report.environment("ray") | {"threads": 1}
