@@ -259,15 +259,8 @@ def test_phases_on_a_gpu_are_those_between_events(monkeypatch: pytest.MonkeyPatc
 
 
 def test_launches_are_those_of_kernels() -> None:
-    rows = [
-        ("aten::mm", 9, 70.0, "CPU"),
-        ("cudaLaunchKernel", 12, 0.0, "CPU"),
-        ("gemm", 3, 50.0, "CUDA"),
-        ("_scan_kernel", 2, 2000.0, "CUDA"),
-        ("Memset (Device)", 4, 1.0, "CUDA"),
-        ("Memcpy DtoD (Device -> Device)", 1, 1.0, "CUDA"),
-        ("a range", 1, 9000.0, "CUDA"),
-    ]
+    rows = [("aten::mm", 9, 70.0, "CPU"), ("gemm", 3, 50.0, "CUDA"), ("_scan_kernel", 2, 2000.0, "CUDA"),
+            ("Memset (Device)", 4, 1.0, "CUDA"), ("a range", 1, 9000.0, "CUDA")]  # fmt: skip
     averages = [
         SimpleNamespace(key=key, count=count, self_device_time_total=us,
                         device_type=SimpleNamespace(name=on), is_user_annotation=key == "a range")
@@ -275,7 +268,7 @@ def test_launches_are_those_of_kernels() -> None:
     ]  # fmt: skip
     found = model.counted(averages)
     assert found["launches"] == 5 and found["kernels"][0] == {"name": "_scan_kernel", "calls": 2, "ms": 2.0}
-    assert model.counted(averages[:2]) == {"launches": None, "kernels": None}
+    assert model.counted(averages[:1]) == {"launches": None, "kernels": None}
 
 
 def test_the_real_thing_is_the_size_it_says() -> None:
