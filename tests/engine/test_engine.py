@@ -1,56 +1,27 @@
-"""The engine, in one process and over workers in threads, against plain autograd: losses, gradients of every
-parameter, final states and initial states' cotangents."""
+"""Methods over layer shards, workers of a sequence and replicas, in threads, against plain autograd; states
+that grow, layers of one's own, and chunks that are recorded."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import functools
-import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
-from adjoint.batch import Batch
+from adjoint import Exact, StackConfig, Truncated
 from adjoint.cluster.shard import Microbatch
 from adjoint.engine import tile
 from adjoint.engine.autograd import draw_passing
 from adjoint.engine.budget import LiveBytes
-from adjoint.engine.grid import Grid, Scheme, make_grid
-from adjoint.engine.program import Owners, Plan, plan
-from adjoint.engine.run import Worker
 from adjoint.engine.tile import Gradients
-from adjoint.layers import State
+from adjoint.layers import AttentionMixer, State
 from adjoint.train.layout import Layout
-from tests.cluster.threads import (
-    TRAINING,
-    disturbed_shards,
-    disturbed_stack,
-    in_threads,
-    local_transports,
-    split,
-    together,
-)
+from tests.cluster.threads import TRAINING, disturbed_shards, disturbed_stack, together
 from tests.engine.recorded import recorder
-from tests.fuzz.oracle import reference_of
-from tests.model_helpers import (
-    CONVOLVED,
-    HEADS,
-    SIZES,
-    VARIANTS,
-    assert_same,
-    current_gradients,
-    draw_states,
-    forward,
-    make_ids,
-    make_model,
-    random_from,
-)
+from tests.fuzz import distributions, stacks
+from tests.model_helpers import CONVOLVED, HEADS, SIZES, VARIANTS, assert_same, current_gradients, make_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,200 +50,45 @@ class Twins(nn.Module):
         return x + (self.token + self.again), ()
 
 
-MIXED, BOTH, ATTENTION, HYBRID, TWINS = "mixed, untied", "mamba and mamba2", "attention", "hybrid", "twins"
-MIXERS = {
-    BOTH: ["mamba", "mamba2"],
-    ATTENTION: ["attention", "attention"],
-    HYBRID: ["attention", "dense", "attention"],
-    TWINS: ["mamba", f"{__name__}:Twins", "gated_deltanet"],
-}
+class OwnAttention(AttentionMixer):
+    """A state that grows, of a layer whose kind says nothing of it."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Problem:
-    """A model, a batch, each layer's initial state, and the cotangents of the final one."""
-
-    whole: Stack
-    ids: Tensor
-    states: list[State]
-    d_final: list[State]
+def config(*mixers: str, **more: Any) -> dict[str, Any]:
+    return {**SIZES, "ngroups": 2, "mixer": [*mixers], "n_layer": len(mixers), **more}
 
 
-@functools.cache
-def problem(variant: str, batch: int, seqlen: int, past: int = 0) -> Problem:
-    """Keys and values before the sequence are of `past` tokens; a hybrid's attention has a state that grows
-    and one that does not."""
-    if mixers := MIXERS.get(variant):
-        more = CONVOLVED if variant == HYBRID else {}
-        model = make_model("mamba2", mixer=mixers, n_layer=len(mixers), **HEADS, **more)
-    else:
-        model = make_model(variant)
-    rand = random_from(3)
-    ends = draw_states(model, batch, lambda *shape: 0.1 * rand(*shape), past + seqlen)
-    return Problem(model, make_ids(batch, seqlen), draw_states(model, batch, rand, past), ends)
+MIXED = {**SIZES, **VARIANTS["mixed, untied"]}
+BOTH = config("mamba", "mamba2")
+TWINS = config("mamba", f"{__name__}:Twins", "gated_deltanet")
+HYBRID = config(
+    "attention", "dense", "attention", **HEADS, **CONVOLVED
+)  # a state that grows, and one that does not
+LAYOUTS: list[dict[str, int]] = [{"shards": 2}, {"shards": 3}, {"sequence": 2}, {"sequence": 3}]
+LAYOUTS += [{"shards": 2, "sequence": 2}, {"replicas": 2}, {"shards": 2, "replicas": 2}]
+METHODS = [
+    {"name": "Exact"},
+    {"name": "Backprop", "checkpoint": True},
+    *({"name": "Truncated", "window": window} for window in (3, 12, 18)),
+    *({"name": "LayerLocal", "window": window} for window in (None, 3, 12)),
+]
 
 
-def flat(name: str, states: Iterable[Sequence[Tensor | None]]) -> Names:
-    """States as entries of a dict, those that are there."""
-    named = {f"{name} {k}.{i}": s for k, state in enumerate(states) for i, s in enumerate(state)}
-    return {key: s for key, s in named.items() if s is not None}
+def check(config: dict[str, Any], method: dict[str, Any], layout: dict[str, int], **case: Any) -> None:
+    """A case of the fuzzer's."""
+    case = {"seed": 0, "config": config, "method": method, "batch": 2, **case}
+    (distributions if layout else stacks).check(case | layout)
 
 
-def in_one_call(given: Problem, method: Any) -> Names:
-    """Everything a call of the model gives with a method."""
-    model, ids = given.whole, given.ids
-    model.zero_grad()
-    leaves = [tuple(s.clone().requires_grad_() for s in state) for state in given.states]
-    out = forward(model, ids, method, state=leaves, return_state=True)
-    ends = zip(itertools.chain(*out.state), itertools.chain(*given.d_final), strict=True)
-    (out.loss + sum((s * d).sum() for s, d in ends)).backward()
-    final = [tuple(s.detach() for s in state) for state in out.state]
-    initial = [tuple(s.grad for s in state) for state in leaves]
-    return {
-        "loss": out.loss.detach(),
-        **current_gradients(model),
-        **flat("final", final),
-        **flat("initial", initial),
-    }
-
-
-@functools.cache
-def truth(method: Any, variant: str, *shape: int) -> Names:
-    return in_one_call(problem(variant, *shape), reference_of(method, shape[1]))
-
-
-# --------------------------------------------------------------------------------------- workers in threads
-
-
-class Way(NamedTuple):
-    """Who has what: shards of layers, workers of each in turn, replicas; how many segments, None for one a
-    stage."""
-
-    shards: int = 1
-    in_turn: int = 1
-    replicas: int = 1
-    segments: int | None = 1
-
-
-WAYS = {
-    "one worker": Way(),
-    "two segments": Way(segments=2),
-    "a segment a stage": Way(segments=None),
-    "2 layer shards": Way(shards=2),
-    "3 layer shards, a segment a stage": Way(shards=3, segments=None),
-    "2 in turn": Way(in_turn=2),
-    "3 in turn, a segment a stage": Way(in_turn=3, segments=None),
-    "2 x 2": Way(2, 2),
-    "2 replicas": Way(replicas=2),
-    "2 replicas of 2 shards": Way(2, replicas=2),
-}
-
-
-def grid_of(given: Problem, scheme: Scheme, way: Way) -> tuple[Grid, Owners]:
-    stages = given.whole.stages()
-    n = len(stages)
-    owners = Owners.of(split(n - 2, way.shards), way.in_turn)
-    segments = range(n) if way.segments is None else [k * way.segments // n for k in range(n)]
-    pairs = list(zip(owners.shards, segments, strict=True))
-    grid = make_grid(
-        scheme,
-        given.ids.shape[1],
-        [stage.stateful for stage in stages],
-        max(stage.reach for stage in stages),
-        [sorted(set(pairs)).index(pair) for pair in pairs],
-    )
-    return grid, owners
-
-
-def over_workers(given: Problem, scheme: Scheme, way: Way, **how: Any) -> Names:
-    grid, owners = grid_of(given, scheme, way)
-    made = plan(grid, owners, **{"tapes": scheme.tapes, **how})
-    return carried_out(given, made, owners, scheme, way.replicas)
-
-
-def carried_out(
-    given: Problem,
-    made: Plan,
-    owners: Owners,
-    scheme: Scheme,
-    replicas: int = 1,
-) -> Names:
-    """Everything that workers find together, each with a copy of what it owns."""
-    transports = local_transports(owners.workers * replicas, made.buffers)
-    batch = Batch.of(given.ids, given.ids)
-    rows = torch.arange(batch.rows).tensor_split(replicas)
-
-    def run(rank: int) -> Names:
-        replica, number = divmod(rank, owners.workers)
-        transports[rank].first = replica * owners.workers
-        whole, mine = copy.deepcopy(given.whole), rows[replica]
-        has = [shard == number // owners.in_turn for shard in owners.shards]
-
-        def own(states: list[State]) -> list[State]:
-            return [
-                tuple(s[mine] for s in state) if has[k] else () for k, state in enumerate([(), *states, ()])
-            ]
-
-        worker = Worker(
-            [stage if has[k] else None for k, stage in enumerate(whole.stages())],
-            made.grid,
-            dataclasses.replace(batch.share(replica, replicas, given.ids.device), states=own(given.states)),
-            scheme,
-            SIZES["d_model"],
-            transports[rank],
-        )
-        worker.scale = torch.ones((), dtype=torch.float64) / batch.divisor
-        worker.d_final = own(given.d_final)
-        worker.run(made.programs[number])
-        assert not worker.store, "something is kept that nobody reads any more"
-        names = {p: name for name, p in whole.named_parameters()}
-        found = {names[p]: gradient for p, gradient in worker.gradients.sums.items()}
-        found |= {} if worker.total is None else {"loss": worker.total / batch.divisor}
-        states = flat("initial", worker.d_initial[1:-1])
-        if number % owners.in_turn == (made.grid.chunks - 1) % owners.in_turn:
-            states |= flat("final", worker.final[1:-1])
-        for name, s in states.items():  # zeros where other replicas have rows
-            found[name] = s.new_zeros(batch.rows, *s.shape[1:]).index_copy(0, mine, s)
-        return found
-
-    total: Names = {}
-    for found in in_threads(
-        [functools.partial(run, rank) for rank in range(len(transports))], transports[0].broken
-    ):
-        for name, tensor in found.items():
-            total[name] = total[name] + tensor if name in total else tensor
-    return total
-
-
-# --------------------------------------------------------------------------------------------- exactness
-
-
-METHODS = [Exact(5), *(Truncated(window, 5) for window in (3, 12, 18))]
-METHODS += [LayerLocal(window, 5) for window in (None, 3, 12)]
-
-
-def compare(variant: str, shape: tuple[int, ...], method: Any, ways: Iterable[str]) -> None:
-    """Gradients, loss and states of some distributions are those of autograd over whole sequences; one or two
-    buffers, streamed or not, in turn."""
-    given, expected = problem(variant, *shape), truth(method, variant, *shape)
-    scheme = method.scheme(shape[1], 5)
-    for i, name in enumerate(ways):
-        if scheme.window is not None and WAYS[name][:3] == (1, 1, 1) and WAYS[name].segments != 1:
-            continue  # each stage is a segment by itself
-        if WAYS[name].replicas > shape[0]:
-            continue
-        got = over_workers(given, scheme, WAYS[name], buffers=1 + i % 2, stream=bool(i % 3))
-        try:
-            assert_same(got, expected, 1e-12)
-        except AssertionError as error:
-            error.add_note(name)
-            raise
-
-
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_any_distribution_gives_the_methods_gradients(method: Any) -> None:
+def test_any_distribution_gives_the_methods_gradients(method: dict[str, Any], layout: dict[str, int]) -> None:
     """A layer of each mixer; windows shorter and longer than a chunk, halos over owners."""
-    compare(MIXED, (2, 18), method, WAYS)
+    if method["name"] == "Backprop" and "sequence" in layout:
+        pytest.skip("one chunk")
+    chunked = method if method["name"] == "Backprop" else {**method, "chunk_size": 5}
+    check(MIXED, chunked, layout, seqlen=18)
 
 
 EDGES = {  # batch, tokens, tokens a chunk
@@ -285,32 +101,73 @@ EDGES = {  # batch, tokens, tokens a chunk
 }
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("layout", [{}, {"shards": 2}, {"sequence": 2}], ids=str)
 @pytest.mark.parametrize("edge", EDGES)
-def test_odd_lengths(edge: str) -> None:
+def test_odd_lengths(edge: str, layout: dict[str, int]) -> None:
     batch, seqlen, chunk_size = EDGES[edge]
-    ways = ["one worker", "2 layer shards", "3 in turn, a segment a stage"]
+    if "sequence" in layout and chunk_size >= seqlen:
+        pytest.skip("one chunk")
+    shape = {"batch": batch, "seqlen": seqlen}
+    check(BOTH, {"name": "Exact", "chunk_size": chunk_size}, layout, **shape)
     for window in sorted({1, min(2, seqlen - 1), seqlen - 1}):
-        compare(BOTH, (batch, seqlen), Truncated(window, chunk_size), ways)
-        compare(BOTH, (batch, seqlen), LayerLocal(window, chunk_size), ways[1:])
-    compare(BOTH, (batch, seqlen), Exact(chunk_size), ways)
+        for name in ("Truncated", "LayerLocal"):
+            check(BOTH, {"name": name, "window": window, "chunk_size": chunk_size}, layout, **shape)
 
 
-@pytest.mark.parametrize("tapes", [0, 2, 10**6])
-@pytest.mark.parametrize("way", ["two segments", "2 x 2"])
-def test_any_number_of_chunks_may_stay_linearised(tapes: int, way: str) -> None:
-    given, expected = problem(MIXED, 2, 18), truth(Exact(5), MIXED, 2, 18)
-    assert_same(over_workers(given, Exact(5).scheme(18, 5), WAYS[way], tapes=tapes), expected, 1e-12)
+# ---------------------------------------------------------------------- states that grow, layers of one's own
 
 
-@pytest.mark.parametrize("method", [Backprop(), Backprop(checkpoint=True)], ids=str)
+GROWING = [
+    *((HYBRID, layout) for layout in ({}, {"shards": 2}, {"shards": 3}, {"replicas": 2})),
+    *((TWINS, layout) for layout in ({}, {"shards": 2}, {"sequence": 2}, {"shards": 3, "sequence": 2})),
+]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 30])
 @pytest.mark.parametrize(
-    "way", ["one worker", "2 layer shards", "3 layer shards, a segment a stage", "2 replicas"]
+    "config, layout", GROWING, ids=["-".join(map(str, row[1].items())) for row in GROWING]
 )
-def test_backprop_over_shards_is_backprop(method: Any, way: str) -> None:
-    compare(MIXED, (2, 18), method, [way])
+def test_states_that_grow_and_layers_of_ones_own(
+    config: dict[str, Any], layout: dict[str, int], chunk_size: int
+) -> None:
+    before = {} if layout else {"states": 1.0, "before": 4, "final": True}
+    for keep in ("edges", "inputs"):
+        size = min(chunk_size, 5) if "sequence" in layout else chunk_size
+        check(config, {"name": "Exact", "chunk_size": size, "keep": keep}, layout, seqlen=13, **before)
 
 
-# ------------------------------------------------------------------------------------------ as shards are run
+@pytest.mark.parametrize("keep", ["edges", "inputs"])
+def test_what_grows_can_lie_on_the_host(keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it is there anyway; sums are made as for a device."""
+    monkeypatch.setattr("adjoint.engine.run.lies_on_host", lambda *_: True)
+    method = {"name": "Exact", "chunk_size": 4, "keep": keep}
+    check(HYBRID, method, {}, seqlen=13, states=1.0, before=4, final=True)
+
+
+def test_a_state_that_grows_stays_with_one_worker() -> None:
+    own = config(f"{__name__}:OwnAttention", **HEADS)
+    with pytest.raises(ValueError, match=r"stage 1: a state that grows .* deal out layers"):
+        check(own, {"name": "Exact", "chunk_size": 4}, {"sequence": 2}, seqlen=13)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2], *LAYOUTS[4:6]], ids=str)
+def test_workers_replay_what_they_have_recorded(
+    layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recomputed tiles and those pulled back may have a message between them."""
+    counts, ids, found = list[int](), make_ids(2, 61), list[Names]()
+    monkeypatch.setattr("adjoint.engine.graphs.recorder", lambda device: recorder(counts))
+    for cuda_graphs in (False, True):
+        method = Exact(5, cuda_graphs=cuda_graphs)
+        made = disturbed_shards(StackConfig(**MIXED), Layout(**layout), method, TRAINING)
+        found.append(accumulated(made, ids)[1])
+        assert cuda_graphs or not counts
+    assert_same(found[1], found[0], 0.0)
+    assert len(counts) >= 2 * layout.get("replicas", 1) and max(counts) > 3
+
+
+# --------------------------------------------------------------------------------- cuts and windows of shards
 
 
 def accumulated(shards: list[Any], ids: Tensor, **how: Any) -> tuple[float, Names]:
@@ -329,12 +186,9 @@ def called(config: StackConfig, method: Any, ids: Tensor, seed: int = 0) -> tupl
     return out, current_gradients(stack)
 
 
-SHARDED = [{"shards": 2}, {"shards": 3}, {"shards": 1, "replicas": 2}, {"shards": 2, "sequence": 2}]
-
-
-@pytest.mark.parametrize("how", SHARDED, ids=str)
+@pytest.mark.parametrize("how", [*LAYOUTS[:2], *LAYOUTS[4:6]], ids=str)
 def test_the_same_draw_of_cuts_gives_the_same_gradients(how: dict[str, int]) -> None:
-    config = StackConfig(**{**SIZES, **VARIANTS[MIXED]})
+    config = StackConfig(**MIXED)
     method, ids = Truncated(12, chunk_size=4, unbiased=True), make_ids(2, 27)
     exact = called(config, Exact(4), ids)[1]
     out, expected = called(config, method, ids, seed=1)
@@ -349,17 +203,10 @@ def test_the_same_draw_of_cuts_gives_the_same_gradients(how: dict[str, int]) -> 
         assert_same(got, exact, 1e-3)
 
 
-def test_shards_of_a_sequence_and_a_layer_without_a_state() -> None:
-    config = StackConfig(**{**SIZES, "mixer": MIXERS[TWINS], "n_layer": 3})
-    ids = make_ids(2, 27)
-    made = disturbed_shards(config, Layout(shards=2, sequence=2), Exact(4), TRAINING)
-    assert_same(accumulated(made, ids)[1], called(config, Backprop(), ids)[1], 1e-12)
-
-
-@pytest.mark.parametrize("how", SHARDED[:3], ids=str)
+@pytest.mark.parametrize("how", [*LAYOUTS[:2], {"replicas": 2}], ids=str)
 @pytest.mark.parametrize("tolerance", [0.9, 0.7])  # all layers windowed; two of them not
 def test_windows_that_are_picked_are_those_of_one_process(how: dict[str, int], tolerance: float) -> None:
-    config = StackConfig(**{**SIZES, **VARIANTS[MIXED]})
+    config = StackConfig(**MIXED)
     method, ids = Truncated("auto", chunk_size=16, tolerance=tolerance), make_ids(2, 101)
     out, expected = called(config, method, ids)
     made = disturbed_shards(config, Layout(**how), method, TRAINING)
@@ -367,48 +214,6 @@ def test_windows_that_are_picked_are_those_of_one_process(how: dict[str, int], t
     assert [shard.picked_windows() for shard in made] == [out.windows] * len(made)
     assert loss == pytest.approx(out.loss.item(), rel=1e-12)
     assert_same(got, expected, 1e-12)
-
-
-# ---------------------------------------------------------------------- states that grow, layers of one's own
-
-
-GROWING = [
-    *((ATTENTION, Way(), chunk_size) for chunk_size in (1, 4, 30)),
-    *((HYBRID, way, 4) for way in (Way(segments=None), Way(2), Way(3, segments=None))),
-    *((TWINS, way, chunk_size) for way in (Way(), Way(segments=None), Way(2)) for chunk_size in (1, 4, 13)),
-    *((TWINS, way, 4) for way in (Way(in_turn=2), Way(3, 2))),
-]
-
-
-@pytest.mark.parametrize("past", [0, 4])
-@pytest.mark.parametrize("variant, way, chunk_size", GROWING, ids=str)
-def test_states_that_grow_and_layers_of_ones_own(variant: str, way: Way, chunk_size: int, past: int) -> None:
-    got = over_workers(problem(variant, 2, 13, past), Exact(chunk_size).scheme(13, 0), way)
-    assert_same(got, truth(Exact(), variant, 2, 13, past), 1e-12)
-
-
-@pytest.mark.parametrize("segments", [1, None])
-def test_what_grows_can_lie_on_the_host(segments: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU it is there anyway; sums are made as for a device."""
-    monkeypatch.setattr("adjoint.engine.run.lies_on_host", lambda *_: True)
-    got = over_workers(problem(HYBRID, 2, 13, 4), Exact(4).scheme(13, 0), Way(segments=segments))
-    assert_same(got, truth(Exact(), HYBRID, 2, 13, 4), 1e-12)
-
-
-@pytest.mark.parametrize("way", [Way(2), Way(in_turn=2), Way(2, 2), Way(replicas=2)], ids=str)
-def test_workers_replay_what_they_have_recorded(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recomputed tiles and those pulled back may have a message between them."""
-    given, counts = problem(MIXED, 2, 61), list[int]()
-    eager = over_workers(given, Exact(5).scheme(61, 0), way)
-    monkeypatch.setattr("adjoint.engine.graphs.recorder", lambda device: recorder(counts))
-    replayed = over_workers(given, Exact(5, cuda_graphs=True).scheme(61, 0), way)
-    assert_same(replayed, eager, 0.0)
-    assert len(counts) >= 2 * way.replicas and max(counts) > 3
-
-
-def test_a_state_that_grows_stays_with_one_worker() -> None:
-    with pytest.raises(ValueError, match=r"stage 1: a state that grows .* deal out layers"):
-        over_workers(problem(ATTENTION, 2, 13), Exact(4).scheme(13, 0), Way(in_turn=2))
 
 
 def test_gradients_of_a_tile_do_not_pile_up() -> None:
