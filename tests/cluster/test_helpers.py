@@ -6,7 +6,6 @@ import collections
 import random
 import threading
 import time
-from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
 
@@ -20,7 +19,7 @@ from adjoint.cluster.helpers import HelperShard
 from adjoint.cluster.shard import Shard
 from adjoint.engine import tile
 from adjoint.engine.grid import Tile
-from adjoint.engine.program import Action, Owners, Plan, Run, Share
+from adjoint.engine.program import Owners, Run, Share
 from adjoint.engine.run import Worker
 from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.train.layout import Layout
@@ -218,17 +217,6 @@ def test_who_fails_leaves_nobody_waiting(who: Any, name: str, monkeypatch: pytes
 # -------------------------------------------------------------------------------------------------- programs
 
 
-def helped(n_layer: int, shards: int, owned: Sequence[int], window: int | None = 4, chunks: int = 8) -> Plan:
-    owners = Owners.of(split(n_layer, shards))
-    config = StackConfig(vocab_size=17, d_model=12, n_layer=n_layer)
-    scheme = LayerLocal(window, 8).scheme(8 * chunks, 8)
-    return step_plan(scheme, grid_of(config, scheme, 8 * chunks, owners, owned), owners, owned)
-
-
-def units_of(program: Sequence[Action]) -> tuple[tuple[Tile, ...], ...]:
-    return next((action.units for action in program if isinstance(action, Share)), ())
-
-
 @pytest.mark.parametrize("window", [None, 4, 20])
 @pytest.mark.parametrize("chunks", [1, 3, 40])
 @pytest.mark.parametrize(
@@ -239,28 +227,24 @@ def test_units_are_all_shared_tiles_once(
 ) -> None:
     """Of all layers but the first; a unit is of one layer, its tiles in order, and what it reads the forward
     and the head have left."""
-    made = helped(n_layer, shards, owned, window, chunks)
-    grid = made.grid
-    for shard, program in enumerate(made.programs):
-        units = units_of(program)
-        found = [t for unit in units for t in unit]
-        runs = [a.tile for a in program if isinstance(a, Run)]
-        own = [tile for tile in runs if tile.kind in "RBW" and 0 < tile.stage <= n_layer]
-        layers = sorted({t.stage for t in found})
+    owners, seqlen = Owners.of(split(n_layer, shards)), 8 * chunks
+    scheme = LayerLocal(window, 8).scheme(seqlen, 8)
+    config = StackConfig(vocab_size=17, d_model=12, n_layer=n_layer)
+    grid = grid_of(config, scheme, seqlen, owners, owned)
+    for shard, program in enumerate(step_plan(scheme, grid, owners, owned).programs):
         workers = 1 + owned.count(shard)
-        assert not units or workers > 1
-        assert {t.stage for t in own}.isdisjoint(layers) and (workers == 1 or {t.stage for t in own} <= {1})
-        for k in {t.stage for t in own + found}:
-            backward = [t for t in grid.backward_tiles() if t.stage == k]
-            assert [t for t in own + found if t.stage == k] == backward
+        layers = [k for k in range(2, n_layer + 1) if owners.shards[k] == shard] if workers > 1 else []
+        units = [unit for a in program if isinstance(a, Share) for unit in a.units]
+        shared = [t for unit in units for t in unit]
+        tiles = [a.tile for a in program if isinstance(a, Run) and a.tile.kind in "RBW"] + shared
+        assert sorted({t.stage for t in shared}) == layers
+        for k in {t.stage for t in tiles}:
+            assert [t for t in tiles if t.stage == k] == [t for t in grid.backward_tiles() if t.stage == k]
         for unit in units:
             assert len({t.stage for t in unit}) == 1
-            made_here = {key for t in unit for key in grid.writes(t)}
-            assert {key[0] for t in unit for key in grid.reads(t) if key not in made_here} <= {"y", "S", "dy"}
+            made = {key for t in unit for key in grid.writes(t)}
+            assert {key[0] for t in unit for key in grid.reads(t) if key not in made} <= {"y", "S", "dy"}
         if grid.window(1) is None:  # a layer's adjoint state goes through all its chunks
             assert len(units) == len(layers)
         elif layers:
-            assert min(len(found), 4 * workers) <= len(units) < 4 * workers + len(layers)
-    stages = [t.stage for p in made.programs for unit in units_of(p) for t in unit]
-    stages += [a.tile.stage for p in made.programs for a in p if isinstance(a, Run) and a.tile.kind in "BW"]
-    assert set(stages) == set(range(n_layer + 2))
+            assert min(len(shared), 4 * workers) <= len(units) < 4 * workers + len(layers)
