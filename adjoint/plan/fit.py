@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,30 +91,15 @@ class Fit:
             low, high = (middle, high) if self.of(seqlen=int(middle)).spans() else (low, middle)
         return int(low) // 1024 * 1024 if low >= 32768 else int(low)
 
-    def leanest_chunk(self) -> tuple[int, int] | None:
-        """The power of two for a chunk's tokens with which the fullest shard takes least, and what it takes;
-        None where that does not fit, or the method has no chunks. Short chunks have many edges, long ones a
-        lot of work at a time."""
-        most = max(64, min(self.setup.seqlen, 1 << 17))
-
-        @functools.cache
-        def fullest(size: int) -> float:
-            if not 64 <= size <= most:
-                return math.inf
-            try:
-                other = self.of_method(chunk_size=size)
-            except ValueError:  # unbiased: chunks must be shorter than the window
-                return math.inf
-            return max(need.total for need in needs(other.setup, other.spans() or other.fastest()))
-
-        if not hasattr(self.setup.method, "chunk_size"):
-            return None
-        size = 1 << (max(64, min(self.setup.scheme.chunk_size, most)).bit_length() - 1)
-        step = 2 if fullest(2 * size) < fullest(size) else 0.5
-        while fullest(int(size * step)) < fullest(size):
-            size = int(size * step)
-        fits = fullest(size) < math.inf and self.of_method(chunk_size=size).spans()
-        return (size, int(fullest(size))) if fits else None
+    def fitting_chunk(self) -> int | None:
+        """The power of two for a chunk's tokens, nearest to what they are, with which everything fits; None
+        where there is none. Short chunks have many edges, long ones a lot of work at a time."""
+        now = self.setup.scheme.chunk_size.bit_length()
+        for size in sorted((1 << i for i in range(6, 18)), key=lambda size: abs(size.bit_length() - now)):
+            with contextlib.suppress(ValueError):  # unbiased: chunks must be shorter than the window
+                if size <= self.setup.seqlen and self.of_method(chunk_size=size).spans():
+                    return size
+        return None
 
     def shortage(self) -> str:
         """Which shard is too small for its layers, and what most of it is."""
@@ -137,8 +122,8 @@ class Fit:
         assert limits is not None
         if not (chunked := hasattr(setup.method, "chunk_size")):
             found.append("--method.name exact")
-        elif (other := self.leanest_chunk()) is not None:
-            found.append(f"--method.chunk_size {other[0]}")
+        elif (size := self.fitting_chunk()) is not None:
+            found.append(f"--method.chunk_size {size}")
         if getattr(setup.method, "keep", "offload") != "offload" and setup.machine.kind == "cuda":
             found += ["--method.keep offload"] * bool(self.of_method(keep="offload").spans())
 
