@@ -46,22 +46,20 @@ def place(shards: int | str) -> Place | None:
     Raises:
         UserError: torchrun has started this, and Ray is to start shards.
     """
-    here, env = None, os.environ
-    if int(env.get("WORLD_SIZE", 1)) > 1 and "RANK" in env:
-        if shards != 0:
-            raise UserError(
-                "cluster.shards: Ray starts shards by itself; run python train.py without torchrun, or set "
-                "cluster.shards to 0"
-            )
-        here = Place(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)))
-    elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and shards == 0:
-        here = Place(
-            int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_LOCALID", 0))
-        )
+    env = os.environ
+    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and shards == 0:
+        env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"]
+        env["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
         env.setdefault("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
         env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
-        env["RANK"] = str(here.rank)
-    return here
+    if "RANK" not in env or int(env.get("WORLD_SIZE", 1)) < 2:
+        return None
+    if shards != 0:
+        raise UserError(
+            "cluster.shards: Ray starts shards by itself; run python train.py without torchrun, or set "
+            "cluster.shards to 0"
+        )
+    return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)))
 
 
 def train(config: Config, here: Place) -> Outcome:
