@@ -13,7 +13,7 @@ import adjoint
 from adjoint.cli import main
 from adjoint.data import recall
 from adjoint.data.tokenizer import load_tokenizer
-from adjoint.tools.eval import command, needles
+from adjoint.tools.eval import command, needles, positions
 from tests.hf.hf_models import float64_throughout, make
 from tests.training_helpers import train_tiny, write_text
 
@@ -109,3 +109,10 @@ def test_needles_of_a_folder_of_transformers(tmp_path: Path, monkeypatch: pytest
     asked = ["--needles", "--path", str(write_text(tmp_path / "text.txt")), "--lengths", "100"]
     assert main(["eval", str(folder), *asked, "--tokens", "1", "--out", str(tmp_path)]) == 0
     assert len(json.loads((tmp_path / "needles.json").read_text())["rows"]) == len(recall.DEPTHS)
+
+
+def test_runs_of_one_name_have_columns_of_their_own() -> None:
+    row = {"length": 64, "start": 0, "stop": 64, "predictions": 63}
+    rows = [{"run": "a/run", "loss": 1.0, **row}, {"run": "b/run", "loss": 2.0, **row}]
+    head, losses, _ = positions.table(rows)
+    assert head[1:] == ["a/run, 64 tokens", "b/run, 64 tokens"] and losses[1:] == ["1.0000", "2.0000"]

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     device = pick_device(request.device)
     precision = pick_precision(request.precision, device)
     rows, folder = [], request.out
-    for run in request.runs:
+    for run in dict.fromkeys(request.runs):
         loaded = load(run, device, precision)
         folder = folder or loaded.folder
         text = _held_out(loaded.data, request.path, max(lengths))

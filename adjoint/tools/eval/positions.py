@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,7 +88,7 @@ def curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Rows by what they are of: the length, and the run where there are several."""
     several, found = len({row["run"] for row in rows}) > 1, dict[str, list[dict[str, Any]]]()
     for row in rows:
-        name = f"{Path(row['run']).name}, " * several + f"{row['length']:,} tokens"
+        name = f"{row['run']}, " * several + f"{row['length']:,} tokens"
         found.setdefault(name, []).append(row)
     return found
 
