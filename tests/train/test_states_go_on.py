@@ -109,7 +109,9 @@ def test_eval_gives_the_loss_by_position(tmp_path: Path, capsys: pytest.CaptureF
         (256, 300),
     ]
     loaded = command.load(str(tmp_path / "run"), torch.device("cpu"), "float32")
-    ids = command._held_out(loaded.data, str(text), 1024)[None, :1024]
+    whole = command._held_out(loaded.data, str(text), 1024)
+    assert len(whole) == text.stat().st_size + 1, "all of a text that is named, and the separator"
+    ids = whole[None, :1024]
     losses = torch.nn.functional.cross_entropy(loaded.model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
     for row in (r for r in rows if r["length"] == 1024):
         assert abs(row["loss"] - losses[row["start"] : row["stop"]].mean().item()) <= 1e-5 * row["loss"]

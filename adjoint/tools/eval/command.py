@@ -68,7 +68,9 @@ def main(argv: list[str]) -> int:
     for run in dict.fromkeys(request.runs):
         loaded = load(run, device, precision)
         folder = folder or loaded.folder
-        text = _held_out(loaded.data, request.path, max(lengths))
+        ours, model = isinstance(loaded.model, Stack), loaded.model
+        known = model.config.vocab_size if ours else model.get_input_embeddings().num_embeddings
+        text = _held_out(loaded.data, request.path, max(lengths), known)
         tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator)
         for length in lengths:
             given = text, length, request.tokens or TOKENS[request.needles], device
@@ -117,16 +119,17 @@ def load(run: str, device: torch.device, precision: str) -> Loaded:
     return Loaded(model.to(device, dtype), data, checkpoint.parent.parent / "eval")
 
 
-def _held_out(data: DataConfig, path: str | None, longest: int) -> Tensor:
+def _held_out(data: DataConfig, path: str | None, longest: int, vocab_size: int | None = None) -> Tensor:
     """The held-out tokens, (n,) int64; of a text that is named, all.
 
     Raises:
-        UserError: there are fewer than the longest window has.
+        UserError: there are fewer than the longest window has, or the model does not know one.
     """
     named = dataclasses.replace(data, seqlen=2, batch=1, eval_tokens=1 << 62)
     if path:
-        named = dataclasses.replace(named, path=path, validation_path=None, weights=None, max_tokens=None)
-    opened = open_data(named)
+        whole: dict[str, Any] = {"validation_path": None, "weights": None, "max_tokens": None}
+        named = dataclasses.replace(named, path=path, eval_fraction=0.0, **whole)
+    opened = open_data(named, vocab_size=vocab_size)
     split = opened.train.tokens if path else opened.eval.tokens  # type: ignore[union-attr] # no mixture
     if len(split) < longest:
         raise UserError(
