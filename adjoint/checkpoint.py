@@ -105,7 +105,9 @@ def verify_checkpoint(path: str | Path) -> None:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise damaged(f"{MANIFEST} cannot be read") from None
     if version != FORMAT:
-        raise UserError(f"{path}: has checkpoint format {version}, this version reads {FORMAT}")
+        raise UserError(
+            f"{path}: has checkpoint format {version}, this version reads {FORMAT}; use the one that wrote it"
+        )
     for name, digest, size in entries:
         file = path / name
         if not file.is_file():

@@ -196,7 +196,7 @@ def _expand(text: str, key: str) -> list[tuple[Path, str]]:
         if _suffix(path) is None:
             raise UserError(f"{key} {text}: unsupported kind of file; {_SUPPORTED}")
         if not path.is_file():  # it would be waited for, and can be read but once
-            raise UserError(f"{key} {text}: a pipe, socket or device, and no file")
+            raise UserError(f"{key} {text}: a pipe, socket or device; write its text to a file first")
         return [(path, path.name)]
     if glob.has_magic(text):
         matches = map(Path, sorted(glob.glob(str(path), recursive=True)))

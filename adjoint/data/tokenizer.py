@@ -56,7 +56,7 @@ class FileTokenizer:
         self.name = path
         place = Path(path).expanduser()
         if not place.exists():
-            raise UserError(f'data.tokenizer {path}: no such file or folder (or "byte")')
+            raise UserError(f'data.tokenizer {path}: no such file or folder; or take "byte"')
         folder, file = (place, place / "tokenizer.json") if place.is_dir() else (place.parent, place)
         package, kind = ("tokenizers", "tokenizer.json") if file.exists() else ("transformers", "folder")
         try:

@@ -178,8 +178,8 @@ class Call:
         if mask is None:
             return None
         if not isinstance(mask, Tensor) or mask.dim() != 2:
-            given = f"of {mask.dim()} dimensions" if isinstance(mask, Tensor) else f"that is a {type(mask)}"
-            check.refuse(self.model, f"an attention_mask {given} is not understood, only (batch, seqlen)")
+            given = f"of {mask.dim()} dimensions" if isinstance(mask, Tensor) else type(mask).__name__
+            check.refuse(self.model, f"an attention_mask ({given}) is not understood, only (batch, seqlen)")
         if mask.shape != self.ids.shape:
             raise ValueError(
                 f"attention_mask must have input_ids' shape {tuple(self.ids.shape)}, got {tuple(mask.shape)}"

@@ -141,7 +141,9 @@ class Layout:
         if isinstance(method, Backprop):
             raise UserError("cluster.sequence: backprop has one chunk, which cannot be shared; use exact")
         if isinstance(method, Truncated) and method.window == "auto":
-            raise UserError('cluster.sequence: window "auto" needs the whole sequence in one place; name one')
+            raise UserError(
+                'cluster.sequence: window "auto" needs the whole sequence in one place; give a number'
+            )
 
     def check_rows(self, batch: int) -> None:
         """Raises a UserError where some replica would have no row of a batch."""

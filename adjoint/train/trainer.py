@@ -162,7 +162,9 @@ class Trainer:
         if stack is None:
             raise UserError("training.carry_state: a pretrained model's states are not carried; leave it out")
         if any(dim is not None for block in stack.blocks() for dim in block.mixer.grows):
-            raise UserError("training.carry_state: attention's keys and values would grow for ever")
+            raise UserError(
+                "training.carry_state: attention's keys and values would grow for ever; leave it out"
+            )
 
     @property
     def rows(self) -> int:

@@ -352,10 +352,8 @@ CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
     "set the labels that do not count to -100": {"ignore_index": 5},
     "logits_to_keep is not an input that can be split into chunks: Exact and Truncated give logits beside a "
     "loss under torch.no_grad()": {"logits_to_keep": 3},
-    "an attention_mask that is a <class 'dict'> is not understood": {
-        "attention_mask": {"full_attention": None}
-    },
-    "an attention_mask of 4 dimensions is not understood": {
+    "an attention_mask (dict) is not understood": {"attention_mask": {"full_attention": None}},
+    "an attention_mask (of 4 dimensions) is not understood": {
         "attention_mask": torch.ones(2, 1, 29, 29).tril()
     },
     "attention_mask has values other than 0 and 1": {"attention_mask": 2 * MASK},
