@@ -1,5 +1,5 @@
-"""What a model is given, made and checked once at each door: `Stack.forward`, a wrapped model's call, a
-cluster's worker. A chunk is a batch of some consecutive tokens, a replica's share one of some rows."""
+"""A model's inputs, made and checked once per entry point: `Stack.forward`, a wrapped model's call, a
+cluster's worker. A chunk is a `Batch` of some consecutive tokens; a replica's share is one of some rows."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100  # a label that does not count
-State = tuple[Tensor, ...]  # of a stage: see `engine.stages.Stage`
+State = tuple[Tensor, ...]  # what a stage carries from chunk to chunk: see `engine.stages.Stage`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences and all that belongs to their tokens.
+    """Token sequences, and everything that has a value per token.
 
     Attributes:
         ids: (batch, seqlen) int64; or embeddings, (batch, seqlen, width).
         targets: (batch, seqlen) int64, the labels already shifted; -100 is ignored.
-        divisor: what the summed loss is divided by: the targets of the whole batch that are not ignored.
-        seq_idx: (batch, seqlen), the documents of a sequence numbered from 0 in rising order; None of one.
-        states: before the first token, a tuple a stage (see `engine.stages.Stage`).
-        inputs: others with a value per token, (batch, seqlen) each, by their names.
-        start: number of the first token in its sequence.
-        document: number of the first token of its document, where chunks are cut at documents.
-        starts_document: (batch,) bool, in which rows the first token begins a document that is not the first.
+        divisor: number of valid targets of the whole batch, by which the summed loss is divided.
+        seq_idx: (batch, seqlen), each token's document, numbered from 0 within its row; None: one document.
+        states: the state of each stage before the first token, one tuple per stage.
+        inputs: further inputs with a value per token, (batch, seqlen) each, by name.
+        start: position of the first token in its sequence.
+        document: position at which the first token's document begins, where chunks are cut at documents.
+        starts_document: (batch,) bool, the rows whose first token begins a document after the row's first.
     """
 
     ids: Tensor
@@ -42,7 +42,7 @@ class Batch:
 
     @staticmethod
     def of(ids: Tensor, labels: Tensor, seq_idx: Tensor | None = None, states: Sequence[State] = ()) -> Batch:
-        """From labels (batch, seqlen) that are not shifted yet; warns where all of them are ignored."""
+        """A batch with targets made from `labels` (batch, seqlen), not yet shifted; warns if all are -100."""
         targets = shift_labels(labels, seq_idx)
         return Batch(ids, targets, divisor_of(targets), seq_idx, states)
 
@@ -56,12 +56,12 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that has a value per token."""
+        """All tensors with a value per token."""
         own = [t for t in (self.ids, self.targets, self.seq_idx) if t is not None]
         return own + list(self.inputs.values())
 
     def chunk(self, start: int, stop: int, document: int = 0) -> Batch:
-        """The tokens [start, stop) of the sequences, without states; `document` as the attribute."""
+        """The tokens [start, stop) of every row, without states; `document` is the attribute of that name."""
         tokens, number = slice(start, stop), self.seq_idx
         return Batch(
             self.ids[:, tokens],
@@ -75,8 +75,8 @@ class Batch:
         )
 
     def share(self, replica: int, replicas: int, device: torch.device) -> Batch:
-        """A replica's rows on its device: consecutive, at most one more than another's, perhaps none. The
-        divisor stays the whole batch's."""
+        """One replica's rows, moved to `device`: consecutive, as even a split as possible, perhaps none. The
+        divisor stays the whole batch's, so that replicas' gradients can be summed."""
 
         def own(t: Tensor) -> Tensor:
             return t.tensor_split(replicas)[replica].to(device)
@@ -91,7 +91,8 @@ class Batch:
 
 
 def labelled(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and labels of tokens as data gives them: one that is read and not predicted comes as -1 - id."""
+    """(input ids, labels) from a data set's tokens, which encode a token that is read but not predicted as
+    -1 - id."""
     unpredicted = tokens < 0
     if not unpredicted.any():
         return tokens, tokens
@@ -99,8 +100,8 @@ def labelled(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shift_labels(labels: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-    """Targets aligned with the tokens that predict them: position t holds label t + 1, the last position is
-    ignored, and so is the last one of every document where seq_idx (batch, seqlen) tells them apart."""
+    """Targets: position t holds label t + 1, which the model predicts there. The last position of each row is
+    -100, and with seq_idx (batch, seqlen) the last one of each document."""
     targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1)
     if seq_idx is not None:
         targets[:, :-1].masked_fill_(seq_idx[:, 1:] != seq_idx[:, :-1], IGNORE_INDEX)
@@ -108,8 +109,8 @@ def shift_labels(labels: Tensor, seq_idx: Tensor | None = None) -> Tensor:
 
 
 def divisor_of(targets: Tensor) -> int | Tensor:
-    """What the summed loss is divided by for the mean: the number of targets that are not ignored, at least 1
-    (inside torch.compile a tensor); warns if there are none, since the loss is then 0 and teaches nothing."""
+    """The number of valid targets, at least 1, by which the summed loss is divided; a tensor inside
+    torch.compile. Warns if there are none, since the loss is then 0 and teaches nothing."""
     if torch.compiler.is_compiling():  # reading the number would break the graph
         return (targets != IGNORE_INDEX).sum().clamp(min=1)
     valid = int((targets != IGNORE_INDEX).sum())

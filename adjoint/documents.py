@@ -1,4 +1,4 @@
-"""Packed documents: which document each token belongs to, from the forms in which it is said."""
+"""Packed documents: the document that each token belongs to, from `seq_idx`, `cu_seqlens` or a separator."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from adjoint.kernels.checks import reset_of
 def document_numbers(
     ids: Tensor, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> Tensor | None:
-    """(batch, seqlen) int64: the documents of each row numbered from 0 in rising order; None of neither form.
+    """Each token's document, (batch, seqlen) int64, numbered from 0 in each row; None if neither is given.
 
     Args:
         ids: (batch, seqlen).
-        seq_idx: (batch, seqlen) integers: where they change another document begins (mamba-ssm's form).
-        cu_seqlens: (documents + 1,), tokens of the batch, row after row, up to each document and in all
-            (flash-attention's form). A row's first token always begins one.
+        seq_idx: (batch, seqlen) integers: a document begins where they change (mamba-ssm's form).
+        cu_seqlens: (documents + 1,), the offsets at which documents begin in the flattened batch, and its
+            number of tokens (flash-attention's form). A row's first token always begins a document.
 
     Raises:
         ValueError: both are given, seq_idx has another shape or is no integer, or cu_seqlens does not rise
@@ -43,7 +43,7 @@ def document_numbers(
 
 
 def from_cu_seqlens(name: str, cu_seqlens: Tensor, ids: Tensor) -> Tensor:
-    """`document_numbers` of one form, called `name` where it is refused."""
+    """`document_numbers` from cu_seqlens alone; an error calls it `name`."""
     cuts = torch.as_tensor(cu_seqlens).flatten().tolist()
     rising = all(a <= b for a, b in itertools.pairwise(cuts))
     if len(cuts) < 2 or cuts[0] != 0 or not rising or cuts[-1] != ids.numel():
@@ -56,13 +56,13 @@ def from_cu_seqlens(name: str, cu_seqlens: Tensor, ids: Tensor) -> Tensor:
 
 
 def from_separator(ids: Tensor, separator: Sequence[int]) -> Tensor:
-    """`document_numbers` of ids (batch, seqlen) whose documents end with the tokens `separator`."""
+    """`document_numbers` for ids (batch, seqlen) whose documents each end with the tokens `separator`."""
     begins = torch.nn.functional.pad(document_ends(ids, separator), (1, 0))[:, :-1]
     return begins.long().cumsum(1)
 
 
 def document_ends(ids: Tensor, separator: Sequence[int]) -> Tensor:
-    """(batch, seqlen) bool: whether a token is the last one of a document."""
+    """(batch, seqlen) bool: whether each token is the last one of a document."""
     ends = torch.ones_like(ids, dtype=torch.bool)
     for i, token in enumerate(reversed(separator)):
         ends &= torch.nn.functional.pad(ids, (i, 0), value=-1)[:, : ids.shape[1]] == token

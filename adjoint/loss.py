@@ -1,5 +1,5 @@
-"""The head's loss by mini-sequences (Mini-Sequence Transformer, section 3): logits exist for one slice of
-tokens at a time."""
+"""Cross-entropy of the head in slices (Mini-Sequence Transformer, section 3): logits exist for one slice
+of the tokens at a time."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from adjoint.kernels import dispatch
 from adjoint.kernels.add_product import add_product
 from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 
-# Logits alive at a time: 16 MiB in float32 on a CPU; a GPU needs more to be kept busy, 256 MiB.
+# Elements of a slice's logits: 16 MiB in float32 on a CPU; 256 MiB on a GPU, which needs more to keep busy.
 SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA = 1 << 22, 1 << 26
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Loss and gradients in one pass over the slices: with the logits at hand, their gradient is one
-    subtraction away."""
+    """Computes the gradients already in the forward: they are one subtraction away while a slice's logits
+    exist, so the backward need not make the logits again."""
 
     @staticmethod
     def forward(
@@ -34,7 +34,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             labels = torch.where(valid, y, 0).unsqueeze(1)
             logits = (h @ weight.T).to(dtype)
             log_normalizer = logits.logsumexp(1, keepdim=True)
-            # not +=, which torch 2.11's compiler takes for the end of all gradients
+            # not +=: torch 2.11's compiler would then give no gradients
             loss = loss + ((log_normalizer - logits.gather(1, labels)).squeeze(1) * valid).sum()
             if d_hidden is not None and d_weight is not None:
                 d_logits = logits.sub_(log_normalizer).exp_()  # softmax, in the logits' own memory
@@ -60,11 +60,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def tokens_per_slice(tokens: int, vocab_size: int, on_gpu: bool, slices: int | None = None) -> int:
-    """Of how many tokens logits exist at a time.
+    """Number of tokens in a slice, whose logits exist at the same time.
 
     Args:
-        tokens: in all. slices: into how many they are cut; by default as many as keep a slice's logits below
-            16 MiB, or 256 MiB on a GPU.
+        tokens: the batch's.
+        slices: number of slices; None keeps a slice's logits below 16 MiB, or 256 MiB on a GPU.
     """
     if slices is not None:
         return max(1, -(-tokens // slices))
@@ -77,13 +77,12 @@ def linear_cross_entropy(
     """Sum over valid targets of -log softmax(hidden weightᵀ)[target], in float32 (float64 for float64
     inputs).
 
-    Divide by the number of valid labels of the *whole* batch for the mean; the mean of slice means is not
-    that.
+    For the mean, divide by the number of valid targets of the *whole* batch: a mean of slices' means is
+    another number.
 
     Args:
         hidden: (…, d_model). weight: (vocab_size, d_model). targets: (…,) int64; -100 is ignored.
-        slice_tokens: tokens whose logits exist at a time, by default of `tokens_per_slice`. It need not
-            divide anything.
+        slice_tokens: tokens per slice; None calls `tokens_per_slice`. It need not divide anything.
 
     Raises:
         ValueError: slice_tokens is not positive, or targets do not match hidden.
@@ -98,7 +97,7 @@ def linear_cross_entropy(
     if slice_tokens < 1:
         raise ValueError(f"slice_tokens must be 1 or more, got {slice_tokens}")
     dtype = dispatch.autocast_dtype(hidden.device)
-    if dtype is not None:  # as a linear layer's would be
+    if dtype is not None:  # as autocast would do for a linear layer
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     backward_follows = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.autocast(hidden.device.type, enabled=False):

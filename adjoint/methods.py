@@ -1,15 +1,15 @@
-"""Ways to run a backward pass, as interchangeable objects: pass one as `method=` to the model.
+"""Methods: ways to run the backward pass, as interchangeable objects to pass to a model as `method=`.
 
 | method       | equals backprop     | memory                          | time                       |
 | Backprop     | is backprop         | grows with seqlen               | forward + backward         |
-| Exact        | yes, to rounding    | flat, but for small chunk edges | one more forward           |
+| Exact        | yes, to rounding    | one chunk + states at all edges | one more forward           |
 | Truncated    | at window >= seqlen | n_layer × seqlen × d_model      | as Exact, chunks any order |
-| LayerLocal   | for one layer only  | as the two above                | as Exact, tasks any order  |
+| LayerLocal   | for one layer only  | as Exact, Truncated if windowed | as Exact, tasks any order  |
 | MiniSequence | yes, to rounding    | n_layer × seqlen × d_model      | one more forward, MLPs two |
 
-A method is a `Scheme` for the engine: which arrows between tiles its backward keeps, and what the forward
-stores. `scheme(seqlen, default)` gives it for sequences of `seqlen` tokens, in chunks of `default` tokens if
-the method has no chunk size. MiniSequence has none: it leaves the backward to autograd, in smaller pieces.
+To the engine a method is a `Scheme`: which arrows between tiles the backward keeps, and what the forward
+stores. `scheme(seqlen, default)` makes it for sequences of `seqlen` tokens; `default` is the chunk size where
+the method has none. MiniSequence has no scheme: autograd runs its backward, in smaller pieces.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Backprop:
     checkpoint: bool = False
 
     def scheme(self, seqlen: int, default: int) -> Scheme:
-        """Over several workers: one chunk, linearised in the forward or layer by layer in the backward."""
+        """One chunk, of which the forward keeps the tape or, with `checkpoint`, each layer's input. For
+        several workers: one process calls plain autograd instead."""
         return Scheme(
             seqlen, keep="inputs" if self.checkpoint else "edges", tapes=0 if self.checkpoint else 1
         )
@@ -52,31 +53,32 @@ class Exact:
 
     The forward stores the recurrent states at chunk edges. The backward goes through the chunks in reverse,
     recomputes each one and carries the accumulated adjoint state across its edge. Do not use it if the whole
-    sequence's activations fit anyway and only time counts: `Backprop` saves the extra forward.
+    sequence's activations fit in memory and only time counts: `Backprop` saves the extra forward.
 
     Args:
         chunk_size: tokens per chunk; need not divide seqlen. None picks one from the model's widths and the
             device.
-        keep: what to store: "edges", only the states at chunk edges, recomputing all layers of a chunk at a
-            time; "inputs", also every layer's input (n_layer × seqlen × d_model), so that one layer of a
-            chunk is worked on at a time; "offload", "inputs" with offload=True.
-        offload: store states, and inputs, in host memory, attention's keys and values with them; the layers
-            being worked on are copied to the GPU. On a CPU it changes nothing.
-        recompute: how much of each layer's activations to recompute: "none"; "selective", all but the results
-            of scans and of the large matrix products, in_proj's above all; "full", all but the layer's input
-            (Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models").
+        keep: what the forward stores: "edges", only the states at chunk edges, so that the backward
+            recomputes all layers of a chunk together; "inputs", also every layer's input (n_layer × seqlen ×
+            d_model), so that it recomputes one layer of a chunk at a time; "offload", "inputs" with
+            offload=True.
+        offload: store states, layers' inputs and attention's keys and values in host memory, and copy those
+            in use to the GPU. On a CPU it changes nothing.
+        recompute: which of a layer's activations a chunk's tape leaves out, so that the layer's backward
+            computes them again: "none"; "selective", all but the results of scans and of large matrix
+            products, mainly in_proj's; "full", all but the layer's input (Korthikanti et al. 2022, "Reducing
+            activation recomputation in large transformer models").
         memory: activation budget, on top of memory already allocated: bytes, "30GB", "512MiB", or "auto" for
             most of what is left. As many chunks as fit keep their activations and are not recomputed; if all
             fit and no chunk_size is given, the sequence is one chunk, as in `Backprop`. None keeps one chunk.
             The first step measures a chunk, at the cost of one.
-        cuda_graphs: on a GPU, record what a chunk launches once per step, and replay it for the chunks after
-            it, so that short chunks do not wait for the host. Attention, documents, and what a graph cannot
-            hold run without it. Takes the forward's working memory of one chunk more. Elsewhere it does
-            nothing.
+        cuda_graphs: on a GPU, record a chunk's kernel launches once per step and replay them for later ones,
+            so that short chunks do not wait for the host. It takes the forward's working memory of one more
+            chunk. Attention, documents and what a graph cannot hold run without it. On a CPU it does nothing.
 
     Raises:
-        ValueError: chunk_size is not a positive whole number, keep is none of the three, or memory is no size
-            or comes with a keep other than "edges".
+        ValueError: chunk_size is not a positive whole number, keep or recompute is none of its three values,
+            memory is no size, or memory comes with a keep other than "edges".
     """
 
     name: ClassVar[str] = "exact"
@@ -98,7 +100,7 @@ class Exact:
             raise ValueError(f'memory works with keep="edges" only; got keep={self.keep!r}')
 
     def scheme(self, seqlen: int, default: int) -> Scheme:
-        """The adjoint state is carried, cotangents come from above."""
+        """The adjoint state is carried from chunk to chunk; cotangents come from the layer above."""
         memory = None if self.memory is None else memory_bytes(self.memory)
         offload = self.offload or self.keep == "offload"
         return Scheme(
@@ -114,32 +116,31 @@ class Exact:
 
 @dataclasses.dataclass(frozen=True)
 class Truncated:
-    """Windowed recurrences, cotangents propagated through the layers: the paper's truncation, exact in depth.
+    """The paper's truncation: each layer's recurrence is cut to a window in the backward; depth stays exact.
 
     In each layer the gradient of a token's output reaches back `window` tokens through the recurrence, no
-    further; the paths through the convolution, the residual stream and C are whole. Chunks of a layer are
-    then independent tasks. This is not the gradient unless window >= seqlen. Do not use it to save time or
-    memory on one device: `Exact` costs no more there, and is exact.
+    further; the paths through the convolution, the residual stream and C are whole. The chunks of a layer
+    become independent tasks. The result is not the gradient unless window >= seqlen. Do not use it to save
+    time or memory on one device: `Exact` costs no more there, and is exact.
 
-    With window="auto" each layer gets, step by step, the smallest window over which its recurrence decays to
+    With window="auto" each layer gets, in every step, the smallest window over which its recurrence decays to
     `tolerance`: the dropped part of its adjoint state is at most `tolerance` times the largest adjoint state
     of the same channel. The windows are in the model's output (`StackOutput.windows`).
 
-    With unbiased=True the truncation is random and reweighted, so that the gradient's expectation is the
-    exact gradient (Tallec & Ollivier 2017, "Unbiasing truncated backpropagation through time"): at each
-    chunk's edge and in each layer the adjoint state is dropped with probability chunk_size / window, and
-    divided by the probability of passing where it passes. `window` is then the mean number of tokens between
-    cuts. The price is variance, which grows by a factor of about e per window that a dependence is long: use
-    a window of which the recurrence decays over a few.
+    With unbiased=True cuts are random and reweighted, so that the expected gradient is the exact gradient
+    (Tallec & Ollivier 2017, "Unbiasing truncated backpropagation through time"). At each chunk edge of each
+    layer the adjoint state is dropped with probability p = chunk_size / window, else divided by 1 - p.
+    `window` is then the mean number of tokens between cuts. The price is variance: it grows by a factor of
+    about e per window that a dependence is long, so choose one over a few of which the recurrence decays.
 
     Args:
         window: tokens, 1 or more, or "auto".
-        chunk_size: tokens per chunk; None is `Exact`'s choice (with unbiased: a quarter of the window at
-            most). If the window is longer, a task takes several chunks, so that halos at most double the
+        chunk_size: tokens per chunk; None picks it as `Exact` does (with unbiased: at most a quarter of the
+            window). If the window is longer, a task takes several chunks, so that halos at most double the
             work.
         tolerance: for window="auto": how much of the adjoint state may be dropped, between 0 and 1; None is
             0.001.
-        unbiased: truncate at random and reweight, instead of at a fixed window.
+        unbiased: cut at random and reweight, instead of at a fixed window.
 
     Raises:
         ValueError: window or chunk_size is not a positive whole number, tolerance is not between 0 and 1 or
@@ -171,7 +172,7 @@ class Truncated:
                 )
 
     def scheme(self, seqlen: int, default: int) -> Scheme:
-        """Cotangents come from above; what is cut is the adjoint state."""
+        """Cotangents come from the layer above; the adjoint state is cut."""
         size = min(self.chunk_size or default, seqlen)
         if self.window == "auto":
             return Scheme(size, window="auto", tolerance=self.tolerance or TOLERANCE)
@@ -185,12 +186,12 @@ class Truncated:
 
 @dataclasses.dataclass(frozen=True)
 class LayerLocal:
-    """Every layer gets dL/dy_K for its cotangent (the paper's Proposition 3, eq. 7); tasks are independent.
+    """Every layer gets dL/dy_K, the last layer's cotangent, as its own (the paper's Proposition 3, eq. 7), so
+    that layers need not wait for each other.
 
-    It drops the paths by which a layer's output reaches the loss through the layers above: the last layer and
-    the head get their gradient, the layers below an approximation that gets worse with depth. The embedding
-    gets the first layer's input gradient. Do not use it if the gradient matters and the layers can wait for
-    each other.
+    It drops the paths from a layer's output to the loss through the layers above: the last layer and the head
+    get their exact gradient, layers below an approximation, worse the further below. The embedding gets the
+    first layer's input gradient. Do not use it if the gradient matters and layers can wait for each other.
 
     Args:
         window: tokens that each output's gradient reaches back through the recurrence; None for all.
@@ -210,7 +211,7 @@ class LayerLocal:
         check_chunk_size(self.chunk_size)
 
     def scheme(self, seqlen: int, default: int) -> Scheme:
-        """dL/dy_K for every layer."""
+        """Every layer's cotangent comes from the head."""
         window = None if self.window is None or self.window >= seqlen else self.window
         return Scheme(min(self.chunk_size or default, seqlen), dy_from="head", window=window)
 
@@ -222,20 +223,18 @@ class MiniSequence:
     sequence at a time.
 
     MLPs run piece by piece, head and loss slice by slice; every layer is recomputed in the backward, and its
-    MLP's pieces once more. Loss and gradients are those of the whole: the loss is summed over slices and
-    divided by the number of valid labels (algorithm 2's mean of slices' means is the same only if no label is
-    -100 and the slices are equal). The sequence is never cut for attention or a recurrence, so any model
-    works, also without a cache, and any padding or mask. Memory still grows by one hidden state per layer and
-    token.
+    MLP's pieces once more. Loss and gradients are exact: the loss is summed over slices and divided by the
+    number of valid labels (algorithm 2's mean of slices' means is the same only if no label is -100 and the
+    slices are equal). Attention and recurrences see the whole sequence, so any model works, also without a
+    cache, and any padding or mask. Memory still grows by one hidden state per layer and token.
 
     Do not use it for short sequences, where pieces only cost time (section 6 of the paper), nor if the hidden
     states of all layers do not fit: `Exact` stores less. A mixture of experts runs piece by piece too, unless
     its tokens depend on each other.
 
     Args:
-        mlp_chunks: pieces of the sequence for MLPs; 1 runs them whole.
-        head_chunks: slices of the batch's tokens for head and loss.
-            Neither needs to divide seqlen.
+        mlp_chunks: pieces of the sequence for MLPs; 1 runs them whole. It need not divide seqlen.
+        head_chunks: slices of the batch's tokens for head and loss; need not divide their number.
 
     Raises:
         ValueError: one of them is not a positive whole number.
@@ -252,7 +251,7 @@ class MiniSequence:
                 raise ValueError(f"{name} must be a whole number of pieces, 1 or more; got {value!r}")
 
 
-# Of a `Stack`, by name.
+# The methods that a `Stack` takes, by name.
 METHODS: dict[str, Any] = {method.name: method for method in (Backprop, Exact, Truncated, LayerLocal)}
 
 

@@ -1,5 +1,5 @@
-"""The model: embedding → residual stack of state-space layers → norm → head. Plain single-device code: how
-its backward runs is a method's matter (`adjoint.methods`), who owns which part of it the cluster's."""
+"""The model: embedding → residual stack of state-space layers → norm → head. Plain single-device code: a
+method (`adjoint.methods`) decides how its backward runs, `adjoint.cluster` who owns which part of it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from adjoint.loss import linear_cross_entropy
 
 @dataclasses.dataclass
 class StackOutput:
-    """What a stack returns.
+    """A stack's output.
 
     Attributes:
         loss: mean over valid labels, or None without labels.
-        logits: (batch, seqlen, vocab_size) or None.
-        state: one tuple a layer, or None.
-        windows: tokens, a layer's each, where the method picked them.
+        logits: (batch, seqlen, vocab_size), or None.
+        state: the final state, one tuple of tensors per layer, or None.
+        windows: each layer's window in tokens, where the method picked it (`window="auto"`), or None.
     """
 
     loss: Tensor | None = None
@@ -54,25 +54,24 @@ class StackOutput:
 
 
 class Stack(nn.Module):
-    """A language model of state-space layers whose backward pass is chosen a call.
+    """A language model of state-space layers. Each call chooses its backward pass by `method=`.
 
-    There is no dropout: chunks are recomputed, and nothing in the state-space literature this follows needs
-    it.
+    There is no dropout: chunks are recomputed, and the state-space literature this follows does not use it.
 
     Args:
         seed: of the initial weights; None draws one from PyTorch's generator, so that `torch.manual_seed`
-            decides. Each layer is drawn from a generator seeded by (seed, layer): a part draws what the whole
-            would.
+            decides. Each layer has its own generator, seeded by (seed, layer), so that a part of the stack
+            draws the same weights as the whole.
 
     Attributes:
-        span: the layers that are here: all, but of a part (`split`).
+        span: the numbers of the layers that are here: all, except in a part made by `split`.
     """
 
     def __init__(self, config: StackConfig, seed: int | None = None) -> None:
         super().__init__()
         self.config, self.span = config, range(config.n_layer)
         seed = draw_seed() if seed is None else seed
-        with torch.random.fork_rng(devices=[]):  # what modules draw when they are made is drawn again below
+        with torch.random.fork_rng(devices=[]):  # modules draw weights when made; drawn again below
             self.embedding = nn.Embedding(config.vocab_size, config.d_model)
             self.layers = nn.ModuleList(Block(config, k) for k in self.span)
             self.norm_f = RMSNorm(config.d_model, config.norm_eps, to_linear=True)
@@ -92,9 +91,9 @@ class Stack(nn.Module):
         return self.span.stop == self.config.n_layer
 
     def split(self, span: range) -> Stack:
-        """The part with the layers `span`, the embedding with the first and norm and head with the last: a
-        stack that shares this one's parameters, under the same names, with pass-through modules in the places
-        of other layers."""
+        """A part of this stack: the layers `span`, with the embedding if the first is among them, and norm
+        and head if the last is. It shares this stack's parameters, under the same names; pass-through modules
+        stand in for the other layers."""
         part = copy.copy(self)
         part._modules, part.span = dict(self._modules), span
         part.layers = nn.ModuleList(
@@ -107,7 +106,7 @@ class Stack(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draws all weights again, as mamba-ssm does."""
+        """Draws all weights again, from the distributions that mamba-ssm uses."""
         seed = draw_seed() if seed is None else seed
         config = self.config
         for k, block in zip(self.span, self.blocks(), strict=True):
@@ -124,22 +123,19 @@ class Stack(nn.Module):
                     self.lm_head.reset_parameters()
 
     def num_parameters(self, embeddings: bool = True) -> int:
-        """Number of parameters, tied ones once; without the embedding table on request."""
+        """Number of parameters, tied ones counted once; embeddings=False leaves the embedding table out."""
         total = sum(p.numel() for p in self.parameters())
         return total if embeddings else total - self.embedding.weight.numel()
 
-    # ---------------------------------------------------------------------- pieces that stages are made of
+    # ------------------------------------------------------------------------- pieces that the engine runs
 
     def blocks(self) -> list[Block]:
         """The layers that are here."""
         return [self.layers[k] for k in self.span]  # type: ignore[misc]
 
     def stages(self, recompute: str = "none") -> list[Any]:
-        """Embedding, layers, head as the engine runs them; None in the places of those that are not here.
-
-        Args:
-            recompute: as `Exact`'s.
-        """
+        """The engine's stages: embedding, one per layer, head; None for those that are not here. `recompute`
+        is `Exact`'s."""
         found: list[Any] = [None] * (self.config.n_layer + 2)
         for k in self.span:
             block: Any = self.layers[k]
@@ -151,7 +147,7 @@ class Stack(nn.Module):
         return found
 
     def stage_states(self, states: Sequence[State]) -> list[State]:
-        """A state for each stage, from one for each layer that is here; none for the others."""
+        """One state per stage, from `states`, one per layer that is here; () for all other stages."""
         own = dict(zip(self.span, states, strict=True))
         return [(), *(own.get(k, ()) for k in range(self.config.n_layer)), ()]
 
@@ -160,8 +156,8 @@ class Stack(nn.Module):
         return self.embedding(input_ids)
 
     def head_loss(self, y: Tensor, targets: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
-        """Summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen); by other
-        `head_parameters` on request.
+        """Summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen); `parameters`
+        takes the place of `head_parameters`.
 
         Raises:
             ValueError: lm_head or norm_f is more than its weight.
@@ -185,7 +181,8 @@ class Stack(nn.Module):
         return self.lm_head(self.norm_f(y))
 
     def initial_state(self, batch: int) -> list[State]:
-        """Zeros: one tuple a layer that is here, float32 (float64 for a float64 model)."""
+        """Zero states for `batch` rows: one tuple per layer that is here, float32 (float64 in a float64
+        model)."""
         weight = next(self.parameters())
         dtype = accumulate_dtype(weight.dtype)
         return [block.mixer.initial_state(batch, dtype, weight.device) for block in self.blocks()]
@@ -204,22 +201,22 @@ class Stack(nn.Module):
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> StackOutput:
-        """Loss of a batch of sequences, by any method; or, without labels, its logits.
+        """The mean loss of a batch of sequences; without labels, its logits by plain autograd.
 
         Args:
             input_ids: (batch, seqlen) int64.
             labels: (batch, seqlen) int64, usually input_ids itself: the model shifts them. -100 is ignored.
-            method: how the backward will run, such as `adjoint.Exact()`; plain autograd if None.
-            state: recurrent states to start from, as returned with return_state; differentiable. Zero if
-                None.
-            return_logits: also return logits (batch, seqlen, vocab_size), differentiable with plain autograd
-                only.
-            return_state: also return the final recurrent states, differentiable.
-            seq_idx: (batch, seqlen) integers, of packed documents: where they change another document begins.
-                Nothing is carried over its beginning, and its first token is nobody's label; `state` belongs
-                to the first document.
-            cu_seqlens: (documents + 1,) integers, the same in flash-attention's form: tokens of the batch,
-                row after row, up to each document and in all.
+            method: how the backward of the loss runs, such as `adjoint.Exact()`; plain autograd if None.
+            state: states to start from, one tuple per layer, as returned with return_state; differentiable.
+                Zero if None.
+            return_logits: also return logits (batch, seqlen, vocab_size); with a method other than Backprop
+                these are not differentiable.
+            return_state: also return the final states, differentiable.
+            seq_idx: (batch, seqlen) integers, for packed documents: a document begins where they change.
+                No state crosses there, and no token predicts the first one of a document. `state` belongs to
+                each row's first document.
+            cu_seqlens: (documents + 1,) integers, the same in flash-attention's form: the offsets at which
+                documents begin in the flattened batch, and its number of tokens.
 
         Raises:
             ValueError: an id or label is out of range, or a shape does not fit; cu_seqlens does not rise
@@ -233,7 +230,7 @@ class Stack(nn.Module):
                 "models of transformers, by adjoint.wrap; a Stack takes Exact() or Backprop(checkpoint=True)"
             )
         if state is not None and len(state) != self.config.n_layer:
-            raise ValueError(f"state must have {self.config.n_layer} entries, one a layer; got {len(state)}")
+            raise ValueError(f"state must have {self.config.n_layer} entries, 1 per layer; got {len(state)}")
         states = self.initial_state(input_ids.shape[0]) if state is None else state
         output, plain = StackOutput(), method is None or method.name == "backprop"
         if (plain or labels is None) and torch.is_grad_enabled() and is_sharded(self):
@@ -263,7 +260,7 @@ class Stack(nn.Module):
         return found.loss, states[1:-1], found.windows
 
     def steps(self, batch: Batch, scheme: Scheme) -> Steps:
-        """A batch's program; its states are those of `stage_states`."""
+        """The batch's forward and backward for the engine; `batch.states` are `stage_states`' result."""
         check_windows(self.config, scheme)
         stages, width = self.stages(scheme.recompute), self.config.d_model
         if is_sharded(self):
@@ -302,7 +299,7 @@ class Stack(nn.Module):
                 )
             if ids.dtype not in (torch.int64, torch.int32):
                 raise ValueError(f"{name} must be int64, got {ids.dtype}")
-            if torch.compiler.is_compiling():  # values are not known while a graph is made
+            if torch.compiler.is_compiling():  # values are not known while the graph is traced
                 continue
             checked = ids if name == "input_ids" else torch.where(ids == IGNORE_INDEX, 0, ids)
             low, high = int(checked.min()), int(checked.max())
@@ -323,14 +320,15 @@ class Stack(nn.Module):
         generator: torch.Generator | None = None,
         chunk_size: int = 1024,
     ) -> Tensor:
-        """Continues sequences token by token from the recurrent state: constant memory and time per token.
+        """Samples a continuation token by token from the recurrent state: constant memory and time per token.
 
         Args:
             input_ids: (batch, seqlen) int64, seqlen 1 or more; read `chunk_size` tokens at a time.
-            temperature: 0 takes the most likely token. top_k: sample among the k most likely tokens only.
+            temperature: 0 takes the most likely token.
+            top_k: sample among the k most likely tokens only.
 
         Returns:
-            (batch, seqlen + max_new_tokens) int64.
+            input_ids and the new tokens, (batch, seqlen + max_new_tokens) int64.
 
         Raises:
             ValueError: an id is out of range, temperature < 0, top_k < 1 or max_new_tokens < 0.
@@ -358,11 +356,11 @@ class Stack(nn.Module):
 
     @staticmethod
     def from_transformers(hf_model: nn.Module) -> Stack:
-        """A stack with a copy of the weights of a transformers MambaForCausalLM or Mamba2ForCausalLM, on its
-        device and in its dtypes.
+        """A stack with a copy of the weights of transformers' MambaForCausalLM or Mamba2ForCausalLM, on the
+        same device and in the same dtypes.
 
         Raises:
-            ValueError: the model is neither, or uses an option this stack does not have.
+            ValueError: the model is neither, or uses an option that a stack does not have.
         """
         return _with_weights(*from_model(hf_model))
 
@@ -372,29 +370,28 @@ class Stack(nn.Module):
 
             model = adjoint.Stack.from_pretrained("runs/default")
 
-        Neither transformers nor mamba-ssm need be installed: files are read as they are, and nothing is
-        unpickled but tensors.
+        Neither transformers nor mamba-ssm needs to be installed. Only tensors are unpickled.
 
         Args:
-            directory: a run (its newest good checkpoint) or one of its checkpoints; or what `save_pretrained`
-                of transformers' MambaForCausalLM and Mamba2ForCausalLM or mamba-ssm's MambaLMHeadModel has
-                written, in one file or in shards.
+            directory: a run (its newest good checkpoint) or one of its checkpoints; or a folder written by
+                `save_pretrained` of transformers' MambaForCausalLM or Mamba2ForCausalLM, or of mamba-ssm's
+                MambaLMHeadModel, in one file or in shards.
 
         Raises:
-            ValueError: it is none of these, files are missing, damaged or of another model, or the model has
-                what a stack does not have; Falcon-Mamba, say, whose mixer has norms of dt, B and C.
+            ValueError: it is none of these; files are missing, damaged or of another model; or the model has
+                parts that a stack lacks, such as Falcon-Mamba's norms of dt, B and C.
         """
         return _read(directory)
 
     @staticmethod
     def from_mamba_ssm(directory: str | Path) -> Stack:
-        """`from_pretrained` of a folder of mamba-ssm's MambaLMHeadModel and of no other: Mamba, Mamba-2 or
-        Mamba-3 layers (this as after version 2.3.2, decay rates with a heavy tail), causal attention among
+        """`from_pretrained` for a folder of mamba-ssm's MambaLMHeadModel alone: Mamba, Mamba-2 or Mamba-3
+        layers (Mamba-3 as after version 2.3.2, whose decay rates have a heavy tail), causal attention between
         them (`attn_layer_idx`), MLPs.
 
         Raises:
-            ValueError: as `from_pretrained`'s, with the key of config.json that a stack has nothing for; or
-                it is a folder of transformers, or a run.
+            ValueError: as `from_pretrained`, naming a key of config.json that a stack does not support; or
+                the folder is a run, or one of transformers.
         """
         return _read(directory, "mamba-ssm")
 
@@ -408,7 +405,7 @@ def _read(directory: str | Path, layout: str | None = None) -> Stack:
 
 
 def _with_weights(config: StackConfig, weights: Weights) -> Stack:
-    """A stack made of these tensors; none is copied."""
+    """A stack whose parameters are these tensors themselves, not copies."""
     with torch.device("meta"):
         stack = Stack(config, seed=0)
     assign(stack, weights)

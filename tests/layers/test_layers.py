@@ -243,7 +243,7 @@ def test_arguments_that_do_not_fit_are_named(method: object) -> None:
         ((ids, ids[:, 1:]), {}, r"labels must have input_ids' shape \(2, 10\), got \(2, 9\)"),
         ((ids.double(), ids), {}, "input_ids must be int64, got torch.float64"),
         ((ids, ids), {"state": model.initial_state(3)}, "initial_state must have shape"),
-        ((ids, ids), {"state": model.initial_state(2)[:1]}, "state must have 2 entries, one a layer; got 1"),
+        ((ids, ids), {"state": model.initial_state(2)[:1]}, "state must have 2 entries, 1 per layer; got 1"),
         ((ids, ids), {"method": "exact"}, r"method must be an object such as adjoint.Exact\(\), got 'exact'"),
     ]
     for (input_ids, labels), options, message in wrong:
