@@ -1,5 +1,5 @@
 """Grouped-query attention (Ainslie et al. 2023) with rotary embedding (Su et al. 2021), as in Llama; the
-parameters are named as in mamba-ssm's attention. Its state is append-only: keys and values so far."""
+parameters are named as in mamba-ssm's attention. Its state is append-only: the keys and values so far."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from adjoint.layers.mixer import Mixer
 
 
 class AttentionSizes(NamedTuple):
-    """Heads of queries, heads of keys and values, channels a head, how many of them the rotary embedding
-    turns, and whether in_proj and out_proj have biases."""
+    """Query heads, key and value heads, channels per head, how many of these rotate, and whether in_proj and
+    out_proj have biases."""
 
     heads: int
     kv_heads: int
@@ -29,14 +29,14 @@ class AttentionSizes(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """in_proj's, of queries, keys and values."""
+        """in_proj's output channels: queries, keys and values."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
 class AttentionMixer(Mixer):
-    """in_proj → (conv1d →) rotated q, k and v → causal attention → out_proj. State: (the conv tail, (batch,
-    channels, attention_d_conv - 1), where there is a convolution,) keys and values, (batch,
-    num_key_value_heads, tokens so far, head_dim) each, the keys rotated."""
+    """in_proj → (conv1d →) rotated q and k, v → causal attention → out_proj. State: rotated keys and values,
+    (batch, num_key_value_heads, tokens so far, head_dim) each; before them the conv tail, (batch, channels,
+    attention_d_conv - 1), if there is a convolution."""
 
     projected = True
 
@@ -83,20 +83,20 @@ class AttentionMixer(Mixer):
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
-        """Queries, keys and values, repeated for each head, the output, and in_proj's if there is a
-        convolution."""
+        """Counts queries, keys and values, repeated for each head, the output, and in_proj's output if there
+        is a convolution."""
         heads, kv_heads, dim, rotary_dim, _ = sizes = cls.sizes_of(config)
-        bands = 2 if config.sliding_window else 1  # keys and values are there twice, and queries in bands
+        bands = 2 if config.sliding_window else 1  # queries in bands, keys and values stored twice
         convolved = sizes.channels if config.attention_d_conv else 0
-        if selective:  # products as wide as the residual stream are made again
+        if selective:  # products as wide as the residual stream are recomputed
             return (2 * kv_heads * dim * (kv_heads < heads) + convolved) * element
         return (5 * bands * heads * dim + convolved) * element + (rotary_dim + heads) * max(element, 4)
 
     def forward(
         self, x: Tensor, state: tuple[Any, ...], seq_idx: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Keys and values of the state come back with the new tokens behind them; or, where they are given as
-        a `kernels.attention.Past` each, which the new tokens join, the new tokens' alone."""
+        """The output, and a state whose keys and values have the new tokens' appended; or, if the state's
+        are each a `kernels.attention.Past`, to which the forward appends them itself, the new ones alone."""
         *tail, _, _ = state
         state, qkv = state[-2:], self.in_proj(x)
         if self.conv1d is not None:
@@ -131,8 +131,8 @@ def _by_documents(
     seq_idx: Tensor,
     visible: Sequence[int] | None,
 ) -> Tensor:
-    """Each document's attention by itself. The first one of a row goes on from the past, of which `visible`
-    tokens are its own, where not all are."""
+    """Attention within each document. A row's first document continues from the past, of which the last
+    `visible[row]` tokens are its own; None: all."""
     past, rows = keys.shape[2] - q.shape[2], []
     for row, numbers in enumerate(seq_idx):
         begins = (numbers[1:] != numbers[:-1]).nonzero().flatten() + 1
@@ -146,8 +146,8 @@ def _by_documents(
 
 
 def rotary(first: int, tokens: int, dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (tokens, dim / 2) of the rotary embedding's angles, of the tokens from place `first`
-    on (Su et al. 2021, section 3.2.2); float32, for a float64 `like` float64."""
+    """Cosines and sines, (tokens, dim / 2) each, of the rotary embedding's angles at the positions from
+    `first` on (Su et al. 2021, section 3.2.2); float32, float64 for a float64 `like`, on its device."""
     # angles in float64: at a million tokens float32 would round them to a tenth of a radian
     pairs = torch.arange(0, dim, 2, dtype=torch.float64, device=like.device)
     places = torch.arange(first, first + tokens, dtype=torch.float64, device=like.device)
@@ -157,8 +157,8 @@ def rotary(first: int, tokens: int, dim: int, theta: float, like: Tensor) -> tup
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (batch, heads, tokens, dim), of whose first 2 n channels, n angles a token being given, channel i is
-    turned together with channel i + n, as in Hugging Face's models."""
+    """x (batch, heads, tokens, dim) rotated by n angles per token, cos and sin (tokens, n): angle i turns the
+    pair of channels i and i + n, as in Hugging Face's models; channels from 2 n on stay as they are."""
     n = cos.shape[-1]
     if not n:
         return x

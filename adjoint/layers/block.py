@@ -1,4 +1,4 @@
-"""A residual layer: norm and mixer, then norm and MLP if there is one."""
+"""`Block`, a residual layer: norm and mixer, then norm and MLP if there is one."""
 
 import math
 from typing import Any
@@ -14,10 +14,10 @@ from adjoint.layers.norm import RMSNorm
 
 
 class Block(nn.Module):
-    """y + mixer(norm(y)), then y + mlp(norm2(y)) if there is an MLP. Takes and returns the mixer's state;
-    where seq_idx (batch, seqlen) changes, a document starts and nothing is carried over."""
+    """(y, state) → (y, state): y + mixer(norm(y)), then y + mlp(norm2(y)) if there is an MLP. The state is
+    the mixer's. Where seq_idx (batch, seqlen) changes, a document begins and no state crosses."""
 
-    mixer: Any  # one of `make_mixer`'s
+    mixer: Any  # made by `make_mixer`
 
     def __init__(self, config: StackConfig, layer: int) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws all weights again; projections into the residual stream smaller the more of them the stack
-        has (GPT-2)."""
+        """Draws all weights again. Projections into the residual stream are divided by the square root of
+        their number in the stack, as in GPT-2, so that the stream's variance does not grow with depth."""
         for module in self.children():
             module.reset_parameters()  # type: ignore[operator]
         residuals = self.config.n_layer * (1 if self.mlp is None else 2)
@@ -49,8 +49,8 @@ class Block(nn.Module):
         return self.feed_forward(mixed, residual=y), state
 
     def feed_forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
-        """What follows the mixer, token by token: of the residual sum y; or of the mixer's output y and the
-        residual, the block's input, which are then summed and normalised in one pass."""
+        """The part of the block after the mixer. `y` is the residual sum; or, with `residual` (the block's
+        input), the mixer's output: the two are then summed and normalised in one pass."""
         if self.mlp is None or self.norm2 is None:
             return y if residual is None else residual + y
         if residual is None:

@@ -1,11 +1,11 @@
-"""What a stack is made of: one frozen dataclass, checked when it is made."""
+"""`StackConfig`: a stack's sizes and kinds of layers, checked when it is made."""
 
 import dataclasses
 from typing import Annotated, Any
 
 from adjoint.settings import Must, NotNegative, Positive, PositiveNumber, check_fields
 
-# The built-in mixers' classes by name (`adjoint.layers.mixer.Mixer`), entered in adjoint/layers/__init__.py.
+# The built-in mixers, subclasses of `layers.mixer.Mixer`, by name; adjoint/layers/__init__.py fills it in.
 MIXERS: dict[str, Any] = {}
 Taps = Annotated[int, Must("a whole number from 1 to 16", lambda n: 1 <= n <= 16)]
 TapsOrNone = Annotated[int, Must("a whole number from 0 to 16", lambda n: 0 <= n <= 16)]
@@ -20,7 +20,7 @@ class StackConfig:
         d_model: width of the residual stream.
         n_layer: number of layers.
         mixer: mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet or attention; "module:Class", a
-            layer of your own (docs/own_layer.md); or a list of n_layer of them.
+            layer of your own (docs/own_layer.md); or a list with one of these for each of the n_layer layers.
         d_state: state size: per channel (mamba; default 16), per channel of a head (mamba2, mamba3; 128), key
             channels of a head (gated_deltanet; 64), per layer (diagonal, scalar, dense; 16).
         d_conv: width of the causal convolution of mamba, mamba2 and gated_deltanet.
@@ -35,7 +35,7 @@ class StackConfig:
         conv_bias: whether conv1d has a bias.
         dt_min: smallest step size at initialisation.
         dt_max: largest step size at initialisation.
-        dt_init_floor: no step size starts below it.
+        dt_init_floor: lower bound of step sizes at initialisation.
         initializer_range: standard deviation of the embedding at initialisation.
         num_attention_heads: query heads, for attention; default d_model / 64, at least 1.
         num_key_value_heads: key and value heads, for grouped-query attention; must divide
@@ -44,7 +44,7 @@ class StackConfig:
         rope_theta: base of the rotary embedding's frequencies.
         rotary_emb_dim: how many channels of a head, from the first, get rotary embeddings: an even number; 0
             for none, default all.
-        attention_bias: whether attention's in_proj and out_proj have biases; default: as `bias`.
+        attention_bias: whether attention's in_proj and out_proj have biases; default: the value of `bias`.
         attention_d_conv: width of a causal convolution, with a bias, over attention's queries, keys and
             values; 0 for none.
         sliding_window: tokens that a query attends to, including its own; None for all.
@@ -53,9 +53,9 @@ class StackConfig:
         rope_fraction: share of d_state that is rotated, for mamba3: 0.5 or 1.
         A_floor: smallest decay rate, for mamba3.
         is_outproj_norm: whether each head is normalised before the gate, for mamba3.
-        is_mimo: whether a token has several inputs and outputs that share the state, for mamba3; d_state must
-            then be even.
-        mimo_rank: how many inputs and outputs, with is_mimo.
+        is_mimo: whether each token has several inputs and outputs that share the state, for mamba3; d_state
+            must then be even.
+        mimo_rank: number of inputs and outputs per token, with is_mimo.
 
     Raises:
         ValueError: a size is not positive, or sizes do not divide as they must.

@@ -1,4 +1,4 @@
-"""The causal convolution of a mixer, a filter a channel."""
+"""A mixer's causal depthwise convolution."""
 
 from torch import Tensor, nn
 
@@ -6,7 +6,7 @@ from adjoint.kernels.conv1d import causal_conv1d
 
 
 class CausalConv1d(nn.Conv1d):
-    """`adjoint.kernels.conv1d.causal_conv1d` by weights of its own, named as in mamba-ssm."""
+    """`adjoint.kernels.conv1d.causal_conv1d` as a module, its weights named as in mamba-ssm."""
 
     def __init__(self, channels: int, taps: int, bias: bool = True) -> None:
         super().__init__(channels, channels, taps, groups=channels, bias=bias)
@@ -14,5 +14,6 @@ class CausalConv1d(nn.Conv1d):
     def forward(  # type: ignore[override]
         self, x: Tensor, tail: Tensor, silu: bool = False, seq_idx: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x (batch, seqlen, channels) → the same shape, and the new tail (batch, channels, taps - 1)."""
+        """x (batch, seqlen, channels) → the same shape, and the tail of inputs that the next chunk's call
+        takes, (batch, channels, taps - 1)."""
         return causal_conv1d(x, self.weight.squeeze(1), self.bias, tail, silu, seq_idx)

@@ -26,7 +26,7 @@ class GatedDeltaNetMixer(Mixer):
     def __init__(self, config: StackConfig) -> None:
         n, key_heads = self.state_size(config), self.count_key_heads(config)
         sizes = [key_heads * n, key_heads * n, config.d_inner]  # of q, k and v
-        channels = sum(sizes)  # and not convolved: gate, beta, decay
+        channels = sum(sizes)  # those that are convolved; gate, beta and decay are not
         super().__init__(config, (channels, config.d_conv - 1), (config.nheads, n, config.headdim))
         self.d_state, self.key_heads, self.sizes, self.d_conv_channels = n, key_heads, sizes, channels
         width = channels + config.d_inner + 2 * config.nheads
@@ -46,7 +46,7 @@ class GatedDeltaNetMixer(Mixer):
 
     @classmethod
     def count_key_heads(cls, config: StackConfig) -> int:
-        """Heads of queries and keys."""
+        """Number of query heads, and of key heads."""
         return config.linear_num_key_heads or config.nheads
 
     @classmethod
@@ -61,8 +61,8 @@ class GatedDeltaNetMixer(Mixer):
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
-        """in_proj's and the convolution's channels, what is made of values, keys and queries of each head,
-        and the states, one in 64 tokens."""
+        """Counts in_proj's and the convolution's outputs, each head's values, keys and queries, and one state
+        per 64 tokens."""
         n, nheads, d_inner = cls.state_size(config), config.nheads, config.d_inner
         channels = 2 * cls.count_key_heads(config) * n + d_inner
         states, accumulated = n * config.headdim // 64, max(element, 4)
@@ -86,7 +86,7 @@ class GatedDeltaNetMixer(Mixer):
         return self.out_proj(y.flatten(-2)), (tail, S)
 
     def _key_heads(self, t: Tensor) -> Tensor:
-        """Unit vectors (batch, seqlen, nheads, d_state), each shared by a group of heads."""
+        """Keys or queries as unit vectors, repeated for heads that share them: (…, nheads, d_state)."""
         t = t.unflatten(-1, (self.key_heads, self.d_state))
         t = t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
         shared = self.config.nheads // self.key_heads

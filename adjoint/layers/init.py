@@ -1,4 +1,4 @@
-"""Seeds of what is drawn at random, and the initial values that the mixers share."""
+"""Seeds for random draws, and the initial values that mixers share."""
 
 import contextlib
 import math
@@ -13,20 +13,20 @@ from adjoint.layers.config import StackConfig
 
 
 def draw_seed() -> int:
-    """A seed for weights, from PyTorch's generator."""
+    """A seed for weights, drawn from PyTorch's generator, so that `torch.manual_seed` decides it."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 
 def seed_of(seed: int, *piece: int) -> int:
-    """The seed of one piece of what a seed stands for, by its number or several."""
-    # as Python's whole number: NumPy 1 shifts no uint64 by an int
+    """The seed of one piece, such as a layer, from the seed of the whole and the piece's number(s)."""
+    # a Python int, as NumPy 1 cannot shift a uint64 by an int
     return int(np.random.SeedSequence([seed, *piece]).generate_state(1, np.uint64)[0]) >> 1
 
 
 @contextlib.contextmanager
 def drawn_from(seed: int, *piece: int) -> Iterator[None]:
-    """Random numbers from a generator seeded by (seed, *piece); the global one goes on as if nothing had been
-    drawn."""
+    """Draws inside come from a generator seeded by (seed, *piece); afterwards PyTorch's generators continue
+    as if nothing had been drawn."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed_of(seed, *piece))
@@ -34,15 +34,15 @@ def drawn_from(seed: int, *piece: int) -> Iterator[None]:
 
 
 def inverse_softplus_steps(config: StackConfig, like: Tensor) -> Tensor:
-    """Biases whose softplus is log-uniform in [dt_min, dt_max]: step sizes over the range of memories a layer
-    should start with."""
+    """Biases whose softplus, the initial step size, is log-uniform in [dt_min, dt_max], so that the channels
+    start with short and long memories; of the shape of `like`."""
     low, high = math.log(config.dt_min), math.log(config.dt_max)
     steps = torch.exp(torch.rand_like(like) * (high - low) + low).clamp(min=config.dt_init_floor)
     return steps + torch.log(-torch.expm1(-steps))
 
 
 def reset(*modules: Any) -> None:
-    """Draws modules again, in this order, biases of linear maps zero; None is passed over."""
+    """Draws the modules' weights again, in this order, with zero biases in linear layers; skips None."""
     for module in modules:
         if module is not None:
             module.reset_parameters()

@@ -15,8 +15,8 @@ from adjoint.layers.mixer import ScanMixer, rates
 
 
 class MambaScanInputs(NamedTuple):
-    """What the scan reads, token by token: u, delta, z (batch, seqlen, d_inner), B, C (batch, seqlen,
-    d_state)."""
+    """The scan's inputs: u, delta (before softplus and bias), z (batch, seqlen, d_inner); B, C (batch,
+    seqlen, d_state)."""
 
     u: Tensor
     delta: Tensor
@@ -63,8 +63,8 @@ class MambaMixer(ScanMixer):
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
-        """As wide as d_inner in_proj's two halves, the convolution's output, the gated output and the scan's;
-        B and C; and the scan's states, one in 64 tokens."""
+        """Counts five tensors of d_inner channels (in_proj's two halves, the outputs of convolution, scan and
+        gate), B and C, and one state of the scan per 64 tokens."""
         d_inner, n = config.d_inner, cls.state_size(config)
         rows = 3 * d_inner if selective else 5 * d_inner + 4 * n
         return rows * element + d_inner * n * max(element, 4) // 64
@@ -85,7 +85,7 @@ class MambaMixer(ScanMixer):
         return selective_scan(u, delta, A, B, C, self.D, z, bias, True, initial_state=h, **where)
 
     def log_decay(self, inputs: MambaScanInputs) -> Tensor:
-        """(batch, seqlen, d_inner): of each channel the slowest."""
+        """(batch, seqlen, d_inner): the slowest decay of each channel's states."""
         slowest = rates(self.A_log).amin(1)
         step = F.softplus(inputs.delta.to(slowest.dtype) + self.dt_proj.bias.to(slowest.dtype))
         return step * slowest

@@ -15,8 +15,8 @@ from adjoint.layers.norm import RMSNorm
 
 
 class SSDScanInputs(NamedTuple):
-    """x (batch, seqlen, nheads, headdim), dt (batch, seqlen, nheads), B, C (batch, seqlen, ngroups, d_state),
-    z (batch, seqlen, d_inner)."""
+    """The scan's inputs: x (batch, seqlen, nheads, headdim), dt (batch, seqlen, nheads), B, C (batch, seqlen,
+    ngroups, d_state); and the gate z (batch, seqlen, d_inner)."""
 
     x: Tensor
     dt: Tensor
@@ -63,7 +63,7 @@ class Mamba2Mixer(ScanMixer):
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
-        """As `MambaMixer`'s; a state in 128 tokens, of 16-bit activations in 256."""
+        """Counts as `MambaMixer` does; one state per 128 tokens, with 16-bit activations per 256."""
         d_inner, n = config.d_inner, cls.state_size(config)
         rows = 3 * d_inner if selective else 5 * d_inner + 4 * config.ngroups * n
         return rows * element + d_inner * n * max(element, 4) * element // 512

@@ -2,9 +2,9 @@
 
     h_t = α_t h_{t-1} + (1 - λ_t) d_t α_t v_{t-1} ⊗ k_{t-1} + λ_t d_t v_t ⊗ k_t        y_t = h_t q_t + D v_t
 
-with α_t = exp(A_t d_t): the trapezoidal rule where the Mamba-2 recurrence is Euler's. Keys and queries are
-turned by angles that add up over time, a complex-valued state in real numbers. With several inputs and
-outputs (`is_mimo`) a token has `mimo_rank` of v, k, q and y, which share h: v ⊗ k is summed over them."""
+with d_t the step size and α_t = exp(A_t d_t): the trapezoidal rule where Mamba-2 uses Euler's. Keys and
+queries are rotated by angles that add up over time: a complex-valued state in real numbers. With `is_mimo` a
+token has `mimo_rank` each of v, k, q and y, which share h: v ⊗ k is summed over them."""
 
 import math
 from typing import Any
@@ -23,16 +23,16 @@ from adjoint.layers.init import inverse_softplus_steps, reset
 from adjoint.layers.mixer import Mixer, check_heads
 from adjoint.layers.norm import RMSNorm
 
-TINY = 1e-12  # at least so much is -A d, by which inputs are divided: exp(-TINY) is 1 but for rounding
+TINY = 1e-12  # lower bound of -A d, by which inputs are divided: exp(-TINY) is 1 but for rounding
 
 
 class Mamba3Mixer(Mixer):
-    """in_proj → B and C normalised, with biases, turned → SSD scan → (norm,) gate → out_proj. State: angle
-    (batch, nheads, angles), h (batch, nheads, headdim, d_state), and of the last token k, turned, (batch,
-    nheads, rank, d_state), and v, before mimo_x, (batch, nheads, headdim); rank is 1 but for `is_mimo`.
+    """in_proj → B and C normalised, biased and rotated → SSD scan → (norm,) gate → out_proj. State: angles
+    (batch, nheads, angles), h (batch, nheads, headdim, d_state), and the last token's rotated k (batch,
+    nheads, rank, d_state) and its v before mimo_x (batch, nheads, headdim); rank is 1 without `is_mimo`.
 
-    With `is_mimo` x and the gate are spread over the inputs and outputs by mimo_x and mimo_z, and what comes
-    out is summed up by mimo_o, all three (nheads, mimo_rank, headdim)."""
+    With `is_mimo`, mimo_x and mimo_z spread x and the gate over the inputs and outputs of a token, and mimo_o
+    sums the outputs, all three (nheads, mimo_rank, headdim)."""
 
     default_d_state = 128
     projected = True
@@ -74,7 +74,7 @@ class Mamba3Mixer(Mixer):
 
     @classmethod
     def count_angles(cls, config: StackConfig) -> int:
-        """Pairs of channels that are turned."""
+        """Number of rotated pairs of channels."""
         return int(cls.state_size(config) * config.rope_fraction) // 2
 
     @classmethod
@@ -96,8 +96,7 @@ class Mamba3Mixer(Mixer):
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
-        """in_proj's and what is made of it for each of a token's inputs, turned or in the scan's dtype, and
-        the scan's states."""
+        """Counts in_proj's output, what is made of it for each of a token's inputs, and the scan's states."""
         d_inner, nheads, n, mimo = config.d_inner, config.nheads, cls.state_size(config), config.is_mimo
         rank, accumulated = cls.inputs_per_token(config), max(element, 4)
         states = rank * d_inner * n * accumulated * element // 512
@@ -128,17 +127,17 @@ class Mamba3Mixer(Mixer):
         turn = torch.polar(torch.ones_like(by), by.detach())
         (k_turned, k_last), (q_turned, _) = (_Turned.apply(t, by, turn, c.is_mimo) for t in (k, q))
         v, z = (t.unflatten(-1, (c.nheads, c.headdim)) for t in (v, z))
-        v_last = v[:, -1].clone()  # a copy, or keeping the last token's would keep all of them
+        v_last = v[:, -1].clone()  # a view would keep the memory of all tokens
         v, v_before = (_spread(t.to(dtype), self.mimo_x) for t in (v, v_before))
-        # A token's k and v enter h when it is read and once more with the next token, whose share this is; of
-        # the last token that share is the next chunk's, and of the token before the first it is still due.
+        # v ⊗ k of a token enters h twice: `own` of it with the token, `due` of it with the next token. The
+        # chunk's last token leaves its second part to the next chunk; v_before brings the last chunk's.
         shares, own = (1 - trap) * dt, trap * dt
         due = F.pad(shares[:, 1:], (0, 0, 0, 1))
-        if reset_at is not None:  # nor is anything due to another document
+        if reset_at is not None:  # nothing is due across a document's beginning
             due = due.masked_fill(F.pad(reset_at[:, 1:], (0, 1))[..., None], 0)
         v_before = shares[:, 0, :, None, None] * v_before
         h = h.to(dtype) + (v_before[..., None] * k_before.to(dtype)[..., None, :]).sum(2)
-        # Both shares at once: h as if the next token had been read already, which the output then takes back.
+        # The scan adds both parts with the token itself; `_within` subtracts `due` from the token's output.
         y, h = _scan(own + due, decay, v, k_turned.to(z.dtype), q_turned.to(z.dtype), h, seq_idx)
         y = y + _within(own, due, self.D.to(dtype), v, k, q).transpose(2, 3)
         y = y.to(z.dtype)
@@ -150,16 +149,16 @@ class Mamba3Mixer(Mixer):
         return self.out_proj(y.flatten(-2)), state
 
     def _heads(self, t: Tensor, norm: RMSNorm, bias: Tensor) -> Tensor:
-        """(batch, seqlen, nheads, rank, d_state): each group's normalised vectors with each of its heads'
-        biases."""
+        """Keys or queries, (batch, seqlen, nheads, rank, d_state): each group's normalised vectors plus the
+        bias of each of its heads."""
         c = self.config
         t = norm(t.unflatten(-1, (self.rank, c.ngroups, self.d_state))).transpose(2, 3)[:, :, :, None]
-        return (bias.unflatten(0, (c.ngroups, -1)) + t).flatten(2, 3)  # bias first: its layout is the sum's
+        return (bias.unflatten(0, (c.ngroups, -1)) + t).flatten(2, 3)  # bias first: the sum takes its layout
 
 
 def _spread(t: Tensor, weight: Tensor | None) -> Tensor:
-    """t (…, nheads, headdim) → (…, nheads, rank, headdim), times weight (nheads, rank, headdim) if there is
-    one, or else of rank 1."""
+    """t (…, nheads, headdim) → (…, nheads, rank, headdim): times weight (nheads, rank, headdim), or rank 1
+    without a weight."""
     return t.unsqueeze(-2) if weight is None else t.unsqueeze(-2) * weight.to(t.dtype)
 
 
@@ -172,17 +171,17 @@ def _scan(
     h: Tensor,
     seq_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """y_r = h_r q_r, where h_r has decayed and has been given v ⊗ k of a token's inputs up to r; and the last
-    h. By the SSD scan, run in k's dtype over tokens taken apart into their inputs.
+    """Outputs y_r = h_r q_r, and the final h. h_r has decayed by the token's decay and contains share v ⊗ k
+    of the token's inputs up to r. It is one SSD scan, in k's dtype, whose entries are tokens' single inputs.
 
-    A token's decay falls on the first of its inputs but for ε on each of the others: none can have 0, as what
-    the scan is given is divided by its decay. So input r is written, and output r read, too early by
-    (rank - 1 - r) ε, which is made up for: nothing depends on ε. It is an even share of a small decay, and
-    small where that is large, or powers of e would overflow.
+    An entry's input is divided by its decay, so no decay may be 0: a token's first entry gets its decay less
+    (rank - 1) ε, the others ε each. Input r is then written, and output r read, too early by (rank - 1 - r)
+    ε; a factor for each undoes this, so that no result depends on ε. ε is an even share of a small decay, and
+    bounded where the decay is large, as the factors, powers of e, would overflow.
 
     Args:
-        share, decay: (batch, seqlen, nheads), of v ⊗ k, and -A d. v, k, q: (batch, seqlen, nheads, rank, …).
-        h: (batch, nheads, headdim, d_state).
+        share: (batch, seqlen, nheads), the factor of v ⊗ k. decay: -A d, of the same shape.
+        v, k, q: (batch, seqlen, nheads, rank, …). h: (batch, nheads, headdim, d_state).
 
     Returns:
         (batch, seqlen, rank, nheads, headdim), and the final h.
@@ -205,9 +204,9 @@ def _scan(
 
 
 def _within(own: Tensor, due: Tensor, D: Tensor, v: Tensor, k: Tensor, q: Tensor) -> Tensor:
-    """What an output has of its own token's inputs beyond what `_scan` gave it, as v: D v; of the inputs up
-    to its own not what is due with the next token; of those after it what is the token's own. k and q need
-    not be turned: both would be by the same angles."""
+    """What to add to `_scan`'s outputs for inputs of the same token, in v's shape: D v; minus the `due` part
+    of the inputs up to the output's own, which `_scan` added too early; plus the `own` part of the inputs
+    after it, which `_scan` added too late. k and q are not rotated here: the token's own angles cancel."""
     if v.shape[3] == 1:
         return (D[:, None] - due[..., None] * (k * q).sum(-1))[..., None] * v
     later = torch.ones(2 * v.shape[3:4], dtype=torch.bool, device=v.device).triu(1)
@@ -216,17 +215,17 @@ def _within(own: Tensor, due: Tensor, D: Tensor, v: Tensor, k: Tensor, q: Tensor
 
 
 def _heavy_tail(x: Tensor) -> Tensor:
-    """1 + x above 0, 1 / (1 - x) below: positive, smooth to first order, and slow to leave small values."""
+    """1 + x above 0, 1 / (1 - x) below: positive; its derivative is continuous, and small at small values."""
     return x.clamp_min(0) + 1 / (1 - x.clamp_max(0))
 
 
 class _Turned(torch.autograd.Function):
-    """t (…, d_state) with its first pairs of channels turned by angles (…, angles): pairs of neighbours, or,
-    with `halves`, of channels i and i + d_state / 2. And a copy of the last token's, whose cotangent is added
-    where it belongs: a slice's would be all tokens' long.
+    """t (…, d_state) with its first pairs of channels rotated by angles (…, angles): pairs of neighbours, or,
+    with `halves`, of channels i and i + d_state / 2. Also a copy of the last token's result: the cotangent of
+    a slice would be as large as all tokens' together.
 
-    Of the angles `turn` is given, exp(i angle), and nothing is kept but it and t: a turn's derivative is a
-    turn by a right angle more, and turns leave the angles between vectors as they are."""
+    `turn` is exp(i angles). Only it and t are saved: the derivative of a rotation is a rotation by a further
+    right angle, and rotations keep the angles between vectors, so that the unrotated ones serve."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, angles: Tensor, turn: Tensor, halves: bool) -> Any:
@@ -249,7 +248,7 @@ class _Turned(torch.autograd.Function):
 
 
 def _pairs(t: Tensor, n: int, halves: bool) -> tuple[Tensor, Tensor]:
-    """The first n pairs of channels."""
+    """The first and the second channels of the first n pairs."""
     if halves:
         first, second = t.chunk(2, dim=-1)
         return first[..., :n], second[..., :n]
@@ -258,7 +257,7 @@ def _pairs(t: Tensor, n: int, halves: bool) -> tuple[Tensor, Tensor]:
 
 
 def _complex(t: Tensor, n: int, halves: bool) -> Tensor:
-    """The first n pairs of channels as complex numbers: views of them, where they lie so."""
+    """The first n pairs of channels as complex numbers: a view of t if each pair is adjacent in memory."""
     if halves or t.shape[-1] % 2:
         return torch.complex(*_pairs(t, n, halves))
     return torch.view_as_complex(t[..., : 2 * n].unflatten(-1, (-1, 2)))

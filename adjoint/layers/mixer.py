@@ -1,4 +1,4 @@
-"""What a mixer is, and what else has to be known of one: each says it of itself, as a class."""
+"""`Mixer`, the interface of a layer's mixer: its forward, and facts about it that engine and plans read."""
 
 import importlib
 from typing import Any, ClassVar
@@ -15,19 +15,20 @@ from adjoint.layers.config import MIXERS, StackConfig
 class Mixer(nn.Module):
     """(x, state) → (y, state) with x, y (batch, seqlen, d_model): a subclass and a row of `MIXERS`.
 
-    A subclass has `forward(x, state, seq_idx=None)`, where a document starts wherever seq_idx (batch, seqlen)
-    changes, and `reset_parameters()`, which draws all of its weights. It overrides what is not as here. A
-    user's class "module:Class" need not be a subclass: then what is said here holds of it.
+    A subclass has `forward(x, state, seq_idx=None)`, where a document begins wherever seq_idx (batch, seqlen)
+    changes, and `reset_parameters()`, which draws all its weights. It overrides the defaults below that do
+    not fit. A user's "module:Class" need not be a subclass: these defaults are then taken for it.
 
     Args:
-        state_shapes: of each tensor of the state the shape behind the batch, None being the tokens so far.
+        state_shapes: the shape of each tensor of the state without its batch dimension; None stands for a
+            dimension as long as the tokens so far.
 
     Attributes:
         default_d_state: `d_state` where the configuration gives none.
-        projected: whether its input goes into in_proj and nowhere else.
-        windowed: whether its recurrence can be cut to a window: as a `ScanMixer`.
-        grows: of each tensor of the state the dimension along which it grows by a chunk's tokens; None of one
-            that keeps its size.
+        projected: whether the input goes into in_proj alone, so that the norm may write autocast's dtype.
+        windowed: whether its recurrence can be cut to a window, as a `ScanMixer`'s can.
+        grows: for each tensor of the state, the dimension that each chunk's tokens lengthen; None for one of
+            fixed size.
     """
 
     default_d_state: ClassVar[int] = 16
@@ -41,57 +42,57 @@ class Mixer(nn.Module):
 
     @classmethod
     def check(cls, config: StackConfig) -> None:
-        """Raises a ValueError where sizes do not go together in such a mixer."""
+        """Raises a ValueError if the configuration's sizes do not fit together in this mixer."""
 
     @classmethod
     def state_size(cls, config: StackConfig) -> int:
-        """d_state."""
+        """d_state, or its default."""
         return cls.default_d_state if config.d_state is None else config.d_state
 
     @classmethod
     def reach(cls, config: StackConfig) -> int:
-        """Tokens before a piece of the sequence that its windowed vjp reads besides the state: a
-        convolution's."""
+        """Number of tokens before a piece of the sequence whose inputs its windowed vjp reads, for the
+        convolution."""
         return 0
 
     @classmethod
     def inputs_per_token(cls, config: StackConfig) -> int:
-        """How many inputs and outputs of a token share the state."""
+        """Number of inputs, and of outputs, per token that share the state."""
         return 1
 
     @classmethod
     def attended_channels(cls, config: StackConfig) -> int:
-        """Channels, of all heads, in which a token is compared with each one before it; 0 of a recurrence."""
+        """Channels of all heads in which attention compares two tokens; 0 for a recurrence."""
         return 0
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
-        """Bytes per token that its backward keeps, besides the residual stream; within a fifth of what
-        autograd keeps.
+        """Bytes per token kept for its backward, besides the residual stream; within a fifth of autograd's.
 
         Args:
-            element: bytes of an activation.
-            selective: whether products and scans alone are kept (`recompute="selective"`).
+            element: bytes of an activation's element.
+            selective: whether only products' and scans' results are kept (`recompute="selective"`).
         """
-        return 8 * config.d_model * element  # a guess, for a layer of one's own
+        return 8 * config.d_model * element  # a guess, for a user's layer
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> State:
-        """Zeros of `state_shapes`, each with the batch in front; of what grows, none yet."""
+        """The zero state, a tensor of (batch, *shape) for each of `state_shapes`; what grows has length 0."""
         shapes = [[batch, *(n or 0 for n in shape)] for shape in self.state_shapes]
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
 
 
 class ScanMixer(Mixer):
-    """A mixer whose recurrence is a scan that can be cut to a window. State: (conv tail, h), or (h,).
+    """A mixer whose recurrence is a scan that can be cut to a window. State: (conv tail, h), or (h,) without
+    a convolution; the conv tail is the convolution's last d_conv - 1 inputs.
 
-    A subclass has, with x (batch, seqlen, d_model):
+    A subclass has these functions of x (batch, seqlen, d_model):
 
-        scan_inputs(x, conv_tail, seq_idx=None)   a named tuple of what the scan reads, token by token, and
-            the new conv tail (batch, channels, d_conv - 1): None in and out where there is no convolution
-        scan(inputs, h, window=None, halo=0, seq_idx=None)   the scan's outputs and the last h
-        scan_outputs(y, inputs)   everything after the scan: the mixer's output from the scan's
-        log_decay(inputs)   the log of the factor by which each token shrinks the adjoint state, 0 or less
-        conv_tail(x)   the conv tail that the d_conv - 1 tokens x leave
+        scan_inputs(x, conv_tail, seq_idx=None)   → a named tuple of the scan's inputs, token by token, and
+            the new conv tail (batch, channels, d_conv - 1), or None without a convolution
+        scan(inputs, h, window=None, halo=0, seq_idx=None)   → the scan's outputs and the final h
+        scan_outputs(y, inputs)   → the mixer's output, from the scan's
+        log_decay(inputs)   → the log, 0 or less, of the factor by which each token shrinks the adjoint state
+        conv_tail(x)   → the conv tail after the d_conv - 1 tokens x
     """
 
     windowed = True
@@ -106,10 +107,10 @@ class ScanMixer(Mixer):
 
 
 def make_mixer(config: StackConfig, layer: int) -> nn.Module:
-    """The mixer of layer `layer`, parameters initialised.
+    """The mixer of layer number `layer`, its parameters initialised.
 
     Raises:
-        UserError: there is no class "module:Class", or it is no mixer.
+        UserError: a class "module:Class" does not exist or is no mixer.
     """
     kind = config.mixers[layer]
     if kind in MIXERS:
@@ -139,12 +140,12 @@ def has_state(config: StackConfig, layer: int) -> bool:
 
 
 def reach_of(config: StackConfig) -> int:
-    """The largest `Mixer.reach` of a stack."""
+    """The largest `Mixer.reach` of a stack's layers."""
     return max(MIXERS.get(kind, Mixer).reach(config) for kind in config.mixers)
 
 
 def check_heads(config: StackConfig, ngroups: int = 1) -> None:
-    """Raises a ValueError where heads do not divide d_inner, or groups of them not the heads."""
+    """Raises a ValueError if headdim does not divide d_inner, or ngroups the number of heads."""
     if config.d_inner % config.headdim:
         raise ValueError(
             f"headdim {config.headdim} must divide d_inner = expand * d_model = {config.d_inner}"
@@ -154,5 +155,5 @@ def check_heads(config: StackConfig, ngroups: int = 1) -> None:
 
 
 def rates(A_log: Tensor) -> Tensor:
-    """A, below 0, from its logarithm: float32, of a float64 model float64."""
+    """A = -exp(A_log), in float32 (float64 in a float64 model)."""
     return -A_log.to(accumulate_dtype(A_log.dtype)).exp()

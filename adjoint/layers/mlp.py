@@ -6,7 +6,7 @@ from adjoint.kernels.gated import gated_linear
 
 
 class GatedMLP(nn.Module):
-    """out_proj(silu(gate) * value): (…, d_model) → (…, d_model) through d_intermediate channels."""
+    """(…, d_model) → (…, d_model): out_proj(silu(gate) * value), both from in_proj, d_intermediate wide."""
 
     def __init__(self, d_model: int, d_intermediate: int, bias: bool) -> None:
         super().__init__()

@@ -8,13 +8,13 @@ from adjoint.kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """y = weight v / sqrt(mean(v²) + eps), the mean over groups of `group_size` channels (all of them by
-    default), v = s or s silu(gate), s = x or x + residual; x (…, d) in, same dtype out. With a residual both
-    y and s, in residual's dtype, come back.
+    """y = weight v / sqrt(mean(v²) + eps), of x's shape (…, d) and dtype. The mean is over groups of
+    `group_size` channels (default: all d); v = s or s silu(gate); s = x or x + residual. With a residual it
+    gives (y, s), s in residual's dtype.
 
     Args:
-        to_linear: y goes into a single linear map and nowhere else. Of a float32 x y then has the dtype in
-            which autocast, where it is on, would have that map read it: the same numbers, no cast behind it.
+        to_linear: y is read by one linear map alone. Under autocast, for a float32 x, y then has the dtype to
+            which that map would cast it: the same numbers, without the cast.
     """
 
     def __init__(self, d: int, eps: float, group_size: int | None = None, to_linear: bool = False) -> None:

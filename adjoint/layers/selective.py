@@ -21,8 +21,8 @@ from adjoint.layers.mixer import ScanMixer
 
 
 class SelectiveScanInputs(NamedTuple):
-    """a (batch, seqlen, 1 | d_state | d_state, d_state), b = B x (batch, seqlen, d_state), C (batch, seqlen,
-    d_model, d_state)."""
+    """The scan's inputs: A_t as a (batch, seqlen, 1 | d_state | d_state, d_state), B_t x_t as b (batch,
+    seqlen, d_state), C (batch, seqlen, d_model, d_state)."""
 
     a: Tensor
     b: Tensor
@@ -33,7 +33,7 @@ class SelectiveMixer(ScanMixer):
     """A, B, C networks → linear scan → C h. State: (h,), (batch, d_state).
 
     Attributes:
-        structure: of A: "scalar", "diagonal" or "dense", a subclass each.
+        structure: A's, one per subclass: "scalar", "diagonal" or "dense".
     """
 
     structure: ClassVar[str]
@@ -62,7 +62,7 @@ class SelectiveMixer(ScanMixer):
 
     @classmethod
     def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
-        """B and C, and a dense A."""
+        """Counts B and C, and a dense A."""
         n = cls.state_size(config)
         return (2 * n * config.d_model + (3 * n * n if cls.structure == "dense" else 0)) * element
 
@@ -91,16 +91,16 @@ class SelectiveMixer(ScanMixer):
         return SelectiveScanInputs(self.transition(x), b, self.output_matrix(x)), None
 
     def scan(self, inputs: SelectiveScanInputs, h: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
-        """All states (batch, seqlen, d_state) and the last one, which is not rounded to 16 bits: the next
-        chunk goes on from it."""
+        """All states (batch, seqlen, d_state), and the last one, from which the next chunk continues: it is
+        not rounded to 16 bits."""
         a, b, _ = inputs
         states = linear_scan(a, b.to(accumulate_dtype(b.dtype)), initial_state=h, **where)
-        last = states[:, -1].clone()  # a copy, or keeping the last state would keep all of them
+        last = states[:, -1].clone()  # a view would keep the memory of all states
         return states.to(b.dtype), last
 
     def log_decay(self, inputs: SelectiveScanInputs) -> Tensor:
-        """(batch, seqlen, 1 | d_state), of each channel; of a dense A the log of its maximum norm, by which
-        the adjoint state shrinks in the sum norm."""
+        """Each channel's log decay, (batch, seqlen, 1 | d_state); for a dense A the log of its maximum norm,
+        which bounds how the adjoint state's sum norm shrinks."""
         a = inputs.a.abs().sum(-1).amax(-1, keepdim=True) if self.structure == "dense" else inputs.a
         return torch.log(a.to(accumulate_dtype(a.dtype)))
 
@@ -109,18 +109,18 @@ class SelectiveMixer(ScanMixer):
 
 
 class ScalarMixer(SelectiveMixer):
-    """A_t a number, the same of all channels."""
+    """A_t is a number, the same for all channels."""
 
     structure = "scalar"
 
 
 class DiagonalMixer(SelectiveMixer):
-    """A_t a number for each channel of the state."""
+    """A_t is a number for each channel of the state."""
 
     structure = "diagonal"
 
 
 class DenseMixer(SelectiveMixer):
-    """A_t a matrix (d_state, d_state)."""
+    """A_t is a matrix (d_state, d_state)."""
 
     structure = "dense"
