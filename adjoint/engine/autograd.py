@@ -1,5 +1,4 @@
-"""One process: a method as torch sees it, one autograd function from parameters and initial states to the
-loss."""
+"""`Steps`: a batch by a scheme in one process, as one autograd function from parameters to the loss."""
 
 from __future__ import annotations
 
@@ -30,22 +29,22 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
-    """A function that runs as it is inside a compiled model: a program is Python's to carry out, and compiled
-    would be a graph a tile. `torch.compiler.disable` by itself imports the compiler."""
+    """The function, left uncompiled inside a compiled model: compiled, a program would be a graph per tile.
+    Not `torch.compiler.disable` alone, as that imports the compiler, also where nothing is compiled."""
     disabled = functools.cache(lambda: torch.compiler.disable(function))
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> T:
         return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
-    # as it marks functions: where fullgraph=True is asked for, the error names this one and says why
+    # the marks of torch.compiler.disable: with fullgraph=True the error then names this function and says why
     vars(run).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="chunks run as they are")
     return run
 
 
 class Result(NamedTuple):
-    """The mean loss, the states after the sequence, a tuple per stage, each layer's window where the method
-    picked them itself, and the totals of the steps' `sums`."""
+    """The mean loss; the final states, one tuple per stage; each layer's window if the method picked them;
+    the totals of the steps' `sums`."""
 
     loss: Tensor
     states: list[State]
@@ -58,7 +57,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx: Any, steps: Steps, *tensors: Tensor) -> Any:
         loss, final = steps.forward()
         ctx.steps = steps
-        # so that autograd notices what was changed in place before the backward
+        # saved so that autograd refuses a backward after a change in place
         ctx.save_for_backward(*tensors, *steps.batch.tensors)
         ctx.set_materialize_grads(False)
         return loss, *final
@@ -72,18 +71,18 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def handed_over(parameters: Sequence[Tensor], gradients: Gradients) -> list[Tensor | None]:
-    """Gradients as autograd is given them. Hooks that users have put on parameters see none where there is
-    none, as if these had no part in the loss; autograd by itself would call them with None."""
+    """Each parameter's gradient, or None, for autograd. Users' hooks are made to skip None, as if the
+    parameter had no part in the loss; by itself autograd would call them with None."""
     found = [gradients.of(p) for p in parameters]
     for parameter, gradient in zip(parameters, found, strict=True):
         if gradient is None and parameter.is_leaf:
             hooks = parameter._backward_hooks or {}
-            hooks.update({key: _Unless(hook) for key, hook in hooks.items() if not isinstance(hook, _Unless)})
+            hooks |= {key: _SkipNone(hook) for key, hook in hooks.items() if not isinstance(hook, _SkipNone)}
     return found
 
 
-class _Unless:
-    """A tensor's hook, called unless there is no gradient."""
+class _SkipNone:
+    """A tensor's hook that is not called with None."""
 
     def __init__(self, hook: Any) -> None:
         self.hook = hook
@@ -93,19 +92,20 @@ class _Unless:
 
 
 class Steps:
-    """One worker's program cut in two: what autograd calls forward, and what it calls backward.
+    """A single worker's program, cut into autograd's forward and its backward; `loss()` runs the forward.
 
     Args:
         stages: all of a model's.
-        batch: with a state for each stage, differentiable.
+        batch: with a differentiable state for each stage.
         width: of the tensors between stages.
-        around: is entered around the backward: the model as it was in the forward, such as its tensors in
-            their places, which a caller may have changed for the forward alone.
-        sums: what stages add up beside the loss.
+        around: makes a context, entered around the backward, that puts the model back as it was in the
+            forward: a caller may have replaced its tensors for the forward alone.
+        sums: sums over the sequence, besides the loss, that stages add to.
 
     Attributes:
         parameters: those of all stages, each once.
-        initial: the batch's states, and its embeddings where it has those instead of ids.
+        initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
+        follows: whether a backward may follow.
         windows: of each layer, once they are picked.
     """
 
@@ -157,7 +157,7 @@ class Steps:
         return Worker(self.stages, grid, batch, scheme, self.width)
 
     def _measured(self) -> budget.Measured:
-        """What the first chunk takes, run forward and back by itself; once a model and kind of batch."""
+        """The first chunk's memory, measured by running it alone; remembered per model and kind of batch."""
         worker, ids = self.worker, self.batch.ids
         size = worker.grid.tokens(0)
         known = budget.of_model(self.parameters)
@@ -177,7 +177,7 @@ class Steps:
         return known[kind]
 
     def loss(self) -> Result:
-        """The loss over the batch's divisor, and the final states."""
+        """Runs the forward: the loss divided by the batch's divisor, and the final states, differentiable."""
         loss, *final = _ChunkedLoss.apply(self, *self.parameters, *self.initial)
         sums = final[len(final) - len(self.sums) :]
         return Result(loss, grouped(self.batch.states, final), self.windows, sums)
@@ -187,9 +187,9 @@ class Steps:
         made = plan(worker.grid, self.owners, backward=self.follows, tapes=self.tapes).programs[0]
         first = next((i for i, a in enumerate(made) if not _is_forward(a)), len(made))
         self.later = made[first:]
-        # The graph may be gone through again, when tapes are used up: what they came from stays.
+        # A second backward finds its tapes used and recomputes them: what that reads must stay.
         stays = self._read_by_backward() if self.follows else set()
-        worker.run([_freeing_less(a, stays) for a in made[:first]])
+        worker.run([_keeping(a, stays) for a in made[:first]])
         if worker.decays is not None:
             decays = [d for d, stateful in zip(worker.decays, self.stateful, strict=True) if stateful]
             self.windows = [d.window(self.scheme.tolerance, self.batch.seqlen) for d in decays]
@@ -198,12 +198,12 @@ class Steps:
             )
             self.later = self._backward_program()
         assert worker.total is not None
-        # other objects than the worker keeps: a function that held its own outputs would hold itself
+        # not the worker's own tensors: an autograd function that held its outputs would never be freed
         final = [s.detach() for state in worker.final for s in state]
         return worker.total / self.batch.divisor, final + [s.total for s in self.sums]
 
     def chunk_losses(self) -> list[Tensor]:
-        """The forward alone; the summed loss of each chunk."""
+        """Runs the forward alone: the summed loss of each chunk."""
         with torch.no_grad():
             self.forward()
         return [loss for _, loss in sorted(self.worker.losses.items())]
@@ -213,7 +213,7 @@ class Steps:
 
     def _read_by_backward(self) -> set[Key]:
         grid = self.worker.grid
-        if self.scheme.window == "auto":  # windows are not known yet: everything stays
+        if self.scheme.window == "auto":  # windows are not known yet: any of it may be read
             return {key for t in grid.forward_tiles() for key in grid.writes(t)}
         tiles = [a.tile for a in self._backward_program() if isinstance(a, Run)]
         return {key for t in tiles for key in grid.reads(t)}
@@ -224,7 +224,7 @@ class Steps:
         worker = self.worker
         for one, d in zip(reversed(self.sums), reversed(d_final), strict=False):
             one.cotangent = d
-            if d_loss is None and d is not None:  # which goes its way through the loss
+            if d_loss is None and d is not None:  # a sum's cotangent reaches stages by the loss's backward
                 d_loss = d.new_zeros(())
         worker.scale = None if d_loss is None else d_loss / self.batch.divisor
         worker.d_final = grouped(self.batch.states, d_final)
@@ -236,7 +236,7 @@ class Steps:
             d_initial = [d for state in worker.d_initial for d in state]
             embedded = self.batch.ids.is_floating_point()
             return worker.gradients, d_initial + ([worker.d_ids] if embedded else [])
-        finally:  # may be gone through again, after an interrupt too
+        finally:  # ready for a second backward, also after an interrupt
             worker.gradients, worker.d_ids = Gradients(), None
             worker.store, self.later = kept, self._backward_program()
 
@@ -245,17 +245,17 @@ def _is_forward(action: Action) -> bool:
     return isinstance(action, Run) and action.tile.kind in "FL"
 
 
-def _freeing_less(action: Action, stays: set[Key]) -> Action:
+def _keeping(action: Action, stays: set[Key]) -> Action:
     return dataclasses.replace(action, frees=tuple(key for key in action.frees if key not in stays))
 
 
 def grouped(states: Sequence[State], flat: Sequence[Any]) -> list[Any]:
-    """A flat list as one tuple a state."""
+    """The flat list as tuples, one per state and of its length."""
     rest = iter(flat)
     return [tuple(next(rest) for _ in state) for state in states]
 
 
-def draw_passing(n_layer: int, chunks: int, cut: float) -> tuple[tuple[float, ...], ...]:
-    """`Grid.passing`: 0 with probability `cut`, else 1 / (1 - cut); from the CPU's generator."""
-    drawn = (torch.rand(n_layer, chunks) >= cut).double() / (1 - cut)
+def draw_passing(stateful: int, chunks: int, cut: float) -> tuple[tuple[float, ...], ...]:
+    """`Grid.passing`: 0 with probability `cut`, else 1 / (1 - cut); drawn from PyTorch's CPU generator."""
+    drawn = (torch.rand(stateful, chunks) >= cut).double() / (1 - cut)
     return tuple(map(tuple, drawn.tolist()))

@@ -1,7 +1,7 @@
-"""How many chunks a forward may leave linearised within a memory budget.
+"""How many chunks' tapes a forward may keep within a memory budget (`Exact(memory=…)`).
 
-What a chunk's tape takes, and what its backward takes beside it, is not estimated: the first chunk is run
-forward and back once, and the storages that operators make are noted while they live."""
+The memory of a chunk's tape and of its backward is measured, not estimated: the first chunk is run forward
+and back once, and `LiveBytes` counts the storages that operators make while they live."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from adjoint.memory import memory_left
 
-# What a process takes beside what tensors hold, where resident memory is what counts: bytes of libraries, and
-# what the allocator leaves unused, as a share. Measured.
+# On a CPU resident memory counts, which is more than tensors hold: bytes of libraries, and the share that the
+# allocator leaves unused. Measured.
 RESERVED_CPU = (32e6, 0.2)
-AUTO = 0.8  # of the memory that is left, what "auto" takes: the optimizer's moments need some, too
+AUTO = 0.8  # the share of the memory left that "auto" takes: the optimizer's moments need some, too
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Bytes of a chunk.
+    """A chunk's memory in bytes.
 
     Attributes:
-        tape: what stays of a linearised forward.
-        beside: what the backward takes on top of the tape at its peak, gradient sums included.
+        tape: held after a forward that keeps its tape.
+        beside: the backward's peak on top of the tape, gradient sums included.
     """
 
     tape: int
@@ -37,9 +37,9 @@ class Measured:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operators made and that are still alive: `live` now, `peak` at most since
-    `begin`. What is made and freed inside an operator is not seen. (torch.distributed._tools has one for
-    modules; it is private and needs hooks on them.)"""
+    """Counts the bytes of living storages made by operators while the mode is on: `live` now, `peak` at most
+    since `begin`. Memory made and freed inside an operator is not seen. (torch.distributed._tools has such a
+    mode for modules; it is private and needs hooks on them.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it the first operator would import the compiler: seconds, and 146 MB
+        return False  # True would have the first operator import the compiler: seconds, and 146 MB
 
     def begin(self) -> int:
-        """Lets the peak begin at what is alive now, and gives it."""
+        """Sets `peak` to `live`, and gives it."""
         self.peak = self.live
         return self.live
 
@@ -78,17 +78,16 @@ _measured: Any = WeakTensorKeyDictionary()
 
 
 def of_model(parameters: list[Tensor]) -> dict[Hashable, Measured]:
-    """What has been measured of the model with these parameters, by kind of batch."""
+    """The measurements of the model with these parameters, by kind of batch; the caller adds to it."""
     return _measured.setdefault(parameters[0], {})
 
 
 def room_for_tapes(memory: float | str, kept: int, device: torch.device) -> float:
-    """Bytes that tapes and the backward may take.
+    """Bytes left for tapes and the backward.
 
     Args:
-        memory: bytes that forward and backward may take beside what is there before them; "auto" for most of
-            what is left.
-        kept: bytes that are kept of the whole sequence, whatever is linearised.
+        memory: budget in bytes, on top of memory already allocated; "auto" for most of what is left.
+        kept: bytes stored for the whole sequence besides tapes (`Worker.kept_bytes`).
     """
     budget = AUTO * memory_left(device) if isinstance(memory, str) else memory
     if device.type == "cpu":
@@ -98,10 +97,11 @@ def room_for_tapes(memory: float | str, kept: int, device: torch.device) -> floa
 
 
 def tapes_within(room: float, measured: Measured, sizes: list[int]) -> int:
-    """How many chunks, of the last ones, may stay linearised; 1 at least, as the last one always does.
+    """The number of chunks, counted from the last, whose tapes fit in `room` bytes; at least 1, as the last
+    chunk always keeps its tape.
 
     Args:
-        sizes: tokens of the chunks; `measured` is one as long as the first.
+        measured: a chunk's of sizes[0] tokens. sizes: tokens of each chunk.
     """
     left, tapes = room - measured.beside, 0
     for size in reversed(sizes):

@@ -1,4 +1,4 @@
-"""How many tokens a chunk has where nobody says."""
+"""The chunk size when none is given, and the memory that a chunk's backward needs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from adjoint.layers import MIXERS, Mixer, StackConfig
 
-UNKNOWN_MEMORY = 40e9  # bytes of a GPU that is not here and of which nobody says how much it has
+UNKNOWN_MEMORY = 40e9  # bytes taken for a GPU whose memory is not known
 
 
 def default_chunk_size(model: Any, input_ids: Tensor, recompute: str = "none") -> int:
-    """`chunk_size_for` on the device of input_ids (batch, seqlen), under the caller's autocast."""
+    """`chunk_size_for` a model and its device, with input_ids (batch, seqlen) and the caller's autocast."""
     element = next(model.parameters()).element_size()
     memory = None
     if input_ids.is_cuda:
@@ -33,19 +33,19 @@ def chunk_size_for(
     memory: float | None = None,
     recompute: str = "none",
 ) -> int:
-    """Tokens a chunk: enough work to keep the device busy, few enough that a chunk's activations stay small.
+    """Tokens per chunk: enough to keep the device busy, few enough that a chunk's activations stay small.
 
-    On a CPU 1,408 tokens in all rows are within an eighth as fast as any more; with fewer, a long sequence's
-    states at the edges would outweigh what a chunk saves. A chunk as long as the square root of the length
-    asks for, 1,408 tokens a row at 2²⁰, keeps edges and activations about equal: memory grows with the square
-    root beyond it. On a GPU what all layers of one chunk keep for its backward gets an eighth of the memory:
-    a GPU needs much work at a time, as a chunk costs a launch an operation, reads every weight and adds up
-    every parameter's gradient, whatever its length. A multiple of 256 tokens, the tiles of matrix products;
-    256 to 16,384.
+    On a CPU, 1,408 tokens over all rows are within an eighth as fast as more. With fewer, a long sequence's
+    states at chunk edges would take more memory than the shorter chunk saves. From 2²⁰ tokens per row on, the
+    chunk grows with the square root of the length, which keeps edge states and activations about equal.
+
+    On a GPU, what all layers of one chunk store for its backward gets an eighth of the memory: whatever its
+    length, a chunk costs a launch per operation, reads every weight and adds to every parameter's gradient.
+    The size is a multiple of 256 tokens, the tiles of matrix products, from 256 to 16,384.
 
     Args:
-        batch: sequences. seqlen: tokens of each. device: "cpu" or "cuda", which need not be here.
-        element: bytes of an activation. memory: bytes of the GPU. recompute: as `kept_bytes`'.
+        batch: number of rows. seqlen: tokens per row. device: "cpu" or "cuda"; it need not be this machine's.
+        element: bytes of an activation's element. memory: bytes of the GPU. recompute: as in `kept_bytes`.
     """
     if device != "cuda":
         return max(64, 1408 // batch, int(1408 * (seqlen / 2**20) ** 0.5))
@@ -54,17 +54,17 @@ def chunk_size_for(
 
 
 def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> int:
-    """Bytes per token that a backward through all layers keeps: of the residual stream (float32 at least) and
-    its norm, of the mixers (`Mixer.kept_bytes`), and of an MLP its norm's output and in_proj's.
+    """Bytes per token stored for a backward through all layers: the residual stream (in float32 at least) and
+    its norm, the mixers' (`Mixer.kept_bytes`), and for an MLP the outputs of its norm and in_proj.
 
     Args:
-        element: bytes of an activation.
-        recompute: "selective" keeps of the residual stream, of in_proj's and of the scan's results alone,
-            "full" of the residual stream (see `Exact`).
+        element: bytes of an activation's element.
+        recompute: with "selective" only the residual stream and the outputs of in_proj and scans are stored,
+            with "full" only the residual stream (see `methods.Exact`).
     """
     residual, mlp = config.d_model * max(element, 4), 0
     if config.d_intermediate:
-        narrow = element < 4  # then the gated product is kept as well, for a linear map of a cast weight
+        narrow = element < 4  # then the gated product is stored as well, for the linear map by a cast weight
         rows = config.d_model + (2 + narrow) * config.d_intermediate
         mlp = residual + (rows if recompute == "none" else 2 * config.d_intermediate) * element
     if recompute == "full":

@@ -1,6 +1,5 @@
-"""On first use, some tokens are computed in chunks and whole, and the gradients compared: here of layers of
-one's own, by the engine itself; of wrapped models in `adjoint.hf.first_use`. What the two ways have in common
-is ours; what may differ is the user's code."""
+"""The comparison on first use: a few tokens are run in chunks and whole, and the gradients must agree. It
+catches users' code that chunks would change: users' layers here, wrapped models in `adjoint.hf.first_use`."""
 
 from __future__ import annotations
 
@@ -25,25 +24,25 @@ from adjoint.kernels.checks import is_untouched
 from adjoint.layers import State
 
 TOKENS, CHUNK = 13, 7
-WHY = "it keeps or looks at something else than its input and its state, or draws random numbers"
-# Largest relative L2 distance of what is the same but for rounding, of the precision computed in; a layer may
-# compute parts of itself in float32 whatever it is given, as transformers does its norms and scans.
+WHY = "it keeps or reads something besides its input and its state, or draws random numbers"
+# Largest relative L2 distance that rounding may cause, by the dtype of the computation. float64's leaves room
+# for parts that a layer always computes in float32, such as transformers' norms and scans.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-COARSE = 0.1  # of bfloat16 and float16
-# Each gradient must be within the tolerance by itself, relative to its own size or, if that is smaller, to
-# this share of all: a scan that forgets its state may be off by 1e-3 in all, by half in A_log. Rounding in
-# float32 reaches 3e-6.
+COARSE = 0.1  # for bfloat16 and float16
+# Each gradient must be within the tolerance by itself, relative to its own norm or to this share of all
+# gradients' norm, if that is larger: a scan that forgets its state may be off by 1e-3 in all of them, but by
+# half in A_log. Rounding in float32 reaches 3e-6.
 SHARE = 1e-2
-PARTS = (nn.Linear, nn.Conv1d, nn.Identity, nn.ModuleList, nn.Sequential)  # of PyTorch, that our layers have
+PARTS = (nn.Linear, nn.Conv1d, nn.Identity, nn.ModuleList, nn.Sequential)  # PyTorch's, in our own layers
 
 
 @dataclasses.dataclass
 class Results:
-    """What came of some tokens in one of two ways.
+    """Results of one of the two runs.
 
     Attributes:
-        gradients: by name, None where there is none. loss: of which they are.
-        outputs: whatever else must be the same, by name.
+        gradients, loss: the gradients by name, None where there is none, and the loss that has them.
+        outputs: other tensors that must agree, by name.
     """
 
     gradients: dict[str, Tensor | None]
@@ -52,11 +51,11 @@ class Results:
 
 
 def difference(whole: Results, other: Results, limit: float, each: bool = True) -> str | None:
-    """What differs in `other` by more than the limit, and by how much, in words; None if nothing does. By
-    relative L2 distances; what is no number differs.
+    """A sentence on what differs in `other` by more than `limit`, a relative L2 distance, and by how much;
+    None if nothing does. What is not finite differs.
 
     Args:
-        limit: of `tolerance`. each: whether each gradient must be within it, or only all of them together.
+        limit: from `tolerance`. each: whether each gradient must be within it, or only all of them together.
     """
     for name, output in whole.outputs.items():
         apart, size = _distance(output, other.outputs[name]), _size(output)
@@ -78,12 +77,12 @@ def _differs(what: str, apart: float) -> str:
 
 
 def _size(tensor: Tensor | None) -> float:
-    """Its L2 norm."""
+    """The L2 norm; 0 for None."""
     return 0.0 if tensor is None else float(tensor.double().norm())
 
 
 def _distance(a: Tensor | None, b: Tensor | None) -> float:
-    """Of L2; infinite where it is no number, or where shapes differ."""
+    """The L2 distance, None counting as 0; infinite if it is not finite or shapes differ."""
     if a is None or b is None:
         found = _size(a) + _size(b)
     else:
@@ -92,7 +91,7 @@ def _distance(a: Tensor | None, b: Tensor | None) -> float:
 
 
 def tolerance(dtypes: Iterable[torch.dtype], device: torch.device | None = None) -> float:
-    """For what was computed in several precisions, autocast's on a device among them."""
+    """The limit for a computation in these dtypes, and in autocast's if it is on for `device`."""
     found = list(dtypes)
     if device is not None and torch.is_autocast_enabled(device.type):
         found.append(torch.get_autocast_dtype(device.type))
@@ -100,19 +99,19 @@ def tolerance(dtypes: Iterable[torch.dtype], device: torch.device | None = None)
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same but for rounding."""
+    """Whether two tensors are equal up to rounding."""
     return _distance(b, a) <= tolerance([a.dtype, b.dtype]) * _size(b)
 
 
 def some_numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normally distributed, the same each time; on a CPU, whatever the default device is."""
+    """Normally distributed numbers, the same for each call; on the CPU, whatever the default device is."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 class Weighted:
-    """In the place of a loss: a sum over what it is given, (1, some of TOKENS, width), with weights that are
-    as good as any; notes what it was given, by the chunks' first tokens."""
+    """A stage in place of the head: its loss is the sum of its input (1, tokens, width) times fixed random
+    weights. `seen` has its inputs, by the chunks' first tokens."""
 
     stateful, grows, reach, replayable = False, (), 0, False
 
@@ -124,7 +123,7 @@ class Weighted:
 
     @staticmethod
     def sum(x: Tensor, start: int = 0) -> Tensor:
-        """Of tokens of which the first is number `start`."""
+        """The weighted sum of tokens from number `start` on."""
         weights = some_numbers(TOKENS, x.shape[-1])[start : start + x.shape[1]]
         return (x * weights.to(x)).sum()
 
@@ -138,11 +137,11 @@ class Weighted:
         return tile.linearize(lambda _, x, state: self.forward(x, state, chunk), [], x, (), gradients)
 
 
-# ------------------------------------------------------------------------------------- layers of one's own
+# ------------------------------------------------------------------------------------------- users' layers
 
 
 def own_class(stage: Any) -> type | None:
-    """The class of a layer's first module that is not ours, or not as we made it; None if there is none."""
+    """The class of a layer's first module that is not ours, or is ours but changed; None if there is none."""
     for module in stage.block.modules() if isinstance(stage, Layer) else ():
         ours = type(module).__module__.partition(".")[0] == "adjoint"
         if not is_untouched(module, *PARTS, *([type(module)] if ours else ())):
@@ -153,13 +152,13 @@ def own_class(stage: Any) -> type | None:
 def compare_own_layers(
     stages: Sequence[Any], initial: Sequence[State], width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Compares each kind of layer of one's own, where that has not been done: it is noted on the modules.
+    """Compares each kind of user's layer once; the modules note that it has been done.
 
     Args:
-        initial: the states before the sequence, one tuple a stage. width, dtype: of its inputs.
+        initial: the initial states, one tuple per stage. width, dtype: of the layers' inputs.
 
     Raises:
-        ValueError: its output, its state or a gradient depends on where the chunks are cut.
+        ValueError: a layer's output, state or gradient depends on where the chunks are cut.
     """
     kinds: dict[Any, list[tuple[Layer, State]]] = {}
     for stage, state in zip(stages, initial, strict=True):
@@ -174,7 +173,7 @@ def compare_own_layers(
 
 
 def kind_of(stage: Layer, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    """What a comparison of a layer depends on."""
+    """A key of all that the result of a layer's comparison depends on."""
     shapes: tuple[Any, ...] = tuple(
         (name, tuple(p.shape), p.requires_grad) for name, p in stage.block.named_parameters()
     )
@@ -190,13 +189,13 @@ def _compare(
     cls: type, stage: Layer, state: State, width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     cuda = [device] if device.type == "cuda" else []
-    apart = torch.random.fork_rng(cuda), _buffers_as_they_were(stage.block)
-    with torch.inference_mode(False), torch.no_grad(), apart[0], apart[1]:
+    unchanged = torch.random.fork_rng(cuda), _buffers_as_they_were(stage.block)
+    with torch.inference_mode(False), torch.no_grad(), unchanged[0], unchanged[1]:
         x = some_numbers(TOKENS, width, seed=1).to(device, dtype)
         state = tuple(s[:1].clone() for s in state)
         try:
             whole = _results(Layer(stage.block, stage.reach, stage.grows), TOKENS, x, state)
-        except Exception as error:  # such as where the number of tokens must be a multiple of another
+        except Exception as error:  # such as a layer that needs a multiple of 8 tokens
             warnings.warn(
                 f"{cls.__qualname__} fails on {TOKENS} tokens ({type(error).__name__}): its gradients by "
                 "chunks are not compared with those of the whole",
@@ -206,7 +205,7 @@ def _compare(
         try:
             chunks = _results(stage, CHUNK, x, state)
         except Changed:
-            _refuse(cls, f"a chunk of {TOKENS} tokens, computed again, is another: {WHY}")
+            _refuse(cls, f"a chunk of {TOKENS} tokens has another loss when it is computed again: {WHY}")
         except Exception as error:
             said = " ".join(str(error).split())[:200]
             _refuse(cls, f"it does not go on from the state it gave ({type(error).__name__}: {said})", error)
@@ -231,10 +230,10 @@ def _buffers_as_they_were(module: nn.Module) -> Iterator[None]:
 
 
 def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
-    """Output, final state, and the gradients of a weighted sum of both, by names for people.
+    """The layer's output, final state, and the gradients of a weighted sum of both, by readable names.
 
     Args:
-        x: its input (TOKENS, width), which the engine looks up as an embedding.
+        x: the input (TOKENS, width), which the engine looks up as an embedding.
     """
     table, outputs = nn.Embedding.from_pretrained(x.clone(), freeze=False), Weighted()
     stages: list[Any] = [Embedding(table), stage, outputs]

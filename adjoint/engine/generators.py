@@ -1,4 +1,4 @@
-"""States of generators of random numbers, and putting them back."""
+"""Random number generators: their states saved and restored, so that a chunk draws the same numbers again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-# Of each kind of generator, by what its state is read and set.
+# For each kind of generator, the functions that get and set its state.
 ACCESS: dict[type, tuple[Any, Any]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
@@ -27,7 +27,8 @@ KINDS = tuple(ACCESS)
 
 
 def torch_states() -> dict[str, Any]:
-    """Of PyTorch's own: "torch", and "cuda", a list, empty where no GPU is in use or a graph is recorded."""
+    """PyTorch's states: "torch", and "cuda", a list, empty if no GPU is in use or a CUDA graph is
+    recorded."""
     cuda: list[Tensor] = []
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         cuda = torch.cuda.get_rng_state_all()
@@ -35,24 +36,24 @@ def torch_states() -> dict[str, Any]:
 
 
 def set_torch_states(states: dict[str, Any]) -> None:
-    """Undoes `torch_states`; those of GPUs where there are as many as there were."""
+    """Restores `torch_states`; the GPUs' only if there are as many GPUs as there were."""
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
 class Generators:
-    """PyTorch's, NumPy's and Python's global generators.
+    """The global generators of PyTorch, NumPy and Python, and others.
 
     Args:
-        own: others, objects of `KINDS`.
+        own: the others, objects of `KINDS`, such as those that a model keeps.
     """
 
     def __init__(self, own: Sequence[Any] = ()) -> None:
         self.own = own
 
     def states(self) -> list[Any]:
-        with _disable_current_modes():  # such as of fake tensors, which these are not
+        with _disable_current_modes():  # under a fake tensor mode the states would be fake, too
             common = [torch_states(), random.getstate(), np.random.get_state()]  # noqa: NPY002
             return [*common, *(_access(generator)[0](generator) for generator in self.own)]
 
@@ -67,7 +68,7 @@ class Generators:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """What is drawn meanwhile is drawn again afterwards."""
+        """Restores the generators at the end: what is drawn inside will be drawn again."""
         before = self.states()
         try:
             yield
@@ -76,13 +77,13 @@ class Generators:
 
     @contextlib.contextmanager
     def again(self, states: Sequence[Any]) -> Iterator[None]:
-        """Meanwhile the generators go on from these states."""
+        """Sets the generators to `states` inside, and restores them at the end."""
         with self.undone():
             self.set(states)
             yield
 
     def have_drawn(self, since: Sequence[Any]) -> bool:
-        """Whether their states are others than these."""
+        """Whether the generators' states differ from `since`, that is whether one has drawn."""
         now = self.states()
         with _disable_current_modes():
             return not _same(since, now)

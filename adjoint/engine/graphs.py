@@ -1,14 +1,15 @@
-"""CUDA graphs: what a chunk's tiles launch is recorded once and replayed for all chunks like it.
+"""CUDA graphs: the kernel launches of a chunk's tiles are recorded once and replayed for similar chunks.
 
-A layer takes tens of launches a chunk, and where chunks are short the GPU waits for the host between them.
-All chunks of one length launch the same on tensors of the same shapes, so tiles of one chunk that follow each
-other, a piece, run eagerly the first time (what is compiled, tried or tuned on first use happens then), are
-recorded the second, and from then on are one launch. A recorded piece reads and writes memory of its own:
-what it needs is copied there before, what it has made is copied out after.
+A layer makes tens of launches per chunk, and with short chunks the GPU waits for the host between them. All
+chunks of one length make the same launches on tensors of the same shapes. So a piece, consecutive tiles of
+one chunk, runs eagerly the first time (anything compiled, tried or tuned on first use happens then), is
+recorded the second time, and is one launch from then on. A recorded piece has memory of its own: its inputs
+are copied in before a replay, its results copied out after.
 
-What a graph would not see is not recorded: stages that know a chunk's place (`Stage.replayable`), states that
-grow, documents, the sequence's first and last chunk. These run eagerly, as does everything once a recording
-has failed. Graphs live for one run of a program, as do the sums of gradients to whose memory they add."""
+A graph repeats the same work on other values, so what depends on more is not recorded: stages that use a
+chunk's position (`Stage.replayable`), append-only states, documents, the sequence's first and last chunk.
+These run eagerly, as does everything once a recording has failed. Graphs live for one run of a program, like
+the sums of gradients to whose memory they add."""
 
 from __future__ import annotations
 
@@ -28,17 +29,17 @@ from adjoint.engine.program import Action, Run, keys_of
 from adjoint.engine.tile import Pullback
 
 Replay = Callable[[], None]
-Recorder = Callable[[Callable[[], None]], Replay]  # of a function: its launches, to be made again
+Recorder = Callable[[Callable[[], None]], Replay]  # runs a function once; its result repeats the launches
 
 
 def recorder(device: torch.device) -> Recorder | None:
-    """None where there are no graphs."""
+    """What records graphs on this device; None if it has none."""
     return _record if device.type == "cuda" else None
 
 
 def _record(function: Callable[[], None]) -> Replay:
     graph = torch.cuda.CUDAGraph()
-    # other threads, a data loader's or Ray's, may go on calling CUDA meanwhile
+    # thread_local: other threads, such as a data loader's or Ray's, may call CUDA meanwhile
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         function()
     return graph.replay
@@ -49,9 +50,9 @@ class _Recorded:
     """A piece's graph.
 
     Attributes:
-        ids, targets: (batch, tokens), of the chunk.
-        reads, writes: of keys whose chunk is counted from the piece's own; tensors, tuples of them, tapes.
-        loss: the chunk's summed loss, where the piece makes one.
+        ids, targets: (batch, tokens), the graph's own inputs.
+        reads, writes: values (tensors, tuples of them, tapes) by keys with chunks relative to the piece's.
+        loss: the chunk's summed loss, if the piece computes it.
     """
 
     replay: Replay
@@ -64,8 +65,8 @@ class _Recorded:
 
 @dataclasses.dataclass(frozen=True)
 class _Tape:
-    """A tape in a graph's memory, where every replay writes it again. It can be pulled back once: while the
-    piece that does it is recorded."""
+    """A tape in a graph's memory, which every replay writes again. The pullback is called once, while the
+    piece that calls it is recorded; replays repeat its launches."""
 
     pullback: Pullback
 
@@ -75,7 +76,7 @@ class _Tape:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Actions that follow each other, of one chunk where they may be recorded."""
+    """Consecutive actions; those of a recordable piece are tiles of one chunk."""
 
     actions: list[Action]
     recordable: bool
@@ -86,7 +87,7 @@ class _Piece:
 
     @property
     def work(self) -> tuple[tuple[str, int], ...]:
-        """What it does, on whatever chunk."""
+        """The kind and stage of each tile: the same for all chunks with the same work."""
         return tuple((t.kind, t.stage) for t in self.tiles)
 
 
@@ -95,14 +96,13 @@ class Graphs:
 
     def __init__(self, record: Recorder) -> None:
         self.record, self.failed = record, False
-        self.found: dict[Any, _Recorded | None] = {}  # None: has run eagerly once
+        self.found: dict[Any, _Recorded | None] = {}  # by kind of piece; None: it has run eagerly once
 
     def replay(self, worker: Any, actions: Sequence[Action]) -> Iterator[Action]:
-        """Runs what it has recorded, and yields the other actions, in their places, to be carried out
-        eagerly.
+        """Runs recordable pieces in order, and yields the other actions for the caller to run eagerly.
 
         Raises:
-            RuntimeError: a recording fails after tapes are in graphs.
+            RuntimeError: a recording fails when tapes are in graphs already.
         """
         pieces = list(_pieces(worker, actions))
         pulls = {("tape", t.stage, t.chunk): p.work for p in pieces for t in p.tiles if t.kind == "B"}
@@ -111,11 +111,11 @@ class Graphs:
                 yield from piece.actions
 
     def _run(self, worker: Any, piece: _Piece, pulls: dict[Key, Any]) -> bool:
-        """Carries a piece out, if it has been seen before; `pulls` says what the piece does that pulls a tape
-        back."""
+        """Replays a piece, or records it the second time it is seen; False if it must run eagerly. `pulls`
+        has, for each tape's key, the work of the piece that pulls it back."""
         c = piece.tiles[0].chunk
         reads, writes = _reads_and_writes(worker.grid, piece)
-        given = {_from(key, c): worker.store[key] for key in reads}
+        given = {_relative(key, c): worker.store[key] for key in reads}
         tapes = [value for key, value in given.items() if key[0] == "tape"]
         if not all(isinstance(tape, _Tape) for tape in tapes):
             return False
@@ -157,12 +157,12 @@ class Graphs:
     ) -> _Recorded:
         chunk, sums = worker.chunks[c], worker.gradients.sums
         ids, targets = chunk.ids.clone(), chunk.targets.clone()
-        reads = {key: _like(value, worker.device) for key, value in given.items()}
+        reads = {key: _empty_like(value, worker.device) for key, value in given.items()}
         _copy([reads], [given])
-        # The same worker with memory of its own: if recording fails, nothing of its is touched but the sums.
+        # A copy of the worker with its own store: if recording fails, only the sums have been touched.
         other = copy.copy(worker)
         other.host, other.total, other.losses = False, None, {}
-        other.store = {_back(key, c): value for key, value in reads.items()}
+        other.store = {_absolute(key, c): value for key, value in reads.items()}
         other.chunks = list(worker.chunks)
         other.chunks[c] = dataclasses.replace(chunk, ids=ids, targets=targets)
         other.passed_on = {key for key in writes if key[0] == "S"}  # into tensors of their own
@@ -178,7 +178,7 @@ class Graphs:
             for parameter in new:
                 del sums[parameter]
             raise RuntimeError("a parameter has its first gradient after the first chunks")
-        made = {_from(key, c): other.store[key] for key in writes}
+        made = {_relative(key, c): other.store[key] for key in writes}
         made = {key: _Tape(value) if key[0] == "tape" else value for key, value in made.items()}
         return _Recorded(replay, ids, targets, reads, made, other.losses.get(c))
 
@@ -188,20 +188,20 @@ class Graphs:
             name, k, _ = key
             if name == "tape":
                 rooms[key] = value
-            elif name == "S" and _back(key, c) not in worker.passed_on:
+            elif name == "S" and _absolute(key, c) not in worker.passed_on:
                 rooms[key] = worker.edges[k].row()
             elif name == "y" and worker.host and worker.grid.first_of_segment(k + 1):
                 rooms[key] = room(value.shape, value.dtype, worker.device, host=True)
             else:
-                rooms[key] = _like(value, worker.device)
-            worker.store[_back(key, c)] = rooms[key]
+                rooms[key] = _empty_like(value, worker.device)
+            worker.store[_absolute(key, c)] = rooms[key]
         _copy([rooms], [recorded.writes])
         if recorded.loss is not None:
             worker.add_loss(c, recorded.loss.clone())
 
 
 def _pieces(worker: Any, actions: Sequence[Action]) -> Iterator[_Piece]:
-    """Actions in their order, those of one chunk together that go forward, and those that go back."""
+    """The actions as pieces, in order: consecutive forward, or backward, tiles of one chunk are a piece."""
     grid, last = worker.grid, worker.grid.chunks - 1
     alike = not (grid.document_starts or grid.dropped or grid.passing or worker.decays)
     alike = alike and worker.batch.seq_idx is None and not worker.batch.inputs
@@ -219,7 +219,7 @@ def _pieces(worker: Any, actions: Sequence[Action]) -> Iterator[_Piece]:
 
 
 def _reads_and_writes(grid: Grid, piece: _Piece) -> tuple[list[Key], list[Key]]:
-    """What a piece reads from other pieces, and what is there after it."""
+    """The keys that a piece reads from other pieces, and those that it leaves behind."""
     reads, writes = dict[Key, None](), dict[Key, None]()
     for action in piece.actions:
         read, written = keys_of(grid, action)
@@ -230,11 +230,11 @@ def _reads_and_writes(grid: Grid, piece: _Piece) -> tuple[list[Key], list[Key]]:
     return list(reads), list(writes)
 
 
-def _from(key: Key, c: int) -> Key:
+def _relative(key: Key, c: int) -> Key:
     return key[0], key[1], key[2] - c
 
 
-def _back(key: Key, c: int) -> Key:
+def _absolute(key: Key, c: int) -> Key:
     return key[0], key[1], key[2] + c
 
 
@@ -244,17 +244,17 @@ def _shapes(value: Any) -> Any:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else value  # None, or a tape
 
 
-def _like(value: Any, device: torch.device) -> Any:
-    """Empty tensors in the places of tensors."""
+def _empty_like(value: Any, device: torch.device) -> Any:
+    """The value with empty tensors in place of its tensors."""
     if isinstance(value, tuple):
-        return tuple(_like(v, device) for v in value)
+        return tuple(_empty_like(v, device) for v in value)
     return room(value.shape, value.dtype, device) if isinstance(value, Tensor) else value
 
 
 def _copy(rooms: Any, values: Any) -> None:
-    """Copies tensors in lists, tuples and dictionaries of one shape, by few launches."""
+    """Copies the tensors of nested lists, tuples and dictionaries of one structure, by few launches."""
     pairs = list(zip(_tensors(rooms), _tensors(values), strict=True))
-    if pairs:  # .data: autograd is not to notice what a tape finds in its place at each replay
+    if pairs:  # .data: autograd must not notice that a replay overwrites what a tape holds
         to, values = [place.data for place, _ in pairs], [value for _, value in pairs]
         torch._foreach_copy_(to, values, non_blocking=True)
 

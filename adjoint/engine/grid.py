@@ -13,12 +13,13 @@ chunk:
 
 B and W also add to the gradients of the stage's parameters.
 
-y is a stage's output, S its state at a chunk's right edge, dy and dS their cotangents: dS is the accumulated
-adjoint state (docs/method.md §2). z is a y computed again inside a segment, the tape what a backward needs.
+y is a stage's output, S its state at the chunk's right edge; dy and dS are their cotangents, dS being the
+accumulated adjoint state (docs/method.md §2). A tape is what a stage's backward needs of its forward. A
+segment is a run of stages of which only the first one's input is stored: R runs through it from there, and z
+is a y that R computes again inside a segment.
 
-A method is which of these arrows the backward has (`Scheme`); what is kept is which stages form a segment,
-which R runs through from what its first stage has read. Who owns a tile, and in which order tiles run, is
-`program`'s matter."""
+A method decides which of these arrows the backward has (`Scheme`), and which stages form a segment. `program`
+decides who owns a tile and in which order tiles run."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-Key = tuple  # what a tile writes: (name, stage, chunk), of a spill also the chunk that it comes from
+Key = tuple  # names what a tile writes: (name, stage, chunk); a spill also has the chunk it comes from
 KINDS = {"F": "forward", "L": "linearize", "R": "recompute", "B": "backward", "W": "windowed vjp"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """A stage on `count` chunks from `chunk` on; more than one only of a windowed vjp."""
+    """A stage on `count` chunks from `chunk` on; only a windowed vjp has more than one."""
 
     kind: str
     stage: int
@@ -49,33 +50,31 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """What a method asks of the engine: which arrows the backward keeps, and what of the forward.
+    """What a method asks of the engine: which arrows the backward has, and what the forward stores.
 
     Attributes:
-        chunk_size: tokens a chunk; it need not divide the sequence.
+        chunk_size: tokens per chunk; it need not divide the sequence.
         dy_from: where a layer's cotangent comes from: "above", the layer above; "head", dL/dy_K for every
             layer.
-        window: tokens that an output reaches back through each layer's recurrence; "auto" picks them, layer
-            by layer, by `tolerance` once the forward has been seen; None for all of them: the adjoint state
-            is carried.
-        cut: probability with which the adjoint state is dropped at a chunk's edge, reweighted where it
-            passes.
-        keep: "edges", the states at the chunks' edges; "inputs", also each layer's inputs; "offload", those
-            in host memory.
-        tapes: chunks, of the last ones, that the forward leaves linearised, so that they are not recomputed.
-        recompute: how much of a tile's tape is computed again when it is pulled back.
-        offload: whether the states at the edges, and what grows, are in host memory, where there is a device
-            beside it.
-        memory: bytes, or "auto", within which the forward leaves as many chunks linearised as it can; of one
-            process, whose segment is all stages.
-        whole: whether with a memory that holds it the sequence is one chunk, which costs less than many.
-        cuda_graphs: whether chunks' launches are recorded and replayed, where the device is a GPU.
-        documents: their first tokens, in rising order: chunks end there, the state is zero again, no
-            cotangent crosses. Of windowed tiles not yet.
+        window: tokens that an output's gradient reaches back through each layer's recurrence; "auto" picks a
+            window per layer by `tolerance` after the forward; None: no limit, the adjoint state is carried.
+        cut: probability with which the adjoint state is dropped at a chunk's edge; otherwise it is divided by
+            1 - cut.
+        keep: what is stored: "edges", the states at chunk edges; "inputs", also each layer's inputs;
+            "offload", the same in host memory.
+        tapes: number of chunks, counted from the last, whose tapes the forward keeps (L): no R for them.
+        recompute: what of a tape is left out and computed again in the backward (see `methods.Exact`).
+        offload: whether stored states, keys and values, and inputs are in host memory, if the device is a
+            GPU.
+        memory: budget, in bytes or "auto", for as many `tapes` as fit; for one process with keep="edges".
+        whole: whether the sequence becomes one chunk, the fastest way, if its tape fits in `memory`.
+        cuda_graphs: whether chunks' launches are recorded and replayed, if the device is a GPU.
+        documents: the documents' first tokens, rising: chunks end there, the next state is zero, and no
+            cotangent crosses. Windowed tiles do not support it yet.
         span: tokens between the edges at which the adjoint state is dropped: a multiple of chunk_size,
             counted from the document's start; None drops it nowhere.
-        cut_at: tokens at which chunks end too, of whatever length.
-        least: tokens that a chunk after another of its document has at least, the last one too.
+        cut_at: further tokens at which chunks end.
+        least: fewest tokens of a chunk that continues a document; a shorter rest joins the chunk before it.
     """
 
     chunk_size: int
@@ -114,17 +113,16 @@ class Grid:
 
     Attributes:
         cuts: chunk c is the tokens [cuts[c], cuts[c + 1]).
-        stateful: of each stage, whether a state goes from chunk to chunk.
-        segments: of each stage, the number of its segment.
-        dy_from: as `Scheme`'s.
-        windows: tokens, of each stage; None where the adjoint state is carried from chunk to chunk.
-        reach: tokens that a windowed stage reads to its left, besides its state.
-        costs: of each stage, the time of its forward per token, relative to others; only the order depends
-            on it.
-        document_starts: chunks, other than the first, before which there is no state.
-        dropped: chunks that read the state before them but say no cotangent of it.
-        passing: of each stateful stage and each chunk, what the recurrence's adjoint state is multiplied by
-            as it leaves the chunk; empty for 1.
+        stateful: per stage, whether it carries a state from chunk to chunk.
+        segments: per stage, the number of its segment.
+        dy_from: as in `Scheme`.
+        windows: per stage, in tokens; None where the adjoint state is carried from chunk to chunk.
+        reach: tokens to the left of its own that a windowed tile reads, besides the state.
+        costs: per stage, the relative time of its forward per token; only the order depends on it.
+        document_starts: chunks, other than the first, that begin a document and read no state.
+        dropped: chunks that read the state before them but hand no cotangent back to it.
+        passing: per stateful stage and chunk, the factor on the adjoint state as it leaves the chunk; empty
+            for 1.
     """
 
     cuts: tuple[int, ...]
@@ -147,22 +145,22 @@ class Grid:
         return len(self.cuts) - 1
 
     def tokens(self, chunk: int, count: int = 1) -> int:
-        """Tokens of `count` chunks."""
+        """Number of tokens in `count` chunks from `chunk` on."""
         return self.cuts[chunk + count] - self.cuts[chunk]
 
     def window(self, k: int) -> int | None:
-        """Tokens; None where nothing is cut off."""
+        """Stage k's window in tokens; None if it cuts nothing off, being as long as the sequence."""
         found = self.windows[k] if self.windows else None
         return found if found is not None and found < self.cuts[-1] else None
 
     @functools.cached_property
     def carried(self) -> bool:
-        """Whether any adjoint state is carried: then chunks go last to first."""
+        """Whether any stage carries its adjoint state: then the backward takes chunks from last to first."""
         return any(stateful and self.window(k) is None for k, stateful in enumerate(self.stateful))
 
     def per_task(self, k: int) -> int:
-        """Chunks of a windowed vjp of stage k: as many as the window, so that halos at most double the
-        work."""
+        """Number of chunks in a windowed tile of stage k: as long as the window, so that halos at most double
+        the work."""
         return -(-(self.window(k) or 1) // (self.cuts[1] - self.cuts[0]))
 
     def span(self, t: Tile) -> tuple[int, int, int, int]:
@@ -188,7 +186,7 @@ class Grid:
             yield from (Tile("F", k, c) for k in range(self.stages))
 
     def backward_tiles(self) -> Iterator[Tile]:
-        """From the top; those that an adjoint state joins last chunk first."""
+        """R, B and W of all stages, from the top; chunks from last to first if `carried`."""
         for k in reversed(range(self.stages)):
             if self.window(k) is None:
                 order = range(self.chunks)[:: -1 if self.carried else 1]
@@ -198,23 +196,24 @@ class Grid:
                 yield from (Tile("W", k, c, min(n, self.chunks - c)) for c in range(0, self.chunks, n))
 
     def reads_state(self, c: int) -> bool:
-        """Whether a chunk goes on from the state of the one before."""
+        """Whether chunk c reads the state of the chunk before."""
         return 0 < c < self.chunks and c not in self.document_starts
 
     def carries(self, c: int) -> bool:
-        """Whether a chunk hands the adjoint state on to the one before."""
+        """Whether chunk c hands the adjoint state to the chunk before."""
         return self.reads_state(c) and c not in self.dropped
 
     def passes(self, k: int, c: int) -> float:
-        """What stage k's adjoint state is multiplied by as it leaves chunk c."""
+        """The factor on stage k's adjoint state as it leaves chunk c."""
         return self.passing[sum(self.stateful[:k])][c] if self.passing else 1.0
 
     def document(self, c: int) -> int:
-        """The first token of a chunk's document."""
+        """The first token of the document that chunk c belongs to."""
         return self.cuts[_last(self._starts, c)]
 
     def follows(self, c: int) -> int:
-        """The first token whose state's cotangents reach chunk c; of its document where none are dropped."""
+        """The first token that can get a state's cotangent from chunk c: its document's, or the one after the
+        last edge at which cotangents are dropped."""
         return self.cuts[max(_last(self._starts, c), _last(self._dropped, c))]
 
     @functools.cached_property
@@ -231,7 +230,7 @@ class Grid:
     # ----------------------------------------------------------------------------------------------- arrows
 
     def reads(self, t: Tile) -> list[Key]:
-        """What a tile waits for. Token ids and the states before the sequence are everybody's and not
+        """Keys of what a tile waits for. Token ids and initial states, which every worker has, are not
         listed."""
         k, c = t.stage, t.chunk
         state: list[Key] = [("S", k, c - 1)] if self.stateful[k] and self.reads_state(c) else []
@@ -246,8 +245,8 @@ class Grid:
         return ([(name, k - 1, c)] if k else []) + state
 
     def cotangents(self, k: int, start: int, stop: int) -> list[Key]:
-        """The parts of stage k's output cotangents on the tokens [start, stop), in the order in which they
-        are added; none of the head's, whose output is the loss."""
+        """Keys of the parts of stage k's output cotangents on the tokens [start, stop), in the order in which
+        they are summed; none for the head, whose output is the loss."""
         top = self.stages - 1
         if k == top:
             return []
@@ -257,14 +256,14 @@ class Grid:
         for j in self.covering(start, stop):
             found.append(("dy", k, j))
             if self.window(k + 1) is not None and self.stateful[k + 1]:
-                # tasks of the stage above whose left is before what is asked for
+                # tiles of the stage above that read to the left far enough
                 last = bisect.bisect_left(self.cuts, min(stop, self.cuts[j + 1]) + self.reach)
                 starts = range(j + 1, min(last, self.chunks))
                 found += [("spill", k, j, i) for i in starts if i % self.per_task(k + 1) == 0]
         return found
 
     def writes(self, t: Tile) -> list[Key]:
-        """What a tile leaves for others."""
+        """Keys of what a tile leaves for other tiles."""
         k, c, top = t.stage, t.chunk, self.stages - 1
         if t.kind in "BW":
             down = k > 0 and (self.dy_from == "above" or k in (1, top))
@@ -288,14 +287,15 @@ class Grid:
     # ------------------------------------------------------------------------------------------------ order
 
     def order(self, stream: bool = False) -> list[Tile]:
-        """All tiles in one order that keeps all arrows: forward chunk by chunk; backward, each as soon as the
-        head has come to the last chunk that it needs, the top first, a segment's stages together.
+        """All tiles in one order that respects all arrows. Forward tiles go chunk by chunk. A backward tile
+        comes as soon as the head has done the last chunk that it depends on; of several the top one comes
+        first, and a segment's stages stay together.
 
         Args:
             stream: backward tiles begin before the forward ends, where the arrows allow it.
         """
         C, top, size = self.chunks, self.stages - 1, self.cuts[1] - self.cuts[0]
-        at: dict[Key, int] = {}  # when what is written is there, counted in chunks that the head has done
+        at: dict[Key, int] = {}  # when a key is written, counted in chunks that the head has done by then
         when: dict[Tile, int] = {}
         for t in self.backward_tiles():
             if t.kind == "R":
@@ -303,7 +303,7 @@ class Grid:
             head = C - 1 - t.chunk if self.carried else t.chunk
             found = [head + (0 if stream and not self.carried else C)] if t.stage == top else []
             found += [at[key] for key in self.reads(t) if key in at]
-            # as if the sequence went on: what lies below the last chunks need not wait for all
+            # as if the sequence continued: else the top stages' last tiles would all go before any below
             if t.kind == "W":
                 above = self.stateful[t.stage + 1] and self.dy_from == "above"
                 ahead = (self.window(t.stage) or 1) - 1 + (self.reach if above else 0)
@@ -328,7 +328,7 @@ class Grid:
 
 
 def _last(rising: list[int], c: int) -> int:
-    """The last number that is not above c, 0 where there is none. There may be thousands of documents."""
+    """The largest number that is not above c, or 0; by bisection, as there may be thousands of documents."""
     i = bisect.bisect_right(rising, c)
     return rising[i - 1] if i else 0
 
@@ -342,13 +342,12 @@ def make_grid(
     windows: Sequence[int] | None = None,
     costs: Sequence[float] = (),
 ) -> Grid:
-    """The grid of a scheme.
+    """The grid of a scheme on `seqlen` tokens.
 
     Args:
-        stateful: of each stage; reach: as `Grid`'s.
-        shards: of each stage, whose it is: a segment is recomputed by one owner.
-        windows: of each stateful stage, where the scheme's "auto" has picked them; until then nothing is cut
-            off.
+        stateful, reach, costs: as in `Grid`.
+        shards: per stage, its layer shard: a segment does not span shards. None: one shard.
+        windows: per stateful stage, once window="auto" has picked them; until then nothing is cut off.
     """
     n = len(stateful)
     window = scheme.window

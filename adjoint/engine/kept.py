@@ -1,5 +1,5 @@
-"""What is kept of a forward: states at the chunks' edges, what grows with the sequence, inputs on the
-host."""
+"""What a forward stores for the backward: states at chunk edges (`Edges`), append-only states (`Slab`,
+`Past`), and copies in host memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from adjoint.engine.tile import Cotangents
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 
-ALIGNED = 16  # elements: each tensor of a packed state begins on a multiple of it, as it would by itself
+ALIGNED = 16  # elements: each tensor of a packed state begins on a multiple, aligned as if it were alone
 
 
 class Packing:
-    """A state's tensors as one flat tensor: a message, or a row of the memory for edges.
+    """Packs a state's tensors into one flat tensor, for a message or a row of `Edges`, and unpacks them.
 
     Args:
-        like: a state of the sizes, dtypes and device to come.
-        dtype: of the flat tensor.
+        like: a state with the shapes and device of those to pack.
+        dtype: the flat tensor's.
     """
 
     def __init__(self, like: State, dtype: torch.dtype) -> None:
@@ -34,40 +34,39 @@ class Packing:
         self.device = like[0].device if like else torch.device("cpu")
 
     def empty(self) -> Tensor:
-        """Room for a state."""
+        """An empty flat tensor for a state."""
         return room((self.size,), self.dtype, self.device)
 
     def pack(self, state: Cotangents, out: Tensor) -> Tensor:
-        """Writes a state, or its cotangents with zeros in the place of absent ones."""
+        """Writes a state or its cotangents, None as zeros, into the flat tensor `out`; gives `out`."""
         for place, s in zip(self.unpack(out), state, strict=True):
             place.zero_() if s is None else place.copy_(s, non_blocking=True)
         return out
 
     def unpack(self, flat: Tensor) -> State:
         """Views of a packed state's tensors."""
-        # .data: rows of one memory are written one after the other, and that is no change to those before
-        # them
+        # .data: to autograd, writing the next row must not count as a change of the rows before it
         flat = flat.data
         pairs = zip(self.starts, self.shapes, strict=True)
         return tuple(flat[a : a + shape.numel()].view(shape) for a, shape in pairs)
 
 
 def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device, host: bool = False) -> Tensor:
-    """An empty tensor; on the host pinned where there is a GPU, so that copies run behind the computation, in
-    stream order."""
+    """An empty tensor. With `host` it is in host memory, pinned if there is a GPU, so that copies overlap
+    with computation, in stream order."""
     if host:
         return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 class Edges:
-    """The packed states of one stage at the edges of chunks, in memory taken at once: small blocks that stay,
-    put between large ones that go, would break up the heap. A state may be a view of a whole chunk, so it is
-    copied.
+    """Memory for one stage's packed states at chunk edges, a row each. It is allocated at once: small blocks
+    that stay between large ones that are freed would fragment the heap. States are copied into it, as a state
+    may be a view that keeps a whole chunk's memory.
 
     Args:
-        rows: how many there will be.
-        host: whether they are in host memory.
+        rows: the number of states.
+        host: whether the memory is the host's.
     """
 
     def __init__(self, packing: Packing, rows: int, host: bool) -> None:
@@ -76,7 +75,7 @@ class Edges:
         self.used = 0
 
     def row(self) -> Tensor:
-        """Room for the next edge."""
+        """The next free row, to be written."""
         if self.memory is None:
             shape = self.rows, self.packing.size
             self.memory = room(shape, self.packing.dtype, self.packing.device, self.host)
@@ -85,14 +84,15 @@ class Edges:
 
 
 class Slab:
-    """An append-only tensor of a state, such as attention's keys: kept once, with the cotangents gathered so
-    far.
+    """An append-only tensor of a state, such as attention's keys: stored once for the whole sequence, with a
+    cotangent of the same size, to which chunks add in the backward. Its tokens are numbered as the
+    sequence's; negative numbers are the tokens of `initial`.
 
     Args:
-        initial: what is there before the sequence, perhaps nothing.
-        dim: along which it grows. tokens: of the sequence.
-        host: whether it is in host memory, and its cotangents: what is asked for is copied to the device.
-            Token by token there, so that a piece is one block: copies of several wait for the device.
+        initial: the tensor before the sequence, perhaps of no tokens.
+        dim: the dimension along which it grows. tokens: the sequence's length.
+        host: whether values and cotangents are in host memory; reads then copy to the device. Tokens are
+            then the first dimension, so that a piece is one block: copies of several wait for the device.
     """
 
     def __init__(self, initial: Tensor, dim: int, tokens: int, host: bool = False) -> None:
@@ -106,30 +106,29 @@ class Slab:
         self.cotangents: Tensor | None = None
 
     def _put(self, memory: Tensor, piece: Tensor, start: int) -> None:
-        """Writes a piece that begins at token `start` of the sequence, which may be before it."""
+        """Writes a piece into `memory` from token `start` on."""
         piece = piece.movedim(self.dim, self.along)
         place = memory.narrow(self.along, self.before + start, piece.shape[self.along]).data
         place.copy_(piece.to(memory.dtype).contiguous() if self.host else piece, non_blocking=True)
 
     def _get(self, memory: Tensor, start: int, stop: int) -> Tensor:
-        """The tokens [start, stop), on the device a view of them."""
-        # .data: what is written later is no change to what was read before
+        """The tokens [start, stop) of `memory`: a view, or from the host a copy."""
+        # .data: to autograd, later writes must not count as a change of what was read before
         piece = memory.narrow(self.along, self.before + start, stop - start).data
         return piece.to(self.device, non_blocking=True).movedim(self.along, self.dim)
 
     def write(self, piece: Tensor, start: int) -> None:
-        """Puts a piece in its place, that begins at token `start` of the sequence."""
+        """Stores the values of a piece that begins at token `start`."""
         self._put(self.values, piece, start)
 
     def between(self, start: int, stop: int) -> Tensor:
-        """The tokens [start, stop) of the sequence, on the device a view of them; a negative start is before
-        it."""
+        """The values of the tokens [start, stop): a view, or from the host a copy."""
         return self._get(self.values, start, stop)
 
     def begin(self, d_final: Tensor | None) -> None:
-        """Lets the cotangents begin at those of the final state."""
+        """Begins the backward: sets all cotangents to the final state's, or zero for None."""
         dtype = accumulate_dtype(self.values.dtype)
-        if d_final is None and not self.host:  # where nothing is gathered, nothing is touched
+        if d_final is None and not self.host:  # zeros take no memory until they are written
             self.cotangents = torch.zeros_like(self.values, dtype=dtype)
             return
         self.cotangents = room(self.values.shape, dtype, self.device, self.host)
@@ -139,12 +138,12 @@ class Slab:
             self._put(self.cotangents, d_final, -self.before)
 
     def gathered(self, start: int, stop: int) -> Tensor:
-        """The cotangent of the piece [start, stop), whole once all later chunks are done."""
+        """The cotangent of the tokens [start, stop), complete once all later chunks have added to it."""
         assert self.cotangents is not None
         return self._get(self.cotangents, start, stop).to(self.values.dtype)
 
     def gather(self, d_past: Tensor, start: int) -> None:
-        """Adds what a chunk says of the tokens from `start` on."""
+        """Adds a chunk's cotangent of the tokens from `start` on."""
         assert self.cotangents is not None
         sums = self._get(self.cotangents, start, start + d_past.shape[self.dim])
         if self.host:
@@ -153,24 +152,24 @@ class Slab:
             sums.add_(d_past)
 
     def initial(self) -> Tensor:
-        """The cotangent of what was there before the sequence."""
+        """The cotangent of `initial`."""
         return self.gathered(-self.before, 0)
 
     def final(self) -> Tensor:
-        """What is there after the sequence."""
+        """The tensor after the sequence, `initial` included."""
         return self.between(-self.before, self.values.shape[self.along] - self.before)
 
 
 @dataclass(frozen=True)
 class Past:
-    """What a chunk sees of an append-only state.
+    """What a stage gets for an append-only tensor of its state: the tokens before its chunk.
 
     Attributes:
         start: the chunk's first token.
-        begin: the first token that it sees: of its document, or of what is there before the sequence.
-        follows: the first token of which it says a cotangent; `start` where none is carried.
-        visible: of each row, how many tokens before the chunk are of its first token's document; None where
-            documents are not told apart.
+        begin: the first visible token: its document's, or the first of the slab.
+        follows: the first token that gets a cotangent from this chunk; `start` if none does.
+        visible: per row, how many tokens before the chunk belong to its first token's document; None if the
+            batch has no `seq_idx`.
     """
 
     slab: Slab
@@ -183,14 +182,14 @@ class Past:
         return self.start - self.begin
 
     def join(self, piece: Tensor, reach: int | None = None) -> Tensor:
-        """The past, or its last `reach` tokens, with the chunk's own piece behind it: a view of the slab. In
-        the backward the past's cotangent goes to the slab's, and only the piece's is handed on: the piece
-        must be returned as the new state."""
+        """The past, or its last `reach` tokens, followed by the chunk's own `piece`: a view of the slab. The
+        backward adds the past's cotangent to the slab and hands on the piece's alone, so the stage must
+        return the piece as its new state."""
         begin = self.begin if reach is None else max(self.begin, self.start - reach)
         return _Join.apply(piece, self, begin)
 
     def gather(self, d: Tensor, start: int) -> None:
-        """Adds a cotangent of the past's tokens from `start` on, of those that carry any."""
+        """Adds a cotangent of the past's tokens from `start` on, leaving out those before `follows`."""
         dim, first = self.slab.dim, max(start, self.follows)
         stop = min(start + d.shape[dim], self.start)
         if first < stop:
@@ -212,33 +211,34 @@ class _Join(torch.autograd.Function):
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, made behind the computation."""
+    """A copy in host memory, made while the computation goes on."""
     return room(tensor.shape, tensor.dtype, tensor.device, host=True).copy_(tensor, non_blocking=True)
 
 
 def by_itself(state: Tensor | None) -> Tensor | None:
-    """A tensor of a state, or None, without what it may be the last tokens of: a chunk's memory."""
+    """The tensor, or None; a copy if it is a view into memory at least twice as large, such as a chunk's,
+    which it would keep alive."""
     if state is None or state.untyped_storage().nbytes() < 2 * state.nbytes:
         return state
     return state.clone()
 
 
 def recurrent(state: Sequence, grows: Sequence[int | None]) -> tuple:
-    """The recurrent tensors of a state."""
+    """A state's recurrent tensors; `grows` is `Stage.grows`."""
     return tuple(s for s, dim in zip(state, grows, strict=True) if dim is None)
 
 
 def growing(state: Sequence, grows: Sequence[int | None]) -> tuple:
-    """The append-only tensors of a state."""
+    """A state's append-only tensors."""
     return tuple(s for s, dim in zip(state, grows, strict=True) if dim is not None)
 
 
 def joined(recurrent: Iterable, growing: Iterable, grows: Sequence[int | None]) -> tuple:
-    """The whole state, from its recurrent and its append-only parts."""
+    """The whole state from its recurrent and its append-only tensors."""
     here, past = iter(recurrent), iter(growing)
     return tuple(next(here if dim is None else past) for dim in grows)
 
 
 def lies_on_host(scheme: Scheme, device: torch.device) -> bool:
-    """Whether what is kept is in host memory, not the device's."""
+    """Whether stored states and inputs are in host memory instead of the device's."""
     return scheme.offload and device.type == "cuda"

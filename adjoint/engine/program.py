@@ -1,12 +1,12 @@
-"""Who runs which tile when, and what is sent: a program a worker, plain data that leaves no choice at run
-time.
+"""Programs: each worker's tiles, sends and receives, in a fixed order. They are plain data, made once by
+`plan`, and leave no choice at run time.
 
-A distribution is an owner for each tile (`Owners`): layer shards, chunks dealt out in turn, both. Messages
-follow: whoever reads what another owner has written gets it, in a chain if they are several, so that no port
-carries more than one copy. The order of a worker's tiles is the one in which they would start if each worker,
-whenever it is free, took the first of its tiles whose inputs are there (a list schedule, made at plan time).
-Messages are written down by carrying that order out once with channels that hold `buffers` messages: so
-programs end, however long anything takes."""
+A distribution is an owner for each tile (`Owners`): layer shards, chunks dealt out in turn, or both. Messages
+follow from it: a value goes to every other worker that reads it, from reader to reader in a chain, so that
+nobody sends it more than once. A worker's tiles are in list-schedule order: the order in which they would
+start if each free worker took the first of its tiles whose inputs are there. Sends and receives are placed by
+simulating that order once with channels of `buffers` messages, so a program cannot deadlock, however long
+its tiles take."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from collections.abc import Iterable, Sequence
 
 from adjoint.engine.grid import Grid, Key, Tile
 
-# Time of a tile per token, in forwards of its stage; it only says which order is taken.
+# A tile's time per token, relative to its stage's forward; used for the list schedule alone.
 TIMES = {"F": 1.0, "L": 1.0, "R": 1.0, "B": 2.0, "W": 3.0}
-BUFFERS = 2  # messages of a channel under way: one can be filled while another travels
-# Of windowed tiles, whose cotangents come in small pieces; what every transport holds at least.
+BUFFERS = 2  # messages in a channel: one can be filled while another travels
+# Messages in a channel for windowed tiles, which send many small pieces; every transport holds as many.
 CAPACITY = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """Carry out a tile."""
+    """Compute a tile."""
 
     tile: Tile
-    frees: tuple[Key, ...] = ()  # what nobody here reads any more
+    frees: tuple[Key, ...] = ()  # keys that this worker no longer needs after the action
 
     def __str__(self) -> str:
         return str(self.tile)
@@ -39,7 +39,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Send:
-    """Hand a message over to worker `to`; waits while the channel is full."""
+    """Send a value to worker `to`; waits while the channel is full."""
 
     key: Key
     to: int
@@ -51,7 +51,7 @@ class Send:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recv:
-    """Wait for a message of worker `source`."""
+    """Wait for a value from worker `source`."""
 
     key: Key
     source: int
@@ -63,8 +63,9 @@ class Recv:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """Carry out `units`, together with helpers: whoever is free takes the next one. A unit is tiles of one
-    layer, whose gradients are summed from zero; sums are added in the units' order, whoever made them."""
+    """Compute `units` together with helpers: whoever is free takes the next one. A unit is some tiles of one
+    layer with gradient sums of its own; these are added in the units' order, so that results do not depend on
+    who computed them."""
 
     units: tuple[tuple[Tile, ...], ...]
     frees: tuple[Key, ...] = ()
@@ -77,17 +78,17 @@ Action = Run | Send | Recv | Share
 
 
 def named(key: Key) -> str:
-    """y[3,7] and the like."""
+    """The key as text, such as y[3,7]."""
     return f"{key[0]}[{','.join(map(str, key[1:]))}]"
 
 
 @dataclasses.dataclass(frozen=True)
 class Owners:
-    """An owner for each tile.
+    """The worker that owns each tile: `owners(stage, chunk)`.
 
     Attributes:
-        shards: of each stage, the shard that has it; bottom up.
-        in_turn: workers of a shard, each with all of its stages, to whom the chunks are dealt out in turn.
+        shards: per stage, the number of its layer shard; rising.
+        in_turn: workers per shard, each with all the shard's stages; chunks are dealt out to them in turn.
     """
 
     shards: tuple[int, ...]
@@ -102,17 +103,17 @@ class Owners:
 
     @staticmethod
     def of(spans: Sequence[range], in_turn: int = 1) -> Owners:
-        """Layer shards, the embedding with the first and the head with the last of them."""
+        """Owners for layer shards with the layers `spans`: the first has the embedding, the last the head."""
         layers = [shard for shard, span in enumerate(spans) for _ in span]
         return Owners((0, *layers, len(spans) - 1), in_turn)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Programs of all workers.
+    """The programs of all workers.
 
     Attributes:
-        buffers: messages between two workers that may be under way in one direction.
+        buffers: number of messages that the channel from one worker to another holds.
     """
 
     grid: Grid
@@ -126,7 +127,7 @@ class Plan:
         return "\n".join(lines)
 
     def channels(self) -> list[tuple[int, int]]:
-        """(sender, receiver) of all messages, in one order for all workers."""
+        """(sender, receiver) of all channels, sorted, so that all workers open them in the same order."""
         return sorted(
             {(w, a.to) for w, program in enumerate(self.programs) for a in program if isinstance(a, Send)}
         )
@@ -143,13 +144,12 @@ def plan(
     stream: bool = False,
     buffers: int = BUFFERS,
 ) -> Plan:
-    """Programs for a grid. Takes 0.1 ms an action or so; plans are cached.
+    """The workers' programs for a grid. It takes about 0.1 ms per action; plans are cached.
 
     Args:
-        forward, backward: which tiles there are; with the backward alone what the forward wrote is there
-            already.
-        tapes: of each worker's segments and chunks, how many the forward leaves linearised (L), to be pulled
-            back first; R may run ahead as far.
+        forward, backward: which tiles to include. Without the forward, its results count as there already.
+        tapes: how many tapes of a segment on a chunk a worker may hold: the forward keeps the first so many
+            that the backward uses (L in place of F and R), and R may run this far ahead.
         stream: backward tiles begin before the forward ends, where the arrows allow it.
     """
     order = [t for t in grid.order(stream) if (forward if t.kind == "F" else backward)]
@@ -174,7 +174,7 @@ def _linearized(grid: Grid, t: Tile, early: set[tuple[int, int]]) -> Tile:
 
 
 def _columns(grid: Grid, order: Iterable[Tile], owners: Owners) -> dict[int, list[tuple[int, int]]]:
-    """Of each worker, its (segment, chunk)s in the order in which they are recomputed."""
+    """Each worker's columns, that is (segment, chunk) pairs, in the order in which it recomputes them."""
     columns: dict[int, dict[tuple[int, int], None]] = collections.defaultdict(dict)
     for t in order:
         if t.kind == "R":
@@ -193,8 +193,8 @@ def _seconds(grid: Grid, t: Tile) -> float:
 def _list_schedule(
     grid: Grid, order: Sequence[Tile], columns: dict[int, list[tuple[int, int]]], owners: Owners, tapes: int
 ) -> list[Tile]:
-    """All tiles in the order in which they would start. Tapes are held for `tapes` of a worker's columns at
-    most, which it comes to in their order."""
+    """All tiles in the order in which a list schedule starts them. A worker holds the tapes of at most
+    `tapes` of its columns at a time, and recomputes them in the order of `columns`."""
     at = {t: owners(t.stage, t.chunk) for t in order}
     written = {key for t in order for key in grid.writes(t)}
     missing = {t: sum(key in written for key in grid.reads(t)) for t in order}
@@ -203,9 +203,7 @@ def _list_schedule(
         for key in grid.reads(t):
             readers[key].append(t)
     place = {(w, *name): i for w, mine in columns.items() for i, name in enumerate(mine)}
-    left: dict[tuple[int, int], int] = (
-        collections.Counter()
-    )  # of a worker's column, tiles not pulled back yet
+    left: dict[tuple[int, int], int] = collections.Counter()  # per worker and column: B tiles still to come
     for t in order:
         i = place.get((at[t], grid.segments[t.stage], t.chunk), 0)
         if t.kind == "R" and i >= tapes:
@@ -214,7 +212,7 @@ def _list_schedule(
         left[at[t], i] += t.kind == "B"
     rank = {t: i for i, t in enumerate(order)}
     ready: list[list[tuple[int, Tile]]] = [[] for _ in range(owners.workers)]
-    through, busy = [0] * owners.workers, [False] * owners.workers  # columns that a worker is through with
+    through, busy = [0] * owners.workers, [False] * owners.workers  # through: number of finished columns
     events: list[tuple[float, int, Tile]] = []
     started: list[Tile] = []
 
@@ -256,11 +254,11 @@ def _list_schedule(
 def _with_messages(
     grid: Grid, order: Sequence[Tile], owners: Owners, buffers: int, before: Sequence[Tile] = ()
 ) -> tuple[tuple[Action, ...], ...]:
-    """Each worker's tiles of `order` with the messages they need. Whoever would have to wait for a full
-    channel has its receiver take a message in early.
+    """Each worker's program: its tiles of `order`, with the messages they need. Where a send meets a full
+    channel, the receiver's program gets a receive before its next tile, so that the send cannot block it.
 
     Args:
-        before: tiles that have run already; what they read and wrote their owners still hold.
+        before: tiles that have run already; their owners still hold what these read and wrote.
     """
     producer = {key: owners(t.stage, t.chunk) for t in (*before, *order) for key in grid.writes(t)}
     held: list[set[Key]] = [set() for _ in range(owners.workers)]
@@ -309,7 +307,7 @@ def _with_messages(
 
 
 def keys_of(grid: Grid, action: Action) -> tuple[list[Key], list[Key]]:
-    """What an action reads and what it writes here."""
+    """The keys that an action reads and those that it writes in its worker's store."""
     if isinstance(action, Send):
         return [action.key], []
     if isinstance(action, Recv):
@@ -319,7 +317,7 @@ def keys_of(grid: Grid, action: Action) -> tuple[list[Key], list[Key]]:
 
 
 def _with_frees(grid: Grid, program: Sequence[Action]) -> tuple[Action, ...]:
-    """Each action with what nobody here reads any more after it."""
+    """The program with each action's `frees`: the keys that no later action of this worker uses."""
     seen: set[Key] = set()
     out = []
     for action in reversed(program):
@@ -332,20 +330,19 @@ def _with_frees(grid: Grid, program: Sequence[Action]) -> tuple[Action, ...]:
 
 # --------------------------------------------------------------------------------------------- with helpers
 
-UNITS_EACH = (
-    4  # units for each worker that shares them: more even out slow workers better, and send more sums
-)
+UNITS_EACH = 4  # units per worker that shares them: more balance slow workers better, but send more sums
 
 
 def shared(made: Plan, shards: Sequence[int], helpers: Sequence[int]) -> Plan:
-    """The plan with each shard's layer-local tiles in a `Share`, where helpers share them.
+    """The plan in which each shard with helpers ends with a `Share` of its layers' backward tiles.
 
-    With dL/dy_K for every layer, no layer's backward waits for another's, so that these tiles can go last.
-    The first layer's stay with their shard: the embedding needs what they hand down.
+    It is for `LayerLocal`: every layer's cotangent is dL/dy_K, so no layer's backward waits for another's,
+        and
+    these tiles can go last. The first layer's stay where they are: the embedding waits for their cotangents.
 
     Args:
-        shards: of each stage, the shard that has it.
-        helpers: of each helper, the shard whose units it shares.
+        shards: per stage, the number of its shard.
+        helpers: per helper, the shard that it helps.
     """
     grid, top = made.grid, made.grid.stages - 1
     programs = list(made.programs)
@@ -370,8 +367,7 @@ def _in_backward(t: Tile, k: int) -> bool:
 
 
 def _units(grid: Grid, k: int, tiles: list[Tile], groups: int) -> list[tuple[Tile, ...]]:
-    """A layer's tiles as units: groups of windowed tiles; else all of them, since the adjoint state is
-    carried."""
+    """A layer's tiles as units: `groups` of them if windowed; else one, as the adjoint state is carried."""
     if grid.window(k) is None:
         return [tuple(tiles)]
     groups = min(groups, len(tiles))

@@ -1,5 +1,4 @@
-"""Carries programs out: one worker's part of a batch, tile by tile. One process runs the program of one
-worker."""
+"""`Worker`: runs one worker's program on a batch, tile by tile. Training in one process is one worker."""
 
 from __future__ import annotations
 
@@ -35,27 +34,27 @@ from adjoint.kernels import checks
 from adjoint.layers import State
 
 Pending = Callable[[], Tensor]  # waits for a message and gives it
-# Largest relative change of a chunk's loss, computed again for the backward: nothing but the rounding of
-# operations whose order is not fixed, of which a GPU has more. What a mask of dropout changes is larger.
+# Largest relative change of a chunk's loss when it is recomputed for the backward: room for the rounding of
+# operations whose order is not fixed. Another dropout mask changes more.
 AGAIN = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.float16: 1e-3}
-AGAIN_CUDA = 10  # times as much
-LEAST = 0.1  # a token's loss that the change is related to
+AGAIN_CUDA = 10  # on a GPU, where more orders are not fixed, times this
+LEAST = 0.1  # the change is relative to the loss, or to this much per token if that is more
 
 
 class Changed(RuntimeError):
-    """A chunk, computed again for the backward, is not what it was in the forward."""
+    """A chunk's loss, recomputed for the backward, is not what it was in the forward."""
 
 
 class Transport(Protocol):
-    """What a worker sends and receives with; messages of a pair arrive in the order in which they were
+    """Sends and receives a worker's messages. Messages from one worker to another arrive in the order
     sent."""
 
     def post(self, source: int, out: Tensor) -> Pending:
-        """Gets ready to receive into `out`."""
+        """Starts to receive from worker `source` into `out`."""
         ...
 
     def send(self, to: int, tensor: Tensor) -> None:
-        """Starts sending; waits while the channel is full. The tensor stays as it is until `flush`."""
+        """Starts to send; waits while the channel is full. The tensor must not change until `flush`."""
         ...
 
     def flush(self) -> None:
@@ -64,25 +63,25 @@ class Transport(Protocol):
 
 
 class Worker:
-    """One worker's part of a batch.
+    """Runs one worker's program on a batch: `run` its actions, then read the attributes.
 
     Args:
-        stages: None in the places of stages that other workers have.
-        batch: with a state for each stage; zeros of the right sizes where another worker has it.
-        scheme: says whether what is kept is in host memory, whether decays are noted, by which windows are
-            picked, and whether chunks' launches are recorded and replayed (see `graphs`).
-        width: of the tensors between stages, (batch, tokens, width) each; asked for by a transport alone.
-        transport: to the other workers; None where there are none.
-        traced: is entered around each action, and around each tile of a shared task, with what it is.
+        stages: all of the model's; None for those that other workers have.
+        batch: with a state for each stage, also for others' stages (zeros of the right sizes).
+        scheme: read for host memory, `window="auto"` (then the forward notes decays) and CUDA graphs.
+        width: of the tensors between stages, (batch, tokens, width); needed with a transport alone.
+        transport: to the other workers; None if there are none.
+        traced: gives a context for an action or a tile; entered around each action and each `Share`d tile.
 
     Attributes:
-        accumulate_dtype: of sums and of what is handed on: float64 in a float64 model, else float32.
-        scale: the loss's cotangent over the number of valid labels; set it before the backward.
-        total, losses: the summed loss of the chunks that this worker has the head of, and of each of them.
-        final, d_final, d_initial: states after the sequence and the cotangents of both ends, one tuple a
-            stage.
-        d_ids: the cotangent of embeddings that are there instead of ids, as far as it is known.
-        gradients: their sums so far.
+        accumulate_dtype: of sums and messages: float64 in a float64 model, else float32.
+        scale: the cotangent of the summed loss, that is the mean's over the divisor; set before the backward.
+        total, losses: the summed loss of all chunks whose head this worker has, and of each by its number.
+        final, d_final, d_initial: final states, their cotangents (set them before the backward), and those
+            of the initial states, one tuple per stage.
+        d_ids: the cotangent of the batch's embeddings, if it has them in place of ids.
+        gradients: sums of parameters' gradients.
+        store: values that tiles and messages have written and later actions read, by their keys.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Worker:
         self.scale: Tensor | None = None
         self.total: Tensor | None = None
         self.losses: dict[int, Tensor] = {}
-        self.again: dict[int, Tensor] = {}  # the same, of chunks that were computed again
+        self.again: dict[int, Tensor] = {}  # the same, of recomputed chunks
         self.final: list[State] = list(initial)
         self.d_final: list[Cotangents] = [(None,) * len(s) for s in initial]
         self.d_initial: list[Cotangents] = list(self.d_final)
@@ -119,7 +118,7 @@ class Worker:
         self.decays = [Decays() for _ in stages] if scheme.window == "auto" else None
         self.store: dict[Key, Any] = {}
         self.passed_on: set[Key] = set()
-        self.share: Callable[[Worker, Share], None] | None = None  # carries a `Share` out
+        self.share: Callable[[Worker, Share], None] | None = None  # runs a `Share`
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         grows = [
@@ -141,8 +140,8 @@ class Worker:
                     self.slabs.setdefault(k, []).append(Slab(s, dim, grid.cuts[-1], self.host))
 
     def kept_bytes(self) -> int:
-        """Bytes on the device that are kept of the whole sequence beside tapes: states at the edges, and what
-        grows with its cotangents."""
+        """Bytes on the device stored for the whole sequence, besides tapes: states at chunk edges, and
+        append-only states with their cotangents."""
         if self.host:
             return 0
         at_edges = sum(p.size for p in self.packing) * self.grid.chunks * self.accumulate_dtype.itemsize
@@ -150,11 +149,11 @@ class Worker:
         return at_edges + sum(v.nbytes + v.numel() * max(4, v.itemsize) for v in slabs)
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Carries actions out, receives posted ahead of them.
+        """Runs actions in order; receives are posted ahead, so that messages travel during computation.
 
         Raises:
-            ValueError: a state that grows would have to be received.
-            Changed: chunks had another loss when they were computed again.
+            ValueError: an append-only state would have to be received.
+            Changed: a chunk had another loss when it was recomputed.
         """
         receives = collections.deque(a for a in actions if isinstance(a, Recv))
         posted: collections.deque[Pending] = collections.deque()
@@ -181,17 +180,17 @@ class Worker:
         self._check_again()
 
     def _check_again(self) -> None:
-        """Refuses gradients of another computation than the forward's."""
+        """Raises `Changed` if a recomputed chunk's loss is not the forward's: nor would its gradients be."""
         again, self.again = self.again, {}
-        if not again or type(self.total) is not Tensor:  # a stand-in without values
+        if not again or type(self.total) is not Tensor:  # a fake tensor has no values to compare
             return
         first, second = (torch.stack([of[c] for c in again]).double() for of in (self.losses, again))
         enabled, dtype = self.autocast
         limit = AGAIN[dtype if enabled else self.narrow] * (AGAIN_CUDA if first.is_cuda else 1)
-        # of a sequence learnt by heart the loss is little but rounding itself
+        # the loss of a sequence learnt by heart is mostly rounding itself
         least = [LEAST * self.batch.rows * self.grid.tokens(c) for c in again]
         size = torch.maximum(first.abs(), first.new_tensor(least))
-        off = ((second - first).abs() > limit * size).tolist()  # not of what is nan
+        off = ((second - first).abs() > limit * size).tolist()  # False for nan
         for c, was, now, differs in zip(again, first.tolist(), second.tolist(), off, strict=True):
             if differs:
                 start, stop = self.grid.cuts[c : c + 2]
@@ -202,26 +201,26 @@ class Worker:
                 )
 
     def free(self, action: Action) -> None:
-        """Lets go what nobody here reads any more after an action."""
+        """Drops the values that no later action of this worker reads."""
         for key in action.frees:
             self.store.pop(key, None)
 
     def tile(self, t: Tile) -> None:
-        """Carries one tile out."""
+        """Computes one tile."""
         {"F": self.forward, "L": self.forward, "R": self.recompute, "B": self.backward, "W": self.windowed}[
             t.kind
         ](t)
 
     @contextlib.contextmanager
     def precision(self) -> Iterator[None]:
-        """The caller's autocast, also in the backward. Its weight cache is off: casts made without gradients
-        must not be reused."""
+        """The autocast of the forward's caller, also for the backward. Its weight cache is off: casts made
+        without gradients must not be reused with them."""
         enabled, dtype = self.autocast
         with torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
             yield
 
     def _count_edges(self, actions: Sequence[Action]) -> None:
-        """Tells each stage's memory for edges how many there will be, less those that only others read."""
+        """Sets the number of rows of each stage's `Edges`: states that this worker's own tiles read."""
         self.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
         rows: collections.Counter[int] = collections.Counter()
         for action in actions:
@@ -258,18 +257,18 @@ class Worker:
         value = self.store[key]
         if isinstance(value, tuple):
             return self.packing[key[1]].pack(value, self._room(key))
-        if value is None:  # a cotangent that is not there
+        if value is None:  # no cotangent
             return self._room(key).zero_()
         return value.to(self.accumulate_dtype).contiguous()
 
     # ---------------------------------------------------------------------------------------------- tiles
 
     def _input(self, name: str, k: int, c: int) -> Tensor:
-        """What stage k reads on a chunk."""
+        """Stage k's input on chunk c, on the device: ids, or key `name` of the stage below."""
         return self.store[name, k - 1, c].to(self.device, non_blocking=True) if k else self.chunks[c].ids
 
     def state(self, k: int, c: int) -> Any:
-        """The state before a chunk: tensors, a `Past` of what grows."""
+        """Stage k's state before chunk c; append-only entries are a `Past` each."""
         initial, grows = self.batch.states[k], self.grows[k]
         if not initial:
             return ()
@@ -289,7 +288,8 @@ class Worker:
         return Past(slab, chunk.start, begin, follows, self._visible(chunk.start, slab.before))
 
     def _visible(self, start: int, before: int) -> list[int] | None:
-        """Of each row, how many tokens before `start` are of its document; `before` precede the sequence."""
+        """Per row, the number of tokens before `start` that belong to its document; `before` tokens of the
+        initial state count for the row's first document."""
         seq_idx = self.batch.seq_idx
         if seq_idx is None:
             return None
@@ -320,7 +320,7 @@ class Worker:
             self._keep_state(k, c, state)
 
     def add_loss(self, c: int, loss: Tensor) -> None:
-        """Notes the summed loss of a chunk."""
+        """Adds the summed loss of chunk c."""
         self.total = loss if self.total is None else self.total + loss
         self.losses[c] = loss
 
@@ -347,7 +347,8 @@ class Worker:
             self.store["z", k, c] = y
 
     def _cotangent(self, k: int, start: int, stop: int) -> Tensor | None:
-        """Of stage k's outputs on the tokens [start, stop): (batch, stop - start, width)."""
+        """The cotangent of stage k's outputs on the tokens [start, stop), (batch, stop - start, width); the
+        head's is `scale`; None if there is none."""
         if k == self.grid.stages - 1:
             return self.scale
         parts: list[Tensor] = []
@@ -355,7 +356,7 @@ class Worker:
             part = self.store[key]
             if part is None:
                 continue
-            if key[0] == "spill":  # into the last tokens of the chunk before
+            if key[0] == "spill":  # belongs to the last tokens of the part before
                 parts[-1] = parts[-1].clone()
                 parts[-1][:, -part.shape[1] :] += part
             else:
@@ -389,8 +390,8 @@ class Worker:
             self.d_initial[k] = joined(here, (slab.initial() for slab in slabs), grows)
 
     def _passed(self, k: int, c: int, d_state: Cotangents) -> Cotangents:
-        """The adjoint state as it leaves a chunk; the convolution's short paths, before it in the tuple, are
-        not cut."""
+        """The adjoint state as it leaves chunk c, multiplied by `Grid.passes`; the conv tail's, before it in
+        the tuple, is not: the convolution's short paths are not cut."""
         if not self.grid.passing:
             return d_state
         *tail, d = d_state
@@ -423,15 +424,15 @@ class Worker:
         self._add_to_ids(k, left, dx)
 
     def _add_to_ids(self, k: int, start: int, dx: Tensor | None) -> None:
-        """Adds the first stage's cotangent of tokens from `start` on, where they are embeddings."""
+        """Adds the first stage's input cotangent from token `start` on to `d_ids`, if it has one."""
         if k or dx is None:
             return
         self.d_ids = torch.zeros_like(self.batch.ids) if self.d_ids is None else self.d_ids
         self.d_ids[:, start : start + dx.shape[1]] += dx
 
     def _add_initial(self, k: int, start: int, d_state: Cotangents) -> None:
-        """The initial state's cotangent: from the first task; of the conv tail also from those that still
-        reach before the sequence, whose tail is the initial one moved on by `start` tokens."""
+        """Adds a windowed tile's part of the initial state's cotangent. The first tile has all of it; others
+        that reach before the sequence have the conv tail's, moved by `start` tokens."""
         if start:
             d_tail = d_state[0] if len(d_state) > 1 else None
             if d_tail is None or start >= d_tail.shape[2]:

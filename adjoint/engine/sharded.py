@@ -1,10 +1,9 @@
-"""Models whose layers `fully_shard` (FSDP2) has sharded over processes.
+"""Training by chunks of models whose layers `fully_shard` (FSDP2) has sharded over processes.
 
 FSDP gathers parameters and reduces gradients in hooks around modules' forwards and backwards. So each chunk
-runs forward and back as FSDP expects it: with the modules' own parameters, to whose `.grad` autograd adds.
-That cannot happen inside another backward. The reverse sweep therefore follows the forward sweep at once,
-inside the model's forward; its gradients are kept until the loss's own backward says by what they are
-multiplied."""
+runs a forward and a backward as FSDP expects them: with the modules' own parameters, to whose `.grad`
+autograd adds. That cannot happen inside another backward. Therefore the chunks' backwards follow at once,
+inside the model's forward; their gradients wait for the factor that the loss's own backward brings."""
 
 from __future__ import annotations
 
@@ -36,12 +35,12 @@ OTHERS = "shard its layers and what adjoint.wrap is given with fully_shard, or u
 
 
 def _class(module: str, name: str) -> Any:
-    """A class of a module, or no class where nobody has imported that."""
+    """A class of a module; () if that has not been imported, so that nothing can be an instance."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def units(model: nn.Module) -> list[Any]:
-    """The modules in a model that `fully_shard` was called for."""
+    """The modules of a model for which `fully_shard` was called."""
     kind = _class("torch.distributed.fsdp", "FSDPModule")
     return [module for module in model.modules() if isinstance(module, kind)] if kind else []
 
@@ -52,31 +51,31 @@ def _dtensors(model: nn.Module) -> list[Any]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether parts of a model are gathered one by one. A model that is one unit has all its parameters
-    throughout a call, and runs as any other."""
+    """Whether FSDP gathers parts of the model one by one. A model that is a single unit has all its
+    parameters during a call, and runs like any other."""
     return any(unit is not model for unit in units(model))
 
 
 def reshard(model: nn.Module) -> None:
-    """Puts a sharded model's shards in the places of its parameters: gradients are accumulated in the shards.
+    """Puts a sharded model's shards back in place of gathered parameters: gradients accumulate in the shards.
 
-    FSDP does that before it makes a state dict; `FSDPModule.reshard` leaves a root as it is during its
+    It asks for a state dict, before which FSDP does this; `FSDPModule.reshard` would skip a root during its
     forward."""
     if is_sharded(model):
         model.state_dict(keep_vars=True)
 
 
 def trained(model: nn.Module) -> list[Tensor]:
-    """The parameters that are trained; of a sharded model their shards."""
+    """The parameters with requires_grad; in a sharded model, their shards."""
     reshard(model)
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def why_not(model: nn.Module, root: nn.Module) -> str | None:
-    """Why a model that is spread over processes cannot be run by chunks; None if it can.
+    """Why a model that is distributed over processes cannot be run by chunks; None if it can.
 
     Args:
-        root: as `Gathering`'s.
+        root: as in `Gathering`.
     """
     if any(hasattr(p, "ds_id") for p in model.parameters()):
         return f"DeepSpeed ZeRO-3 holds parameters where chunks do not find them; {OTHERS}, or use ZeRO-2"
@@ -96,7 +95,7 @@ _precisions: WeakKeyDictionary[nn.Module, set[torch.dtype]] = WeakKeyDictionary(
 
 
 def precisions(root: nn.Module) -> set[torch.dtype]:
-    """The dtypes that a sharded model's parameters have when they are gathered (`MixedPrecisionPolicy`)."""
+    """The dtypes of a sharded model's parameters once gathered (`MixedPrecisionPolicy`)."""
     if root not in _precisions:
         found = _precisions[root] = set()
         for unit in units(root):
@@ -108,7 +107,7 @@ def precisions(root: nn.Module) -> set[torch.dtype]:
 
 
 def largest(model: nn.Module, *values: float) -> list[float]:
-    """The largest of each value among the processes."""
+    """The maximum of each value over the processes that share the model."""
     mesh = _dtensors(model)[0].device_mesh
     found = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
     for dim in range(mesh.ndim):
@@ -117,20 +116,20 @@ def largest(model: nn.Module, *values: float) -> list[float]:
 
 
 class Gathering:
-    """Runs code inside the forward of a sharded model's root as FSDP sees it; hooks of users do not see it.
+    """Runs code as a forward of a sharded model's root, for FSDP alone: users' hooks are not called.
 
     Args:
-        root: the outermost module that `fully_shard` was called for; without one, layers are roots.
+        root: the outermost module for which `fully_shard` was called; without one, each layer is a root.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.root: Any = root
 
     def __call__(self, call: Callable[[], T]) -> T:
-        """What a call gives: a tensor at which its backward begins, or a tuple whose first is that."""
+        """Runs `call` and gives its result, whose backward must begin at the result or its first entry."""
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        if "_adjoint_run" in self.root.__dict__:  # inside already
+        if "_adjoint_run" in self.root.__dict__:  # already inside the root's forward
             return call()
         found: list[T] = []
 
@@ -150,11 +149,11 @@ class Gathering:
 
 
 def gradients(root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], Any]) -> dict[Tensor, Tensor]:
-    """The gradients that a run of forwards and backwards of a sharded model gives its parameters. Those that
-    they have already are left alone; hooks on accumulation are not called.
+    """The gradients that `run`, forwards and backwards of a sharded model, gives its parameters. Their
+    `.grad` stays as it was; hooks on its accumulation are not called.
 
     Raises:
-        UserError: FSDP keeps the gradients to itself.
+        UserError: FSDP has not reduced the gradients.
     """
     before: list[tuple[Any, Any, Any]] = []
     try:
@@ -173,16 +172,16 @@ def gradients(root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], A
 
 
 def reduce_at_once(root: nn.Module) -> None:
-    """Has FSDP reduce the gradients of a plain call of a sharded model in its backward, whatever
-    `set_requires_gradient_sync` said: what it holds back would be taken for a later call's by chunks."""
+    """Makes FSDP reduce gradients in the backward of a plain call, whatever `set_requires_gradient_sync` was
+    set to: unreduced ones would count for a later call by chunks."""
     if "_adjoint_run" not in root.__dict__:
         for unit in units(root):
             unit.set_requires_gradient_sync(True, recurse=False)
 
 
 def _reduce(root: Any) -> None:
-    """Reduces what FSDP has summed up since `set_requires_gradient_sync(False)`, by an empty forward and
-    backward of its root."""
+    """Reduces what FSDP has summed since `set_requires_gradient_sync(False)`, by a forward and a backward of
+    its root without any work."""
     if root in units(root):
         root.set_requires_gradient_sync(True)
         try:
@@ -201,7 +200,7 @@ def _refuse(root: Any) -> None:
 
 
 class Joined:
-    """Several stages as one, whose state is theirs one after the other."""
+    """Several stages as one; its state is the stages' states, concatenated."""
 
     def __init__(self, stages: Sequence[Any]) -> None:
         self.stages, self.grows = stages, tuple(dim for stage in stages for dim in stage.grows)
@@ -218,10 +217,10 @@ class Joined:
 
 
 class Whole:
-    """A sharded model as one stage; each chunk is a forward and a backward for FSDP.
+    """A sharded model as one stage; to FSDP each chunk is a forward and a backward of the model.
 
     Args:
-        stage: one whose forward also runs with gradients. root: as `Gathering`'s.
+        stage: the model's; its forward may also be called with gradients on. root: as in `Gathering`.
     """
 
     stateful, reach, replayable = True, 0, False
@@ -242,7 +241,7 @@ class Whole:
 
 
 class _Accumulated(Gradients):
-    """Gradients that autograd adds to `.grad`."""
+    """Leaves parameters' gradients to autograd, which adds them to `.grad`."""
 
     def vjp(self, pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Cotangents:
         tile.seeded(pairs).backward()
@@ -250,10 +249,10 @@ class _Accumulated(Gradients):
 
 
 class ShardedSteps(Steps):
-    """A sharded model's program. Its forward includes the reverse sweep, where a backward may follow.
+    """`Steps` of a sharded model. If a backward may follow, the forward computes the gradients already.
 
     Args:
-        stages: the first is a `Whole`. Others as `Steps`'.
+        stages: the first is a `Whole`. batch, scheme, width, sums: as in `Steps`.
     """
 
     def __init__(
@@ -273,7 +272,7 @@ class ShardedSteps(Steps):
         super().__init__(stages, batch, self._aligned(batch, scheme), width, sums=sums)
 
     def _aligned(self, batch: Batch, scheme: Scheme) -> Scheme:
-        """The scheme with as many chunks as the process with the most: all gather the parameters for each."""
+        """The scheme with as many chunks as the process with the most: all gather parameters per chunk."""
         cuts = list(scheme.cuts(batch.seqlen))
         possible = sum((stop - start) // scheme.least for start, stop in itertools.pairwise(cuts))
         wanted, fewest = largest(self.root, len(cuts) - 1, -possible)
@@ -304,12 +303,12 @@ class ShardedSteps(Steps):
             return super().forward()
         swept: list[Any] = []
         self.found = gradients(self.root, self.parameters, lambda: swept.extend(self._sweep()))
-        del self.worker  # what it keeps is as long as the sequence
+        del self.worker  # its stored states grow with the sequence
         loss, final, self.d_initial = swept
         return loss, final
 
     def _sweep(self) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-        """Forward and back: the loss, the final states, the cotangents of the initial ones."""
+        """Runs forward and backward: the loss, final states and totals, and cotangents of initial states."""
         loss, final = super().forward()
         states = len(final) - len(self.sums)
         of_sums = [one.cotangent_of(total) for one, total in zip(self.sums, final[states:], strict=True)]
@@ -353,11 +352,11 @@ class ShardedSteps(Steps):
 
 
 def joined_steps(stack: Any, stages: Sequence[Any], batch: Batch, scheme: Scheme) -> Steps:
-    """The program of a sharded `Stack`; on first use gradients by chunks and of the whole are compared."""
+    """The `Steps` of a sharded `Stack`, whose gradients on first use are compared with the whole's."""
     reshard(stack)
     for stage in stages:
         if isinstance(stage, Layer):
-            stage.casts.allowed = False  # its weights are not there yet when they would be cast
+            stage.casts.allowed = False  # its weights are not gathered yet when they would be cast
 
     def steps(batch: Batch, scheme: Scheme) -> Steps:
         states = [tuple(s for state in batch.states for s in state)]
@@ -374,7 +373,7 @@ def joined_steps(stack: Any, stages: Sequence[Any], batch: Batch, scheme: Scheme
 
 
 def _compare(stack: Any, steps: Callable[[Batch, Scheme], Steps], device: torch.device) -> None:
-    """Compares the gradients of a few tokens by chunks with those of the whole.
+    """Compares the gradients of a few tokens computed by chunks with those of plain autograd.
 
     Raises:
         ValueError: they differ.

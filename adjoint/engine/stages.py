@@ -1,4 +1,4 @@
-"""What the engine runs: the pieces of a model, a `Stage` each. A `Stack` is embedding, a layer each, head."""
+"""Stages, the pieces of a model that the engine runs: for a `Stack` the embedding, each layer, the head."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ from adjoint.layers import WINDOWED, Block, StackConfig, State
 class Stage(Protocol):
     """A piece of a model that maps (input on a chunk, state before it) to (output, state after it).
 
-    The first stage's input is the chunk's ids, the last one's output the chunk's summed loss, a scalar;
-    between them outputs are (batch, tokens, width). A state is a tuple of tensors of one dtype, of two kinds:
+    The first stage's input is the chunk's ids. The last stage's output is the chunk's summed loss, a scalar;
+    the others' are (batch, tokens, width). A state is a tuple of tensors of one dtype, of two kinds:
 
-        recurrent     of the same size at every chunk's edge; copied there
-        append-only   `grows` gives the dimension along which each chunk adds its tokens, such as attention's
-                      keys and values: a stage is given a `Past`, joins its own piece to it and returns that
-                      piece. Such a state is kept once, with a cotangent of the same size to which all later
-                      chunks add.
+        recurrent     the same size at every chunk's edge, where a copy is stored
+        append-only   each chunk adds its tokens along a dimension, as to attention's keys and values. The
+                      stage gets a `Past`, joins its own piece to it and returns that piece. Stored once, with
+                      a cotangent of the same size to which all later chunks add
 
     Attributes:
         stateful: whether it has a state.
-        grows: of each tensor of the state, the dimension along which it grows, None of a recurrent one.
-        reach: tokens to its left that a windowed vjp reads, besides the state.
-        replayable: whether tensors alone tell its work on one chunk from that on another of its length, not
-            the chunk's place or random numbers: then it may be recorded once and replayed (`graphs`).
+        grows: for each tensor of the state, the dimension along which it grows; None if it is recurrent.
+        reach: tokens to the left of its own that a windowed vjp reads, besides the state.
+        replayable: whether its work on chunks of one length differs by the values of tensors alone, not by
+            the chunk's position or random numbers; it may then be recorded and replayed (`graphs`).
     """
 
     @property
@@ -51,17 +50,17 @@ class Stage(Protocol):
     def replayable(self) -> bool: ...
 
     def parameters(self) -> Iterable[Tensor]:
-        """Those whose gradients it adds."""
+        """The parameters whose gradients `linearize` adds."""
         ...
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        """Output and new state; gradients are off."""
+        """Output and new state. The engine calls it with gradients off."""
         ...
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        """The same with the vjp: see `tile.linearize`."""
+        """Output, new state and the pullback: see `tile.linearize`."""
         ...
 
 
@@ -98,7 +97,7 @@ class Embedding:
 
         def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[None, Cotangents]:
             if dy is not None and weight.requires_grad:
-                if padding is not None:  # its row stays as it is
+                if padding is not None:  # its row gets no gradient
                     dy = dy.masked_fill((x == padding).unsqueeze(-1), 0)
                 gradients.add_rows(weight, x.flatten(), dy.flatten(0, 1))
             return None, ()
@@ -108,12 +107,11 @@ class Embedding:
 
 
 class Layer:
-    """y_{k-1} → y_k, both (batch, tokens, d_model); or any module (x, state) → (y, state), of whose state's
-    tensors `grows` says how they grow: as `Stage.grows`.
+    """A module (x, state) → (y, state) as a stage: a `Block`, or any other; x and y (batch, tokens, d_model).
 
     Args:
-        recompute: how much of a tile's tape is computed again when it is pulled back: "none", "selective" or
-            "full" (see `Exact`).
+        reach, grows: as in `Stage`.
+        recompute: what a tape leaves out: "none", "selective" or "full" (see `methods.Exact`).
     """
 
     replayable = True
@@ -189,7 +187,8 @@ class Head:
     stateful, grows, reach, replayable = False, (), 0, True
 
     def __init__(self, model: Any) -> None:
-        """`model` has `head_parameters()` and `head_loss(y, targets, parameters)`: a `Stack`."""
+        """`model` is a `Stack`, or has `head_parameters()` and `head_loss(y, targets, parameters)` like
+        it."""
         self.model = model
 
     def parameters(self) -> Iterable[Tensor]:
@@ -208,7 +207,7 @@ class Head:
 
 
 def check_windows(config: StackConfig, scheme: Scheme) -> None:
-    """Raises a UserError where a scheme would cut a mixer that has no window."""
+    """Raises a UserError if a scheme needs windows and a layer's mixer has none."""
     others = [kind for kind in dict.fromkeys(config.mixers) if kind not in WINDOWED]
     if others and (scheme.window is not None or scheme.cut):
         raise UserError(
@@ -218,11 +217,10 @@ def check_windows(config: StackConfig, scheme: Scheme) -> None:
 
 
 def costs_of(stages: Iterable[Stage]) -> tuple[float, ...]:
-    """Multiply-adds per token of each stage, an estimate of its time where nothing has been measured.
+    """Multiply-adds per token of each stage's forward, an estimate of its time where nothing is measured.
 
-    Every weight of a matrix is used once per token, forward; backward costs the same multiple of it in every
-    layer. The scan's own work is left out: it is O(d_inner d_state), small beside the projections at real
-    widths. The embedding looks up and multiplies nothing."""
+    It counts each weight of a matrix once; the embedding, a look-up, counts 0. The scan's own work is left
+    out: O(d_inner d_state), it is small beside the projections at real widths."""
     return tuple(
         0.0
         if isinstance(stage, Embedding)

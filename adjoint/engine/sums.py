@@ -1,5 +1,5 @@
-"""What a loss may be made of besides its own sum over tokens: any function of other sums over the whole
-sequence, such as a router's load-balancing loss is of the tokens that each expert is given."""
+"""Losses that are a function of a sum over the whole sequence: a router's load-balancing loss, for one,
+depends on how many tokens of the sequence each expert gets."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 class Sum:
-    """A tensor that a stage adds up chunk by chunk.
+    """A tensor that a stage sums over chunks, and the loss made of the total.
 
-    What is made of the total, and so its cotangent, is known when the whole forward is over. The backward of
-    each chunk, recomputed or not, hands it to the chunk's part.
+    The total's cotangent is known after the whole forward; each chunk's backward then hands it to its part.
 
     Args:
         factor: of `loss` in the whole loss.
 
     Attributes:
-        parts: by the chunks' first tokens. cotangent: of the total, to be set before the backward.
+        parts: each chunk's part, by its first token.
+        cotangent: the total's; set it before the backward.
     """
 
     def __init__(self, factor: float = 1.0) -> None:
@@ -27,8 +27,8 @@ class Sum:
         self.cotangent: Tensor | None = None
 
     def add(self, part: Tensor, start: int) -> Tensor:
-        """Notes the part of the chunk that begins at token `start`; gives a 0 to be added to the chunk's
-        loss."""
+        """Adds the part of the chunk that begins at token `start`. Gives a 0 to be added to the chunk's loss:
+        its backward hands the total's cotangent to `part`."""
         self.parts[start] = part.detach()
         return _Zero.apply(part, self)
 
@@ -37,11 +37,11 @@ class Sum:
         return torch.stack(list(self.parts.values())).sum(0)
 
     def loss(self, total: Tensor) -> Tensor:
-        """What is made of the total."""
+        """The loss made of the total; a subclass defines it."""
         raise NotImplementedError
 
     def cotangent_of(self, total: Tensor) -> Tensor:
-        """Of the total, where the whole loss has the cotangent 1."""
+        """The total's cotangent if the whole loss's is 1."""
         total = total.detach().requires_grad_()
         with torch.enable_grad():
             loss = self.factor * self.loss(total)

@@ -1,5 +1,5 @@
-"""The arithmetic of one tile: forward, linearised forward with its pullback, windowed vjp; sums of
-gradients."""
+"""The arithmetic of one tile: the forward with its pullback (`linearize`), the vjp cut to a window
+(`windowed_vjp`), and sums of parameters' gradients (`Gradients`)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from adjoint.layers import Block, State
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 SCANS = ("selective_scan", "ssd_scan", "linear_scan", "gated_delta_rule", "past_attention")
-WAITING = 64e6  # bytes of gradients that a GPU adds together
-MANY_TERMS = 256  # of a product's sums: with fewer, what it makes is cheaper to make again than to keep
+WAITING = 64e6  # bytes of gradients that collect on a GPU before one launch adds them to the sums
+MANY_TERMS = 256  # a product that sums fewer terms per element is cheaper to recompute than to store
 
 Cotangents = tuple[Tensor | None, ...]
 Pullback = Callable[[Tensor | None, Cotangents], tuple[Tensor | None, Cotangents]]
@@ -46,8 +46,8 @@ class Gradients:
             self.sums[parameter] = gradient.to(accumulate_dtype(gradient.dtype), copy=True)
 
     def add_all(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Adds the gradients of several parameters, (parameter, gradient) each; what is there already by one
-        launch for all, not one a parameter."""
+        """Adds several parameters' gradients, given as (parameter, gradient): to existing sums by one launch
+        for all, instead of one per parameter."""
         sums, terms = [], []
         for parameter, gradient in gradients:
             if gradient is not None and parameter in self.sums:
@@ -59,39 +59,39 @@ class Gradients:
             torch._foreach_add_(sums, terms)
 
     def add_rows(self, parameter: Tensor, rows: Tensor, gradient: Tensor) -> None:
-        """Adds gradient (n, d) to the rows (n,) of a table: an embedding's gradient without a dense table a
-        chunk."""
+        """Adds gradient (n, d) to the rows (n,) of an embedding table's sum; a chunk then needs no table of
+        its own."""
         if parameter not in self.sums:
             dtype = accumulate_dtype(parameter.dtype)
             self.sums[parameter] = torch.zeros_like(parameter, dtype=dtype)
         self.sums[parameter].index_add_(0, rows, gradient.to(self.sums[parameter].dtype))
 
     def add_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
-        """Adds a @ b, of half-precision factors, to a float32 parameter's gradient."""
+        """Adds a @ b, the factors in half precision, to a float32 parameter's gradient."""
         if parameter not in self.sums:
             self.sums[parameter] = torch.zeros_like(parameter)
         add_product(self.sums[parameter], a, b)
 
     def vjp(self, pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Cotangents:
-        """As the function."""
+        """The function `vjp`; a subclass may compute it in another way."""
         return vjp(pairs, inputs)
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """The sum, in the parameter's dtype."""
+        """A parameter's summed gradient in its own dtype; None if it has none."""
         total = self.sums.get(parameter)
         return None if total is None else total.to(parameter.dtype)
 
 
 class _Arriving:
-    """Adds parameters' gradients to the sums while a backward makes them: together they may be as large as
-    the model. On a GPU some at a time, by one launch for all."""
+    """Adds gradients to the sums while a tile's backward runs, so that they never all exist at once: together
+    they may be as large as the model. On a GPU it adds some at a time, by one launch for all."""
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients, self.bytes = gradients, 0
         self.waiting: list[tuple[Tensor, Tensor | None]] = []
 
     def take(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-        """A hook of what stands for the parameter; gives autograd something without memory to hold."""
+        """The hook of the leaf that stands for `parameter`; gives autograd a stand-in without memory."""
         if gradient is None:
             return None
         self.waiting.append((parameter, gradient))
@@ -113,17 +113,17 @@ def linearize(
     gradients: Gradients,
     used: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, State, Pullback]:
-    """Outputs of `call(parameters, x, state)` and its vjp, which adds the parameters' share to `gradients`.
+    """Outputs of `call(parameters, x, state)`, and a pullback that adds parameters' gradients to `gradients`.
 
     Args:
-        call: is given other leaves with the parameters' memory (`aliases`), in their order.
-        x: its cotangent is asked for where it has one; token ids have none.
-        used: the parameters' values, where those are others: casts.
-        state: what is no tensor is handed on as it is, and has no cotangent.
+        call: gets leaves that share the parameters' memory (`aliases`), in the same order.
+        x: gets a cotangent if it is of floating point; token ids get none.
+        state: entries that are no tensors, such as a `Past`, are handed on as they are, without a cotangent.
+        used: tensors to take in place of the parameters, such as casts of them.
 
     Returns:
-        y, the new state, and the pullback: (dy, dstate) → (dx, dstate), None for a cotangent that is not
-        there. It may be called once and frees what it kept.
+        y, the new state, and the pullback (dy, dstate) → (dx, dstate), where None stands for no cotangent.
+        The pullback may be called once; the tape that it holds is then freed.
     """
     x = x.detach().requires_grad_(x.is_floating_point())
     state = tuple(
@@ -156,13 +156,13 @@ def linearize(
 
 
 def recomputed(call: Callable[..., Any], given: tuple, how: str, random: bool = False) -> Any:
-    """call(*given), of whose tape the backward computes parts again (torch.utils.checkpoint).
+    """call(*given), leaving parts of its tape out: the backward recomputes them (torch.utils.checkpoint).
 
     Args:
-        random: whether it draws random numbers, which must be the same again.
-        how: "full", all of it; "selective", all but what is costly to make for its size (Korthikanti et al.
-            2022, section 5): the results of scans and of matrix products, but for those of few terms,
-            dt_proj's, and those that go into the residual stream, as wide as given[0], which nobody reads.
+        how: what is left out: "full", everything; "selective", all but what is costly for its size
+            (Korthikanti et al. 2022, section 5): results of scans and of matrix products, other than products
+            of few terms (dt_proj's) or into the residual stream (given[0]'s width), which no backward reads.
+        random: whether `call` draws random numbers, which must then be drawn again.
     """
     call = products_kept()(call)
     if how == "full":
@@ -182,8 +182,8 @@ def recomputed(call: Callable[..., Any], given: tuple, how: str, random: bool = 
 
 
 def reset_rows(state: State, rows: Tensor | None) -> State:
-    """A state, zero in `rows` (batch,) bool, which begin a document: nothing is carried over, forward or
-    back. What is append-only says by itself what of it is seen."""
+    """The state with zeros in `rows` (batch,) bool, which begin a document: nothing crosses, forward or back.
+    Append-only entries stay: a `Past` says itself which of its tokens are visible."""
     if rows is None:
         return state
     return tuple(
@@ -192,13 +192,13 @@ def reset_rows(state: State, rows: Tensor | None) -> State:
 
 
 def aliases(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Leaves that share the parameters' memory. Asking autograd for a parameter's own gradient runs the hooks
-    users put on it, which must see the whole gradient, once, and not each tile's share."""
+    """Leaves that share the parameters' memory. Autograd runs users' hooks on a parameter whenever it
+    computes its gradient; with leaves, the hooks see the whole gradient once, not each tile's part."""
     return [p.detach().requires_grad_(p.requires_grad) for p in parameters]
 
 
 class _Seed(torch.autograd.Function):
-    """Hands given cotangents to its inputs, whatever arrives."""
+    """Gives the outputs passed to it their cotangents, whatever its own cotangent is."""
 
     @staticmethod
     def forward(ctx: Any, cotangents: list[Tensor], *outputs: Tensor) -> Tensor:
@@ -211,14 +211,15 @@ class _Seed(torch.autograd.Function):
 
 
 def vjp(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The vector-Jacobian product of (output, cotangent) pairs with respect to `inputs`, None where an input
-    has no part in it: `torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)`, which imports
-    SymPy to compare shapes: a second of time and 40 MB of memory."""
+    """The cotangents of `inputs` from (output, cotangent) pairs; None for an input without influence.
+
+    As `torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)`, which would import SymPy to
+    compare shapes: a second of time and 40 MB of memory."""
     return torch.autograd.grad(seeded(pairs), inputs, allow_unused=True)
 
 
 def seeded(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """A scalar whose backward hands each output of (output, cotangent) pairs its cotangent."""
+    """A scalar whose backward gives each output of the (output, cotangent) pairs its cotangent."""
     outputs, cotangents = zip(*pairs, strict=True)
     with torch.enable_grad():
         return _Seed.apply(list(cotangents), *outputs)
@@ -230,7 +231,7 @@ def seeded(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 def forward_noting_decay(
     block: Block, y: Tensor, state: State, decays: Decays, seq_idx: Tensor | None = None
 ) -> tuple[Tensor, State]:
-    """A block's forward, with its recurrence's decays noted on the way."""
+    """A block's forward, which adds its recurrence's decays to `decays` on the way."""
     mixer, tail = block.mixer, state[0] if len(state) > 1 else None
     inputs, new_tail = mixer.scan_inputs(block.norm(y), tail, seq_idx)
     decays.add(mixer.log_decay(inputs))
@@ -241,22 +242,21 @@ def forward_noting_decay(
 
 @dataclasses.dataclass(frozen=True)
 class Windowed:
-    """What the vjp of one block reads on the tokens that a tile owns, the recurrence cut to a window.
+    """Inputs of a block's vjp on the tokens [start, stop) that a tile owns, the recurrence cut to W tokens.
 
-    Tokens [start, stop), windowed to W tokens, need the block's inputs and output cotangents up to token stop
-    + W - 2 (the halo), the recurrent state before `start`, and the d_conv - 1 inputs before it: the
-    convolution's short paths are not windowed, so that a tile computes its own copy of them instead of
-    waiting for its neighbour.
+    It needs the block's inputs and output cotangents up to token stop + W - 2 (the tokens from `stop` on are
+    the halo), the recurrent state before `start`, and the d_conv - 1 inputs before it. The convolution's
+    short paths are not cut, so a tile computes its own copy of them instead of waiting for its neighbour.
 
     Attributes:
-        left, start, stop: tokens; the halo ends with x.
-        window: tokens.
+        left, start, stop: token positions (see `Grid.span`); the halo ends where x ends, at halo_stop.
+        window: W.
         x: (batch, halo_stop - left, d_model), the block's inputs.
         state: the state before `start`; its conv tail is used at the start of the sequence only.
         dy: (batch, halo_stop - start, d_model), cotangents of the block's outputs.
         d_final: cotangents of the final state, for a tile that reaches the sequence's end; else None each.
-        seq_idx: (batch, halo_stop - left), documents numbered in rising order.
-        starts_document: (batch,), whether the token `start` begins one after the first.
+        seq_idx: (batch, halo_stop - left), as in `Batch`.
+        starts_document: (batch,), as in `Batch`, for the token `start`.
     """
 
     left: int
@@ -272,11 +272,11 @@ class Windowed:
 
 
 def windowed_vjp(block: Block, given: Windowed, gradients: Gradients) -> tuple[Tensor, Cotangents]:
-    """The vjp of a block on the tokens that a tile owns; the parameters' gradients are added to `gradients`.
+    """The vjp of a block on the tokens that a tile owns; it adds parameters' gradients to `gradients`.
 
     Returns:
-        Its share of the inputs' cotangents on [left, stop), (batch, stop - left, d_model), and those of the
-        state.
+        The tile's part of the inputs' cotangents on [left, stop), (batch, stop - left, d_model), and the
+        cotangents of the state before `start`.
     """
     left, start, stop, x, dy = given.left, given.start, given.stop, given.x, given.dy
     own, x_halo = x[:, : stop - left].detach().requires_grad_(), x[:, stop - left :]
@@ -291,7 +291,7 @@ def windowed_vjp(block: Block, given: Windowed, gradients: Gradients) -> tuple[T
         )
     pairs = [(y, dy[:, : stop - start])]
     if x_halo.shape[1]:
-        # what the tokens ahead say about the states; their own gradients belong to the tasks that own them
+        # what the halo's outputs add to the states' cotangents; other tiles own these tokens' gradients
         with torch.enable_grad():
             scan_ahead = scan_halo.detach().requires_grad_()
             y_ahead = block.feed_forward(block.mixer.scan_outputs(scan_ahead, ahead), residual=x_halo)
@@ -307,8 +307,8 @@ def windowed_vjp(block: Block, given: Windowed, gradients: Gradients) -> tuple[T
 
 
 class _WindowedBlock(nn.Module):
-    """A block on the tokens that a tile owns, its recurrence run on through the halo: a module, so that
-    `functional_call` applies."""
+    """A block on the tokens that a tile owns, with its recurrence continued through the halo. It is a module
+    so that `functional_call` can replace its parameters."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class _WindowedBlock(nn.Module):
         conv_state = conv[0] if conv else None
         if conv_state is not None and left:
             tail = mixer.conv_tail(block.norm(x_left))
-            missing = conv_state.shape[2] - tail.shape[2]  # the oldest, from before the sequence
+            missing = conv_state.shape[2] - tail.shape[2]  # tokens from before the sequence
             conv_state = torch.cat([conv_state[:, :, :missing], tail.to(conv_state.dtype)], dim=2)
             if seq_idx is not None and own is not None:
                 numbers = torch.nn.functional.pad(seq_idx[:, :left], (missing, 0), value=0)

@@ -1,8 +1,8 @@
-"""Weights of linear maps under autocast: cast once a step, and their gradients summed by the products that
-make them.
+"""Weights of linear layers under autocast: cast once per step (`Casts`), their gradients added to float32
+sums by the products that make them (`SummedProducts`). `Tensors` puts a model's tensors back in their places.
 
-What autocast does by itself costs more memory traffic than the products do: it casts every weight in every
-tile, and each gradient is written in the narrow dtype, widened and then added."""
+By itself autocast causes more memory traffic than the products: it casts every weight in every tile, and each
+gradient is written in half precision, cast to float32 and then added."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from adjoint.kernels.checks import differentiable_once
 
 
 class Casts:
-    """A module's weights of linear maps in autocast's dtype, each made again when its weight has changed.
+    """Casts of a module's linear layers' weights to autocast's dtype, made again when the weight has changed.
 
     Attributes:
-        allowed: whether there may be any.
+        allowed: False for weights that are not there when they would be cast (under `fully_shard`).
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Casts:
         self.made: dict[str, tuple[int, Tensor]] = {}  # by name, each with the version it was made from
 
     def of(self, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-        """By name; empty without autocast."""
+        """The casts, by the weights' names; empty without autocast."""
         dtype = dispatch.autocast_dtype(device)
         if dtype is None or not self.allowed:
             return {}
@@ -51,11 +51,11 @@ class Casts:
 
 
 class SummedProducts(TorchFunctionMode):
-    """While it is entered, linear maps by given casts put their weights' gradients into the sums, and hand
-    none on.
+    """While it is on, F.linear with one of these casts adds its weight's gradient to the parameter's sum, and
+    gives autograd none for the cast.
 
     Args:
-        parameters: of each cast, the parameter that it was made from.
+        parameters: for each cast, the parameter that it was made from.
     """
 
     def __init__(self, parameters: Mapping[Tensor, Tensor], gradients: Gradients) -> None:
@@ -71,8 +71,8 @@ class SummedProducts(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """x (…, d_in), weight (d_out, d_in), bias (d_out) or None → (…, d_out); `add(a, b)` adds a @ b to the
-    sum of the weight's gradients."""
+    """x (…, d_in), cast (d_out, d_in), bias (d_out) or None → (…, d_out). `add(a, b)` adds a @ b to the sum
+    of the weight's gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cast: Tensor, bias: Tensor | None, add: Any) -> Tensor:
@@ -94,8 +94,8 @@ class _Linear(torch.autograd.Function):
 
 
 class Tensors:
-    """Where a model's parameters and buffers are, and which are there now. A module, or a tensor, may stand
-    under several names."""
+    """The places (module and name) of a model's parameters and buffers, and the tensors that are there when
+    this is made. A tensor may have several places."""
 
     def __init__(self, model: nn.Module) -> None:
         self.places: list[tuple[dict[str, Any], str, Tensor]] = [
@@ -108,7 +108,7 @@ class Tensors:
 
     @contextlib.contextmanager
     def replaced(self, others: dict[Tensor, Tensor]) -> Iterator[None]:
-        """Meanwhile each is in its place again, or what `others` has for it."""
+        """Inside, each tensor, or what `others` maps it to, is in its places; afterwards all is as before."""
         before = []
         try:
             for tensors, name, tensor in self.places:
@@ -119,5 +119,5 @@ class Tensors:
             yield
         finally:
             for tensors, name, was, wanted in before:
-                if tensors.get(name) is wanted:  # else the model itself has put another there
+                if tensors.get(name) is wanted:  # else the model has replaced it meanwhile
                     tensors[name] = was

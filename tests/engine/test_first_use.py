@@ -111,7 +111,7 @@ class OfOurs(MambaMixer):
 
 
 REFUSED = {
-    Remembers: "keeps or looks at something else than its input and its state",
+    Remembers: "keeps or reads something besides its input and its state",
     Forgets: "its output differs",
     Detaches: "the gradient of ",
     Counts: "its output differs",
