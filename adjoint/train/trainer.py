@@ -9,7 +9,7 @@ import math
 import shlex
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -302,16 +302,17 @@ class Trainer:
 
     def _accumulate(self, step: int) -> tuple[float, int, list[int] | None]:
         """Fill the gradients from the next batches: the mean loss, tokens, each layer's window if picked."""
-        batches = self.settings.grad_accumulation
+        batches, how = self.settings.grad_accumulation, self.settings.carry_state
         self._zero_grad()
         loss, tokens, windows = 0.0, 0, None
-        drawn, heavier = self._drawn(), [float(batches)] * batches
-        if self.data.predicted is not None:  # as one batch of all of them would: by their predictions
-            drawn = iter(ahead := list(drawn))
-            counts = [self._predictions(ids) for _, ids in ahead]
-            heavier = [sum(counts) / count if count else math.inf for count in counts]
+        drawn: list[tuple[Start, torch.Tensor]] = []
+        for _ in range(batches):
+            start = how != "previous" or not self.data.train.begins, draw_seed() if how == "noise" else 0
+            drawn.append((start, next(self.data.train)))
+        counts = [self._predictions(ids) for _, ids in drawn]
         for i, (start, ids) in enumerate(drawn):
-            part, picked = self._gradients(ids, start, (step - 1) * batches + i, heavier[i])
+            heavier = sum(counts) / counts[i] if counts[i] else math.inf  # as in one batch of all of them
+            part, picked = self._gradients(ids, start, (step - 1) * batches + i, heavier)
             loss += part
             if not math.isfinite(loss):
                 self._diverged("loss", loss, step)
@@ -319,13 +320,6 @@ class Trainer:
                 windows = list(map(max, windows or picked, picked))
             tokens += ids.numel()
         return loss, tokens, windows
-
-    def _drawn(self) -> Iterator[tuple[Start, torch.Tensor]]:
-        """The batches of a step as they are read."""
-        how = self.settings.carry_state
-        for _ in range(self.settings.grad_accumulation):
-            start = how != "previous" or not self.data.train.begins, draw_seed() if how == "noise" else 0
-            yield start, next(self.data.train)
 
     def _predictions(self, ids: torch.Tensor) -> int:
         return int((self.data.targets(ids) != IGNORE_INDEX).sum())

@@ -302,8 +302,10 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
     assert metrics(tmp_path / "run")[-1]["step"] == 4
 
 
-def test_accumulated_gradients_are_those_of_one_larger_batch(tmp_path: Path) -> None:
-    flags = {"training__precision": "float64", "training__steps": 3}
+@pytest.mark.parametrize("text", [{}, {"data__documents": "packed", "data__separator": " "}])
+def test_accumulated_gradients_are_those_of_one_larger_batch(tmp_path: Path, text: dict[str, str]) -> None:
+    """Of packed documents rows predict more tokens or fewer."""
+    flags = {"training__precision": "float64", "training__steps": 3, **text}
     for name, batch, parts in (("whole", 4, 1), ("parts", 2, 2)):
         own = {"data__batch": batch, "training__grad_accumulation": parts, "run__dir": tmp_path / name}
         assert train_tiny(tmp_path, **flags, **own) == 0
