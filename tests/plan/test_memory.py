@@ -168,18 +168,15 @@ def test_the_chunk_is_the_one_that_training_takes(batch: int, monkeypatch: pytes
         return Setup(model, Exact(), batch, seqlen, machine=Machine(*machine)).scheme.chunk_size
 
     assert planned() == default_chunk_size(Stack(config), ids)
+    layout = Layout(sequence=4)  # workers in turn have two chunks each
+    shard: Any = Shard(ShardSpec(config, TrainingConfig(), Exact(), layout, (range(1),), 0), Zeros())
+    setup = Setup(model, Exact(), batch, 1024, layout)
+    assert setup.scheme.chunk_size == shard.chunk_size(batch, 1024) <= 128
     there: Any = SimpleNamespace(shape=ids.shape, device=torch.device("cuda"), is_cuda=True)
     for gigabytes in (0.05, 1):
         properties = SimpleNamespace(total_memory=int(gigabytes * 1e9))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
         assert planned("cuda", "float32", gigabytes * 1e9) == default_chunk_size(Stack(config), there)
-
-
-def test_workers_in_turn_have_two_chunks_each() -> None:
-    config, layout = StackConfig(vocab_size=8, d_model=16, n_layer=2), Layout(sequence=4)
-    shard = Shard(ShardSpec(config, TrainingConfig(), Exact(), layout, (range(2),), 0), Zeros())
-    setup = Setup(model_of(config), Exact(), 1, 1024, layout)
-    assert setup.scheme.chunk_size == shard.chunk_size(1, 1024) == 128 and setup.chunks == 8
 
 
 def test_a_memory_budget_is_filled_and_no_more() -> None:

@@ -93,24 +93,23 @@ def test_workers_in_turn_share_a_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    "method, sequence, within",
-    [(Exact(64), 1, 0.02), (Exact(64), 2, 0.02), (LayerLocal(64, 64), 1, 0.05)],
+    "method, shards, sequence, within",
+    [
+        (Exact(64), 2, 1, 0.02),
+        (Exact(64), 2, 2, 0.02),
+        (LayerLocal(64, 64), 2, 1, 0.05),
+        *((Exact(64), 1, workers, 0.02) for workers in (2, 3)),
+    ],
     ids=str,
 )
-def test_long_sequences_are_extrapolated(method: Any, sequence: int, within: float) -> None:
-    given = StackConfig(d_model=32, n_layer=4), method, 64 * 101 - 5, 2, sequence
+def test_long_sequences_are_extrapolated(method: Any, shards: int, sequence: int, within: float) -> None:
+    """The share of waiting too, and not as a difference of two extrapolated times."""
+    given = StackConfig(d_model=32, n_layer=4), method, 64 * 101 - 5, shards, sequence
     whole, short = (time_of(*given, bandwidth=1e8, tiles=tiles) for tiles in (1 << 30, 40 * 18))
     assert short.seconds == pytest.approx(whole.seconds, rel=within) and short.seconds != whole.seconds
     assert short.busy == pytest.approx(whole.busy, rel=0.03)
     assert short.bytes_sent == pytest.approx(whole.bytes_sent, rel=0.01)
-
-
-@pytest.mark.parametrize("sequence", [2, 3, 8])
-@pytest.mark.parametrize("chunks", [64, 101, 250])
-def test_nobody_waits_less_than_never(sequence: int, chunks: int) -> None:
-    """Extrapolated times too: the share of waiting is no difference of two of them."""
-    found = time_of(StackConfig(d_model=32, n_layer=4), Exact(64), 64 * chunks - 3, 1, sequence, tiles=300)
-    assert 0 <= found.idle_share < 1 and found.seconds >= max(found.busy)
+    assert 0 <= short.idle_share < 1 and short.seconds >= max(short.busy)
 
 
 def test_measured_costs_are_those_of_each_kind() -> None:
