@@ -171,18 +171,6 @@ def stand_ins(monkeypatch):
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("resets", [False, True])
-@pytest.mark.parametrize(("name", "operation"), PAIRS)
-def test_the_trial_sees_the_references_values_and_gradients(name, operation, resets, monkeypatch):
-    monkeypatch.setattr(trial, "SEQLEN", 70)
-    monkeypatch.setattr(trial, "SSD", (2, 16, 32))
-    if LIBRARIES[name].lacks(operation, torch.float64, False, resets, {}):
-        pytest.skip("the library has no documents")
-    found = trial.errors(LIBRARIES[name], operation, CPU, torch.float64, resets=resets)
-    assert max(found.values()) <= 1e-10, found
-
-
-@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("absent", [False, True])
 @pytest.mark.parametrize("cotangents", ["first", "all"])
 @pytest.mark.parametrize(("name", "operation"), PAIRS)

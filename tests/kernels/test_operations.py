@@ -148,6 +148,11 @@ VALUES = [
     *(rows("causal_conv1d", seqlen, w=w) for seqlen, w in ((5, 3), (5, 1), (41, 4), (150, 2), (37, 16))),
     *(rows("causal_conv1d", seqlen, documents=1.0) for seqlen in (1, 2, 3)),  # fewer than the taps
     rows("causal_conv1d", 33, absent=["initial_state"]),
+    *(rows("rms_norm", 7, g=3, d=10, absent=[name]) for name in ("gate", "residual")),
+    *(
+        rows("rms_norm", seqlen, b=b, g=g, d=d)
+        for b, g, d, seqlen in ((1, 1, 33, 3), (1, 1, 1, 5), (4, 4, 16, 300))
+    ),
 ]
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjoint.kernels.attention import causal_attention, past_attention
 from tests.fuzz import operators as fuzz
 from tests.fuzz.operators import LAYOUTS, SHAPES, Case
 from tests.kernels.helpers import BACKENDS, OPERATIONS, SCANS, make_case, optional, run, tensors_of
@@ -247,10 +246,3 @@ def test_the_default_device_is_not_asked(backend: str) -> None:
             y, state = run(case, tensors)
             found.append((y, state, *torch.autograd.grad(y.sum(), [tensors["u"], tensors["A"]])))
     assert all(torch.equal(expected, got) for expected, got in zip(*found, strict=True))
-
-
-def test_attention_takes_its_scale_of_queries() -> None:
-    """Of values that are wider than keys neither the kernel's padding nor anything else changes it."""
-    for attend, name in ((past_attention, "past_attention"), (causal_attention, "causal_attention")):
-        assert attend.__name__ == name
-        fuzz.check(make_case(name, 5, d=3, n=7, p=4))

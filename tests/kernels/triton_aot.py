@@ -243,26 +243,6 @@ def _calls() -> dict[str, Callable[[], Any]]:
 
 
 MAIN = _calls()
-# The kernels that may not spill: all that these calls launch.
-MAIN_KERNELS = {
-    "selective scan": {"forward_kernel", "adjoint_local_kernel", "step_kernel", "backward_kernel"},
-    "selective scan, window": {"forward_kernel", "step_kernel", "marks_kernel", "backward_kernel"},
-    "SSD scan": {"step_kernel", "chunk_state_kernel", "gram_kernel", "output_kernel", "read_kernel"}
-    | {f"{of}_grad_kernel" for of in ("input", "pair", "step", "group")},
-    "linear scan": {"_forward_kernel", "_backward_kernel"},
-    "linear scan, window": {"_forward_kernel", "_prefix_kernel", "_backward_kernel"},
-    "convolution": {"_forward_kernel", "_backward_kernel"},
-    "RMSNorm": {"_forward_kernel", "_backward_kernel"},
-}
-PASSES_STATES = {"selective scan", "SSD scan", "linear scan"}  # whose sequence is split over programs
-
-
-def main_kernels(name: str) -> set[str]:
-    """Names of the kernels that the call ``name`` of MAIN launches."""
-    kind = name.partition(",")[0]
-    key = f"{kind}, window" if f"{kind}, window" in MAIN_KERNELS and "window" in name else kind
-    return MAIN_KERNELS[key] | ({"_pass_states_kernel"} if kind in PASSES_STATES else set())
-
 
 INTRODUCTION = f"""\
 Compiled ahead of time, no GPU involved, as launched for one sequence of 65,536 tokens on a device of
