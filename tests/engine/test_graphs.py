@@ -10,8 +10,9 @@ import torch
 import adjoint
 from adjoint.engine import graphs
 from tests.engine.recorded import recorder
+from tests.fuzz import stacks
 from tests.hf.hf_models import make
-from tests.model_helpers import assert_same, gradients, make_ids, make_model
+from tests.model_helpers import SIZES, VARIANTS, assert_same, gradients, make_ids, make_model
 
 
 @pytest.fixture
@@ -22,54 +23,47 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-STACKS = ["mamba", "mamba2", "mixed, untied", "mamba2, MLP, no conv bias"]
-WAYS: dict[str, dict[str, Any]] = {
-    "edges": {},
-    "inputs": {"keep": "inputs"},
-    "selective": {"recompute": "selective"},
-    "full": {"recompute": "full"},
-}
+ATTENTION = {"mixer": ["mamba", "attention", "mamba2"], "n_layer": 3}
+WAYS = [{}, {"keep": "inputs"}, {"recompute": "selective"}, {"recompute": "full"}]
+# A stack, a method, a case of the fuzzer's; of each recording, how often it is replayed. Of 8 chunks the
+# first and the last run eagerly, and so does the first of those between.
+CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[int]]] = [
+    *(
+        (VARIANTS[name], way, {}, [5, 5])  # forward and back
+        for name in ("mamba", "mamba2", "mixed, untied", "mamba2, MLP, no conv bias")
+        for way in WAYS
+    ),
+    (VARIANTS["mamba"], {}, {"states": 1.0, "final": True}, [5, 5]),
+    (
+        VARIANTS["mamba"],
+        {},
+        {"autocast": True},
+        [5, 5],
+    ),  # weights are cast and their products summed in place
+    # all but attention, also where one graph writes tapes that another pulls back, attention between them:
+    # forward below and above it; recomputed below; above; back below
+    (ATTENTION, {}, {}, [5] * 5),
+    (VARIANTS["mamba"], {}, {"documents": 0.05}, []),  # eagerly
+]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("variant", STACKS)
-def test_replayed_chunks_give_the_same_gradients(variant: str, way: str, replays: list[int]) -> None:
-    model, ids = make_model(variant), make_ids(2, 61)
-    eager = gradients(model, ids, ids, adjoint.Exact(8, **WAYS[way]))
-    assert not replays
-    loss, found = gradients(model, ids, ids, adjoint.Exact(8, cuda_graphs=True, **WAYS[way]))
-    assert loss == eager[0]
-    assert_same(found, eager[1], 0.0)
-    # 8 chunks: the first and the last run eagerly, and so does the first of those between
-    assert set(replays) == {5}
-    assert len(replays) == 2  # forward and back
-
-
-def test_under_autocast_and_from_a_state(replays: list[int]) -> None:
-    """Weights are cast and their products summed in place."""
-    model, ids = make_model("mamba", torch.float32), make_ids(2, 61)
-    state = [tuple(s.detach() for s in layer) for layer in model(ids[:, :16], return_state=True).state]
-    found = []
+@pytest.mark.parametrize("config, options, case, counts", CASES, ids=str)
+def test_replayed_chunks_give_the_same_bits(
+    config: dict[str, Any], options: Any, case: dict[str, Any], counts: list[int], replays: list[int]
+) -> None:
+    case = {"seed": 0, "config": {**SIZES, **config}, "batch": 2, "seqlen": 61, **case}
+    autocast, found = case.get("autocast", False), []
+    dtype = torch.float32 if autocast else torch.float64
+    model = stacks.make(case).to(dtype)
     for cuda_graphs in (False, True):
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            method = adjoint.Exact(8, cuda_graphs=cuda_graphs)
-            out = model(ids, labels=ids, method=method, state=state, return_state=True)
-        (out.loss + sum(s.sum() for layer in out.state for s in layer)).backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    assert_same(found[1], found[0], 0.0)
-    assert replays == [5, 5]
-
-
-def test_all_but_attention_is_replayed(replays: list[int]) -> None:
-    """Also where one graph writes tapes that another pulls back, attention between them."""
-    model = make_model(mixer=["mamba", "attention", "mamba2"], n_layer=3)
-    ids = make_ids(2, 61)
-    eager = gradients(model, ids, ids, adjoint.Exact(8))
-    found = gradients(model, ids, ids, adjoint.Exact(8, cuda_graphs=True))
-    assert found[0] == eager[0]
-    assert_same(found[1], eager[1], 0.0)
-    assert replays == [5] * 5  # forward below and above attention; recomputed below; above; back below
+        assert not replays
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            method = adjoint.Exact(8, cuda_graphs=cuda_graphs, **options)
+            found.append(stacks.run(case, model, method, dtype)[0])
+        found[-1] = {name: t.clone() for name, t in found[-1].items()}
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[1][name], t) for name, t in found[0].items())
+    assert replays == counts
 
 
 @pytest.mark.parametrize("name, recorded", [("Mamba2ForCausalLM", 2), ("BambaForCausalLM", 0)])
@@ -97,17 +91,3 @@ def test_what_cannot_be_recorded_is_launched_as_ever(monkeypatch: pytest.MonkeyP
         found = gradients(model, ids, ids, adjoint.Exact(8, cuda_graphs=True))
     assert found[0] == eager[0]
     assert_same(found[1], eager[1], 0.0)
-
-
-def test_documents_run_eagerly(replays: list[int]) -> None:
-    model, ids = make_model(), make_ids(1, 61)
-    documents = torch.arange(61)[None] // 20
-    found = []
-    for cuda_graphs in (False, True):
-        model.zero_grad()
-        model(
-            ids, labels=ids, seq_idx=documents, method=adjoint.Exact(8, cuda_graphs=cuda_graphs)
-        ).loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    assert_same(found[1], found[0], 0.0)
-    assert not replays
