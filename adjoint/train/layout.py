@@ -32,9 +32,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         check_fields("cluster", self)
-        for key in ("replicas", "sequence"):
+        for key, alone in (("replicas", 1), ("sequence", 1), ("helpers", 0)):
             number = getattr(self, key)
-            if self.shards == 0 and number > 1:
+            if self.shards == 0 and number > alone:
                 raise UserError(
                     f"cluster.{key}: {number} needs worker processes; set --cluster.shards to 1 or more"
                 )

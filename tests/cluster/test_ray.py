@@ -86,6 +86,10 @@ LAYER_LOCAL = {"method__name": "layer-local"}
         ({"replicas": 4}, "4 replicas for a data.batch of 3"),
         ({"sequence": 3, "method__chunk_size": 40}, "3 workers for 2 chunks of 40 tokens; lower --method"),
         ({"shards": 0, "replicas": 2}, "set --cluster.shards to 1 or more"),
+        (
+            {"shards": 0, "helpers": 1} | LAYER_LOCAL,
+            "cluster.helpers: 1 needs worker processes; set --cluster",
+        ),
         ({"sequence": 0}, "--cluster.sequence: expected a whole number"),
         ({"sequence": 2, "method__name": "backprop"}, "cluster.sequence: backprop has one chunk"),
         ({"sequence": 2, "method__name": "truncated", "method__window": "auto"}, "the whole sequence in one"),

@@ -295,7 +295,7 @@ def test_timeline_files(flags: str, label: str, tmp_path: Path) -> None:
             "--cluster.shards 2 --cluster.sequence 9 --method.chunk_size 64 --seqlen 512",
             "8 chunks of 64 tokens",
         ),
-        ("--cluster.helpers 2", "has no tasks to share"),
+        ("--cluster.shards 1 --cluster.helpers 2", "has no tasks to share"),
         ("--model.d_modle 3", "did you mean model.d_model"),
         ("--measure --device-tflops 3", "does not work with --device-tflops"),
     ],

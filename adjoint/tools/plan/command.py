@@ -240,9 +240,8 @@ def _layout(devices: int | None, config: Config) -> Layout | None:
             )
         room = devices // (layout.replicas * layout.sequence) - layout.helpers
         return dataclasses.replace(layout, shards=max(1, min(room, config.model.n_layer)))
-    if cluster.shards == 0 and not cluster.helpers:
+    if cluster.shards == 0:
         return Layout() if devices in (None, 1) else None
-    layout = dataclasses.replace(layout, shards=max(1, layout.shards))
     if devices not in (None, layout.world):
         raise UserError(
             f"--devices {devices}: cluster.shards and the other keys of cluster ask for {layout.world}; "
