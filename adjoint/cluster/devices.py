@@ -206,14 +206,20 @@ def mine(nvml: Any = None, environ: Mapping[str, str] | None = None) -> Device |
     return seen[0] if seen else None
 
 
-def backend(devices: Sequence[Device | None]) -> str:
+def backend(devices: Sequence[Device | None], asked: str = "auto") -> str:
     """The torch.distributed backend between workers' devices (None is a CPU): "nccl" or "gloo".
 
     NCCL needs a whole GPU of its own at each end: slices have no peer-to-peer access, and two ranks on one
     GPU are refused.
+
+    Raises:
+        UserError: NCCL is asked for, and not all have a whole GPU.
     """
     whole = {device.uuid for device in devices if device is not None and not device.is_slice}
-    return "nccl" if 1 < len(whole) == len(devices) else "gloo"
+    best = "nccl" if 1 < len(whole) == len(devices) else "gloo"
+    if asked == "nccl" != best and len(devices) > 1:
+        raise UserError("cluster.transport: nccl needs a whole GPU for each worker; use auto, or gloo")
+    return best if asked == "auto" else asked
 
 
 def shares(devices: Sequence[Device | None]) -> list[float]:

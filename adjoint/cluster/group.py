@@ -223,9 +223,7 @@ class Group:
             self.actors = [self._actor(ray, rank, each) for rank in range(self.layout.world)]
             found = self.each("describe", dict.fromkeys(range(self.layout.world), (training,)))
             self.device, self.spans, specs = make_specs(model, training, method, self.layout, found, ids)
-            backend: str = cluster.transport
-            if backend == "auto":
-                backend = devices.backend([process["gpu"] for process in found])
+            backend = devices.backend([process["gpu"] for process in found], cluster.transport)
             meeting = f"file://{self.meeting}"  # a file needs no port, but every worker must see it
             if {process["node"] for process in found} != {ray.get_runtime_context().get_node_id()}:
                 meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"

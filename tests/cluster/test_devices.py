@@ -189,6 +189,9 @@ def test_nccl_between_whole_gpus_only() -> None:
     mixed = [whole, piece], [piece, sibling], [whole, other, None], [None, None], [whole, whole], [whole]
     for found in mixed:
         assert backend(found) == backend(found[::-1]) == "gloo"
+    assert backend([whole, other], "gloo") == "gloo"
+    with pytest.raises(UserError, match=r"cluster\.transport: nccl needs a whole GPU for each worker"):
+        backend([whole, piece], "nccl")
 
 
 def test_shares_by_memory() -> None:
