@@ -133,7 +133,7 @@ def _wanted(request: Namespace, comparison: Comparison) -> list[tuple[str, Windo
     """(method, window) of every row, the reference first.
 
     Raises:
-        UserError: there is none, or the model takes no windows.
+        UserError: the model takes no windows.
     """
     wanted: list[tuple[str, Window]] = [(comparison.baseline, None)]
     for name in request.methods:
@@ -142,8 +142,6 @@ def _wanted(request: Namespace, comparison: Comparison) -> list[tuple[str, Windo
     for name, window in wanted:
         method = compare.build(name, window, comparison.seqlen, None)
         check_windows(comparison.model.config, method.scheme(comparison.seqlen, comparison.seqlen))
-    if not wanted[1:]:
-        raise UserError("--windows auto: only truncated picks its windows; add it to --methods")
     return list(dict.fromkeys(wanted))
 
 
@@ -255,6 +253,11 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
         SystemExit: code 0, after ``--help``.
     """
     given, rest = _parser().parse_known_args(argv)
+    for window in given.windows or ():
+        needs = "tolerance" if window == "auto" else "window"
+        if not any(compare.takes(name, needs) for name in given.methods):
+            takers = ", ".join(name for name in METHODS if compare.takes(name, needs))
+            raise UserError(f"--windows {window_text(window)}: is for {takers}; add one to --methods")
     for word in rest:
         for prefix, instead in _INSTEAD.items():
             if word.startswith(prefix):

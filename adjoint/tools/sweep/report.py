@@ -56,15 +56,16 @@ def smallest_window(rows: Iterable[Row], error: Callable[[Row], float] = _error)
 
 def conclusion(name: str, rows: Sequence[Row]) -> str:
     """How long the window of a method must be."""
-    each = smallest_window(rows, _worst)
-    kinds = f"for each kind of parameter from {each}" if each else "not for every kind of parameter"
-    said = f"error below {SMALL:.0%} from window {smallest_window(rows)}, {kinds}"
-    if smallest_window(rows) is None:
-        said = f"no measured window brings the error below {SMALL:.0%}"
+    said, overall, each = [], smallest_window(rows), smallest_window(rows, _worst)
+    if overall is not None:
+        kinds = f"for each kind of parameter from {each}" if each else "not for every kind of parameter"
+        said.append(f"error below {SMALL:.0%} from window {overall}, {kinds}")
+    elif any(row["window"] != "auto" for row in rows):
+        said.append(f"no measured window brings the error below {SMALL:.0%}")
     if rows[-1]["window"] == "auto":
         reach = f"{min(rows[-1]['windows']):,} to {max(rows[-1]['windows']):,}"
-        said += f"; auto: {error_text(rows[-1]['relative_error'])}, windows {reach}"
-    return f"{name}: {said}"
+        said.append(f"auto: {error_text(rows[-1]['relative_error'])}, windows {reach}")
+    return f"{name}: {'; '.join(said)}"
 
 
 def window_text(window: Window) -> str:
