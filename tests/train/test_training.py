@@ -11,14 +11,13 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch import nn
 
 from adjoint import Exact, Stack, StackConfig
 from adjoint.checkpoint import Tensors, list_checkpoints, step_of
@@ -82,17 +81,23 @@ def test_its_config_repeats_the_run_and_lines_carry_the_figures(
     assert f"unigram entropy {trainer['unigram_entropy']:.4f}" in output
 
 
-def killed(owner: Any, name: str, fatal: int, argv: list[str]) -> int:
-    """The exit code of a run that kills itself before the `fatal`-th call of a function."""
+def disturbed(owner: Any, name: str, nth: int, do: Callable[..., object]) -> Callable[..., Any]:
+    """A function of `owner` with something done, with its arguments, before its n-th call."""
     original, calls = getattr(owner, name), itertools.count(1)
 
     def call(*arguments: Any, **keywords: Any) -> Any:
-        if next(calls) == fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if next(calls) == nth:
+            do(*arguments)
         return original(*arguments, **keywords)
 
+    return call
+
+
+def killed(owner: Any, name: str, nth: int, argv: list[str]) -> int:
+    """The exit code of a run that kills itself before the n-th call of a function."""
+
     def work() -> int:
-        setattr(owner, name, call)
+        setattr(owner, name, disturbed(owner, name, nth, lambda *_: os.kill(os.getpid(), signal.SIGKILL)))
         return main(argv)
 
     return exit_code(forked(work))
@@ -147,21 +152,6 @@ def test_a_write_that_fails_in_a_thread_is_told_at_the_next_one(
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-def before_step(
-    monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[list[nn.Parameter]], object]
-) -> None:
-    """Has ``do`` done to the parameters of a run between the backward and the optimizer step of one step."""
-    original, calls = torch.nn.utils.clip_grad_norm_, itertools.count(1)
-
-    def call(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
-        parameters = list(parameters)
-        if next(calls) == step:
-            do(parameters)
-        return original(parameters, limit)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", call)
-
-
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
@@ -175,7 +165,8 @@ def test_ctrl_c_finishes_the_step_saves_and_resumes(
 ) -> None:
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        before_step(patch, 5, lambda _: signal.raise_signal(number))
+        ask = disturbed(trainer, "take_step", 5, lambda *_: signal.raise_signal(number))
+        patch.setattr(trainer, "take_step", ask)
         assert train_tiny(tmp_path) == code
     assert metrics(run)[-1]["step"] == 5
     assert list_checkpoints(run / "checkpoints")[-1].name == "step-00000005"
@@ -291,15 +282,15 @@ def test_runs_without_a_folder_get_one_each_and_resume_finds_the_last(
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before_step(monkeypatch, 5, lambda parameters: parameters[0].grad.fill_(math.inf))  # type: ignore[union-attr]
+    spoil = lambda optimizer, _: optimizer.param_groups[0]["params"][0].data.fill_(math.inf)  # noqa: E731
+    monkeypatch.setattr(trainer, "take_step", disturbed(trainer, "take_step", 5, spoil))
     assert train_tiny(tmp_path) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
-    assert "gradient norm became" in error
-    assert "step 5" in error
+    assert "the loss became" in error and "at step 6" in error
     assert "checkpoint of step 3 is kept" in error
     assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step-00000003"
-    assert metrics(tmp_path / "run")[-1]["step"] == 4
+    assert metrics(tmp_path / "run")[-1]["step"] == 5
 
 
 @pytest.mark.parametrize("text", [{}, {"data__documents": "packed", "data__separator": " "}])
