@@ -414,12 +414,15 @@ def _parser(prog: str) -> Flags:
 
 
 def _file_values(path: str) -> Iterator[tuple[str, Any]]:
-    """The dotted keys and the values of a YAML file.
-
-    Raises:
-        UserError: it is missing, not YAML, or not made of sections.
-    """
+    """The dotted keys and the values of a YAML file; a UserError where it is not made of sections."""
     import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [str(key.value) for key, _ in node.value]
+            if len(set(keys)) < len(keys):  # YAML's own loader takes the last of them
+                raise yaml.YAMLError(f"{max(keys, key=keys.count)} stands twice")
+            return super().construct_mapping(node, deep)
 
     file = Path(path)
     if not file.exists() and file.parent == Path("configs"):
@@ -427,9 +430,9 @@ def _file_values(path: str) -> Iterator[tuple[str, Any]]:
     if not file.is_file():
         raise UserError(f"--config {path}: no such file; give the path of a YAML file")
     try:
-        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+        loaded = yaml.load(file.read_text(encoding="utf-8"), Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}; correct the file") from None
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict):
         raise UserError(f"{path}: holds no sections; write them as 'training:' and keys indented below it")
     for section, content in loaded.items():
@@ -449,8 +452,9 @@ def _file_values(path: str) -> Iterator[tuple[str, Any]]:
 def _environment() -> Iterator[tuple[str, str, str]]:
     """The dotted key, the value and the name of each variable that gives one: ADJOINT_SECTION__KEY."""
     spelled = {name.lower(): name for name in known_keys()}
+    meant = re.compile(f"ADJOINT_(.*__|({'|'.join(vars(Config()))})_)", re.IGNORECASE)
     for variable, text in sorted(os.environ.items()):
-        if variable.startswith("ADJOINT_") and "__" in variable:
+        if meant.match(variable):
             name = variable.removeprefix("ADJOINT_").replace("__", ".").lower()
             yield spelled.get(name, name), text, variable
 
@@ -474,11 +478,7 @@ def _unknown(name: str, where: str) -> UserError:
 
 
 def _method(name: str, given: dict[str, Any]) -> Any:
-    """The method of `adjoint.methods` with the arguments given; None leaves the method's own default.
-
-    Raises:
-        UserError: the method does not take one of them, needs another one, or refuses its value.
-    """
+    """The method of `adjoint.methods` with the arguments given; None leaves the method's own default."""
     fields = {method: {f.name: f.default for f in dataclasses.fields(cls)} for method, cls in METHODS.items()}
     arguments = {key: value for key, value in given.items() if value is not None}
     for key in sorted(arguments.keys() - fields[name].keys()):

@@ -52,6 +52,7 @@ FILES: dict[str, bytes] = {
     "sections.yaml": b"- training\n",
     "empty.yaml": b"",
     "not.yaml": b"training: [\n",
+    "twice.yaml": b"training: {lr: 1}\ndata: {batch: 2}\ntraining: {steps: 2}\n",
     "flat.yaml": b"seqlen: 5\n",
     "other/checkpoints/step-00000003/MANIFEST.json": b"{",
 }
@@ -80,6 +81,7 @@ FILES_OF_KEYS = [
     ("--config sections.yaml", "sections.yaml: holds no sections"),
     ("--config empty.yaml", "empty.yaml: holds no sections"),
     ("--config not.yaml", "not.yaml: not valid YAML"),
+    ("--config twice.yaml", "twice.yaml: not valid YAML: training stands twice"),
     ("--config flat.yaml", "did you mean data.seqlen?"),
 ]
 VALUES = [

@@ -86,9 +86,11 @@ def test_variables_win_over_files_and_flags_over_variables(
     assert config.model.A_floor == 0.5
     said = capsys.readouterr().err
     assert said == "from the environment: ADJOINT_MODEL__A_FLOOR=0.5, ADJOINT_TRAINING__STEPS=2\n"
-    monkeypatch.setenv("ADJOINT_TRAINING__STEP", "2")
-    with pytest.raises(UserError, match=r"^ADJOINT_TRAINING__STEP: unknown key .* did you mean training\."):
-        load_config([])
+    for variable in ("ADJOINT_TRAINING__STEP", "ADJOINT_TRAINING_STEPS"):
+        monkeypatch.setenv(variable, "2")
+        with pytest.raises(UserError, match=rf"^{variable}: unknown key .* did you mean training\.steps"):
+            load_config([])
+        monkeypatch.delenv(variable)
 
 
 @pytest.mark.parametrize(
