@@ -144,26 +144,17 @@ class Call:
         """ids, (batch, seqlen) int64, or embeddings, (batch, seqlen, hidden_size)."""
         if self.has("input_ids") == self.has("inputs_embeds"):
             raise ValueError("a call has either input_ids or inputs_embeds, one of them")
-        ids: Any = self.given.get("input_ids")
-        embeds: Any = self.given.get("inputs_embeds")
-        if embeds is None:
-            if ids.dim() != 2 or ids.is_floating_point() or 0 in ids.shape:
-                raise ValueError(
-                    f"input_ids must be (batch, seqlen) whole numbers, got {ids.dtype} {tuple(ids.shape)}"
-                )
-            return ids.long()
-        width = self.model.get_input_embeddings().weight.shape[1]
-        if (
-            embeds.dim() != 3
-            or not embeds.is_floating_point()
-            or 0 in embeds.shape
-            or embeds.shape[2] != width
-        ):
-            raise ValueError(
-                f"inputs_embeds must be (batch, seqlen, {width}) floating point numbers, got {embeds.dtype} "
-                f"{tuple(embeds.shape)}"
-            )
-        return embeds
+        name = "input_ids" if self.has("input_ids") else "inputs_embeds"
+        given: Tensor = self.given[name]
+        if name == "input_ids":
+            form, fits = "(batch, seqlen) whole numbers", given.dim() == 2 and not given.is_floating_point()
+        else:
+            width = self.model.get_input_embeddings().weight.shape[1]
+            form = f"(batch, seqlen, {width}) floating point numbers"
+            fits = given.dim() == 3 and given.is_floating_point() and given.shape[2] == width
+        if not fits or 0 in given.shape:
+            raise ValueError(f"{name} must be {form}, got {given.dtype} {tuple(given.shape)}")
+        return given.long() if name == "input_ids" else given
 
     @property
     def ids(self) -> Tensor:

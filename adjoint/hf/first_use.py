@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.engine.autograd import Steps
@@ -227,9 +226,9 @@ def _turned_down(copied: Any) -> bool:
 def some_tokens(model: Any) -> tuple[Tensor, Tensor]:
     """ids and labels (1, TOKENS): none that the configuration has a meaning for; two labels are ignored."""
     words = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
-    special = {
-        v for h in holders(model).values() if isinstance(h, PreTrainedConfig) for v in _token_ids(vars(h))
-    }
+    entries = [entry for holder in holders(model).values() for entry in vars(holder).items()]
+    found = [v for name, v in entries if name.endswith(("token_id", "token_index", "token_ids"))]
+    special = {v for given in found for v in (given if isinstance(given, list) else [given])}
     usual = [word for word in range(min(words, 4 * TOKENS + len(special))) if word not in special]
     usual = usual or list(range(words))
     draw = torch.Generator("cpu").manual_seed(0)
@@ -238,12 +237,6 @@ def some_tokens(model: Any) -> tuple[Tensor, Tensor]:
     labels = ids.clone()
     labels[:, [3, 8]] = IGNORE_INDEX
     return ids, labels
-
-
-def _token_ids(settings: dict[str, Any]) -> Iterator[int]:
-    for name, value in settings.items():
-        if name.endswith(("token_id", "token_index", "token_ids")):
-            yield from (v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from adjoint.engine.first_use import TOKENS, alike
 from adjoint.engine.sharded import is_sharded
 from adjoint.hf import check, first_use
 from adjoint.hf.head import Head, head_of, recomputed, summed_loss
-from adjoint.hf.layers import backbone_of, class_of, layers_of, put
+from adjoint.hf.layers import backbone_of, layers_of, put
 from adjoint.hf.replacements import replaced
 from adjoint.methods import MiniSequence
 
@@ -47,10 +46,7 @@ def total_loss(
     Args:
         mlps: as `token_wise` names them.
     """
-    takes = inspect.signature(class_of(backbone_of(model)).forward).parameters
-    any_kind = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     given = {k: v for k, v in kwargs.items() if v is not None and k not in HEADS_OWN}
-    given = {k: v for k, v in given.items() if any_kind or k in takes}
     with splitting(backbone_of(model), mlps, method.mlp_chunks):
         hidden = backbone_of(model)(**given, use_cache=False)[0]
     return summed_loss(model, hidden, targets.to(hidden.device), head, method.head_chunks)

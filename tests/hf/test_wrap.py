@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import importlib
 import re
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -252,15 +250,6 @@ def test_the_forms_of_a_call(name: str, what: str) -> None:
 # -------------------------------------------------------------------------------------------------- truncated
 
 
-@contextlib.contextmanager
-def kept_as_they_were(cache: Any) -> Iterator[None]:
-    """transformers writes new recurrent states over the old, which the backward still needs."""
-    for layer in cache.layers:
-        if hasattr(layer, "recurrent_states"):
-            layer.update_recurrent_state = lambda state, *_, **__: state
-    yield
-
-
 def by_spans(model: Any, ids: Tensor, targets: Tensor, span: int) -> tuple[Tensor, dict[str, Tensor]]:
     """The untouched model span by span, each going on from transformers' own cache of all that is before it,
     which is a constant: the mean loss over all targets, and the sum of the spans' gradients."""
@@ -275,8 +264,9 @@ def by_spans(model: Any, ids: Tensor, targets: Tensor, span: int) -> tuple[Tenso
                 model(input_ids=ids[:, :start], **given)
         if not mamba:
             given["position_ids"] = torch.arange(start, min(start + span, ids.shape[1]))[None]
-        with kept_as_they_were(cache):
-            logits = model(input_ids=ids[:, start : start + span], **given).logits
+        for layer in cache.layers:  # new recurrent states go over the old, which the backward still needs
+            layer.update_recurrent_state = lambda state, *_, **__: state
+        logits = model(input_ids=ids[:, start : start + span], **given).logits
         target = targets[:, start : start + span].flatten()
         loss = F.cross_entropy(logits.flatten(0, 1), target, reduction="sum") / targets.numel()
         loss.backward()
