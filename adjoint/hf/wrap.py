@@ -119,10 +119,13 @@ def _swapped(cls: Any, run: Any) -> type:
     if (cls, run) in _classes:
         return _classes[cls, run]
     signature = inspect.signature(cls.forward)
-    names = [name for name in signature.parameters if name != "self"]
+    _, *names = [name for name, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(self, {**dict(zip(names, args, strict=False)), **kwargs})
+        given = dict(zip(names, args, strict=False))
+        if len(args) > len(names) or given.keys() & kwargs.keys():
+            return cls.forward(self, *args, **kwargs)  # which cannot be: Python says why
+        return run(self, {**given, **kwargs})
 
     def reduce(self: Any, protocol: Any) -> Any:
         reduced: Any = object.__reduce_ex__(self, max(2, protocol))

@@ -394,6 +394,14 @@ def test_an_input_that_is_refused(message: str) -> None:
     run(model)  # and is none the worse for it
 
 
+def test_an_input_that_is_given_twice_or_has_no_name() -> None:
+    model = wrapped(make(LLAMA))
+    for module in (model, model.model):
+        for args, given in (((IDS,), {"input_ids": NEW_IDS}), ([None] * 20, {})):
+            with pytest.raises(TypeError, match=r"forward\(\)"):
+                module(*args, **given)
+
+
 @pytest.mark.parametrize(
     "name", [GPT2, "MambaForCausalLM", "Gemma4ForCausalLM", "BambaForCausalLM", "MixtralForCausalLM"]
 )
