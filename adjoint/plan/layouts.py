@@ -59,7 +59,7 @@ class Ranked:
 
     Attributes:
         memory: bytes of the shard that is fullest for its device; None where it was not counted.
-        fits: whether every shard fits its device.
+        fits: whether every shard fits its device; None where that was not counted.
         estimate: of its time; None where that was not simulated: it does not fit, or `least` is enough to
             know that others are faster.
         least: seconds that a step takes at least.
@@ -68,7 +68,7 @@ class Ranked:
 
     layout: Layout
     memory: int | None
-    fits: bool
+    fits: bool | None
     estimate: Estimate | None
     least: float
     why: str = ""
@@ -131,7 +131,7 @@ def rank(task: Task, progress: Callable[[int, int], None] = lambda done, of: Non
         if found[-1].fits:
             best = min(best, found[-1].seconds)
         progress(done + 1, len(fits))
-    found.sort(key=lambda one: (not one.fits, one.seconds))
+    found.sort(key=lambda one: (one.fits is False, one.seconds))
     return [found[0], *(dataclasses.replace(one, why=one.why or _why(one, found[0])) for one in found[1:])]
 
 
@@ -155,7 +155,7 @@ def _ranked(task: Task, fit: Fit, least: float, best: float) -> Ranked:
         why = f"weights and optimizer alone take {max(fixed) / GB:.2f} GB of a device"
         return Ranked(setup.layout, None, False, None, least, why)
     if least > best:
-        return Ranked(setup.layout, None, True, None, least)
+        return Ranked(setup.layout, None, None, None, least)
     found = fit.spans()
     totals = [need.total for need in needs(setup, found or spans)]
     fullest = totals[0]
