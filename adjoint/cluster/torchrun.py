@@ -70,7 +70,7 @@ def train(config: Config, here: Place) -> Outcome:
     """
     _check(config, here)
     if cuda := pick_device(config.training.device).type == "cuda":
-        torch.cuda.set_device(here.local)
+        torch.cuda.set_device(gpu_of(here))
     timeout, backend = config.cluster.progress_timeout, "nccl" if cuda else "gloo"
     everyone = [list(range(here.world))]
     transport = DistributedTransport("env://", here.rank, here.world, backend, timeout, everyone)
@@ -86,6 +86,20 @@ def train(config: Config, here: Place) -> Outcome:
                 shutil.rmtree(folder.path, ignore_errors=True)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def gpu_of(here: Place) -> int:
+    """The number of this process's GPU; srun may show each process its own alone.
+
+    Raises:
+        UserError: this machine has fewer GPUs than processes.
+    """
+    count = torch.cuda.device_count()
+    if 1 < count <= here.local:
+        raise UserError(
+            f"training.device: {count} GPUs here, and more processes; start {count} with --nproc-per-node"
+        )
+    return here.local if count > 1 else 0
 
 
 def _check(config: Config, here: Place) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from adjoint.checkpoint import list_checkpoints
+from adjoint.cluster.torchrun import Place, gpu_of
+from adjoint.errors import UserError
 from tests.training_helpers import exit_code, forked, metrics, run, same_training, tiny, train_tiny, weights
 
 FLAGS: dict[str, Any] = {
@@ -86,3 +90,13 @@ def test_what_processes_refuse(
         monkeypatch.setenv(name, value)
     assert train_tiny(tmp_path, **{**FLAGS, **flags}) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count, local, found", [(4, 3, 3), (1, 0, 0), (1, 3, 0), (2, 2, None)])
+def test_a_process_takes_the_gpu_of_its_number_or_the_only_one_it_sees(
+    count: int, local: int, found: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    refused = pytest.raises(UserError, match="2 GPUs here, and more processes; start 2")
+    with contextlib.nullcontext() if found is not None else refused:
+        assert gpu_of(Place(local, 4, local)) == found
