@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import shutil
 import signal
 import sys
 import time
@@ -115,8 +116,12 @@ def test_kill_in_a_step_and_in_a_checkpoint_write_then_resume_is_the_undisturbed
     assert killed(checkpoint, "flush", 2, tiny(tmp_path, run__resume="auto")) == -signal.SIGKILL
     assert metrics(run)[-1]["step"] == 6
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000003"]
+    # Resumed once more, and the newest checkpoint is damaged.
+    shutil.copytree(run / "checkpoints/step-00000003", damaged := run / "checkpoints/step-00000005")
+    (damaged / "model.safetensors").write_bytes(b"")
     assert train_tiny(tmp_path, run__resume="auto") == 0
-    assert "resuming after step 3" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert str(damaged) in said.err and "resuming after step 3" in said.out
     assert_same_run(run, reference)
 
 
