@@ -22,9 +22,8 @@ from torch import Tensor
 
 import adjoint
 from adjoint.batch import IGNORE_INDEX
-from adjoint.data.recall import DEPTHS, VOCAB, needles, pairs_and_questions
 from adjoint.layers import MIXERS
-from adjoint.tools.eval.needles import heat_maps
+from adjoint.tools.eval.needles import DEPTHS, heat_maps, hidden
 from adjoint.tools.points.process import Point
 from benchmarks import report, runner
 from benchmarks.report import Row
@@ -33,6 +32,9 @@ from benchmarks.runner import Benchmark, Found
 PAIRS = (4, 8, 16)
 TIMES = (1, 4, 16)  # lengths of needles, in training lengths
 HYBRID = "mamba2 + attention"
+KEYS = VALUES = 32  # ids 1 to 32 and 33 to 64; 0 is all else
+VOCAB = 1 + KEYS + VALUES
+ALPHA = 0.1  # of the power law, as in Zoology
 
 
 def measure(point: Point) -> Point:
@@ -63,6 +65,33 @@ def measure(point: Point) -> Point:
         for depth in DEPTHS
     }
     return {"loss": float(np.mean(losses[-20:])), "recall": recall, "needle": needle}
+
+
+def pairs_and_questions(
+    generator: np.random.Generator, batch: int, seqlen: int, pairs: int
+) -> tuple[Tensor, Tensor]:
+    """Ids and labels (batch, seqlen) int64: pairs of a key and its value, and later each key once more, at
+    places that follow a power law; all else is 0, and -100. The label of a question's key stands one place
+    after it, as the model shifts labels."""
+    room = (seqlen - 2 * pairs) // 2  # places of questions: every second token after the pairs
+    weights = ALPHA * np.arange(1, room + 1) ** (ALPHA - 1)
+    ids, labels = np.zeros((batch, seqlen), np.int64), np.full((batch, seqlen), IGNORE_INDEX)
+    for row, asked in zip(ids, labels, strict=True):
+        keys = 1 + generator.permutation(KEYS)[:pairs]
+        values = 1 + KEYS + generator.integers(0, VALUES, pairs)
+        row[: 2 * pairs : 2], row[1 : 2 * pairs : 2] = keys, values
+        gaps = generator.choice(room, pairs, replace=False, p=weights / weights.sum())
+        row[2 * pairs + 2 * gaps] = keys
+        asked[2 * pairs + 2 * gaps + 1] = values
+    return torch.from_numpy(ids), torch.from_numpy(labels)
+
+
+def needles(generator: np.random.Generator, batch: int, seqlen: int, depth: float) -> tuple[Tensor, Tensor]:
+    """The same of one pair, at `depth` of the way, and one question, at the end."""
+    keys = torch.from_numpy(1 + generator.integers(0, KEYS, (batch, 1)))
+    values = torch.from_numpy(1 + KEYS + generator.integers(0, VALUES, (batch, 1)))
+    nothing = torch.zeros(batch, seqlen - 4, dtype=torch.int64)
+    return hidden(nothing, torch.cat([keys, values], dim=1), keys, values, depth)
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ import torch
 
 import adjoint
 from adjoint.cli import main
-from adjoint.data import recall
 from adjoint.data.tokenizer import load_tokenizer
 from adjoint.tools.eval import command, needles, positions
+from benchmarks import recall
 from tests.hf.hf_models import float64_throughout, make
 from tests.training_helpers import train_tiny, write_text
 
@@ -26,7 +26,7 @@ def test_a_needle_is_where_it_is_said_to_be() -> None:
         (0.95, [1, 2, 3, 7, 8, 4, 7, 8]),
         (1.0, [1, 2, 3, 4, 7, 8, 7, 8]),
     ):
-        ids, labels = recall.hidden(haystack, needle, question, answer, depth)
+        ids, labels = needles.hidden(haystack, needle, question, answer, depth)
         assert ids.tolist() == [expected]
         assert labels.tolist() == [[-100] * 7 + [8]]
     ids, labels = recall.needles(np.random.default_rng(0), 3, 20, 0.5)
@@ -42,7 +42,7 @@ def make_tokenizer(folder: Path) -> str:
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=200, special_tokens=["</s>"])
-    texts = [recall.LINE.format(n) for n in range(10000, 99999, 997)]
+    texts = [needles.LINE.format(n) for n in range(10000, 99999, 997)]
     made.train_from_iterator([*texts, "the state of a chunk is all that next needs to know"], trainer)
     made.save(str(folder / "tokenizer.json"))
     return str(folder / "tokenizer.json")
@@ -52,7 +52,7 @@ def test_a_pass_key_in_the_tokens_of_the_run(tmp_path: Path) -> None:
     for name in ("byte", make_tokenizer(tmp_path)):
         tokenizer = load_tokenizer(name)
         for key in (48213, 11111, 90909):
-            needle, question, answer = recall.pass_key(tokenizer, key)
+            needle, question, answer = needles.pass_key(tokenizer, key)
             said = [tokenizer.decode(piece[0]) for piece in (question, answer)]
             assert tokenizer.decode(needle[0]).startswith("".join(said))
             assert "pass key is" in said[0] and str(key) in said[1]
@@ -73,17 +73,17 @@ def test_needles_of_a_run(
     shown = capsys.readouterr().out
     rows = json.loads((tmp_path / "run" / "eval" / "needles.json").read_text())["rows"]
     assert (tmp_path / "run" / "eval" / "needles.png").stat().st_size > 1000
-    assert [(r["length"], r["depth"]) for r in rows] == [(n, d) for n in (100, 300) for d in recall.DEPTHS]
+    assert [(r["length"], r["depth"]) for r in rows] == [(n, d) for n in (100, 300) for d in needles.DEPTHS]
     assert [r["needles"] for r in rows] == [6] * 5 + [2] * 5
     loaded = command.load(str(tmp_path / "run"), torch.device("cpu"), "float32")
     text = command._held_out(loaded.data, path, 300)
     for row in rows[5:]:
-        pieces = [recall.pass_key(load_tokenizer("byte"), key) for key in
+        pieces = [needles.pass_key(load_tokenizer("byte"), key) for key in
                   np.random.default_rng(0).integers(10000, 100000, 2).tolist()]  # fmt: skip
         room = 300 - sum(piece.shape[1] for piece in pieces[0])
         hits, losses = [], []
         for start, each in zip((0, len(text) - room), pieces, strict=True):
-            ids, _ = recall.hidden(text[None, start : start + room], *each, row["depth"])
+            ids, _ = needles.hidden(text[None, start : start + room], *each, row["depth"])
             logits = loaded.model(ids).logits[0, -6:-1]
             hits.append((logits.argmax(-1) == ids[0, -5:]).double())
             losses.append(torch.nn.functional.cross_entropy(logits, ids[0, -5:]))
@@ -108,7 +108,7 @@ def test_needles_of_a_folder_of_transformers(tmp_path: Path, monkeypatch: pytest
     make_tokenizer(folder)
     asked = ["--needles", "--path", str(write_text(tmp_path / "text.txt")), "--lengths", "100"]
     assert main(["eval", str(folder), *asked, "--tokens", "1", "--out", str(tmp_path)]) == 0
-    assert len(json.loads((tmp_path / "needles.json").read_text())["rows"]) == len(recall.DEPTHS)
+    assert len(json.loads((tmp_path / "needles.json").read_text())["rows"]) == len(needles.DEPTHS)
 
 
 def test_runs_of_one_name_have_columns_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adjoint.data.recall import DEPTHS, hidden, pass_key
+from adjoint.batch import IGNORE_INDEX
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
@@ -18,6 +19,9 @@ from adjoint.files import new_figure
 from adjoint.methods import Exact
 from adjoint.stack import Stack
 from adjoint.tools.eval.positions import CHUNK, curves
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.95)
+LINE = "\nThe pass key is {}.\n"
 
 
 def evaluate(
@@ -122,3 +126,38 @@ def heat_maps(rows: Sequence[Mapping[str, Any]]) -> Any:
     figure.supylabel("depth of the needle")
     figure.colorbar(image, ax=panels, label="recalled")
     return figure
+
+
+def hidden(
+    haystack: Tensor, needle: Tensor, question: Tensor, answer: Tensor, depth: float
+) -> tuple[Tensor, Tensor]:
+    """A haystack with a needle put in, behind the share `depth` of it, and at its end the question and its
+    answer: (batch, tokens) int64 each.
+
+    Returns:
+        ids and labels (batch, seqlen) int64; labels, which the model shifts, are -100 but for the answer's.
+    """
+    at = int(depth * haystack.shape[1])
+    ids = torch.cat([haystack[:, :at], needle, haystack[:, at:], question, answer], dim=1)
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    labels[:, -answer.shape[1] :] = answer
+    return ids, labels
+
+
+def pass_key(tokenizer: Tokenizer, key: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A needle in words, "The pass key is 48213." on a line of its own (after Mohtashami & Jaggi 2023,
+    "Landmark attention", section 4.2); its question, the line up to the key; and the answer, the key of five
+    digits: (1, tokens) int64 each.
+
+    Where the key begins and ends is seen by comparing the line's tokens with those of other keys.
+    """
+    lines = [tokenizer.encode(LINE.format(n)) for n in (key, *(11111 * digit for digit in range(1, 10)))]
+    before = _in_common(lines)
+    after = _in_common([line[before:][::-1] for line in lines])
+    line = torch.tensor([lines[0]])
+    return line, line[:, :before], line[:, before : line.shape[1] - after]
+
+
+def _in_common(lines: list[list[int]]) -> int:
+    """How many of their first tokens are the same."""
+    return sum(1 for _ in itertools.takewhile(lambda at: len(set(at)) == 1, zip(*lines, strict=False)))
