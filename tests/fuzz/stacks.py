@@ -27,7 +27,7 @@ def draw(rng: random.Random) -> Case:
         "batch": rng.randint(1, 3),
         "seqlen": seqlen,
     }
-    precision = lambda: rng.choice(("float32", "float32", "bfloat16"))  # noqa: E731
+    precision = lambda: rng.choice(("float32", "float32", "bfloat16", "bfloat16 weights"))  # noqa: E731
     case |= some(rng, 0.3, {
         "documents": lambda: rng.choice((0.05, 0.3, 1.0)),
         "cu_seqlens": True,
@@ -202,10 +202,11 @@ def check_precision(case: Case) -> None:
 def errors(case: Case) -> list[float]:
     """Of all gradients by the method and by autograd, in the case's precision."""
     method, model = method_of(case), make(case)
+    dtype = torch.bfloat16 if case["precision"] == "bfloat16 weights" else torch.float32
     with torch.autocast("cpu", torch.bfloat16, enabled=case["precision"] == "bfloat16"):
-        ours, out = run(case, model, method, torch.float32)
+        ours, out = run(case, model.to(dtype), method, dtype)
         reference = reference_of(method, case["seqlen"], out.windows)
-        theirs, _ = run(case, model, reference, torch.float32)
+        theirs, _ = run(case, model, reference, dtype)
     expected, _ = run(case, model.double(), reference, torch.float64)
     expected = {name: g for name, g in expected.items() if name.split()[0] not in ("loss", "final", "logits")}
     return [error(ours, expected), error(theirs, expected)]

@@ -194,28 +194,6 @@ def test_windows_and_halos(case: Case) -> None:
     check(case, "float32" if INTERPRETED else "float64")
 
 
-@pytest.mark.sampled(5 if INTERPRETED else 1)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "rms_norm"])
-def test_two_pieces_are_one(operation: str, backend: str) -> None:
-    """The state that the first hands on, and its cotangent."""
-    case = {**make_case(operation, 19, dtype="float32" if INTERPRETED else "float64"), "backend": backend}
-    tensors = tensors_of(case)
-    whole, made, state = run(case, tensors), [], tensors["initial_state"]
-    for part in (slice(0, 11), slice(11, 19)):
-        cut = {name: t[:, part] if name in of_tokens(operation) else t for name, t in tensors.items()}
-        made.append(run({**case, "seqlen": 0}, {**cut, "initial_state": state}))
-        state = made[-1][1] if len(made[-1]) > 1 else made[-1][0][:, -1]
-    joined = torch.cat([y for y, *_ in made], dim=1), *made[-1][1:]
-    expected, got = (
-        [*outputs, *torch.autograd.grad(sum((y * y).sum() for y in outputs), list(tensors.values()))]
-        for outputs in (whole, joined)
-    )
-    tolerance = TOLERANCE[case["dtype"]]
-    for a, b in zip(got, expected, strict=True):
-        assert (a - b).norm() <= tolerance * b.norm()
-
-
 # ------------------------------------------------------------------------------------------------- precision
 
 
