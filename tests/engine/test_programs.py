@@ -151,23 +151,6 @@ def test_truncated_hands_chunks_down_before_a_shard_is_through() -> None:
     assert program.index("send dy[2,0] to 0") < program.index("W(3,3)"), "the lower shard waits for all of it"
 
 
-@pytest.mark.parametrize("tapes", [0, 1, 3])
-def test_a_segment_is_recomputed_from_what_its_first_stage_read(tapes: int) -> None:
-    owners = Owners((0,) * 6)
-    made = plan(
-        Grid(Scheme(4).cuts(20), (False, *[True] * 4, False), (0, 0, 1, 1, 1, 2)), owners, tapes=tapes
-    )
-    check(made, owners)
-    linearized = [str(a) for a in made.programs[0] if isinstance(a, Run) and a.tile.kind == "L"]
-    columns = [(4, [5]), (4, [2, 3, 4]), (4, [0, 1])]  # the last chunk's segments, from the top
-    assert linearized == sorted(
-        (f"L({k},{c})" for c, stages in columns[:tapes] for k in stages), key=lambda name: name[2]
-    )
-    again = [a.tile for a in made.programs[0] if isinstance(a, Run) and a.tile.kind == "R"]
-    inputs = {key[:2] for t in again for key in made.grid.reads(t) if key[0] in "yz"}
-    assert inputs == {("z", 0), ("y", 1), ("z", 2), ("z", 3), ("y", 4)}
-
-
 def test_plans_print_and_name_their_channels() -> None:
     made = wavefront(2, 2, tapes=0)
     assert "worker 1\n  receive y[1,0] from 0\n  F(2,0)\n" in str(made)

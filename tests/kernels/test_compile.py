@@ -92,37 +92,31 @@ def test_one_graph_of_a_block_serves_every_length(mixer: str) -> None:
     assert counter.frame_count == 1
 
 
-def loss_by(model: Stack, method: Any, **compile_options: Any) -> Callable[[Tensor], Tensor]:
-    """Compiled from ids to loss."""
-    compiled = torch.compile(lambda ids: model(ids, labels=ids, method=method).loss, **compile_options)
-    return lambda ids: compiled(ids)
-
-
-def check_loss(model: Stack, loss: Callable[[Tensor], Tensor], input_ids: Tensor, tolerance: float) -> None:
+def check_loss(model: Stack, loss: Callable[[Tensor], Tensor], input_ids: Tensor) -> None:
     expected_loss, expected = gradients(model, input_ids, input_ids, Backprop())
     model.zero_grad()
     got = loss(input_ids)
     got.backward()
-    assert abs(got.item() - expected_loss.item()) <= tolerance * abs(expected_loss.item())
-    assert_same(current_gradients(model), expected, tolerance)
+    assert abs(got.item() - expected_loss.item()) <= 1e-10 * abs(expected_loss.item())
+    assert_same(current_gradients(model), expected)
 
 
 SLOW = {"diagonal", "scalar"}  # whose blocks are compiled above
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "mixer", [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in ALL_MIXERS]
 )
-def test_whole_stack_is_one_graph(mixer: str) -> None:
+def test_whole_stack_is_one_graph(mixer: str, backend: str) -> None:
+    """From ids to loss."""
     model = make_model(mixer)
-    check_loss(model, loss_by(model, Backprop(), fullgraph=True, backend="aot_eager"), make_ids(2, 13), 1e-10)
 
+    @torch.compile(fullgraph=True, backend=backend)
+    def loss(ids: Tensor) -> Tensor:
+        return model(ids, labels=ids, method=Backprop()).loss
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", ALL_MIXERS)
-def test_whole_stack_in_inductor(mixer: str) -> None:
-    model = make_model(mixer)
-    check_loss(model, loss_by(model, Backprop(), fullgraph=True), make_ids(2, 13), 1e-10)
+    check_loss(model, loss, make_ids(2, 13))
 
 
 @pytest.mark.parametrize("mixer", ["mamba", "mamba2"])
@@ -142,7 +136,7 @@ def test_exact_inside_a_compiled_model() -> None:
     """The sweep runs as it is, between compiled parts."""
     model, ids = make_model("mamba", n_layer=1), make_ids(2, 13)
     compiled = torch.compile(model, backend="aot_eager")
-    check_loss(model, lambda ids: compiled(ids, labels=ids, method=Exact(chunk_size=5)).loss, ids, 1e-10)
+    check_loss(model, lambda ids: compiled(ids, labels=ids, method=Exact(chunk_size=5)).loss, ids)
     torch._dynamo.reset()
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="chunks run as they are"):

@@ -125,15 +125,14 @@ def compile_launch(launch: tuple[Any, tuple[Any, ...], dict[str, Any]], capabili
     return Compiled(kernel.__name__, *resources, ptx)
 
 
-def assemble(ptx: str, cubin: Path | None = None) -> tuple[int, int]:
+def assemble(ptx: str) -> tuple[int, int]:
     """(registers a thread, spilled bytes) that ptxas reports for the one kernel in ``ptx``."""
     arch = re.search(r"^\.target (sm_\w+)", ptx, re.M).group(1)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        out = cubin or Path(folder) / "kernel.cubin"
         ptxas = get_ptxas(int(re.search(r"\d+", arch).group())).path
-        command = [ptxas, "-v", f"--gpu-name={arch}", str(source), "-o", str(out)]
+        command = [ptxas, "-v", f"--gpu-name={arch}", str(source), "-o", f"{folder}/kernel.cubin"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))

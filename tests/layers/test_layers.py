@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from adjoint import Backprop, Exact, Stack, StackConfig
 from adjoint.layers import MIXERS
-from adjoint.layers.init import seed_of
 from adjoint.layers.mamba import MambaMixer
 from tests.model_helpers import ALL_MIXERS, SIZES, UNWINDOWED, VARIANTS, make_ids, make_model, relative
 
@@ -56,22 +53,6 @@ def test_mamba2_starts_as_in_mamba_ssm() -> None:
     assert_steps(mixer.dt_bias)
     assert (mixer.D == 1).all() and (mixer.norm.weight == 1).all()
     assert mixer.in_proj.weight.shape == (2 * 512 + 2 * 8 + 128, 256)
-
-
-def test_seeds_need_no_arithmetic_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy 1 refuses to shift a uint64 by an int, which NumPy 2 does: `make test-versions` tries it."""
-    expected = seed_of(3, 1)
-
-    class Word(int):
-        def __rshift__(self, other: int) -> int:
-            raise TypeError("ufunc 'right_shift' not supported for the input types")
-
-    class Sequence(np.random.SeedSequence):
-        def generate_state(self, *arguments: Any) -> list[Word]:  # type: ignore[override]
-            return [Word(word) for word in super().generate_state(*arguments)]
-
-    monkeypatch.setattr(np.random, "SeedSequence", Sequence)
-    assert seed_of(3, 1) == expected
 
 
 @pytest.mark.parametrize("tied", [True, False])
