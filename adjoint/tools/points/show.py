@@ -18,8 +18,8 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str =
 
 
 def size_text(size: float) -> str:
-    """Bytes as 812 MB or 1.50 GB."""
-    return f"{size / 1e6:,.0f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"
+    """Bytes as 0.0123 MB, 812 MB or 1.50 GB."""
+    return f"{size / 1e6:.3g} MB" if size < 999.5e6 else f"{size / 1e9:,.2f} GB"
 
 
 def tokens(n: int) -> str:
