@@ -66,13 +66,6 @@ class PeakMemory:
         elif self._resettable:
             self.bytes = max(0, rss_bytes()[1] - self._before)
 
-    @staticmethod
-    def meaning(device: torch.device) -> str:
-        """What `bytes` is, for a caption."""
-        if device.type == "cuda":
-            return "most memory that tensors took on the GPU beyond what they held before"
-        return "growth of the process's resident memory at its peak, measured inside the process"
-
 
 def memory_left(device: torch.device) -> int:
     """Bytes that can still be taken: on the GPU, or of the machine and its control group."""

@@ -22,7 +22,6 @@ from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.formats.folders import checkpoint_config
 from adjoint.layers import StackConfig
-from adjoint.memory import PeakMemory
 from adjoint.methods import (
     METHODS,
     TOLERANCE,
@@ -122,7 +121,6 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
         "model": str(checkpoint) if checkpoint else "fresh",
         "parameters": model.num_parameters(),
         "data": text,
-        "memory": PeakMemory.meaning(device),
         "environment": environment(device),
         "config": config.to_dict(),
     }

@@ -102,7 +102,7 @@ def show(result: Row) -> None:
         f"\nerror: |g − r| / |r|, and cosine against {settings['baseline']}, mean of {settings['batches']} "
         "batches; vjps: what the paper's algorithm evaluates a batch (here they are "
         f"{3 * settings['seqlen'] * settings['model']['n_layer']:,} for every window); seconds: forward and "
-        f"backward of a batch, median; memory: {result['memory']}; {device}"
+        f"backward of a batch, median; memory: what that took on top at its peak; {device}"
     )
     for name, rows in methods.items():
         print(conclusion(name, rows))
