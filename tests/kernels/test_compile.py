@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from adjoint import Backprop, Exact, Stack
+from tests.fuzz.operators import SHAPES
 from tests.kernels.helpers import OPERATIONS, SCANS, make_case, run, run_interpreted, tensors_of
 from tests.model_helpers import ALL_MIXERS, assert_same, current_gradients, gradients, make_ids, make_model
 
@@ -29,53 +29,33 @@ def all_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[
     return torch.autograd.grad(sum((y * y).sum() for y in outputs), inputs)
 
 
-def flat(
-    operation: str, seqlen: int, seq_idx: Tensor | None = None, **options: Any
-) -> tuple[Any, list[Tensor]]:
-    """The public function of the operation's tensors in a row, and those."""
-    case = make_case(operation, seqlen, n=3, **options)
-    tensors = tensors_of(case)
-
-    def call(*given: Tensor) -> tuple[Tensor, ...]:
-        return run(case, dict(zip(tensors, given, strict=True)), seq_idx)
-
-    return call, list(tensors.values())
-
-
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name, options",
     [*((name, {}) for name in OPERATIONS), *((name, {"window": 4, "halo": 2}) for name in SCANS)],
 )
-def test_compiled_equals_eager(name: str, options: dict[str, int]) -> None:
-    seq_idx = None if name == "rms_norm" else (torch.arange(37) // 5).expand(2, 37)
-    call, tensors = flat(name, 37, seq_idx, **options)
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    expected, got = call(*tensors), compiled(*tensors)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-13, atol=0)
-    for a, b in zip(all_gradients(got, tensors), all_gradients(expected, tensors), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-    with torch.no_grad():
-        for a, b in zip(compiled(*tensors), expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-13, atol=0)
+def test_compiled_equals_eager_in_one_graph_for_every_length(name: str, options: dict[str, int]) -> None:
+    case, counter = make_case(name, 1, n=3, **options), CompileCounterWithBackend("aot_eager")
 
+    def call(seq_idx: Tensor | None, *given: Tensor) -> tuple[Tensor, ...]:
+        return run(case, dict(zip(SHAPES[name], given, strict=True)), seq_idx)
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_one_graph_serves_every_length(name: str) -> None:
-    counter = CompileCounterWithBackend("aot_eager")
-    call, _ = flat(name, 1)
     compiled = torch.compile(call, fullgraph=True, backend=counter)
     # Longer than 64 tokens: up to there the scans keep one state only, and no size of 1 is dynamic.
     for seqlen in (300, 70, 129):
-        _, tensors = flat(name, seqlen)
-        for x in tensors:
-            if seqlen in x.shape:
+        tensors = list(tensors_of(make_case(name, seqlen, n=3)).values())
+        seq_idx = None if name == "rms_norm" else (torch.arange(seqlen) // 5).repeat(2, 1)
+        for x in (seq_idx, *tensors):
+            if x is not None and seqlen in x.shape:
                 torch._dynamo.mark_dynamic(x, 1)
-        got, expected = compiled(*tensors), call(*tensors)
+        got, expected = compiled(seq_idx, *tensors), call(seq_idx, *tensors)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-13, atol=0)
         for a, b in zip(all_gradients(got, tensors), all_gradients(expected, tensors), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
     assert counter.frame_count == 1
+    with torch.no_grad():
+        for a, b in zip(compiled(seq_idx, *tensors), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("mixer", ALL_MIXERS)
@@ -148,6 +128,7 @@ def test_triton_operators_make_what_their_fakes_say() -> None:
     pytest.importorskip("triton")
     code = """
 import torch
+from tests.fuzz.operators import SHAPES
 from tests.kernels.helpers import make_case
 from tests.kernels.test_operators import given_to, operator
 for name in ("selective_scan", "ssd_scan"):
