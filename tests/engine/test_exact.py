@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.batch import Batch
 from adjoint.engine import budget
-from adjoint.engine.tile import Gradients
-from adjoint.engine.weights import Casts, SummedProducts
+from adjoint.engine.weights import Casts
 from adjoint.methods import RECOMPUTE
 from adjoint.plan.count import Conditions, count, counting, example
 from adjoint.plan.stack import StackModel
@@ -480,30 +479,3 @@ def test_under_autocast_weights_are_cast_once_a_step() -> None:
         patch.setattr(Casts, "of", lambda self, module, device: {})
         _, expected = gradients(model, ids, ids, Exact(10))
     assert all(torch.equal(got[name], expected[name]) for name in expected)
-
-
-def test_a_product_adds_its_weight_s_gradient() -> None:
-    """A linear map with a bias, over three chunks: no further from float64 than autograd's own gradients."""
-    linear, gradients = torch.nn.Linear(40, 24), Gradients()
-    chunks = [(torch.randn(2, 7, 40), torch.randn(2, 7, 24)) for _ in range(3)]
-    exact = {
-        "weight": sum(dy.double().flatten(0, 1).T @ x.double().flatten(0, 1) for x, dy in chunks),
-        "bias": sum(dy.double().flatten(0, 1).sum(0) for _, dy in chunks),
-    }
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = Casts().of(linear, torch.device("cpu"))["weight"].requires_grad_()
-        for x, dy in chunks:
-            x.requires_grad_()
-            with SummedProducts({cast: linear.weight}, gradients):
-                y = torch.nn.functional.linear(x, cast, linear.bias)
-            inputs = [x, cast, linear.bias]
-            dx, d_cast, d_bias = torch.autograd.grad(y, inputs, dy.bfloat16(), allow_unused=True)
-            gradients.add(linear.bias, d_bias)
-            expected = linear(x)
-            assert d_cast is None and torch.equal(y, expected)
-            assert torch.equal(dx, torch.autograd.grad(expected, x, dy.bfloat16(), retain_graph=True)[0])
-            expected.backward(dy.bfloat16())
-    for name, parameter in linear.named_parameters():
-        ours, autograd_s = gradients.of(parameter), parameter.grad
-        assert ours is not None and autograd_s is not None
-        assert relative(ours, exact[name]) <= min(1e-2, 1.01 * relative(autograd_s, exact[name]))

@@ -83,23 +83,6 @@ def ssd_minimal(theirs: Any) -> Case:
     return given, discrete, lambda **x: adjoint.ssd_scan(**x, dt_softplus=True)
 
 
-def simple_gla(theirs: Any) -> Case:
-    """A decay a head: an SSD scan."""
-    given = {
-        "q": random(SEQLEN, HEADS, D_K),
-        "k": random(SEQLEN, HEADS, D_K),
-        "v": random(SEQLEN, HEADS, D_V),
-    }
-    given |= {"g": -random(SEQLEN, HEADS).exp(), "initial_state": random(HEADS, D_K, D_V)}
-
-    def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor) -> Any:
-        x, minus_one = v / -g.unsqueeze(-1), -torch.ones(HEADS, dtype=torch.float64)
-        y, state = adjoint.ssd_scan(x, -g, minus_one, k, q, initial_state=initial_state.mT)
-        return y, state.mT
-
-    return given, lambda **x: theirs(**x, scale=1.0, output_final_state=True), ours
-
-
 def gated_delta(theirs: Any) -> Case:
     keys = F.normalize(random(SEQLEN, HEADS, D_K), dim=-1)
     given = {"q": random(SEQLEN, HEADS, D_K), "k": keys, "v": random(SEQLEN, HEADS, D_V)}
@@ -111,18 +94,6 @@ def gated_delta(theirs: Any) -> Case:
         lambda q, k, v, **x: theirs(q, k, v, **x, output_final_state=True),
         lambda q, **x: gated_delta_rule(q * D_K**-0.5, **x),
     )
-
-
-def delta(theirs: Any) -> Case:
-    """A gated delta rule whose gates are 1."""
-    given, _, ours = gated_delta(None)
-    del given["g"]
-
-    def heads_first(initial_state: Tensor, **x: Tensor) -> Any:
-        o, state = theirs(**{name: t.transpose(1, 2) for name, t in x.items()}, initial_state=initial_state)
-        return o.transpose(1, 2), state
-
-    return given, heads_first, lambda **x: ours(**x, g=torch.zeros_like(x["beta"]))
 
 
 def hgrn(theirs: Any) -> Case:
@@ -177,8 +148,6 @@ TABLE: list[tuple[str, str, Callable[..., Case], tuple[Any, ...]]] = [
     ("causal_conv1d.causal_conv1d_interface", "causal_conv1d_ref", short_conv, ()),
     ("fla.ops.gated_delta_rule.naive", "naive_recurrent_gated_delta_rule", gated_delta, ()),
     ("fla.ops.gated_delta_rule.naive", "naive_chunk_gated_delta_rule", gated_delta, ()),
-    ("fla.ops.delta_rule.naive", "delta_rule_recurrence", delta, ()),
-    ("fla.ops.simple_gla.naive", "naive_recurrent_simple_gla", simple_gla, ()),
     ("fla.ops.hgrn.naive", "naive_recurrent_hgrn", hgrn, ()),
     ("fla.ops.attn.naive", "naive_parallel_attn", attention, (None,)),
     ("fla.ops.attn.naive", "naive_parallel_attn", attention, (7,)),
