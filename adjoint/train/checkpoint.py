@@ -200,12 +200,12 @@ def optimizer_tensors(
     optimizer: torch.optim.Optimizer | None, named: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The state of named parameters as "<name>|<state key>"."""
-    tensors: dict[str, torch.Tensor] = {}
-    if optimizer is not None:
-        for name, parameter in named.items():
-            for key, value in flattened(optimizer.state.get(parameter, {})).items():
-                tensors[f"{name}|{key}"] = value.detach().contiguous()
-    return tensors
+    state = {} if optimizer is None else optimizer.state
+    return {
+        f"{name}|{key}": value.detach().contiguous()
+        for name, parameter in named.items()
+        for key, value in flattened(state.get(parameter, {})).items()
+    }
 
 
 def load_optimizer(
