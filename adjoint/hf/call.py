@@ -19,7 +19,8 @@ from adjoint.hf.router import COUNTED
 # What more a call may ask for, all of which transformers' own forward gives.
 CACHES = ("past_key_values", "cache_params")
 MORE = (*CACHES, "use_cache", "output_attentions", "output_hidden_states")
-DOCUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+TOLD = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")  # which tell documents apart, and nothing else
+DOCUMENTS = ("position_ids", *TOLD, "max_length_q", "max_length_k")
 # A causal LM called without labels hands on to its backbone what is its loss's.
 KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "return_dict", "num_items_in_batch", *DOCUMENTS}
 LABELS = ("labels", "shift_labels")
@@ -84,6 +85,11 @@ class Call:
         positions = self.given.get("position_ids")
         again = positions is not None and positions.dim() == 2 and bool((positions[:, 1:] == 0).any())
         return again or self.has("seq_idx", "cu_seq_lens_q")
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """The names of all by which a model's own code may know documents; of none where none is `TOLD`."""
+        return tuple(filter(self.has, (*DOCUMENTS, "attention_mask"))) if self.has(*TOLD) else ()
 
     @property
     def returns_names(self) -> bool:

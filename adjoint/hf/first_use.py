@@ -345,7 +345,7 @@ def left_padding(model: Any) -> None:
     Raises:
         ValueError: hidden states of padded tokens are not those of the tokens alone.
     """
-    if not _apart(model, attention_mask=torch.arange(TOKENS)[None] >= CHUNK):
+    if not _apart(model, attention_mask=(torch.arange(TOKENS)[None] >= CHUNK).long()):
         raise ValueError(
             f"rows are padded at the left, and {class_of(model).__name__} counts padding in its tokens' "
             "positions: give position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0), or pad at the "
@@ -366,13 +366,35 @@ def packing(model: Any, masked: bool, use_cache: bool | None) -> None:
         )
 
 
+def documents_of_its_own(model: Any, names: Sequence[str]) -> None:
+    """Refuses documents told by inputs with these names where the model's own code does not look at them.
+
+    Raises:
+        Refused: a document's tokens see those before it.
+    """
+    places = torch.arange(TOKENS, dtype=torch.int32)[None]
+    number, cuts = (places >= CHUNK).int(), torch.tensor([0, CHUNK, TOKENS], dtype=torch.int32)
+    forms = {"position_ids": places - CHUNK * number, "attention_mask": torch.ones_like(places)}
+    forms |= {"seq_idx": number, "cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
+    given: dict[str, Any] = {name: forms.get(name, TOKENS - CHUNK) for name in names}
+    if not _apart(model, use_cache=False, **given):
+        refuse(
+            model,
+            f"documents are told apart by {', '.join(names)}, and its own code lets them see those before "
+            "them",
+            "adjoint.Exact() keeps them apart",
+        )
+
+
 @torch.no_grad()
 def _apart(model: Any, **given: Any) -> bool:
     """Whether the backbone by itself, given this, makes the same hidden states of all but the first CHUNK
     tokens as without these."""
     backbone, ids = backbone_of(model), some_tokens(model)[0]
     takes = inspect.signature(class_of(backbone).forward).parameters
-    known = {n: v.to(ids) if isinstance(v, Tensor) else v for n, v in given.items() if n in takes}
+    usual = ("position_ids", "attention_mask", "use_cache")
+    known = {n: v for n, v in given.items() if n in takes or n not in usual}
+    known = {n: v.to(ids.device) if isinstance(v, Tensor) else v for n, v in known.items()}
     forward = functools.partial(class_of(backbone).forward, backbone, return_dict=True)
     with plainly(model):
         whole = gathering(model)(lambda: forward(input_ids=ids, **known))[0]

@@ -119,6 +119,20 @@ def known_of(model: Any) -> Known:
     return record.known[0]
 
 
+def own_documents(known: Known, call: Call) -> None:
+    """Refuses documents that a call tells apart, and the model's own code does not.
+
+    Raises:
+        Refused: it does not, for the form in which they are told.
+    """
+    told = bool(call.told)
+    told = bool(largest(call.model, told)[0]) if is_sharded(call.model) else told
+    if told:  # all processes of a sharded model try it together
+        names = call.told or ("seq_idx",)
+        with in_eval_mode(call.model):
+            known.once(names, first_use.documents_of_its_own, call.model, names)
+
+
 def compared(model: Any, kind: Kind, call: Call | None = None) -> Known:
     """What is known of a model, once gradients of a few tokens have been compared for this kind of call, and
     what the call says of padding at the left and of packed documents has been tried.

@@ -26,7 +26,7 @@ from adjoint.engine.sharded import is_sharded, reduce_at_once
 from adjoint.hf import check, first_use, mini_sequence
 from adjoint.hf.call import CACHES, Call, Kind
 from adjoint.hf.head import Output, logits_of
-from adjoint.hf.known import Known, Record, compared, known_of, record_of
+from adjoint.hf.known import Known, Record, compared, known_of, own_documents, record_of
 from adjoint.hf.layers import backbone_of, class_of, plainly, root_of
 from adjoint.hf.router import Balance, Logits
 from adjoint.hf.schemes import check_method, recompute_of, scheme_of
@@ -333,6 +333,7 @@ def _by_pieces(call: Call) -> CausalLMOutputWithPast:
     call.refuse_unknown(whole=True)
     ways = first_use.ways(method, kind)[0], mini_sequence.way(method, kind.counted)
     known.once(("pieces", kind), first_use.compare, model, *ways, *mini_sequence.NOT_THE_SAME)
+    own_documents(known, call)
     with plainly(model):
         given = model, method, known.mlps, known.head, call.targets, call.given
         total = gathering(model)(lambda: mini_sequence.total_loss(*given))
@@ -346,6 +347,7 @@ def _hidden_by_pieces(call: Call) -> Any:
     """What the backbone's own forward returns, by `MiniSequence`."""
     call.refuse_unknown(whole=True)
     known = known_of(call.model)
+    own_documents(known, call)
     with mini_sequence.splitting(call.model, known.mlps, record_of(call.model).method.mlp_chunks):
         output = call.by_transformers(use_cache=False)
     _checked_in_backward(output[0], known)

@@ -91,6 +91,19 @@ def test_masks_of_four_dimensions_and_documents() -> None:
         untouched(make(LLAMA), adjoint.MiniSequence(), **batch(29), **more)
 
 
+@pytest.mark.parametrize("form", ["seq_idx", "cu_seq_lens_q"])
+def test_documents_that_the_model_does_not_look_for_are_refused(form: str) -> None:
+    positions = torch.cat([torch.arange(11), torch.arange(18)])[None]
+    told = {"seq_idx": (positions == 0).cumsum(1), "cu_seq_lens_q": torch.tensor([0, 11, 29])}[form]
+    model = adjoint.wrap(make(LLAMA, torch.float32), adjoint.MiniSequence())
+    with one_line(f"documents are told apart by {form}, and its own code lets them see those before them"):
+        model(**batch(29), **{form: told})
+    with one_line("adjoint.Exact() keeps them apart"):
+        model.model(batch(29)["input_ids"], **{form: told})
+    # by these its own code does keep them apart
+    model(**batch(29), **{form: told}, position_ids=positions)
+
+
 ALL = [(LLAMA, "012"), (MOE, "012"), ("Gemma2ForCausalLM", "012"), (MAMBA, ""), (BLOOM, "")]
 
 
