@@ -8,7 +8,7 @@ from typing import Any
 
 from adjoint.interrupt import quiet_imports
 
-# Threads that wait for work sleep instead of spinning, unless told otherwise or torch is loaded already: a
+# Threads that wait for work sleep instead of spinning, unless the user has set this or torch is loaded: a
 # chunk is many short parallel regions, and on shared cores spinning costs several times the work itself.
 _spinning = "torch" in sys.modules and "OMP_WAIT_POLICY" not in os.environ
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -50,7 +50,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """`wrap` and `unwrap`, which need transformers."""
+    """Imports `wrap` and `unwrap` on first use, as they need transformers."""
     if name in ("wrap", "unwrap"):
         from adjoint.hf import wrap as module
 
@@ -59,11 +59,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _warn_of_spinning() -> None:
-    """Where other programs want the cores: the policy is read once, when torch is loaded."""
+    """Warns if threads spin on busy cores. It is too late to change this: torch has read the policy."""
     busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > usable_cores()
     if _spinning and busy and os.environ.get("OMP_NUM_THREADS") != "1":
         warnings.warn(
-            "other programs want the cores, and torch's threads spin while they wait, which can make steps "
+            "other programs use the cores, and torch's threads spin while they wait, which can make steps "
             "several times slower: import adjoint before torch, or set OMP_WAIT_POLICY=passive",
             stacklevel=3,
         )

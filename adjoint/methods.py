@@ -280,6 +280,7 @@ def check_chunk_size(chunk_size: object) -> None:
 
 
 def memory_bytes(memory: object) -> float | Literal["auto"]:
+    """A budget such as "30GB" in bytes; "auto" stays."""
     if memory == "auto":
         return "auto"
     if isinstance(memory, (int, float)) and not isinstance(memory, bool) and memory > 0:

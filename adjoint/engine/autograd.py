@@ -53,6 +53,8 @@ class Result(NamedTuple):
 
 
 class _ChunkedLoss(torch.autograd.Function):
+    """`Steps` as autograd sees them: (parameters, initial states) → (loss, final states and sums)."""
+
     @staticmethod
     def forward(ctx: Any, steps: Steps, *tensors: Tensor) -> Any:
         loss, final = steps.forward()
@@ -100,7 +102,7 @@ class Steps:
         width: of the tensors between stages.
         around: makes a context, entered around the backward, that puts the model back as it was in the
             forward: a caller may have replaced its tensors for the forward alone.
-        sums: sums over the sequence, besides the loss, that stages add to.
+        sums: the sums, besides the loss, that stages add to.
 
     Attributes:
         parameters: those of all stages, each once.
@@ -246,6 +248,7 @@ def _is_forward(action: Action) -> bool:
 
 
 def _keeping(action: Action, stays: set[Key]) -> Action:
+    """The action, which frees no key in `stays`."""
     return dataclasses.replace(action, frees=tuple(key for key in action.frees if key not in stays))
 
 

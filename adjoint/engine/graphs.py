@@ -155,6 +155,7 @@ class Graphs:
     def _recorded(
         self, worker: Any, piece: _Piece, c: int, given: dict[Key, Any], writes: list[Key]
     ) -> _Recorded:
+        """Records a piece on chunk c; `given` has its inputs, `writes` the keys of its results."""
         chunk, sums = worker.chunks[c], worker.gradients.sums
         ids, targets = chunk.ids.clone(), chunk.targets.clone()
         reads = {key: _empty_like(value, worker.device) for key, value in given.items()}
@@ -183,6 +184,7 @@ class Graphs:
         return _Recorded(replay, ids, targets, reads, made, other.losses.get(c))
 
     def _hand_out(self, worker: Any, recorded: _Recorded, c: int) -> None:
+        """Copies a replay's results for chunk c from the graph's memory into the worker's store."""
         rooms: dict[Key, Any] = {}
         for key, value in recorded.writes.items():
             name, k, _ = key

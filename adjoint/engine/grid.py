@@ -296,7 +296,7 @@ class Grid:
         """
         C, top, size = self.chunks, self.stages - 1, self.cuts[1] - self.cuts[0]
         at: dict[Key, int] = {}  # when a key is written, counted in chunks that the head has done by then
-        when: dict[Tile, int] = {}
+        when: dict[Tile, int] = {}  # when a backward tile may run, in the same count
         for t in self.backward_tiles():
             if t.kind == "R":
                 continue
@@ -311,7 +311,7 @@ class Grid:
                 found.append(at[first] + t.count - 1 - -ahead // size)
             when[t] = max(found)
             at.update(dict.fromkeys(self.writes(t), when[t]))
-        column: dict[tuple[int, int], int] = collections.defaultdict(int)
+        column: dict[tuple[int, int], int] = collections.defaultdict(int)  # when all of a segment may
         for t, now in when.items():
             name = self.segments[t.stage], t.chunk
             column[name] = max(column[name], now)

@@ -166,6 +166,7 @@ def plan(
 
 
 def _among(grid: Grid, t: Tile, kind: str, columns: set[tuple[int, int]]) -> bool:
+    """Whether a tile is of `kind` and in one of `columns`, (segment, chunk) pairs; never if windowed."""
     return t.kind == kind and (grid.segments[t.stage], t.chunk) in columns and grid.window(t.stage) is None
 
 
@@ -174,7 +175,7 @@ def _linearized(grid: Grid, t: Tile, early: set[tuple[int, int]]) -> Tile:
 
 
 def _columns(grid: Grid, order: Iterable[Tile], owners: Owners) -> dict[int, list[tuple[int, int]]]:
-    """Each worker's columns, that is (segment, chunk) pairs, in the order in which it recomputes them."""
+    """Each worker's columns in the order in which it recomputes them."""
     columns: dict[int, dict[tuple[int, int], None]] = collections.defaultdict(dict)
     for t in order:
         if t.kind == "R":
@@ -197,7 +198,7 @@ def _list_schedule(
     `tapes` of its columns at a time, and recomputes them in the order of `columns`."""
     at = {t: owners(t.stage, t.chunk) for t in order}
     written = {key for t in order for key in grid.writes(t)}
-    missing = {t: sum(key in written for key in grid.reads(t)) for t in order}
+    missing = {t: sum(key in written for key in grid.reads(t)) for t in order}  # keys it waits for
     readers: dict[Key, list[Tile]] = collections.defaultdict(list)
     for t in order:
         for key in grid.reads(t):
@@ -208,10 +209,10 @@ def _list_schedule(
         i = place.get((at[t], grid.segments[t.stage], t.chunk), 0)
         if t.kind == "R" and i >= tapes:
             missing[t] += 1
-            readers["open", at[t], i].append(t)
+            readers["open", at[t], i].append(t)  # a key of our own: the worker may recompute its column i
         left[at[t], i] += t.kind == "B"
     rank = {t: i for i, t in enumerate(order)}
-    ready: list[list[tuple[int, Tile]]] = [[] for _ in range(owners.workers)]
+    ready: list[list[tuple[int, Tile]]] = [[] for _ in range(owners.workers)]  # heaps by rank
     through, busy = [0] * owners.workers, [False] * owners.workers  # through: number of finished columns
     events: list[tuple[float, int, Tile]] = []
     started: list[Tile] = []

@@ -41,7 +41,7 @@ class Sum:
         raise NotImplementedError
 
     def cotangent_of(self, total: Tensor) -> Tensor:
-        """The total's cotangent if the whole loss's is 1."""
+        """The total's cotangent if that of the whole loss is 1."""
         total = total.detach().requires_grad_()
         with torch.enable_grad():
             loss = self.factor * self.loss(total)
@@ -49,6 +49,8 @@ class Sum:
 
 
 class _Zero(torch.autograd.Function):
+    """(part, sum) → 0, whose backward gives `part` the sum's cotangent."""
+
     @staticmethod
     def forward(ctx: Any, part: Tensor, whole: Sum) -> Tensor:
         ctx.whole = whole
