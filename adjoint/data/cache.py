@@ -195,11 +195,11 @@ class _Writer:
     def write(self, documents: Iterable[str | Chat], end: int) -> None:
         """Until there are `end` tokens."""
         for encoded in self._encoded(documents):
-            if self.tokens >= end:
-                break
             ids = np.asarray(encoded[: end - self.tokens], self.dtype)
             self.out.write(ids.tobytes())
             self.tokens += len(ids)
+            if self.tokens >= end:  # before more is read
+                break
 
     def _encoded(self, documents: Iterable[Any]) -> Iterator[Any]:
         separator = np.array(self.tokenizer.separator_ids, np.int64)
