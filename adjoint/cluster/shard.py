@@ -322,10 +322,10 @@ class Shard:
         self.at = "sum of gradients", True
         table = (self.table if self.is_first else self.tied_head) if self.shards > 1 else None
         if table is not None:
-            sum_gradients([_gradient(table)], self.transport, self.spec.layout.tied)
+            sum_gradients([table], self.transport, self.spec.layout.tied)
         peers = self.spec.layout.ranks(self.spec.shard)
         if len(peers) > 1:
-            mine = [_gradient(p) for p in self.part.parameters() if p is not table and p.requires_grad]
+            mine = [p for p in self.part.parameters() if p is not table and p.requires_grad]
             sum_gradients(mine, self.transport, peers)
 
     def _loss(self, worker: Worker, batches: float = 1) -> float | None:
@@ -436,13 +436,6 @@ class Shard:
 
     def peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self.device)
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    """A parameter's gradient, zeros where this worker had no part in it."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 def total_norm(norms: list[float], precision: str) -> float:

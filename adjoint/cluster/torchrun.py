@@ -179,16 +179,7 @@ class Replica(Trainer):
     def _accumulate(self, step: int) -> tuple[float, int, list[int] | None]:
         found = super()._accumulate(step)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        has = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
-        anywhere = self.transport.all_reduce(has, self.everyone).tolist()
-        kinds: dict[torch.dtype, list[Tensor]] = {}
-        for parameter, counts in zip(trained, anywhere, strict=True):
-            if counts:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                kinds.setdefault(parameter.dtype, []).append(parameter.grad)
-        for gradients in kinds.values():
-            sum_gradients(gradients, self.transport, self.everyone)
+        sum_gradients(trained, self.transport, self.everyone)
         return found
 
     def _loss_of(self, ids: Tensor) -> float:

@@ -154,22 +154,31 @@ class DistributedTransport:
 
 
 @torch.no_grad()
-def sum_gradients(gradients: Sequence[Tensor], transport: DistributedTransport, ranks: Sequence[int]) -> None:
+def sum_gradients(
+    parameters: Sequence[Tensor], transport: DistributedTransport, ranks: Sequence[int]
+) -> None:
     """Sums gradients over `ranks` in place, once per optimizer step: with chunks, a gradient is complete only
-    when the backward has come to the first of them, and there is nothing to overlap the sum with.
+    when the backward has come to the first of them, and there is nothing to overlap the sum with. A parameter
+    that has a gradient on no rank is left without, as in one process.
 
     Args:
-        gradients: of one dtype; those of the same parameters on every rank, in the same order.
+        parameters: the same on every rank, in the same order.
     """
-    small: list[Tensor] = []
-    for gradient in gradients:
-        if gradient.numel() >= BUCKET and gradient.is_contiguous():
-            transport.all_reduce(gradient, ranks)  # a copy would be as large
+    has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    small: dict[torch.dtype, list[Tensor]] = collections.defaultdict(list)
+    for parameter, count in zip(parameters, transport.all_reduce(has, ranks).tolist(), strict=True):
+        if not count:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.numel() >= BUCKET:  # in place: a copy would be as large
+            parameter.grad = transport.all_reduce(parameter.grad.contiguous(), ranks)
         else:
-            small.append(gradient)
-    ends = itertools.accumulate(gradient.numel() for gradient in small)
-    for _, pairs in itertools.groupby(zip(ends, small, strict=True), lambda pair: pair[0] // BUCKET):
-        bucket = [gradient for _, gradient in pairs]
-        total = transport.all_reduce(torch.cat([gradient.reshape(-1) for gradient in bucket]), ranks)
-        for gradient, piece in zip(bucket, total.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(piece.view_as(gradient))
+            small[parameter.grad.dtype].append(parameter.grad)
+    for gradients in small.values():
+        ends = itertools.accumulate(gradient.numel() for gradient in gradients)
+        for _, pairs in itertools.groupby(zip(ends, gradients, strict=True), lambda pair: pair[0] // BUCKET):
+            bucket = [gradient for _, gradient in pairs]
+            total = transport.all_reduce(torch.cat([gradient.reshape(-1) for gradient in bucket]), ranks)
+            for gradient, piece in zip(bucket, total.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(piece.view_as(gradient))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from adjoint import Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.checkpoint import verify_checkpoint
@@ -112,6 +113,31 @@ def test_training_is_that_of_one_process(
     config: StackConfig, method: Any, layout: Layout, shapes: Any
 ) -> None:
     trained(config, method, layout, [make_ids(*shape, seed=step) for step, shape in enumerate(shapes)])
+
+
+class Spare(nn.Module):
+    """A mixer with a weight that nothing reads: it has no gradient, so the optimizer leaves it as it is."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.value, self.spare = (nn.Linear(config.d_model, config.d_model) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        self.value.reset_parameters()
+        self.spare.reset_parameters()
+
+    def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return (torch.zeros(batch, self.value.out_features, dtype=dtype, device=device),)
+
+    def forward(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        h = state[0][:, None] + self.value(x).cumsum(1)
+        return h, (h[:, -1],)
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1, 2), Layout(2, 2)], ids=name_of)
+def test_weights_that_nothing_reads_stay_as_they_are(layout: Layout) -> None:
+    config = StackConfig(**{**SIZES, "mixer": f"{__name__}:Spare", "tie_embeddings": False})
+    trained(config, Exact(7), layout, [make_ids(4, 24)] * 2)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -294,9 +320,11 @@ def test_small_gradients_travel_together(monkeypatch: pytest.MonkeyPatch) -> Non
         return tensor.mul_(2)
 
     monkeypatch.setattr(transport, "all_reduce", doubled)
-    gradients = [torch.randn(size) for size in sizes]
-    gradients[-1] = torch.randn(24)[::2]  # not contiguous
-    before = [gradient.clone() for gradient in gradients]
-    sum_gradients(gradients, transport, [0])
-    assert all(torch.equal(g, 2 * b) for g, b in zip(gradients, before, strict=True))
-    assert sent == [11, 10, 6, 11, 12]
+    parameters = [torch.zeros(size) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    parameters[-1].grad = torch.randn(24)[::2]  # not contiguous
+    before = [parameter.grad.clone() for parameter in parameters]
+    sum_gradients(parameters, transport, [0])
+    assert all(torch.equal(p.grad, 2 * b) for p, b in zip(parameters, before, strict=True))
+    assert sent == [7, 11, 10, 12, 6, 11]  # first, which parameters have gradients

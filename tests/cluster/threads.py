@@ -286,7 +286,7 @@ def train_shards(
                 named = shard.named_weights()
                 first |= {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
         norms = {name: norm for shard in shards for name, norm in shard.norms().items()}
-        total = total_norm([norms[name] for name in names], shards[0].spec.precision)
+        total = total_norm([norms[name] for name in names if name in norms], shards[0].spec.precision)
         rate = learning_rate(step, training)
         together(shards, lambda shard, total=total, rate=rate: shard.step(rate, total))
     return losses, first
