@@ -217,24 +217,16 @@ class Scaling(Benchmark):
 
     def markdown(self, result: Row) -> str:
         """Days of an epoch, then the speed-up of slices."""
-        a = result["assumptions"]
-        text = (
+        a, numbers = result["assumptions"], ("shards", "helpers", "worker_speed", "most", "speedup")
+        heads = ["method", "devices", "shards", "helpers of each", "speed of each", "at most", "simulated"]
+        lines = [[_name(row), row["devices"], *(f"{row[key]:.3g}" for key in numbers)]
+                 for row in result["slices"]]  # fmt: skip
+        contexts = ", ".join({show.tokens(row["context"]): "" for row in result["slices"]})
+        return (
             f"Days of an epoch of {a['epoch_tokens']:.3g} tokens, {a['layers']} layers, by context:\n\n"
-            f"{days_table(result['rows'])}"
+            f"{days_table(result['rows'])}\nSpeed-up over one whole GPU, {contexts} tokens, {a['layers']} "
+            f"layers:\n\n{report.markdown_table(heads, lines, left=(0, 1))}"
         )
-        if not result["slices"]:
-            return text
-        numbers = ("shards", "helpers", "worker_speed", "most", "speedup")
-        speedups = report.markdown_table(
-            ["method", "devices", "shards", "helpers of each", "speed of each", "at most", "simulated"],
-            [
-                [_name(row), row["devices"], *(f"{row[key]:.3g}" for key in numbers)]
-                for row in result["slices"]
-            ],
-            left=(0, 1),
-        )
-        context = show.tokens(result["slices"][0]["context"])
-        return f"{text}\nSpeed-up over one whole GPU, {context} tokens, {a['layers']} layers:\n\n{speedups}"
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         yield "", draw(result["rows"], result["assumptions"]), ""
@@ -256,42 +248,20 @@ def days_table(rows: Sequence[Row]) -> str:
     return report.pivot(heads, rows, line, "context", lambda row: f"{row['days']:.3g}", show.tokens)
 
 
-def curves_of(figure: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:
-    """Days by context of each method and devices."""
-    curves: dict[tuple[str, str], dict[int, float]] = {}
-    for row in figure:
-        curves.setdefault((row["method"], row["devices"]), {})[row["context"]] = row["days"]
-    return curves
-
-
 def draw(figure: Sequence[Row], a: Row) -> Any:
     """The first table as curves over context, both axes logarithmic."""
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
     figure_, axes = report.pyplot().subplots(figsize=(10, 5))
-    curves = curves_of(figure)
-    greys = [c for c in curves if c[0].startswith("paper")]
-    for (name, devices), points in curves.items():
-        ours = OURS.get(name.partition(",")[0])
-        style: dict[str, Any]
-        if ours:
-            style = {"color": ours, "linewidth": 2.2, "linestyle": ":" if devices == "1 GPU" else "-"}
-        elif (name, devices) in greys:
-            shade = 0.15 + 0.6 * greys.index((name, devices)) / max(1, len(greys) - 1)
-            style = {"color": str(shade), "linewidth": 1.0, "linestyle": "--"}
-        else:
-            style = {"color": "black", "linewidth": 1.6, "linestyle": ":"}
-        axes.plot(*zip(*points.items(), strict=True), label=f"{name} ({devices})", marker=".", **style)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sorted({row["context"] for row in figure}))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show.tokens(int(value))))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("context, tokens")
-    axes.set_ylabel("days an epoch")
-    axes.set_title(
-        f"{a['layers']} layers, epochs of {a['epoch_tokens']:.3g} tokens: counted and simulated, not run"
-    )
+    greys = iter(("0.15", "0.3", "0.45", "0.6", "0.75"))
+    for key in dict.fromkeys((row["method"], row["devices"]) for row in figure):
+        curve = [(row["context"], row["days"]) for row in figure if (row["method"], row["devices"]) == key]
+        (name, devices), ours = key, OURS.get(key[0].partition(",")[0])
+        dash = ":" if devices == "1 GPU" else "-" if ours else "--"
+        colour = ours or (next(greys, "0.8") if name.startswith("paper") else "black")
+        axes.plot(*zip(*curve, strict=True), dash, color=colour, linewidth=2.2 if ours else 1.2, marker=".",
+                  label=f"{name} ({devices})")  # fmt: skip
+    show.ticks_of_lengths(axes, sorted({row["context"] for row in figure}))
+    what = f"{a['layers']} layers, epochs of {a['epoch_tokens']:.3g} tokens: counted and simulated, not run"
+    axes.set(yscale="log", xlabel="context, tokens", ylabel="days an epoch", title=what)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure_
 
