@@ -145,27 +145,22 @@ def ideal(row: Row, rows: Sequence[Row]) -> float:
 
 def draw(rows: Sequence[Row]) -> Any:
     """A panel a GPU: a curve for each model and work, dotted the ideal."""
-    gpus = list(dict.fromkeys(row["gpu"] for row in rows))
+    gpus, counts = list(dict.fromkeys(row["gpu"] for row in rows)), sorted({row["devices"] for row in rows})
+    works = list(dict.fromkeys((row["model"], row["tokens"], row["rows"]) for row in rows))
     figure, panels = report.pyplot().subplots(1, len(gpus), figsize=(5.5 * len(gpus), 4.6), squeeze=False,
                                               sharey=True)  # fmt: skip
     for axes, gpu in zip(panels[0], gpus, strict=True):
         mine = [row for row in rows if row["gpu"] == gpu and "seconds" in row]
-        for (model, tokens, count), colour in zip(
-            dict.fromkeys((row["model"], row["tokens"], row["rows"]) for row in rows),
-            (report.AMBER, report.ORANGE, "#56B4E9", report.BLUE, report.GREY, report.BLACK, report.PURPLE),
-            strict=False,
-        ):
+        for place, (model, tokens, count) in enumerate(works):
             curve = [(r["devices"], r["tokens_per_second"]) for r in mine
                      if (r["model"], r["tokens"], r["rows"]) == (model, tokens, count)]  # fmt: skip
             if curve:
-                name = f"{model}, {show.tokens(tokens)} × {count}"
-                style = "--" if model == "hybrid" else "-"
-                axes.plot(*zip(*curve, strict=True), style, color=colour, marker="o", label=name)
+                axes.plot(*zip(*curve, strict=True), "--" if model == "hybrid" else "-", marker="o",
+                          color=f"C{place}", label=f"{model}, {show.tokens(tokens)} × {count}")  # fmt: skip
         for model in dict.fromkeys(row["model"] for row in mine):
             line = {r["devices"]: ideal(r, rows) for r in mine if r["model"] == model}
             axes.plot(list(line), list(line.values()), ":", color="black", linewidth=0.9)
         axes.set(xscale="log", yscale="log", xlabel="GPUs", title=gpu)
-        counts = sorted({row["devices"] for row in rows})
         axes.set_xticks(counts, [f"{n:,}" for n in counts])
         axes.minorticks_off()
     panels[0][0].set_ylabel("tokens per second (planned)")

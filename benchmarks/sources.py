@@ -403,32 +403,24 @@ SHOWN: dict[str, Callable[[Sequence[Row]], str]] = {
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Figure 1: memory against context, a shade a model."""
+    """Figure 1: memory against context, a line a model, thicker the larger it is."""
     figure, axes = report.pyplot().subplots(figsize=(9, 4.8))
-    colours = {"Backprop": report.ORANGE, "Backprop, checkpointing": report.GREY, "Exact": report.BLUE}
-    for method, colour in colours.items():
+    for method, colour in zip(FIGURE_1, (report.ORANGE, report.GREY, report.BLUE), strict=True):
         for place, model in enumerate(MODELS):
-            mine = [r for r in rows if (r["model"], r["method"]) == (model, method)]
-            curve = [(r["tokens"], r["bytes"] / 1e9) for r in mine]
-            if not curve:
-                continue
-            last = model == MODELS[-1]
-            axes.plot(*zip(*curve, strict=True), color=colour, alpha=0.35 + 0.65 * place / len(MODELS),
-                      linewidth=1 + 0.3 * place, marker=".", label=method if last else None)  # fmt: skip
-            if method != "Backprop, checkpointing":
-                size = model.removeprefix("mamba-").upper()
-                axes.annotate(size, curve[-1], xytext=(5, 0), textcoords="offset points", va="center",
-                              fontsize=7.5, color=colour)  # fmt: skip
+            curve = [(r["tokens"], r["bytes"] / 1e9) for r in rows
+                     if (r["model"], r["method"]) == (model, method)]  # fmt: skip
+            label = f"{method}, {model.removeprefix('mamba-').upper()}" if model == MODELS[-1] else None
+            axes.plot(*zip(*curve, strict=True), color=colour, linewidth=0.7 + 0.5 * place, marker=".",
+                      label=label)  # fmt: skip
     limit = GPUS[GPU].memory / 1e9
-    axes.axhline(limit, color="black", linewidth=0.8, linestyle=":")
-    axes.annotate(GPU, (min(r["tokens"] for r in rows), limit), xytext=(0, 3),
-                  textcoords="offset points", fontsize=7.5)  # fmt: skip
+    axes.axhline(limit, color="black", linewidth=0.8, linestyle=":", label=GPU)
     axes.set_yscale("log")
     show.ticks_of_lengths(axes, sorted({row["tokens"] for row in rows}))
     show.plain_ticks(axes, " GB")
-    axes.set_xlabel("context, tokens")
-    axes.set_title("Memory of a training step: planned, not measured")
-    axes.legend(loc="upper left")
+    axes.set(xlabel="context, tokens", title="Memory of a training step: planned, not measured")
+    axes.legend(
+        loc="upper left", title=f"thinner: {', '.join(m.removeprefix('mamba-') for m in MODELS[:-1])}"
+    )
     return figure
 
 

@@ -19,7 +19,10 @@ are enough; `--dry-run` goes through all of it on a CPU, with tiny sizes, in a m
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import re
+import subprocess
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +42,7 @@ from benchmarks.kernels.operations import OPS
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
+DRIVER = "driver_version,power.limit,clocks.max.sm,clocks.max.memory --format=csv,noheader"
 STATES = ("error", "out_of_memory", "stopped", "missing", "under_way", "skipped")
 ENDED = ("measured", "wrong")  # what a later call does not try again
 FINE = ("measured", "missing", "out of memory")
@@ -56,14 +60,7 @@ class Gpu(Benchmark):
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add(
-            "--stages",
-            nargs="+",
-            choices=STAGES,
-            default=list("abcdef"),
-            metavar="STAGE",
-            help="among a to h",
-        )
+        add("--stages", nargs="+", choices=STAGES, default=list("abcdef"), metavar="STAGE", help="a to h")
         add("--budget-s", type=runner.count, metavar="S", help="seconds for each stage, if not its own")
         add("--dry-run", action="store_true", help="tiny sizes on the CPU")
         add("--lengths", type=runner.count, nargs="+", help="of stages g and h, if not 32K to 1M")
@@ -75,7 +72,8 @@ class Gpu(Benchmark):
         options.budgets = {name: options.budget_s or seconds for name, (_, seconds) in STAGES.items()}
         options.sizes = sizes_of(dry=options.dry_run)
         options.sizes.curve = sorted(set(options.lengths or options.sizes.curve))
-        options.deadlines = {}
+        options.deadlines, asked = {}, f"nvidia-smi --query-gpu={DRIVER} --id=0"
+        options.driver = None if options.dry_run else subprocess.getoutput(asked)
 
     def stem(self, options: argparse.Namespace) -> str:
         name = "dry run" if options.dry_run else torch.cuda.get_device_name().lower()
@@ -85,8 +83,8 @@ class Gpu(Benchmark):
         return report.environment("flash-linear-attention", "fla-core", "liger-kernel", "pytest")
 
     def payload(self, options: argparse.Namespace, found: Found) -> Row:
-        return {"cuda": torch.version.cuda, "hardware": cuda_devices(), "model": options.sizes.model,
-                "budgets": options.budgets}  # fmt: skip
+        return {"cuda": torch.version.cuda, "driver": options.driver, "hardware": cuda_devices(),
+                "model": options.sizes.model, "budgets": options.budgets}  # fmt: skip
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         """Those of every stage, as the results show what other calls found."""
@@ -193,12 +191,18 @@ def shares(point: Point, result: Point, rates: roof.Rates | None) -> Row:
             found[f"{name}_of_roof"] = 1e3 * least / result[f"{name}_ms"]
         return found
     if point["kind"] == "step" and "tokens_per_second" in result:
-        model = StackModel(StackConfig(**point["model"]))
-        flops = 3 * (model.head_flops + sum(layer.flops for layer in model.layers))
+        flops = _flops(json.dumps(point["model"]))
         sheet = peak_flops(point["precision"], torch.device(point["device"]))
         known = {"mfu": rates and rates["matmul_flops"], "mfu_of_data_sheet": sheet}
         return {name: flops * result["tokens_per_second"] / rate for name, rate in known.items() if rate}
     return {}
+
+
+@functools.cache
+def _flops(model: str) -> float:
+    """Per token of a step, forward and backward."""
+    sized = StackModel(StackConfig(**json.loads(model)))
+    return 3 * (sized.head_flops + sum(layer.flops for layer in sized.layers))
 
 
 def table(rows: Sequence[Row]) -> str:
