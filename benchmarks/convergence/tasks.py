@@ -138,31 +138,23 @@ class RecallData:
         """On held-out sequences, the same for every seed: the mean loss in nats a question, and by distance
         the share answered rightly and the number of questions."""
         held_out = questions(np.random.default_rng([2]), HELD_OUT_SEQUENCES, self.seqlen, self.distances)
-        loss, right = 0.0, {d: [0, 0] for d in self.distances}
-        for first in range(0, HELD_OUT_SEQUENCES, 32):
-            part = slice(first, first + 32)
-            logits = model(held_out.ids[part]).logits[:, :-1]
-            target, distance = held_out.labels[part, 1:], held_out.distance[part, :-1]
-            asked = target != IGNORE_INDEX
-            loss += float(
-                torch.nn.functional.cross_entropy(logits[asked], target[asked], reduction="sum").double()
-            )
-            correct = logits.argmax(-1) == target
-            for d, count in right.items():
-                count[0] += int(correct[distance == d].sum())
-                count[1] += int((distance == d).sum())
+        logits = torch.cat([model(ids).logits[:, :-1] for ids in held_out.ids.split(32)])
+        target, distance = held_out.labels[:, 1:], held_out.distance[:, :-1]
+        asked, right = target != IGNORE_INDEX, logits.argmax(-1) == target
+        loss = torch.nn.functional.cross_entropy(logits[asked].double(), target[asked])
+        found = {str(d): right[distance == d].double() for d in self.distances}
         return {
-            "held_out": loss / sum(n for _, n in right.values()),
-            "accuracy": {str(d): hit / n if n else None for d, (hit, n) in right.items()},
-            "questions": {str(d): n for d, (_, n) in right.items()},
+            "held_out": loss.item(),
+            "accuracy": {d: hits.mean().item() if len(hits) else None for d, hits in found.items()},
+            "questions": {d: len(hits) for d, hits in found.items()},
         }
 
 
 class TextData:
     """Batches of the text that the default configuration trains on, as bytes."""
 
-    def __init__(self, seqlen: int, batch: int, seed: int, path: str | None = None) -> None:
-        config = DataConfig(path=path, seqlen=seqlen, batch=batch, eval_tokens=HELD_OUT_TOKENS)
+    def __init__(self, seqlen: int, batch: int, seed: int) -> None:
+        config = DataConfig(seqlen=seqlen, batch=batch, eval_tokens=HELD_OUT_TOKENS)
         self.data = open_data(config, seed=seed)
         self.vocab_size = self.data.tokenizer.vocab_size
 
