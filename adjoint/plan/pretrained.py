@@ -174,18 +174,12 @@ class PretrainedModel(Model):
         """As `Model`'s.
 
         Raises:
-            UserError: the method is not for transformers models, or a sequence with keys and values would be
-                dealt out to several workers.
+            UserError: the method is not for transformers models.
         """
         try:
             check_method(method)
         except ValueError as error:
             raise UserError(f"method.name: {error}") from None
-        if layout.sequence > 1 and any(layer.grown for layer in self.layers):
-            raise UserError(
-                "cluster.sequence: this model has attention, whose keys and values stay with one worker; "
-                "use --cluster.shards instead"
-            )
         batch, seqlen = size
         chunk = layout.at_most(chunk_size_for(batch, machine.kind), seqlen)
         return scheme_of(method, batch, seqlen, machine.kind, chunk_size=chunk)

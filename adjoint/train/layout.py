@@ -127,6 +127,7 @@ class Layout:
             )
         mixers = (MIXERS.get(kind, Mixer) for kind in getattr(model, "mixers", ()))
         attends = any(mixer.attended_channels(model) for mixer in mixers)
+        attends |= any(slot.grows is not None for slot in getattr(model, "slots", ()))
         if attends and (self.helpers or self.sequence > 1):
             raise UserError(
                 f"cluster.{'helpers' if self.helpers else 'sequence'}: this model has attention, "

@@ -41,6 +41,9 @@ def test_shards_are_one_process(name: str, options: dict[str, Any], replicas: in
     with float64_throughout():
         model = make(name, **options)
         found = examine(model, batches[0][:1, :13])
+        if options == HYBRID:
+            with pytest.raises(UserError, match=r"cluster\.sequence: .* keys and values stay with one"):
+                Layout(1, 2).check(found, method)
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
         shards = make_shards(found, Layout(3, replicas=replicas), method, TRAINING)
         for shard in shards:

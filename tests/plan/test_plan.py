@@ -453,7 +453,7 @@ def test_a_plan_of_a_folder(folders: dict[str, str], capsys: pytest.CaptureFixtu
         ("plan --method.name truncated --method.window auto", "a window in tokens"),
         ("plan --measure", "--measure: times layers of a Stack"),
         ("plan --cluster.shards 1 --cluster.sequence 2", "keys and values stay with one worker"),
-        ("plan --cluster.shards 2 --cluster.helpers 1", "has no tasks to share"),
+        ("plan --cluster.shards 2 --cluster.helpers 1", "cluster.helpers: this model has attention"),
         ("plan --device-memory 1MB", "what fits:"),
         ("plan --model.d_model 64", "model.from_pretrained has its own"),
         ("sweep --out nowhere", "a sweep compares methods on a Stack"),
