@@ -75,8 +75,8 @@ class Batch:
         )
 
     def share(self, replica: int, replicas: int, device: torch.device) -> Batch:
-        """One replica's rows, moved to `device`: consecutive, as even a split as possible, perhaps none. The
-        divisor stays the whole batch's, so that replicas' gradients can be summed."""
+        """One replica's rows on `device`, without states: consecutive, split as evenly as possible.
+        The divisor stays the whole batch's, so that replicas' gradients can be summed."""
 
         def own(t: Tensor) -> Tensor:
             return t.tensor_split(replicas)[replica].to(device)
@@ -86,6 +86,7 @@ class Batch:
             ids=own(self.ids),
             targets=own(self.targets),
             seq_idx=None if self.seq_idx is None else own(self.seq_idx),
+            states=(),
             inputs={name: own(given) for name, given in self.inputs.items()},
         )
 
