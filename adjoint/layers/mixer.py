@@ -131,14 +131,6 @@ def make_mixer(config: StackConfig, layer: int) -> nn.Module:
     return mixer
 
 
-def has_state(config: StackConfig, layer: int) -> bool:
-    """Whether layer `layer` has a state: one of a user's own may have none."""
-    if config.mixers[layer] in MIXERS:
-        return True
-    with torch.device("meta"):
-        return bool(make_mixer(config, layer).grows)
-
-
 def reach_of(config: StackConfig) -> int:
     """The largest `Mixer.reach` of a stack's layers."""
     return max(MIXERS.get(kind, Mixer).reach(config) for kind in config.mixers)

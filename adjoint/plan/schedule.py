@@ -7,10 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from adjoint.engine.grid import Grid, Scheme, make_grid
 from adjoint.engine.program import BUFFERS, CAPACITY, Owners, Plan, plan, shared
-from adjoint.layers import StackConfig
-from adjoint.layers.mixer import has_state, reach_of
+from adjoint.layers import MIXERS, StackConfig
+from adjoint.layers.mixer import make_mixer, reach_of
 
 
 def owners_of(model: Any, spans: Sequence[range], sequence: int) -> Owners:
@@ -35,9 +37,17 @@ def grid_of(
     """
     if not isinstance(model, StackConfig):
         return make_grid(scheme, seqlen, [True] * len(owners.shards), 0, owners.shards, costs=costs)
-    stateful = [False, *(has_state(model, k) for k in range(model.n_layer)), False]
+    stateful = [False, *(_has_state(model, k) for k in range(model.n_layer)), False]
     segments = range(model.n_layer + 2) if helpers else owners.shards
     return make_grid(scheme, seqlen, stateful, reach_of(model), tuple(segments), windows, costs)
+
+
+def _has_state(config: StackConfig, layer: int) -> bool:
+    """Whether a layer has a state: one of a user's own may have none."""
+    if config.mixers[layer] in MIXERS:
+        return True
+    with torch.device("meta"):
+        return bool(make_mixer(config, layer).grows)
 
 
 def forward_plan(grid: Grid, owners: Owners) -> Plan:
