@@ -22,7 +22,8 @@ def size_bytes(text: str) -> float:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the memory of the machine or of a GPU is full."""
-    told = r"out of memory|can(no|')t allocate memory|bad_alloc|ALLOC_FAILED"
+    # the last is how oneDNN says it
+    told = r"out of memory|can(no|')t allocate memory|bad_alloc|ALLOC_FAILED|could not create a primitive$"
     words = re.search(told, str(error), re.IGNORECASE)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and words is not None)
 

@@ -38,6 +38,7 @@ FULL = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to 
         (OSError(28, "No space left on device", "runs/x"), 2, "error: runs/x: No space left"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, "--method.chunk_size"),
         (RuntimeError(FULL), 2, "--method.chunk_size"),
+        (RuntimeError("could not create a primitive"), 2, "--method.chunk_size"),
         (ModuleNotFoundError("No module named 'x'", name="x"), 2, "pip install x"),
         (RuntimeError("a bug"), None, ""),
         (ValueError("a bug"), None, ""),

@@ -86,6 +86,7 @@ def _limit(size: float, device: torch.device) -> None:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), device)
         return
+    torch.ones(1 << 20).sum()  # starts the threads, whose stacks are none of the model's memory
     with contextlib.suppress(ImportError, KeyError, OSError, ValueError):  # not Linux
         import resource
 
