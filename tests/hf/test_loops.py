@@ -225,7 +225,9 @@ TRL: dict[str, tuple[str, str, Columns, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("what", TRL)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow if what == "GRPO" else ()) for what in TRL]
+)
 def test_trl(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step of a wrapped model runs by chunks, and nothing that a trainer does between steps is taken for
     another model."""

@@ -234,6 +234,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", CALLS)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_the_forms_of_a_call(name: str, what: str) -> None:
