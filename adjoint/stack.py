@@ -220,7 +220,7 @@ class Stack(nn.Module):
 
         Raises:
             ValueError: an id or label is out of range, or a shape does not fit; cu_seqlens does not rise
-                from 0 to the number of tokens.
+                from 0 to the number of tokens; a method other than Backprop meets no labels, with gradients.
         """
         self._check(input_ids, labels)
         seq_idx = document_numbers(input_ids, seq_idx, cu_seqlens)
@@ -233,21 +233,24 @@ class Stack(nn.Module):
             raise ValueError(f"state must have {self.config.n_layer} entries, 1 per layer; got {len(state)}")
         states = self.initial_state(input_ids.shape[0]) if state is None else state
         output, plain = StackOutput(), method is None or method.name == "backprop"
-        if (plain or labels is None) and torch.is_grad_enabled() and is_sharded(self):
+        if labels is None and not plain and torch.is_grad_enabled():
+            raise ValueError(f"{method} runs the backward of a loss: give labels, or leave method out")
+        if plain and torch.is_grad_enabled() and is_sharded(self):
             reduce_at_once(self)
-        if labels is None:
-            y, final = self._hidden(input_ids, states, seq_idx)
-            output.logits = self.logits(y)
-        elif plain:
-            batch = Batch.of(input_ids, labels, seq_idx)
-            y, final = self._hidden(input_ids, states, seq_idx, method is not None and method.checkpoint)
-            output.loss = self.head_loss(y, batch.targets) / batch.divisor
+        if plain or labels is None:
+            y, final = self._hidden(input_ids, states, seq_idx, getattr(method, "checkpoint", False))
+            if labels is not None:
+                batch = Batch.of(input_ids, labels, seq_idx)
+                output.loss = self.head_loss(y, batch.targets) / batch.divisor
         else:
             batch = Batch.of(input_ids, labels, seq_idx, self.stage_states(states))
             output.loss, final, output.windows = self._by_chunks(batch, method)
-        if labels is not None and return_logits:
+            if return_logits:
+                with torch.no_grad():
+                    y = self._hidden(input_ids, states, seq_idx)[0]
+        if labels is None or return_logits:
             with torch.set_grad_enabled(torch.is_grad_enabled() and plain):
-                output.logits = self.logits(self._hidden(input_ids, states, seq_idx)[0])
+                output.logits = self.logits(y)
         if return_state:
             output.state = final
         return output

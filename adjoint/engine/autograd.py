@@ -163,7 +163,8 @@ class Steps:
         worker, ids = self.worker, self.batch.ids
         size = worker.grid.tokens(0)
         known = budget.of_model(self.parameters)
-        kind = len(ids), size, ids.device, worker.narrow, worker.autocast, self.scheme.recompute
+        trained = tuple(p.requires_grad for p in self.parameters)
+        kind = len(ids), size, ids.device, worker.narrow, worker.autocast, self.scheme.recompute, trained
         if kind not in known:
             devices = [ids.device] if ids.is_cuda else []
             with torch.random.fork_rng(devices), budget.LiveBytes() as live:
