@@ -38,7 +38,9 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
     if not run.dir:
         return _new_folder(run.name or "default"), checkpoint
     if any((Path(run.dir) / name).exists() for name in _CONTENTS):
-        raise UserError(f"run.dir {run.dir}: holds another run; --resume auto, or another --run.dir")
+        raise UserError(
+            f"run.dir {run.dir}: holds another run; continue it with --resume auto, or name another --run.dir"
+        )
     return RunFolder(Path(run.dir)), checkpoint
 
 
