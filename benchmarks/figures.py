@@ -135,5 +135,5 @@ FIGURES = [
            ("plan/count.py", "plan/memory.py", "loss.py", "layers/*.py")),
     Figure("docs/paper.md", Fleet(), "", "--devices 8 --models mamba-1.27b --gpus h100",
            (*PROGRAMS, "plan/estimate.py", "plan/memory.py")),
-    Figure("no document", MiniSequence(), "", "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),
+    Figure("docs/method.md", MiniSequence(), "", "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),
 ]  # fmt: skip

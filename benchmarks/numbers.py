@@ -287,6 +287,9 @@ WORDS: dict[str, list[Words]] = {
         Words("can reach at most {:.1f} of 56", lambda: [1 / (1 / 3 / 8 + 2 / 3 / 56)]),
     ],
     "method.md": [
+        Words("take {:.1f} GB at 16,384 tokens by `MiniSequence`, where they take {:.1f} GB at 8,192 tokens",
+              lambda: [row("mini_sequence", method=method, tokens=tokens)["bytes"] / 1e9
+                       for method, tokens in (("mini-sequence", 16384), ("plain", 8192))]),
         Words("an edge is {:.1f} MB", lambda: [A_LAYER / 1e6]),
         Words("store {:.1f} GB of edges", lambda: [A_LAYER * 2**20 / 8192 / 1e9]),
         Words("per token and layer, {:.1f} TB each", lambda: [4096 * 4 * 48 * 2**20 / 1e12]),
