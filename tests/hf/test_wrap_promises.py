@@ -353,9 +353,7 @@ CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
     "logits_to_keep is not an input that can be split into chunks: Exact and Truncated give logits beside a "
     "loss under torch.no_grad()": {"logits_to_keep": 3},
     "an attention_mask (dict) is not understood": {"attention_mask": {"full_attention": None}},
-    "an attention_mask (of 4 dimensions) is not understood": {
-        "attention_mask": torch.ones(2, 1, 29, 29).tril()
-    },
+    "an attention_mask (of 4 dimensions) is not understood": {"attention_mask": FOUR},
     "attention_mask has values other than 0 and 1": {"attention_mask": 2 * MASK},
     "zeros between ones": {"attention_mask": INSIDE},
     "labels count padded tokens, or a first one that padding precedes: set them to -100 where attention_mask "
