@@ -95,7 +95,8 @@ def gpu_of(here: Place) -> int:
         UserError: this machine has fewer GPUs than processes.
     """
     count = torch.cuda.device_count()
-    if 1 < count <= here.local:
+    started = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # by torchrun; srun does not say
+    if started > count or 1 < count <= here.local:
         raise UserError(
             f"training.device: {count} GPUs here, and more processes; start {count} with --nproc-per-node"
         )

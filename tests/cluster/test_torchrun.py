@@ -100,3 +100,10 @@ def test_a_process_takes_the_gpu_of_its_number_or_the_only_one_it_sees(
     refused = pytest.raises(UserError, match="2 GPUs here, and more processes; start 2")
     with contextlib.nullcontext() if found is not None else refused:
         assert gpu_of(Place(local, 4, local)) == found
+
+
+def test_processes_of_torchrun_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="1 GPUs here, and more processes; start 1"):
+        gpu_of(Place(0, 2, 0))
