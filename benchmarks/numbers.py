@@ -58,7 +58,8 @@ class Words(NamedTuple):
         return [format(value, form or "") for value, form in zip(self.values(), formats, strict=True)]
 
 
-DATED = ("decisions.md", "slow_tests.md", "versions.md")
+# Pages of what was so on a day, or of what others measured.
+DATED = ("comparison.md", "decisions.md", "slow_tests.md", "versions.md")
 
 
 def pages() -> list[Path]:

@@ -1,32 +1,78 @@
-"""The hooks of mkdocs.yml: the README is the first page; links out of docs/ become the paths they lead to."""
+"""The hooks of mkdocs.yml: the README is the first page; files of the repository that pages link to become
+pages too."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s:#]+)(#[^)]*)?\)")
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".ipynb": "json", ".json": "json"}
+LONGEST = 40_000  # characters of a file that is shown as a page: results in numbers are longer
 
 
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
-    text = re.sub(r"\]\(docs/", "](", (ROOT / "README.md").read_text())
-    files.append(File.generated(config, "index.md", content=text))
+    first = re.sub(r"\]\(docs/", "](", (ROOT / "README.md").read_text())
+    files.append(File.generated(config, "index.md", content=first))
+    pages = [ROOT / "README.md", *DOCS.glob("*.md")]
+    for path in sorted({path for page in pages for path in linked(page) if is_shown(path)}):
+        text = path.read_text()
+        if path.suffix != ".md":
+            # a fence longer than any inside
+            text = f"# {path.name}\n\n`````{LANGUAGES.get(path.suffix, 'text')}\n{text}\n`````\n"
+        files.append(File.generated(config, place(path), content=text))
     return files
 
 
+def linked(page: Path) -> list[Path]:
+    """What the links of a page lead to, outside of docs/."""
+    targets = [(page.parent / link[2]).resolve() for link in LINK.finditer(page.read_text())]
+    return [t for t in targets if t.is_relative_to(ROOT) and not t.is_relative_to(DOCS)]
+
+
+def is_shown(path: Path) -> bool:
+    return path.is_file() and path.name != "README.md" and path.stat().st_size <= LONGEST
+
+
+def place(path: Path) -> str:
+    """Of a file of the repository, in the site's sources."""
+    name = path.relative_to(ROOT).as_posix()
+    return f"files/{name}" if path.suffix == ".md" else f"files/{name}.md"
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """A link to a file that is no page: its words, and its path from the top of the repository."""
-    folder = ROOT if page.file.src_uri == "index.md" else ROOT / "docs"
+    """Links out of docs/ lead to the file's page; folders and long files have none, and are named by their
+    paths."""
+    source = page.file.src_uri
+    if source.startswith("files/"):  # links are from the folder of the file that it shows
+        file = ROOT / source.removeprefix("files/")
+        if not file.exists():  # code, shown as it is
+            return markdown
+        folder = file.parent
+    else:
+        folder = ROOT if source == "index.md" else DOCS
 
     def shown(link: re.Match[str]) -> str:
-        words, path = link[1], (folder / link[2]).resolve()
-        if (ROOT / "docs" / link[2]).exists() or not path.is_relative_to(ROOT):
+        words, path, anchor = link[1], (folder / link[2]).resolve(), link[3] or ""
+        if (DOCS / link[2]).exists() and source == "index.md":  # on_files has put the README beside them
             return link[0]
-        place = f"`{path.relative_to(ROOT)}`"
-        return place if words.strip("`") in place else f"{words} ({place})"
+        if path.is_relative_to(DOCS):
+            target = path.relative_to(DOCS).as_posix()
+        elif path == ROOT / "README.md":
+            target = "index.md"
+        elif path.is_relative_to(ROOT) and is_shown(path):
+            target = place(path)
+        elif path.is_relative_to(ROOT):
+            name = f"`{path.relative_to(ROOT).as_posix()}`"
+            return name if words.strip("`") in name else f"{words} ({name})"
+        else:
+            return link[0]
+        return f"[{words}]({os.path.relpath(target, Path(source).parent)}{anchor})"
 
     return LINK.sub(shown, markdown)
