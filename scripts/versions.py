@@ -26,13 +26,21 @@ DATA = ("-k", "not parquet and not zst and not datasets", *PLAIN)  # pyarrow nee
 ALL = ("-k", "not triton_compile or keeps_its_layout", *PLAIN, WRAPPED, COMPILED)
 
 
+COMPUTED = (
+    "tests/kernels/test_operations.py",
+    "tests/kernels/test_operators.py",
+    "tests/kernels/test_norm.py",
+)
+
+
 class Row(NamedTuple):
-    """Tests, as arguments of pytest, under packages of other versions; `python`: of an environment of its
-    own, the pinned one without."""
+    """Tests, as arguments of pytest, under packages of other versions or with variables of the environment
+    set; `python`: of an environment of its own, the pinned one without."""
 
     tests: tuple[str, ...]
     packages: tuple[str, ...] = ()
     python: str = ""
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 ROWS = {
@@ -44,6 +52,11 @@ ROWS = {
     ),
     "triton-3.9": Row(KERNELS, ("triton==3.9.0",)),
     "transformers-5.21": Row(MODELS, ("transformers==5.21.0",)),
+    # the compiled kernels for other processors; aarch64 by qemu (tests/kernels/emulated.py)
+    "x86-64-v2": Row(COMPUTED, environment=(("ADJOINT_MARCH", "x86-64-v2"),)),
+    "x86-64-v3": Row(COMPUTED, environment=(("ADJOINT_MARCH", "x86-64-v3"),)),
+    "x86-64-v4": Row(COMPUTED, environment=(("ADJOINT_MARCH", "x86-64-v4"),)),
+    "aarch64": Row(("-k", "cpu", COMPUTED[0]), environment=(("ADJOINT_EMULATE", "aarch64"),)),
     "python-3.12": Row(ALL, (), "3.12"),
     "python-3.13": Row(ALL, (), "3.13"),
     "torch-2.11": Row(ALL, ("torch==2.11.0", "triton==3.6.0", "setuptools==81.0.0"), "3.11"),
@@ -54,6 +67,8 @@ ROWS = {
 def run_row(name: str) -> list[str] | None:
     """What the record says of a row; None if it did not pass, or there is no such Python here."""
     row, folder = ROWS[name], PLACE / name
+    if row.environment:
+        return run(row.tests, **dict(row.environment))
     stamp = folder / " ".join(["ready", row.python, *row.packages]).replace("/", " ")
     cache = str(folder / "cache")
     if row.python:

@@ -4,6 +4,7 @@ exact as the hardware."""
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import emulated
 from tests.kernels.helpers import INTERPRETED
+
+if processor := os.environ.get("ADJOINT_EMULATE"):
+    emulated.install(processor)
 
 if INTERPRETED and importlib.util.find_spec("triton") is not None:
     from triton.runtime import interpreter

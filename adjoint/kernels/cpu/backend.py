@@ -1,6 +1,7 @@
 """The compiled CPU backend: float32 and float64, all cores, the same pairs of functions as `reference`."""
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from adjoint.kernels import reference
 from adjoint.kernels.cpu import build as cpu_build
 
-LANE_BYTES = 64
+ALIGNMENT = 64  # of a cache line, and of the widest vector
 ELEMENTS_A_THREAD = 1 << 17  # about a tenth of a millisecond
 _I64 = ctypes.c_int64
 _PTR = ctypes.c_void_p
@@ -74,17 +75,27 @@ class _DeltaArgs(ctypes.Structure):  # mirrors DeltaArgs in delta.cpp
     ]
 
 
-def _call(name: str, dtype: torch.dtype, args: ctypes.Structure, *flags: int) -> None:
+def _library() -> ctypes.CDLL:
     library, reason = cpu_build.load()
     if library is None:
         raise ValueError(f"backend 'cpu' is not usable: {reason}")
+    return library
+
+
+def _call(name: str, dtype: torch.dtype, args: ctypes.Structure, *flags: int) -> None:
     suffix = {torch.float32: "f32", torch.float64: "f64"}[dtype]
-    function = getattr(library, f"adjoint_{name}_{suffix}")
+    function = getattr(_library(), f"adjoint_{name}_{suffix}")
     function(ctypes.byref(args), *(ctypes.c_int(flag) for flag in flags))
 
 
+@functools.cache
+def _vector_bytes() -> int:
+    return int(_library().adjoint_vector_bytes())
+
+
 def _lanes(dtype: torch.dtype) -> int:
-    return LANE_BYTES // dtype.itemsize
+    """Channels in a vector."""
+    return _vector_bytes() // dtype.itemsize
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -100,9 +111,9 @@ def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     numel = 1
     for n in shape:
         numel *= n
-    lanes = _lanes(dtype)
-    storage = torch.empty(numel + lanes, dtype=dtype, device="cpu")  # whatever the default device is
-    offset = -storage.data_ptr() % LANE_BYTES // dtype.itemsize
+    spare = ALIGNMENT // dtype.itemsize
+    storage = torch.empty(numel + spare, dtype=dtype, device="cpu")  # whatever the default device is
+    offset = -storage.data_ptr() % ALIGNMENT // dtype.itemsize
     return storage[offset : offset + numel].view(shape)
 
 

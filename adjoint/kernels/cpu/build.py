@@ -36,26 +36,47 @@ def compiler() -> str | None:
     return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
+# What a processor must have to run code for one of these targets, as /proc/cpuinfo names it.
+LEVELS = {
+    "x86-64-v2": {"ssse3", "sse4_1", "sse4_2", "popcnt"},
+    "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"},
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+}
+
+
+def march() -> str:
+    """The target that the kernels are compiled for: $ADJOINT_MARCH, as -march of the compiler takes it; by
+    default the processor at hand."""
+    return os.environ.get("ADJOINT_MARCH") or "native"
+
+
 def _machine_flags() -> tuple[str, ...]:
-    return ("-mcpu=native",) if platform.machine() in ("arm64", "aarch64") else ("-march=native",)
+    arm = platform.machine() in ("arm64", "aarch64")
+    return ("-mcpu=native",) if arm and march() == "native" else (f"-march={march()}",)
 
 
-def _cpu_features() -> bytes:
-    """What -march=native depends on: a cache directory may be shared by different machines."""
+def _features() -> list[str]:
+    """Lines of /proc/cpuinfo that say which processor this is and what it can do."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return "".join(
-            sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
-        ).encode()
     except OSError:
-        return platform.processor().encode()
+        return [platform.processor()]
+    return sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+
+
+def _lacks() -> set[str]:
+    """What this processor lacks of the target, as far as is known: code for it would be killed."""
+    have = " ".join(_features()).split()
+    return LEVELS.get(march(), set()) - set(have) if have[:1] != [platform.processor()] else set()
 
 
 def _build(cxx: str, openmp: bool = True) -> Path:
     here = Path(__file__).parent
     flags = (*FLAGS, *_machine_flags(), *(["-fopenmp"] if openmp else []))
     version = subprocess.run([cxx, "--version"], capture_output=True, check=True).stdout
-    key = hashlib.sha256(version + " ".join(flags).encode() + _cpu_features())
+    key = hashlib.sha256(version + " ".join(flags).encode())
+    if march() == "native":  # a cache folder may be shared by different machines
+        key.update("".join(_features()).encode())
     for name in (*SOURCES, *HEADERS):
         key.update((here / name).read_bytes())
     target = cache_dir() / f"adjoint-{key.hexdigest()[:16]}.so"
@@ -94,6 +115,8 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     cxx = compiler()
     if cxx is None:
         return None, "no C++ compiler found (install g++ or clang++, or set CXX)"
+    if lacks := _lacks():
+        return None, f"ADJOINT_MARCH={march()}, and this processor has no {', '.join(sorted(lacks))}"
     try:
         path = _build(cxx)
         return ctypes.CDLL(str(path)), f"{path}"

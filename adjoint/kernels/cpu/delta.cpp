@@ -65,7 +65,8 @@ template <class T, int SIGN, bool ADD>
 ALWAYS_INLINE void product_rows(Left<T> a, Matrix<T> b, Matrix<T> c, int64_t i, int64_t begin, int64_t end) {
   constexpr int L = Vec<T>::L;
   int64_t j = 0;
-  for (; j + 4 * L <= c.width; j += 4 * L) product_tile<T, 4, SIGN, ADD>(a, b, c, i, j, begin, end);
+  if (REGISTERS > 16)  // else the sums of 4 x 4 vectors do not fit
+    for (; j + 4 * L <= c.width; j += 4 * L) product_tile<T, 4, SIGN, ADD>(a, b, c, i, j, begin, end);
   for (; j + 2 * L <= c.width; j += 2 * L) product_tile<T, 2, SIGN, ADD>(a, b, c, i, j, begin, end);
   for (; j < c.width; j += L) product_tile<T, 1, SIGN, ADD>(a, b, c, i, j, begin, end);
 }
@@ -94,7 +95,7 @@ template <class T> ALWAYS_INLINE T dot(const T* a, const T* b, int64_t width) {
 int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 template <class T> class Delta {
-  static constexpr int L = Vec<T>::L;
+  static constexpr int L = Vec<T>::L, WHOLE = L > ROWS ? L : ROWS;  // tokens and channels come in such numbers
   const DeltaArgs& s;
   const int64_t K, W, slots;  // d_k and d_v in whole vectors; blocks' states that are saved
   std::vector<V<T>> memory;
@@ -119,7 +120,7 @@ template <class T> class Delta {
 
  public:
   explicit Delta(const DeltaArgs& args)
-      : s(args), K(padded(args.d_k, L)), W(padded(args.d_v, L)), slots((args.seqlen + BLOCK - 1) / BLOCK),
+      : s(args), K(padded(args.d_k, WHOLE)), W(padded(args.d_v, WHOLE)), slots((args.seqlen + BLOCK - 1) / BLOCK),
         memory(needed() / L + 1) {
     free = (T*)memory.data();
     for (auto m : {&q, &k, &dq, &dk, &wide}) *m = take(BLOCK, K);
@@ -211,7 +212,7 @@ template <class T> class Delta {
   }
   // Inputs of the block and the decays inside it.
   void read() {
-    rows = padded(n, L);
+    rows = padded(n, WHOLE);
     for (auto m : {&kT, &NT, &kk, &P, &E, &Low, &dP, &dL}) m->width = rows;
     read_rows(s.q, s.d_k, q);
     read_rows(s.k, s.d_k, k);
@@ -322,7 +323,7 @@ template <class T> class Delta {
   void pairs() {
     for (int64_t i = 0; i < rows; i++) {
       V<T> row{}, beta_sum{};
-      for (int64_t j = 0; j <= i; j += L) {
+      for (int64_t j = 0; j < padded(i + 1, WHOLE); j += L) {  // as far as products of lower triangles read
         const V<T> p = load<T>(dP.row(i) + j, L), e = load<T>(E.row(i) + j, L), low = load<T>(Low.row(i) + j, L);
         VI<T> lane;
         for (int x = 0; x < L; x++) lane[x] = x;

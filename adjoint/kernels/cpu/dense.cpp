@@ -19,7 +19,7 @@ constexpr int64_t AHEAD = 8;  // tokens that matrices are fetched ahead of their
 
 template <class T, int FIXED> struct Dense {
   // A row of a matrix in K vectors; FIXED 0 is any d_state, in plain loops.
-  static constexpr int BYTES = FIXED * sizeof(T) < 64 ? (FIXED ? FIXED * sizeof(T) : 64) : 64;
+  static constexpr int BYTES = FIXED && FIXED * sizeof(T) < VECTOR_BYTES ? FIXED * sizeof(T) : VECTOR_BYTES;
   static constexpr int L = BYTES / sizeof(T), K = FIXED ? FIXED / L : 1;
   typedef T R __attribute__((vector_size(BYTES)));
 
@@ -61,7 +61,7 @@ template <class T, int FIXED> struct Dense {
   T* product_of(int64_t i) const { return (T*)s.da + i * states() * states(); }  // M of stretch i, dense in dA
   struct Rows {  // zeroed scratch on a vector's boundary
     std::vector<V<T>> memory;
-    explicit Rows(int64_t numel) : memory((numel * sizeof(T) + 63) / 64) {}
+    explicit Rows(int64_t numel) : memory(numel / Vec<T>::L + 1) {}
     T* data() { return (T*)memory.data(); }
   };
   static ALWAYS_INLINE R load_row(const T* p) {
@@ -133,7 +133,7 @@ template <class T, int FIXED> struct Dense {
   }
 
   void backward() {
-    if (W > 1) prefix.reset(new V<T>[(s.batch * s.seqlen * states() * sizeof(T) + 63) / 64]);
+    if (W > 1) prefix.reset(new V<T>[s.batch * s.seqlen * states() / Vec<T>::L + 1]);
     const int64_t all = s.batch * blocks, pieces = s.threads == 1 ? 1 : 8 * s.threads;
     Phase phase[4];
     parallel(s.threads, [&](int64_t) {

@@ -1,26 +1,39 @@
-// One 512-bit vector of channels ("lanes") and the three functions the scans need on it.
-// GCC/Clang vector extensions: the compiler lowers them to AVX-512, AVX2 or NEON. The exponential alone has an AVX-512 form of its own.
+// One vector of channels ("lanes"), as wide as the target's registers, and the three functions the scans need on it.
+// GCC/Clang vector extensions: the compiler lowers them to AVX-512, AVX2, SSE or NEON. Wider ones than the registers
+// would work, but GCC lowers their comparisons and selections one element at a time. Rounding and scaling in the
+// exponential have forms of their own where the target has instructions for them.
 #pragma once
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
-#ifdef __AVX512F__
+#ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int VECTOR_BYTES = 32, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int VECTOR_BYTES = 16, REGISTERS = 32;
+#else
+constexpr int VECTOR_BYTES = 16, REGISTERS = 16;
+#endif
 
 template <class T> struct Bits;
 template <> struct Bits<float> { typedef int32_t Int; };
 template <> struct Bits<double> { typedef int64_t Int; };
 
 template <class T> struct Vec {
-  static constexpr int L = 64 / sizeof(T);
-  typedef T V __attribute__((vector_size(64)));
-  typedef typename Bits<T>::Int I __attribute__((vector_size(64)));
+  static constexpr int L = VECTOR_BYTES / sizeof(T);
+  typedef T V __attribute__((vector_size(VECTOR_BYTES)));
+  typedef typename Bits<T>::Int I __attribute__((vector_size(VECTOR_BYTES)));
 };
 template <class T> using V = typename Vec<T>::V;
 template <class T> using VI = typename Vec<T>::I;
@@ -30,33 +43,34 @@ template <class T> ALWAYS_INLINE V<T> splat(T x) { return x - V<T>{}; }
 // Channels past `width` (the tail of d_inner) read as zero and are never written.
 template <class T> ALWAYS_INLINE V<T> load(const T* p, int width) {
   V<T> v{};
-  if (width == Vec<T>::L) std::memcpy(&v, p, 64);
+  if (width == Vec<T>::L) std::memcpy(&v, p, VECTOR_BYTES);
   else std::memcpy(&v, p, width * sizeof(T));
   return v;
 }
 template <class T> ALWAYS_INLINE void store(T* p, V<T> v, int width) {
-  if (width == Vec<T>::L) std::memcpy(p, &v, 64);
+  if (width == Vec<T>::L) std::memcpy(p, &v, VECTOR_BYTES);
   else std::memcpy(p, &v, width * sizeof(T));
 }
 // Halving sums: a serial one would cost as much as the arithmetic it follows.
-ALWAYS_INLINE float lane_sum(V<float> v) {
-  typedef float V8 __attribute__((vector_size(32)));
-  typedef float V4 __attribute__((vector_size(16)));
-  V8 a[2];
-  std::memcpy(a, &v, 64);
-  a[0] += a[1];
-  V4 b[2];
-  std::memcpy(b, a, 32);
-  b[0] += b[1];
-  return (b[0][0] + b[0][2]) + (b[0][1] + b[0][3]);
-}
-ALWAYS_INLINE double lane_sum(V<double> v) {
-  typedef double V4 __attribute__((vector_size(32)));
-  V4 a[2];
-  std::memcpy(a, &v, 64);
-  a[0] += a[1];
-  return (a[0][0] + a[0][2]) + (a[0][1] + a[0][3]);
-}
+template <class T, int BYTES> struct Halves {
+  typedef T W __attribute__((vector_size(BYTES)));
+  static ALWAYS_INLINE T sum(W v) {
+    typedef typename Halves<T, BYTES / 2>::W H;
+    H half[2];
+    std::memcpy(half, &v, BYTES);
+    return Halves<T, BYTES / 2>::sum(half[0] + half[1]);
+  }
+};
+template <> struct Halves<float, 16> {
+  typedef float W __attribute__((vector_size(16)));
+  static ALWAYS_INLINE float sum(W v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+};
+template <> struct Halves<double, 16> {
+  typedef double W __attribute__((vector_size(16)));
+  static ALWAYS_INLINE double sum(W v) { return v[0] + v[1]; }
+};
+ALWAYS_INLINE float lane_sum(V<float> v) { return Halves<float, VECTOR_BYTES>::sum(v); }
+ALWAYS_INLINE double lane_sum(V<double> v) { return Halves<double, VECTOR_BYTES>::sum(v); }
 
 // 2^r on [-1/2, 1/2]: Chebyshev interpolation; relative error 2.5e-9 (float), 6e-20 (double).
 ALWAYS_INLINE V<float> exp2_poly(V<float> r) {
@@ -83,48 +97,50 @@ ALWAYS_INLINE V<double> exp2_poly(V<double> r) {
   p = p * r + 6.93147180559945308e-1;
   return p * r + 1.0;
 }
-template <class T> struct Exp2Range;
-template <> struct Exp2Range<float> {
-  static constexpr float magic = 12582912.0f, lo = -126.0f, hi = 128.0f;
-  static constexpr int bias = 127, mantissa = 23;
-};
-template <> struct Exp2Range<double> {
-  static constexpr double magic = 6755399441055744.0, lo = -1022.0, hi = 1024.0;
-  static constexpr int bias = 1023, mantissa = 52;
-};
 #ifdef __AVX512F__
-// The hardware's round and scale take care of overflow, underflow and NaN.
-ALWAYS_INLINE V<float> exp2v_native(V<float> x) {
+// 2^x; the hardware's round and scale take care of overflow, underflow and NaN.
+ALWAYS_INLINE V<float> exp2_lanes(V<float> x) {
   const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return (V<float>)_mm512_scalef_ps((__m512)exp2_poly(x - (V<float>)n), n);
 }
-ALWAYS_INLINE V<double> exp2v_native(V<double> x) {
+ALWAYS_INLINE V<double> exp2_lanes(V<double> x) {
   const __m512d n = _mm512_roundscale_pd((__m512d)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return (V<double>)_mm512_scalef_pd((__m512d)exp2_poly(x - (V<double>)n), n);
 }
-#endif
-// 2^x; below the smallest normal number 0, at 2^128 (2^1024) infinity, NaN stays NaN.
-template <class T> ALWAYS_INLINE V<T> exp2v(V<T> x) {
-#ifdef __AVX512F__
-  return exp2v_native(x);
 #else
-  typedef Exp2Range<T> R;
-  V<T> c = x < R::lo ? splat<T>(R::lo) : x;
-  c = c > R::hi ? splat<T>(R::hi) : c;
-  V<T> shifted = c + R::magic;  // adding 1.5 * 2^mantissa rounds to the nearest integer
-  V<T> rounded = shifted - R::magic;
-  VI<T> n;
-  std::memcpy(&n, &shifted, 64);
-  const T magic = R::magic;
-  typename Bits<T>::Int magic_bits;
-  std::memcpy(&magic_bits, &magic, sizeof(T));
-  VI<T> scale_bits = (n - magic_bits + R::bias) << R::mantissa;
-  V<T> scale;
-  std::memcpy(&scale, &scale_bits, 64);
-  V<T> y = exp2_poly(c - rounded) * scale;
-  return x < R::lo ? splat<T>(0) : y;
+// x between two bounds; NaN stays NaN. (The hardware's minimum and maximum give their second operand then.)
+template <class W, class T> ALWAYS_INLINE W between(T lo, W x, T hi) {
+  const W low = lo - W{}, high = hi - W{};
+#if defined(__AVX__)
+  if constexpr (sizeof(T) == 4) return (W)_mm256_min_ps((__m256)high, _mm256_max_ps((__m256)low, (__m256)x));
+  else return (W)_mm256_min_pd((__m256d)high, _mm256_max_pd((__m256d)low, (__m256d)x));
+#elif defined(__SSE2__)
+  if constexpr (sizeof(T) == 4) return (W)_mm_min_ps((__m128)high, _mm_max_ps((__m128)low, (__m128)x));
+  else return (W)_mm_min_pd((__m128d)high, _mm_max_pd((__m128d)low, (__m128d)x));
+#else
+  const W up = x < low ? low : x;
+  return up > high ? high : up;
 #endif
 }
+// Adding 1.5 * 2^mantissa + bias rounds to the nearest integer n and leaves n + bias in the lowest bits: shifted to the
+// exponent's place they are 2^n, and the others are gone. 0 comes of n = -bias, infinity of n = bias + 1.
+template <class T> struct Exponent;
+template <> struct Exponent<float> { static constexpr float magic = 12582912.0f + 127; static constexpr int bias = 127, mantissa = 23; };
+template <> struct Exponent<double> { static constexpr double magic = 6755399441055744.0 + 1023; static constexpr int bias = 1023, mantissa = 52; };
+template <class W> ALWAYS_INLINE W exp2_lanes(W x) {
+  typedef typename std::remove_reference<decltype(x[0])>::type T;
+  typedef Exponent<T> E;
+  const W c = between<W, T>(-E::bias, x, E::bias + 1), shifted = c + E::magic;
+  VI<T> bits;
+  std::memcpy(&bits, &shifted, VECTOR_BYTES);
+  bits <<= E::mantissa;
+  W scale;
+  std::memcpy(&scale, &bits, VECTOR_BYTES);
+  return exp2_poly(c - (shifted - E::magic)) * scale;
+}
+#endif
+// 2^x; 0 below the smallest normal number or half of it, infinity at 2^128 (2^1024) or half a power before; NaN stays NaN.
+template <class T> ALWAYS_INLINE V<T> exp2v(V<T> x) { return exp2_lanes(x); }
 constexpr double LOG2E = 1.4426950408889634074, LN2 = 0.69314718055994530942;
 
 // log1p on [0, 1] as 2 artanh(y / (2 + y)): a series in s^2 <= 1/9, accurate down to tiny y.

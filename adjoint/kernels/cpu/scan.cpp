@@ -122,7 +122,7 @@ template <class T, int NS, bool SSD> struct Scan {
       }
       for (int64_t segment = 0; segment < segments; segment++)
         for (int64_t i = first; i < last; i++) {
-          if (s.checkpoints) std::memcpy((void*)checkpoint(b, segment, i), (void*)&state[i * N], N * 64);
+          if (s.checkpoints) std::memcpy((void*)checkpoint(b, segment, i), (void*)&state[i * N], N * sizeof(Vt));
           forward_segment(b, segment, block(i), &A2[i * N], &state[i * N]);
         }
       if (s.final_state)
@@ -145,6 +145,7 @@ template <class T, int NS, bool SSD> struct Scan {
       const T ha = head_decay(b, t, k);
       if (dropped(b, t, ha)) for (int64_t n = 0; n < N; n++) hp[n] = Vt{};
       Vt y = D * u, y2{};
+#pragma GCC unroll 4
       for (int64_t n = 0; n < N; n++) {
         hp[n] = decay(A2, n, delta, ha) * hp[n] + du * B[n];
         if (n & 1) y2 += hp[n] * C[n]; else y += hp[n] * C[n];
@@ -285,7 +286,7 @@ template <class T, int NS, bool SSD> struct Scan {
       const int64_t end = segment * s.interval + W - 1 < s.seqlen ? segment * s.interval + W - 1 : s.seqlen;
       const int64_t start = (end - 1) / W * W;  // P begins again with each block of W tokens
       for (j = start > j ? start : j; j < end; j++) prefix_step(b, j, k, A2, bias, dfinal, P, since);
-      std::memcpy((void*)&w.prefix[(segment * blocks + k.index) * N], (void*)P, N * 64);
+      std::memcpy((void*)&w.prefix[(segment * blocks + k.index) * N], (void*)P, N * sizeof(Vt));
       w.since[segment * blocks + k.index] = since;
     }
   }
@@ -300,7 +301,7 @@ template <class T, int NS, bool SSD> struct Scan {
     Vt *S = &w.S[k.index * N], *dA = &w.dA[k.index * N];
 
     // 1. states of this segment again, and the gate's gradient
-    std::memcpy((void*)w.h.data(), (void*)checkpoint(b, segment, k.index), N * 64);
+    std::memcpy((void*)w.h.data(), (void*)checkpoint(b, segment, k.index), N * sizeof(Vt));
     for (int64_t t = begin; t < end; t++) {
       const int64_t q = t - begin;
       Vt delta, slope;
@@ -434,6 +435,7 @@ template <class T> void dispatch(const ScanArgs& s, bool ssd, bool backward) {
 }  // namespace
 
 extern "C" {
+int adjoint_vector_bytes() { return VECTOR_BYTES; }
 void adjoint_scan_f32(const ScanArgs* s, int ssd, int backward) { dispatch<float>(*s, ssd, backward); }
 void adjoint_scan_f64(const ScanArgs* s, int ssd, int backward) { dispatch<double>(*s, ssd, backward); }
 }
