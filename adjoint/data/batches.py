@@ -12,6 +12,7 @@ stream into windows of `seqlen` consecutive tokens, in an order that depends on 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,8 @@ class DataConfig:
         batch: Sequences per step.
         tokenizer: "byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a Hugging Face
             tokenizer folder. Unset: the one in the folder of model.from_pretrained, else bytes.
-        text_field: The field (.jsonl) or column (.parquet) that holds a document's text.
+        text_field: The field (.jsonl) or column (.parquet) that holds a document, its text or its messages.
+            Unset: `messages`, and `text` where there are none.
         documents: "stream": one text of all documents, read across their ends. "packed": nothing is carried
             into a document, and its first token is not predicted from the one before.
         separator: What closes each document in the stream: a token of the tokenizer (any text for "byte"), or
@@ -75,7 +77,7 @@ class DataConfig:
     seqlen: SeqLen = 16384
     batch: Positive = 1
     tokenizer: Text | None = None
-    text_field: Text = "text"
+    text_field: Text | None = None
     documents: Literal["stream", "packed"] = "stream"
     separator: str | None = None
     max_tokens: Positive | None = None
@@ -98,6 +100,8 @@ class Batches:
     Epoch e cuts the stream into windows of `seqlen` tokens from an offset of its own (so window edges move
     from epoch to epoch) and shuffles them; both depend on (seed, e) alone. A batch is the next `batch`
     windows and may span two epochs, so no window is dropped and a corpus may hold fewer windows than a batch.
+    In a stream of fewer than four windows the first and last `seqlen` tokens are windows too: an epoch reads
+    every token, and some twice.
     With `consecutive` every row reads on in a part of the stream of its own; an epoch ends where those do.
 
     Attributes:
@@ -124,6 +128,8 @@ class Batches:
         self.tokens, self.seqlen, self.batch, self.seed = tokens, seqlen, batch, seed
         self.fingerprint, self.consecutive = fingerprint, consecutive
         self.epoch, self.position = 0, 0
+        # Whether there are so few windows that what an offset leaves out would be much of an epoch.
+        self.few = len(tokens) < 4 * seqlen * (batch if consecutive else 1)
         self._starts_epoch = -1
         self._starts = np.empty(0, np.int64)
 
@@ -152,13 +158,17 @@ class Batches:
             spare = len(self.tokens) - self.seqlen
             offset = int(bits.random_raw()) % (min(self.seqlen - 1, spare) + 1)
             if self.consecutive:
-                offset = min(offset, len(self.tokens) - self.batch * self.seqlen)
+                rows = self.batch * self.seqlen
+                offset = min(offset, len(self.tokens) % rows if self.few else len(self.tokens) - rows)
             windows = (len(self.tokens) - offset) // self.seqlen
-            order = np.argsort(bits.random_raw(windows), kind="stable")
+            starts = offset + self.seqlen * np.arange(windows)
+            if self.few and not self.consecutive:
+                starts = np.union1d(starts, [0, spare])
+            order = np.argsort(bits.random_raw(len(starts)), kind="stable")
             if self.consecutive:
                 each = windows // self.batch
                 order = np.arange(each * self.batch).reshape(self.batch, each).T.ravel()
-            self._starts, self._starts_epoch = offset + self.seqlen * order.astype(np.int64), epoch
+            self._starts, self._starts_epoch = starts[order].astype(np.int64), epoch
         return self._starts
 
     @property
@@ -168,7 +178,7 @@ class Batches:
 
     def state_dict(self) -> dict[str, int | str]:
         """The cursor: plain ints and strings."""
-        return {"epoch": self.epoch, "position": self.position, **self._identity()}
+        return {"epoch": self.epoch, "position": self.position, "few": self.few, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a cursor that `state_dict` gave; a UserError where it is of another run."""
@@ -177,6 +187,7 @@ class Batches:
             if (there := state.get(name, older.get(name))) != here:
                 raise UserError(f"the data cursor to resume from has {name} {there!r}, this run has {here!r}")
         self.epoch, self.position = state["epoch"], state["position"]
+        self.few, self._starts_epoch = state.get("few", False), -1  # as the older ones cut the stream
 
     def _identity(self) -> dict[str, int | str]:
         return {
@@ -325,6 +336,7 @@ def open_data(
     caches = [tokens_of(sources, config.eval_fraction if own else 0.0) for sources in parts]
     held_out = [tokens_of(sources, 0.0) for sources in others]
     _check_tokens([*caches, *held_out], tokenizer, vocab_size, config)
+    _check_contents(caches, held_out)
     rows = config.batch if weights is None else 1
     streams = [Batches(c.train, config.seqlen, rows, seed, c.fingerprint, consecutive) for c in caches]
     pieces = [cache.train for cache in held_out] or [cache.eval for cache in caches]
@@ -356,13 +368,29 @@ def _check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
         seen |= files
 
 
+def _check_contents(trained: Sequence[TokenCache], held_out: Sequence[TokenCache]) -> None:
+    """Held-out text must not be the training text under another name, nor much of either."""
+    if not held_out:
+        return
+    tables = [np.concatenate([cache.documents for cache in part]) for part in (held_out, trained)]
+    both = np.intersect1d(tables[0][:, 0], tables[1][:, 0])
+    shares = [
+        float(table[np.isin(table[:, 0], both), 1].sum() / max(table[:, 1].sum(), 1)) for table in tables
+    ]
+    what = f"data.validation_path: {shares[0]:.0%} of its text is trained on too"
+    if max(shares) >= 0.5:
+        raise UserError(f"{what}, which is {shares[1]:.0%} of the text of data.path; name other text")
+    if shares[0] >= 0.01:
+        warnings.warn(what, stacklevel=3)
+
+
 def _check_tokens(
     caches: Sequence[TokenCache], tokenizer: Tokenizer, vocab_size: int | None, config: DataConfig
 ) -> None:
     """The model must know all tokens, and documents must be told apart."""
     if config.documents == "packed" and not all(cache.apart for cache in caches):
         token = tokenizer.decode(tokenizer.separator_ids)
-        raise UserError(f"data.separator: {token!r} is inside conversations too; name another token")
+        raise UserError(f"data.separator: {token!r} is inside documents too; name another token")
     highest = max(cache.max_token_id for cache in caches)
     if vocab_size is not None and highest >= vocab_size:
         raise UserError(

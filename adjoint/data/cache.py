@@ -1,14 +1,16 @@
 """The cache of tokenised text.
 
-The cache of a corpus is two files: KEY.json, written last, and KEY-DIGEST.bin, the tokens of the training
+The cache of a corpus is three files: KEY.json, written last; KEY-DIGEST.bin, the tokens of the training
 documents followed by those of the held-out ones, as integers as narrow as the vocabulary allows,
-memory-mapped for reading; a token that is not predicted is -1 - id. KEY names the sources (paths, sizes,
-modification times), the tokenizer and the settings; DIGEST names the content. Both files are whole or not
-there, and processes that build the same cache at once write the same bytes under the same names.
+memory-mapped for reading; a token that is not predicted is -1 - id; and KEY-DIGEST.npy, a row of each
+document. KEY names the sources (paths, sizes, times of the last change), the tokenizer and the settings;
+DIGEST names the content. Each file is whole or not there, and processes that build the same cache at once
+write the same bytes under the same names.
 """
 
 from __future__ import annotations
 
+import array
 import hashlib
 import itertools
 import json
@@ -19,14 +21,23 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import torch
 
 from adjoint.data.chat import encode_chat
 from adjoint.data.sources import Chat, Source, Sources, read_documents, split_sources
 from adjoint.data.tokenizer import Tokenizer
+from adjoint.documents import document_ends
 from adjoint.errors import UserError
-from adjoint.files import cache_folder, publish, remove_unfinished, unfinished_path, write_atomically
+from adjoint.files import (
+    atomic_file,
+    cache_folder,
+    publish,
+    remove_unfinished,
+    unfinished_path,
+    write_atomically,
+)
 
-_FORMAT = 2  # raise it whenever the same sources would give other tokens or another file layout
+_FORMAT = 3  # raise it whenever the same sources would give other tokens or another file layout
 _HASH_WHOLE = 256 << 20  # bytes; a larger file is hashed in samples, so that opening it stays quick
 _SPAN = 1 << 22  # tokens counted at once
 _PIECE = 4 << 20  # characters handed to a tokenizer at once: its working memory is some hundred times that
@@ -40,7 +51,9 @@ class TokenCache:
     Attributes:
         train, eval: (n,) integers, memory-mapped, read-only; see `adjoint.batch.labelled`.
         predicted: share of the training tokens that are predicted.
-        apart: whether the separator stands at the ends of conversations only.
+        apart: whether the separator stands at the ends of documents only.
+        documents: (documents, 2) uint64, memory-mapped: a digest of each document's tokens, and their
+            number.
     """
 
     train: np.ndarray
@@ -50,12 +63,13 @@ class TokenCache:
     unigram_entropy: float
     predicted: float
     apart: bool
+    documents: np.ndarray
 
 
 def open_tokens(
     sources: Sources,
     tokenizer: Tokenizer,
-    text_field: str,
+    text_field: str | None,
     eval_fraction: float,
     cache_dir: str | None,
     max_tokens: int | None = None,
@@ -121,6 +135,7 @@ def _read_cache(folder: Path, key: str) -> TokenCache | None:
         tokens = np.memmap(folder / f"{key}-{digest}.bin", dtype=meta.pop("dtype"), mode="r")
         if _digest(tokens) != digest:
             return None
+        meta["documents"] = np.load(folder / f"{key}-{digest}.npy", mmap_mode="r")
         # The boundary belongs to the identity: moving it makes other training data of the same tokens.
         return TokenCache(tokens[:n_train], tokens[n_train:], f"{digest}-{n_train}", **meta)
     except (OSError, ValueError, KeyError, TypeError):
@@ -131,7 +146,7 @@ def _build(
     place: Path,
     sources: Sources,
     tokenizer: Tokenizer,
-    text_field: str,
+    text_field: str | None,
     eval_fraction: float,
     max_tokens: int | None,
 ) -> None:
@@ -169,13 +184,19 @@ def _build(
             "predicted": float((tokens[:n_train] >= 0).mean()) if n_train else 1.0,
             "apart": writer.apart,
         }
+        rows = np.array(writer.documents, np.uint64).reshape(-1, 2)
+        with (
+            atomic_file(place.with_name(f"{place.name}-{meta['digest']}.npy")) as table,
+            open(table, "wb") as f,
+        ):
+            np.save(f, rows)
         publish(unfinished, place.with_name(f"{place.name}-{meta['digest']}.bin"))
     finally:
         unfinished.unlink(missing_ok=True)
     write_atomically(place.with_name(f"{place.name}.json"), json.dumps(meta, indent=1))
 
 
-def _documents(files: Iterable[Source], text_field: str, bar: Any) -> Iterator[str | Chat]:
+def _documents(files: Iterable[Source], text_field: str | None, bar: Any) -> Iterator[str | Chat]:
     """The documents of files; the bar counts characters, or so."""
     for file in files:
         for text in read_documents(file, text_field):
@@ -184,36 +205,54 @@ def _documents(files: Iterable[Source], text_field: str, bar: Any) -> Iterator[s
 
 
 class _Writer:
-    """Writes the `tokens` of documents, counted, the separator after each; `apart` as of `TokenCache`."""
+    """Writes the `tokens` of documents, counted, the separator after each; `apart` and `documents` as of
+    `TokenCache`."""
 
     def __init__(self, out: IO[bytes], tokenizer: Tokenizer) -> None:
         self.out, self.tokenizer = out, tokenizer
         highest = tokenizer.vocab_size - 1
         self.dtype = np.min_scalar_type(~highest if tokenizer.chats else highest)
-        self.tokens, self.apart = 0, True
+        self.tokens, self.apart, self.documents = 0, True, array.array("Q")
+        self.digest, self.length = hashlib.blake2b(digest_size=8), 0  # of the document that is being written
+        self.before = np.empty(0, np.int64)  # tokens that may begin a separator
 
     def write(self, documents: Iterable[str | Chat], end: int) -> None:
         """Until there are `end` tokens."""
-        for encoded in self._encoded(documents):
-            ids = np.asarray(encoded[: end - self.tokens], self.dtype)
+        for encoded, last in self._encoded(documents):
+            ids = np.asarray(encoded, self.dtype)
+            self._note(ids, last)
+            ids = ids[: end - self.tokens]
             self.out.write(ids.tobytes())
             self.tokens += len(ids)
             if self.tokens >= end:  # before more is read
                 break
 
-    def _encoded(self, documents: Iterable[Any]) -> Iterator[Any]:
+    def _note(self, ids: np.ndarray, last: bool) -> None:
+        """Takes down what a document is; `last`: it ends with these tokens."""
+        self.digest.update(ids.tobytes())
+        self.length += len(ids)
+        if last:
+            self.documents.extend((int.from_bytes(self.digest.digest(), "little"), self.length))
+            self.digest, self.length = hashlib.blake2b(digest_size=8), 0
+        if separator := self.tokenizer.separator_ids:
+            ids = ids.astype(np.int64)
+            joined = np.append(self.before, np.where(ids < 0, ~ids, ids))
+            if np.count_nonzero(joined == separator[-1]) > last:  # else there is no end but that one
+                ends = document_ends(torch.from_numpy(joined)[None], separator)[0]
+                self.apart = self.apart and not ends[: len(joined) - last].any()
+            self.before = joined[len(joined) - len(separator) + 1 :]
+
+    def _encoded(self, documents: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+        """Tokens, and whether a document ends with them."""
         separator = np.array(self.tokenizer.separator_ids, np.int64)
         for conversations, group in itertools.groupby(documents, lambda each: isinstance(each, Chat)):
             if conversations:
-                for chat in group:
-                    ids, inside = encode_chat(self.tokenizer, chat)
-                    self.apart = self.apart and not inside
-                    yield ids
+                yield from ((encode_chat(self.tokenizer, chat), True) for chat in group)
                 continue
             for pieces in _pieces(group):
                 encoded = self.tokenizer.encode_batch([text for text, _ in pieces])
                 for each, (_, last) in zip(encoded, pieces, strict=True):
-                    yield np.append(each, separator) if last else each
+                    yield (np.append(each, separator) if last else each), last
 
 
 def _pieces(texts: Iterable[Any]) -> Iterator[list[tuple[str, bool]]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,18 @@ from adjoint.data.sources import Chat
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.errors import UserError
 
+# Roles that need no answer. Any other name (Assistant, model, gpt) may be an answer's: it would not be learned.
+ASKING = {"system", "developer", "user", "tool", "function", "ipython", "observation", "context"}
+HELD = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")  # what a message may hold
 
-def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[np.ndarray, bool]:
-    """A conversation's tokens with the separator behind them, -1 - id where they are not predicted; and
-    whether the separator stands inside, too.
+
+def encode_chat(tokenizer: Tokenizer, chat: Chat) -> np.ndarray:
+    """A conversation's tokens with the separator behind them, -1 - id where they are not predicted: (n,) int64.
 
     Predicted are those that the template marks by ``{% generation %}``. With a template that marks none they
     are what an answer adds to the conversation before it with the generation prompt; a UserError where that
-    cannot be told, because the template writes a beginning in another way than the whole.
+    cannot be told, because the template writes a beginning in another way than the whole. A UserError, too,
+    where the template leaves out something that a message holds, or a role is unknown.
     """
     if not tokenizer.chats:
         raise UserError(
@@ -28,8 +34,10 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[np.ndarray, bool]:
             "tokenizer folder with one, or plain text by data.text_field"
         )
     given: dict[str, Any] = {"tools": chat.tools} if chat.tools else {}
+    _check_messages(chat)
     try:
         template = _template(tokenizer.name)
+        _check_rendered(template, given, chat)
         if re.search(r"\{%-?\s*generation\b", template.get_chat_template(**given)):
             found = template.apply_chat_template(
                 chat.messages, return_dict=True, return_assistant_tokens_mask=True, **given
@@ -43,14 +51,88 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[np.ndarray, bool]:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{chat.place}: {tokenizer.name}'s chat template refuses it ({reason})") from None
     separator = list(tokenizer.separator_ids)
-    if separator and ids[-len(separator) :] != separator:
+    if separator and not _is_closed(tokenizer, list(ids), separator):
         answered = chat.messages[-1]["role"] == "assistant"
         ids, predicted = ids + separator, np.append(predicted, [answered] * len(separator))
     if (highest := max(ids, default=0)) >= tokenizer.vocab_size:
         raise UserError(f"{chat.place}: the chat template's token {highest} is not in {tokenizer.name}")
-    places = range(len(ids) - len(separator)) if separator else ()
-    inside = any(ids[i : i + len(separator)] == separator for i in places)
-    return np.where(predicted, ids, ~np.array(ids, np.int64)), inside
+    return np.where(predicted, ids, ~np.array(ids, np.int64))
+
+
+def _is_closed(tokenizer: Tokenizer, ids: list[int], separator: list[int]) -> bool:
+    """Whether tokens end with the separator, and with nothing but blanks behind it, as ChatML writes."""
+    ends = range(len(ids), len(separator) - 1, -1)
+    last = next((end for end in ends if ids[end - len(separator) : end] == separator), None)
+    return last is not None and not tokenizer.decode(ids[last:]).strip()
+
+
+def _check_messages(chat: Chat) -> None:
+    """Raises a UserError where a message has a role or content that no template says what to do with."""
+    for i, message in enumerate(chat.messages, 1):
+        role, content = message["role"], message["content"]
+        if role != "assistant" and role not in ASKING:
+            raise UserError(
+                f"{chat.place}: message {i} has the role {role!r}; answers have the role 'assistant', what "
+                f"they answer one of {', '.join(sorted(ASKING))}"
+            )
+        if content is None and not any(message.get(field) for field in HELD):
+            raise UserError(f"{chat.place}: message {i} holds nothing: its content is null")
+        for part in content if isinstance(content, list) else ():
+            text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+            if not isinstance(text, str):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise UserError(
+                    f"{chat.place}: message {i} has a part of the type {kind!r}; only text is read"
+                )
+
+
+def _check_rendered(template: Any, given: dict[str, Any], chat: Chat) -> None:
+    """Raises a UserError where the template leaves out, or writes as Python does, what a record holds."""
+
+    text, at = _squeezed(template.apply_chat_template(chat.messages, tokenize=False, **given)), 0
+    for i, message in enumerate(chat.messages, 1):
+        # Templates write messages in their order, but for the first kind, which some put elsewhere.
+        first = end = 0 if message["role"] in ("system", "developer") else at
+        for field in HELD:
+            value = message.get(field)
+            as_python = isinstance(value, list | dict) and _squeezed(str(value)) in text[first:]
+            for leaf in _leaves(value):
+                places = [(text.find(form, first), len(form)) for form in _forms(leaf)]
+                found = min((place for place in places if place[0] >= 0), default=None)
+                if found is None or as_python:
+                    what = "leaves out" if found is None else "writes as Python does"
+                    raise UserError(
+                        f"{chat.place}: the chat template {what} the {field} of message {i} "
+                        f"({leaf.strip()[:60]!r}); take it out of the record, or give the tokenizer a template "
+                        "that knows its form"
+                    )
+                end = max(end, sum(found))
+        at = max(at, end)
+    for tool in chat.tools if isinstance(chat.tools, list) else ():
+        name = tool.get("function", tool).get("name") if isinstance(tool, dict) else None
+        if isinstance(name, str) and name not in text:
+            raise UserError(f"{chat.place}: the chat template leaves out the tools ({name!r})")
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The texts in a field of a message, without those that only say of which kind a part is."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from () if name in ("type", "id", "index") else _leaves(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, str) and value.strip():
+        yield value
+
+
+def _forms(text: str) -> list[str]:
+    """How templates write a text: as it is, or as JSON does; without blanks, which many of them trim."""
+    return [_squeezed(text), *(_squeezed(json.dumps(text, ensure_ascii=a)[1:-1]) for a in (False, True))]
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def _by_prefixes(template: Any, given: dict[str, Any], chat: Chat) -> tuple[list[int], np.ndarray]:

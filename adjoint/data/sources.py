@@ -37,21 +37,22 @@ class Source:
     """One file, or a `table` of the datasets library.
 
     `name`, relative and with /, decides its split; `size`: bytes, 0 where a table is streamed; `lenient`:
-    it is left out instead of being an error where it is no UTF-8.
+    it is left out instead of being an error where it is no UTF-8; `changed_ns`: when its content was changed
+    last, which can be set back, and when anything of it was.
     """
 
     path: Path
     name: str
     size: int
-    mtime_ns: int
+    changed_ns: tuple[int, int]
     table: Any = None
     lenient: bool = False
 
     @property
-    def identity(self) -> list[str | int]:
+    def identity(self) -> list[Any]:
         """What decides its documents."""
         where = self.name if self.table is not None else os.path.abspath(self.path)
-        return [where, self.name, self.size, self.mtime_ns]
+        return [where, self.name, self.size, self.changed_ns]
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,12 @@ def split_sources(files: tuple[Source, ...], fraction: float) -> tuple[list[Sour
     return [file for file in files if file.path not in chosen], held
 
 
-def read_documents(source: Source, text_field: str) -> Iterator[str | Chat]:
+def read_documents(source: Source, text_field: str | None) -> Iterator[str | Chat]:
     """The documents of one file; a UserError where it, or a record in it, cannot be read.
 
     A byte order mark is dropped, line ends are kept as they are; blank .jsonl lines and null texts are left
-    out. A field with a list of messages is a conversation; `messages` is read where `text_field` is missing.
+    out. A field with a list of messages is a conversation. Unless `text_field` names one, a record's document
+    is its `messages`, and where it has none its `text`.
     """
     path = source.path
     if source.table is not None:
@@ -239,18 +241,19 @@ def _suffix(path: Path) -> str | None:
 
 def _source(file: Path, name: str, lenient: bool = False) -> Source:
     stat = file.stat()
-    return Source(file, name, stat.st_size, stat.st_mtime_ns, lenient=lenient)
+    return Source(file, name, stat.st_size, (stat.st_mtime_ns, stat.st_ctime_ns), lenient=lenient)
 
 
 Records = Iterator[tuple[str, Any]]  # each with where it stands, for errors
 
 
-def _documents(records: Records, field: str) -> Iterator[str | Chat]:
+def _documents(records: Records, field: str | None) -> Iterator[str | Chat]:
     """The documents of records; null is none."""
     for place, record in records:
         if not isinstance(record, dict):
-            raise UserError(f"{place}: expected a JSON object with a field {field!r}")
-        own = _present(record, field, place)
+            raise UserError(f"{place}: expected a JSON object with a field {_fields(field)[0]!r}")
+        fields = _present(record, field, place)
+        own = next((name for name in fields if record[name] is not None), fields[0])
         value = record[own]
         if isinstance(value, list):
             if wrong := [each for each in value or [None] if not _is_message(each)]:
@@ -266,12 +269,18 @@ def _documents(records: Records, field: str) -> Iterator[str | Chat]:
             raise UserError(f"{place}: field {own!r} is {type(value).__name__}, not text; {_named(record)}")
 
 
-def _present(names: Collection[str], field: str, place: object) -> str:
-    """The field to read, of those there are."""
-    own = "messages" if field not in names and "messages" in names else field
-    if own not in names:
-        raise UserError(f"{place}: no field {field!r}; {_named(names)}")
-    return own
+def _fields(field: str | None) -> list[str]:
+    """The fields that may hold a document, the one to prefer first."""
+    return ["messages", "text"] if field is None else [field, "messages"]
+
+
+def _present(names: Collection[str], field: str | None, place: object) -> list[str]:
+    """The fields to read, of those there are: the one that is asked for, or else `messages`, where that is
+    null `text`."""
+    found = [each for each in _fields(field) if each in names]
+    if not found:
+        raise UserError(f"{place}: no field {field or 'text'!r}; {_named(names)}")
+    return found if field is None else found[:1]
 
 
 def _named(names: Collection[str]) -> str:
@@ -304,14 +313,14 @@ def _table(text: str, key: str, streaming: bool) -> Source:
     try:
         if streaming:
             builder = datasets.load_dataset_builder(name)  # its hash names the files' versions
-            return Source(path, f"{text}@{builder.hash}", 0, 0, builder.as_streaming_dataset(split))
+            return Source(path, f"{text}@{builder.hash}", 0, (0, 0), builder.as_streaming_dataset(split))
         table = datasets.load_dataset(name, split=split)
     except Exception as error:  # connections, names, formats: each has its own
         raise UserError(f"{key} {text}: {' '.join(str(error).split())[:300]}") from None
-    return Source(path, f"{text}@{table._fingerprint}", table.data.nbytes, 0, table)
+    return Source(path, f"{text}@{table._fingerprint}", table.data.nbytes, (0, 0), table)
 
 
-def _table_records(table: Any, path: Path, field: str) -> Records:
+def _table_records(table: Any, path: Path, field: str | None) -> Records:
     names = _columns(table.column_names or list(next(iter(table), {})), field, path)
     try:
         for row in table.select_columns(names):
@@ -320,7 +329,7 @@ def _table_records(table: Any, path: Path, field: str) -> Records:
         raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
 
 
-def _parquet_records(stream: Any, path: Path, field: str) -> Records:
+def _parquet_records(stream: Any, path: Path, field: str | None) -> Records:
     pa = _pyarrow(path)
     import pyarrow.parquet as pq
 
@@ -334,10 +343,10 @@ def _parquet_records(stream: Any, path: Path, field: str) -> Records:
         raise UserError(f"{path}: damaged parquet file ({reason})") from None
 
 
-def _columns(names: Sequence[str], field: str, path: Path) -> list[str]:
+def _columns(names: Sequence[str], field: str | None, path: Path) -> list[str]:
     """The columns to read."""
     own = _present(names, field, path)
-    return [own, "tools"] if "tools" in names and own != "tools" else [own]
+    return [*own, "tools"] if "tools" in names and "tools" not in own else own
 
 
 def _as_json(row: dict[str, Any]) -> dict[str, Any]:
@@ -345,7 +354,7 @@ def _as_json(row: dict[str, Any]) -> dict[str, Any]:
     row = {name: _without_nulls(value) for name, value in row.items()}
     for name, value in row.items():
         if isinstance(value, list) and name != "tools":
-            row[name] = [{"content": "", **each} if isinstance(each, dict) else each for each in value]
+            row[name] = [{"content": None, **each} if isinstance(each, dict) else each for each in value]
     return row
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -16,13 +17,13 @@ from adjoint.data import cache as token_cache
 from adjoint.data.batches import Batches, DataConfig, EvalBatches, open_data
 from adjoint.data.cache import entropy, frequencies
 from adjoint.errors import UserError
-from tests.data.text_helpers import packed, stream
+from tests.data.text_helpers import packed, stream, write
 from tests.test_repository import imports_of, python_files
 
 
 def test_a_value_from_python_is_read_as_a_flag_is() -> None:
     assert DataConfig(seqlen="4K", path=["a.txt"]).seqlen == 4096  # type: ignore[arg-type]
-    for name, value in (("seqlen", True), ("text_field", None), ("separator", 0), ("path", [1])):
+    for name, value in (("seqlen", True), ("text_field", ""), ("separator", 0), ("path", [1])):
         with pytest.raises(UserError, match=f"data.{name}: expected"):
             DataConfig(**{name: value})  # type: ignore[arg-type]
 
@@ -47,6 +48,18 @@ def test_an_epoch_covers_the_stream_once() -> None:
         assert sorted(starts) == list(range(offset, n - seqlen + 1, seqlen))
         assert starts != sorted(starts)
     assert [s - offsets[0] for s in epochs[0]][:20] != [s - offsets[1] for s in epochs[1]][:20]
+
+
+@pytest.mark.parametrize("n", [11, 19, 20, 25, 39])
+def test_an_epoch_of_few_windows_reads_every_token(n: int) -> None:
+    batches = Batches(np.arange(n), 10, 1, seed=0, fingerprint="f")
+    for epoch in range(5):
+        assert np.unique(batches._window_starts(epoch)[:, None] + np.arange(10)).tolist() == list(range(n))
+    rows = Batches(np.arange(2 * n), 10, 2, seed=0, fingerprint="f", consecutive=True)
+    assert {len(rows._window_starts(epoch)) for epoch in range(5)} == {2 * (2 * n // 20)}
+    before = {key: value for key, value in batches.state_dict().items() if key != "few"}
+    batches.load_state_dict(before)  # a cursor of an older version goes on in its own windows
+    assert len(batches._window_starts(0)) == (n - batches._window_starts(0).min()) // 10
 
 
 def test_order_depends_on_the_seed_alone_and_never_changes() -> None:
@@ -156,6 +169,26 @@ def test_held_out_text_of_its_own_or_none(tmp_path: Path) -> None:
     assert both.train.tokens.tolist() == packed([text])
     assert both.eval.tokens.tolist() == packed([other])
     assert both.fingerprint == data.fingerprint
+
+
+def test_held_out_text_is_not_the_training_text_under_another_name(tmp_path: Path) -> None:
+    """A link, a copy, a table and its file, a folder and a file of it; a few documents alike are told of."""
+    rows = [f"document {i} " * 9 for i in range(40)]
+    table = tmp_path / "table"
+    table.mkdir()
+    parts = [write(table / f"{i}.jsonl", rows[i * 10 : i * 10 + 10]) for i in range(4)]
+    whole = write(tmp_path / "whole.jsonl", rows)
+    (tmp_path / "linked.jsonl").hardlink_to(whole)
+    other = write(tmp_path / "other.jsonl", [*rows[:2], *(f"unlike {i} " * 9 for i in range(30))])
+    pairs = [(whole, tmp_path / "linked.jsonl"), (table, whole), (whole, parts[1]), (parts[1], whole)]
+    if importlib.util.find_spec("datasets"):
+        pairs += [(f"hf:{table}", f"hf:{table}/"), (f"hf:{table}", parts[1]), (parts[1], f"hf:{table}")]
+    for path, held_out in pairs:
+        config = DataConfig(path=str(path), validation_path=str(held_out), seqlen=8)
+        with pytest.raises(UserError, match=r"data\.validation_path: \d+% of its text is trained on too"):
+            open_data(config)
+    with pytest.warns(UserWarning, match="7% of its text is trained on too"):
+        open_data(DataConfig(path=str(whole), validation_path=str(other), seqlen=8))
 
 
 def test_unigram_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,14 @@ def bpe_tokenizer(texts: list[str], vocab_size: int, special_tokens: list[str]) 
     return tokenizer
 
 
+def tokenizer_folder(folder: Path, text: str, vocab_size: int, special_tokens: list[str]) -> None:
+    """A tokenizer of the words of a text, as `save_pretrained` writes it; the first special token ends a text."""
+    transformers = pytest.importorskip("transformers")
+    backend = bpe_tokenizer([text] * 3, vocab_size, special_tokens)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special_tokens[0])
+    fast.save_pretrained(folder)
+
+
 def stream(data: Data) -> list[int]:
     """Every token of both splits, as they lie in the cache."""
     return [*data.train.tokens.tolist(), *data.eval.tokens.tolist()]

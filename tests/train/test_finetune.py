@@ -23,19 +23,12 @@ from adjoint.errors import UserError
 from adjoint.tools.eval.command import _held_out
 from adjoint.train.config import load_config
 from tests.cluster.threads import train_in_threads
-from tests.data.text_helpers import bpe_tokenizer
+from tests.data.text_helpers import tokenizer_folder
 from tests.training_helpers import SENTENCE, metrics, same_training, tiny, train_tiny
 
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 320
-
-
-def tokenizer_folder(folder: Path) -> None:
-    """A tokenizer of the words of `write_text`, with a chat template, as `save_pretrained` writes it."""
-    backend = bpe_tokenizer([SENTENCE] * 3, VOCAB - 20, ["<|end|>", "<|user|>", "<|assistant|>"])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-    fast.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +47,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         chunk_size=16,
     )
     transformers.Mamba2ForCausalLM(config).save_pretrained(folder)
-    tokenizer_folder(folder)
+    tokenizer_folder(folder, SENTENCE, VOCAB - 20, ["<|end|>", "<|user|>", "<|assistant|>"])
     return folder
 
 
@@ -226,7 +219,7 @@ def test_answers_alone_are_predicted(chatty: Path, tmp_path: Path, template: str
     short = open_data(dataclasses.replace(config, max_tokens=200, eval_fraction=0.0)).train
     assert np.array_equal(short.tokens, whole[:200])
     assert _held_out(config, None, 2).min() >= 0  # `adjoint eval` reads all tokens
-    with pytest.raises(UserError, match=r"data.separator: '<\|end\|>' is inside conversations"):
+    with pytest.raises(UserError, match=r"data.separator: '<\|end\|>' is inside documents too"):
         open_data(dataclasses.replace(config, documents="packed"))
 
 
