@@ -185,11 +185,9 @@ def _build(
             "apart": writer.apart,
         }
         rows = np.array(writer.documents, np.uint64).reshape(-1, 2)
-        with (
-            atomic_file(place.with_name(f"{place.name}-{meta['digest']}.npy")) as table,
-            open(table, "wb") as f,
-        ):
-            np.save(f, rows)
+        beside = place.with_name(f"{place.name}-{meta['digest']}.npy")
+        with atomic_file(beside) as unfinished_rows, open(unfinished_rows, "wb") as file:
+            np.save(file, rows)
         publish(unfinished, place.with_name(f"{place.name}-{meta['digest']}.bin"))
     finally:
         unfinished.unlink(missing_ok=True)

@@ -15,13 +15,13 @@ from adjoint.data.sources import Chat
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.errors import UserError
 
-# Roles that need no answer. Any other name (Assistant, model, gpt) may be an answer's: it would not be learned.
+# Roles of what is not learned. Another name (Assistant, model, gpt) may be an answer's, and is refused.
 ASKING = {"system", "developer", "user", "tool", "function", "ipython", "observation", "context"}
 HELD = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")  # what a message may hold
 
 
 def encode_chat(tokenizer: Tokenizer, chat: Chat) -> np.ndarray:
-    """A conversation's tokens with the separator behind them, -1 - id where they are not predicted: (n,) int64.
+    """A conversation's tokens and the separator, (n,) int64, -1 - id where they are not predicted.
 
     Predicted are those that the template marks by ``{% generation %}``. With a template that marks none they
     are what an answer adds to the conversation before it with the generation prompt; a UserError where that
@@ -103,8 +103,8 @@ def _check_rendered(template: Any, given: dict[str, Any], chat: Chat) -> None:
                     what = "leaves out" if found is None else "writes as Python does"
                     raise UserError(
                         f"{chat.place}: the chat template {what} the {field} of message {i} "
-                        f"({leaf.strip()[:60]!r}); take it out of the record, or give the tokenizer a template "
-                        "that knows its form"
+                        f"({leaf.strip()[:60]!r}); take it out of the record, or give the tokenizer a "
+                        "template that knows its form"
                     )
                 end = max(end, sum(found))
         at = max(at, end)

@@ -31,7 +31,7 @@ def bpe_tokenizer(texts: list[str], vocab_size: int, special_tokens: list[str]) 
 
 
 def tokenizer_folder(folder: Path, text: str, vocab_size: int, special_tokens: list[str]) -> None:
-    """A tokenizer of the words of a text, as `save_pretrained` writes it; the first special token ends a text."""
+    """A tokenizer of the words of a text as `save_pretrained` writes it; the first special one ends texts."""
     transformers = pytest.importorskip("transformers")
     backend = bpe_tokenizer([text] * 3, vocab_size, special_tokens)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special_tokens[0])

@@ -1,21 +1,24 @@
 """Builds the C++ kernels on first use and loads them through ctypes.
 
 A plain C interface compiles in seconds, where torch/extension.h takes most of a minute. The library is
-cached by a hash of sources, compiler and flags, and moved into place in one step, so concurrent processes are
-safe.
+cached by a hash of sources, compiler and flags, and moved into place in one step; of processes that
+need it at once the first one builds it.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from adjoint.files import cache_folder
 
@@ -70,41 +73,98 @@ def _lacks() -> set[str]:
     return LEVELS.get(march(), set()) - set(have) if have[:1] != [platform.processor()] else set()
 
 
-def _build(cxx: str, openmp: bool = True) -> Path:
-    here = Path(__file__).parent
-    flags = (*FLAGS, *_machine_flags(), *(["-fopenmp"] if openmp else []))
+def _build(cxx: str) -> tuple[Path, bool]:
+    """The library, built now where nobody has, and whether it has OpenMP; a CalledProcessError where the
+    compiler fails."""
+    flags = (*FLAGS, *_machine_flags())
+    target, openmp = _target(cxx, (*flags, "-fopenmp")), True
+    if target.exists():
+        return target, openmp
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(target.parent) as locked:  # who comes second finds what the first one has built
+        for left in target.parent.glob("tmp*") if locked else ():  # by processes that were killed
+            shutil.rmtree(left, ignore_errors=True)
+        if not target.exists() and not (openmp := _has_openmp(cxx, target.parent)):
+            target = _target(cxx, flags)
+        if not target.exists():
+            _compile(cxx, (*flags, "-fopenmp") if openmp else flags, target)
+    return target, openmp
+
+
+def _target(cxx: str, flags: Sequence[str]) -> Path:
     version = subprocess.run([cxx, "--version"], capture_output=True, check=True).stdout
     key = hashlib.sha256(version + " ".join(flags).encode())
     if march() == "native":  # a cache folder may be shared by different machines
         key.update("".join(_features()).encode())
     for name in (*SOURCES, *HEADERS):
-        key.update((here / name).read_bytes())
-    target = cache_dir() / f"adjoint-{key.hexdigest()[:16]}.so"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+        key.update((Path(__file__).parent / name).read_bytes())
+    return cache_dir() / f"adjoint-{key.hexdigest()[:16]}.so"
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Holds a lock on a folder, which ends with this process; False where there are no locks."""
+    with open(folder / ".lock", "wb") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            yield False
+        else:
+            yield True
+
+
+def _has_openmp(cxx: str, folder: Path) -> bool:
+    """Whether the compiler has OpenMP, as Apple's has not: by a program so small that nothing else can be
+    what fails."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        source = Path(scratch) / "openmp.cpp"
+        source.write_text("#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n")
+        try:
+            built = str(source.with_suffix(".so"))
+            _run_all([[cxx, *FLAGS, "-fopenmp", "-shared", "-o", built, str(source)]])
+        except subprocess.CalledProcessError as error:
+            if error.returncode < 0 or "signal" in error.stderr:  # killed: that says nothing
+                raise
+            return False
+        return True
+
+
+def _compile(cxx: str, flags: Sequence[str], target: Path) -> None:
+    here = Path(__file__).parent
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / "kernels.so"
         objects = [Path(scratch) / f"{name}.o" for name in SOURCES]
-        compilations = [
+        _run_all(
             [cxx, *flags, "-c", str(here / name), "-o", str(made)]
             for name, made in zip(SOURCES, objects, strict=True)
-        ]
-        try:
-            _run_all(compilations)
-            _run_all([[cxx, *flags, "-shared", "-o", str(built), *map(str, objects)]])
-        except subprocess.CalledProcessError:
-            if not openmp:
-                raise
-            return _build(cxx, openmp=False)  # a compiler without OpenMP, such as Apple's
+        )
+        _run_all([[cxx, *flags, "-shared", "-o", str(built), *map(str, objects)]])
         os.replace(built, target)
-    return target
 
 
-def _run_all(commands: list[list[str]]) -> None:
-    """Runs all at once: each keeps a core busy for seconds. Raises CalledProcessError if one fails."""
-    with ThreadPoolExecutor(len(commands)) as pool:
-        list(pool.map(lambda c: subprocess.run(c, check=True, capture_output=True, text=True), commands))
+def _run_all(commands: Iterable[list[str]]) -> None:
+    """Runs all at once: each keeps a core busy for seconds. Raises CalledProcessError if one fails.
+
+    They have sessions of their own: a Ctrl-C in the terminal is for this process, which may want to finish
+    its step. Where it does not, they end with it.
+    """
+    running: list[subprocess.Popen[str]] = []
+    try:
+        for command in commands:
+            piped: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            running.append(subprocess.Popen(command, start_new_session=True, **piped))
+        for process in running:
+            said = process.communicate()[0]
+            if process.returncode:
+                raise subprocess.CalledProcessError(process.returncode, process.args, stderr=said)
+    finally:
+        for process in running:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
 
 
 @functools.cache
@@ -118,11 +178,12 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     if lacks := _lacks():
         return None, f"ADJOINT_MARCH={march()}, and this processor has no {', '.join(sorted(lacks))}"
     try:
-        path = _build(cxx)
-        return ctypes.CDLL(str(path)), f"{path}"
+        path, openmp = _build(cxx)
+        return ctypes.CDLL(str(path)), f"{path}{'' if openmp else ', without OpenMP: on one thread'}"
     except subprocess.CalledProcessError as error:
-        last = (error.stderr or "").strip().splitlines()[-1:] or ["no output"]
-        return None, f"{cxx} failed: {last[0]}"
+        # The driver says why it failed; what it ends with after an error is where that was.
+        said = (error.stderr or "").strip().splitlines() or [f"exit status {error.returncode}"]
+        return None, f"{cxx} failed: {next((line for line in said if 'error:' in line), said[-1])}"
     except OSError as error:
         return None, f"the compiled kernels could not be built or loaded: {error}"
 

@@ -1,0 +1,106 @@
+"""The build of the C++ kernels, with a compiler that does as it is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from adjoint.kernels.cpu import build as cpu_build
+
+# Writes down what it is asked for, and makes empty files, but for what $SLOW and $FAIL say.
+COMPILER = """#!/bin/sh
+echo "$$ $*" >> "$LOG"
+case "$*" in *--version*) echo 1; exit 0;; esac
+case "$*" in *$FAIL*) echo "c++: $SAYS" >&2; exit 1;; esac
+case "$*" in *-c\\ *) sleep "$SLOW";; esac
+while [ "$1" != -o ]; do shift; done
+: > "$2"
+"""
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the compiler writes down how it was called."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    given = {"LOG": tmp_path / "log", "FAIL": "nothing", "SLOW": 0, "SAYS": "error: no", "CXX": compiler}
+    for name, value in {**given, "ADJOINT_CACHE": tmp_path / "cache"}.items():
+        monkeypatch.setenv(name, str(value))
+    return tmp_path / "log"
+
+
+def compiled(log: Path) -> list[str]:
+    return [line for line in log.read_text().splitlines() if " -c " in line]
+
+
+def left() -> list[str]:
+    return sorted(file.name for file in cpu_build.cache_dir().iterdir() if file.suffix != ".so")
+
+
+def test_only_a_compiler_without_openmp_builds_without_it(
+    asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cxx = os.environ["CXX"]
+    monkeypatch.setenv("FAIL", "-c ")
+    monkeypatch.setenv("SAYS", "fatal error: Killed signal terminated program cc1plus")
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        cpu_build._build(cxx)
+    assert "Killed" in failed.value.stderr and all("-fopenmp" in line for line in compiled(asked))
+    monkeypatch.setenv("FAIL", "openmp.cpp")
+    with pytest.raises(subprocess.CalledProcessError):
+        cpu_build._build(cxx)  # killed where it was tried
+    monkeypatch.setenv("SAYS", "fatal error: omp.h: No such file or directory")
+    path, openmp = cpu_build._build(cxx)
+    assert not openmp and path.exists() and left() == [".lock"]
+    plain = [line for line in compiled(asked) if "-fopenmp" not in line]
+    assert len(plain) == len(cpu_build.SOURCES)
+    before = compiled(asked)
+    assert cpu_build._build(cxx) == (path, False) and compiled(asked) == before  # found again
+
+
+def test_builds_at_once_compile_once_and_remove_what_killed_ones_left(
+    asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLOW", "0.5")
+    stale = cpu_build.cache_dir() / "tmpabc"
+    stale.mkdir(parents=True)
+    (stale / "scan.cpp.o").touch()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(cpu_build._build, [os.environ["CXX"]] * 2)
+    assert first == second and len(compiled(asked)) == len(cpu_build.SOURCES) and left() == [".lock"]
+
+
+@pytest.mark.parametrize("honoured", [False, True])
+def test_an_interrupted_build_ends_or_goes_on_but_never_starts_again(
+    asked: Path, monkeypatch: pytest.MonkeyPatch, honoured: bool
+) -> None:
+    """Ctrl-C goes to all processes of the terminal; a run that finishes its step needs what is compiled."""
+    monkeypatch.setenv("SLOW", "1" if honoured else "60")
+    ask = "signal.signal(signal.SIGINT, lambda *_: None)" if honoured else "pass"
+    program = (
+        f"import signal; {ask}; from adjoint.kernels.cpu import build; print(build._build(build.compiler()))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    while not asked.exists() or len(compiled(asked)) < len(cpu_build.SOURCES):
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=50)
+    assert (b"True" in out, b"KeyboardInterrupt" in error) == (honoured, not honoured)
+    assert len(compiled(asked)) == len(cpu_build.SOURCES) and left() == [".lock"]
+    for line in compiled(asked):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(line.split()[0]), 0)
