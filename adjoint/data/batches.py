@@ -240,6 +240,11 @@ class Mixture:
         self.taken = list(state["taken"])
 
 
+def fingerprint_of(cursor: Mapping[str, Any]) -> str:
+    """`Data.fingerprint` of the text that a cursor is of."""
+    return " ".join(part["fingerprint"] for part in cursor.get("parts", [cursor]))
+
+
 class EvalBatches:
     """The held-out windows, in order and the same at every pass; `len` counts the batches of one pass.
 

@@ -18,7 +18,7 @@ from adjoint.data.batches import Batches
 from adjoint.tools.eval import command
 from tests.cluster.threads import train_in_threads
 from tests.model_helpers import make_ids, make_model
-from tests.training_helpers import metrics, tiny, train_tiny, weights
+from tests.training_helpers import metrics, run, tiny, train_tiny, weights
 
 
 def test_rows_read_on() -> None:
@@ -89,6 +89,27 @@ def test_shards_carry_states_as_one_process_does(tmp_path: Path, one_thread: Non
         assert (tmp_path / "again" / "checkpoints" / last.name / file.name).read_bytes() == file.read_bytes()
     assert train_tiny(tmp_path, **flags, **again | {"run__dir": tmp_path / "one"}) == 0
     assert metrics(tmp_path / "one")[-1]["loss"] == pytest.approx(metrics(whole)[-1]["loss"], rel=1e-12)
+
+
+def test_eval_refuses_held_out_text_that_was_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines that change places move into the part that is held out."""
+    rows = [f'{{"text": "line {i} of them"}}\n' for i in range(300)]
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in paths:
+        path.write_text("".join(rows))
+    mixture = {"data__path": f"[{paths[0]}, {paths[1]}]", "data__weights": "[1, 2]"}
+    for name, given in (("one", {"data__path": paths[0]}), ("two", mixture)):
+        flags = {"training__steps": 1, "training__sample_tokens": 0, "run__dir": tmp_path / name}
+        assert train_tiny(tmp_path, **flags, **given) == 0
+        assert run(["eval", str(tmp_path / name), "--lengths", "64"]) == 0
+    paths[0].write_text("".join(rows[150:] + rows[:150]))
+    capsys.readouterr()
+    for name in ("one", "two"):
+        assert run(["eval", str(tmp_path / name), "--lengths", "64"]) == 2
+        assert "has changed since it was trained on" in capsys.readouterr().err
+        assert run(["eval", str(tmp_path / name), "--lengths", "64", "--path", str(paths[0])]) == 0
 
 
 def test_eval_gives_the_loss_by_position(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

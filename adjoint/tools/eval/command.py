@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adjoint.batch import labelled
 from adjoint.checkpoint import read_trainer
-from adjoint.data.batches import DataConfig, open_data
+from adjoint.data.batches import DataConfig, fingerprint_of, open_data
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
@@ -32,11 +32,13 @@ TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of 
 
 
 class Loaded(NamedTuple):
-    """A `Stack`, or a wrapped model of transformers, the settings of its text, and where results go."""
+    """A `Stack`, or a wrapped model of transformers, the settings of its text, where results go, and of a run
+    the fingerprint of what it was trained on."""
 
     model: Any
     data: DataConfig
     folder: Path
+    trained: str | None = None
 
 
 def main(argv: list[str]) -> int:
@@ -70,7 +72,7 @@ def main(argv: list[str]) -> int:
         folder = folder or loaded.folder
         ours, model = isinstance(loaded.model, Stack), loaded.model
         known = model.config.vocab_size if ours else model.get_input_embeddings().num_embeddings
-        text = _held_out(loaded.data, request.path, max(lengths), known)
+        text = _held_out(loaded.data, request.path, max(lengths), known, loaded.trained)
         tokenizer = load_tokenizer(loaded.data.tokenizer, loaded.data.separator)
         for length in lengths:
             given = text, length, request.tokens or TOKENS[request.needles], device
@@ -109,27 +111,44 @@ def load(run: str, device: torch.device, precision: str) -> Loaded:
             check_bytes(run, found.config.get_text_config().vocab_size)
         return Loaded(found, DataConfig(tokenizer=tokenizer), Path("eval"))
     checkpoint = find_checkpoint(run)
-    config = read_trainer(checkpoint)["config"]
+    trainer = read_trainer(checkpoint)
+    config = trainer["config"]
     data = DataConfig(**{k: v for k, v in config["data"].items() if k in DataConfig.__dataclass_fields__})
     model: Any
     if config["model"].get("from_pretrained") is None:
         model = Stack.from_pretrained(checkpoint)
     else:
         model = trained_model(checkpoint, Exact()).eval()
-    return Loaded(model.to(device, dtype), data, checkpoint.parent.parent / "eval")
+    trained = fingerprint_of(trainer["data"])
+    return Loaded(model.to(device, dtype), data, checkpoint.parent.parent / "eval", trained)
 
 
-def _held_out(data: DataConfig, path: str | None, longest: int, vocab_size: int | None = None) -> Tensor:
+def _held_out(
+    data: DataConfig,
+    path: str | None,
+    longest: int,
+    vocab_size: int | None = None,
+    trained: str | None = None,
+) -> Tensor:
     """The held-out tokens, (n,) int64; of a text that is named, all.
 
+    Args:
+        trained: the fingerprint that the training text must have; None for any.
+
     Raises:
-        UserError: there are fewer than the longest window has, or the model does not know one.
+        UserError: there are fewer than the longest window has, or the model does not know one, or what is held
+            out of a text that has changed may have been trained on.
     """
     named = dataclasses.replace(data, seqlen=2, batch=1, eval_tokens=1 << 62)
     if path:
         whole: dict[str, Any] = {"validation_path": None, "weights": None, "max_tokens": None}
         named = dataclasses.replace(named, path=path, eval_fraction=0.0, **whole)
     opened = open_data(named, vocab_size=vocab_size)
+    if not path and trained not in (None, opened.fingerprint):
+        raise UserError(
+            f"data.path: {opened.description} has changed since it was trained on, so that its held-out text may "
+            "have been trained on; put it back, or name a text to evaluate on with --path"
+        )
     split = opened.train.tokens if path else opened.eval.tokens  # type: ignore[union-attr] # no mixture
     if len(split) < longest:
         raise UserError(
