@@ -78,10 +78,9 @@ def train(config: Config, here: Place) -> Outcome:
         folder, checkpoint = _open_run(config, here)
         quiet = contextlib.nullcontext() if here.rank == 0 else contextlib.redirect_stdout(None)
         try:
-            with quiet:
+            with folder, quiet:
                 return Replica(config, folder, checkpoint, here, transport).run()
         finally:
-            folder.close()
             if here.rank:
                 shutil.rmtree(folder.path, ignore_errors=True)
     finally:

@@ -26,6 +26,7 @@ from adjoint.cluster.recovery import ShardFailure
 from adjoint.cluster.shard import Microbatch, total_norm
 from adjoint.engine.autograd import draw_passing
 from adjoint.engine.generators import set_torch_states, torch_states
+from adjoint.engine.stages import check_windows
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
@@ -49,6 +50,8 @@ def train(config: Config) -> Outcome:
     Raises:
         UserError: something the user can mend; also more failures than ``cluster.max_failures``.
     """
+    if config.model.from_pretrained is None:  # before there is a folder, or text is read
+        check_windows(config.model, config.method.scheme(config.data.seqlen, config.data.seqlen))
     if (here := torchrun.place(config.cluster.shards)) is not None:
         return torchrun.train(config, here)
     if config.cluster.shards == 0:
@@ -66,18 +69,18 @@ def train(config: Config) -> Outcome:
     each = placement.resources(config.training.device, config.cluster.cpus)
     folder, checkpoint = open_run(config.run)
     ours, trainer = False, None
-    try:
-        ours = placement.connect(layout.world, each)
-        trainer = ShardedTrainer(config, folder, checkpoint)
-        return trainer.run()
-    finally:
-        folder.close()
-        if trainer is not None:
-            trainer.close()
-        if ours:
-            import ray
+    with folder:
+        try:
+            ours = placement.connect(layout.world, each)
+            trainer = ShardedTrainer(config, folder, checkpoint)
+            return trainer.run()
+        finally:
+            if trainer is not None:
+                trainer.close()
+            if ours:
+                import ray
 
-            ray.shutdown()
+                ray.shutdown()
 
 
 class ShardedTrainer(Trainer):

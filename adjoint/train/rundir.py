@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -79,7 +80,8 @@ def _new_folder(name: str) -> RunFolder:
 
 class RunFolder:
     """A run's folder, `path`, held by this process: a lock, and `rows`, the metrics so far, a dictionary a
-    step."""
+    step. As a context it is closed at its end; after an error it is as if it had never been there, if no step
+    was done."""
 
     def __init__(self, path: Path) -> None:
         """Make ``path`` if need be and lock it; a UserError where it is a file, or another process writes to
@@ -100,9 +102,38 @@ class RunFolder:
         write_atomically(file, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._metrics = open(file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Add one step's metrics; they are handed to the operating system when this returns."""
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None and self._metrics is not None and not self.rows:
+            checkpoints = self.path / "checkpoints"
+            if not (
+                checkpoints.is_dir() and any(checkpoints.iterdir())
+            ):  # of a run that has been here before
+                for name in ("config.yaml", "metrics.jsonl"):
+                    (self.path / name).unlink(missing_ok=True)
+        self.close()
+
+    def check(self) -> None:
+        """Raises a UserError where the folder is no longer there: what is written to it would be lost."""
         assert self._metrics is not None, "start() comes first"
+        mine = os.fstat(self._metrics.fileno())
+        try:
+            there = os.path.samestat(mine, (self.path / "metrics.jsonl").stat())
+        except OSError:
+            there = False
+        if not there:
+            raise UserError(
+                f"{self.path}: the run's folder was removed or replaced, and what was in it is lost; "
+                "start the run again"
+            )
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one step's metrics; they are handed to the operating system when this returns. A UserError if
+        the folder is gone."""
+        self.check()
+        assert self._metrics is not None
         self.rows.append(row)
         self._metrics.write(json.dumps(row) + "\n")
         self._metrics.flush()
@@ -111,9 +142,10 @@ class RunFolder:
         """Give the folder free; one in which nothing was written disappears."""
         if self._metrics is not None:
             self._metrics.close()
-        if [p.name for p in self.path.iterdir()] == [_LOCK]:
-            (self.path / _LOCK).unlink()
-            self.path.rmdir()
+        with contextlib.suppress(OSError):  # it has been removed
+            if [p.name for p in self.path.iterdir()] == [_LOCK]:
+                (self.path / _LOCK).unlink()
+                self.path.rmdir()
         os.close(self._lock)
 
 

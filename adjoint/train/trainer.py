@@ -56,10 +56,8 @@ def train(config: Config) -> Outcome:
     """Train as configured, from the beginning or from a checkpoint, and leave a finished run folder; a
     UserError for what the user can mend."""
     folder, checkpoint = open_run(config.run)
-    try:
+    with folder:
         return Trainer(config, folder, checkpoint).run()
-    finally:
-        folder.close()
 
 
 class Trainer:
@@ -113,6 +111,7 @@ class Trainer:
                     self._plot()
             if self.step != self.saved_step:
                 self._save()
+        self.folder.check()
         self._plot()
         self.trackers.close()
         path = self.folder.path
@@ -336,6 +335,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._wait_for_saving()  # so that there is one copy at most
+        self.folder.check()
         trainer = {
             "tokens": self.tokens,
             "data": self.data.train.state_dict(),

@@ -204,10 +204,8 @@ def train_in_threads(argv: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded, "Group", ThreadGroup)
         folder, checkpoint = open_run(config.run)
-        try:
+        with folder:
             sharded.ShardedTrainer(config, folder, checkpoint).run()
-        finally:
-            folder.close()
 
 
 def disturb(named: Mapping[str, torch.Tensor]) -> None:

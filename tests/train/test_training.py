@@ -23,6 +23,8 @@ import yaml
 from adjoint import Exact, Stack, StackConfig
 from adjoint.checkpoint import Tensors, list_checkpoints, step_of
 from adjoint.cli import main
+from adjoint.cluster import training as sharded
+from adjoint.errors import UserError
 from adjoint.plan.memory import Setup, needs
 from adjoint.plan.stack import model_of
 from adjoint.train import checkpoint, trainer
@@ -266,6 +268,32 @@ def test_two_processes_never_write_to_one_run(tmp_path: Path, capsys: pytest.Cap
     assert train_tiny(tmp_path, run__resume="auto") == 2
     assert "another process is writing to it" in capsys.readouterr().err
     folder.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is one, where that can be known; else at the first step."""
+
+    def refuse(*_: Any) -> None:
+        raise UserError("not at all")
+
+    monkeypatch.setattr(trainer, "take_step", disturbed(trainer, "take_step", 1, refuse))
+    assert train_tiny(tmp_path) == 2 and not (tmp_path / "run").exists()
+    for module in (trainer, sharded):
+        monkeypatch.setattr(module, "open_run", lambda *_: pytest.fail("a folder was made"))
+    flags = {"model__mixer": "gated_deltanet", "model__headdim": 8, "method__name": "truncated"}
+    for shards in (0, 2):
+        assert train_tiny(tmp_path, **flags, method__window=8, cluster__shards=shards) == 2
+
+
+def test_a_run_whose_folder_is_removed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remove = lambda *_: shutil.rmtree(tmp_path / "run")  # noqa: E731
+    monkeypatch.setattr(trainer, "take_step", disturbed(trainer, "take_step", 2, remove))
+    assert train_tiny(tmp_path) == 2
+    said = capsys.readouterr()
+    assert "the run's folder was removed or replaced" in said.err and "run:" not in said.out.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 

@@ -136,8 +136,8 @@ def _held_out(
         trained: the fingerprint that the training text must have; None for any.
 
     Raises:
-        UserError: there are fewer than the longest window has, or the model does not know one, or what is held
-            out of a text that has changed may have been trained on.
+        UserError: there are fewer than the longest window has, or the model does not know one, or the text has
+            changed, so that what it holds out may have been trained on.
     """
     named = dataclasses.replace(data, seqlen=2, batch=1, eval_tokens=1 << 62)
     if path:
@@ -146,8 +146,8 @@ def _held_out(
     opened = open_data(named, vocab_size=vocab_size)
     if not path and trained not in (None, opened.fingerprint):
         raise UserError(
-            f"data.path: {opened.description} has changed since it was trained on, so that its held-out text may "
-            "have been trained on; put it back, or name a text to evaluate on with --path"
+            f"data.path: {opened.description} has changed since it was trained on, and what it holds out now "
+            "may have been trained on; put it back, or name a text to evaluate on with --path"
         )
     split = opened.train.tokens if path else opened.eval.tokens  # type: ignore[union-attr] # no mixture
     if len(split) < longest:
