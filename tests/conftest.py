@@ -77,6 +77,7 @@ def ray_on_loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     # before ray is imported: it is read then
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ["ADJOINT_TEST_FAULT"] = str(tmp_path_factory.mktemp("fault") / "fault.json")
     import ray
 

@@ -28,6 +28,13 @@ def write_text(path: Path, words: int = 3000) -> Path:
     return path
 
 
+def write_words(path: Path) -> Path:
+    """The words of `write_text` as documents, for each of which a separator of " " may stand."""
+    words = write_text(path).read_text().split()
+    path.write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+    return path
+
+
 def tiny(folder: Path, **flags: Any) -> list[str]:
     """Arguments of ``adjoint`` for a run in ``folder/run``; keywords add flags, with __ for the dot."""
     text = folder / "text.txt"

@@ -230,6 +230,8 @@ class Group:
             self.precision = specs[0].precision
             rest = (meeting, backend, self.actors, checkpoint, max(PATIENCE, 2 * cluster.progress_timeout))
             self.each("build", {spec.rank: (spec, *rest) for spec in specs})
+            if backend == "gloo":  # they have met; NCCL meets again, where two first send to one another
+                self._leave_meeting()
         except BaseException:
             self.kill()
             raise
@@ -335,6 +337,10 @@ class Group:
                 ray.kill(actor, no_restart=True)
         with contextlib.suppress(Exception):
             remove_placement_group(self.place)
+        self._leave_meeting()
+        self.actors = []
+
+    def _leave_meeting(self) -> None:
+        """Removes the file in which the workers met: a driver that is killed cannot any more."""
         with contextlib.suppress(OSError):
             os.unlink(self.meeting)
-        self.actors = []

@@ -177,10 +177,14 @@ def test_a_run_may_change_its_layout(ray_on_loopback: None, tmp_path: Path, layo
 
 @pytest.mark.slow
 def test_a_laptop_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    argv = [sys.executable, "train.py", *tiny(tmp_path, cluster__shards=2, training__steps=400)[1:]]
+    """Its workers run as nice as it does, and meet in a file that a kill would not leave."""
+    argv = ["nice", "-n", "3", sys.executable, "train.py"]
+    argv += tiny(tmp_path, cluster__shards=2, training__steps=400)[1:]
+    environment = {**os.environ, "RAY_TMPDIR": "/tmp", "TMPDIR": str(tmp_path)}
+    environment.pop("RAY_worker_niceness", None)
     before = _listening()
     with subprocess.Popen(
-        argv, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        argv, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         output = []
@@ -189,9 +193,11 @@ def test_a_laptop_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_pa
             if line.startswith("step 3/"):
                 break
         opened = _listening() - before
+        niceness, met = _niceness(process.pid, "ray::ShardActor"), list(tmp_path.glob("adjoint-*"))
         process.terminate()
         output.append(process.stdout.read())
         assert process.wait(timeout=120) == 143, "".join(output)
+    assert niceness == [os.nice(0) + 3] * 2 and not met
     assert opened
     loopback = re.compile(r"(127\.0\.0\.1|\[::1\]|\[::ffff:127\.0\.0\.1\]):")
     assert all(map(loopback.match, opened)), opened
@@ -262,6 +268,18 @@ def _free_ports(count: int) -> list[int]:
         for free in sockets:
             free.bind(("127.0.0.1", 0))
         return [free.getsockname()[1] for free in sockets]
+
+
+def _niceness(ancestor: int, name: str) -> list[int]:
+    """Of the processes of that name that a process, or one that it has started, has started."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,ni=,args="], capture_output=True, text=True, check=True)
+    rows = [line.split(None, 3) for line in listed.stdout.splitlines()]
+    parents = {int(pid): int(parent) for pid, parent, *_ in rows}
+
+    def descends(pid: int) -> bool:
+        return pid == ancestor or (pid in parents and descends(parents[pid]))
+
+    return [int(nice) for pid, _, nice, args in rows if args.startswith(name) and descends(int(pid))]
 
 
 def _listening() -> set[str]:

@@ -136,8 +136,8 @@ def _held_out(
         trained: the fingerprint that the training text must have; None for any.
 
     Raises:
-        UserError: there are fewer than the longest window has, or the model does not know one, or the text has
-            changed, so that what it holds out may have been trained on.
+        UserError: there are fewer than the longest window has, or the model does not know one, or the text
+            has changed, so that what it holds out may have been trained on.
     """
     named = dataclasses.replace(data, seqlen=2, batch=1, eval_tokens=1 << 62)
     if path:
