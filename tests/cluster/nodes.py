@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -67,9 +68,18 @@ def run(settings: dict[str, Any], argv: list[str]) -> int:
         watch |= {"memory_usage_threshold": share, "memory_monitor_refresh_ms": 100}
     head = {"num_cpus": 0, "_system_config": watch, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
+
+    def end(*_: object) -> None:
+        print("SIGTERM: ending the cluster", flush=True)
+        ray.shutdown()
+        cluster.shutdown()
+        os._exit(128 + signal.SIGTERM)  # a thread may wait for ever
+
+    signal.signal(signal.SIGTERM, end)
     try:
         for cpus in settings["nodes"]:
             cluster.add_node(num_cpus=cpus)
+            print(f"a node with {cpus} CPUs is up", flush=True)  # that is progress
         environment = {"GLOO_SOCKET_IFNAME": loopback(), "PYTHONPATH": str(Path(__file__).parents[2])}
         environment[faults.VARIABLE] = os.environ[faults.VARIABLE]
         ray.init(

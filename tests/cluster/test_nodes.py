@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +28,68 @@ SAID = ("failure", "preemption", "error:")
 
 def on_nodes(folder: Path, settings: dict[str, Any], code: int = 0, **flags: Any) -> list[str]:
     """Trains on a cluster of its own, and ends with `code`; what was said of failures."""
+    ended, said = until_the_end(folder, settings, **flags)
+    assert ended == code, said
+    return [line for line in said.splitlines() if line.startswith(SAID)]
+
+
+def until_the_end(
+    folder: Path, settings: dict[str, Any], limit: float = 300, **flags: Any
+) -> tuple[int | None, str]:
+    """The exit code and output of such a run, None where it got no further for `limit` seconds: on a busy
+    machine it takes its time. None of its processes is left."""
     program = [sys.executable, "-m", "tests.cluster.nodes", json.dumps(settings)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), faults.VARIABLE: str(fault(folder))}
     environment.pop("RAY_ADDRESS", None)
-    done = subprocess.run(
-        [*program, *tiny(folder, **{**FLAGS, **flags})],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return [line for line in done.stderr.splitlines() if line.startswith(SAID)]
+    written, metrics = folder / "output.txt", folder / "run" / "metrics.jsonl"
+    with open(written, "w") as output:
+        process = subprocess.Popen(
+            [*program, *tiny(folder, **{**FLAGS, **flags})],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        so_far, since = [0, 0], time.monotonic()
+        while process.poll() is None and time.monotonic() - since < limit:
+            time.sleep(0.1)
+            sizes = [file.stat().st_size if file.exists() else 0 for file in (written, metrics)]
+            if sizes != so_far:
+                so_far, since = sizes, time.monotonic()
+        code = process.poll()
+    finally:
+        end(process)
+    return code, written.read_text()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """A cluster's process, and whatever it has started."""
+    if process.poll() is None:
+        process.terminate()  # it takes its cluster down
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=60)
+    for pid in of_session(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def of_session(session: int) -> list[int]:
+    listed = subprocess.run(["ps", "-eo", "pid=,sess="], capture_output=True, text=True, check=True)
+    return [int(pid) for pid, own in map(str.split, listed.stdout.splitlines()) if int(own) == session]
+
+
+def test_a_run_that_gets_no_further_leaves_no_process(
+    ask_for: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    ask_for("backward", rank=1, call=3, how="sleep")
+    assert until_the_end(tmp_path, {"nodes": [1, 1]}, limit=30)[0] is None
+    assert len(started) > 1 and not of_session(started[0].pid)
 
 
 def fault(folder: Path) -> Path:
