@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.stack import model_of
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
+from tests.training_helpers import metrics, tiny
 
 METHODS = [
     Backprop(),
@@ -189,6 +192,16 @@ def test_a_memory_budget_is_filled_and_no_more() -> None:
     least, most = total(None), total(1 << 40)
     assert total(least // 2) == least < most
     assert total((least + most) // 2) == pytest.approx((least + most) // 2, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_process_takes_what_the_documents_say_for_a_model_of_no_size(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "adjoint", *tiny(tmp_path)]
+    subprocess.run(argv, check=True, capture_output=True, timeout=600)
+    text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    least, most = map(int, re.findall(r"of almost no size: (\d+) to (\d+) MB", text)[0])
+    peaks = [row["peak_memory_bytes"] / 1e6 for row in metrics(tmp_path / "run")]
+    assert least <= peaks[0] <= peaks[-1] <= most
 
 
 @pytest.mark.slow
