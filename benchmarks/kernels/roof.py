@@ -71,7 +71,7 @@ def build() -> ctypes.CDLL | None:
     source, headers = Path(__file__).with_name("roof.cpp"), Path(cpu_build.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         for openmp in (["-fopenmp"], []):
-            flags = [*cpu_build.FLAGS, *cpu_build._machine_flags(), "-shared", *openmp, f"-I{headers}"]
+            flags = ["-O3", *cpu_build.FLAGS, *cpu_build._machine_flags(), "-shared", *openmp, f"-I{headers}"]
             command = [compiler, *flags, "-o", f"{folder}/roof.so", str(source)]
             if subprocess.run(command, capture_output=True, check=False).returncode == 0:
                 return ctypes.CDLL(f"{folder}/roof.so")

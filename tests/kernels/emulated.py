@@ -28,7 +28,7 @@ def program(processor: str, folder: Path) -> list[str]:
     """The command that runs a call; compiled into `folder`."""
     made = folder / "emulated"
     sources = [HERE / "emulated.cpp", *(Path(cpu_build.__file__).parent / name for name in cpu_build.SOURCES)]
-    flags = [*cpu_build.FLAGS, f"-march={MARCH[processor]}", "-static"]
+    flags = ["-O3", *cpu_build.FLAGS, f"-march={MARCH[processor]}", "-static"]
     subprocess.run([f"{processor}-linux-gnu-g++", *flags, "-o", str(made), *map(str, sources)], check=True)
     return [f"qemu-{processor}", str(made)]
 

@@ -104,3 +104,30 @@ def test_an_interrupted_build_ends_or_goes_on_but_never_starts_again(
     for line in compiled(asked):
         with pytest.raises(ProcessLookupError):
             os.kill(int(line.split()[0]), 0)
+
+
+def test_the_target_is_of_ones_own_choice(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native, _ = cpu_build._build(os.environ["CXX"])
+    monkeypatch.setenv("ADJOINT_MARCH", "x86-64-v3")
+    assert cpu_build._build(os.environ["CXX"])[0] != native
+    assert "-march=x86-64-v3" in compiled(asked)[-1]
+    monkeypatch.setattr(cpu_build, "_features", lambda: ["flags : fpu sse4_1 avx2 bmi1 bmi2 f16c movbe"])
+    monkeypatch.delenv("ADJOINT_DISABLE_CPU_KERNELS", raising=False)
+    library, reason = cpu_build.load.__wrapped__()
+    assert library is None and reason == "ADJOINT_MARCH=x86-64-v3, and this processor has no fma"
+
+
+def test_a_wheels_kernels_are_taken_by_what_the_processor_can_do(
+    asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best that runs here, for these sources, without a compiler."""
+    monkeypatch.delenv("ADJOINT_MARCH", raising=False)
+    monkeypatch.setattr(cpu_build, "PREBUILT", {cpu_build.platform.machine(): ("x86-64-v4", "x86-64-v3")})
+    monkeypatch.setattr(cpu_build, "prebuilt", lambda target: tmp_path / f"{target}.so")
+    assert cpu_build._found_prebuilt() is None
+    for target in ("x86-64-v4", "x86-64-v3"):
+        cpu_build.prebuilt(target).touch()
+    monkeypatch.setattr(cpu_build, "_lacks", lambda target: {"avx512f"} if target == "x86-64-v4" else set())
+    assert cpu_build._found_prebuilt() == tmp_path / "x86-64-v3.so"
+    monkeypatch.setenv("ADJOINT_MARCH", "native")
+    assert cpu_build._found_prebuilt() is None

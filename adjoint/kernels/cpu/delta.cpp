@@ -11,8 +11,6 @@
 //
 // The backward goes from block to block with S's cotangent and computes all but S again. Blocks end at multiples of
 // 64 tokens, whose states are saved, and where a document begins, whose state is zero.
-#include <cmath>
-
 #include "lanes.h"
 
 struct TokenRows { void* data; int64_t batch_stride, time_stride; };  // the heads' rows of a token follow each other
@@ -224,8 +222,12 @@ template <class T> class Delta {
       beta[i] = i < n ? ((const T*)s.beta)[at] : 0;
       c[i] = sum;
     }
-    for (int64_t i = 0; i < rows; i++) ec[i] = std::exp(c[i]), last[i] = std::exp(sum - c[i]);
-    whole = std::exp(sum);
+    for (int64_t i = 0; i < rows; i += L) {
+      const V<T> to = load<T>(c + i, L) * T(LOG2E), rest = (sum - load<T>(c + i, L)) * T(LOG2E);
+      store<T>(ec + i, exp2v<T>(to), L);
+      store<T>(last + i, exp2v<T>(rest), L);
+    }
+    whole = exp2v<T>(splat<T>(sum * T(LOG2E)))[0];
   }
   // E, P, L, and N of (I + L) N = diag(beta) r; Ns_j = exp(c_n - c_j) N_j.
   void solve() {
