@@ -26,6 +26,7 @@ from benchmarks.shards.command import Shards
 from benchmarks.sources import Sources
 from benchmarks.window_time import WindowTime
 from benchmarks.wrapped import Wrapped
+from benchmarks.wrapped_length import WrappedLength
 
 
 class Figure(NamedTuple):
@@ -112,6 +113,7 @@ STACK = (*ENGINE, *SCANS, "engine/chunk_size.py")
 PROGRAMS = ("engine/grid.py", "engine/program.py", "plan/simulate.py")
 FIGURES = [
     Figure("README.md, docs/models.md", Wrapped(), "", "--lengths 1K 2K --repeats 1 --repeat-s 0", WRAPPED),
+    Figure("README.md", WrappedLength(), "", "--lengths 1K 2K --repeat-s 0", WRAPPED),
     Figure("docs/models.md", Fsdp(), "", "--lengths 256 --models Mamba-2", ("engine/sharded.py",)),
     Figure("docs/results.md", Memory(), "",
            "--lengths 512 1K --methods exact backprop --repeats 1 --repeat-s 0 --allocators default", STACK),

@@ -104,11 +104,6 @@ class Wrapped(steps.StepBenchmark):
             conditions = f"d_model 256, 4 layers, float32, batch 1, allocator {rows[0]['allocator']}"
             foot = report.footer(result["environment"], conditions)
             yield "", draw(rows), foot
-            yield (
-                "-mamba2",
-                draw_memory([row for row in rows if row["model"] == "Mamba-2"]),
-                f"Mamba-2, {foot}",
-            )
 
     def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
         yield from super().tables(result)
@@ -126,26 +121,6 @@ def at_one_length(rows: Sequence[Row]) -> str:
     cells = {(r["model"], r["way"]): report.memory_and_time(r) for r in rows if r["length"] == longest}
     lines = ([model, *(cells.get((model, way), "–") for way in names)] for model in MODELS)
     return report.markdown_table(["", *names.values()], lines)
-
-
-def draw_memory(rows: Sequence[Row]) -> Any:
-    """One model's memory against length on linear axes, each line with its name."""
-    figure, axes = report.pyplot().subplots(figsize=(7.2, 3.4))
-    names = {"checkpointing": "transformers,\nwith gradient checkpointing", "wrapped": "adjoint.wrap(model)"}
-    for way, (_, colour, dash) in WAYS.items():
-        curve = [row for row in rows if row["way"] == way]
-        xs, ys = [row["length"] for row in curve], [row["memory_bytes"] / 1e9 for row in curve]
-        axes.plot(xs, ys, dash, color=colour, linewidth=2.6, marker="o", markersize=4)
-        if curve:
-            label = f"{names.get(way, way)}\n{ys[-1]:.1f} GB"
-            axes.annotate(
-                label, (xs[-1], ys[-1]), (8, 0), textcoords="offset points", color=colour, va="center"
-            )
-    axes.set_xticks(lengths := sorted({row["length"] for row in rows}), map(show.tokens, lengths))
-    axes.set_xlabel("tokens in the sequence")
-    axes.set_ylabel("peak memory of a training step, GB")
-    axes.set_ylim(bottom=0)
-    return figure
 
 
 def draw(rows: Sequence[Row]) -> Any:

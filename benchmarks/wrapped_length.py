@@ -1,0 +1,78 @@
+"""Memory of one wrapped model from 8K to a million tokens: `python -m benchmarks.wrapped_length`.
+
+The Mamba-2 of `benchmarks.wrapped`, as transformers has it, with gradient checkpointing, and wrapped: peak
+memory of a forward and backward, each point in a fresh process. A line ends where the next length is said to
+take more than `--max-memory`, three quarters of the machine's by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from adjoint.tools.points import show
+from benchmarks import report
+from benchmarks.report import Row
+from benchmarks.wrapped import MODELS, WAYS, Wrapped
+
+NAMES = {
+    "transformers": "transformers",
+    "checkpointing": "transformers, with\ngradient checkpointing",
+    "wrapped": "adjoint.wrap(model)",
+}
+
+
+class WrappedLength(Wrapped):
+    name = "wrapped_length"
+    uses = ("wrapped", "wrapped_length", "segments")
+    models: ClassVar = {"Mamba-2": (MODELS["Mamba-2"][0], 0, 1 << 20)}
+    lengths: ClassVar = [1 << n for n in range(13, 21)]
+    repeats = 1
+    checked = ()
+    caption = "Memory of a wrapped Mamba-2 against length"
+
+    def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
+        conditions = "Mamba-2, d_model 256, 4 layers, float32, batch 1"
+        yield (
+            "",
+            draw(result["rows"], result["max_memory_bytes"]),
+            report.footer(result["environment"], conditions),
+        )
+
+    def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
+        return iter(())
+
+
+def draw(rows: Sequence[Row], limit: int) -> Any:
+    """Memory against length, both on logarithmic axes; each line ends where the model no longer fits."""
+    figure, axes = report.pyplot().subplots(figsize=(7.2, 3.8))
+    lengths = sorted({row["length"] for row in rows})
+    axes.axhline(limit / 1e9, color=report.BLACK, linewidth=0.8, linestyle=":")
+    axes.annotate(f"{limit / 1e9:.0f} GB: the limit", (lengths[-1], limit / 1e9), (0, 4),
+                  textcoords="offset points", ha="right", fontsize="small")  # fmt: skip
+    for way, (_, colour, dash) in WAYS.items():
+        curve = [row for row in rows if row["way"] == way and "memory_bytes" in row]
+        if not curve:
+            continue
+        xs, ys = [row["length"] for row in curve], [row["memory_bytes"] / 1e9 for row in curve]
+        axes.plot(xs, ys, dash, color=colour, linewidth=2.6, marker="o", markersize=4)
+        ends = xs[-1] < lengths[-1]
+        if ends:
+            axes.plot(xs[-1:], ys[-1:], "x", color=colour, markersize=11, markeredgewidth=2.4)
+        said = f"{NAMES[way]}\n{show.tokens(xs[-1])}: {ys[-1]:.2g} GB" + (", no longer" if ends else "")
+        axes.annotate(
+            said, (xs[-1], ys[-1]), (10 if ends else -4, -2 if ends else -10), textcoords="offset points",
+            color=colour, va="top", ha="left" if ends else "right",
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, map(show.tokens, lengths))
+    axes.set_ylim(0.03, 1.6 * limit / 1e9)
+    show.plain_ticks(axes)
+    axes.set_xlabel("tokens in the sequence")
+    axes.set_ylabel("peak memory of a training step, GB")
+    return figure
+
+
+if __name__ == "__main__":
+    raise SystemExit(WrappedLength().main())
