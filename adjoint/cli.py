@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from adjoint.errors import UserError
-from adjoint.memory import out_of_memory
+from adjoint.interrupt import quiet_imports
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("adjoint.cluster.training:main", "train or fine-tune a model (python train.py is the same)"),
@@ -39,6 +39,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    # Read once, when torch loads OpenMP: threads that wait for work sleep instead of spinning. A chunk is
+    # many short parallel regions, and on cores shared with other programs a spinning thread holds up the very
+    # one that it waits for: training is several times slower then.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     format_before = warnings.formatwarning
     warnings.formatwarning = _format_warning
     streams = [stream and _Output(stream) for stream in (sys.stdout, sys.stderr)]
@@ -76,8 +80,10 @@ def _dispatch(argv: list[str]) -> int:
         near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
         raise UserError(f"adjoint {argv[0]}: no such command; {remedy}")
-    module, _, function = COMMANDS[argv[0]][0].partition(":")
-    return getattr(importlib.import_module(module), function)(argv[1:])
+    name, _, function = COMMANDS[argv[0]][0].partition(":")
+    with quiet_imports():
+        module = importlib.import_module(name)
+    return getattr(module, function)(argv[1:])
 
 
 def _usage() -> str:
@@ -94,6 +100,8 @@ def _format_warning(message: Warning | str, *where: object, **more: object) -> s
 
 def _explain(error: Exception) -> str | None:
     """What the user can mend as one line: what, where, how. None for an error that is ours."""
+    from adjoint.memory import out_of_memory  # imports torch, for which --help need not wait
+
     text = " ".join(str(error).split()) or type(error).__name__
     if out_of_memory(error):
         return f"out of memory: {text[:200]}; lower --method.chunk_size, --data.batch or --data.seqlen"

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
+import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Inside, Ctrl-C ends the command at once: nothing has begun, and modules half imported say nothing
-    useful. Programs that import the package themselves keep their own way with Ctrl-C."""
-    mine = _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not mine:
+    """Inside, Ctrl-C ends the process at once: nothing has begun, and modules half imported say nothing
+    useful. Where Ctrl-C is not Python's own, or another thread's, it stays as it is."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     signal.signal(signal.SIGINT, leave)
@@ -30,12 +29,3 @@ def leave(number: int, frame: FrameType | None) -> None:
     """What Ctrl-C does meanwhile: no exception, which an import might take for its own."""
     os.write(2, b"interrupted\n")
     os._exit(130)
-
-
-def _is_command() -> bool:
-    """Whether this process is `adjoint …`, `python -m adjoint …` or `python train.py …`."""
-    program = sys.argv[0] if sys.argv else ""
-    if program == "-m":  # so while Python looks for the module
-        return sys.orig_argv[sys.orig_argv.index("-m") + 1].partition(".")[0] == "adjoint"
-    train = Path(__file__).parent.parent / "train.py"
-    return Path(program).stem == "adjoint" or Path(program).absolute() == train

@@ -1,3 +1,5 @@
 """Benchmarks: `python -m benchmarks.NAME`; what they measured lies in benchmarks/results/."""
 
-import adjoint  # noqa: F401  before torch: it lets OpenMP's waiting threads sleep, in peers' processes too
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: as in the `adjoint` command, in peers too

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import adjoint
 from adjoint import memory
 
 
@@ -51,16 +50,3 @@ def test_cores_are_those_the_process_is_bound_to_within_its_quota(monkeypatch: p
     for quota, cores in ((2.5, 2), (0.3, 1), (100.0, 64)):
         monkeypatch.setattr(memory, "_cpu_quota", lambda *where, quota=quota: quota)
         assert memory.usable_cores() == cores
-
-
-@pytest.mark.parametrize(("load", "late", "told"), [(99.0, True, 1), (99.0, False, 0), (0.0, True, 0)])
-def test_threads_that_spin_on_a_busy_machine(
-    load: float, late: bool, told: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    """torch was imported first, so that the policy comes too late."""
-    monkeypatch.setattr(adjoint, "_spinning", late)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    adjoint._warn_of_spinning()
-    assert len([w for w in recwarn if "import adjoint before torch" in str(w.message)]) == told
-    assert "wrap" in dir(adjoint)

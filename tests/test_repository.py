@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+import adjoint
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # The house from the ground up: a file imports only from entries before its own, and within its own folder.
@@ -128,9 +130,42 @@ except ModuleNotFoundError:
 else:
     raise SystemExit("the blocker does not block")
 import adjoint
+for name in {*adjoint.__all__} - {"wrap", "unwrap"}:
+    getattr(adjoint, name)
 print(adjoint.__file__)
 """
     assert Path(run_python(code, ROOT).strip()) == ROOT / "adjoint" / "__init__.py"
+
+
+def test_importing_the_package_changes_nothing_outside_it() -> None:
+    code = """
+import os, signal, warnings
+def outside():
+    return dict(os.environ), {s: signal.getsignal(s) for s in signal.valid_signals()}, warnings.showwarning
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/nowhere"  # torch's compiler sets this, when transformers loads it
+before = outside()
+import adjoint
+for name in adjoint.__all__:
+    getattr(adjoint, name)
+assert outside() == before
+"""
+    pytest.importorskip("transformers")
+    run_python(code, ROOT)
+
+
+def test_type_checkers_and_editors_are_told_the_names_that_there_are() -> None:
+    stub = ROOT / "adjoint" / "__init__.pyi"
+    told = {name.rpartition(".")[2]: name.rpartition(".")[0] for _, name in imports_of(stub)}
+    assert told == {name: f"adjoint.{module}" for name, module in adjoint._MODULES.items()}
+    assert set(adjoint.__all__) <= set(dir(adjoint))
+    with pytest.raises(AttributeError, match="no attribute 'Exacte'"):
+        adjoint.Exacte  # noqa: B018
+
+
+def test_help_and_version_do_not_wait_for_torch() -> None:
+    for argv in ([], ["--help"], ["--version"]):
+        code = f"import sys; from adjoint.cli import main; main({argv!r}); print('torch' in sys.modules)"
+        assert run_python(code, ROOT).endswith("False\n"), argv
 
 
 def entry_of(path: Path) -> str:
@@ -259,7 +294,7 @@ def test_wheel_holds_all_sources_and_configurations_and_no_short_names(tmp_path:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "adjoint").rglob("*")}
-    kinds = (".py", ".cpp", ".h", ".yaml")
+    kinds = (".py", ".pyi", ".cpp", ".h", ".yaml")
     assert {name for name in names if name.endswith(kinds)} == {n for n in sources if n.endswith(kinds)}
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"adjoint"}
 

@@ -240,14 +240,15 @@ class Group:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         # Ray leaves an actor without GPUs the whole list of its node.
-        hidden = {} if each.gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        environment = {} if each.gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")  # as `adjoint.cli` says
         options = {
             "num_cpus": each.cpus,
             "num_gpus": each.gpus,
             "max_restarts": 0,  # a restarted actor would be blank: the whole group is made again
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.place, rank),
-            "runtime_env": {"env_vars": hidden},
+            "runtime_env": {"env_vars": environment},
         }
         return ray.remote(concurrency_groups={"watch": 1})(ShardActor).options(**options).remote()
 

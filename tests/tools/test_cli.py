@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -91,25 +92,16 @@ def test_ctrl_c_during_the_imports_is_one_line(command: list[str]) -> None:
     assert (process.returncode, output, error) == (130, "", "interrupted\n")
 
 
-def test_ctrl_c_is_left_to_programs_that_import_the_package() -> None:
-    code = """
-import signal, sys
-class Look:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
-sys.meta_path.insert(0, Look())
-import adjoint
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
-        preexec_fn=heed_ctrl_c,
-    )
-    assert result.stdout == "True\n"
+def test_threads_of_the_command_wait_asleep_unless_the_user_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TRAIN, lambda argv: 0)
+    for given, heard in ((None, "passive"), ("active", "active")):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if given is not None:
+            monkeypatch.setenv("OMP_WAIT_POLICY", given)
+        assert main(["train"]) == 0
+        assert os.environ["OMP_WAIT_POLICY"] == heard
 
 
 def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
