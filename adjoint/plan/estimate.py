@@ -26,7 +26,9 @@ from adjoint.plan.simulate import Timeline, simulate
 from adjoint.stack import Stack
 from adjoint.train.machine import autocast
 
+NAMES = {"cpu": "processor", "cuda": "GPU"}
 LATENCY = 50e-6  # seconds of a message, besides its bytes
+ENOUGH_S = 1.0  # of calls that are timed
 MOST_TILES = 12_000  # a longer sequence's times are extrapolated; as many take seconds to plan
 
 
@@ -48,6 +50,12 @@ class Costs:
     head_backward: float
     source: str
     pairs: tuple[float, ...] = ()
+
+    def slower_by(self, factor: float) -> Costs:
+        """Of a device that takes so many times as long."""
+        times = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "source"}
+        slower = lambda t: tuple(map(slower, t)) if isinstance(t, tuple) else factor * t  # noqa: E731
+        return Costs(source=self.source, **{name: slower(t) for name, t in times.items()})
 
 
 @dataclass(frozen=True)
@@ -83,12 +91,19 @@ def counted(setup: Setup, flops: float, source: str) -> Costs:
     return Costs(forward, tuple(2 * f for f in forward), head, 3 * head, source, pairs)
 
 
-def measured(setup: Setup, tokens: int, threads: int | None, device: torch.device) -> Costs:
+def measured(
+    setup: Setup,
+    tokens: int,
+    threads: int | None,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Costs:
     """Costs of one real layer of each kind, and of the head, on a short chunk on this machine.
 
     Args:
         tokens: of the chunk; times grow in proportion to it.
         threads: CPU threads; None leaves PyTorch's choice.
+        progress: is told how many pieces have been timed, and of how many.
     """
     config, precision = setup.model.given, setup.machine.precision
     on = Conditions(setup.batch, tokens, precision=precision)
@@ -108,20 +123,25 @@ def measured(setup: Setup, tokens: int, threads: int | None, device: torch.devic
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        found = {kind: both(kind) for kind in dict.fromkeys(config.mixers)}
+        kinds = [*dict.fromkeys(config.mixers)]
+        found = {}
+        for done, kind in enumerate(kinds):
+            progress(done, len(kinds) + 1)
+            found[kind] = both(kind)
+        progress(len(kinds), len(kinds) + 1)
         head, head_backward = both(config.mixers[0], head=True)
     finally:
         torch.set_num_threads(before)
     forward, whole = zip(*(found[kind] for kind in config.mixers), strict=True)
     backward = tuple(max(w - f, f) for f, w in zip(forward, whole, strict=True))
-    source = f"measured here on {device.type}, one layer of each kind, {tokens:,} tokens, {precision}"
+    source = f"measured on this machine's {NAMES[device.type]}, one layer of each kind, {tokens:,} tokens"
     return Costs(forward, backward, head, head_backward, source)
 
 
 def _seconds(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """The median of some calls, after one that loads and compiles."""
-    found = []
-    for _ in range(1 + repeats):
+    """The median of some calls, after one that loads and compiles; of fewer where they take long."""
+    found: list[float] = []
+    while len(found) < 2 or (len(found) <= repeats and sum(found) < ENOUGH_S):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began = time.perf_counter()

@@ -125,7 +125,10 @@ class Fit:
         elif (size := self.fitting_chunk()) is not None:
             found.append(f"--method.chunk_size {size}")
         if getattr(setup.method, "keep", "offload") != "offload" and setup.machine.kind == "cuda":
-            found += ["--method.keep offload"] * bool(self.of_method(keep="offload").spans())
+            # a budget is for keep="edges" alone
+            given = {} if setup.method.memory is None else {"memory": None}
+            if self.of_method(keep="offload", **given).spans():
+                found.append("--method.keep offload" + " --method.memory null" * bool(given))
 
         def wider(shards: int) -> Fit:
             other = self.of(layout=dataclasses.replace(setup.layout, shards=shards))

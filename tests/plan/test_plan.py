@@ -15,6 +15,7 @@ from adjoint.batch import Batch, shift_labels
 from adjoint.cli import main
 from adjoint.engine.grid import Tile
 from adjoint.errors import UserError
+from adjoint.memory import total_memory_bytes, usable_cores
 from adjoint.plan import estimate as plan_time
 from adjoint.plan.count import Conditions, counting, fake_tensors
 from adjoint.plan.layouts import Task, rank
@@ -212,7 +213,7 @@ def test_what_is_printed(given: str, words: str, capsys: pytest.CaptureFixture[s
 
 
 def planned(capsys: pytest.CaptureFixture[str], *given: str) -> dict[str, Any]:
-    assert main(["plan", *SMALL, "--seqlen", "4K", "--json", *given]) == 0
+    assert main(["plan", *SMALL, "--seqlen", "4K", "--device-tflops", "0.05", "--json", *given]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -270,7 +271,7 @@ def test_bars_of_a_picture_join_layers_and_its_shares_are_the_time() -> None:
 )
 def test_timeline_files(flags: str, label: str, tmp_path: Path) -> None:
     for name in ("a.svg", "a.png"):
-        given = [*SMALL, "--seqlen", "4K", *flags.split()]
+        given = [*SMALL, "--seqlen", "4K", "--device-tflops", "0.05", *flags.split()]
         assert main(["plan", *given, "--timeline", str(tmp_path / name)]) == 0
     svg = (tmp_path / "a.svg").read_text()
     assert "idle:" in svg.replace("<!-- ", "") and label in svg
@@ -312,6 +313,39 @@ def test_unequal_devices_take_unequal_shares(capsys: pytest.CaptureFixture[str])
     found = planned(capsys, "--device-memory", "3GB,1GB", "--cluster.shards", "2")
     assert [d["layers"] for d in found["devices"]] == [[0, 2], [3, 3]]
     assert [d["memory_bytes"] for d in found["devices"]] == [3 * 10**9, 10**9]
+
+
+def test_without_a_device_the_plan_is_for_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its memory and its speed; several processes share both."""
+    flags = ["plan", *SMALL, "--cluster.shards", "1", "--seqlen", "1K", "--json"]
+    found = []
+    for devices in ("1", "8"):
+        assert main([*flags, "--cluster.replicas", devices, "--data.batch", "8"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    alone, shared = found
+    assert alone["step"]["rests_on"].startswith("measured on this machine's processor")
+    assert alone["devices"][0]["memory_bytes"] == int(total_memory_bytes() - 400e6)
+    assert shared["devices"][0]["memory_bytes"] == int(total_memory_bytes() / 8 - 400e6)
+    assert shared["step"]["tokens_per_second"] < 3 * usable_cores() * alone["step"]["tokens_per_second"]
+
+
+def test_a_gpu_that_is_assumed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", *SMALL, "--training.device", "auto", "--seqlen", "4K", "--device-memory", "40GB"]
+    for more, said in (
+        ([], "(assuming an A100-40GB at 30% of its peak, 93.6 TFLOP/s: name another GPU with --device)"),
+        (["--device", "h200"], "(assuming an H200 at 30% of its peak, 297 TFLOP/s)"),
+    ):
+        assert main([*flags, *more]) == 0
+        assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("memory", ["auto", "30GB"])
+def test_a_budget_for_which_there_is_no_room_is_refused_in_a_line(
+    memory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--training.device", "cuda", "--seqlen", "1M", "--method.memory", memory]
+    assert main(["plan", *SMALL, *flags, "--device-memory", "750MB"]) == 2
+    assert capsys.readouterr().err.startswith("error: shard 0 (layers 0-3) needs ")
 
 
 # ---------------------------------------------------------------------------- a transformers model's memory
@@ -451,7 +485,6 @@ def test_a_plan_of_a_folder(folders: dict[str, str], capsys: pytest.CaptureFixtu
     [
         ("plan --method.name layer-local", "method.name: a wrapped model takes Exact()"),
         ("plan --method.name truncated --method.window auto", "a window in tokens"),
-        ("plan --measure", "--measure: times layers of a Stack"),
         ("plan --cluster.shards 1 --cluster.sequence 2", "keys and values stay with one worker"),
         ("plan --cluster.shards 2 --cluster.helpers 1", "cluster.helpers: this model has attention"),
         ("plan --device-memory 1MB", "what fits:"),

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from tqdm import tqdm
 
 from adjoint.errors import UserError
-from adjoint.memory import size_bytes
+from adjoint.layers import StackConfig
+from adjoint.memory import size_bytes, total_memory_bytes, usable_cores
+from adjoint.methods import Exact
 from adjoint.plan import estimate as plan_time
 from adjoint.plan.layouts import Ranked, Task, rank
 from adjoint.plan.memory import Machine, Setup
@@ -27,7 +30,8 @@ from adjoint.train.layout import Layout
 
 UNNAMED = "a100-40gb"  # whose rate is assumed of a GPU that is not named
 SUSTAINED = 0.3  # of the peak, what a step is assumed to keep up
-CPU_TFLOPS = 0.05  # assumed of a CPU: --measure knows better
+IMPORTED = 400e6  # bytes of a process that has imported everything, above which memory is planned
+WIDEST = 1024  # d_model of the layer that is timed in the place of a pretrained model's
 BANDWIDTH = "10GB"  # a second from device to device: through host memory, as between MIG slices
 ALL = 1 << 30  # tiles: of what is drawn none is extrapolated
 
@@ -70,8 +74,6 @@ def _compared(task: Task) -> list[Ranked]:
     Raises:
         UserError: none fits: the message is that of the one that is nearest to it.
     """
-    from tqdm import tqdm
-
     with tqdm(desc="comparing layouts", unit="layout", delay=1, leave=False, disable=None) as bar:
 
         def show(done: int, of: int) -> None:
@@ -100,8 +102,6 @@ def task_of(given: argparse.Namespace, config: Config) -> Task:
 
         if config.model.lora is not None:
             raise UserError("model.lora: a plan counts all weights as trained; leave it out")
-        if given.measure:
-            raise UserError("--measure: times layers of a Stack; leave it out with model.from_pretrained")
         model = outlined(config.model.from_pretrained)
     machine = Machine(given.kind, precision, None if given.limits is None else min(given.limits))
     sizes = config.data.batch, config.data.seqlen
@@ -115,29 +115,56 @@ def _counted(given: argparse.Namespace, setup: Setup) -> plan_time.Costs:
 
 
 def _measured(given: argparse.Namespace, setup: Setup) -> plan_time.Costs:
-    largest = max(layer.weights for layer in setup.model.layers)
+    """Costs of this machine, whose cores the workers share. A pretrained model's are counted, at the rate of
+    a layer of attention and MLP."""
+    timed = setup
+    if setup.model.stages_are_spans:
+        width = min(WIDEST, setup.model.d_model)
+        config = StackConfig(d_model=width, d_intermediate=4 * width, n_layer=1, mixer="attention")
+        timed = dataclasses.replace(setup, model=model_of(config), method=Exact())
+    largest = max([layer.weights for layer in timed.model.layers] + [int(timed.model.head_flops / 2)])
     # a few seconds a layer on a slow CPU, and enough tokens to fill it
     most = 4096 if given.kind == "cuda" else max(64, int(1e10 / largest / setup.batch))
-    tokens = min(setup.scheme.chunk_size, most)
+    tokens, workers, threads = min(setup.scheme.chunk_size, most), given.devices, setup.training.threads
+    slower = 1.0
+    if given.kind == "cpu" and workers > 1:
+        cores = usable_cores()
+        threads = threads or max(1, cores // workers)
+        slower = max(1.0, threads * workers / cores)
     if (setup.batch, tokens) not in given.measured:
-        found = plan_time.measured(setup, tokens, setup.training.threads, torch.device(given.kind))
-        given.measured[setup.batch, tokens] = found
-    return given.measured[setup.batch, tokens]
+        found = _timed(timed, tokens, threads, torch.device(given.kind))
+        given.measured[setup.batch, tokens] = found.slower_by(slower)
+    found = given.measured[setup.batch, tokens]
+    if timed is setup:
+        return found
+    layer = timed.model.layers[0]
+    rate = setup.batch * (layer.flops + layer.pairs * tokens / 2) / found.forward[0]
+    source = f"{found.source}: of attention and MLP, {rate / 1e12:.2g} TFLOP/s"
+    return plan_time.counted(setup, rate, source)
+
+
+def _timed(setup: Setup, tokens: int, threads: int | None, device: torch.device) -> plan_time.Costs:
+    """`measured`, with a bar on a terminal."""
+    with tqdm(desc="timing layers on this machine", unit="layer", leave=False, disable=None) as bar:
+
+        def show(done: int, of: int) -> None:
+            bar.total = of
+            bar.update(done - bar.n)
+
+        return plan_time.measured(setup, tokens, threads, device, show)
 
 
 def _rate(given: argparse.Namespace, setup: Setup) -> tuple[float, str]:
     """FLOPs a second that a device of full speed keeps up, and why, a phrase."""
     if given.device_tflops is not None:
         return 1e12 * given.device_tflops, f"{given.device_tflops:g} TFLOP/s a device, as given"
-    if setup.machine.kind == "cpu" and given.device is None:
-        pretrained = setup.model.stages_are_spans
-        knows = "--device-tflops says better" if pretrained else "--measure times this machine"
-        return 1e12 * CPU_TFLOPS, f"{CPU_TFLOPS:g} TFLOP/s a process, assumed: {knows}"
     named = given.device or UNNAMED
     gpu = GPUS[named]
     peak = {"float32": gpu.float32, "float64": gpu.float32 / 2}.get(setup.machine.precision, gpu.bfloat16)
     rate = SUSTAINED * peak
-    return 1e12 * rate, f"{rate:.3g} TFLOP/s a device, assumed: {SUSTAINED:.0%} of the peak of an {named}"
+    how = f"{SUSTAINED:.0%} of its peak, {rate:.3g} TFLOP/s"
+    other = "" if given.device else ": name another GPU with --device"
+    return 1e12 * rate, f"assuming an {named.upper()} at {how}{other}"
 
 
 # ----------------------------------------------------------------------------------------- command line
@@ -160,10 +187,10 @@ def _parser() -> argparse.ArgumentParser:
     memory = "memory of each device, such as 40GB; or one size per worker, as 20GB,10GB,10GB"
     add("--device-memory", memory, _sizes)
     add("--device", f"take memory and speed of a known GPU: {', '.join(GPUS)}", _gpu)
-    rate = f"{SUSTAINED:.0%} of the peak of the GPU named, or of an {UNNAMED}; {CPU_TFLOPS} for a CPU"
+    rate = f"measured on this machine, or {SUSTAINED:.0%} of the peak of the GPU named, or of an {UNNAMED}"
     rate = f"sustained TFLOP/s of a device; default: {rate}".replace("%", "%%")
     add("--device-tflops", rate, reads(PositiveNumber))
-    measure = "time one layer of each kind on this machine, instead of assuming a rate"
+    measure = "time one layer of each kind on this machine; so also where no other machine is described"
     add("--measure", measure, action="store_true")
     add("--bandwidth", "bytes per second between devices", size_bytes, default=BANDWIDTH)
     add("--timeline", "draw the pipeline to a .png, .svg or .pdf", _picture)
@@ -194,6 +221,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         layout    of the workers; None to find one
         limits    bytes of each worker's device, None where they are not known
         kind      of the devices: cpu or cuda
+        measure   also where nothing says that another machine than this one is planned for
         measured  of layers, nothing yet
 
     Raises:
@@ -214,8 +242,8 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     wanted, here = config.training.device, torch.cuda.is_available()
     gpus = wanted.startswith("cuda") or (wanted == "auto" and (limits is not None or here))
     given.kind = "cuda" if gpus else "cpu"
-    if limits is None and gpus and here:
-        limits = (float(torch.cuda.get_device_properties(0).total_memory),)
+    if given.device is given.device_tflops is None and (not gpus or (here and limits is None)):
+        given.measure, limits = True, limits or _memory_here(given.kind, given.devices)
     if limits is not None and len(limits) not in (1, given.devices):
         raise UserError(
             f"--device-memory: {len(limits)} sizes for {given.devices} devices; give one for all or one of "
@@ -227,6 +255,13 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     if given.measure and given.device_tflops is not None:
         raise UserError("--measure: does not work with --device-tflops; leave one of them out")
     return given, config
+
+
+def _memory_here(kind: str, workers: int) -> tuple[float]:
+    """Bytes of a GPU of this machine, or of its memory that each of so many processes gets."""
+    if kind == "cuda":
+        return (float(torch.cuda.get_device_properties(0).total_memory),)
+    return (max(1.0, total_memory_bytes() / workers - IMPORTED),)
 
 
 def _layout(devices: int | None, config: Config) -> Layout | None:
