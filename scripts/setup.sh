@@ -3,7 +3,8 @@
 # A PIN such as torch==2.15.0 stands in the place of its line of constraints.txt.
 #
 # Where there is no NVIDIA GPU the CPU build of torch is asked for by its local version (2.13.0+cpu). Plain
-# "torch" from PyPI is the CUDA build on Linux: gigabytes that such a machine cannot use.
+# "torch" from PyPI is the CUDA build on Linux: gigabytes that such a machine cannot use, so without a CPU build
+# this stops and says what to do.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$1
@@ -36,15 +37,21 @@ for pin in "${@:3}"; do
 done
 torch=$(sed -nE 's/^torch==([0-9.]+).*/\1/p' "$pins")
 
-if [[ $(uname -s) == Linux ]] && ! { command -v nvidia-smi && nvidia-smi -L | grep -q GPU; } >/dev/null 2>&1; then
-    if ! "$venv/bin/python" -c "from importlib.metadata import version as v; assert v('torch') == '$torch+cpu'" 2>/dev/null; then
+has_gpu() {  # all of what nvidia-smi says is read: it would die of a pipe that is closed at the first GPU
+    local listed
+    listed=$(nvidia-smi -L 2>/dev/null) && [[ $listed == *"GPU "[0-9]* ]]
+}
+
+if [[ $(uname -s) == Linux ]] && ! has_gpu; then
+    # a build of that version that is there already stays, CUDA's too
+    if ! "$venv/bin/python" -c "from importlib.metadata import version as v; assert v('torch').split('+')[0] == '$torch'" 2>/dev/null; then
         say "no NVIDIA GPU here: installing torch $torch for the CPU (about 200 MB)"
         # First from wherever pip is set up to look (a local wheel, a mirror), then from PyTorch's own index.
-        if ! "${pip[@]}" --no-deps "torch==$torch+cpu" 2>/dev/null; then
+        "${pip[@]}" --no-deps "torch==$torch+cpu" 2>/dev/null ||
             "${pip[@]}" --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$torch+cpu" 2>/dev/null ||
-                say "neither pip's sources nor https://download.pytorch.org/whl/cpu have torch $torch+cpu for this Python:" \
-                    "installing the CUDA build, gigabytes larger (or put the wheel into a folder named by PIP_FIND_LINKS)"
-        fi
+            die "neither pip's sources nor https://download.pytorch.org/whl/cpu have torch $torch+cpu for this Python;" \
+                "put its wheel into a folder named by PIP_FIND_LINKS, or take the CUDA build, gigabytes larger, with:" \
+                "$venv/bin/python -m pip install torch==$torch"
     fi
 fi
 

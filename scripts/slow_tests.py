@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "ray": ("ray", "shards_pretrained"),
     "recovery": ("recovery", "nodes"),
     "pages": ("pages", "figures"),
+    "install": ("install",),
 }
 HEADER = ("passed", "skipped", "minutes", "date", "commit", "versions")
 

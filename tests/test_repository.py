@@ -266,17 +266,23 @@ def test_constraints_pin_every_requirement_within_its_range() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = {r.name: r for r in (Requirement(line) for line in lines if line and not line.startswith("#"))}
     versions = {canonicalize_name(name): str(r.specifier).removeprefix("==") for name, r in pins.items()}
-    extras = project["optional-dependencies"]
-    wanted = list(project["dependencies"])
-    for requirement in extras["dev"]:
-        if requirement.startswith("adjoint-sharding["):
-            wanted += [r for name in Requirement(requirement).extras for r in extras[name]]
-        else:
-            wanted.append(requirement)
-    for requirement in map(Requirement, wanted):
+    extras = {name: [*map(Requirement, lines)] for name, lines in project["optional-dependencies"].items()}
+
+    def brought(name: str) -> Iterator[Requirement]:
+        for requirement in extras[name]:
+            own = requirement.name == project["name"]
+            yield from (r for extra in requirement.extras for r in brought(extra)) if own else [requirement]
+
+    for requirement in [*map(Requirement, project["dependencies"]), *brought("dev")]:
         version = versions.get(canonicalize_name(requirement.name))
         assert version is not None, f"constraints.txt does not pin {requirement.name}"
         assert requirement.specifier.contains(version), f"{requirement} does not admit the pinned {version}"
+
+
+def test_the_extra_admits_no_transformers_that_wrap_refuses() -> None:
+    hf = pytest.importorskip("adjoint.hf")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"transformers>={'.'.join(map(str, hf.OLDEST))},<6" in extras["hf"]
 
 
 def test_wheel_holds_all_sources_and_configurations_and_no_short_names(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ SECTIONS = {
 PACKAGES = {  # by the extra that brings them; "" is always there
     "": ("torch", "numpy", "pyyaml", "tqdm", "matplotlib", "safetensors"),
     "gpu": ("triton", "mamba-ssm", "causal-conv1d", "flash-linear-attention"),
-    "hf": ("transformers",),
+    "hf": ("transformers", "accelerate"),
     "data": ("tokenizers", "pyarrow"),
     "finetune": ("datasets", "peft"),
     "tensorboard": ("tensorboard",),
