@@ -72,6 +72,13 @@ def difference(whole: Results, other: Results, limit: float, each: bool = True) 
     return None if apart <= limit * size else _differs("the loss", apart / size)
 
 
+def distance(whole: Results, other: Results) -> float:
+    """The L2 distance of all gradients together, relative to their norm in `whole`."""
+    apart = math.hypot(*(_distance(a, other.gradients[name]) for name, a in whole.gradients.items()))
+    size = math.hypot(*map(_size, whole.gradients.values()))
+    return apart / size if size else apart
+
+
 def _differs(what: str, apart: float) -> str:
     return f"{what} differs from the whole's, by {apart:.1e} of its size"
 

@@ -16,11 +16,21 @@ from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.engine.autograd import Steps
-from adjoint.engine.first_use import COARSE, TOKENS, Results, Weighted, alike, difference, tolerance
+from adjoint.engine.first_use import (
+    COARSE,
+    TOKENS,
+    Results,
+    Weighted,
+    alike,
+    difference,
+    distance,
+    tolerance,
+)
 from adjoint.engine.grid import Scheme
 from adjoint.engine.run import Changed
 from adjoint.engine.sharded import gradients, is_sharded, precisions, reshard, trained
 from adjoint.engine.weights import Tensors
+from adjoint.hf import messages
 from adjoint.hf.call import Kind
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
 from adjoint.hf.head import head_of
@@ -134,6 +144,7 @@ def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -
     limit = max(APART, tolerance(dtypes, _device(model)))
     if found := difference(wanted, got, limit, each=limit != COARSE):
         refuse(model, f"{what} ({found}): {why}")
+    messages.compared(distance(wanted, got))
 
 
 @contextlib.contextmanager

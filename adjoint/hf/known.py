@@ -13,7 +13,7 @@ import torch
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from adjoint.engine.sharded import is_sharded, largest, reshard
-from adjoint.hf import check, first_use, mini_sequence, router
+from adjoint.hf import check, first_use, messages, mini_sequence, router
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import Call, Kind
 from adjoint.hf.first_use import in_eval_mode, some_tokens
@@ -33,13 +33,14 @@ class Known:
     Attributes:
         precision: autocast's dtype, or None, and the device's type. slots: of its cache.
         head: of `head_of`. routers: of `router.coefficient`.
-        checked: kinds of calls that have been tried.
+        checked: kinds of calls that have been tried. difference: of gradients, when they were compared last.
         mlps: of a MiniSequence: names in the backbone of what runs in pieces.
     """
 
     def __init__(self, model: Any, snapshot: Snapshot, precision: Any) -> None:
         self.of, self.snapshot, self.precision = weakref.ref(model), snapshot, precision
         self.checked: set[Any] = set()
+        self.difference: float | None = None
 
     @property
     def model(self) -> Any:
@@ -48,7 +49,9 @@ class Known:
     def once(self, kind: Any, check: Callable[..., None], *args: Any) -> None:
         """Calls a check, unless it has gone well before for this kind of call."""
         if kind not in self.checked:
-            check(*args)
+            with messages.comparing() as found:
+                check(*args)
+            self.difference = found[-1] if found else self.difference
             self.checked.add(kind)
 
     @functools.cached_property
@@ -82,11 +85,13 @@ class Record:
         lock: held while a thread runs the model, whose modules are not its own for the time of a chunk.
         known: of the model, or its backbone, as it was lately.
         outer: a reference to what was wrapped, where that is a model around it.
+        announced: whether the first use has been told.
     """
 
     def __init__(self, method: Any, outer: weakref.ref[Any] | None = None) -> None:
         self.method, self.plain, self.lock, self.outer = method, False, threading.RLock(), outer
         self.known: list[Known] = []
+        self.announced = False
 
     def __reduce__(self) -> Any:
         return Record, (self.method,)

@@ -23,7 +23,7 @@ from adjoint.batch import Batch
 from adjoint.engine.autograd import Around, Steps, handed_over, uncompiled
 from adjoint.engine.grid import Scheme
 from adjoint.engine.sharded import is_sharded, reduce_at_once
-from adjoint.hf import check, first_use, mini_sequence
+from adjoint.hf import check, first_use, messages, mini_sequence
 from adjoint.hf.call import CACHES, Call, Kind
 from adjoint.hf.head import Output, logits_of
 from adjoint.hf.known import Known, Record, compared, known_of, own_documents, record_of
@@ -281,8 +281,11 @@ def _lm_stage(
 
 
 def _steps(known: Known, stages: list[Any], batch: Batch, starts: tuple[int, ...]) -> Steps:
-    method = record_of(known.model).method
+    record, method = record_of(known.model), record_of(known.model).method
     scheme = scheme_of(method, batch.rows, batch.seqlen, batch.ids.device.type, starts)
+    if not record.announced:
+        messages.announce(known.model, method, scheme, known.difference)
+        record.announced = True
     return steps_of(stages, batch, scheme, _as_it_is(known))
 
 

@@ -1,0 +1,71 @@
+"""What a wrapped model says on its first use, and what it keeps transformers from saying."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import adjoint
+from adjoint.errors import UserError
+
+# A model, small, whose mixers' functions transformers calls slow, trained twice and then used without labels.
+TRAINED = """
+import logging, torch
+from transformers import Mamba2Config, Mamba2ForCausalLM
+import adjoint
+{before}
+sizes = dict(hidden_size=16, num_hidden_layers=2, state_size=8, num_heads=4, head_dim=8, n_groups=1)
+config = Mamba2Config(vocab_size=32, **sizes)
+model = adjoint.wrap(Mamba2ForCausalLM(config), adjoint.Exact(chunk_size=8))
+ids = torch.arange(20)[None]
+for _ in range(2):
+    model(input_ids=ids, labels=ids).loss.backward()
+"""
+
+
+@pytest.mark.parametrize(
+    "before, variables, lines",
+    [
+        ("", {}, 1),
+        ("logging.getLogger('adjoint').setLevel('WARNING')", {}, 0),
+        ("", {"ADJOINT_VERBOSITY": "warning"}, 0),
+        ("logging.basicConfig(level='INFO', format='mine: %(message)s')", {}, 1),
+    ],
+)
+def test_the_first_use_is_one_line_on_stderr(before: str, variables: dict[str, str], lines: int) -> None:
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINED.format(before=before)],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": root, "HOME": str(Path.home()), **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "" and done.stderr.count("\n") == lines, done.stderr
+    if lines:
+        start = "mine: " if before else "[adjoint] "
+        assert done.stderr.startswith(
+            f"{start}Mamba2ForCausalLM of 2 layers runs by Exact in chunks of 8 tokens"
+        )
+        assert "in place of causal_conv1d_fn, mamba2_chunk_scan; gradients" in done.stderr
+        assert "compared on 13 tokens: relative difference " in done.stderr
+
+
+def test_a_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model, ids = adjoint.wrap(LlamaForCausalLM(config)), torch.arange(20)[None]
+    monkeypatch.setattr(logging.getLogger("adjoint"), "level", logging.NOTSET)
+    monkeypatch.setenv("ADJOINT_VERBOSITY", "loud")
+    with pytest.raises(UserError, match="ADJOINT_VERBOSITY: expected one of debug, info"):
+        model(input_ids=ids, labels=ids)
