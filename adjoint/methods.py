@@ -255,6 +255,44 @@ class MiniSequence:
 METHODS: dict[str, Any] = {method.name: method for method in (Backprop, Exact, Truncated, LayerLocal)}
 
 
+_KEPT = {
+    "edges": "states kept at chunk edges",
+    "inputs": "states and every layer's inputs kept",
+    "offload": "states and every layer's inputs kept in host memory",
+}
+_RECOMPUTED = {
+    "none": "",
+    "selective": "all but scans and large products recomputed",
+    "full": "layers recomputed",
+}
+
+
+def described(method: Any, picked: bool = False) -> str:
+    """A method in words; `picked`: whether its chunk size was picked for it."""
+    size = getattr(method, "chunk_size", None)
+    parts = [_kind(method), f"chunks of {size:,} tokens" + " (picked)" * picked if size else ""]
+    if isinstance(method, Exact):
+        kept = "offload" if method.offload else method.keep
+        parts += [_KEPT[kept], _RECOMPUTED[method.recompute]]
+        parts.append(f"activations kept within {method.memory}" if method.memory else "")
+        parts.append("CUDA graphs" * method.cuda_graphs)
+    return ", ".join(filter(None, parts))
+
+
+def _kind(method: Any) -> str:
+    if isinstance(method, Backprop):
+        return "backpropagation" + ", each layer recomputed" * method.checkpoint
+    if isinstance(method, Truncated):
+        if method.window == "auto":
+            return f"truncated gradients, windows by a tolerance of {method.tolerance or TOLERANCE:g}"
+        how = "random cuts, on average" if method.unbiased else "a window of"
+        return f"truncated gradients, {how} {method.window:,} tokens" + " apart" * method.unbiased
+    if isinstance(method, LayerLocal):
+        window = "" if method.window is None else f", a window of {method.window:,} tokens"
+        return f"layer-local gradients{window}"
+    return "exact gradients" if isinstance(method, Exact) else repr(method)
+
+
 def check_window(window: object, alternative: str = "") -> None:
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         also = f", {alternative}" if alternative else ""

@@ -28,6 +28,7 @@ from adjoint.files import write_atomically
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes
+from adjoint.methods import described
 from adjoint.stack import Stack
 from adjoint.train import machine
 from adjoint.train.carry import STEM, Carried
@@ -405,13 +406,15 @@ class Trainer:
 
     def _announce(self) -> None:
         data, settings, method = self.data, self.settings, self.method
-        if getattr(method, "chunk_size", 0) is None:
+        picked = getattr(method, "chunk_size", 0) is None
+        if picked:
             method = dataclasses.replace(method, chunk_size=self._picked_chunk_size())
         answers = "" if data.predicted is None else f", {data.predicted:.0%} of them predicted"
         print(
             f"run: {self.folder.path}\n"
             f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
-            f"d_model {self.config.model.d_model}; method: {method}\n"
+            f"d_model {self.config.model.d_model}\n"
+            f"method: {described(method, picked)}\n"
             f"data: {data.description}: {data.n_train_tokens:,} tokens to train on{answers}, "
             f"{len(data.eval.tokens):,} held out, unigram entropy {data.unigram_entropy:.4f} nats per token\n"
             f"tokenizer: {data.tokenizer.name}, {data.tokenizer.vocab_size:,} tokens\n"
