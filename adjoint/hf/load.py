@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,33 @@ from adjoint.hf.wrap import unwrap, wrap
 KEY = "model.from_pretrained"
 # Modules without an adapter where none are named: transformers or a fused kernel reads their weight past it.
 _UNADAPTED = {"out_proj", "dt_proj"}
+# What is downloaded of a model of the hub: weights as safetensors where there are any.
+_BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def folder_of(name: str, weights: bool = True) -> str:
+    """A folder as it is; of a name of the hub the folder in huggingface_hub's cache that its files are
+    downloaded to.
+
+    Args:
+        weights: whether the model's weights are needed too.
+
+    Raises:
+        UserError: it is a name, and the hub does not give its files: with what the hub says.
+    """
+    if Path(name).expanduser().exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(name, allow_patterns=[*_BESIDE, *_WEIGHTS[:1] * weights])
+        if weights and not any(Path(folder).glob(_WEIGHTS[0])):
+            folder = snapshot_download(name, allow_patterns=[*_BESIDE, *_WEIGHTS])
+    except (OSError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise UserError(f"{KEY}: there is no folder {name}, and the Hugging Face hub says: {said}") from None
+    return folder
 
 
 def configuration(directory: str) -> Any:
@@ -32,8 +60,8 @@ def configuration(directory: str) -> Any:
 
     if not (Path(directory) / "config.json").is_file():
         raise UserError(
-            f"{KEY}: {directory} has no config.json; name a folder that save_pretrained wrote, or that "
-            "huggingface_hub.snapshot_download downloaded"
+            f"{KEY}: {directory} has no config.json; name a folder that save_pretrained wrote, or a model of "
+            "the Hugging Face hub"
         )
     with _naming(directory):
         return AutoConfig.from_pretrained(directory, local_files_only=True)

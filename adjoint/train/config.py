@@ -253,8 +253,8 @@ class ModelConfig(StackConfig):
     """The model that is trained.
 
     Args:
-        from_pretrained: folder of a Hugging Face causal LM to fine-tune; its own sizes count, and the method
-            must be exact, truncated or backprop.
+        from_pretrained: folder, or name on the Hugging Face hub, of a causal LM to fine-tune; its own sizes
+            count, and the method must be exact, truncated or backprop.
     """
 
     from_pretrained: str | None = None
@@ -323,7 +323,7 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
             raise UserError(f"{where}: {error}{example}") from None
     if values.get("run.name") is None:
         values["run.name"] = Path(options.config[-1]).stem if options.config else "default"
-    config = _build(values)
+    config = _build(values, weights=prog != "adjoint plan")
     if options.print_config:
         print(config.to_yaml(), end="")
         raise SystemExit(0)
@@ -498,8 +498,9 @@ def _method(name: str, given: dict[str, Any]) -> Any:
         raise UserError(f"method ({name}): {error}") from error
 
 
-def _build(values: dict[str, Any]) -> Config:
-    """The configuration of the dotted keys that are given; the others have their defaults."""
+def _build(values: dict[str, Any], weights: bool = True) -> Config:
+    """The configuration of the dotted keys that are given; the others have their defaults. Of a model of the
+    hub `weights` says whether they are downloaded."""
     defaults = vars(Config())
     given: dict[str, dict[str, Any]] = {section: {} for section in defaults}
     for key, value in values.items():
@@ -508,6 +509,9 @@ def _build(values: dict[str, Any]) -> Config:
         inner[name] = value
     sections, tuned = dict[str, Any](), dict[str, dict[str, Any]]()
     if (directory := given["model"].get("from_pretrained")) is not None:
+        from adjoint.hf.load import folder_of
+
+        directory = given["model"]["from_pretrained"] = folder_of(directory, weights)
         lora = {"lr": 2e-4} if "lora" in given["model"] else {}
         tuned = {"training": FINE_TUNING | lora, "data": {"tokenizer": tokenizer_in(directory)}}
     for section, default in defaults.items():

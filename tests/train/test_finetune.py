@@ -71,7 +71,7 @@ def test_the_folders_tokenizer_and_the_defaults_of_fine_tuning(
     said = capsys.readouterr().out
     assert f"tokenizer: {base}, 300 tokens" in said
     assert "learning rate 2e-05 (cosine to 2e-06, warm-up 2 steps), weight decay 0" in said
-    assert "Exact(chunk_size=64" in said
+    assert "method: exact gradients, chunks of 64 tokens (picked), states kept at chunk edges\n" in said
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert written["data"]["tokenizer"] == str(base) and written["training"]["lr"] == 2e-5
     words = len(
@@ -87,6 +87,31 @@ def test_the_folders_tokenizer_and_the_defaults_of_fine_tuning(
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert again.decode(again.encode(SENTENCE)) == SENTENCE and again.eos_token == "<|end|>"
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == VOCAB
+
+
+def test_a_name_of_the_hub_is_downloaded(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        if name == "some/model":
+            return str(base)
+        raise FileNotFoundError("Got: ConnectError:\nName or service not known")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert train_tiny(tmp_path, **options(base, model__from_pretrained="some/model")) == 0
+    assert [name for name, _ in asked] == ["some/model"] and "*.safetensors" in asked[0][1]
+    capsys.readouterr()
+    assert main(["plan", "--model.from_pretrained", "some/model", "--device", "h100", "--seqlen", "1K"]) == 0
+    assert "*.safetensors" not in asked[1][1]
+    capsys.readouterr()
+    assert main(["train", "--model.from_pretrained", "other/model"]) == 2
+    assert capsys.readouterr().err == (
+        "error: model.from_pretrained: there is no folder other/model, and the Hugging Face hub says: "
+        "Got: ConnectError: Name or service not known\n"
+    )
 
 
 def test_what_is_given_wins_over_the_defaults_of_fine_tuning(base: Path, tmp_path: Path) -> None:
