@@ -117,29 +117,32 @@ class Clean:
             pins.write_text(re.sub(r"^(torch==[\d.]+)$", r"\1+cpu", pins.read_text(), flags=re.M))
         env |= {"PIP_CONSTRAINT": str(pins), "UV_CONSTRAINT": str(pins), "PIP_RETRIES": "0"}
         env["PATH"] = f"{self.venv}/bin:{env['PATH']}"
+        try:
+            socket.getaddrinfo("download.pytorch.org", 443)
+        except OSError:  # behind a mirror that has what PyTorch's own index has
+            commands = re.sub(" --(torch-backend=auto|extra-index-url https://download[^ ]*)", "", commands)
         if commands.startswith("uv "):
-            commands = self._with_uv(commands, env)
+            self._with_uv(env)
         elif not commands.startswith("make "):
             subprocess.run([sys.executable, "-m", "venv", self.venv], check=True)
         run = {"cwd": self.checkout, "env": env, "capture_output": True, "text": True}
         done = subprocess.run(["bash", "-euo", "pipefail", "-c", commands], timeout=2400, **run)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
-    def _with_uv(self, commands: str, env: dict[str, str]) -> str:
+    def _with_uv(self, env: dict[str, str]) -> None:
         if shutil.which("uv") is None:
             tool = self.checkout / "uv"
             subprocess.run([sys.executable, "-m", "venv", tool], check=True)
             subprocess.run([tool / "bin" / "pip", "install", "-q", "uv"], check=True)
             env["PATH"] = f"{tool}/bin:{env['PATH']}"
         env["UV_FIND_LINKS"] = ",".join(os.environ.get("PIP_FIND_LINKS", "").split())
-        try:
-            socket.getaddrinfo("download.pytorch.org", 443)
-        except OSError:  # behind a mirror that has pip's packages, as here, uv cannot ask PyTorch's own index
-            commands = commands.replace(" --torch-backend=auto", "")
-        return commands
 
     def run(self, commands: str, **variables: str) -> str:
-        commands = re.sub(r"--lengths \S+", "--lengths 256,512", commands)  # at full length `pages` has them
+        for flag, size in (
+            ("--lengths", "256,512"),
+            ("--data.seqlen", "2K"),
+        ):  # at full length `pages` has them
+            commands = re.sub(rf"{flag} \S+", f"{flag} {size}", commands)
         return carry_out(commands, self.work, self.venv / "bin", **variables)
 
     def python(self, code: str) -> str:

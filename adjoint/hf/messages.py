@@ -97,7 +97,7 @@ def _is_heard() -> bool:
     return LOGGER.isEnabledFor(logging.INFO)
 
 
-class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+class _Stderr(logging.StreamHandler):
     """Writes to what sys.stderr is at the time."""
 
     def __init__(self) -> None:

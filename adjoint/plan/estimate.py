@@ -53,9 +53,9 @@ class Costs:
 
     def slower_by(self, factor: float) -> Costs:
         """Of a device that takes so many times as long."""
-        times = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "source"}
-        slower = lambda t: tuple(map(slower, t)) if isinstance(t, tuple) else factor * t  # noqa: E731
-        return Costs(source=self.source, **{name: slower(t) for name, t in times.items()})
+        layers = [tuple(factor * t for t in times) for times in (self.forward, self.backward, self.pairs)]
+        head = factor * self.head, factor * self.head_backward
+        return Costs(layers[0], layers[1], *head, self.source, layers[2])
 
 
 @dataclass(frozen=True)
