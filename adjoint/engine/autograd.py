@@ -16,6 +16,7 @@ from adjoint.batch import Batch
 from adjoint.engine import budget
 from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Key, Scheme, make_grid
+from adjoint.engine.leaves import Outside
 from adjoint.engine.program import Action, Owners, Run, plan
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import Stage
@@ -26,6 +27,8 @@ from adjoint.layers import State
 
 T = TypeVar("T")
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
+# (cotangents of the results) → (gradients of what is asked, cotangents of the initial states and embeddings)
+Backward = Callable[..., tuple[Gradients, Sequence[Tensor | None]]]
 
 
 def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
@@ -52,33 +55,35 @@ class Result(NamedTuple):
     sums: Sequence[Tensor] = ()
 
 
-class _ChunkedLoss(torch.autograd.Function):
-    """`Steps` as autograd sees them: (parameters, initial states) → (loss, final states and sums)."""
+class _Chunked(torch.autograd.Function):
+    """Results of a `Steps`, which have been computed, and the tensors that they were computed from."""
 
     @staticmethod
-    def forward(ctx: Any, steps: Steps, *tensors: Tensor) -> Any:
-        loss, final = steps.forward()
-        ctx.steps = steps
+    def forward(ctx: Any, steps: Steps, back: Backward, results: list[Tensor], *inputs: Tensor) -> Any:
+        ctx.back, ctx.asked = back, steps.asked
         # saved so that autograd refuses a backward after a change in place
-        ctx.save_for_backward(*tensors, *steps.batch.tensors)
+        ctx.save_for_backward(*inputs, *steps.batch.tensors)
         ctx.set_materialize_grads(False)
-        return loss, *final
+        found = tuple(results)
+        results.clear()  # a function that held its own results would hold itself
+        return found
 
     @staticmethod
-    @differentiable_once("a loss by chunks")
-    def backward(ctx: Any, d_loss: Tensor | None, *d_final: Tensor | None) -> Any:
+    @differentiable_once("a result by chunks")
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         _ = ctx.saved_tensors  # the check happens on access
-        gradients, d_initial = ctx.steps.backward(d_loss, d_final)
-        return None, *handed_over(ctx.steps.parameters, gradients), *d_initial
+        gradients, d_initial = ctx.back(*cotangents)
+        return None, None, None, *handed_over(ctx.asked, gradients), *d_initial
 
 
-def handed_over(parameters: Sequence[Tensor], gradients: Gradients) -> list[Tensor | None]:
-    """Each parameter's gradient, or None, for autograd. Users' hooks are made to skip None, as if the
-    parameter had no part in the loss; by itself autograd would call them with None."""
-    found = [gradients.of(p) for p in parameters]
-    for parameter, gradient in zip(parameters, found, strict=True):
-        if gradient is None and parameter.is_leaf:
-            hooks = parameter._backward_hooks or {}
+def handed_over(inputs: Sequence[Tensor], gradients: Gradients) -> list[Tensor | None]:
+    """Each input's gradient, or None, for autograd. Users' hooks are made to skip None, as if the tensor had
+    no part in the loss; by itself autograd would call them with None. A function cannot leave an input out
+    once it has run, and it is the backward that shows which inputs had a part."""
+    found = [gradients.of(t) for t in inputs]
+    for tensor, gradient in zip(inputs, found, strict=True):
+        if gradient is None and tensor.is_leaf:
+            hooks = tensor._backward_hooks or {}
             hooks |= {key: _SkipNone(hook) for key, hook in hooks.items() if not isinstance(hook, _SkipNone)}
     return found
 
@@ -106,8 +111,10 @@ class Steps:
 
     Attributes:
         parameters: those of all stages, each once.
+        asked: the tensors whose gradients a backward gives: `parameters` and, after the forward, those that
+            its last chunk has reached besides (`leaves.Outside`).
         initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
-        follows: whether a backward may follow.
+        follows: whether a backward may follow. Where all parameters are frozen it may: see `asked`.
         windows: of each layer, once they are picked.
     """
 
@@ -126,16 +133,14 @@ class Steps:
         self.parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
         self.initial = [s for state in batch.states for s in state]
         self.initial += [batch.ids] if batch.ids.is_floating_point() else []
-        self.follows = torch.is_grad_enabled() and any(
-            t.requires_grad for t in (*self.parameters, *self.initial)
-        )
+        self.asked, self.follows = self.parameters, torch.is_grad_enabled()
         self.windows: list[int] | None = None
         self.stateful = [stage.stateful for stage in stages]
         self.reach = max(stage.reach for stage in stages)
         self.owners = Owners((0,) * len(stages))
         self.worker = self._worker(scheme)
         self.tapes = 0 if scheme.window == "auto" else scheme.tapes
-        if scheme.memory is not None and self.follows:
+        if scheme.memory is not None and self.follows and self.parameters:
             sizes = [self.worker.grid.tokens(c) for c in range(self.worker.grid.chunks)]
             room = budget.room_for_tapes(scheme.memory, self.worker.kept_bytes(), batch.ids.device)
             measured = self._measured()
@@ -156,7 +161,9 @@ class Steps:
             )
         detached = [tuple(s.detach() for s in state) for state in self.batch.states]
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
-        return Worker(self.stages, grid, batch, scheme, self.width)
+        worker = Worker(self.stages, grid, batch, scheme, self.width)
+        worker.gradients = Gradients(Outside(self.parameters, open=True))
+        return worker
 
     def _measured(self) -> budget.Measured:
         """The first chunk's memory, measured by running it alone; remembered per model and kind of batch."""
@@ -181,10 +188,16 @@ class Steps:
 
     def loss(self) -> Result:
         """Runs the forward: the loss divided by the batch's divisor, and the final states, differentiable."""
-        loss, *final = _ChunkedLoss.apply(self, *self.parameters, *self.initial)
+        loss, final = self.forward()
+        loss, *final = self.differentiable([loss, *final], lambda d, *d_final: self.backward(d, d_final))
         sums = final[len(final) - len(self.sums) :]
         return Result(loss, grouped(self.batch.states, final), self.windows, sums)
 
+    def differentiable(self, results: list[Tensor], back: Backward) -> tuple[Tensor, ...]:
+        """The results of `forward`, differentiable by `back`; the list is emptied."""
+        return _Chunked.apply(self, back, results, *self.asked, *self.initial)
+
+    @torch.no_grad()
     def forward(self) -> tuple[Tensor, list[Tensor]]:
         worker = self.worker
         made = plan(worker.grid, self.owners, backward=self.follows, tapes=self.tapes).programs[0]
@@ -193,6 +206,7 @@ class Steps:
         # A second backward finds its tapes used and recomputes them: what that reads must stay.
         stays = self._read_by_backward() if self.follows else set()
         worker.run([_keeping(a, stays) for a in made[:first]])
+        self.asked = [*self.parameters, *worker.gradients.outside.close()]
         if worker.decays is not None:
             decays = [d for d, stateful in zip(worker.decays, self.stateful, strict=True) if stateful]
             self.windows = [d.window(self.scheme.tolerance, self.batch.seqlen) for d in decays]
@@ -207,8 +221,7 @@ class Steps:
 
     def chunk_losses(self) -> list[Tensor]:
         """Runs the forward alone: the summed loss of each chunk."""
-        with torch.no_grad():
-            self.forward()
+        self.forward()
         return [loss for _, loss in sorted(self.worker.losses.items())]
 
     def _backward_program(self) -> Sequence[Action]:
@@ -240,7 +253,7 @@ class Steps:
             embedded = self.batch.ids.is_floating_point()
             return worker.gradients, d_initial + ([worker.d_ids] if embedded else [])
         finally:  # ready for a second backward, also after an interrupt
-            worker.gradients, worker.d_ids = Gradients(), None
+            worker.gradients, worker.d_ids = Gradients(worker.gradients.outside), None
             worker.store, self.later = kept, self._backward_program()
 
 

@@ -302,14 +302,19 @@ class Worker:
         k, c, stage = t.stage, t.chunk, self.stages[t.stage]
         assert stage is not None
         x, state, chunk = self._input("y", k, c), self.state(k, c), self.chunks[c]
-        if t.kind == "L":
-            y, state, self.store["tape", k, c] = stage.linearize(x, state, chunk, self.gradients)
-        else:
+        outside, y = self.gradients.outside, None
+        if t.kind == "L" or (outside.open and c + 1 == self.grid.chunks):
+            given = x, state, chunk, self.gradients
+            y, after, tape = outside.taken_in(lambda: stage.linearize(*given))
+            if t.kind == "L":
+                self.store["tape", k, c] = tape
+            del tape
+        if self.decays is not None and stage.stateful:
             with torch.no_grad():
-                if self.decays is not None and stage.stateful:
-                    y, state = stage.forward_noting_decay(x, state, chunk, self.decays[k])  # type: ignore[attr-defined]
-                else:
-                    y, state = stage.forward(x, state, chunk)
+                y, after = stage.forward_noting_decay(x, state, chunk, self.decays[k])  # type: ignore[attr-defined]
+        elif y is None:
+            with torch.no_grad():
+                y, after = stage.forward(x, state, chunk)
         if self.host and k and self.grid.first_of_segment(k):
             self.store["y", k - 1, c] = to_host(x)
         if k == self.grid.stages - 1:
@@ -317,7 +322,7 @@ class Worker:
         else:
             self.store["y", k, c] = y
         if stage.stateful:
-            self._keep_state(k, c, state)
+            self._keep_state(k, c, after)
 
     def add_loss(self, c: int, loss: Tensor) -> None:
         """Adds the summed loss of chunk c."""

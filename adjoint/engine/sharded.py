@@ -23,6 +23,7 @@ from adjoint.batch import Batch
 from adjoint.engine import first_use, tile
 from adjoint.engine.autograd import Steps
 from adjoint.engine.grid import Scheme
+from adjoint.engine.leaves import Outside, leaves_of, unseen
 from adjoint.engine.run import AGAIN, Worker
 from adjoint.engine.stages import Layer
 from adjoint.engine.sums import Sum
@@ -91,19 +92,32 @@ def why_not(model: nn.Module, root: nn.Module) -> str | None:
     return None
 
 
-_precisions: WeakKeyDictionary[nn.Module, set[torch.dtype]] = WeakKeyDictionary()
+_gathered: WeakKeyDictionary[nn.Module, set[Tensor]] = WeakKeyDictionary()
+
+
+def gathered(root: nn.Module) -> set[Tensor]:
+    """A sharded model's parameters as its modules see them, once gathered; FSDP keeps these for good."""
+    if root not in _gathered:
+        found = _gathered[root] = set()
+        for unit in units(root):
+            unit.unshard()
+            found |= set(unit.parameters()).difference(_dtensors(unit))
+            unit.reshard()
+        reshard(root)
+    return _gathered[root]
 
 
 def precisions(root: nn.Module) -> set[torch.dtype]:
     """The dtypes of a sharded model's parameters once gathered (`MixedPrecisionPolicy`)."""
-    if root not in _precisions:
-        found = _precisions[root] = set()
-        for unit in units(root):
-            unit.unshard()
-            found |= {p.dtype for p in set(unit.parameters()).difference(_dtensors(unit))}
-            unit.reshard()
-        reshard(root)
-    return _precisions[root]
+    return {p.dtype for p in gathered(root)}
+
+
+def backpropagate(root: nn.Module, loss: Tensor) -> None:
+    """Adds to the gradients of a sharded model's parameters, and to no others."""
+    own = gathered(root) | set(root.parameters())
+    others = [t for t in leaves_of([loss]) if t not in own]
+    with unseen(others):
+        loss.backward(retain_graph=bool(others))  # for the call that follows
 
 
 def largest(model: nn.Module, *values: float) -> list[float]:
@@ -167,6 +181,7 @@ def gradients(root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], A
                 then(root)
         return {p: p.grad for p in parameters if p.grad is not None}
     finally:
+        reshard(root)  # parameters stay gathered after set_reshard_after_backward(False)
         for p, gradient, hooks in before:
             p.grad, p._post_accumulate_grad_hooks = gradient, hooks
 
@@ -288,7 +303,8 @@ class ShardedSteps(Steps):
 
     def _worker(self, scheme: Scheme) -> Worker:
         worker = super()._worker(scheme)
-        worker.gradients = _Accumulated()
+        own = gathered(self.root) | set(self.parameters)
+        worker.gradients = _Accumulated(Outside(own=own, open=True))
         dtypes = precisions(self.root) | {worker.narrow}
         worker.narrow = max(dtypes & AGAIN.keys(), key=AGAIN.__getitem__)
         if self.follows and (torch.float16 in dtypes or worker.autocast == (True, torch.float16)):
@@ -302,18 +318,21 @@ class ShardedSteps(Steps):
         if not self.follows:
             return super().forward()
         swept: list[Any] = []
-        self.found = gradients(self.root, self.parameters, lambda: swept.extend(self._sweep()))
+        followed = [p for p in self.parameters if p.requires_grad]
+        self.found = gradients(self.root, followed, lambda: swept.extend(self._sweep()))
         del self.worker  # its stored states grow with the sequence
-        loss, final, self.d_initial = swept
+        loss, final, others, self.d_initial = swept
+        self.found |= {t: d for t in self.asked if (d := others.of(t)) is not None}
         return loss, final
 
-    def _sweep(self) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-        """Runs forward and backward: the loss, final states and totals, and cotangents of initial states."""
+    def _sweep(self) -> tuple[Tensor, list[Tensor], Gradients, list[Tensor | None]]:
+        """Runs forward and backward: the loss, final states and totals, gradients of tensors that are no
+        parameters of the model, and cotangents of initial states."""
         loss, final = super().forward()
         states = len(final) - len(self.sums)
         of_sums = [one.cotangent_of(total) for one, total in zip(self.sums, final[states:], strict=True)]
-        _, d_initial = super().backward(torch.ones_like(loss), [*[None] * states, *of_sums])
-        return loss, final, d_initial
+        others, d_initial = super().backward(torch.ones_like(loss), [*[None] * states, *of_sums])
+        return loss, final, others, d_initial
 
     def backward(
         self, d_loss: Tensor | None, d_final: Sequence[Any]
@@ -394,7 +413,7 @@ def _compare(stack: Any, steps: Callable[[Batch, Scheme], Steps], device: torch.
 
         def run() -> None:
             losses.append(loss())
-            losses[0].backward()
+            backpropagate(stack, losses[0])
 
         found = gradients(stack, parameters, run)
         by_name = {name: found.get(p) for name, p in zip(names, parameters, strict=True)}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.engine.decay import Decays
+from adjoint.engine.leaves import Outside, next_node, unseen
 from adjoint.kernels.add_product import add_product
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated import products_kept
@@ -31,10 +33,15 @@ Pullback = Callable[[Tensor | None, Cotangents], tuple[Tensor | None, Cotangents
 
 class Gradients:
     """Sums of parameter gradients over tiles, in float32 at least: a bfloat16 sum over many chunks would lose
-    the small ones."""
+    the small ones.
 
-    def __init__(self) -> None:
+    Args:
+        outside: tensors that tiles may reach without listing them, by default none.
+    """
+
+    def __init__(self, outside: Outside | None = None) -> None:
         self.sums: dict[Tensor, Tensor] = {}
+        self.outside = outside or Outside()
 
     def add(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Adds a parameter's gradient."""
@@ -116,7 +123,8 @@ def linearize(
     """Outputs of `call(parameters, x, state)`, and a pullback that adds parameters' gradients to `gradients`.
 
     Args:
-        call: gets leaves that share the parameters' memory (`aliases`), in the same order.
+        call: gets leaves that share the parameters' memory (`aliases`), in the same order. What else its
+            graph begins at has a gradient like parameters, or is refused: see `leaves.Outside`.
         x: gets a cotangent if it is of floating point; token ids get none.
         state: entries that are no tensors, such as a `Past`, are handed on as they are, without a cotangent.
         used: tensors to take in place of the parameters, such as casts of them.
@@ -133,10 +141,13 @@ def linearize(
     leaves = aliases(parameters if used is None else used)
     for leaf, parameter in zip(leaves, parameters, strict=True):
         leaf.requires_grad_(parameter.requires_grad)
-    with torch.enable_grad():
+    begin, instead = next_node(), gradients.outside.standing_in()
+    with torch.enable_grad(), instead or contextlib.nullcontext():
         y, after = call(leaves, x, state)
     outputs: list[Tensor] = [y, *after]
     trained = [(p, leaf) for p, leaf in zip(parameters, leaves, strict=True) if leaf.requires_grad]
+    trained += instead.leaves.items() if instead else ()
+    others = gradients.outside.of(outputs, {*followed, *(leaf for _, leaf in trained)}, begin)
 
     def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
         pairs = zip(outputs, (dy, *dstate), strict=True)
@@ -147,8 +158,11 @@ def linearize(
         arriving = _Arriving(gradients)
         for parameter, leaf in trained:
             leaf.register_hook(functools.partial(arriving.take, parameter))
-        grads = gradients.vjp(given, [*followed, *(leaf for _, leaf in trained)])
+        inputs = [*followed, *(leaf for _, leaf in trained), *others]
+        with unseen(others) if others else contextlib.nullcontext():
+            grads = gradients.vjp(given, inputs)
         arriving.add()
+        gradients.add_all(zip(others, grads[len(inputs) - len(others) :], strict=True))
         of = dict(zip(map(id, followed), grads, strict=False))
         return of.get(id(x)), tuple(of.get(id(s)) for s in state)
 
@@ -282,8 +296,10 @@ def windowed_vjp(block: Block, given: Windowed, gradients: Gradients) -> tuple[T
     own, x_halo = x[:, : stop - left].detach().requires_grad_(), x[:, stop - left :]
     state = tuple(s.detach().requires_grad_() for s in given.state)
     named = {f"block.{name}": p for name, p in block.named_parameters() if p.requires_grad}
-    parameters, leaves = list(named.values()), aliases(named.values())
-    with torch.enable_grad():
+    parameters: list[Tensor] = list(named.values())
+    leaves = aliases(parameters)
+    begin, instead = next_node(), gradients.outside.standing_in()
+    with torch.enable_grad(), instead or contextlib.nullcontext():
         x_left, x_own = own.split([start - left, stop - start], dim=1)
         call = (x_left, x_own, x_halo, state, given)
         y, scan_halo, ahead, after = functional_call(
@@ -300,8 +316,13 @@ def windowed_vjp(block: Block, given: Windowed, gradients: Gradients) -> tuple[T
         pairs.append((scan_halo, d_ahead))
     ends = zip(after, given.d_final, strict=True)
     pairs += [(end, d) for end, d in ends if end is not None and d is not None]
-    grads = vjp(pairs, [own, *state, *leaves])
-    gradients.add_all(zip(parameters, grads[1 + len(state) :], strict=True))
+    if instead:
+        parameters, leaves = [*parameters, *instead.leaves], [*leaves, *instead.leaves.values()]
+    outputs = [t for t in (y, scan_halo, *after) if t is not None]
+    others = gradients.outside.of(outputs, {own, *state, *leaves}, begin)
+    with unseen(others):
+        grads = vjp(pairs, [own, *state, *leaves, *others])
+    gradients.add_all(zip([*parameters, *others], grads[1 + len(state) :], strict=True))
     assert grads[0] is not None
     return grads[0], grads[1 : 1 + len(state)]
 
