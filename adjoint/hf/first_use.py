@@ -28,7 +28,7 @@ from adjoint.engine.first_use import (
 )
 from adjoint.engine.grid import Scheme
 from adjoint.engine.run import Changed
-from adjoint.engine.sharded import gradients, is_sharded, precisions, reshard, trained
+from adjoint.engine.sharded import backpropagate, gradients, is_sharded, precisions, reshard, trained
 from adjoint.engine.weights import Tensors
 from adjoint.hf import messages
 from adjoint.hf.call import Kind
@@ -278,7 +278,7 @@ def by_autograd(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Way:
 
             def run() -> None:
                 losses.append(gathering(model)(lambda: loss(model, ids, labels)))
-                losses[0].backward()
+                backpropagate(root_of(model), losses[0])
 
             by_parameter = gradients(root_of(model), trained(model), run)
         return float(losses[0].detach()), [by_parameter.get(p) for p in followed]

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from adjoint.batch import Batch
-from adjoint.engine.autograd import Around, Steps, handed_over, uncompiled
+from adjoint.engine.autograd import Around, Steps, uncompiled
 from adjoint.engine.grid import Scheme
 from adjoint.engine.sharded import is_sharded, reduce_at_once
 from adjoint.hf import check, first_use, messages, mini_sequence
@@ -32,7 +32,6 @@ from adjoint.hf.router import Balance, Logits
 from adjoint.hf.schemes import check_method, recompute_of, scheme_of
 from adjoint.hf.snapshot import Moment
 from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, gathering, steps_of
-from adjoint.kernels.checks import differentiable_once
 from adjoint.methods import Backprop, Exact, MiniSequence
 
 
@@ -247,11 +246,25 @@ def _hidden_by_chunks(call: Call) -> Any:
     stage = Backbone(call.model, known.slots, recompute=recompute_of(record_of(call.model).method))
     stage.logits = Logits() if call.kind.routed else None
     steps = _steps(known, [stage, Collect(batch.seqlen)], batch, starts)
-    hidden = _Hidden.apply(steps, *steps.parameters, *steps.initial).reshape(*call.ids.shape, -1)
+    hidden = _differentiable(steps).reshape(*call.ids.shape, -1)
     if stage.logits is None:
         return Output(last_hidden_state=hidden)
     hidden, *logits = stage.logits.taken_apart(hidden)
     return Output(last_hidden_state=hidden, router_logits=tuple(layer.flatten(0, 1) for layer in logits))
+
+
+def _differentiable(steps: Steps) -> Tensor:
+    """What the `Collect` above a backbone gathers."""
+    steps.forward()
+    collect: Any = steps.worker.stages[1]
+
+    def back(d: Tensor) -> Any:
+        collect.cotangent = d
+        return steps.backward(None, [None] * len(steps.initial))
+
+    assert collect.hidden is not None
+    (hidden,) = steps.differentiable([collect.hidden.detach()], back)
+    return hidden
 
 
 @torch.no_grad()
@@ -301,28 +314,6 @@ def _as_it_is(known: Known) -> Around:
             yield
 
     return around
-
-
-class _Hidden(torch.autograd.Function):
-    """Parameters, and embeddings given instead of ids, → what `Collect` gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, steps: Steps, *tensors: Tensor) -> Any:
-        steps.forward()
-        ctx.steps = steps
-        ctx.save_for_backward(*tensors, *steps.batch.tensors)
-        collected: Any = steps.worker.stages[1]
-        return (
-            collected.hidden.detach()
-        )  # another object: a function that held its own output would hold itself
-
-    @staticmethod
-    @differentiable_once("a backbone by chunks")
-    def backward(ctx: Any, d: Tensor) -> Any:
-        _ = ctx.saved_tensors  # the check for changes in place happens on access
-        ctx.steps.worker.stages[1].cotangent = d
-        gradients, d_initial = ctx.steps.backward(None, [None] * len(ctx.steps.initial))
-        return None, *handed_over(ctx.steps.parameters, gradients), *d_initial
 
 
 # -------------------------------------------------------------------------------------------- mini-sequences
