@@ -35,11 +35,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = (h @ weight.T).to(dtype)
             log_normalizer = logits.logsumexp(1, keepdim=True)
             # not +=: torch 2.11's compiler would then give no gradients
-            loss = loss + ((log_normalizer - logits.gather(1, labels)).squeeze(1) * valid).sum()
+            each = (log_normalizer - logits.gather(1, labels)).squeeze(1)
+            loss = loss + each.where(valid, 0).sum()  # not times valid: others' may be infinite
             if d_hidden is not None and d_weight is not None:
                 d_logits = logits.sub_(log_normalizer).exp_()  # softmax, in the logits' own memory
                 d_logits.scatter_add_(1, labels, d_logits.new_full((len(y), 1), -1))
-                narrow = d_logits.mul_(valid.unsqueeze(1)).to(h.dtype)
+                narrow = d_logits.masked_fill_(~valid.unsqueeze(1), 0).to(h.dtype)
                 d_hidden[start : start + slice_tokens] = narrow @ weight
                 if h.dtype == dtype:
                     d_weight += narrow.T @ h

@@ -72,6 +72,17 @@ def test_huge_logits_stay_finite() -> None:
         assert relative(a, b) <= 1e-12
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_tokens_that_are_ignored_may_be_infinite(value: float) -> None:
+    hidden, weight, targets = inputs()
+    ignored = (targets == -100).unsqueeze(-1)
+    hidden = hidden.detach().masked_fill(ignored, value).requires_grad_()
+    got = with_gradients(linear_cross_entropy(hidden, weight, targets, 7), hidden, weight)
+    expected = with_gradients(plain(hidden, weight, targets), hidden, weight)
+    assert relative(got[0], expected[0]) <= 1e-13
+    assert relative(got[1].where(~ignored, 0), expected[1].where(~ignored, 0)) <= 1e-13
+
+
 def test_without_gradients_there_is_no_graph() -> None:
     hidden, weight, targets = inputs()
     with torch.no_grad():
