@@ -87,7 +87,11 @@ def _differs(what: str, apart: float) -> str:
 
 def _size(tensor: Tensor | None) -> float:
     """The L2 norm; 0 for None."""
-    return 0.0 if tensor is None else float(tensor.double().norm())
+    return 0.0 if tensor is None else float(torch.linalg.vector_norm(_wide(tensor)))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _distance(a: Tensor | None, b: Tensor | None) -> float:

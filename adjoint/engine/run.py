@@ -30,6 +30,7 @@ from adjoint.engine.kept import (
 from adjoint.engine.program import BUFFERS, Action, Recv, Run, Send, Share
 from adjoint.engine.stages import Stage
 from adjoint.engine.tile import Cotangents, Gradients, Windowed
+from adjoint.errors import UserError
 from adjoint.kernels import checks
 from adjoint.layers import State
 
@@ -73,6 +74,9 @@ class Worker:
         transport: to the other workers; None if there are none.
         traced: gives a context for an action or a tile; entered around each action and each `Share`d tile.
 
+    Raises:
+        UserError: a state of complex numbers.
+
     Attributes:
         accumulate_dtype: of sums and messages: float64 in a float64 model, else float32.
         scale: the cotangent of the summed loss, that is the mean's over the divisor; set before the backward.
@@ -96,6 +100,8 @@ class Worker:
     ) -> None:
         dtypes = {p.dtype for stage in stages if stage is not None for p in stage.parameters()}
         of_states = {s.dtype for state in batch.states for s in state}  # where all parameters are frozen
+        if any(dtype.is_complex for dtype in of_states):
+            raise UserError("a layer's state of complex numbers: let it be of real ones (torch.view_as_real)")
         self.accumulate_dtype = torch.float64 if torch.float64 in dtypes | of_states else torch.float32
         self.narrow = max(dtypes & AGAIN.keys(), key=AGAIN.__getitem__, default=self.accumulate_dtype)
         self.stages, self.grid, self.batch, self.transport = stages, grid, batch, transport

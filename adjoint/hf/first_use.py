@@ -116,7 +116,7 @@ def _results(model: Any, way: Way, followed: Sequence[str] = ()) -> tuple[Result
     """What comes of a few tokens for the parameters `followed`, by default those that are trained; and
     whether the model drew random numbers."""
     named = dict(model.named_parameters())
-    floating = [name for name, p in named.items() if p.is_floating_point()]
+    floating = [name for name, p in named.items() if p.is_floating_point() or p.is_complex()]
     followed = followed or [name for name in floating if named[name].requires_grad]
     followed = followed or [name for name in floating if named[name].dim() == 1] or floating
     before = {name: p.requires_grad for name, p in named.items() if p.is_leaf}

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of states and sums of values of `dtype`: float64 for itself, float32 for all else."""
+    """Of states and sums of values of `dtype`: float64 and complex numbers for themselves, float32 for all
+    else."""
+    if dtype.is_complex:
+        return max(dtype, torch.complex64, key=lambda one: one.itemsize)
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

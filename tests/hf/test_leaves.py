@@ -1,5 +1,5 @@
-"""Trainable tensors of a wrapped model that are no parameters of its modules: in hooks, plain lists and
-closures, made by other networks, or given for one call. Their gradients are those without chunks."""
+"""What a wrapped model's gradients are asked of: trainable tensors that are no parameters of its modules, in
+hooks, plain lists and closures, made by other networks, or given for one call; and complex parameters."""
 
 from __future__ import annotations
 
@@ -184,3 +184,13 @@ def left_gathered(rank: int) -> None:
 @pytest.mark.parametrize("name", ["leaves", "left_gathered"])
 def test_under_fully_shard(name: str, peer: Any) -> None:
     on_both(peer, name)
+
+
+def test_a_complex_parameter() -> None:
+    model = make(LLAMA)
+    mlp = layer_of(model).mlp
+    mlp.phase = nn.Parameter(torch.complex(vector(), vector().flip(0)))
+    mlp.register_forward_hook(lambda module, _, out: (out * module.phase.exp()).real)
+    expected = gradients(model, Case({}), lm_loss, **BATCH)
+    adjoint.wrap(model, adjoint.Exact(chunk_size=8))
+    assert_same(gradients(model, Case({}), lm_loss, **BATCH), expected)

@@ -1,0 +1,63 @@
+"""What layers of users' own may hold: complex parameters, and tensors that their forward writes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adjoint import Backprop, Exact, Stack, StackConfig
+from adjoint.batch import State
+from adjoint.errors import UserError
+from tests.engine.test_first_use import Leaky
+from tests.model_helpers import assert_same, make_ids
+
+IDS = make_ids(2, 29)
+
+
+class Turning(Leaky):
+    """Multiplied by complex numbers on the way out."""
+
+    def __init__(self, config: StackConfig) -> None:
+        super().__init__(config)
+        self.phase = nn.Parameter(torch.randn(config.d_model, dtype=torch.complex128))
+
+    def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
+        y, state = super().forward(x, state)
+        return (self.phase.exp() * y).real + (self.phase * 1j * y.square()).real, state
+
+
+class ComplexState(Leaky):
+    def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> State:
+        return (torch.zeros(batch, self.config.d_model, dtype=torch.complex128, device=device),)
+
+
+def stack(kind: type) -> Stack:
+    torch.manual_seed(0)
+    mixers = [f"{kind.__module__}:{kind.__qualname__}", "mamba"]
+    model = Stack(StackConfig(vocab_size=17, d_model=6, n_layer=2, d_state=4, mixer=mixers))
+    for p in model.parameters():
+        p.data = p.data if p.is_complex() else p.data.double()
+    return model
+
+
+def gradients(model: Stack, method: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(IDS, labels=IDS, method=method).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # "discards the imaginary part"
+@pytest.mark.parametrize("method", [Exact(8), Exact(8, keep="inputs"), Exact(29)])
+def test_complex_parameters(method: Any) -> None:
+    model = stack(Turning)
+    expected = gradients(model, Backprop())
+    assert expected["layers.0.mixer.phase"].imag.norm() > 0
+    assert_same(gradients(model, method), expected)
+
+
+def test_a_complex_state_is_refused() -> None:
+    with pytest.raises(UserError, match="state of complex numbers"):
+        gradients(stack(ComplexState), Exact(8))
