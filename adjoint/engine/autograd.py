@@ -162,19 +162,19 @@ class Steps:
         detached = [tuple(s.detach() for s in state) for state in self.batch.states]
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
         worker = Worker(self.stages, grid, batch, scheme, self.width)
-        worker.gradients = Gradients(Outside(self.parameters, open=True))
+        worker.gradients = Gradients(Outside(self.parameters, open=self.follows))
         return worker
 
     def _measured(self) -> budget.Measured:
-        """The first chunk's memory, measured by running it alone; remembered per model and kind of batch."""
+        """The first chunk's memory, measured by running it alone; remembered per model and kind of batch. A
+        stage that draws random numbers draws those of this run again for the first chunk."""
         worker, ids = self.worker, self.batch.ids
         size = worker.grid.tokens(0)
         known = budget.of_model(self.parameters)
         trained = tuple(p.requires_grad for p in self.parameters)
         kind = len(ids), size, ids.device, worker.narrow, worker.autocast, self.scheme.recompute, trained
         if kind not in known:
-            devices = [ids.device] if ids.is_cuda else []
-            with torch.random.fork_rng(devices), budget.LiveBytes() as live:
+            with budget.LiveBytes() as live:
                 scheme = Scheme(size, keep=self.scheme.keep, least=self.scheme.least)
                 first = dataclasses.replace(self.batch.chunk(0, size), states=worker.batch.states)
                 one = Steps(self.stages, first, scheme, self.width)

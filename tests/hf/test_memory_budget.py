@@ -1,0 +1,46 @@
+"""`Exact(memory=…)` on wrapped models: what is measured at the first call changes nothing about it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adjoint
+from tests.hf.hf_models import make, make_batch, transformers
+
+__all__ = ["transformers"]
+pytestmark = pytest.mark.usefixtures("one_thread", "double")
+IDS = make_batch(29)["input_ids"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_dropout_masks_are_independent(in_a_thread: bool, recompute: str) -> None:
+    """Of all chunks, from the first call on, and the same in the backward; a backward's thread may be another,
+    as it is on a GPU."""
+    model: Any = make("GPT2LMHeadModel", resid_pdrop=0.5, embd_pdrop=0.0, attn_pdrop=0.0).train()
+    masks: list[Tensor] = []
+    dropout = model.transformer.h[0].mlp.dropout
+    dropout.register_forward_hook(lambda _, given, out: masks.append((out == 0) & (given[0] != 0)))
+    adjoint.wrap(model, adjoint.Exact(chunk_size=8, memory="500MB", recompute=recompute))
+    with torch.no_grad():
+        model(input_ids=IDS, labels=IDS)  # compares
+    for _ in range(2):
+        masks.clear()
+        torch.manual_seed(5)
+        loss = model(input_ids=IDS, labels=IDS).loss
+        chunks = {m.numpy().tobytes() for m in masks}
+        assert len(chunks) == 4  # of 8, 8, 8 and 5 tokens, the measured one's among them
+        rates = [float(m.double().mean()) for m in masks]
+        assert all(0.3 < rate < 0.7 for rate in rates)
+        if in_a_thread:
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        else:
+            loss.backward()
+        assert {m.numpy().tobytes() for m in masks} == chunks
