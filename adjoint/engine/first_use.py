@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.grid import Scheme, make_grid
-from adjoint.engine.leaves import Outside
+from adjoint.engine.leaves import Changed, Outside
 from adjoint.engine.program import Owners, Run, plan
-from adjoint.engine.run import Changed, Worker
+from adjoint.engine.run import Worker
 from adjoint.engine.stages import Embedding, Layer
 from adjoint.engine.tile import Gradients, Pullback
 from adjoint.errors import UserError

@@ -15,6 +15,12 @@ from torch.utils._pytree import tree_map_only
 from adjoint.errors import UserError
 
 T = TypeVar("T")
+OF_A_TILE = "_adjoint_leaf"  # the attribute of leaves that belong to one tile
+
+
+class Changed(RuntimeError):
+    """A chunk depends on more than its input and its state: computed again for the backward, it is not what
+    it was, or its graph goes on into another chunk's."""
 
 
 class Outside:
@@ -60,11 +66,14 @@ class Outside:
 
         Raises:
             MadeBefore: of a tensor that has a graph of its own; the tile is to be run again.
+            Changed: of another tile's leaf.
             UserError: a tensor is found when it is too late, or where none may be found.
         """
         found = [t for t in leaves_of(outputs) if t not in known and t not in self.own]
         if not found:
             return found
+        if any(OF_A_TILE in vars(t) for t in found):
+            raise Changed("a chunk's graph goes on into another chunk's: its tensors are kept on a module")
         if self.open:
             nodes = made_before(outputs, begin)
             if nodes and nodes <= self.nodes:
@@ -124,8 +133,16 @@ class StandIns(TorchFunctionMode):
                 return t
             outside.made[t] = None
         if t not in self.leaves:
-            self.leaves[t] = t.detach().requires_grad_()
+            self.leaves[t] = alias(t)
         return self.leaves[t]
+
+
+def alias(t: Tensor, trained: bool = True) -> Tensor:
+    """A leaf of one tile that shares the tensor's memory. Autograd runs users' hooks on a tensor whenever it
+    computes its gradient; with leaves, the hooks see the whole gradient once, not each tile's part."""
+    leaf = t.detach().requires_grad_(trained)
+    vars(leaf)[OF_A_TILE] = True
+    return leaf
 
 
 def next_node() -> int:

@@ -27,6 +27,7 @@ from adjoint.engine.kept import (
     recurrent,
     to_host,
 )
+from adjoint.engine.leaves import Changed
 from adjoint.engine.program import BUFFERS, Action, Recv, Run, Send, Share
 from adjoint.engine.stages import Stage
 from adjoint.engine.tile import Cotangents, Gradients, Windowed
@@ -40,10 +41,6 @@ Pending = Callable[[], Tensor]  # waits for a message and gives it
 AGAIN = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 AGAIN_CUDA = 10  # on a GPU, where more orders are not fixed, times this
 LEAST = 0.1  # the change is relative to the loss, or to this much per token if that is more
-
-
-class Changed(RuntimeError):
-    """A chunk's loss, recomputed for the backward, is not what it was in the forward."""
 
 
 class Transport(Protocol):

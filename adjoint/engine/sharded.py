@@ -304,7 +304,7 @@ class ShardedSteps(Steps):
     def _worker(self, scheme: Scheme) -> Worker:
         worker = super()._worker(scheme)
         own = gathered(self.root) | set(self.parameters)
-        worker.gradients = _Accumulated(Outside(own=own, open=True))
+        worker.gradients = _Accumulated(Outside(own=own, open=self.follows))
         dtypes = precisions(self.root) | {worker.narrow}
         worker.narrow = max(dtypes & AGAIN.keys(), key=AGAIN.__getitem__)
         if self.follows and (torch.float16 in dtypes or worker.autocast == (True, torch.float16)):

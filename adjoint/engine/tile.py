@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.engine.decay import Decays
-from adjoint.engine.leaves import Outside, next_node, unseen
+from adjoint.engine.leaves import Outside, alias, next_node, unseen
 from adjoint.kernels.add_product import add_product
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated import products_kept
@@ -133,10 +133,8 @@ def linearize(
         y, the new state, and the pullback (dy, dstate) → (dx, dstate), where None stands for no cotangent.
         The pullback may be called once; the tape that it holds is then freed.
     """
-    x = x.detach().requires_grad_(x.is_floating_point())
-    state = tuple(
-        s.detach().requires_grad_(s.is_floating_point()) if isinstance(s, Tensor) else s for s in state
-    )
+    x = alias(x, x.is_floating_point())
+    state = tuple(alias(s, s.is_floating_point()) if isinstance(s, Tensor) else s for s in state)
     followed = [t for t in (x, *state) if isinstance(t, Tensor) and t.requires_grad]
     leaves = aliases(parameters if used is None else used)
     for leaf, parameter in zip(leaves, parameters, strict=True):
@@ -206,9 +204,8 @@ def reset_rows(state: State, rows: Tensor | None) -> State:
 
 
 def aliases(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Leaves that share the parameters' memory. Autograd runs users' hooks on a parameter whenever it
-    computes its gradient; with leaves, the hooks see the whole gradient once, not each tile's part."""
-    return [p.detach().requires_grad_(p.requires_grad) for p in parameters]
+    """The parameters' `leaves.alias`es."""
+    return [alias(p, p.requires_grad) for p in parameters]
 
 
 class _Seed(torch.autograd.Function):

@@ -27,7 +27,7 @@ from adjoint.engine.first_use import (
     tolerance,
 )
 from adjoint.engine.grid import Scheme
-from adjoint.engine.run import Changed
+from adjoint.engine.leaves import Changed
 from adjoint.engine.sharded import backpropagate, gradients, is_sharded, precisions, reshard, trained
 from adjoint.engine.weights import Tensors
 from adjoint.hf import messages
