@@ -22,6 +22,7 @@ from adjoint.engine.run import Worker
 from adjoint.engine.stages import Stage
 from adjoint.engine.sums import Sum
 from adjoint.engine.tile import Gradients
+from adjoint.engine.weights import Constants
 from adjoint.kernels.checks import differentiable_once
 from adjoint.layers import State
 
@@ -116,7 +117,10 @@ class Steps:
         initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
         follows: whether a backward may follow. Where all parameters are frozen it may: see `asked`.
         windows: of each layer, once they are picked.
+        constants: tensors that are not trained, as the forward has left them.
     """
+
+    frozen_too = True  # whether `constants` has frozen parameters
 
     def __init__(
         self,
@@ -207,6 +211,9 @@ class Steps:
         stays = self._read_by_backward() if self.follows else set()
         worker.run([_keeping(a, stays) for a in made[:first]])
         self.asked = [*self.parameters, *worker.gradients.outside.close()]
+        if self.follows:
+            modules = [named for stage in self.stages for named in stage.modules()]
+            self.constants = Constants(modules, self.frozen_too)
         if worker.decays is not None:
             decays = [d for d, stateful in zip(worker.decays, self.stateful, strict=True) if stateful]
             self.windows = [d.window(self.scheme.tolerance, self.batch.seqlen) for d in decays]
@@ -247,7 +254,7 @@ class Steps:
         worker.d_initial = [(None,) * len(state) for state in self.batch.states]
         kept = {key: value for key, value in worker.store.items() if key[0] != "tape"}
         try:
-            with self.around():
+            with self.around(), self.constants.restored():
                 worker.run(self.later)
             d_initial = [d for state in worker.d_initial for d in state]
             embedded = self.batch.ids.is_floating_point()

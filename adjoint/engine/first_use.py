@@ -3,11 +3,10 @@ catches users' code that chunks would change: users' layers here, wrapped models
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from adjoint.engine.program import Owners, Run, plan
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import Embedding, Layer
 from adjoint.engine.tile import Gradients, Pullback
+from adjoint.engine.weights import Constants
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
 from adjoint.layers import State
@@ -134,6 +134,9 @@ class Weighted:
     def parameters(self) -> Iterable[Tensor]:
         return ()
 
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return ()
+
     @staticmethod
     def sum(x: Tensor, start: int = 0) -> Tensor:
         """The weighted sum of tokens from number `start` on."""
@@ -202,7 +205,7 @@ def _compare(
     cls: type, stage: Layer, state: State, width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     cuda = [device] if device.type == "cuda" else []
-    unchanged = torch.random.fork_rng(cuda), _buffers_as_they_were(stage.block)
+    unchanged = torch.random.fork_rng(cuda), Constants(stage.modules(), frozen=False).restored()
     with torch.inference_mode(False), torch.no_grad(), unchanged[0], unchanged[1]:
         x = some_numbers(TOKENS, width, seed=1).to(device, dtype)
         state = tuple(s[:1].clone() for s in state)
@@ -231,17 +234,6 @@ def _compare(
 def _refuse(cls: type, why: str, cause: Exception | None = None) -> None:
     name = f"{cls.__module__}:{cls.__qualname__}"
     raise ValueError(f"{name} cannot be trained by chunks: {why}; Backprop() works") from cause
-
-
-@contextlib.contextmanager
-def _buffers_as_they_were(module: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, values in before:
-                buffer.copy_(values)
 
 
 def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:

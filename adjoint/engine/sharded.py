@@ -223,6 +223,9 @@ class Joined:
     def parameters(self) -> Iterable[Tensor]:
         return (p for stage in self.stages for p in stage.parameters())
 
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return (named for stage in self.stages for named in stage.modules())
+
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         before, after = iter(state), list[Tensor]()
         for stage in self.stages:
@@ -245,6 +248,9 @@ class Whole:
 
     def parameters(self) -> Iterable[Tensor]:
         return self.stage.parameters()
+
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return self.stage.modules()
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.gathering(lambda: self.stage.forward(x, state, chunk))
@@ -269,6 +275,8 @@ class ShardedSteps(Steps):
     Args:
         stages: the first is a `Whole`. batch, scheme, width, sums: as in `Steps`.
     """
+
+    frozen_too = False  # FSDP writes to them, and nobody else can before the backward
 
     def __init__(
         self, stages: Sequence[Any], batch: Batch, scheme: Scheme, width: int, sums: Sequence[Sum] = ()

@@ -53,6 +53,10 @@ class Stage(Protocol):
         """The parameters whose gradients `linearize` adds."""
         ...
 
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        """By name, the modules whose forwards may write to tensors of theirs."""
+        ...
+
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         """Output and new state. The engine calls it with gradients off."""
         ...
@@ -79,6 +83,9 @@ class Embedding:
 
     def parameters(self) -> Iterable[Tensor]:
         return self.table.parameters()
+
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return self.table.named_modules()
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.table(x), ()
@@ -129,6 +136,9 @@ class Layer:
 
     def parameters(self) -> Iterable[Tensor]:
         return self.block.parameters()
+
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return self.block.named_modules()
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self._run(x, state, chunk, self.casts.of(self.block, x.device), contextlib.nullcontext())
@@ -193,6 +203,9 @@ class Head:
 
     def parameters(self) -> Iterable[Tensor]:
         return self.model.head_parameters()
+
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return ()
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.model.head_loss(x, chunk.targets), ()

@@ -1,5 +1,6 @@
 """Weights of linear layers under autocast: cast once per step (`Casts`), their gradients added to float32
-sums by the products that make them (`SummedProducts`). `Tensors` puts a model's tensors back in their places.
+sums by the products that make them (`SummedProducts`). `Tensors` puts a model's tensors back in their places,
+`Constants` what computing chunks again has written to.
 
 By itself autocast causes more memory traffic than the products: it casts every weight in every tile, and each
 gradient is written in half precision, cast to float32 and then added."""
@@ -8,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -121,3 +122,97 @@ class Tensors:
             for tensors, name, was, wanted in before:
                 if tensors.get(name) is wanted:  # else the model has replaced it meanwhile
                     tensors[name] = was
+
+
+BETWEEN = "between forward and backward, which computes chunks again: call backward before the change"
+SMALL = 1 << 16  # elements of a tensor that is compared, and put back, by value
+
+
+class _Constant(NamedTuple):
+    """A tensor in its place (a dictionary and a key), and its values, if they are few."""
+
+    name: str
+    places: dict[str, Any]
+    key: str
+    tensor: Tensor
+    values: Tensor | None
+
+
+class Constants:
+    """Modules' tensors that are not trained, as they are now: frozen parameters, buffers, and tensors that
+    are plain attributes. A backward that computes chunks again must find them so, and leave them so: a module
+    that counts tokens in its forward would count those twice.
+
+    Args:
+        modules: by name. frozen: whether parameters are among them.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], frozen: bool = True) -> None:
+        self.all: list[_Constant] = []
+        for prefix, module in modules:
+            for places in (module._parameters, module._buffers, vars(module)):
+                own = places is module._parameters
+                for key, t in places.items() if frozen or not own else ():
+                    if isinstance(t, Tensor) and not (own and t.requires_grad):
+                        values = t.detach().clone() if not own and t.numel() <= SMALL else None
+                        self.all.append(_Constant(f"{prefix}.{key}".lstrip("."), places, key, t, values))
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [version(one.tensor) for one in self.all]
+
+    def written(self) -> Iterator[_Constant]:
+        """Those that have been written to since, by whatever."""
+        for one, before in zip(self.all, self.versions, strict=True):
+            if version(one.tensor) != before:
+                yield one
+
+    def check(self) -> None:
+        """Makes sure that they are still the same.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        for one in self.written():
+            if one.values is None or not torch.equal(one.tensor, one.values):
+                raise RuntimeError(f"{one.name} was changed in place {BETWEEN}")
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, they are in their places; what is written to them there is undone. Frozen parameters may be
+        written to as PEFT does, which parametrizes them for the time of a forward.
+
+        Raises:
+            RuntimeError: they are not the same, or one that is too large to be put back was written to.
+        """
+        self.check()
+        before = [one.places.get(one.key, self) for one in self.all]  # self: it has been removed
+        for one in self.all:
+            one.places[one.key] = one.tensor
+        self.versions = self._versions()
+        try:
+            yield
+        finally:
+            lost = []
+            for one in self.written():
+                if one.values is not None:
+                    with torch.no_grad():
+                        one.tensor.copy_(one.values)
+                elif not isinstance(one.tensor, nn.Parameter):
+                    lost.append(one.name)
+            for one, was in zip(self.all, before, strict=True):
+                if was is self:
+                    del one.places[one.key]
+                else:
+                    one.places[one.key] = was
+            self.versions = self._versions()
+        if lost:
+            raise RuntimeError(
+                f"{lost[0]} is written to in the forward, which the backward repeats chunk by chunk, and is "
+                "too large to be put back"
+            )
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -29,7 +29,7 @@ from adjoint.engine.first_use import (
 from adjoint.engine.grid import Scheme
 from adjoint.engine.leaves import Changed
 from adjoint.engine.sharded import backpropagate, gradients, is_sharded, precisions, reshard, trained
-from adjoint.engine.weights import Tensors
+from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import messages
 from adjoint.hf.call import Kind
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
@@ -120,16 +120,17 @@ def _results(model: Any, way: Way, followed: Sequence[str] = ()) -> tuple[Result
     followed = followed or [name for name in floating if named[name].requires_grad]
     followed = followed or [name for name in floating if named[name].dim() == 1] or floating
     before = {name: p.requires_grad for name, p in named.items() if p.is_leaf}
-    noise = Noise(model)
+    noise, constants = Noise(model), Constants(model.named_modules(), frozen=False)
     try:
         for name in before:
             named[name].requires_grad_(name in followed)
-        with noise.undone(), noise.of(0):
+        with noise.undone(), noise.of(0), constants.restored():
             loss, gradients = way(model, *some_tokens(model), [named[name] for name in followed])
+            counted = {one.name: one.tensor.clone() for one in constants.all if one.values is not None}
     finally:
         for name, trained in before.items():
             named[name].requires_grad_(trained)
-    return Results(dict(zip(followed, gradients, strict=True)), loss), bool(noise.before)
+    return Results(dict(zip(followed, gradients, strict=True)), loss, counted), bool(noise.before)
 
 
 def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
-from adjoint.engine.weights import Tensors
+from adjoint.engine.weights import BETWEEN, Tensors
 from adjoint.hf.layers import MISSING, class_of, put
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -28,7 +28,6 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 IGNORED = {*vars(nn.Module())} - {"training", *HOOKS}
 IGNORED -= {"_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
 IGNORED |= {"gradient_checkpointing", "_gradient_checkpointing_func", "_adjoint", "warnings_issued"}
-SMALL = 1 << 16  # elements of a buffer that is compared by value
 
 
 class Snapshot:
@@ -180,10 +179,6 @@ class Moment:
             }
             for name, holder in self.holders.items()
         }
-        rest: list[tuple[str, Tensor, Tensor | None]] = []
-        rest += [(name, p, None) for name, p in model.named_parameters() if not p.requires_grad]
-        rest += [(n, b, b.clone() if b.numel() <= SMALL else None) for n, b in model.named_buffers()]
-        self.constants = [(name, t, version(t), value) for name, t, value in rest]
 
     def check(self) -> None:
         """Makes sure that the model is still the same.
@@ -191,23 +186,16 @@ class Moment:
         Raises:
             RuntimeError: it is not.
         """
-        self._check_constants()
         if difference := self.snapshot.difference(Snapshot(self.model)):
             raise RuntimeError(f"{difference} {BETWEEN}")
-
-    def _check_constants(self) -> None:
-        for name, tensor, before, value in self.constants:
-            if version(tensor) != before and (value is None or not torch.equal(tensor, value)):
-                raise RuntimeError(f"{name} was changed in place {BETWEEN}")
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Meanwhile the model is as it was: settings, hooks, tensors, and which of them are trained.
 
         Raises:
-            RuntimeError: it has other modules, or constants were written to.
+            RuntimeError: it has other modules.
         """
-        self._check_constants()
         with self.tensors.replaced({}), contextlib.ExitStack() as undo:
             for parameter, trained in self.trained:
                 if parameter.requires_grad != trained and parameter.is_leaf:
@@ -226,11 +214,3 @@ class Moment:
             if difference := self.snapshot.difference(now):
                 raise RuntimeError(f"{difference} {BETWEEN}")
             yield
-
-
-BETWEEN = "between forward and backward, which computes chunks again: call backward before the change"
-
-
-def version(tensor: Tensor) -> int:
-    """How often a tensor was written to; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version

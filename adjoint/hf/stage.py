@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.engine import tile
@@ -18,7 +18,7 @@ from adjoint.engine.autograd import Around, Steps
 from adjoint.engine.grid import Scheme
 from adjoint.engine.sharded import Gathering, ShardedSteps, Whole, is_sharded, trained
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
-from adjoint.engine.weights import Tensors
+from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache, Slot, chunk_cache, zeros
 from adjoint.hf.head import Head, summed_loss
@@ -70,6 +70,9 @@ class Backbone:
 
     def parameters(self) -> Iterable[Tensor]:
         return self.trained
+
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return self.model.named_modules()
 
     def initial_state(self, batch: int, device: torch.device) -> State:
         return zeros(self.slots, batch, device)
@@ -206,6 +209,9 @@ class Collect(Kept):
     def parameters(self) -> Iterable[Tensor]:
         return ()
 
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return ()
+
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         self.add(x, chunk.start)
         return _size(x), ()
@@ -254,7 +260,8 @@ def probe(model: Any, input_ids: Tensor) -> list[Slot]:
     backbone, cache = backbone_of(model), chunk_cache(model.config)
     key, positions = _keywords(backbone)
     ids = input_ids[:1, :1].expand(1, 2)
-    with Inside(model)(), Noise(model).undone():
+    written = Constants(model.named_modules(), frozen=False)
+    with Inside(model)(), Noise(model).undone(), written.restored():
         gathering(model)(lambda: call_backbone(backbone, ids, cache, key, positions, 0))
     return cache.slots()
 

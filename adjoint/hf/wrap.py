@@ -23,6 +23,7 @@ from adjoint.batch import Batch
 from adjoint.engine.autograd import Around, Steps, uncompiled
 from adjoint.engine.grid import Scheme
 from adjoint.engine.sharded import is_sharded, reduce_at_once
+from adjoint.engine.weights import Constants
 from adjoint.hf import check, first_use, messages, mini_sequence
 from adjoint.hf.call import CACHES, Call, Kind
 from adjoint.hf.head import Output, logits_of
@@ -351,5 +352,10 @@ def _hidden_by_pieces(call: Call) -> Any:
 def _checked_in_backward(output: Tensor, known: Known) -> None:
     """Lets the backward, in which layers run again, begin by seeing whether the model is still the same."""
     if output.requires_grad:
-        moment = Moment(known.model, known.snapshot)
-        output.register_hook(lambda _: moment.check())
+        moment, constants = Moment(known.model, known.snapshot), Constants(known.model.named_modules())
+
+        def check_both(_: Tensor) -> None:
+            constants.check()
+            moment.check()
+
+        output.register_hook(check_both)

@@ -61,3 +61,36 @@ def test_complex_parameters(method: Any) -> None:
 def test_a_complex_state_is_refused() -> None:
     with pytest.raises(UserError, match="state of complex numbers"):
         gradients(stack(ComplexState), Exact(8))
+
+
+class CountsInAnAttribute(Leaky):
+    """Of tokens: a tensor that is no buffer."""
+
+    def __init__(self, config: StackConfig) -> None:
+        super().__init__(config)
+        self.seen = torch.zeros(())
+
+    def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
+        self.seen += x.shape[1]
+        return super().forward(x, state)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_tokens_are_counted_once(recompute: str) -> None:
+    model = stack(CountsInAnAttribute)
+    mixer: Any = model.layers[0].mixer
+    expected = gradients(model, Backprop())
+    for calls in (2, 3):
+        assert_same(gradients(model, Exact(8, recompute=recompute)), expected)
+        assert float(mixer.seen) == float(mixer.tokens) == calls * 29
+
+
+def test_a_frozen_weight_that_changes_is_an_error() -> None:
+    model = stack(Leaky)
+    mixer: Any = model.layers[0].mixer
+    mixer.decay.requires_grad_(False)
+    loss = model(IDS, labels=IDS, method=Exact(8)).loss
+    with torch.no_grad():
+        mixer.decay += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -20,8 +20,8 @@ IDS = make_batch(29)["input_ids"]
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("in_a_thread", [False, True])
 def test_dropout_masks_are_independent(in_a_thread: bool, recompute: str) -> None:
-    """Of all chunks, from the first call on, and the same in the backward; a backward's thread may be another,
-    as it is on a GPU."""
+    """Of all chunks, from the first call on, and the same in the backward, which may be in another thread, as
+    on a GPU."""
     model: Any = make("GPT2LMHeadModel", resid_pdrop=0.5, embd_pdrop=0.0, attn_pdrop=0.0).train()
     masks: list[Tensor] = []
     dropout = model.transformer.h[0].mlp.dropout
