@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -321,16 +322,19 @@ def ways(method: Any, kind: Kind) -> tuple[Way, Way]:
             return found["loss"]
         return found["loss"] + (1 - coefficient(model)) * found["aux_loss"]
 
+    # with a budget several tapes are alive: what is recomputed in one must not be read from the latest chunk
+    scheme = dataclasses.replace(SCHEME, tapes=1 if getattr(method, "memory", None) is None else 2)
+
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
         slots, recompute = probe(model, ids), recompute_of(method)
         (x,) = _tokens(model, ids, kind).values()
         if not kind.loss:
             stage = Backbone(model, slots, recompute=recompute)
-            return steps_of([stage, Weighted()], Batch(x, ids), SCHEME)
+            return steps_of([stage, Weighted()], Batch(x, ids), scheme)
         head = gathering(model)(lambda: head_of(model)).over(ids.numel())
         balance, targets = Balance(model) if kind.routed else None, shift_labels(labels)
         stage = CausalLM(model, slots, head, None, recompute, balance)
-        return steps_of([stage], Batch(x, targets, divisor(targets, kind.counted)), SCHEME)
+        return steps_of([stage], Batch(x, targets, divisor(targets, kind.counted)), scheme)
 
     return by_autograd(whole), by_engine(by_chunks)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import adjoint
-from tests.hf.hf_models import make, make_batch, transformers
+from tests.hf.hf_models import loss_and_gradients, make, make_batch, transformers
+from tests.model_helpers import assert_same
 
 __all__ = ["transformers"]
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
@@ -44,3 +45,24 @@ def test_dropout_masks_are_independent(in_a_thread: bool, recompute: str) -> Non
         else:
             loss.backward()
         assert {m.numpy().tobytes() for m in masks} == chunks
+
+
+@pytest.mark.parametrize("seqlen", [24, 29])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_side_channel(recompute: str, seqlen: int) -> None:
+    """Of a layer's values to a later layer, in an object: right where nothing is recomputed, and refused
+    where a tape would recompute from the latest chunk's."""
+    model: Any = make("LlamaForCausalLM").train()
+    box = dict[str, Tensor]()
+    model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: box.update(v=out))
+    model.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out * (1 + box["v"].tanh()))
+    given = {"input_ids": IDS[:, :seqlen], "labels": IDS[:, :seqlen]}
+    expected = loss_and_gradients(model, **given)[1]
+    adjoint.wrap(model, adjoint.Exact(chunk_size=8, recompute=recompute))
+    assert_same(loss_and_gradients(model, **given)[1], expected)
+    adjoint.wrap(model, adjoint.Exact(chunk_size=8, memory="500MB", recompute=recompute))
+    if recompute == "none":
+        assert_same(loss_and_gradients(model, **given)[1], expected)
+    else:
+        with pytest.raises(ValueError, match="LlamaForCausalLM cannot be trained by chunks"):
+            model(**given)
