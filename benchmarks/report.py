@@ -47,7 +47,8 @@ def commit() -> str:
 def footer(environment: Mapping[str, Any], *conditions: str) -> str:
     """The conditions of a measurement, machine, version, date and commit in one line."""
     cores = environment["cores"]
-    where = environment["gpu"] or f"{cores} core{'s' * (cores > 1)} of {environment['cpu']}"
+    vectors = f", {environment['vectors']}" if "vectors" in environment else ""
+    where = environment["gpu"] or f"{cores} core{'s' * (cores > 1)} of {environment['cpu']}{vectors}"
     version = f"torch {environment['versions'].get('torch')}"
     return " · ".join((*conditions, where, version, environment["date"][:10], environment["commit"]))
 

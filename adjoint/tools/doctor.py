@@ -125,8 +125,8 @@ def packages() -> list[Row]:
 
 def devices(here: dict[str, Any]) -> list[Row]:
     """Processor, what PyTorch can use, and what the driver lists, as `adjoint cluster` does."""
-    memory, vectors = here["memory_bytes"] / 2**30, torch.backends.cpu.get_cpu_capability()
-    cpu = f"{here['cpu']}, {here['cores']} cores, {memory:.1f} GiB, {vectors}"
+    memory = here["memory_bytes"] / 2**30
+    cpu = f"{here['cpu']}, {here['cores']} cores, {memory:.1f} GiB, {here['vectors']}"
     inventory, usable = find(), []
     for gpu in cuda_devices():
         what = f"{gpu['name']}, sm_{gpu['capability']}, {gpu['multiprocessors']} multiprocessors"

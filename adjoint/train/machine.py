@@ -149,12 +149,20 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
+def vectors() -> str:
+    """The instruction set that PyTorch's operators use, and the kernels' target where the user has picked
+    one: processors of one name differ in it."""
+    target = os.environ.get("ADJOINT_MARCH")
+    return torch.backends.cpu.get_cpu_capability() + (f", kernels for {target}" if target else "")
+
+
 def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Date, hardware and versions, in what JSON can hold; the GPU is `device`'s, or the current one."""
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": memory.proc_fields("cpuinfo").get("model name") or platform.processor() or platform.machine(),
+        "vectors": vectors(),
         "cores": memory.usable_cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": memory.total_memory_bytes(),
