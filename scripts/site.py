@@ -20,13 +20,18 @@ def on_files(files: Any, config: Any) -> Any:
 
     first = re.sub(r"\]\(docs/", "](", (ROOT / "README.md").read_text())
     files.append(File.generated(config, "index.md", content=first))
-    pages = [ROOT / "README.md", *DOCS.glob("*.md")]
-    for path in sorted({path for page in pages for path in linked(page) if is_shown(path)}):
-        text = path.read_text()
-        if path.suffix != ".md":
-            # a fence longer than any inside
-            text = f"# {path.name}\n\n`````{LANGUAGES.get(path.suffix, 'text')}\n{text}\n`````\n"
-        files.append(File.generated(config, place(path), content=text))
+    pages, done = [ROOT / "README.md", *DOCS.glob("*.md")], set[Path]()
+    while pages:
+        for path in linked(pages.pop()):
+            if not is_shown(path) or path in done:
+                continue
+            done.add(path)
+            text = path.read_text()
+            if path.suffix == ".md":
+                pages.append(path)
+            else:  # between fences longer than any inside
+                text = f"# {path.name}\n\n`````{LANGUAGES.get(path.suffix, 'text')}\n{text}\n`````\n"
+            files.append(File.generated(config, place(path), content=text))
     return files
 
 
