@@ -14,6 +14,7 @@ from benchmarks.convergence.command import Convergence
 from benchmarks.fleet import Fleet
 from benchmarks.fsdp import Fsdp
 from benchmarks.kernels.command import Kernels
+from benchmarks.layer_local import LayerLocalCosine
 from benchmarks.layer_work import LayerWork
 from benchmarks.memory import Memory
 from benchmarks.mini_sequence import MiniSequence
@@ -133,6 +134,7 @@ FIGURES = [
     Figure("docs/cluster.md", Shards(), "",
            "--shards 1 2 --repeats 1 --d-model 64 --layers 4 --seqlen 1K", PROGRAMS),
     Figure("docs/cluster.md, docs/paper.md", Scaling(), "", "", PROGRAMS),
+    Figure("docs/paper.md", LayerLocalCosine(), "", ""),
     Figure("docs/paper.md", Sources(), "", "--tables table-1 layer",
            ("plan/count.py", "plan/memory.py", "loss.py", "layers/*.py")),
     Figure("docs/paper.md", Fleet(), "", "--devices 8 --models mamba-1.27b --gpus h100",

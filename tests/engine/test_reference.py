@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint import Backprop, LayerLocal, Stack, StackConfig, Truncated
+from adjoint import Backprop, LayerLocal, Truncated
 from adjoint.tools.sweep.compare import counted_vjps, truncated_products
+from benchmarks.layer_local import mean_cosine
 from tests.engine.paper import Counts, layer_local_gradients, saved_share, truncated_gradients, vjp_counts
 from tests.model_helpers import assert_same, gradients, make_ids, make_model, relative
 
@@ -84,58 +82,9 @@ def test_the_papers_64_percent_and_its_plus() -> None:
 # ------------------------------------------------------------------------------------- how far Prop. 3 is off
 
 
-@torch.no_grad()
-def model_with_share(structure: str, n_layer: int, share: float, ids: Tensor, seed: int) -> Stack:
-    """Random weights, embeddings of size 1; the first layer adds an output `share` times as large as they."""
-    torch.manual_seed(seed)
-    config = StackConfig(11, 8, n_layer, structure, d_state=4, tie_embeddings=False, initializer_range=1.0)
-    model = Stack(config).double()
-    for block in model.layers:
-        torch.nn.init.zeros_(block.mixer.A_proj.bias)  # decays around one half
-        torch.nn.init.normal_(block.mixer.A_proj.weight, std=0.5)
-    y, block = model.embed(ids), model.layers[0]
-    size = (block(y, model.initial_state(len(ids))[0])[0] - y).norm() / y.norm()
-    for block in model.layers:
-        block.mixer.C_proj.weight *= share / size
-        block.mixer.C_proj.bias *= share / size
-    return model
-
-
-def mean_cosines(structure: str, share: float, seqlen: int, seeds: int) -> list[float]:
-    """Cosine of Proposition 3 with backpropagation, all mixers' parameters, at 1, 2, 4 and 8 layers."""
-    means = []
-    for n_layer in (1, 2, 4, 8):
-        cosines = []
-        for seed in range(seeds):
-            ids, labels = make_batch(1, seqlen, seed)
-            model = model_with_share(structure, n_layer, share, ids, seed)
-            (got, _), (_, exact) = (
-                layer_local_gradients(model, ids, labels),
-                gradients(model, ids, labels, Backprop()),
-            )
-            names = [name for name in got if ".mixer." in name]
-            flat = (torch.cat([g[name].flatten() for name in names]) for g in (got, exact))
-            cosines.append(float(F.cosine_similarity(*flat, dim=0)))
-        means.append(sum(cosines) / seeds)
-    print(f"{structure}, share {share}: " + ", ".join(f"{value:.2f}" for value in means))
-    return means
-
-
 def test_distance_from_the_gradient_grows_with_depth() -> None:
-    """`pytest -rP` shows the figures; the table in docs/paper.md is the slow test's."""
-    means = mean_cosines("diagonal", share=0.3, seqlen=8, seeds=4)
+    """The table in docs/paper.md is of longer sequences and more seeds."""
+    means = [mean_cosine("diagonal", n_layer, share=0.3, seqlen=8, seeds=4) for n_layer in (1, 2, 4, 8)]
     assert means[0] > 1 - 1e-12
     assert 0.95 > means[2] > means[3] > 0  # a mean of few seeds may rise from 2 to 4 layers
     assert 1 > means[1] > means[3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("structure", ["diagonal", "scalar"])
-def test_distance_from_the_gradient_grows_with_depth_and_share(structure: str) -> None:
-    table = [mean_cosines(structure, share, seqlen=24, seeds=8) for share in (0.1, 0.3, 1.0)]
-    for means in table:
-        assert means[0] > 1 - 1e-12
-        assert min(means) == means[3]
-        assert max(means[1:]) < 1
-    for small, large in itertools.pairwise(table):
-        assert all(a > b for a, b in zip(small[1:], large[1:], strict=True))
