@@ -1,8 +1,8 @@
 """How far the paper's layer-local gradient is from the true one: `python -m benchmarks.layer_local`.
 
-Cosine of `LayerLocal()`'s gradient (Proposition 3, equation 6) with backpropagation's over all mixers' parameters,
-in float64, of stacks of the paper's own layers with random weights: 24 tokens, d_model 8, d_state 4, the mean of
-8 seeds. The share is how much the first layer adds to what it receives, ‖ỹ₁‖ / ‖y₀‖. Seconds.
+Cosine of `LayerLocal()`'s gradient (Proposition 3, equation 6) with backpropagation's over all mixers'
+parameters, in float64, of stacks of the paper's own layers with random weights: 24 tokens, d_model 8,
+d_state 4, the mean of 8 seeds. The share is how much the first layer adds to what it receives, ‖ỹ₁‖ / ‖y₀‖.
 """
 
 from __future__ import annotations

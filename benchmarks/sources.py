@@ -32,6 +32,7 @@ from adjoint.plan.stack import model_of
 from adjoint.tools.plan.command import read_arguments, task_of
 from adjoint.tools.points import show
 from adjoint.tools.points.process import Point
+from adjoint.train.config import load_config
 from adjoint.train.gpus import GPUS
 from adjoint.train.layout import Layout
 from benchmarks import report, runner
@@ -53,6 +54,8 @@ METHODS = {  # flags of `adjoint plan`
     "Exact": f"--method.name exact --method.recompute selective --method.chunk_size {CHUNK}",
 }
 FIGURE_1 = ("Backprop", "Backprop, checkpointing", "Exact")
+# What the paper's own method stores, by its formula (section 4.5), and by what the formula is of.
+PRINTED, STORED = "the paper's method, by its formula", "the paper's method, {A, C, h, y} counted"
 DEVICES = (1, 40)  # five instances of eight
 P, N, SAMPLES = 128, 225, 8  # table 1's widths in the paper's example (section 4.5)
 
@@ -62,8 +65,22 @@ def _task(model: str, method: str, seqlen: int, gpus: int = 1) -> Any:
     return task_of(*read_arguments(f"{words} --seqlen {seqlen} --devices {gpus}".split()))
 
 
+def stored_by_the_paper(method: str) -> int:
+    """Bytes per token that the paper's method stores of the 1.27B model and batch: FP16 numbers, of each
+    layer {A, C, h, y}, which are 3N + P for a diagonal A and 2N + P in its formula, and dl/dy_K once."""
+    config = load_config(["--config", f"configs/{MODELS[-1]}.yaml"]).model
+    states, width = config.d_inner * config.d_state, config.d_model
+    each = (2 if method == PRINTED else 3) * states + width
+    return 2 * BATCH * (config.n_layer * each + width)
+
+
 def figure_1(model: str, method: str, lengths: Sequence[int]) -> Iterator[Row]:
     """Bytes of a training step on one GPU by context, whether or not the GPU has them."""
+    if method in (PRINTED, STORED):
+        for seqlen in lengths:
+            yield {"model": model, "method": method, "tokens": seqlen,
+                   "bytes": seqlen * stored_by_the_paper(method)}  # fmt: skip
+        return
     task = _task(model, method, min(lengths))
     for seqlen in lengths:
         fit = task.fit(Layout()).of(seqlen=seqlen)
@@ -73,7 +90,12 @@ def figure_1(model: str, method: str, lengths: Sequence[int]) -> Iterator[Row]:
 
 
 def longest(method: str, gpus: int) -> Iterator[Row]:
-    """The longest context of the 1.27B model, over all layouts of one replica."""
+    """The longest context of the 1.27B model, over all layouts of one replica. Of the paper's method: what
+    its stored tensors alone leave room for, spread evenly."""
+    if method in (PRINTED, STORED):
+        tokens = GPUS[GPU].memory * gpus // stored_by_the_paper(method)
+        yield {"method": method, "gpus": gpus, "tokens": tokens, "shards": gpus, "sequence": 1}
+        return
     task, found = _task(MODELS[-1], method, 1 << 20, gpus), []
     for layout in candidates(gpus):
         with contextlib.suppress(UserError):  # what the method cannot be spread over
@@ -302,8 +324,11 @@ class Sources(Benchmark):
     def points(self, options: argparse.Namespace) -> list[Point]:
         found: dict[str, list[Point]] = {
             "figure-1": [{"model": model, "method": method, "lengths": options.lengths}
-                         for model in MODELS for method in FIGURE_1],
-            "longest": [{"method": method, "gpus": gpus} for method in METHODS for gpus in DEVICES],
+                         for model in MODELS for method in FIGURE_1]
+            + [{"model": MODELS[-1], "method": method, "lengths": options.lengths}
+               for method in (PRINTED, STORED)],
+            "longest": [{"method": method, "gpus": gpus}
+                        for method in (PRINTED, STORED, *METHODS) for gpus in DEVICES],
             "table-1": [{}],
             "mini-sequence": [{"part": part, "pieces": m}
                               for part, theirs in (("head", MST_HEAD), ("mlp", MST_MLP)) for m in theirs],
@@ -412,6 +437,10 @@ def draw(rows: Sequence[Row]) -> Any:
             label = f"{method}, {model.removeprefix('mamba-').upper()}" if model == MODELS[-1] else None
             axes.plot(*zip(*curve, strict=True), color=colour, linewidth=0.7 + 0.5 * place, marker=".",
                       label=label)  # fmt: skip
+    curve = [(r["tokens"], r["bytes"] / 1e9) for r in rows if r["method"] == PRINTED]
+    if curve:
+        axes.plot(*zip(*curve, strict=True), color=report.GREEN, linestyle="--", marker=".",
+                  label=f"{PRINTED}, 1.27B")  # fmt: skip
     limit = GPUS[GPU].memory / 1e9
     axes.axhline(limit, color="black", linewidth=0.8, linestyle=":", label=GPU)
     axes.set_yscale("log")

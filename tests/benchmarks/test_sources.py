@@ -28,6 +28,14 @@ def test_what_a_gpt2_layer_keeps_by_hand() -> None:
     assert row["counted"] == pytest.approx(2, abs=1e-3)
 
 
+def test_what_the_papers_method_stores_by_hand() -> None:
+    """26.8 TB at a million tokens by the formula as printed; a diagonal A, C and h are three times N."""
+    (row,) = sources.figure_1("mamba-1.27b", sources.PRINTED, [1 << 20])
+    assert row["bytes"] == 2 * 2 * 2**20 * (48 * (2 * 4096 * 16 + 2048) + 2048)
+    (row,) = sources.figure_1("mamba-1.27b", sources.STORED, [1 << 20])
+    assert row["bytes"] == 2 * 2 * 2**20 * (48 * (3 * 4096 * 16 + 2048) + 2048)
+
+
 def test_the_planned_limit_lies_between_what_fits_and_what_does_not() -> None:
     (row,) = sources.longest("Backprop", 1)
     tokens, limit = row["tokens"], GPUS[sources.GPU].memory
