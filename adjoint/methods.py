@@ -74,7 +74,8 @@ class Exact:
             The first step measures a chunk, at the cost of one.
         cuda_graphs: on a GPU, record a chunk's kernel launches once per step and replay them for later ones,
             so that short chunks do not wait for the host. It takes the forward's working memory of one more
-            chunk. Attention, documents and what a graph cannot hold run without it. On a CPU it does nothing.
+            chunk. Attention, documents, shards whose messages go over NCCL and what a graph cannot hold run
+            without it. On a CPU it does nothing.
 
     Raises:
         ValueError: chunk_size is not a positive whole number, keep or recompute is none of its three values,

@@ -11,7 +11,7 @@ import dataclasses
 import errno
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Grid, Scheme
 from adjoint.engine.program import Plan, Recv, Send
+from adjoint.engine.rehearsal import kinds_of, rehearse
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import costs_of
 from adjoint.layers import State
@@ -109,6 +110,7 @@ class Shard:
         self.optimizer = make_optimizer(self.part, spec.training, [] if self.table is None else [self.table])
         self.carried = Carried(spec.training.carry_state, spec.spans[spec.shard])
         self.known: set[tuple[int, int]] = set()  # (helper, stage)s whose weights the helper has
+        self.rehearsed: set[Hashable] = set()  # see `Worker`
         self.windows: list[int] | None = None  # of the last batch, where the method picked them
         self.trace: list[Traced] = []  # of the last batch
         # For whoever watches from another thread: how much this worker has done, what it is at, and whether
@@ -220,18 +222,25 @@ class Shard:
         batch = self._batch(ids, seq_idx, self.carried.start(*step.start))
         scheme = self._scheme_of(batch, chunk_size)
         layout.check_chunks(spec.method, batch.seqlen, scheme.chunk_size)
-        worker = self._worker(batch, scheme, step.passing)
+        grid = dataclasses.replace(self._grid(scheme, batch.seqlen), passing=step.passing)
+        auto = scheme.window == "auto"
+        first = forward_plan(grid, spec.owners) if auto else self._step_plan(scheme, grid)
+        with self._drawing(step.number):
+            self._rehearse(batch, scheme, first)
+        worker = self._worker(batch, scheme, grid)
         if worker.grid.chunks > 1:
             with autocast(spec.precision, self.device):
                 compare_own_layers(worker.stages, batch.states, worker.width, spec.dtype, self.device)
         one = torch.ones((), dtype=worker.accumulate_dtype, device=self.device)
         worker.scale = one / step.batches / batch.divisor
         with self._drawing(step.number):
-            if scheme.window == "auto":
-                self._carry_out(worker, forward_plan(worker.grid, spec.owners), free=False)
+            self._carry_out(worker, first, free=not auto)
+            if auto:
                 self.windows = self._pick_windows(worker, scheme)
                 worker.grid = self._grid(scheme, batch.seqlen, self.windows)
-            self._carry_out(worker, step_plan(scheme, worker.grid, spec.owners, layout.helped))
+                then = self._step_plan(scheme, worker.grid)
+                self._rehearse(batch, scheme, then)
+                self._carry_out(worker, then)
         if step.ended is not None:
             self.carried.end([worker.final[1 + k] for k in self.part.span], step.ended.to(self.device))
         for parameter in self.part.parameters():
@@ -252,8 +261,10 @@ class Shard:
         with torch.no_grad():
             batch = self._batch(ids, seq_idx)
             scheme = dataclasses.replace(self._scheme_of(batch, chunk_size), window=None)  # none are picked
-            worker = self._worker(batch, scheme)
-            self._carry_out(worker, forward_plan(worker.grid, self.spec.owners))
+            made = forward_plan(self._grid(scheme, batch.seqlen), self.spec.owners)
+            self._rehearse(batch, scheme, made)
+            worker = self._worker(batch, scheme, made.grid)
+            self._carry_out(worker, made)
         return self._loss(worker)
 
     def _batch(self, ids: Tensor, seq_idx: Tensor | None, states: list[State] | None = None) -> Batch:
@@ -265,13 +276,25 @@ class Shard:
         size = chunk_size or self.chunk_size(batch.rows, batch.seqlen)
         return self._scheme(batch.rows, batch.seqlen, size)
 
-    def _worker(self, batch: Batch, scheme: Scheme, passing: tuple[tuple[float, ...], ...] = ()) -> Worker:
-        grid = dataclasses.replace(self._grid(scheme, batch.seqlen), passing=passing)
+    def _worker(self, batch: Batch, scheme: Scheme, grid: Grid) -> Worker:
         width = self.spec.model.d_model
         with autocast(self.spec.precision, self.device):
             worker = Worker(self._stages(), grid, batch, scheme, width, self.transport, self._traced)
         worker.share = lambda worker, action: share(worker, action, self.helpers, self.known)
+        worker.rehearsed = self.rehearsed
         return worker
+
+    def _rehearse(self, batch: Batch, scheme: Scheme, made: Plan) -> None:
+        """Runs each kind of this worker's work once, where its messages would be in the way of that."""
+        if self.transport is None or not self.transport.on_device:
+            return
+        program, worker = made.programs[self.spec.worker], self._worker(batch, scheme, made.grid)
+        if not kinds_of(worker, program).keys() <= self.rehearsed:
+            self.at = "first use of the kernels", False
+            rehearse(worker, program, self.rehearsed)
+
+    def _step_plan(self, scheme: Scheme, grid: Grid) -> Plan:
+        return step_plan(scheme, grid, self.spec.owners, self.spec.layout.helped)
 
     def _grid(self, scheme: Scheme, seqlen: int, windows: list[int] | None = None) -> Grid:
         spec = self.spec

@@ -38,6 +38,7 @@ class DistributedTransport:
     Attributes:
         first: the rank of the replica's first worker: programs number the workers of a replica from 0.
         buffers: messages of a channel that may be under way.
+        on_device: see `Transport`.
 
     Args:
         meeting: where the processes meet: "file:///path" on one machine, which opens no port, or
@@ -63,6 +64,7 @@ class DistributedTransport:
         wait = datetime.timedelta(seconds=timeout)
         dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, timeout=wait)
         self.dist, self.nccl, self.rank, self.first = dist, backend == "nccl", rank, 0
+        self.on_device = self.nccl
         self.buffers = CAPACITY
         new_group = functools.partial(dist.new_group, timeout=wait)
         self.up, self.down = (new_group(backend="nccl") if self.nccl else None for _ in range(2))

@@ -8,7 +8,8 @@ are copied in before a replay, its results copied out after.
 
 A graph repeats the same work on other values, so what depends on more is not recorded: stages that use a
 chunk's position (`Stage.replayable`), append-only states, documents, the sequence's first and last chunk.
-These run eagerly, as does everything once a recording has failed. Graphs live for one run of a program, like
+These run eagerly, as does everything once a recording has failed, and where messages wait on the device, for
+which a recording would wait. Graphs live for one run of a program, like
 the sums of gradients to whose memory they add."""
 
 from __future__ import annotations

@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from adjoint.batch import Batch
-from adjoint.engine import graphs
+from adjoint.engine import graphs, rehearsal
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import Grid, Key, Scheme, Tile
 from adjoint.engine.kept import (
@@ -39,13 +39,21 @@ Pending = Callable[[], Tensor]  # waits for a message and gives it
 # Largest relative change of a chunk's loss when it is recomputed for the backward: room for the rounding of
 # operations whose order is not fixed. Another dropout mask changes more.
 AGAIN = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.float16: 1e-3}
+AHEAD = 4  # actions: a receive is posted once one of the next so many needs it
 AGAIN_CUDA = 10  # on a GPU, where more orders are not fixed, times this
 LEAST = 0.1  # the change is relative to the loss, or to this much per token if that is more
 
 
 class Transport(Protocol):
     """Sends and receives a worker's messages. Messages from one worker to another arrive in the order
-    sent."""
+    sent.
+
+    Attributes:
+        on_device: whether messages are kernels that wait on the device (NCCL): while one is posted, nothing
+            may wait for the whole device.
+    """
+
+    on_device: bool
 
     def post(self, source: int, out: Tensor) -> Pending:
         """Starts to receive from worker `source` into `out`."""
@@ -83,6 +91,8 @@ class Worker:
         d_ids: the cotangent of the batch's embeddings, if it has them in place of ids.
         gradients: sums of parameters' gradients.
         store: values that tiles and messages have written and later actions read, by their keys.
+        rehearsed: where messages are the device's, the kinds of work that have run (`rehearsal`): all of a
+            program's must have before its first message.
     """
 
     def __init__(
@@ -104,7 +114,8 @@ class Worker:
         self.stages, self.grid, self.batch, self.transport = stages, grid, batch, transport
         self.width, self.device, initial = width, batch.ids.device, batch.states
         self.host = lies_on_host(scheme, self.device)
-        self.record = graphs.recorder(self.device) if scheme.cuda_graphs else None
+        self.waits = transport is not None and transport.on_device
+        self.record = graphs.recorder(self.device) if scheme.cuda_graphs and not self.waits else None
         self.traced = traced or (lambda action: contextlib.nullcontext())
         self.chunks = [
             batch.chunk(a, b, grid.document(c)) for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
@@ -122,6 +133,7 @@ class Worker:
         self.store: dict[Key, Any] = {}
         self.passed_on: set[Key] = set()
         self.share: Callable[[Worker, Share], None] | None = None  # runs a `Share`
+        self.rehearsed: set[Hashable] = set()
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         grows = [
@@ -152,28 +164,34 @@ class Worker:
         return at_edges + sum(v.nbytes + v.numel() * max(4, v.itemsize) for v in slabs)
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Runs actions in order; receives are posted ahead, so that messages travel during computation.
+        """Runs actions in order; receives are posted a few actions ahead, so that messages travel during
+        computation.
 
         Raises:
             ValueError: an append-only state would have to be received.
             Changed: a chunk had another loss when it was recomputed.
         """
-        receives = collections.deque(a for a in actions if isinstance(a, Recv))
+        places = {id(a): i for i, a in enumerate(actions)}
+        receives = collections.deque((i, a) for i, a in enumerate(actions) if isinstance(a, Recv))
         posted: collections.deque[Pending] = collections.deque()
-        self._count_edges(actions)
+        self.count_edges(actions)
+        assert not self.waits or rehearsal.kinds_of(self, actions).keys() <= self.rehearsed, (
+            "a kernel would be used for the first time while messages wait on the device"
+        )
         left = actions if self.record is None else graphs.Graphs(self.record).replay(self, actions)
         with self.precision():
             for action in left:
+                soon = places[id(action)] + AHEAD
                 with self.traced(action):
-                    while receives and len(posted) < BUFFERS:
+                    while receives and len(posted) < BUFFERS and receives[0][0] <= soon:
                         assert self.transport is not None
-                        recv = receives.popleft()
-                        posted.append(self.transport.post(recv.source, self._room(recv.key)))
+                        _, recv = receives.popleft()
+                        posted.append(self.transport.post(recv.source, self.room(recv.key)))
                     if isinstance(action, Run):
                         self.tile(action.tile)
                     elif isinstance(action, Send):
                         assert self.transport is not None
-                        self.transport.send(action.to, self._message(action.key))
+                        self.transport.send(action.to, self.message(action.key))
                     elif isinstance(action, Recv):
                         self.store[action.key] = posted.popleft()()
                     else:
@@ -222,7 +240,7 @@ class Worker:
         with torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
             yield
 
-    def _count_edges(self, actions: Sequence[Action]) -> None:
+    def count_edges(self, actions: Sequence[Action]) -> None:
         """Sets the number of rows of each stage's `Edges`: states that this worker's own tiles read."""
         self.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
         rows: collections.Counter[int] = collections.Counter()
@@ -243,7 +261,7 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------- messages
 
-    def _room(self, key: Key) -> Tensor:
+    def room(self, key: Key) -> Tensor:
         """An empty tensor for a message."""
         name, k, c = key[:3]
         if name == "S":
@@ -256,12 +274,13 @@ class Worker:
         shape = self.batch.rows, stop - start, self.width
         return torch.empty(shape, dtype=self.accumulate_dtype, device=self.device)
 
-    def _message(self, key: Key) -> Tensor:
+    def message(self, key: Key) -> Tensor:
+        """A value of the store as it travels."""
         value = self.store[key]
         if isinstance(value, tuple):
-            return self.packing[key[1]].pack(value, self._room(key))
+            return self.packing[key[1]].pack(value, self.room(key))
         if value is None:  # no cotangent
-            return self._room(key).zero_()
+            return self.room(key).zero_()
         return value.to(self.accumulate_dtype).contiguous()
 
     # ---------------------------------------------------------------------------------------------- tiles

@@ -19,15 +19,19 @@ from adjoint.cluster.shard import Shard
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.training import StackInShards
 from adjoint.cluster.transport import sum_gradients
+from adjoint.engine.grid import Tile
 from adjoint.engine.program import Owners, Send
+from adjoint.engine.run import Worker
 from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.train import machine
 from adjoint.train.checkpoint import load_checkpoint, save_checkpoint
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import make_optimizer
+from tests.cluster import threads
 from tests.cluster.threads import (
     TRAINING,
+    DeviceTransport,
     ThreadGroup,
     disturbed_shards,
     disturbed_stack,
@@ -113,6 +117,34 @@ def test_training_is_that_of_one_process(
     config: StackConfig, method: Any, layout: Layout, shapes: Any
 ) -> None:
     trained(config, method, layout, [make_ids(*shape, seed=step) for step, shape in enumerate(shapes)])
+
+
+# attention, windows picked after the forward, tiles shared with helpers
+FIRST_USES = [
+    (StackConfig(**{**SIZES, "mixer": ["mamba2", "attention"], "n_layer": 2}), Exact(7), Layout(2)),
+    (MIXED, Exact(7, keep="inputs"), Layout(2, 2)),
+    (MIXED, Truncated(window="auto", chunk_size=7), Layout(2)),
+    (HELPED, LayerLocal(5, 8), Layout(2, 1, 1, 2)),
+]
+
+
+@pytest.mark.parametrize("config, method, layout", FIRST_USES, ids=name_of)
+def test_kernels_are_first_used_before_messages_wait_on_the_device(
+    config: StackConfig, method: Any, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, tile = set(), Worker.tile
+
+    def tuned(worker: Worker, t: Tile) -> None:
+        transport, tokens = worker.transport, worker.grid.tokens(t.chunk)
+        if isinstance(transport, DeviceTransport) and (transport.rank, t.kind, t.stage, tokens) not in used:
+            transport.synchronize()
+            used.add((transport.rank, t.kind, t.stage, tokens))
+        tile(worker, t)
+
+    monkeypatch.setattr(Worker, "tile", tuned)
+    monkeypatch.setattr(threads, "LocalTransport", DeviceTransport)
+    trained(config, method, layout, [make_ids(4, 28, seed=step) for step in range(2)])
+    assert used
 
 
 class Spare(nn.Module):

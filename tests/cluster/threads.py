@@ -44,7 +44,7 @@ class LocalTransport:
         broken: set when a thread has failed, so that the others do not wait for it for ever.
     """
 
-    first = 0
+    first, on_device = 0, False
 
     def __init__(
         self, rank: int, queues: Mapping[Channel, queue.Queue[torch.Tensor]], broken: threading.Event
@@ -89,6 +89,35 @@ class LocalTransport:
             own.clone() if rank == self.rank else self.post(rank - first, torch.empty_like(own))()
             for rank in ranks
         ]
+
+
+class DeviceTransport(LocalTransport):
+    """Messages as NCCL's: a receive is a kernel on the device from when it is posted until its message has
+    come, and `synchronize` waits for all that are posted."""
+
+    on_device = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.posted: list[threading.Event] = []
+        self.arriving: dict[int, ThreadPoolExecutor] = {}
+
+    def post(self, source: int, out: torch.Tensor) -> Pending:
+        come, take = threading.Event(), super().post(source, out)
+        self.posted.append(come)
+
+        def arrive() -> torch.Tensor:
+            made = take()
+            come.set()
+            return made
+
+        thread = self.arriving.setdefault(source, ThreadPoolExecutor(1))
+        return thread.submit(arrive).result
+
+    def synchronize(self) -> None:
+        """Waits for the device. Raises TimeoutError after two seconds."""
+        if not all(come.wait(2) for come in self.posted):
+            raise TimeoutError("the device waits for a message")
 
 
 def local_transports(workers: int, buffers: int = CAPACITY) -> list[LocalTransport]:

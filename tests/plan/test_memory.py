@@ -67,6 +67,8 @@ def test_memory_is_what_the_method_takes(mixer: str, method: Any) -> None:
 class Zeros:
     """A transport that brings zeros; what was sent last is not gone yet."""
 
+    on_device = False
+
     def __init__(self) -> None:
         self.sent: dict[int, collections.deque[torch.Tensor]] = {}
 

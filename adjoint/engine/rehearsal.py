@@ -1,0 +1,86 @@
+"""Kernels run once before the first message: see `rehearse`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from adjoint.engine.grid import Key, Tile
+from adjoint.engine.program import Action, Run, Send, Share
+
+
+def kinds_of(worker: Any, actions: Iterable[Action]) -> dict[Hashable, Action]:
+    """For each kind of work in a program, its first action. What is compiled, tried or tuned on first use has
+    been for all of a kind once one of it has run.
+
+    Lengths count by their size and by what kernels are specialised for, multiples of 16, so that documents,
+    which cut chunks anywhere, do not make a kind each."""
+    settings = worker.batch.rows, worker.device, worker.autocast, worker.narrow, torch.is_grad_enabled()
+    noting, seen = worker.decays is not None, dict[Hashable, Action]()
+    for action in actions:
+        if isinstance(action, Send):
+            seen.setdefault((settings, "send", action.key[0], action.key[1]), action)
+        for t in tiles_of(action):
+            left, _, _, right = worker.grid.span(t) if t.kind == "W" else (0, 0, 0, 0)
+            tokens = right - left or worker.grid.tokens(t.chunk)
+            begins = t.chunk == 0, worker.grid.reads_state(t.chunk), worker.batch.seq_idx is not None
+            size = tokens.bit_length(), tokens % 16 == 0, tokens == 1
+            seen.setdefault((settings, noting, t.kind, t.stage, size, begins), Run(t))
+    return seen
+
+
+def tiles_of(action: Action) -> Sequence[Tile]:
+    """The tiles that an action computes."""
+    if isinstance(action, Share):
+        return [t for unit in action.units for t in unit]
+    return [action.tile] if isinstance(action, Run) else []
+
+
+def rehearse(worker: Any, actions: Sequence[Action], known: set[Hashable]) -> None:
+    """Runs the first action of each kind on zeros, without a message.
+
+    A message between GPUs is a kernel that waits on the device until the other end has come to it. Whatever
+    waits for the whole device meanwhile waits for that other end, too, and the other end perhaps for us:
+    kernels that are tuned or loaded when they are first used, as Triton's are. So all are used before.
+
+    Args:
+        worker: made for this, with the batch, the grid and the stages of the one that will run the program;
+            what it computes is worth nothing.
+        known: the kinds that have run in this process; adds to them.
+    """
+    worker.scale = torch.ones((), dtype=worker.accumulate_dtype, device=worker.device)
+    worker.count_edges(actions)
+    with worker.precision():
+        for kind, action in kinds_of(worker, actions).items():
+            if kind in known:
+                continue
+            if isinstance(action, Send):
+                _fill(worker, [action.key])
+                worker.message(action.key)
+            elif isinstance(action, Run):
+                _run(worker, action.tile)
+            worker.store.clear()
+            known.add(kind)
+
+
+def _run(worker: Any, t: Tile) -> None:
+    if t.kind == "B":
+        for slab in worker.slabs.get(t.stage, ()):
+            if slab.cotangents is None:
+                slab.begin(None)
+        again = Tile("R", t.stage, t.chunk)
+        _fill(worker, worker.grid.reads(again))
+        worker.tile(again)
+    _fill(worker, [key for key in worker.grid.reads(t) if key[0] != "tape"])
+    worker.tile(t)
+
+
+def _fill(worker: Any, keys: Iterable[Key]) -> None:
+    """Zeros in the places of values that others would have written."""
+    for key in keys:
+        if key[0] == "S":
+            worker.store[key] = worker.packing[key[1]].empty().zero_()
+        else:
+            worker.store[key] = worker.room(key).zero_()
