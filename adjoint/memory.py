@@ -71,7 +71,9 @@ class PeakMemory:
 def memory_left(device: torch.device) -> int:
     """Bytes that can still be taken: on the GPU, or of the machine and its control group."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # of what the driver counts as taken, PyTorch's allocator holds some for the next tensors
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
     available = proc_fields("meminfo").get("MemAvailable")
     left = _physical_memory_bytes() // 2 if available is None else int(available.split()[0]) * 1024
     limit, used = _control_group("memory.max"), _control_group("memory.current")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from adjoint import memory
+from adjoint.train import machine
 
 
 def lay(folder: Path, files: dict[str, str]) -> None:
@@ -50,3 +53,32 @@ def test_cores_are_those_the_process_is_bound_to_within_its_quota(monkeypatch: p
     for quota, cores in ((2.5, 2), (0.3, 1), (100.0, 64)):
         monkeypatch.setattr(memory, "_cpu_quota", lambda *where, quota=quota: quota)
         assert memory.usable_cores() == cores
+
+
+def test_what_the_allocator_holds_free_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, allocated, reserved = torch.device("cuda"), 0, 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80_000 - reserved, 80_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+    before = memory.memory_left(device)
+    reserved = 78_000  # after a step, whose tensors are gone
+    assert memory.memory_left(device) == before == 80_000
+    allocated = 10_000  # gradients that stay
+    assert memory.memory_left(device) == 70_000
+
+
+@pytest.mark.parametrize(
+    ("listed", "visible", "warned"), [(0, None, False), (2, None, True), (2, "", False), (2, "0", True)]
+)
+def test_a_gpu_that_torch_cannot_use_is_told(
+    listed: int, visible: str | None, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "driver_gpus", lambda: listed)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert machine.pick_device("auto") == torch.device("cpu")
+    assert [("2 GPUs, which this PyTorch cannot use" in str(w.message)) for w in found] == [True] * warned

@@ -126,7 +126,7 @@ class Fit:
             found.append(f"--method.chunk_size {size}")
         if getattr(setup.method, "keep", "offload") != "offload" and setup.machine.kind == "cuda":
             # a budget is for keep="edges" alone
-            given = {} if setup.method.memory is None else {"memory": None}
+            given = {} if getattr(setup.method, "memory", None) is None else {"memory": None}
             if self.of_method(keep="offload", **given).spans():
                 found.append("--method.keep offload" + " --method.memory null" * bool(given))
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from adjoint.engine.budget import RESERVED_CPU
+from adjoint.engine.budget import AUTO, RESERVED_CPU
 from adjoint.engine.grid import Grid, Key, Scheme
 from adjoint.engine.program import BUFFERS, Action, Owners, Plan, Recv, Run, Send, Share, keys_of
 from adjoint.engine.tile import WAITING
@@ -396,10 +396,14 @@ def _memory(setup: Setup, span: range, held: Held, first: bool, last: bool) -> M
     largest = max(table, *(model.layers[k].largest for k in span))
     parts["chunk"] = max(work, copies * machine.element * largest)
     parts["head"] = max(0, int(work + held.head) - parts["chunk"])
-    if isinstance(scheme.memory, float) and setup.alone:  # the budget is filled with tapes
+    fixed, share = RESERVED[machine.kind]
+    budget = scheme.memory
+    if budget == "auto":  # of what the run's own weights leave
+        left = None if machine.memory is None else machine.memory - parts["weights"] - parts["optimizer"]
+        budget = None if left is None else AUTO * (left - fixed * machine.reserve)
+    if isinstance(budget, float) and setup.alone:  # the budget is filled with tapes
         tapes = sum(setup.piece(k).saved for k in span) * (setup.chunks - 1)
         taken = sum(parts[name] for name in ("gradients", "states", "past", "kept", "chunk", "head"))
-        parts["chunk"] += int(max(0, min(scheme.memory - taken, tapes)))
-    fixed, share = RESERVED[machine.kind]
+        parts["chunk"] += int(max(0, min(budget - taken, tapes)))
     parts["reserved"] = int(fixed + share * sum(parts.values())) if machine.reserve else 0
     return Memory({name: parts[name] for name in PARTS}, host)

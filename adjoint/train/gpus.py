@@ -14,7 +14,7 @@ class Gpu:
 
     Attributes:
         name: as `adjoint plan --device` takes it; its parts, between hyphens, are words of the driver's name.
-        memory: bytes, as NVML reports them.
+        memory: bytes, as NVML reports them; of an A100 with 40 GB those that the driver leaves to programs.
         bfloat16, float32: peak TFLOP/s, dense; bfloat16 in the tensor cores, float32 outside them.
     """
 
@@ -30,7 +30,7 @@ GPUS = {
         Gpu("a10g", 23028 * MIB, 70, 31.2),
         Gpu("l4", 23034 * MIB, 121, 30.3),
         Gpu("l40s", 46068 * MIB, 362, 91.6),
-        Gpu("a100-40gb", 40960 * MIB, 312, 19.5),
+        Gpu("a100-40gb", 42_400_000_000, 312, 19.5),
         Gpu("a100-80gb", 81920 * MIB, 312, 19.5),
         Gpu("h100", 81559 * MIB, 989.5, 67),
         Gpu("h100-pcie", 81559 * MIB, 756, 51),

@@ -162,3 +162,9 @@ def test_workers_in_turn_each_take_their_memory() -> None:
     assert make_specs(*given, [look("a", None, int(2.1 * each))] * 2, (1, 8192))[1] == (range(0, 6),)
     with pytest.raises(UserError, match=r"2 shards on a node of 0\.\d GB need"):
         make_specs(*given, [look("a", None, int(1.9 * each))] * 2, (1, 8192))
+
+
+@pytest.mark.parametrize("memory", ["auto", "30GB"])
+def test_a_budget_that_does_not_fit_is_refused_with_what_would(memory: str) -> None:
+    setup = setup_of(1, method=Exact(512, memory=memory), machine=Machine("cuda", memory=1e6))
+    assert "what fits:" in Fit(setup, [1e6]).refusal()

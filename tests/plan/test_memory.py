@@ -197,6 +197,17 @@ def test_a_memory_budget_is_filled_and_no_more() -> None:
 
 
 @pytest.mark.slow
+def test_auto_is_most_of_what_weights_leave_on_a_gpu() -> None:
+    model, machine = model_of(StackConfig(d_model=64, n_layer=2)), Machine("cuda", memory=1e9, reserve=False)
+
+    def parts(given: str | int | None) -> dict[str, int]:
+        return needs(Setup(model, Exact(64, memory=given), 1, 1 << 18, machine=machine), [range(2)])[0].parts
+
+    found = parts("auto")
+    budget = int(0.8 * (1e9 - found["weights"] - found["optimizer"]))
+    assert found == parts(budget) and found["chunk"] > 10 * parts(None)["chunk"]
+
+
 def test_a_process_takes_what_the_documents_say_for_a_model_of_no_size(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "adjoint", *tiny(tmp_path)]
     subprocess.run(argv, check=True, capture_output=True, timeout=600)
