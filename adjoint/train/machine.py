@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import importlib.metadata
 import os
 import platform
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -29,9 +31,22 @@ PACKAGES = (
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device of ``training.device``; a UserError where there is none."""
+    """The torch device of ``training.device``; a UserError where there is none. "auto" warns where the driver
+    lists a GPU that PyTorch cannot use."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        if not hidden and (listed := driver_gpus()):
+            built = torch.version.cuda
+            why = f"is built for CUDA {built}, perhaps newer than the driver" if built else "is a CPU build"
+            warnings.warn(
+                f"training on the CPU: the driver lists {listed} GPU{'s' * (listed > 1)}, which this PyTorch "
+                f"cannot use ({torch.__version__} {why}); docs/gpu.md has the builds for each driver, and "
+                "--training.device cpu takes the CPU without a warning",
+                stacklevel=2,
+            )
+        return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -43,6 +58,18 @@ def pick_device(name: str) -> torch.device:
             f"use {'cuda:0' if gpus else '--training.device cpu'}"
         )
     return device
+
+
+def driver_gpus() -> int:
+    """How many GPUs NVIDIA's driver lists, whether PyTorch can use them or not; 0 without a driver."""
+    try:
+        nvml, count = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_uint(0)
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return 0
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        return 0
+    return count.value
 
 
 def pick_precision(name: str, device: torch.device) -> str:
