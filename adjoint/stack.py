@@ -244,7 +244,7 @@ class Stack(nn.Module):
                 output.loss = self.head_loss(y, batch.targets) / batch.divisor
         else:
             batch = Batch.of(input_ids, labels, seq_idx, self.stage_states(states))
-            output.loss, final, output.windows = self._by_chunks(batch, method)
+            output.loss, final, output.windows = self._by_chunks(batch, method, return_state)
             if return_logits:
                 with torch.no_grad():
                     y = self._hidden(input_ids, states, seq_idx)[0]
@@ -256,11 +256,13 @@ class Stack(nn.Module):
         return output
 
     @uncompiled
-    def _by_chunks(self, batch: Batch, method: Any) -> tuple[Tensor, list[State], list[int] | None]:
+    def _by_chunks(
+        self, batch: Batch, method: Any, states: bool
+    ) -> tuple[Tensor, list[State], list[int] | None]:
         default = default_chunk_size(self, batch.ids, getattr(method, "recompute", "none"))
-        found = self.steps(batch, method.scheme(batch.seqlen, default)).loss()
-        states = grouped(batch.states, [s for state in found.states for s in state])
-        return found.loss, states[1:-1], found.windows
+        found = self.steps(batch, method.scheme(batch.seqlen, default)).loss(states)
+        final = grouped(batch.states, [s for state in found.states for s in state])
+        return found.loss, final[1:-1], found.windows
 
     def steps(self, batch: Batch, scheme: Scheme) -> Steps:
         """The batch's forward and backward for the engine; `batch.states` are `stage_states`' result."""

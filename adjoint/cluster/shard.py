@@ -231,6 +231,7 @@ class Shard:
         if worker.grid.chunks > 1:
             with autocast(spec.precision, self.device):
                 compare_own_layers(worker.stages, batch.states, worker.width, spec.dtype, self.device)
+        worker.ends = step.ended is not None
         one = torch.ones((), dtype=worker.accumulate_dtype, device=self.device)
         worker.scale = one / step.batches / batch.divisor
         with self._drawing(step.number):

@@ -190,8 +190,14 @@ class Steps:
                     known[kind] = budget.Measured(tape, live.peak - before - tape)
         return known[kind]
 
-    def loss(self) -> Result:
-        """Runs the forward: the loss divided by the batch's divisor, and the final states, differentiable."""
+    def loss(self, states: bool = False) -> Result:
+        """Runs the forward: the loss divided by the batch's divisor, and the final states, differentiable.
+
+        Args:
+            states: whether append-only final states are asked for; else they are empty, as on the device they
+                would take as much memory as those that are offloaded leave there.
+        """
+        self.worker.ends = states
         loss, final = self.forward()
         loss, *final = self.differentiable([loss, *final], lambda d, *d_final: self.backward(d, d_final))
         sums = final[len(final) - len(self.sums) :]
@@ -224,6 +230,7 @@ class Steps:
         assert worker.total is not None
         # not the worker's own tensors: an autograd function that held its outputs would never be freed
         final = [s.detach() for state in worker.final for s in state]
+        worker.final = []  # nor are they held through the backward
         return worker.total / self.batch.divisor, final + [s.total for s in self.sums]
 
     def chunk_losses(self) -> list[Tensor]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +53,8 @@ class Packing:
 
 
 def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device, host: bool = False) -> Tensor:
-    """An empty tensor. With `host` it is in host memory, pinned if there is a GPU, so that copies overlap
-    with computation, in stream order."""
+    """An empty tensor. With `host` it is in host memory, pinned if there is a GPU, so that the host does not
+    wait for copies, which run between the kernels of the stream."""
     if host:
         return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
     return torch.empty(shape, dtype=dtype, device=device)
@@ -86,7 +87,8 @@ class Edges:
 class Slab:
     """An append-only tensor of a state, such as attention's keys: stored once for the whole sequence, with a
     cotangent of the same size, to which chunks add in the backward. Its tokens are numbered as the
-    sequence's; negative numbers are the tokens of `initial`.
+    sequence's; negative numbers are the tokens of `initial`. Memory is allocated when the first piece is
+    written, in the piece's precision: under autocast less than that of `initial`, which may have no tokens.
 
     Args:
         initial: the tensor before the sequence, perhaps of no tokens.
@@ -97,13 +99,28 @@ class Slab:
 
     def __init__(self, initial: Tensor, dim: int, tokens: int, host: bool = False) -> None:
         self.dim, self.along, self.host = dim, 0 if host else dim, host
-        self.before, self.device = initial.shape[dim], initial.device
-        shape = list(initial.shape)
-        del shape[dim]
-        shape.insert(self.along, self.before + tokens)
-        self.values = room(shape, initial.dtype, self.device, host)
-        self.write(initial, -self.before)
+        self.before, self.device, self.initially = initial.shape[dim], initial.device, initial
+        self.shape = list(initial.shape)
+        del self.shape[dim]
+        self.shape.insert(self.along, self.before + tokens)
+        self.written: Tensor | None = None
         self.cotangents: Tensor | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """All tokens; those that are not written yet are undefined."""
+        return self._in(self.initially.dtype) if self.written is None else self.written
+
+    def _in(self, dtype: torch.dtype) -> Tensor:
+        """Allocates the values."""
+        self.written = room(self.shape, dtype, self.device, self.host)
+        self._put(self.written, self.initially, -self.before)
+        return self.written
+
+    def most_bytes(self) -> int:
+        """Bytes of values and cotangents, at most."""
+        dtype = self.initially.dtype
+        return math.prod(self.shape) * (dtype.itemsize + accumulate_dtype(dtype).itemsize)
 
     def _put(self, memory: Tensor, piece: Tensor, start: int) -> None:
         """Writes a piece into `memory` from token `start` on."""
@@ -119,6 +136,9 @@ class Slab:
 
     def write(self, piece: Tensor, start: int) -> None:
         """Stores the values of a piece that begins at token `start`."""
+        if self.written is None:
+            own = self.initially.dtype
+            self._in(torch.promote_types(own, piece.dtype) if self.before else piece.dtype)
         self._put(self.values, piece, start)
 
     def between(self, start: int, stop: int) -> Tensor:
@@ -156,8 +176,8 @@ class Slab:
         return self.gathered(-self.before, 0)
 
     def final(self) -> Tensor:
-        """The tensor after the sequence, `initial` included."""
-        return self.between(-self.before, self.values.shape[self.along] - self.before)
+        """The tensor after the sequence, `initial` included, in its precision."""
+        return self.between(-self.before, self.shape[self.along] - self.before).to(self.initially.dtype)
 
 
 @dataclass(frozen=True)
@@ -211,7 +231,7 @@ class _Join(torch.autograd.Function):
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, made while the computation goes on."""
+    """A copy in host memory, for which the host does not wait."""
     return room(tensor.shape, tensor.dtype, tensor.device, host=True).copy_(tensor, non_blocking=True)
 
 

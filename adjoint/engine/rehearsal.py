@@ -67,12 +67,12 @@ def rehearse(worker: Any, actions: Sequence[Action], known: set[Hashable]) -> No
 
 def _run(worker: Any, t: Tile) -> None:
     if t.kind == "B":
-        for slab in worker.slabs.get(t.stage, ()):
-            if slab.cotangents is None:
-                slab.begin(None)
         again = Tile("R", t.stage, t.chunk)
         _fill(worker, worker.grid.reads(again))
         worker.tile(again)
+        for slab in worker.slabs.get(t.stage, ()):
+            if slab.cotangents is None:
+                slab.begin(None)
     _fill(worker, [key for key in worker.grid.reads(t) if key[0] != "tape"])
     worker.tile(t)
 

@@ -91,6 +91,7 @@ class Worker:
         d_ids: the cotangent of the batch's embeddings, if it has them in place of ids.
         gradients: sums of parameters' gradients.
         store: values that tiles and messages have written and later actions read, by their keys.
+        ends: whether append-only final states are asked for; else they are empty in `final`.
         rehearsed: where messages are the device's, the kinds of work that have run (`rehearsal`): all of a
             program's must have before its first message.
     """
@@ -133,6 +134,7 @@ class Worker:
         self.store: dict[Key, Any] = {}
         self.passed_on: set[Key] = set()
         self.share: Callable[[Worker, Share], None] | None = None  # runs a `Share`
+        self.ends = True
         self.rehearsed: set[Hashable] = set()
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -160,8 +162,7 @@ class Worker:
         if self.host:
             return 0
         at_edges = sum(p.size for p in self.packing) * self.grid.chunks * self.accumulate_dtype.itemsize
-        slabs = [slab.values for mine in self.slabs.values() for slab in mine]
-        return at_edges + sum(v.nbytes + v.numel() * max(4, v.itemsize) for v in slabs)
+        return at_edges + sum(slab.most_bytes() for mine in self.slabs.values() for slab in mine)
 
     def run(self, actions: Sequence[Action]) -> None:
         """Runs actions in order; receives are posted a few actions ahead, so that messages travel during
@@ -360,7 +361,8 @@ class Worker:
             self.store["S", k, c] = self.packing[k].pack(here, room)
             return
         slabs = self.slabs.get(k, ())
-        self.final[k] = joined(map(by_itself, here), (slab.final() for slab in slabs), self.grows[k])
+        past = (slab.final() if self.ends else slab.between(0, 0) for slab in slabs)
+        self.final[k] = joined(map(by_itself, here), past, self.grows[k])
 
     def recompute(self, t: Tile) -> None:
         """R."""

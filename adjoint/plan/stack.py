@@ -50,13 +50,15 @@ class StackModel(Model):
         kind = config.mixers[k]
         mixer = MIXERS.get(kind, Mixer)
         linear = [m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear)]
+        grown = sum(width(s.shape, dim) for s, dim in zip(state, grows, strict=True) if dim is not None)
         recurrent = sum(s.numel() for s, dim in zip(state, grows, strict=True) if dim is None)
         return LayerSize(
             kind,
             *sizes_of(layer.parameters()),
             sum(linear),
             recurrent,
-            sum(width(s.shape, dim) for s, dim in zip(state, grows, strict=True) if dim is not None),
+            grown,
+            grown if kind in MIXERS else 0,
             # two operations a weight, eight an element of the recurrent state, and as many for each of a
             # token's inputs and outputs that share it
             flops=2 * cost + 8 * mixer.inputs_per_token(config) * recurrent,

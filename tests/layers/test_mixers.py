@@ -221,15 +221,20 @@ def test_keys_and_values_stay_with_one_worker() -> None:
     Layout(sequence=2).check(StackConfig(**{**SIZES, **UNWINDOWED["mamba3"]}), Exact())
 
 
-def test_the_plan_counts_keys_and_values() -> None:
-    """What the slabs of a real run take, and work that grows with the past on a GPU alone."""
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+def test_the_plan_counts_keys_and_values(precision: str) -> None:
+    """What the slabs of a real run take, and work that grows with the past on a GPU alone. Final keys and
+    values, which in host memory are the only ones on the device, are made where they are asked for."""
     config = StackConfig(**{**SIZES, "mixer": ["mamba", "attention"], **HEADS})
     planned = model_of(config)
-    setup = Setup(planned, Exact(16), 2, 64, machine=Machine(precision="float64"))
-    model, ids = Stack(config).double(), make_ids(2, 64)
+    setup = Setup(planned, Exact(16), 2, 64, machine=Machine(precision=precision))
+    model, ids = Stack(config).to(torch.float64 if precision == "float64" else torch.float32), make_ids(2, 64)
     batch = Batch(ids, ids, states=model.stage_states(model.initial_state(2)))
-    steps = model.steps(batch, setup.scheme)
-    steps.loss().loss.backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+        steps = model.steps(batch, setup.scheme)
+        found = steps.loss()
+    found.loss.backward()
+    assert [s.shape[2] for s in found.states[2]] == [0, 0] and not steps.worker.final
     held = [s.values.nbytes + s.cotangents.nbytes for s in steps.worker.slabs[2]]
     (need,) = needs(setup, [range(2)])
     assert need.parts["past"] == sum(held) and setup.state(1) == 0
