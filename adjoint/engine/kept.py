@@ -190,6 +190,7 @@ class Past:
         follows: the first token that gets a cotangent from this chunk; `start` if none does.
         visible: per row, how many tokens before the chunk belong to its first token's document; None if the
             batch has no `seq_idx`.
+        starts: then also, per row, where in the chunk other documents begin.
     """
 
     slab: Slab
@@ -197,6 +198,7 @@ class Past:
     begin: int
     follows: int
     visible: Sequence[int] | None = None
+    starts: Sequence[Sequence[int]] | None = None
 
     def __len__(self) -> int:
         return self.start - self.begin

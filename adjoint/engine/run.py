@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
@@ -308,17 +310,26 @@ class Worker:
         chunk = self.chunks[c]
         begin = chunk.document or -slab.before  # what was there before belongs to the first document
         follows = begin if not self.grid.dropped else self.grid.follows(c)
-        return Past(slab, chunk.start, begin, follows, self._visible(chunk.start, slab.before))
+        return Past(slab, chunk.start, begin, follows, *self._documents(chunk, slab.before))
 
-    def _visible(self, start: int, before: int) -> list[int] | None:
-        """Per row, the number of tokens before `start` that belong to its document; `before` tokens of the
+    def _documents(self, chunk: Batch, before: int) -> tuple[list[int], list[list[int]]] | tuple[()]:
+        """`Past.visible` and `Past.starts` of a chunk, where the batch has `seq_idx`; `before` tokens of the
         initial state count for the row's first document."""
-        seq_idx = self.batch.seq_idx
-        if seq_idx is None:
-            return None
-        number = seq_idx[:, start : start + 1]
-        own = (seq_idx[:, :start] == number).sum(1) + before * (number[:, 0] == seq_idx[:, 0])
-        return own.tolist()
+        if chunk.seq_idx is None:
+            return ()
+        start, stop = chunk.start, chunk.start + chunk.seqlen
+        visible, starts = [], []
+        for row in self._starts:
+            last = row[bisect.bisect_right(row, start) - 1]
+            visible.append(start - last + (before if last == 0 else 0))
+            starts.append([at - start for at in row if start < at < stop])
+        return visible, starts
+
+    @functools.cached_property
+    def _starts(self) -> list[list[int]]:
+        """Of each row, the first tokens of its documents, brought to the host once."""
+        assert self.batch.seq_idx is not None
+        return checks.starts_in(self.batch.seq_idx)
 
     def forward(self, t: Tile) -> None:
         """F and L."""

@@ -71,7 +71,11 @@ class Gradients:
         if parameter not in self.sums:
             dtype = accumulate_dtype(parameter.dtype)
             self.sums[parameter] = torch.zeros_like(parameter, dtype=dtype)
-        self.sums[parameter].index_add_(0, rows, gradient.to(self.sums[parameter].dtype))
+        total = self.sums[parameter]
+        if total.is_cuda:  # sorts the rows, where index_add_ adds in whatever order threads come
+            total.index_put_((rows,), gradient.to(total.dtype), accumulate=True)
+        else:
+            total.index_add_(0, rows, gradient.to(total.dtype))
 
     def add_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
         """Adds a @ b, the factors in half precision, to a float32 parameter's gradient."""

@@ -66,3 +66,11 @@ def reset_of(seq_idx: Tensor | None, batch: int, seqlen: int) -> Tensor | None:
     reset = torch.zeros_like(seq_idx, dtype=torch.bool)
     reset[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return reset
+
+
+def starts_in(seq_idx: Tensor) -> list[list[int]]:
+    """Of each row of seq_idx (batch, seqlen), the tokens at which its documents begin, 0 first; the host
+    waits for the device once."""
+    begins = torch.ones_like(seq_idx, dtype=torch.bool)
+    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return [row.nonzero().flatten().tolist() for row in begins.cpu()]

@@ -72,8 +72,10 @@ def passes(
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     try:
-        # the question may come from a compiler's tracing, where tensors hold no numbers
-        with unset_fake_temporarily(), torch.no_grad(), torch._C._DisableAutocast():
+        # The question may come from a compiler's tracing, where tensors hold no numbers, or from inference
+        # mode, where autograd, by which libraries' backward is reached, records nothing; the answer is kept.
+        alone = torch.inference_mode(False), unset_fake_temporarily(), torch.no_grad()
+        with alone[0], alone[1], alone[2], torch._C._DisableAutocast():
             found = errors(impl, operation, device, dtype, windowed, resets)
         worst = max(found, key=lambda name: found[name])
         problem = (

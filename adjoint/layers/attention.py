@@ -119,7 +119,9 @@ class AttentionMixer(Mixer):
         if seq_idx is None:
             y = causal_attention(q, keys, values, window)
         else:
-            y = _by_documents(q, keys, values, window, seq_idx, getattr(before, "visible", None))
+            starts, visible = getattr(before, "starts", None), getattr(before, "visible", None)
+            starts = [begins[1:] for begins in checks.starts_in(seq_idx)] if starts is None else starts
+            y = _by_documents(q, keys, values, window, starts, visible)
         return self.out_proj(y.transpose(1, 2).flatten(2)), (*tail, *after)
 
 
@@ -128,16 +130,15 @@ def _by_documents(
     keys: Tensor,
     values: Tensor,
     window: int | None,
-    seq_idx: Tensor,
+    starts: Sequence[Sequence[int]],
     visible: Sequence[int] | None,
 ) -> Tensor:
-    """Attention within each document. A row's first document continues from the past, of which the last
+    """Attention within each document; others than the first begin at `starts[row]`. A row's first document continues from the past, of which the last
     `visible[row]` tokens are its own; None: all."""
     past, rows = keys.shape[2] - q.shape[2], []
-    for row, numbers in enumerate(seq_idx):
-        begins = (numbers[1:] != numbers[:-1]).nonzero().flatten() + 1
+    for row, begins in enumerate(starts):
         out = []
-        for a, b in itertools.pairwise([0, *begins.tolist(), len(numbers)]):
+        for a, b in itertools.pairwise([0, *begins, q.shape[2]]):
             first = past + a if a else past - min(past, past if visible is None else visible[row])
             k, v = (t[row : row + 1, :, first : past + b] for t in (keys, values))
             out.append(causal_attention(q[row : row + 1, :, a:b], k, v, window))

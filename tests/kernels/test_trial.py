@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -192,3 +192,23 @@ def test_no_memory_left_is_not_held_against_the_backend():
     for _ in range(2):  # not remembered either
         with pytest.raises(torch.OutOfMemoryError, match="all taken"):
             trial.passes(impl, "rms_norm", CPU, torch.float32)
+
+
+def test_a_trial_leaves_inference_mode() -> None:
+    """A library's backward is reached through autograd, and a failure would be kept for the process."""
+    asked = []
+
+    def forward(*inputs):
+        asked.append(torch.is_inference_mode_enabled())
+        with torch.enable_grad():
+            a = inputs[0].clone().requires_grad_()
+            torch.autograd.grad((a * a).sum(), a)
+        return reference.dense_scan_forward(*inputs)
+
+    impl = SimpleNamespace(
+        __name__="other", dense_scan_forward=forward, dense_scan_backward=reference.dense_scan_backward
+    )
+    passes = trial.passes.__wrapped__
+    with torch.inference_mode():
+        assert passes(impl, "dense_scan", torch.device("cpu"), torch.float32)
+    assert asked == [False]
