@@ -8,7 +8,7 @@ import re
 
 from adjoint.errors import UserError
 
-OLDEST = 5, 21  # since then Mamba-1's mixers call their scan by the name that adjoint.hf.scans rebinds
+OLDEST = 5, 21  # since then Mamba-1's mixers call their scan by the name that adjoint.hf.replacements rebinds
 
 _REMEDY = "pip install -U 'transformers>={}.{},<6'".format(*OLDEST)
 

@@ -7,6 +7,7 @@ and neither can be differentiated from chunk to chunk in flat memory."""
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,13 +19,19 @@ from transformers import cache_utils as theirs
 
 from adjoint.engine.autograd import uncompiled
 from adjoint.engine.kept import Past
-from adjoint.hf import functions
 from adjoint.kernels.attention import join
 from adjoint.layers import State
 
 # Dimensions along which tensors grow, with the batch: keys and values are (batch, heads, tokens, dim),
 # an indexer's keys (batch, tokens, dim).
 GROWS = {"keys": 2, "values": 2, "indexer": 1}
+
+
+class _Handed(threading.local):
+    state: Tensor | None = None
+
+
+handed = _Handed()  # the recurrent state that the cache gave last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +213,7 @@ class ChunkCache(DynamicCache):
     @uncompiled
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         state = super().get_recurrent_state(layer_idx, state_idx)
-        functions.handed.state = state  # Mamba-1's mixers do not give it to their scan
+        handed.state = state  # Mamba-1's mixers do not give it to their scan
         return state
 
     @property

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
-from adjoint.hf import check, documents
+from adjoint.hf import check, chunks
+from adjoint.hf.head import COUNTED
 from adjoint.hf.layers import backbone_of, class_of
-from adjoint.hf.router import COUNTED
 
 # What more a call may ask for, all of which transformers' own forward gives.
 CACHES = ("past_key_values", "cache_params")
@@ -35,12 +35,15 @@ REMEDIES = {
 
 class Kind(NamedTuple):
     """What of a call its comparison on first use depends on: whether it asks for a loss, has embeddings
-    instead of ids, `num_items_in_batch`, and a loss of the routers."""
+    instead of ids, `num_items_in_batch`, a loss of the routers, padding at the right beside a loss; and the
+    names of what else has a value per token."""
 
     loss: bool = True
     embedded: bool = False
     counted: bool = False
     routed: bool = False
+    padded: bool = False
+    beside: tuple[str, ...] = ()
 
 
 class Call:
@@ -102,12 +105,17 @@ class Call:
         given = self.given.get(check.ROUTED)
         routed = check.routes(self.model) if given is None else bool(given)
         counted = self.has_labels and self.has("num_items_in_batch")
-        return Kind(self.has_labels, self.tokens.dim() == 3, counted, routed)
+        padded = self.has_labels and self.mask is not None
+        beside = tuple(filter(self.has, TOKEN_WISE))
+        return Kind(self.has_labels, self.tokens.dim() == 3, counted, routed, padded, beside)
 
     @functools.cached_property
     def logits(self) -> slice | Tensor | None:
-        """Of which tokens logits are asked for beside the loss, as an index: by `logits_to_keep`, or by the
-        Trainer, for its compute_metrics; None of none. Without gradients alone."""
+        """Index of the tokens whose logits are asked for beside the loss, by `logits_to_keep` or, for its
+        compute_metrics, by the Trainer; None with gradients, or if there are none.
+
+        The Trainer says so in none of a call's arguments and in no attribute of the model, and reads whatever
+        the output has, also where it then drops it: that `prediction_step` calls is all there is to see."""
         if torch.is_grad_enabled() or not self.has_labels:
             return None
         given = self.given.get("logits_to_keep")
@@ -199,9 +207,9 @@ class Call:
         return None if bool(real.all()) else real
 
     @functools.cached_property
-    def starts(self) -> documents.Starts:
+    def starts(self) -> chunks.Starts:
         """Of each row the first tokens of its documents."""
-        return documents.starts_of(self.given, self.ids, self.mask)
+        return chunks.starts_of(self.given, self.ids, self.mask)
 
     @property
     def padded_left(self) -> bool:
@@ -226,11 +234,11 @@ class Call:
         tensors = {"ids": self.tokens, "targets": self.targets if self.has_labels else self.ids}
         for name in TOKEN_WISE:
             if self.has(name):
-                tensors[name] = documents.rows_of(name, self.given[name], self.ids)
+                tensors[name] = chunks.rows_of(name, self.given[name], self.ids)
         if self.kind.routed and self.mask is not None:
             tensors[COUNTED] = self.mask
         divisor = self.divisor if self.has_labels else 1
-        tensors, starts = documents.as_one_row(tensors, self.starts)
+        tensors, starts = chunks.as_one_row(tensors, self.starts)
         return Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors), starts
 
     def refuse_unknown(self, whole: bool = False) -> None:

@@ -29,6 +29,23 @@ def routes(model: Any) -> bool:
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
 
+def refuse_transforms(model: Any) -> None:
+    """Refuses function transforms, which do not reach into an autograd function.
+
+    Raises:
+        Refused: a call is inside one.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        refuse(model, "torch.func's grad, vmap and jvp do not go through it")
+    if torch.autograd.forward_ad._current_level >= 0:
+        refuse(model, "forward-mode differentiation does not go through it")
+
+
+def z_factor(model: Any) -> float:
+    """What the configuration multiplies the z-loss by; 0 where there is none."""
+    return getattr(model.config.get_text_config(), Z_LOSS, 0) or 0
+
+
 def refuse_other_losses(model: Any, routed: bool, known: tuple[str, ...] = ()) -> None:
     """Refuses losses beside the labels' cross-entropy, but for those with `known` names.
 
@@ -49,6 +66,22 @@ def refuse_other_losses(model: Any, routed: bool, known: tuple[str, ...] = ()) -
             refuse(model, f"{name} adds a loss that is not supported; set it to 0")
 
 
+def refuse_length(model: Any, longest: int) -> None:
+    """Refuses documents of more tokens than a chunk sees as the whole does.
+
+    Raises:
+        Refused: keys are picked where there are more, and equal ones by how many there are (Doge's, whose
+            first layer scores a token the same wherever it stands).
+    """
+    kept = getattr(model.config.get_text_config(), "keep_window_size", None)
+    if kept is not None and longest > kept:
+        refuse(
+            model,
+            f"documents of more than keep_window_size ({kept}) tokens see keys picked by topk, which decides "
+            "between equal ones by how many there are; give shorter ones",
+        )
+
+
 def refuse_what_is_known(model: Any) -> None:
     """Refuses options and modules with which a chunk is not a part of the whole.
 
@@ -63,6 +96,9 @@ def refuse_what_is_known(model: Any) -> None:
             refuse(
                 model, f"rope_type {kind!r} depends on the length seen so far, which a chunk does not know"
             )
+    adapters = getattr(root_of(model), "peft_config", {}).values()
+    if any(getattr(adapter, "peft_type", "") == "CPT" for adapter in adapters):
+        refuse(model, "PEFT's CPT makes its loss of the logits, and with labels there are none")
     for name, module in model.named_modules():
         if reason := _reason(module):
             refuse(model, f"{name}: {reason}")
@@ -85,6 +121,8 @@ def _reason(module: nn.Module) -> str | None:
             return "scale_grad_by_freq counts tokens of the whole batch; set it to False"
         if module.max_norm is not None:
             return "max_norm changes weights in the forward; set it to None"
+    if module.training and vars(module).get("layerdrop"):
+        return "layerdrop leaves out a layer for one chunk, whose keys others then lack; set it to 0"
     if getattr(module, "neftune_noise_alpha", None) and module.training:
         return "NEFTune scales its noise by the length of what it is given; set neftune_noise_alpha to None"
     hooks = (getattr(hook, "func", hook) for hook in module._forward_pre_hooks.values())

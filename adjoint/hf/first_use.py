@@ -8,11 +8,13 @@ import copy
 import dataclasses
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
@@ -34,13 +36,13 @@ from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import messages
 from adjoint.hf.call import Kind
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
-from adjoint.hf.head import head_of
+from adjoint.hf.chunks import around_blocks, blocks_in, recompute_of
+from adjoint.hf.head import COUNTED as PADDING
+from adjoint.hf.head import Balance, coefficient, head_of
 from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of, plainly, put, root_of
 from adjoint.hf.noise import Noise
-from adjoint.hf.router import Balance, coefficient
-from adjoint.hf.schemes import recompute_of
 from adjoint.hf.snapshot import HOOKS, holders, settings
-from adjoint.hf.stage import Backbone, CausalLM, gathering, probe, steps_of
+from adjoint.hf.stage import Backbone, CausalLM, Collect, gathering, probe, steps_of
 from adjoint.memory import memory_left
 
 CHUNK = 5  # of the TOKENS that are compared
@@ -58,12 +60,14 @@ WINDOWS = (
 # norms and scans in float32 even then. In float64 a Mamba-2 of 24 layers and random weights is 1.6e-5 apart,
 # and 2e-13 where these are computed in float64 too.
 APART = 1e-4
-NOT_THE_SAME = (
-    f"the gradient of {TOKENS} tokens in chunks is not that of the whole",
-    "it keeps something else than its cache between tokens, or its loss is more than that of each token",
-)
+WHY = "it keeps something else than its cache between tokens, or its loss is more than that of each token"
+NOT_THE_SAME = f"the gradient of {TOKENS} tokens in chunks is not that of the whole", WHY
 SCHEME = Scheme(CHUNK, least=2)
+PADDED = 2  # tokens at the right, where a call has padding
+TYPES = [0, 0, 0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 1]  # of its tokens, where a call gives those
 COUNTED = 7  # of the labels, as `num_items_in_batch` where a call gives that
+# What models' own code raises where it is given what it was not made for.
+ERRORS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 HALF = (torch.bfloat16, torch.float16)
 DROPOUT = nn.modules.dropout._DropoutNd
 
@@ -87,14 +91,19 @@ def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> None
     """
     reshard(model)
     with _isolated(model):
-        copied = replica(model)
+        copied, failed = None if is_sharded(model) else replica(model), "no copy of it fits or can be made"
         if copied is not None:
-            with contextlib.suppress(Exception), _no_autocast(model):
-                wanted, drawn = _results(copied, whole)
-                model = copied
+            try:
+                with _no_autocast(model):
+                    wanted, drawn = _results(copied, whole)
+                    model = copied
+            except ERRORS as error:
+                failed = f"a copy in float32 does not run: {_said(error)}"
         if model is not copied:
             with in_eval_mode(model):
                 wanted, _ = _results(model, whole)  # what it raises is the model's own
+                if not is_sharded(model):
+                    _warn(model, f"in its own precision, windows as they are ({failed})")
                 return _compare(model, wanted, by_chunks, what, why)
         with _no_autocast(model):
             try:
@@ -106,11 +115,21 @@ def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> None
                     _compare(model, _results(model, whole)[0], by_chunks, what, why)
             if _turned_down(model):
                 narrow = wanted
-                with contextlib.suppress(Exception):
+                try:
                     narrow, _ = _results(model, whole)
+                except ERRORS as error:
+                    _warn(model, f"with windows as they are (shorter ones do not run: {_said(error)})")
                 if narrow.loss != wanted.loss:  # else windows were no use
                     what = f"{what}, its windows turned down to {WINDOW},"
                     _compare(model, narrow, by_chunks, what, why)
+
+
+def _warn(model: Any, how: str) -> None:
+    warnings.warn(f"{class_of(model).__name__}: gradients on first use are compared {how}", stacklevel=2)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
 
 
 def _results(model: Any, way: Way, followed: Sequence[str] = ()) -> tuple[Results, bool]:
@@ -135,6 +154,9 @@ def _results(model: Any, way: Way, followed: Sequence[str] = ()) -> tuple[Result
 
 
 def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -> None:
+    if not math.isfinite(wanted.loss):
+        said = f"its own loss of {TOKENS} tokens is {wanted.loss}{_not_finite(model)}"
+        refuse(model, said, "look for what made it so")
     with as_refusal(model):
         try:
             got, _ = _results(model, by_chunks, list(wanted.gradients))
@@ -145,8 +167,44 @@ def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -
         dtypes += precisions(root_of(model))
     limit = max(APART, tolerance(dtypes, _device(model)))
     if found := difference(wanted, got, limit, each=limit != COARSE):
+        if why == WHY and (cause := _cause(model)) is not None:
+            why = f"{why}: {cause}"
         refuse(model, f"{what} ({found}): {why}")
     messages.compared(distance(wanted, got))
+
+
+def _cause(model: Any) -> str | None:
+    """Which of `WHY` it is, seen without gradients; None where that cannot be seen."""
+    if is_sharded(model):
+        return None
+    ids, labels = some_tokens(model)
+    backbone = backbone_of(model)
+    kept = Collect(TOKENS)
+    try:
+        with torch.no_grad(), in_eval_mode(model), plainly(model):
+            steps_of([Backbone(model, probe(model, ids)), kept], Batch(ids, ids), SCHEME).forward()
+            hidden = class_of(backbone).forward(backbone, input_ids=ids, use_cache=False, return_dict=True)[0]
+            if kept.hidden is None or not alike(kept.hidden, hidden):
+                return "hidden states differ, by what is carried from token to token"
+            if backbone is model:
+                return None
+            given = {"input_ids": ids, "labels": labels, "use_cache": False, "return_dict": True}
+            out = class_of(model).forward(model, **given)
+            logits, targets = out.logits.double().flatten(0, 1), shift_labels(labels).flatten()
+            usual = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
+            if not alike(out.loss.double(), usual):
+                return (
+                    f"hidden states are the same, the loss is {float(out.loss):.5g} and the labels' "
+                    f"cross-entropy {float(usual):.5g} (an auxiliary loss, label smoothing, several heads)"
+                )
+            return "hidden states and loss are the same, gradients take another way than the cache"
+    except ERRORS:
+        return None
+
+
+def _not_finite(model: Any) -> str:
+    named = (name for name, p in model.named_parameters() if not bool(p.isfinite().all()))
+    return f" as {name} is not finite" if (name := next(named, None)) is not None else ""
 
 
 @contextlib.contextmanager
@@ -170,8 +228,6 @@ def replica(model: Any) -> Any:
     """A copy of a model's modules over its own parameters' memory, in float32 where they are half precision;
     without dropout. Of the whole model or, where gradients and what is cast do not fit, of one layer of each
     kind. None where there is none."""
-    if is_sharded(model):
-        return None
     room, left_out = memory_left(_device(model)) / 2, []
     if _needed(model.parameters()) > room:
         left_out = repeated(list(layers_of(backbone_of(model)).values()))
@@ -188,7 +244,7 @@ def replica(model: Any) -> Any:
             memo.update({id(hook): hook for hook in vars(module)[name].values()})  # whatever they hold
     try:
         copied = copy.deepcopy(model, memo)
-    except Exception:
+    except (*ERRORS, copy.Error, RecursionError):
         return None
     for holder in holders(copied).values():
         for name, value in vars(holder).items():
@@ -313,11 +369,12 @@ def ways(method: Any, kind: Kind) -> tuple[Way, Way]:
 
     def whole(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
         given: dict[str, Any] = {**_tokens(model, ids, kind), "use_cache": False, "return_dict": True}
+        given |= _beside(ids, kind)
         if not kind.loss:
             return Weighted.sum(class_of(model).forward(model, **given)[0])
         given |= {"num_items_in_batch": COUNTED} if kind.counted else {}
         given |= {ROUTED: kind.routed} if kind.routed or routes(model) else {}
-        found = class_of(model).forward(model, labels=labels, **given)
+        found = class_of(model).forward(model, labels=_labels(labels, kind), **given)
         if not kind.routed:
             return found["loss"]
         return found["loss"] + (1 - coefficient(model)) * found["aux_loss"]
@@ -328,13 +385,21 @@ def ways(method: Any, kind: Kind) -> tuple[Way, Way]:
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
         slots, recompute = probe(model, ids), recompute_of(method)
         (x,) = _tokens(model, ids, kind).values()
+        beside = _beside(ids, kind)
+        mask = beside.pop(PADDING, None)
+        if mask is not None and kind.routed:
+            beside[PADDING] = mask.bool()
+        batch = Batch(x, ids, inputs=beside)
+        blocks = blocks_in(model, batch)
+        cut = scheme if blocks is None else around_blocks(scheme, blocks)
         if not kind.loss:
             stage = Backbone(model, slots, recompute=recompute)
-            return steps_of([stage, Weighted()], Batch(x, ids), scheme)
-        head = gathering(model)(lambda: head_of(model)).over(ids.numel())
-        balance, targets = Balance(model) if kind.routed else None, shift_labels(labels)
+            return steps_of([stage, Weighted()], batch, cut)
+        head = gathering(model)(lambda: head_of(model, kind.padded)).over(ids.numel())
+        balance, targets = Balance(model) if kind.routed else None, shift_labels(_labels(labels, kind))
         stage = CausalLM(model, slots, head, None, recompute, balance)
-        return steps_of([stage], Batch(x, targets, divisor(targets, kind.counted)), scheme)
+        batch = dataclasses.replace(batch, targets=targets, divisor=divisor(targets, kind.counted))
+        return steps_of([stage], batch, cut)
 
     return by_autograd(whole), by_engine(by_chunks)
 
@@ -345,6 +410,22 @@ def _tokens(model: Any, ids: Tensor, kind: Kind) -> dict[str, Tensor]:
         return {"input_ids": ids}
     with torch.no_grad():
         return {"inputs_embeds": gathering(model)(lambda: model.get_input_embeddings()(ids))}
+
+
+def _beside(ids: Tensor, kind: Kind) -> dict[str, Tensor]:
+    """What else a call of this kind has of each token."""
+    types = torch.tensor(TYPES, device=ids.device)[None]
+    padding = {PADDING: _unpadded(ids).long()} if kind.padded else {}
+    return dict.fromkeys(kind.beside, types) | padding
+
+
+def _labels(labels: Tensor, kind: Kind) -> Tensor:
+    return labels.masked_fill(~_unpadded(labels), IGNORE_INDEX) if kind.padded else labels
+
+
+def _unpadded(ids: Tensor) -> Tensor:
+    """Which tokens are no padding, where a call has some."""
+    return (torch.arange(TOKENS, device=ids.device) < TOKENS - PADDED)[None]
 
 
 def divisor(targets: Tensor, counted: bool) -> int | Tensor:

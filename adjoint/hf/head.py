@@ -1,19 +1,21 @@
-"""A causal LM's head and loss, on one slice of the tokens at a time."""
+"""A causal LM's head and loss, on one slice of the tokens at a time; and the loss of its routers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.first_use import alike, some_numbers
+from adjoint.engine.sums import Sum
 from adjoint.hf import check
 from adjoint.hf.layers import backbone_of, class_of
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
@@ -23,14 +25,13 @@ Loss = Callable[..., Tensor]
 
 
 class Head(NamedTuple):
-    """How a causal LM makes its loss of hidden states.
+    """What a causal LM's loss has besides the labels' cross-entropy.
 
     Attributes:
-        scale: of `head_scale`. own: of `own_loss`.
         z: what the squared log-partition function of every token is multiplied by and added, or None.
+        own: of `own_loss`.
     """
 
-    scale: float | None
     z: float | Tensor | None = None
     own: Loss | None = None
 
@@ -102,17 +103,24 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
     return logits
 
 
-def head_of(model: Any) -> Head:
-    """Raises `Refused` where its loss is not known."""
-    return Head(head_scale(model), z_loss(model), own_loss(model))
+def head_of(model: Any, padded: bool = False) -> Head:
+    """Asked at each call, as what it is made from may change. `padded`: as `own_loss`'s.
+
+    Raises:
+        Refused: its loss is not known.
+    """
+    return Head(z_loss(model), own_loss(model, padded))
 
 
-def own_loss(model: Any) -> Loss | None:
+def own_loss(model: Any, padded: bool) -> Loss | None:
     """The `loss_function` that a user has given a model; None where it has transformers' own. It is asked for
     its sum over tokens by `num_items_in_batch=1`, with labels that are shifted already.
 
+    Args:
+        padded: whether chunks have padding, of which they make other logits than the model does.
+
     Raises:
-        Refused: it is no such sum.
+        Refused: it is no such sum, or reads logits of padding.
     """
     loss = vars(model).get("_loss_function")
     if loss is None:
@@ -122,7 +130,7 @@ def own_loss(model: Any) -> Loss | None:
     targets = (torch.arange(8, device=weight.device) * 7 % words)[None]
     targets[:, 2] = IGNORE_INDEX
 
-    def of(tokens: slice, items: int) -> Tensor:
+    def of(tokens: slice, items: int, logits: Tensor = logits) -> Tensor:
         piece = targets[:, tokens]
         return loss(
             logits=logits[:, tokens],
@@ -132,15 +140,27 @@ def own_loss(model: Any) -> Loss | None:
             shift_labels=piece,
         )
 
-    with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
+    whole = parts = failed = None
+    try:
+        whole = of(slice(0, 8), 1)
         parts = of(slice(0, 3), 2) + of(slice(3, 8), 2)
-        if torch.allclose(2 * parts, of(slice(0, 8), 1), rtol=1e-5):
-            return loss
-    check.refuse(
-        model,
-        "its loss_function is no sum over tokens over num_items_in_batch: let it take shift_labels and "
-        "num_items_in_batch as transformers' ForCausalLMLoss does",
-    )
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
+        failed = error
+    if whole is None or parts is None or not torch.allclose(2 * parts, whole, rtol=1e-5):
+        check.refuse(
+            model,
+            "its loss_function is no sum over tokens over num_items_in_batch: let it take shift_labels and "
+            "num_items_in_batch as transformers' ForCausalLMLoss does",
+            cause=failed,
+        )
+    others = torch.where(targets[..., None] == IGNORE_INDEX, 3 * logits, logits)
+    if padded and not torch.equal(of(slice(0, 8), 1, others), whole):
+        check.refuse(
+            model,
+            "its loss_function reads logits whose labels are -100, and chunks make others of padding than "
+            "the model: give rows without padding, or let it skip these tokens",
+        )
+    return loss
 
 
 def _vocab_size(model: Any) -> int:
@@ -156,7 +176,7 @@ def z_loss(model: Any) -> float | None:
         Refused: it adds something else.
     """
     weight = model.get_output_embeddings().weight
-    factor = getattr(model.config.get_text_config(), check.Z_LOSS, 0) or 0
+    factor = check.z_factor(model)
     if not factor:
         return None
     hidden = some_numbers(1, 4, weight.shape[1]).to(weight.device, weight.dtype)
@@ -167,25 +187,73 @@ def z_loss(model: Any) -> float | None:
     return factor
 
 
-def is_plain(head: Any) -> bool:
-    """Whether a product with its weight is all that a head is: no hook of its own, no quantised weight."""
-    return is_untouched(head, nn.Linear) and type(head.weight) in (Tensor, nn.Parameter)
+def plain_scale(model: Any, hidden: Tensor) -> float | None:
+    """The number by which the model multiplies its logits, usually 1, where they are a product with the
+    head's weight and nothing else; None where they are more, such as capped, or where that is not known.
 
-
-@torch.no_grad()
-def head_scale(model: Any) -> float | None:
-    """The number by which the model multiplies logits of a plain linear head, usually 1; None where its head
-    is something else, such as a softcap.
-
-    Seen by giving it hidden states of three sizes: at a natural size a softcap looks like nothing."""
+    Seen by what the model's own forward, transformers' code, calls as it makes logits of no token: here and
+    now, so that nothing is kept of it, and whatever values its tensors have."""
     head = model.get_output_embeddings()
-    if not is_plain(head) or head.bias is not None:
+    plain = is_untouched(head, nn.Linear) and head.bias is None and type(head.weight).__name__ in WEIGHTS
+    if not plain or not class_of(model).forward.__module__.startswith("transformers."):
         return None
-    weight = head.weight
-    hidden = some_numbers(1, 4, weight.shape[1]).to(weight.device, weight.dtype)
-    hidden = hidden / F.linear(hidden, weight).abs().mean()
-    hidden = torch.cat([hidden * 0.1, hidden * 10, hidden * 1000], dim=1)
-    return multiple(own_logits(model, hidden), F.linear(hidden, weight))
+    calls = _Calls(hidden[:, :0].detach(), head.weight)
+    try:
+        with torch.no_grad(), calls:
+            logits = own_logits(model, calls.hidden)
+    except (LookupError, RuntimeError, TypeError, ValueError):  # it does not take so few
+        return None
+    return None if calls.others or id(logits) in calls.before else calls.scales.get(id(logits))
+
+
+WEIGHTS = "Tensor", "Parameter", "FakeTensor"  # and none that is quantised
+
+
+class _Calls(TorchFunctionMode):
+    """Follows hidden states through what is called with them.
+
+    Attributes:
+        scales: by the tensor's id, by what numbers the hidden states or the logits are multiplied in all.
+        before: of the tensors that are no logits yet. others: whether anything else was made of them.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        super().__init__()
+        self.hidden, self.weight, self.others = hidden, weight, False
+        self.scales, self.before, self.alive = {id(hidden): 1.0}, {id(hidden)}, [hidden]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = [*args, *(kwargs or {}).values()]
+        if isinstance(found, Tensor) and any(id(one) in self.scales for one in given):
+            factor = self._factor(func, given[0], given[1:])
+            if factor is None or id(given[0]) not in self.scales:
+                self.others = True
+            else:
+                self.alive.append(found)  # else another tensor might get its id
+                if id(given[0]) in self.before and func is not F.linear:
+                    self.before.add(id(found))
+                self.scales[id(found)] = factor * self.scales[id(given[0])]
+        return found
+
+    def _factor(self, func: Any, first: Tensor, rest: list[Any]) -> float | None:
+        """By what a function multiplies its first argument; None of one that does more."""
+        name = getattr(func, "__name__", "")
+        if name in ("mul", "div", "__mul__", "__truediv__") and type(rest[0]) in (int, float):
+            return 1 / rest[0] if "div" in name else rest[0]
+        product = func is F.linear and id(first) in self.before
+        same = product and rest[0] is self.weight and not any(one is not None for one in rest[1:])
+        same = same or name in ("to", "float", "contiguous") or (name == "__getitem__" and _is_all(rest[0]))
+        return 1.0 if same else None
+
+
+def _is_all(index: Any) -> bool:
+    """Whether an index takes everything."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        part is Ellipsis or (isinstance(part, slice) and part in (slice(None), slice(0, None)))
+        for part in parts
+    )
 
 
 def multiple(found: Tensor, plain: Tensor) -> float | None:
@@ -205,9 +273,10 @@ def summed_loss(model: Any, hidden: Tensor, targets: Tensor, head: Head, slices:
     Args:
         slices: of `tokens_per_slice`.
     """
-    (scale, z, own), words = head, _vocab_size(model)
+    (z, own), words = head, _vocab_size(model)
     tokens = tokens_per_slice(targets.numel(), words, hidden.is_cuda, slices)
-    if scale is not None and z is None and own is None:
+    scale = plain_scale(model, hidden) if z is None and own is None else None
+    if scale is not None:
         weight = model.get_output_embeddings().weight
         hidden = hidden.to(weight.dtype)  # Mamba's residual stream, and so what comes of it, is float32
         return linear_cross_entropy(hidden if scale == 1 else hidden * scale, weight, targets, tokens)
@@ -232,3 +301,94 @@ def summed_loss(model: Any, hidden: Tensor, targets: Tensor, head: Head, slices:
 def recomputed(call: Callable[..., Any], *args: Any) -> Any:
     """What a call gives; a backward makes it again instead of keeping what it is made of."""
     return checkpoint(call, *args, use_reentrant=False) if torch.is_grad_enabled() else call(*args)
+
+
+# ---------------------------------------------------------------------------------------------------- routers
+
+# The load-balancing loss of a model's routers (Fedus et al. 2021, equations 4 to 6): the number of experts
+# times the sum over them of the share of tokens that each is given by its mean probability, over the tokens
+# of all layers.
+
+COUNTED = "attention_mask"  # of a chunk's inputs, (batch, tokens): the tokens that count
+
+
+class Balance(Sum):
+    """What experts are given and how probable they are, (2, experts), summed over tokens and layers."""
+
+    def __init__(self, model: Any, factor: float = 1.0) -> None:
+        super().__init__(factor)
+        self.top_k: int = model.num_experts_per_tok
+
+    def of(self, router_logits: Sequence[Tensor], counted: Tensor | None) -> Tensor:
+        """The sums of a chunk, whose router logits are (tokens, experts) in each layer."""
+        sums: Any = 0
+        for logits in router_logits:
+            p = F.softmax(logits.flatten(0, -2), dim=-1)
+            picked = p.topk(self.top_k, dim=-1).indices.flatten()
+            p = p.to(accumulate_dtype(p.dtype))
+            weights = p.new_ones(len(p)) if counted is None else counted.flatten().to(p)
+            given = p.new_zeros(p.shape[1]).index_add_(0, picked, weights.repeat_interleave(self.top_k))
+            probable = (weights[:, None] * p).sum(0)  # autocast would round a product
+            sums = sums + torch.stack([given, probable])
+        return sums
+
+    def loss(self, total: Tensor) -> Tensor:
+        """What the whole's sums give."""
+        given, p = total
+        tokens = given.sum() / self.top_k
+        return len(p) * (given.detach() * p).sum() / tokens.detach() ** 2
+
+
+class Logits:
+    """The logits of a backbone's routers, for whoever makes a loss of them: they go beside its hidden states.
+
+    Attributes:
+        parts: of the hidden states and of each router's logits, the width and the dtype.
+    """
+
+    parts: Sequence[tuple[int, torch.dtype]] = ()
+
+    def attached(self, hidden: Tensor, router_logits: Sequence[Tensor], _: int) -> Tensor:
+        """One tensor (batch, tokens, width) of a chunk's hidden states and its routers' logits."""
+        tensors = [hidden, *(t.view(*hidden.shape[:2], -1) for t in router_logits)]
+        self.parts = [(t.shape[-1], t.dtype) for t in tensors]
+        return torch.cat(tensors, dim=-1)
+
+    def taken_apart(self, both: Tensor) -> list[Tensor]:
+        """Undoes `attached`."""
+        pieces = both.split([width for width, _ in self.parts], dim=-1)
+        return [piece.to(dtype) for piece, (_, dtype) in zip(pieces, self.parts, strict=True)]
+
+
+@torch.no_grad()
+def coefficient(model: Any) -> float:
+    """What a model multiplies its routers' loss by. Seen by giving its forward some logits of routers, and no
+    labels that count.
+
+    Raises:
+        Refused: it is another loss than this one.
+    """
+    weight = model.get_output_embeddings().weight
+    hidden, mask = some_numbers(1, 5, weight.shape[1]).to(weight), weight.new_ones(1, 5, dtype=torch.int64)
+    mask[:, 3:] = 0
+    try:
+        logits = some_numbers(2, 5, model.num_experts).to(weight)
+        found = own_output(
+            model,
+            Output(last_hidden_state=hidden, router_logits=tuple(logits)),
+            attention_mask=mask,
+            labels=torch.full_like(mask, -100),
+            num_items_in_batch=1,
+            output_router_logits=True,
+        )
+        balance = Balance(model)
+        expected = balance.loss(balance.of(tuple(logits), mask))
+        same = alike(found.aux_loss, expected)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        same = False
+    if not same:
+        check.refuse(
+            model,
+            "its routers' loss is not the usual load-balancing loss; set output_router_logits to False",
+        )
+    return float(found.loss / found.aux_loss)

@@ -13,11 +13,11 @@ import torch
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from adjoint.engine.sharded import is_sharded, largest, reshard
-from adjoint.hf import check, first_use, messages, mini_sequence, router
+from adjoint.hf import check, first_use, messages, mini_sequence
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import Call, Kind
 from adjoint.hf.first_use import in_eval_mode, some_tokens
-from adjoint.hf.head import Head, head_of
+from adjoint.hf.head import Head, coefficient, head_of
 from adjoint.hf.layers import backbone_of, plainly
 from adjoint.hf.snapshot import Snapshot
 from adjoint.hf.stage import gathering, probe
@@ -32,7 +32,7 @@ class Known:
 
     Attributes:
         precision: autocast's dtype, or None, and the device's type. slots: of its cache.
-        head: of `head_of`. routers: of `router.coefficient`.
+        routers: of `head.coefficient`.
         checked: kinds of calls that have been tried. difference: of gradients, when they were compared last.
         mlps: of a MiniSequence: names in the backbone of what runs in pieces.
     """
@@ -59,13 +59,15 @@ class Known:
         with plainly(self.model), check.as_refusal(self.model):
             return probe(self.model, some_tokens(self.model)[0])
 
-    @functools.cached_property
-    def head(self) -> Head:
-        return self._seen(head_of)
+    def head(self, padded: bool = False) -> Head:
+        """As `head_of`, which is asked at each call."""
+        given = self.model
+        more = vars(given).get("_loss_function") or check.z_factor(given)
+        return self._seen(functools.partial(head_of, padded=padded)) if more else Head()
 
     @functools.cached_property
     def routers(self) -> float:
-        return self._seen(router.coefficient)
+        return self._seen(coefficient)
 
     @functools.cached_property
     def mlps(self) -> list[str]:
@@ -154,6 +156,8 @@ def compared(model: Any, kind: Kind, call: Call | None = None) -> Known:
     if kind.routed:
         maybe_install_capturing_hooks(backbone_of(model))  # now and not at the first call: a hook is a change
     known = known_of(model)
+    if is_sharded(model):  # whose processes compare together
+        kind = kind._replace(padded=bool(largest(model, kind.padded)[0]))
     ways = first_use.ways(record_of(model).method, kind)
     known.once(kind, first_use.compare, model, *ways, *first_use.NOT_THE_SAME)
     if call is None:

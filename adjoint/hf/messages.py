@@ -17,7 +17,7 @@ from torch import nn
 from adjoint.engine.first_use import TOKENS
 from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
-from adjoint.hf import functions
+from adjoint.hf import replacements
 from adjoint.hf.layers import backbone_of, class_of, layers_of
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
@@ -78,8 +78,8 @@ def _kernels(model: nn.Module) -> str:
     weight = next(p for p in model.parameters() if p.is_floating_point())
     dtype = accumulate_dtype(weight.dtype) if weight.device.type == "cpu" else weight.dtype
     backend = implementation("selective_scan", None, weight.device, dtype)
-    registries = [id(names) for names, _ in functions.REGISTRIES]
-    names = {n for names, ours in functions.places(model) if id(names) not in registries for n in ours}
+    registries = [id(names) for names, _ in replacements.REGISTRIES]
+    names = {n for names, ours in replacements.places(model) if id(names) not in registries for n in ours}
     return f"kernels: backend {backend}, in place of {', '.join(sorted(names)) or 'attention to the past'}"
 
 

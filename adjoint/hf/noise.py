@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from adjoint.engine.generators import KINDS, Generators
 
@@ -24,7 +25,9 @@ class Noise(Generators):
         modules: list[Any] = list(model.modules())
         super().__init__([v for m in modules for v in vars(m).values() if isinstance(v, KINDS)])
         rates = [getattr(m, "p", 0) for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
-        configs = [vars(m.config) for m in modules if hasattr(m, "config")][:1]
+        configs = [
+            vars(m.config) for m in modules if isinstance(getattr(m, "config", None), PreTrainedConfig)
+        ][:1]
         rates += [v for c in configs for n, v in c.items() if "drop" in n and isinstance(v, (int, float))]
         self.expected = model.training and any(rates)
         self.before: dict[int, Any] = {}

@@ -1,74 +1,41 @@
 """Our kernels in the places of transformers' own code, for the time of a chunk: of functions that its modules
-call by name (`adjoint.hf.functions`), and of the forwards of modules (`ROWS`).
+call by name (`SCANS`, `REGISTRIES`), of mixers that keep their state in themselves (`MIXERS`), and of the
+forwards of norms and MLPs (`ROWS`).
 
-A function is known by its name, and the comparison on first use tells whether ours is the same. A module is
-known by what it computes, and not by its name: a copy of it is run on a few small numbers."""
+A function and a mixer are known by their names, and the comparison on first use tells whether ours are the
+same. A module is known by the code of its class, each time it is called: whatever else has been made of it
+runs as it is."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from transformers.activations import ACT2FN
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from adjoint.engine.first_use import some_numbers
-from adjoint.hf import functions, mixers
+from adjoint.engine.autograd import uncompiled
+from adjoint.hf.cache import ChunkCache, handed
 from adjoint.hf.layers import put
-from adjoint.hf.snapshot import HOOKS, Remembered
+from adjoint.kernels import attention
+from adjoint.kernels.checks import accumulate_dtype, is_untouched
+from adjoint.kernels.conv1d import causal_conv1d
 from adjoint.kernels.gated import gated, gated_linear
+from adjoint.kernels.gated_delta_rule import gated_delta_rule
+from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.rms_norm import rms_norm
-
-
-class Row(NamedTuple):
-    """A kind of module, and what stands in its forward's place.
-
-    Attributes:
-        parameters: names of all that it has itself, (width,) each.
-        children: names of the modules that do its work. Others in it have neither tensors nor hooks.
-        inputs: how many tensors it is given.
-        formula: (module, *inputs) → what its forward gives.
-    """
-
-    parameters: tuple[str, ...]
-    children: tuple[str, ...]
-    inputs: int
-    formula: Callable[..., Tensor]
-
-
-def _normed(module: Any, x: Tensor, gate: Tensor | None = None, more: int = 0) -> Tensor:
-    """`more`: what is added to the weight."""
-    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    weight = module.weight + more if more else module.weight
-    return rms_norm(x, weight, eps, gate, getattr(module, "group_size", None))
-
-
-ROWS = (
-    # RMSNorm, by a gate before it or behind it, or without one: transformers' own goes over its input in
-    # five passes, and keeps two or three tensors as large for the backward.
-    Row(("weight",), (), 2, _normed),
-    Row(("weight",), (), 2, functools.partial(_normed, more=1)),
-    Row(("weight",), (), 2, lambda module, x, gate: gated(gate, _normed(module, x))),
-    Row(("weight",), (), 1, _normed),
-    Row(("weight",), (), 1, functools.partial(_normed, more=1)),
-    # The gated MLP: theirs keeps four tensors as wide as it is, ours two.
-    Row(
-        (),
-        ("gate_proj", "up_proj", "down_proj"),
-        1,
-        lambda module, x: gated_linear(module.gate_proj(x), module.up_proj(x), module.down_proj),
-    ),
-)
-SAME = 1e-5  # relative L2 distance of a row of numbers that is the same but for rounding, in float32
-SIZES = 1e-6, 1e-3, 1.0, 30.0  # of a row: where a norm's eps counts, and where an MLP may clamp
-EXACT = (torch.float32, torch.float64)  # of other weights each class has its own places where it rounds
-_found = Remembered()
+from adjoint.kernels.selective_scan import selective_scan
+from adjoint.kernels.ssd_scan import ssd_scan
 
 
 class Inside:
@@ -77,8 +44,8 @@ class Inside:
 
     def __init__(self, model: nn.Module) -> None:
         modules: list[Any] = list(model.modules())
-        self.functions = functions.places(model)
-        self.forwards = {**forwards(model), **mixers.forwards(model)}
+        self.functions = places(model)
+        self.forwards = {**forwards(model), **_of_mixers(model), **_unwrapped(model)}
         self.may_checkpoint = [m for m in modules if hasattr(m, "gradient_checkpointing")]
 
     @contextlib.contextmanager
@@ -87,31 +54,53 @@ class Inside:
             for module in self.may_checkpoint:
                 if module.gradient_checkpointing:
                     stack.callback(put(module, "gradient_checkpointing", False))
-            stack.callback(setattr, functions.handed, "state", None)
+            stack.callback(setattr, handed, "state", None)
             stack.enter_context(rebound(self.functions))
             stack.enter_context(replaced(self.forwards))
             yield
+
+
+def _unwrapped(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+    """Of PyTorch's wrappers that recompute a module in the backward, where its cache is another chunk's, the
+    module itself."""
+    known = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    wrapper: Any = getattr(known, "CheckpointWrapper", ())
+    return {m: m._checkpoint_wrapped_module.__call__ for m in model.modules() if isinstance(m, wrapper)}
 
 
 # --------------------------------------------------------------------------------------- forwards of modules
 
 
 def forwards(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-    """Of each module that is of a kind of `ROWS` a forward that computes the same."""
+    """Of each module with the code of one of `ROWS` a forward that computes the same."""
+    rows: dict[type, Row | None] = {}
     made = {}
     for module in model.modules():
-        if any(_fits(module, row) for row in ROWS):
-            row = _found.of(module, _row)
-            if row is not None:
-                made[module] = _forward(module, row)
+        kind = type(module)
+        if kind not in rows:
+            rows[kind] = next((row for row in ROWS if _has_code(kind, row.theirs)), None)
+        if (row := rows[kind]) is not None and "forward" not in vars(module):
+            made[module] = _forward(module, row)
     return made
+
+
+def _has_code(kind: type, theirs: type) -> bool:
+    """Whether a class's methods are those of `theirs`, but for what they call their variables."""
+    wanted = {name: method for name, method in vars(theirs).items() if hasattr(method, "__code__")}
+    return all(_code(getattr(kind, name, None)) == _code(method) for name, method in wanted.items())
+
+
+def _code(method: Any) -> Any:
+    code = getattr(method, "__code__", None)
+    return code and (code.co_code, code.co_names, code.co_consts)
 
 
 def _forward(module: Any, row: Row) -> Callable[..., Any]:
     own = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != row.inputs or not all(_of_its_precision(module, t) for t in args):
+        usual = not kwargs and len(args) == row.inputs and row.fits(module)
+        if not usual or not all(_of_its_precision(module, t) for t in args):
             return own(*args, **kwargs)
         return row.formula(module, *args)
 
@@ -124,58 +113,6 @@ def _of_its_precision(module: nn.Module, given: Any) -> bool:
         p is not None and given.dtype == p.dtype and p.dtype in EXACT and given.device == p.device
         for p in module._parameters.values()
     )
-
-
-def _fits(module: nn.Module, row: Row) -> bool:
-    """Whether a module has the row's parts, and nothing that its formula would leave out."""
-    own, parts = module._parameters, module._modules
-    rest = [part for name, part in parts.items() if name not in row.children and part is not None]
-    return (
-        tuple(own) == row.parameters
-        and all(p is not None and p.dim() == 1 for p in own.values())
-        and all(parts.get(name) is not None for name in row.children)
-        and "forward" not in vars(module)
-        and not (module._buffers or any(map(_has_state, rest)))
-    )
-
-
-def _has_state(part: nn.Module) -> bool:
-    """Whether there is a tensor in a module, or a hook on it."""
-    held = ("_parameters", "_buffers", *HOOKS)
-    return any(vars(module)[name] for module in part.modules() for name in held)
-
-
-def _row(module: Any) -> Row | None:
-    """The kind a module is of. Tried on a CPU, wherever it is: its tensors may be fake."""
-    with _disable_current_modes(), torch.no_grad():
-        return next((row for row in ROWS if _fits(module, row) and _computes(module, row)), None)
-
-
-def _computes(module: Any, row: Row) -> bool:
-    """Whether a copy with small numbers for its weights, and small maps for its children, gives what the
-    row's formula makes of it."""
-    width = next((p.numel() for p in module._parameters.values()), 4)
-    x, gate, *drawn = some_numbers(5, 1, 8, width)
-    x = x * torch.tensor(SIZES, device="cpu").repeat(2)[:, None]
-    a, b, c = (t[0, 0] for t in drawn)
-    maps = (lambda x: 3 * x * a, lambda x: x + b, lambda x: x * c)
-    try:
-        trial = copy.copy(module)
-        trial._parameters = dict.fromkeys(row.parameters, a)
-        trial._modules = {**module._modules, **dict(zip(row.children, map(_Map, maps), strict=False))}
-        theirs = type(module).forward(trial, *(x, gate)[: row.inputs])
-        ours = row.formula(trial, *(x, gate)[: row.inputs])
-    except Exception:  # it needs more, or other shapes, or cannot be copied
-        return False
-    if not isinstance(theirs, Tensor) or theirs.shape != ours.shape:
-        return False
-    return bool(((theirs - ours).norm(dim=-1) <= SAME * theirs.norm(dim=-1)).all())
-
-
-class _Map(nn.Module):
-    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        vars(self)["forward"] = forward
 
 
 @contextlib.contextmanager
@@ -192,6 +129,275 @@ def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
                 del entries["forward"]
             else:
                 entries["forward"] = own
+
+
+# ------------------------------------------------------ forwards as transformers writes them, in many classes
+
+
+class _RMSNorm:
+    def forward(self: Any, hidden_states: Any) -> Any:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class _RMSNormRoundedLast:
+    def forward(self: Any, hidden_states: Any) -> Any:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return (self.weight * hidden_states).to(input_dtype)
+
+
+class _GatedBefore:
+    def forward(self: Any, hidden_states: Any, gate: Any = None) -> Any:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        if gate is not None:
+            hidden_states = hidden_states * nn.functional.silu(gate.to(torch.float32))
+        *prefix_dims, last_dim = hidden_states.shape
+        group_count = last_dim // self.group_size
+        hidden_states_group = hidden_states.view(*prefix_dims, group_count, self.group_size)
+        variance = hidden_states_group.pow(2).mean(-1, keepdim=True)
+        hidden_states_group = hidden_states_group * torch.rsqrt(variance + self.variance_epsilon)
+        hidden_states = hidden_states_group.view(*prefix_dims, group_count * self.group_size)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class _GatedBehind:
+    def forward(self: Any, hidden_states: Any, gate: Any) -> Any:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        hidden_states = self.weight * hidden_states.to(input_dtype)
+        hidden_states = hidden_states * ACT2FN[self.activation](gate.to(torch.float32))
+        return hidden_states.to(input_dtype)
+
+
+class _GatedMLP:
+    def forward(self: Any, x: Any) -> Any:
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
+
+
+# ------------------------------------------------------------------------------------------ ours, of the same
+
+
+class Row(NamedTuple):
+    """A class's code, and what stands in its forward's place.
+
+    Attributes:
+        theirs: has the methods.
+        inputs: how many tensors the forward is given.
+        formula: (module, *inputs) → what it gives.
+        fits: (module) → whether its attributes are what the formula takes them for.
+    """
+
+    theirs: type
+    inputs: int
+    formula: Callable[..., Tensor]
+    fits: Callable[[Any], bool]
+
+
+def _normed(module: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    return rms_norm(x, module.weight, module.variance_epsilon, gate, getattr(module, "group_size", None))
+
+
+def _is_norm(module: Any) -> bool:
+    return [*module._parameters] == ["weight"] and type(module.variance_epsilon) is float
+
+
+def _is_mlp(module: Any) -> bool:
+    return is_untouched(module.act_fn, nn.SiLU, ACT2FN["silu"].__class__)
+
+
+ROWS = (
+    # transformers' own RMSNorm goes over its input in five passes, and keeps two or three tensors as large
+    # for the backward: of a step of a Mamba-2 7% of the memory
+    Row(_RMSNorm, 1, _normed, _is_norm),
+    Row(_RMSNormRoundedLast, 1, _normed, _is_norm),
+    Row(_GatedBefore, 2, _normed, _is_norm),
+    Row(
+        _GatedBehind,
+        2,
+        lambda module, x, gate: gated(gate, _normed(module, x)),
+        lambda module: _is_norm(module) and module.activation in ("silu", "swish"),
+    ),
+    # the gated MLP: theirs keeps four tensors as wide as it is, ours two; 20% of the time of a Llama's step
+    Row(
+        _GatedMLP,
+        1,
+        lambda module, x: gated_linear(module.gate_proj(x), module.up_proj(x), module.down_proj),
+        _is_mlp,
+    ),
+)
+EXACT = (torch.float32, torch.float64)  # of other weights each class has its own places where it rounds
+
+
+# -------------------------------------------------------------------------------------------------- functions
+
+# transformers' Mamba-1 scan starts from zero whatever the cache holds; its Mamba scans keep every step, or
+# every pair of steps of a block, in memory; its gated delta rule takes chunks out of a long tensor, each of
+# which gets a gradient of full length; its convolution keeps what goes into SiLU; its attention, given no
+# mask, is causal at the upper left, which drops the past.
+
+
+@uncompiled
+def _mamba_selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Any:
+    """transformers' signature: everything (batch, d_inner or d_state, seqlen)."""
+    state, handed.state = handed.state, None
+    if state is not None and state.dim() == 4:  # (batch, heads, d_inner, d_state): of Zamba, head by head
+        state, rest = state[:, 0], state[:, 1:]
+        handed.state = rest if rest.shape[1] else None
+    u, delta, B, C = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
+    gate = None if z is None else z.transpose(1, 2)
+    y, final = selective_scan(u, delta, A, B, C, D, gate, delta_bias, delta_softplus, initial_state=state)
+    y = y.transpose(1, 2).to(hidden_states.dtype)
+    return (y, final) if return_last_state else y
+
+
+def _mamba2_chunk_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **_: Any,
+) -> Any:
+    """transformers' signature: x (batch, seqlen, nheads, headdim)."""
+    if hidden_states.device.type == "cpu":  # where theirs gives float32 at least; its kernels keep bfloat16
+        hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+    if dt_limit[0] > 0 or dt_limit[1] != float("inf"):
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+        dt_bias, dt_softplus = None, False
+    y, final = ssd_scan(hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state=initial_states)
+    return (y, final) if return_final_states else y
+
+
+def _chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> Any:
+    """transformers' signature: query and key (batch, seqlen, k_heads, d_k), value (batch, seqlen, v_heads,
+    d_v)."""
+    q, k = (t.to(accumulate_dtype(query.dtype)) for t in (query, key))
+    if use_qk_l2norm_in_kernel:
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    q, groups = q * q.shape[-1] ** -0.5, value.shape[2] // q.shape[2]
+    if groups > 1:
+        q, k = (t.repeat_interleave(groups, dim=2) for t in (q, k))
+    with torch.autocast(query.device.type, enabled=False):
+        out, final = gated_delta_rule(q, k, value, g, beta, initial_state)
+    return out.to(query.dtype), final if output_final_state else None
+
+
+def _causal_conv1d(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' signature: hidden_states (batch, channels, seqlen), the inputs before a chunk in front of
+    it, and weight (channels, d_conv)."""
+    x, silu = hidden_states.transpose(1, 2), activation in ("silu", "swish")
+    y = causal_conv1d(x.to(weight.dtype), weight, bias, silu=silu)[0]
+    y = y if silu or activation is None else ACT2FN[activation](y)
+    return y.to(hidden_states.dtype).transpose(1, 2)
+
+
+@uncompiled
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    tokens, seen = query.shape[2], key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and 1 < tokens < seen and causal:
+        if torch.is_autocast_enabled(query.device.type):  # which does not reach into a function of one's own
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query = query.to(dtype)
+            if query.is_cuda or dropout:
+                key, value = key.to(dtype), value.to(dtype)
+        if not dropout and kwargs.get("position_bias") is None:
+            return attention.past_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None
+        attention_mask = torch.ones(tokens, seen, dtype=torch.bool, device=query.device).tril(seen - tokens)
+        attention_mask = attention_mask[None, None]
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+    )
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """No mask where attention is plainly causal: `_attention` knows where the diagonal is."""
+    plain = kwargs.get("local_size") is None and kwargs.get("allow_is_causal_skip", True)
+    if plain and kwargs.get("attention_mask") is None:
+        return None
+    return sdpa_mask(*args, **kwargs)
+
+
+# By the names that the Python modules of mixers have for them.
+SCANS = {
+    "causal_conv1d_fn": _causal_conv1d,
+    "mamba_selective_scan": _mamba_selective_scan,
+    "mamba2_chunk_scan": _mamba2_chunk_scan,
+    "torch_chunk_gated_delta_rule": _chunk_gated_delta_rule,
+}
+# In registries. The configuration goes on saying "sdpa": models look there for what to hand over, such as a
+# mask of the keys that sparse attention has picked.
+REGISTRIES: list[tuple[Any, dict[str, Any]]] = [
+    (ALL_ATTENTION_FUNCTIONS, {"sdpa": _attention}),
+    (ALL_MASK_ATTENTION_FUNCTIONS, {"sdpa": _mask}),
+]
+
+
+def places(model: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+    """Mappings from names to functions, of the Python modules of a model's classes and of transformers'
+    registries, and ours for each."""
+    modules = {cls.__module__ for m in model.modules() for cls in type(m).__mro__}
+    found = [vars(sys.modules[name]) for name in sorted(modules) if name in sys.modules]
+    pairs = [(names, {name: SCANS[name] for name in SCANS if name in names}) for names in found]
+    return [(names, ours) for names, ours in pairs if ours] + REGISTRIES
 
 
 # ----------------------------------------------------------------------------------------- functions by name
@@ -211,7 +417,11 @@ _before: dict[int, dict[str, Any]] = {}
 def rebound(places: Sequence[tuple[MutableMapping[str, Any], dict[str, Any]]]) -> Iterator[None]:
     """Meanwhile names have other functions in this thread: (mapping, {name: function}) each, the names of a
     module or a registry. Every thread sees these mappings, so what stands there asks whose call it is; models
-    that run in other threads get what was there before. A mapping is always given the same functions."""
+    that run in other threads get what was there before. A mapping is always given the same functions.
+
+    transformers has interfaces for attention and masks, by a name in the configuration; but models read that
+    name for what they hand over, so it must stay "sdpa". For scans and convolutions it has none: mixers call
+    them by their modules' own names."""
     with _lock:
         for mapping, ours in places:
             if not _inside[id(mapping)]:
@@ -236,3 +446,67 @@ def _told_apart(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callabl
         return (ours if _running.chunks else theirs)(*args, **kwargs)
 
     return either
+
+
+# ----------------------------------------------------------------------------------------------------- mixers
+
+
+def _griffin(module: Any, cache: Any, input_states: Tensor, position_ids: Tensor, **_: Any) -> Any:
+    """RecurrentGemma's recurrent block (De et al. 2024, sections 2.3 and 2.4)."""
+    lru, conv = module.rg_lru, module.conv_1d
+    y = module.act_fn(module.linear_y(input_states))
+    u = module.linear_x(input_states)
+    u, tail = causal_conv1d(u, conv.weight[:, 0], conv.bias, initial_state=cache.conv_states[0])
+    begins = (position_ids == 0)[..., None]
+    heads = u.unflatten(-1, (lru.num_attention_heads, -1))
+
+    def gate(weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.sigmoid(torch.einsum("bthi,hij->bthj", heads, weight) + bias).flatten(-2)
+
+    decay = -8.0 * gate(lru.recurrent_gate_weight, lru.recurrent_gate_bias) * F.softplus(lru.recurrent_param)
+    bounded = vars(sys.modules[type(lru).__module__])["SqrtBoundDerivative"]
+    scale = begins + ~begins * bounded.apply(1 - torch.exp(2 * decay))
+    b = u * gate(lru.input_gate_weight, lru.input_gate_bias) * scale.type(u.dtype)
+    dtype = accumulate_dtype(b.dtype)
+    states = linear_scan((torch.exp(decay) * ~begins).to(dtype), b.to(dtype), cache.recurrent_states[0])
+    cache.set("conv", 0, tail)
+    cache.set("recurrent", 0, states[:, -1])
+    return module.linear_out(states.to(b.dtype) * y), None
+
+
+def _lightning(module: Any, cache: Any, hidden_states: Tensor, **_: Any) -> Any:
+    """MiniMax's linear attention with a decay per head: an SSD scan whose step is 1."""
+    heads = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (module.num_attention_heads, -1))
+    query, key, value = heads.chunk(3, dim=-1)
+    step, decay = torch.ones_like(query[..., 0]), -module.slope_rate.flatten()
+    y, state = ssd_scan(value, step, decay, key, query, initial_state=cache.recurrent_states[0])
+    cache.set("recurrent", 0, state)
+    y = torch.sigmoid(module.output_gate(hidden_states)) * module.norm(y.flatten(-2))
+    return module.out_proj(y), None
+
+
+MIXERS: dict[str, Callable[..., Any]] = {
+    "RecurrentGemmaRecurrentBlock": _griffin,
+    "MiniMaxLightningAttention": _lightning,
+}
+
+
+def _of_mixers(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+    """Of each mixer that has one of ours, a forward that goes on from a `ChunkCache`."""
+    found = {}
+    for name, module in model.named_modules():
+        if (ours := MIXERS.get(type(module).__name__)) is not None:
+            index = next(int(part) for part in reversed(name.split(".")) if part.isdigit())
+            found[module] = _going_on(module, ours, index)
+    return found
+
+
+def _going_on(module: Any, ours: Callable[..., Any], index: int) -> Callable[..., Any]:
+    own = module.forward
+
+    def forward(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(past_key_values, ChunkCache):
+            return own(*args, past_key_values=past_key_values, **kwargs)
+        return ours(module, past_key_values.layers[index], *args, **kwargs)
+
+    return forward

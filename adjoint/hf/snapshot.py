@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakMethod, ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -149,19 +149,6 @@ def comparable(value: Any) -> Any:
             return WeakMethod(value) if isinstance(value, MethodType) else ref(value)
         return value
     return type(value)
-
-
-class Remembered:
-    """What was found out about modules, as long as they, and what they are made of, are the same."""
-
-    def __init__(self) -> None:
-        self.found: WeakKeyDictionary[nn.Module, tuple[Any, Any]] = WeakKeyDictionary()
-
-    def of(self, module: nn.Module, find: Callable[[Any], Any]) -> Any:
-        now = [(type(p), settings(p)) for p in (module, *module.children())]
-        if module not in self.found or self.found[module][0] != now:
-            self.found[module] = now, find(module)
-        return self.found[module][1]
 
 
 class Moment:

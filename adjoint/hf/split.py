@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from adjoint.engine.first_use import some_numbers
 from adjoint.hf import check, first_use
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.call import Kind
-from adjoint.hf.head import Head, head_scale, multiple
+from adjoint.hf.head import Head, multiple
 from adjoint.hf.layers import PassThrough, backbone_of, class_of
 from adjoint.hf.replacements import Inside
 from adjoint.hf.stage import Backbone, CausalLM, probe
@@ -41,7 +42,7 @@ class Pretrained:
         costs: multiply-adds per token of each layer, the head's in the last.
         names: of all parameters, in the model's order; a tied table under the embedding's.
         embedding, head: the names of the tables at both ends.
-        multiplier: by which the backbone multiplies embeddings it is given. scale: of `head.head_scale`.
+        multiplier: by which the backbone multiplies embeddings it is given.
         buffers: of the model that was examined, such as rotary frequencies.
     """
 
@@ -58,7 +59,6 @@ class Pretrained:
     head: str
     num_parameters: int
     multiplier: float = 1.0
-    scale: float | None = 1.0
     buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -108,7 +108,7 @@ class Pretrained:
         slots = [slot for slot in self.slots if slot.layer in span]
         multiplier = None if span.start == 0 else self.multiplier
         if span.stop == self.n_layer:
-            return CausalLM(part, slots, Head(self.scale), multiplier, recompute)
+            return CausalLM(part, slots, Head(), multiplier, recompute)
         return Backbone(part, slots, multiplier, recompute)
 
     def empty(self) -> Any:
@@ -140,7 +140,7 @@ def verified(model: Any, found: Pretrained) -> Pretrained:
         Refused: see `examine`.
     """
     buffers = {name: b.detach().cpu().clone() for name, b in model.named_buffers()}
-    found = dataclasses.replace(found, scale=head_scale(model), buffers=buffers)
+    found = dataclasses.replace(found, buffers=buffers)
     with check.as_refusal(model), first_use.in_eval_mode(model):
         found = dataclasses.replace(found, multiplier=_multiplier(model, found))
         _compare(model, found)
@@ -252,11 +252,14 @@ def _compare(model: Any, found: Pretrained) -> None:
 
 @contextlib.contextmanager
 def _without_memory() -> Iterator[None]:
-    """Modules that are made here have parameters on the meta device."""
-    register = nn.Module.register_parameter
+    """Modules that this thread makes here have parameters on the meta device.
+
+    PyTorch has no other place for it: in `torch.device("meta")` buffers would lose their values too, such as
+    rotary frequencies, which no checkpoint has; accelerate's `init_empty_weights` patches the same method."""
+    register, mine = nn.Module.register_parameter, threading.get_ident()
 
     def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
+        if parameter is not None and threading.get_ident() == mine:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(self, name, parameter)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adjoint.batch import Batch
@@ -21,11 +22,11 @@ from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache, Slot, chunk_cache, zeros
-from adjoint.hf.head import Head, summed_loss
+from adjoint.hf.chunks import TYPES, blocks_of
+from adjoint.hf.head import COUNTED, Balance, Head, Logits, summed_loss
 from adjoint.hf.layers import backbone_of, class_of, layers_of, root_of
 from adjoint.hf.noise import Noise
 from adjoint.hf.replacements import Inside, replaced
-from adjoint.hf.router import COUNTED, Balance, Logits
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 
@@ -107,6 +108,8 @@ class Backbone:
         cache, seen = chunk_cache(self.model.config), chunk.start - chunk.document
         cache.layers = cache.begun(self.slots, state, seen)
         layers = self.layers if torch.is_grad_enabled() else []
+        if TYPES in inputs and blocks_of(self.model):  # whose masks count from the document's start
+            inputs[TYPES] = F.pad(inputs[TYPES], (seen, 0))
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier

@@ -26,14 +26,13 @@ from adjoint.engine.sharded import is_sharded, reduce_at_once
 from adjoint.engine.weights import Constants
 from adjoint.hf import check, first_use, messages, mini_sequence
 from adjoint.hf.call import CACHES, Call, Kind
-from adjoint.hf.head import Output, logits_of
+from adjoint.hf.chunks import around_blocks, blocks_in, check_method, recompute_of, scheme_of
+from adjoint.hf.head import Balance, Head, Logits, Output, logits_of
 from adjoint.hf.known import Known, Record, compared, known_of, own_documents, record_of
 from adjoint.hf.layers import backbone_of, class_of, plainly, root_of
-from adjoint.hf.router import Balance, Logits
-from adjoint.hf.schemes import check_method, recompute_of, scheme_of
 from adjoint.hf.snapshot import Moment
 from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, gathering, steps_of
-from adjoint.methods import Backprop, Exact, MiniSequence
+from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
 
 def wrap(model: Any, method: Any = None) -> Any:
@@ -97,13 +96,18 @@ def unwrap(model: Any) -> Any:
 
 def _doors(model: Any) -> dict[Any, Any]:
     """The modules of transformers that calls come in by, inside of PEFT's too, with their forwards: the
-    backbone, and the causal LM itself. Above a backbone alone any head may stand, as a classifier's."""
+    backbone, and the causal LM itself. Above a backbone alone any head may stand, as a classifier's, or a
+    model that has a causal LM as one of its parts, and makes its own loss of that one's logits."""
     lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = type(model).__name__
     if not isinstance(lm, PreTrainedModel):
         raise ValueError(f"adjoint.wrap takes a causal LM of transformers, or a classifier: this is a {name}")
     backbone = backbone_of(lm)
     if backbone is lm:
+        parts = [part for part in lm.children() if isinstance(part, PreTrainedModel) and part.can_generate()]
+        inner = [backbone_of(part) for part in parts if backbone_of(part) is not part]
+        if len(inner) == 1:
+            return {inner[0]: _backbone_forward}
         raise ValueError(f"{name} has no backbone apart from its head: its layers cannot be run by chunks")
     doors = {backbone: _backbone_forward}
     return doors if lm.get_output_embeddings() is None else {lm: _lm_forward, **doors}
@@ -200,17 +204,19 @@ def _warn(call: Call) -> None:
 
 def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
     """The causal LM's loss by `Exact` or `Truncated`."""
+    check.refuse_transforms(call.model)
     batch, starts = call.batch()
-    known = compared(call.model, call.kind, call)
-    if known.head.z is not None and call.mask is not None:
+    if check.z_factor(call.model) and call.mask is not None:
         check.refuse(
             call.model,
             f"{check.Z_LOSS} is on, and its loss counts padded tokens, which chunks do not make as the model "
             "does: give rows without padding, or set it to 0",
         )
+    known = compared(call.model, call.kind, call)
+    head = known.head(call.mask is not None).over(call.ids.numel())
     balance = Balance(call.model, known.routers) if call.kind.routed else None
     kept = None if call.logits is None else _kept(call, batch)
-    stage = _lm_stage(known, call.ids.numel(), balance, kept)
+    stage = _lm_stage(known, head, balance, kept)
     result = _steps(known, [stage], batch, starts).loss()
     logits = None
     if kept is not None and kept.hidden is not None:
@@ -236,6 +242,7 @@ def _kept(call: Call, batch: Batch) -> Kept:
 def _hidden_by_chunks(call: Call) -> Any:
     """The backbone's hidden states (batch, seqlen, hidden_size), and its routers' logits where they are asked
     for, by `Exact` or `Truncated`."""
+    check.refuse_transforms(call.model)
     batch, starts = call.batch()
     if is_sharded(call.model) and torch.is_grad_enabled():
         check.refuse(
@@ -272,7 +279,9 @@ def _differentiable(steps: Steps) -> Tensor:
 def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
     """The summed loss of each chunk of ids (batch, seqlen), of a wrapped model in its present mode."""
     known = compared(model, Kind())
-    return steps_of([_lm_stage(known, ids.numel())], Batch.of(ids, ids), scheme).chunk_losses()
+    return steps_of(
+        [_lm_stage(known, known.head().over(ids.numel()))], Batch.of(ids, ids), scheme
+    ).chunk_losses()
 
 
 @torch.no_grad()
@@ -286,17 +295,24 @@ def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
     return logits_of(model, last.hidden)
 
 
-def _lm_stage(
-    known: Known, tokens: int, balance: Balance | None = None, kept: Kept | None = None
-) -> CausalLM:
-    """`tokens` of the batch, of which a z-loss is the mean; others as `CausalLM`'s."""
+def _lm_stage(known: Known, head: Head, balance: Balance | None = None, kept: Kept | None = None) -> CausalLM:
     recompute = recompute_of(record_of(known.model).method)
-    return CausalLM(known.model, known.slots, known.head.over(tokens), None, recompute, balance, kept)
+    return CausalLM(known.model, known.slots, head, None, recompute, balance, kept)
 
 
 def _steps(known: Known, stages: list[Any], batch: Batch, starts: tuple[int, ...]) -> Steps:
     record, method = record_of(known.model), record_of(known.model).method
+    ends = (*starts[1:], batch.seqlen)
+    check.refuse_length(known.model, max(end - start for start, end in zip(starts, ends, strict=True)))
     scheme = scheme_of(method, batch.rows, batch.seqlen, batch.ids.device.type, starts)
+    if (blocks := blocks_in(known.model, batch)) is not None:
+        if isinstance(method, Truncated) or is_sharded(known.model):
+            check.refuse(
+                known.model,
+                "token_type_ids moves chunks' edges to the ends of blocks, which Exact knows in one process "
+                "alone",
+            )
+        scheme = around_blocks(scheme, blocks)
     if not record.announced:
         messages.announce(known.model, method, scheme, known.difference)
         record.announced = True
@@ -322,7 +338,8 @@ def _as_it_is(known: Known) -> Around:
 
 def _by_pieces(call: Call) -> CausalLMOutputWithPast:
     """The causal LM's loss by `MiniSequence`."""
-    model, kind = call.model, call.kind._replace(embedded=False)
+    check.refuse_transforms(call.model)
+    model, kind = call.model, call.kind._replace(embedded=False, padded=False, beside=())
     method, known = record_of(model).method, known_of(model)
     check.refuse_other_losses(model, kind.routed)
     call.refuse_unknown(whole=True)
@@ -330,7 +347,7 @@ def _by_pieces(call: Call) -> CausalLMOutputWithPast:
     known.once(("pieces", kind), first_use.compare, model, *ways, *mini_sequence.NOT_THE_SAME)
     own_documents(known, call)
     with plainly(model):
-        given = model, method, known.mlps, known.head, call.targets, call.given
+        given = model, method, known.mlps, known.head(), call.targets, call.given
         total = gathering(model)(lambda: mini_sequence.total_loss(*given))
     _checked_in_backward(total, known)
     divisor = call.divisor

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import logging
 import math
 from collections.abc import Iterator
@@ -21,11 +20,11 @@ from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import Stage
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
-from adjoint.hf.head import Head, head_scale
+from adjoint.hf.chunks import check_method, chunk_size_for, scheme_of
+from adjoint.hf.head import Head
 from adjoint.hf.layers import backbone_of
 from adjoint.hf.load import KEY, configuration
 from adjoint.hf.replacements import rebound
-from adjoint.hf.schemes import check_method, chunk_size_for, scheme_of
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.layers import State
@@ -51,24 +50,11 @@ def outlined(directory: str) -> Pretrained:
     try:
         with fake_tensors(torch.float32) as mode, _countable(kind), mode:
             model = kind(copy.deepcopy(config))
-            found = describe(model, torch.zeros(1, 13, dtype=torch.int64))
+            return describe(model, torch.zeros(1, 13, dtype=torch.int64))
     except UserError as error:
         raise UserError(f"{KEY}: {error}") from None
     except ValueError as error:
         raise UserError(f"{KEY}: {directory}: {' '.join(str(error).split())}") from None
-    return dataclasses.replace(found, scale=_scale(model))
-
-
-def _scale(model: Any) -> float | None:
-    """`head_scale` of a model of fake tensors: of a small real table in its head's place."""
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or head.bias is not None:
-        return None
-    model.set_output_embeddings(nn.Linear(head.in_features, 8, bias=False))
-    try:
-        return head_scale(model)
-    finally:
-        model.set_output_embeddings(head)
 
 
 @contextlib.contextmanager
@@ -163,7 +149,7 @@ class PretrainedModel(Model):
             if on.plain:
                 return mode, _Plain(part, multiplier, piece == HEAD), state
             if piece == HEAD:
-                return mode, CausalLM(part, [], Head(found.scale), multiplier), state
+                return mode, CausalLM(part, [], Head(), multiplier), state
             return mode, Backbone(part, slots, multiplier, on.recompute), state
 
     def _count(self, piece: int, on: Conditions) -> Counted:

@@ -178,7 +178,7 @@ class Trainer:
         """Tokens of a chunk of a training batch."""
         rows, seqlen = self.rows, self.config.data.seqlen
         if not isinstance(self.model, Stack):
-            from adjoint.hf.schemes import scheme_of
+            from adjoint.hf.chunks import scheme_of
 
             return scheme_of(self.method, rows, seqlen, self.device.type).chunk_size
         ids = torch.empty(rows, seqlen, dtype=torch.int8, device=self.device)

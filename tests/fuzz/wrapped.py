@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import adjoint
 from adjoint.batch import shift_labels
-from adjoint.hf.layers import backbone_of
+from adjoint.hf.layers import backbone_of, layers_of
 from adjoint.methods import RECOMPUTE
 from tests.fuzz.oracle import (
     Case,
@@ -41,6 +41,7 @@ transformers.logging.set_verbosity_error()
 # Of Mamba's mixers PEFT takes no out_proj, which is never called.
 ADAPTER = peft.LoraConfig(r=2, target_modules="all-linear", exclude_modules=["out_proj"])
 LOUD = "this was raised on purpose"
+IMAGES = "Gemma3ForConditionalGeneration"
 
 
 def draw(rng: random.Random) -> Case:
@@ -52,7 +53,7 @@ def draw(rng: random.Random) -> Case:
     case = {
         "kind": "wrapped",
         "seed": rng.randrange(10**6),
-        "model": rng.choice(list(MODELS)),
+        "model": rng.choice([*MODELS, IMAGES]),
         "batch": rng.randint(1, 3),
         "seqlen": seqlen,
     }
@@ -67,6 +68,9 @@ def draw(rng: random.Random) -> Case:
         "items": lambda: rng.choice((7, 7.0, "tensor")),
         "call": lambda: rng.choice(("tuple", "positional", "embeds", "backbone")),
         rng.choice(("padded", "packed")): lambda: rng.choice((0.1, 0.4, 1.0)),
+        "loss": lambda: rng.choice(("smoothed", "z")),
+        "head": lambda: rng.choice(("buffer", "trained")),
+        "types": lambda: rng.choice((0.2, 0.5)),
     }  # fmt: skip
     case |= some(rng, 0.3, inputs) | some(rng, 0.35, life)
     case["method"] = draw_method(rng, case)
@@ -104,6 +108,8 @@ class Life:
         self.found: dict[str, Any] = {}
         self.losses: list[Tensor] = []
         self.calls = 0
+        self.extras: list[nn.Parameter] = []  # that no module holds
+        self.types: Tensor | None = None
 
     def run(self) -> dict[str, Any]:
         self.beside = False
@@ -141,6 +147,8 @@ class Life:
                 loss.backward()
         for name, p in self.model.named_parameters():
             self.found[f"{when}: {name}"] = None if p.grad is None else p.grad.detach().clone()
+        for number, p in enumerate(self.extras):
+            self.found[f"{when}: extra {number}"] = None if p.grad is None else p.grad.detach().clone()
 
     def loss(self) -> Tensor:
         """The next batch's, each a little shorter."""
@@ -163,6 +171,8 @@ class Life:
         items = {"tensor": torch.tensor(7)}.get(case.get("items"), case.get("items"))
         if case.get("call") == "backbone":
             return self.hidden_loss(ids, packed, generator)
+        if "types" in case and model_of(case) == IMAGES:
+            self.types = (torch.rand(ids.shape, generator=generator) < case["types"]).long()
         if not self.wrapped:
             return self.untouched_loss(ids, labels, targets, mask, packed, items)
         given: dict[str, Any] = {"input_ids": ids, **self.packing(packed)}
@@ -176,7 +186,11 @@ class Life:
             given["num_items_in_batch"] = items
         return self.called(given)
 
+    def token_types(self) -> dict[str, Any]:
+        return {} if self.types is None else {"token_type_ids": self.types}
+
     def called(self, given: dict[str, Any]) -> Tensor:
+        given |= self.token_types()
         call, arguments = self.case.get("call"), []
         if call == "tuple":
             return self.model(**given, return_dict=False)[0]
@@ -211,8 +225,12 @@ class Life:
     def untouched_loss(
         self, ids: Tensor, labels: Tensor, targets: Tensor, mask: Tensor, packed: Tensor | None, items: Any
     ) -> Tensor:
+        given = {"attention_mask": mask, "use_cache": False, **self.token_types()}
         if packed is None and items is None and "labels" not in self.case:
-            return self.model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+            return self.model(input_ids=ids, labels=labels, **given).loss
+        if "loss" in self.case:
+            given |= {"labels": labels, "shift_labels": targets, "num_items_in_batch": items}
+            return self.model(input_ids=ids, **given).loss
         total = 0
         for i, t, m in self.pieces(packed, ids, targets, mask):
             logits = self.model(input_ids=i, attention_mask=m, use_cache=False).logits
@@ -329,6 +347,33 @@ class Life:
             if p.requires_grad:
                 p.register_hook(lambda gradient: 2 * gradient)
 
+    def hook_tensor(self) -> None:
+        """A hook adds a tensor of its own to what a layer gives."""
+        layers = list(layers_of(backbone_of(lm_of(self.model))).values())
+        width = self.model.get_input_embeddings().weight.shape[1]
+        self.extras.append(nn.Parameter(0.1 * torch.randn(width, dtype=torch.float64)))
+
+        def add(_: Any, __: Any, output: Any, extra: Tensor = self.extras[-1]) -> Any:
+            return (output[0] + extra, *output[1:]) if isinstance(output, tuple) else output + extra
+
+        self.random.choice(layers).register_forward_hook(add)
+
+    def nested(self) -> None:
+        """Activations go into boxes; and what is in one of these changes."""
+        boxes = [module for module in self.model.modules() if isinstance(module, Box)]
+        if boxes:
+            self.random.choice(boxes).inner[0] = nn.Tanh()
+        for module in list(self.model.modules()):
+            if not boxes and isinstance(getattr(module, "act_fn", None), nn.Module):
+                module.act_fn = Box(module.act_fn)
+
+    def refill(self) -> None:
+        """Buffers and tensors of a head of one's own."""
+        with torch.no_grad():
+            for name, tensor in (*self.model.named_buffers(), *self.model.named_parameters()):
+                if name.endswith("temperature"):
+                    tensor.fill_(0.5 + self.random.random())
+
     def step(self) -> None:
         torch.optim.SGD(self.model.parameters(), lr=0.01).step()
 
@@ -353,13 +398,77 @@ OPERATIONS: dict[str, Callable[[Life], Any]] = {
     "thread": Life.beside_another,
     "forward": Life.forward,  # another batch's before this one's backward
     "step": Life.step,
+    "hook_tensor": Life.hook_tensor,
+    "nested": Life.nested,
+    "refill": Life.refill,
     "zero_grad": lambda life: life.model.zero_grad(),
     "hooks": Life.double_gradients,
     "float32": lambda life: life.model.to(REALLY_FLOAT32).double(),
 }
 # What would be another life than the untouched model's: weights or structure changed under a backward.
-NEVER = {"before": {"step", "forward"}, "between": {"step", "peft", "float32"}, "after": {"forward"}}
+NEVER: dict[str, set[str]] = {
+    "before": {"step", "forward"},
+    "between": {"step", "peft", "float32", "hook_tensor", "nested", "refill"},
+    "after": {"forward"},
+}
 REALLY_FLOAT32 = torch.float32
+
+
+class Box(nn.Module):
+    """An activation further in."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([inner])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner[0](x)
+
+
+def smoothed(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, label_smoothing=0.1, reduction="sum")
+
+
+def with_z(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of all tokens, those without labels too."""
+    return F.cross_entropy(logits, targets, reduction="sum") + 0.1 * logits.logsumexp(-1).square().sum()
+
+
+def own_loss(name: str) -> Callable[..., Tensor]:
+    summed = {"smoothed": smoothed, "z": with_z}[name]
+
+    def loss(logits: Any, labels: Any, vocab_size: Any, num_items_in_batch: Any = None, **given: Any) -> Any:
+        targets = given.get("shift_labels")
+        targets = shift_labels(labels) if targets is None else targets
+        items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return summed(logits.double().flatten(0, 1), targets.flatten()) / items
+
+    return loss
+
+
+def with_own_head(model: Any, trained: bool) -> None:
+    """Its logits are multiplied by a tensor, which may be filled anew."""
+
+    class Own(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, labels: Any = None, **given: Any) -> Any:
+            loss = {name: given.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
+            out = super().forward(*args, **given)
+            out.logits = out.logits * self.temperature
+            if labels is not None or loss["shift_labels"] is not None:
+                words = self.config.get_text_config().vocab_size
+                out.loss = self.loss_function(logits=out.logits, labels=labels, vocab_size=words, **loss)
+            return out
+
+    temperature = torch.ones((), dtype=torch.float64)
+    if trained:
+        model.temperature = nn.Parameter(temperature)
+    else:
+        model.register_buffer("temperature", temperature)
+    model.__class__ = Own
+
+
+def model_of(case: Case) -> str:
+    return case.get("model", "LlamaForCausalLM")
 
 
 def lm_of(model: Any) -> Any:
@@ -367,13 +476,21 @@ def lm_of(model: Any) -> Any:
 
 
 def check(case: Case) -> None:
-    name = case.get("model", "LlamaForCausalLM")
+    name = model_of(case)
+    if "loss" in case and ("packed" in case or case.get("call") == "backbone"):
+        raise Vacuous("a loss of one's own is the untouched model's of whole rows alone")
+    if "head" in case and case.get("call") in ("tuple", "positional", "backbone"):
+        raise Vacuous("this head is called by names, and gives names")
     if name.startswith("Gemma4") and case.get("call") == "embeds":
         raise Vacuous("its own forward looks for the ids of embeddings, and does not always find them")
     try:
         model = make(name, seed=case["seed"] % 7, **case.get("options", {}))
     except (ValueError, ImportError) as error:
         raise Vacuous(f"no such model: {error}") from error
+    if "head" in case:
+        with_own_head(model, case["head"] == "trained")
+    if "loss" in case:
+        model.loss_function = own_loss(case["loss"])
     plain = copy.deepcopy(model)
     with float64_throughout():
         try:

@@ -176,12 +176,43 @@ MODELS = {name: options for classes in FAMILIES.values() for name, options in cl
 REFUSED: dict[str, dict[str, Any]] = {"DeepseekV4ForCausalLM": {"head_dim": 64}}
 
 # For tests of what they alone have.
+IMAGES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+IMAGES |= {"image_size": 28, "patch_size": 14}
 QUIET = {"num_hidden_layers": 2, "is_decoder": True}
 QUIET |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 OTHERS: dict[str, dict[str, Any]] = {
     "JetMoeForCausalLM": LOCAL_EXPERTS,
     "ErnieForCausalLM": {**QUIET, "use_task_id": True},
     "RoCBertForCausalLM": QUIET,
+    "DogeForCausalLM": {"keep_window_size": 40},
+    "HrmTextForCausalLM": {"prefix_lm": True},
+    "Llama4ForConditionalGeneration": {
+        "text_config": {
+            **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")},
+            **{name: SIZES[name] for name in ("num_attention_heads", "num_key_value_heads")},
+            **{
+                "num_hidden_layers": 4,
+                "num_local_experts": 2,
+                "intermediate_size_mlp": 40,
+                "pad_token_id": 0,
+            },
+        },
+        "vision_config": {
+            **IMAGES,
+            **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16),
+        },
+    },
+    "Gemma3ForConditionalGeneration": {
+        "text_config": {
+            **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")},
+            **{name: SIZES[name] for name in ("num_attention_heads", "num_key_value_heads")},
+            **{"num_hidden_layers": 3, "sliding_window": 5},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "vision_config": IMAGES,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 60,
+    },
 }
 
 SINGLE, TO_SINGLE = torch.float32, torch.Tensor.float

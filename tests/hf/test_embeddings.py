@@ -54,6 +54,11 @@ def by_documents(model: Any, embeds: Tensor) -> Tensor:
     return losses[0] + losses[1]
 
 
+def without_padding(model: Any, embeds: Tensor) -> Tensor:
+    """By a causal LM that is a part of the model."""
+    return model(inputs_embeds=embeds, labels=BATCH["labels"]).loss
+
+
 CASES: list[tuple[str, Any, Call]] = [
     *(
         (name, EXACT, labelled())
@@ -66,6 +71,7 @@ CASES: list[tuple[str, Any, Call]] = [
     (BAMBA, EXACT, labelled(**LEFT)),
     (BAMBA, EXACT, by_documents),
     (BAMBA, EXACT, frozen),
+    ("Llama4ForConditionalGeneration", EXACT, without_padding),
     (LLAMA, EXACT, above_the_backbone),
     (BAMBA, EXACT, above_the_backbone),
 ]

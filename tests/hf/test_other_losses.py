@@ -123,6 +123,27 @@ def test_a_loss_function_of_ones_own(method: Any, counted: dict[str, Any]) -> No
     assert abs(expected[0] - without[0]) > 1e-3
 
 
+@pytest.mark.parametrize("method", [EXACT, adjoint.MiniSequence()])
+def test_a_loss_function_that_reads_tokens_without_labels(method: Any) -> None:
+    """Such as a z-loss of all tokens: of padded ones chunks have other logits than the model."""
+    model, plain = (make("LlamaForCausalLM") for _ in range(2))
+
+    def loss(logits: Tensor, **given: Any) -> Tensor:
+        z = logits.double().logsumexp(-1).square().sum() / (given.get("num_items_in_batch") or 1)
+        return smoothed(logits, **given) + 0.1 * z
+
+    model.loss_function = plain.loss_function = loss
+    adjoint.wrap(model, method)
+    given = {**WITHOUT_MASK, "num_items_in_batch": 7}
+    assert_exact(results(model, **given), results(plain, **given))
+    given = {**BATCH, "num_items_in_batch": 7}
+    if method is EXACT:
+        with one_line("its loss_function reads logits whose labels are -100"):
+            model(**given)
+    else:
+        assert_exact(results(model, **given), results(plain, **given))
+
+
 def other_loss(model: Any) -> None:
     """Beside the usual one, by a thousandth of it: its coefficient would hide that."""
     forward = type(model).forward

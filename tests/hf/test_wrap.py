@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import adjoint
 from adjoint.engine.grid import Tile
 from adjoint.engine.run import Worker
-from adjoint.hf import functions, replacements
+from adjoint.hf import replacements
 from adjoint.hf.layers import layers_of
 from tests.hf.hf_models import (
     MODELS,
@@ -163,47 +163,28 @@ def test_layers_are_computed_again_if_asked(name: str, recompute: str, double: N
     assert statistics.mode(runs.values()) == 3 + 2 + 3  # of its modules; experts may run several times
 
 
-class Mlp(nn.Module):
-    """A gated MLP, and what is not quite one."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(8, 8) for _ in range(3))
-        self.kind, self.dropout, self.more = kind, nn.Dropout(0.5 * (kind == "dropout")), nn.Module()
-        if kind == "adapter":
-            self.more.weight = nn.Parameter(torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        gate = gate.clamp(max=10) if self.kind == "clamped" else gate
-        act = F.gelu(gate) if self.kind == "gelu" else F.silu(gate)
-        y = self.down_proj(self.dropout(act * up))
-        return y + x * self.more.weight if self.kind == "adapter" else y
-
-
-def test_modules_are_known_by_what_they_compute() -> None:
-    """Ours take the places of RMSNorms, gated or not, and of silu-gated MLPs, whatever they are called; of
-    nothing else."""
+def test_modules_are_known_by_their_code() -> None:
+    """Ours take the places of transformers' RMSNorms, gated or not, and of its silu-gated MLPs, whatever
+    these are called; not of what has other code, another activation or one that something hangs on."""
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-    like = make("MistralForCausalLM", torch.float32).model.norm
-    gated, mlp = Qwen3NextRMSNormGated(8), Mlp("silu")
-    others = [nn.LayerNorm(8, bias=False), nn.RMSNorm(8), nn.PReLU(8), nn.Linear(8, 8, bias=False)]
-    others += [Mlp(kind) for kind in ("gelu", "clamped", "adapter", "dropout")]
-    found = replacements.forwards(nn.ModuleList([like, gated, nn.RMSNorm(8, 1e-5), mlp, *others]))
-    assert [type(m).__name__ for m in found] == ["MistralRMSNorm", "Qwen3NextRMSNormGated", "RMSNorm", "Mlp"]
-    x, gate = torch.randn(2, 3, 5, 8)
+    x, gate = torch.randn(2, 3, 5, 24)
+    model, gated = make("MistralForCausalLM", torch.float32), Qwen3NextRMSNormGated(24)
+    norm, mlp = model.model.norm, model.model.layers[0].mlp
     with torch.no_grad():
-        gated.weight.copy_(torch.randn(8))
-        assert torch.allclose(found[gated](x, gate), gated(x, gate), atol=1e-6)
-        assert torch.allclose(found[mlp](x), mlp(x), atol=1e-6)
-        x = torch.randn(3, like.weight.numel()).bfloat16()  # rounded where the class rounds it
-        assert torch.equal(found[like.bfloat16()](x), like(x))
-    quiet = Mlp("dropout").eval()
-    assert replacements.forwards(quiet) and not replacements.forwards(quiet.train())
-    for name, some in (("LlamaForCausalLM", True), ("BambaForCausalLM", True), ("Gemma2ForCausalLM", False)):
-        kinds = {type(m).__name__ for m in replacements.forwards(make(name, torch.float32))}
-        assert any(kind.endswith("MLP") for kind in kinds) == some, (name, kinds)
+        gated.weight.copy_(torch.randn(24))
+        found = replacements.forwards(nn.ModuleList([norm, gated, mlp, nn.RMSNorm(8), nn.LayerNorm(8)]))
+        assert list(found) == [norm, gated, mlp]
+        for ours, given in ((norm, (x,)), (gated, (x, gate)), (mlp, (x,))):
+            assert torch.allclose(found[ours](*given), ours(*given), atol=1e-6)
+        narrow = x.bfloat16()  # rounded where the class rounds it
+        assert torch.equal(found[norm.bfloat16()](narrow), norm(narrow))
+    called: list[Any] = []
+    for act in (nn.Sequential(nn.SiLU()), nn.GELU(), nn.SiLU()):
+        act.register_forward_hook(lambda *given: called.append(given))
+        mlp.act_fn = act
+        found[mlp](x)
+        assert called.pop()[0] is act  # and not by ours
 
 
 def test_a_state_does_not_keep_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +316,7 @@ def test_a_class_that_is_refused(name: str) -> None:
 
 def test_a_scan_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' own scan of Mamba-1: the loss is hardly off, the gradient is."""
-    monkeypatch.setattr(functions, "OURS", {})
+    monkeypatch.setattr(replacements, "SCANS", {})
     model = adjoint.wrap(make("MambaForCausalLM", torch.float32), adjoint.Exact(chunk_size=8))
     with pytest.raises(ValueError, match="the gradient of 13 tokens in chunks is not that of the whole"):
         model(**make_batch(29))

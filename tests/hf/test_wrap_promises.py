@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
+import operator
 import threading
 import warnings
 from collections.abc import Callable
@@ -34,9 +36,9 @@ from tests.hf.hf_models import (
     one_line,
 )
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
 
+transformers = pytest.importorskip("transformers")
 LLAMA, GPT2 = "LlamaForCausalLM", "GPT2LMHeadModel"
 BATCH = make_batch(29)
 IDS = BATCH["input_ids"]
@@ -170,6 +172,107 @@ def with_settings(place: str, **values: Any) -> Callable[[Any], None]:
     return lambda model: vars(model.get_submodule(place)).update(values)
 
 
+class Inner(nn.Module):
+    """An activation with another inside."""
+
+    config = None  # which is no configuration
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def put_in(model: Any, act: nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn = act
+
+
+class OtherMlp(nn.Module):
+    """A gated MLP which reads a number from its configuration at each call, as for dropout or annealing."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = own.gate_proj, own.up_proj, own.down_proj
+        self.config = own.config
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(y * getattr(self.config, "mlp_scale", 1.0))
+
+
+def other_mlps(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp = OtherMlp(layer.mlp)
+
+
+class OwnHead(transformers.LlamaForCausalLM):
+    """Logits are divided by a temperature, and moved by what is learnt of the words."""
+
+    def forward(self, *args: Any, labels: Any = None, num_items_in_batch: Any = None, **given: Any) -> Any:
+        out = super().forward(*args, **given)
+        out.logits = out.logits * self.temperature + self.prior
+        if labels is not None:
+            out.loss = self.loss_function(out.logits, labels, self.config.vocab_size, num_items_in_batch)
+        return out
+
+
+def own_head(model: Any, trained: bool = False) -> None:
+    model.__class__ = OwnHead
+    tensors = {"temperature": torch.ones(()), "prior": torch.zeros(VOCAB)}
+    for name, tensor in tensors.items():
+        if trained:
+            setattr(model, name, nn.Parameter(tensor))
+        else:
+            model.register_buffer(name, tensor)
+
+
+def filled(model: Any) -> None:
+    with torch.no_grad():
+        model.temperature.fill_(0.3)
+        model.prior.copy_(torch.linspace(-1, 1, VOCAB))
+
+
+# What is made of a model before its first call, and what is changed after it.
+LATER: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
+    "an activation in a list of them": (
+        lambda model: put_in(model, nn.Sequential(nn.SiLU())),
+        lambda model: operator.setitem(model.model.layers[1].mlp.act_fn, 0, nn.GELU()),
+    ),
+    "an activation's inner module": (
+        lambda model: put_in(model, Inner()),
+        lambda model: setattr(model.model.layers[1].mlp.act_fn, "inner", nn.GELU()),
+    ),
+    "a number that an MLP reads": (other_mlps, lambda model: setattr(model.config, "mlp_scale", 1.7)),
+    "buffers of the head": (own_head, filled),
+    "a trained head": (functools.partial(own_head, trained=True), filled),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_a_change_between_calls(what: str) -> None:
+    """Of what a module or the head computes, nothing stays from the call before."""
+    before, change = LATER[what]
+
+    def later(model: Any) -> Tensor:
+        run(model)
+        model.zero_grad()
+        change(model)
+        return loss_of(model)
+
+    untouched(LLAMA, before, later)
+
+
+def wrapped_by_torch(model: Any) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    layers = tuple({type(layer) for layer in model.model.layers})
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layers))
+    model.config.use_cache = False
+
+
 CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "one module under two names": (
         LLAMA,
@@ -183,12 +286,20 @@ CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "another head": (LLAMA, other_head),
     "a layer dropped": (LLAMA, lambda model: setattr(model.model, "layers", model.model.layers[:-1])),
     "weight_norm": (LLAMA, parametrized("weight_norm")),
+    "layers recomputed by PyTorch's wrapper": (LLAMA, wrapped_by_torch),
 }
 NOT_THE_WHOLE, TABLE = "in chunks is not that of the whole", "model.embed_tokens"
 CHANGES_REFUSED: dict[str, tuple[str, Callable[[Any], None]]] = {
     "a loss that is a mean": ("its loss_function is no sum over tokens over num_items_in_batch", smoothed),
-    "more than its loss": ("its loss is more than that of each token", more_loss),
-    "attention that is not causal": (NOT_THE_WHOLE, not_causal),
+    "more than its loss": ("hidden states are the same, the loss is", more_loss),
+    "attention that is not causal": (
+        "hidden states differ, by what is carried from token to token",
+        not_causal,
+    ),
+    "a layer left out now and then": (
+        "model: layerdrop leaves out a layer",
+        with_settings("model", layerdrop=0.5),
+    ),
     "BatchNorm": ("BatchNorm in training takes statistics", with_batch_norm),
     "spectral_norm": (NOT_THE_WHOLE, parametrized("spectral_norm")),
     "NEFTune": ("set neftune_noise_alpha to None", with_neftune),
@@ -227,6 +338,66 @@ def test_a_change_that_is_refused(what: str) -> None:
             model(**BATCH)
 
 
+def transformed(how: str, model: Any) -> Any:
+    named = dict(model.named_parameters())
+
+    def loss(others: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, others, (), BATCH).loss
+
+    if how == "vmap":
+        return torch.func.vmap(lambda ids: model(input_ids=ids, labels=ids).loss)(IDS.expand(2, -1, -1))
+    if how == "forward mode":
+        with torch.autograd.forward_ad.dual_level():
+            return loss(named)
+    return torch.func.grad(loss)(named) if how == "grad" else torch.func.jvp(loss, (named,), (named,))
+
+
+@pytest.mark.parametrize("how", ["grad", "vmap", "jvp", "forward mode"])
+def test_transforms_are_refused(how: str) -> None:
+    with one_line(
+        "forward-mode differentiation" if how == "forward mode" else "torch.func's grad, vmap and jvp"
+    ):
+        transformed(how, wrapped(make(LLAMA)))
+
+
+def test_a_weaker_comparison_says_so() -> None:
+    """Where no copy can be made, and where one does not run in float32, or with shorter windows."""
+    model = make("MistralForCausalLM", torch.bfloat16, sliding_window=4096)
+
+    def hook(refuses: Callable[[Any, Tensor], bool]) -> Any:
+        def check(module: Any, given: Any) -> None:
+            if refuses(module, given[0]):
+                raise ValueError("not made for this")
+
+        return model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(check)
+
+    model.lock = threading.Lock()
+    with pytest.warns(
+        UserWarning, match="compared in its own precision, .*no copy of it fits or can be made"
+    ):
+        wrapped(model)(**BATCH)
+    del model.lock
+    handle = hook(lambda _, x: x.dtype == torch.float32)
+    with pytest.warns(UserWarning, match="a copy in float32 does not run: ValueError: not made for this"):
+        wrapped(model)(**BATCH)
+    handle.remove()
+    seen: list[Any] = []
+    handle = hook(lambda *_: bool(seen) and seen[0].config.sliding_window == 5)
+    model.model.register_forward_pre_hook(lambda module, _: seen.insert(0, module))
+    with pytest.warns(
+        UserWarning, match="compared with windows as they are .shorter ones do not run: ValueError"
+    ):
+        wrapped(model)(**BATCH)
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    model = make(LLAMA)
+    with torch.no_grad():
+        mlp_of(model).up_proj.weight[0, 0] = float("nan")
+    with one_line("loss of 13 tokens is nan as model.layers.1.mlp.up_proj.weight is not finite; look for"):
+        run(wrapped(model))
+
+
 def test_cached_parametrizations_are_refused() -> None:
     """Their weights would be one chunk's in all others."""
     model = make(LLAMA)
@@ -248,7 +419,7 @@ def test_an_evaluation_is_checked_too(name: str) -> None:
 @pytest.fixture
 def own_mixers(monkeypatch: pytest.MonkeyPatch) -> None:
     """RecurrentGemma's own keep their states in themselves."""
-    monkeypatch.setattr("adjoint.hf.mixers.OURS", {})
+    monkeypatch.setattr("adjoint.hf.replacements.MIXERS", {})
 
 
 @pytest.mark.usefixtures("own_mixers")
@@ -321,10 +492,18 @@ FOUR = torch.ones(2, 1, 29, 29).tril()
 PIXELS = torch.zeros(1, 3, 8, 8)
 
 FEW = NEW_IDS % 3
+BLOCKS = torch.zeros_like(IDS)  # of images: longer than a chunk, across its edge, up to it, in a padded row
+BLOCKS[:, 3:12], BLOCKS[0, 14:19], BLOCKS[0, 22:24], BLOCKS[1, 20:22] = 1, 1, 1, 1
+IMAGES = "Gemma3ForConditionalGeneration"
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "token_type_ids": (GPT2, {"token_type_ids": NEW_IDS}),
     "task_type_ids": ("ErnieForCausalLM", {"task_type_ids": FEW}),
     "shapes": ("RoCBertForCausalLM", {"input_shape_ids": FEW, "input_pronunciation_ids": FEW.flip(1)}),
+    "token_type_ids that make masks": (IMAGES, {"token_type_ids": BLOCKS}),
+    "token_type_ids that make masks, in documents": (
+        IMAGES,
+        {"token_type_ids": BLOCKS, **LEFT_PADDED},
+    ),
     "int32": (LLAMA, {"input_ids": IDS.int(), "attention_mask": BATCH["attention_mask"].int()}),
     "positions of padding": (LLAMA, {"position_ids": RIGHT_POSITIONS}),
     "what is no more than the default": (LLAMA, {"output_attentions": False, "logits_to_keep": 0}),
@@ -348,6 +527,10 @@ MASK = BATCH["attention_mask"]
 CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
     "pixel_values is not an input": {"pixel_values": PIXELS},
     "token_type_ids is not an input": {"token_type_ids": IDS},
+    "token_type_ids lets tokens see those after them": {"token_type_ids": BLOCKS},
+    "documents of more than keep_window_size (40) tokens": dict.fromkeys(
+        ("input_ids", "labels", "attention_mask"), torch.ones(1, 41, dtype=torch.int64)
+    ),
     "encoder_hidden_states is not an input that can be split into chunks": {"encoder_hidden_states": PIXELS},
     "set the labels that do not count to -100": {"ignore_index": 5},
     "logits_to_keep is not an input that can be split into chunks: Exact and Truncated give logits beside a "
@@ -381,7 +564,14 @@ CALLS_REFUSED: dict[str, dict[str, Any]] = {  # by what is said of them
         "inputs_embeds": torch.zeros(2, 29, 23),
     },
 }
-NO_LLAMA = {"GPT2": GPT2, "encoder": GPT2, "dict": "Gemma3ForCausalLM"}  # by a part of the message
+DOGE, HRM = "DogeForCausalLM", "HrmTextForCausalLM"
+NO_LLAMA = {
+    "keep_window_size": DOGE,
+    "tokens see those after": HRM,
+    "GPT2": GPT2,
+    "encoder": GPT2,
+    "dict": "Gemma3ForCausalLM",
+}  # by a part of the message
 
 
 @pytest.mark.parametrize("message", CALLS_REFUSED)
@@ -508,10 +698,27 @@ def adapters_in_turn(model: Any) -> Tensor:
     return loss
 
 
+def with_adapted_experts(model: Any) -> Any:
+    """PEFT writes to the frozen weight in each forward, and puts it back."""
+    from peft import LoraConfig, get_peft_model
+
+    experts = {"target_parameters": ["mlp.experts.gate_up_proj"], "target_modules": []}
+    return get_peft_model(model, LoraConfig(r=2, **experts, init_lora_weights=False))
+
+
+def twice(model: Any) -> Tensor:
+    """Backpropagated twice."""
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+MIXTRAL = "MixtralForCausalLM"
 ADAPTERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor], dict[str, Any]]] = {
     "disable_adapter": (adapted, adapters_disabled, {}),
     "two adapters": (adapted, adapters_in_turn, {}),
     "trainable tokens": (with_trainable_tokens, loss_of, {"tie_word_embeddings": True}),
+    "adapted experts": (with_adapted_experts, twice, {}),
 }
 
 
@@ -519,7 +726,16 @@ ADAPTERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor], dict[st
 def test_adapters_are_as_they_were(what: str) -> None:
     pytest.importorskip("peft")
     change, call, options = ADAPTERS[what]
-    untouched(LLAMA, change, call, **options)
+    untouched(MIXTRAL if "experts" in what else LLAMA, change, call, **options)
+
+
+def test_cpt_is_refused() -> None:
+    """It calls with labels, and makes its loss of the logits."""
+    peft = pytest.importorskip("peft")
+    config = {"cpt_token_ids": [5, 6, 7], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 4]}
+    adapted = peft.get_peft_model(make(LLAMA), peft.CPTConfig(task_type="CAUSAL_LM", **config))
+    with one_line("PEFT's CPT makes its loss of the logits"):
+        run(wrapped(adapted))
 
 
 def test_one_adapter_for_some_rows() -> None:
