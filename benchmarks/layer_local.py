@@ -8,6 +8,7 @@ d_state 4, the mean of 8 seeds. The share is how much the first layer adds to wh
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +30,15 @@ def model_with_share(structure: str, n_layer: int, share: float, ids: Tensor, se
     torch.manual_seed(seed)
     config = StackConfig(VOCAB, 8, n_layer, structure, d_state=4, tie_embeddings=False, initializer_range=1.0)
     model = Stack(config).double()
-    for block in model.layers:
-        torch.nn.init.zeros_(block.mixer.A_proj.bias)  # decays around one half
-        torch.nn.init.normal_(block.mixer.A_proj.weight, std=0.5)
+    mixers: list[Any] = [block.mixer for block in model.layers]
+    for mixer in mixers:
+        torch.nn.init.zeros_(mixer.A_proj.bias)  # decays around one half
+        torch.nn.init.normal_(mixer.A_proj.weight, std=0.5)
     y, block = model.embed(ids), model.layers[0]
     size = (block(y, model.initial_state(len(ids))[0])[0] - y).norm() / y.norm()
-    for block in model.layers:
-        block.mixer.C_proj.weight *= share / size
-        block.mixer.C_proj.bias *= share / size
+    for mixer in mixers:
+        mixer.C_proj.weight *= share / size
+        mixer.C_proj.bias *= share / size
     return model
 
 
@@ -46,13 +48,13 @@ def mean_cosine(structure: str, n_layer: int, share: float, seqlen: int = 24, se
     for seed in range(seeds):
         draw = torch.Generator().manual_seed(seed)
         ids, labels = (torch.randint(VOCAB, (1, seqlen), generator=draw) for _ in range(2))
-        model, flat = model_with_share(structure, n_layer, share, ids, seed), []
+        model = model_with_share(structure, n_layer, share, ids, seed)
+        mixers = [p for name, p in model.named_parameters() if ".mixer." in name]
+        flat = []
         for method in (LayerLocal(), Backprop()):
-            model.zero_grad()
-            model(ids, labels=labels, method=method).loss.backward()
-            named = model.named_parameters()
-            flat.append(torch.cat([p.grad.flatten() for name, p in named if ".mixer." in name]))
-        cosines.append(float(F.cosine_similarity(*flat, dim=0)))
+            loss = model(ids, labels=labels, method=method).loss
+            flat.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, mixers)]))
+        cosines.append(float(F.cosine_similarity(flat[0], flat[1], dim=0)))
     return sum(cosines) / seeds
 
 

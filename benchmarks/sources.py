@@ -69,6 +69,7 @@ def stored_by_the_paper(method: str) -> int:
     """Bytes per token that the paper's method stores of the 1.27B model and batch: FP16 numbers, of each
     layer {A, C, h, y}, which are 3N + P for a diagonal A and 2N + P in its formula, and dl/dy_K once."""
     config = load_config(["--config", f"configs/{MODELS[-1]}.yaml"]).model
+    assert config.d_state is not None
     states, width = config.d_inner * config.d_state, config.d_model
     each = (2 if method == PRINTED else 3) * states + width
     return 2 * BATCH * (config.n_layer * each + width)
