@@ -133,8 +133,8 @@ def _by_documents(
     starts: Sequence[Sequence[int]],
     visible: Sequence[int] | None,
 ) -> Tensor:
-    """Attention within each document; others than the first begin at `starts[row]`. A row's first document continues from the past, of which the last
-    `visible[row]` tokens are its own; None: all."""
+    """Attention within each document; others than the first begin at `starts[row]`. A row's first document
+    continues from the past, of which the last `visible[row]` tokens are its own; None: all."""
     past, rows = keys.shape[2] - q.shape[2], []
     for row, begins in enumerate(starts):
         out = []

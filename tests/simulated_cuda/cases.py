@@ -1,0 +1,236 @@
+"""Steps on the simulated GPU: ``python -m tests.simulated_cuda.cases FOLDER GROUP…`` prints, as JSON, what
+each case of the groups did. FOLDER is for the compiled guard."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    from tests.simulated_cuda import world
+
+    world.load_guard(Path(sys.argv[1]))
+    world.keep_kernels()
+
+import torch
+
+import adjoint
+from tests.simulated_cuda.world import Record, simulated, to_cuda
+
+CHUNK = 512
+CORE = "mamba, exact", "mamba, memory", "hybrid, offloaded edges", "hybrid, documents"  # in every test run
+Make = Callable[[int], Any]  # a model of so many layers
+Case = tuple[Make, Any, dict[str, Any]]  # and the method, and what `step` is given
+
+
+def stack(mixer: Any, **sizes: Any) -> Make:
+    """Stacks of so many layers, of a list of mixers as many."""
+
+    def make(layers: int) -> Any:
+        kinds = mixer if isinstance(mixer, str) else [mixer[k % len(mixer)] for k in range(layers)]
+        given = {"vocab_size": 512, "d_model": 128, "d_state": 64 if "mamba2" in mixer else 16} | sizes
+        return adjoint.Stack(adjoint.StackConfig(mixer=kinds, n_layer=layers, **given), seed=0)
+
+    return make
+
+
+def pretrained(name: str) -> Make:
+    """Small models of transformers."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
+    deltas = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32}
+
+    def make(layers: int) -> Any:
+        import transformers
+
+        own: dict[str, Any] = {
+            "Mamba": {"state_size": 16},
+            "Mamba2": {"num_heads": 4, "head_dim": 64, "state_size": 64, "n_groups": 1, "chunk_size": 128},
+            "Llama": heads,
+            "Bamba": heads
+            | {"attn_layer_indices": [layers - 1], "mamba_n_heads": 4, "mamba_d_head": 64}
+            | {"mamba_d_state": 64, "mamba_n_groups": 1, "mamba_chunk_size": 128},
+            "Qwen3Next": heads
+            | deltas
+            | {"linear_value_head_dim": 32, "head_dim": 32, "num_experts": 0, "decoder_sparse_step": 1}
+            | {"layer_types": ["linear_attention"] * (layers - 1) + ["full_attention"]}
+            | {"mlp_only_layers": list(range(layers))},
+        }[name]
+        config = getattr(transformers, f"{name}Config")
+        config = config(vocab_size=512, hidden_size=128, num_hidden_layers=layers, **own)
+        return getattr(transformers, f"{name}ForCausalLM")(config).train()
+
+    return make
+
+
+EXACT = adjoint.Exact(CHUNK)
+METHODS: dict[str, Any] = {
+    "exact": EXACT,
+    "inputs": adjoint.Exact(CHUNK, keep="inputs"),
+    "offloaded edges": adjoint.Exact(CHUNK, offload=True),
+    "offloaded inputs": adjoint.Exact(CHUNK, keep="offload"),
+    "selective": adjoint.Exact(CHUNK, recompute="selective"),
+    "full": adjoint.Exact(CHUNK, recompute="full"),
+    "memory": adjoint.Exact(CHUNK, memory="2GB"),
+    "auto": adjoint.Exact(CHUNK, memory="auto"),
+    "truncated": adjoint.Truncated(300, CHUNK),
+    "unbiased": adjoint.Truncated(2048, CHUNK, unbiased=True),
+    "layer-local": adjoint.LayerLocal(chunk_size=CHUNK),
+    "layer-local, windowed": adjoint.LayerLocal(300, CHUNK),
+    "backprop": adjoint.Backprop(),
+    "checkpoints": adjoint.Backprop(checkpoint=True),
+}
+HYBRID = ["mamba2", "attention"]
+MIXERS: dict[str, Any] = {
+    **{
+        m: m
+        for m in ("mamba", "mamba2", "mamba3", "gated_deltanet", "attention", "diagonal", "scalar", "dense")
+    },
+    "hybrid": HYBRID,
+}
+SCANS = ("mamba", "mamba2", "mamba3", "diagonal", "scalar")
+WRAPPED = ("Mamba", "Mamba2", "Llama", "Bamba", "Qwen3Next")
+
+
+def groups() -> dict[str, dict[str, Case]]:
+    """All cases, by group and name."""
+    quick = {f"mamba, {name}": (stack("mamba"), method, {}) for name, method in METHODS.items()}
+    quick |= {f"{name}, exact": (stack(mixer), EXACT, {}) for name, mixer in MIXERS.items()}
+    for name in ("offloaded edges", "offloaded inputs", "memory"):
+        quick[f"hybrid, {name}"] = stack(HYBRID), METHODS[name], {}
+    for name, mixer in (("mamba", "mamba"), ("hybrid", HYBRID)):
+        quick[f"{name}, documents"] = stack(mixer), EXACT, {"documents": True}
+    slow = {
+        f"{name}, {how}, {precision}, {'documents' if documents else 'one'}": (
+            stack(mixer),
+            method,
+            {"precision": precision, "documents": documents},
+        )
+        for name, mixer in MIXERS.items()
+        for how, method in METHODS.items()
+        for precision in ("bfloat16", "float32")
+        for documents in (False, True)
+        if not documents or how in ("exact", "truncated", "offloaded edges")
+        if name in SCANS or not _windowed(method)
+    }
+    # more elements than 32 bits count, in one call
+    long = {f"{m}, long": (stack(m, d_model=1024), METHODS["backprop"], {}) for m in SCANS}
+    return {
+        "core": {name: quick.pop(name) for name in CORE},
+        "quick": quick,
+        "long": long,
+        "slow": slow,
+        "wrapped": {f"{name}, exact": (pretrained(name), EXACT, {}) for name in WRAPPED},
+        "layers": {f"{name}, a layer": (stack(name), EXACT, {}) for name in ("mamba", "mamba2", "attention")},
+        "wrapped layers": {
+            f"{name}, a layer": (pretrained(name), EXACT, {}) for name in ("Mamba", "Mamba2", "Llama")
+        },
+    }
+
+
+def _windowed(method: Any) -> bool:
+    return getattr(method, "window", None) is not None
+
+
+def step(
+    make: Make,
+    method: Any,
+    layers: int = 2,
+    chunks: int = 4,
+    chunk: int = CHUNK,
+    precision: str = "bfloat16",
+    documents: bool = False,
+) -> dict[str, Any]:
+    """Forward and backward of a model with so many layers on so many chunks of `chunk` tokens:
+    `Record.counts`, and the devices of the gradients."""
+    record, tokens = Record(), chunks * chunk
+    with simulated(record):
+        model = to_cuda(make(layers))
+        ids = torch.empty(1, tokens, dtype=torch.int64, device="cuda:0")
+        given: dict[str, Any] = {}
+        if isinstance(model, adjoint.Stack):
+            given["method"] = method
+            if documents:
+                given["seq_idx"] = torch.empty_like(ids)
+        else:
+            model = adjoint.wrap(model, method)
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=precision == "bfloat16"):
+            loss = model(input_ids=ids, labels=ids, **given).loss
+        loss.backward()
+        devices = {"none" if p.grad is None else p.grad.device.type for p in model.parameters()}
+    return record.counts() | {"gradients": sorted(devices)}
+
+
+def few_and_more(case: Case) -> dict[str, Any]:
+    """A step of four chunks, and what one of five does more."""
+    make, method, options = case
+    few, more = (step(make, method, chunks=chunks, **options) for chunks in (4, 5))
+    waits = {place: n - few["waits"].get(place, 0) for place, n in more["waits"].items()}
+    return few | {"a chunk": {place: n for place, n in waits.items() if n}}
+
+
+def long_step(case: Case) -> dict[str, Any]:
+    """A step on a chunk of a million tokens."""
+    make, method, options = case
+    return step(make, method, 1, 1, 1 << 20, **options) | {"a chunk": {}}
+
+
+def per_layer(case: Case) -> dict[str, Any]:
+    """Operators and launches that a layer adds to a chunk: the second difference."""
+    make, method, options = case
+    found = {(n, c): step(make, method, n, c, **options) for n in (2, 3) for c in (4, 5)}
+
+    def second(of: Callable[[dict[str, Any]], float]) -> float:
+        return of(found[3, 5]) - of(found[2, 5]) - of(found[3, 4]) + of(found[2, 4])
+
+    kinds = ("by operator", "by kernel")
+    return {what: second(lambda one, what=what: one[what]) for what in ("operators", "launches")} | {
+        kind: {
+            name: n
+            for name in found[3, 5][kind]
+            if (n := second(lambda one, name=name, kind=kind: one[kind].get(name, 0)))
+        }
+        for kind in kinds
+    }
+
+
+def patched() -> None:
+    """What reads the documents' starts gets some; without values nothing differs."""
+    from adjoint.hf import first_use, head
+    from adjoint.kernels import checks
+
+    first_use.difference = lambda *arguments, **options: None
+    head.multiple = lambda *tensors: 1.0  # of a head's product, what the model gives
+
+    def starts_in(seq_idx: Any) -> list[list[int]]:
+        seq_idx.sum().item()  # a wait, which is noted
+        return [[0, *range(300, seq_idx.shape[1], 700)] for _ in range(seq_idx.shape[0])]
+
+    checks.starts_in = starts_in
+
+
+def main(names: Sequence[str]) -> None:
+    """Prints the groups' cases."""
+    torch.set_num_threads(1)
+    patched()
+    ways = {"layers": per_layer, "wrapped layers": per_layer, "long": long_step}
+    found: dict[str, Any] = {}
+    for name in names:
+        for case, given in groups()[name].items():
+            began = time.perf_counter()
+            try:
+                found[case] = ways.get(name, few_and_more)(given)
+            except Exception as error:
+                found[case] = {"error": "".join(traceback.format_exception(error)[-25:])}
+            print(case, f"{time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # the thread of the simulated device's backward does not end by itself
+
+
+if __name__ == "__main__":
+    main(sys.argv[2:])

@@ -1,0 +1,89 @@
+"""Training steps on a GPU that is simulated (`world`): devices, waits of the host, launches, grids."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.simulated_cuda import cases, world
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ for the device guard's stand-in"),
+    pytest.mark.skipif(sys.platform != "linux", reason="loads PyTorch's libraries as Linux does"),
+    pytest.mark.xdist_group("simulated cuda"),  # one process runs them all
+]
+ROOT = Path(__file__).resolve().parents[2]
+QUICK, SLOW = ("core",), ("quick", "long", "layers", "slow", "wrapped", "wrapped layers")
+# Operators and our kernels' launches that a layer adds to a chunk of `Exact`: forward, again, and backward.
+HELD = {
+    "mamba, a layer": (84, 16),
+    "mamba2, a layer": (43, 29),
+    "attention, a layer": (112, 3),
+    "Mamba, a layer": (101, 16),
+    "Mamba2, a layer": (112, 26),
+    "Llama, a layer": (158, 6),
+}
+
+
+@functools.cache
+def found(groups: tuple[str, ...]) -> dict[str, Any]:
+    """What the groups' cases did, in a process of their own: the guard's stand-in stays with a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.simulated_cuda.cases", folder, *groups]
+        ran = subprocess.run(
+            command, capture_output=True, text=True, env=world.environment(ROOT), cwd=ROOT, timeout=3000
+        )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def of(*names: str) -> list[Any]:
+    """The cases of groups, those of the slow ones marked so."""
+    made = cases.groups()
+    return [
+        pytest.param(group, case, marks=[pytest.mark.slow] if group in SLOW else [])
+        for group in names
+        for case in made[group]
+    ]
+
+
+def result(group: str, case: str) -> dict[str, Any]:
+    one = found(SLOW if group in SLOW else QUICK)[case]
+    assert "error" not in one, one["error"]
+    return one
+
+
+@pytest.mark.parametrize("group, case", of("core", "quick", "long", "slow", "wrapped"))
+def test_a_step_stays_on_the_device(group: str, case: str) -> None:
+    """No operation or launch mixes devices or has a grid too large; no chunk makes the host wait; all
+    gradients are the device's. Only what is offloaded crosses."""
+    one = result(group, case)
+    assert one["mixed"] == one["wrong"] == [] and one["gradients"] == ["cuda"]
+    assert one["a chunk"] == {}
+    assert one["launches"] > 0
+    if "offloaded" in case:
+        assert one["to_host"] > 0 < one["to_device"]
+    else:
+        assert one["to_host"] + one["to_device"] < 1 << 14
+
+
+@pytest.mark.parametrize("group, case", of("layers", "wrapped layers"))
+def test_launches_of_a_layer_and_chunk(group: str, case: str) -> None:
+    one = result(group, case)
+    assert (one["operators"], one["launches"]) == HELD[case], one
+
+
+def test_offloaded_keys_and_values_come_over_by_chunks() -> None:
+    """Once for each forward of a later chunk; not again as a final state."""
+    few = result("core", "hybrid, offloaded edges")
+    keys = 2 * 4 * 512 * 128 * 2  # keys and values in bfloat16, of four chunks
+    assert few["to_device"] < 40 * keys

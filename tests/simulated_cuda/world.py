@@ -1,0 +1,340 @@
+"""A GPU simulated on a CPU build of PyTorch, in a process of its own: tensors without values that say they
+are on CUDA, a stand-in for the device's guard, and our launch code up to Triton, where a launch is noted instead.
+
+It sees tensors of two devices in one operation, waits of the host for the device, copies between them,
+launches and their grids. It does not see values, races of streams, or graphs."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+LIMITS = (1 << 31) - 1, 65535, 65535  # of a grid's three dimensions
+SMALL = 1 << 31  # elements that 32-bit offsets reach
+# Operators that make views or allocate, and launch nothing.
+WITHOUT_LAUNCH = {
+    *("view", "_unsafe_view", "transpose", "t", "expand", "slice", "select", "unsqueeze", "squeeze", "split"),
+    *(
+        "split_with_sizes",
+        "permute",
+        "detach",
+        "alias",
+        "as_strided",
+        "narrow",
+        "unbind",
+        "unfold",
+        "diagonal",
+    ),
+    *(
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "_reshape_alias",
+        "lift_fresh",
+    ),
+    *("is_same_size", "sym_size", "set_", "resize_", "record_stream", "device", "is_pinned"),
+}
+READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "_unique2"}
+
+
+def load_guard(folder: Path) -> None:
+    """Compiles the guard's stand-in and loads it, before PyTorch is imported."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.submodule_search_locations, "torch is not installed"
+    assert "torch" not in sys.modules
+    torch_folder, library = Path(spec.submodule_search_locations[0]), folder / "guard.so"
+    source = Path(__file__).with_name("guard.cpp")
+    include = torch_folder / "include"
+    flags = ["-shared", "-fPIC", "-std=c++20", "-O0", "-w", f"-I{include}"]
+    subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
+    for file in (*sorted((torch_folder / "lib").glob("libgomp*")), *_libraries(torch_folder), library):
+        ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
+
+
+def _libraries(torch_folder: Path) -> list[Path]:
+    return [torch_folder / "lib" / name for name in ("libc10.so", "libtorch_cpu.so")]
+
+
+def keep_kernels() -> None:
+    """From here on our operators run their launch code where tensors have no values, too; before adjoint is
+    imported."""
+    import torch
+
+    kernels: dict[str, Callable[..., Any]] = {}
+    impl, register = torch.library.Library.impl, torch.library.register_fake
+
+    def noting(self: Any, name: Any, kernel: Any, *rest: Any, **more: Any) -> Any:
+        if self.ns == "adjoint" and "CompositeExplicitAutograd" in rest and name != "past_attention":
+            kernels[f"adjoint::{name}"] = kernel
+        return impl(self, name, kernel, *rest, **more)
+
+    def registering(name: Any, *rest: Any, **more: Any) -> Any:
+        if isinstance(name, str) and name in kernels:
+            rest = (_recorded(kernels[name]), *rest[1:])
+        return register(name, *rest, **more)
+
+    torch.library.Library.impl = noting  # type: ignore[method-assign]
+    torch.library.register_fake = registering
+
+
+def _recorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel whose operators are noted, too: the mode above has seen its own operator alone."""
+
+    def run(*arguments: Any) -> Any:
+        with Recorder.current or contextlib.nullcontext():
+            return kernel(*arguments)
+
+    return run
+
+
+@dataclasses.dataclass
+class Record:
+    """What was seen: counts of operators and of Triton's kernels by name; the rest by where it was."""
+
+    operators: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    launches: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    waits: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    to_host: int = 0
+    to_device: int = 0
+    mixed: list[str] = dataclasses.field(default_factory=list)
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    launch: Callable[..., None] | None = None
+
+    def counts(self) -> dict[str, Any]:
+        return {
+            "operators": sum(self.operators.values()),
+            "launches": sum(self.launches.values()),
+            "waits": dict(self.waits),
+            "to_host": self.to_host,
+            "to_device": self.to_device,
+            "mixed": self.mixed[:5],
+            "wrong": self.wrong[:5],
+            "by operator": dict(self.operators),
+            "by kernel": dict(self.launches),
+        }
+
+
+def where(depth: int = 3) -> str:
+    """The last places of adjoint's code on the stack."""
+    found = [f for f in traceback.extract_stack() if "/adjoint/" in f.filename or "modeling_" in f.filename]
+    return " < ".join(f"{f.filename.rsplit('/', 2)[-1]}:{f.name}" for f in reversed(found[-depth:]))
+
+
+def recorder(record: Record) -> Any:
+    """A mode that notes what operators do into `record`."""
+    return Recorder.of(record)
+
+
+class Recorder:
+    """Makes the mode once PyTorch is there; `current` is the one that is on."""
+
+    current: Any = None
+
+    @staticmethod
+    def of(record: Record) -> Any:
+        import torch
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Mode(TorchDispatchMode):
+            @classmethod
+            def _should_skip_dynamo(cls) -> bool:
+                return False
+
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func.namespace == "aten" and func._can_decompose():
+                    with self:  # made of other operators: those count
+                        parts = func.decompose(*args, **(kwargs or {}))
+                    if parts is not NotImplemented:
+                        return parts
+                given = _tensors((args, kwargs))
+                name = func._schema.name.split("::")[1]
+                on = {t.device.type for t in given}
+                if name in READS and "cuda" in on:
+                    record.waits[f"{name}: {where()}"] += 1
+                if name == "_local_scalar_dense":
+                    return _answer(given[0])
+                if name == "nonzero":
+                    return torch.empty((1, given[0].dim()), dtype=torch.int64)
+                if name == "equal":
+                    return True
+                copies = name in ("copy_", "_to_copy", "_foreach_copy_")
+                if len(on) > 1 and not copies and any(t.dim() for t in given if t.device.type == "cpu"):
+                    record.mixed.append(f"{func}: {where()}")
+                out = func(*args, **(kwargs or {}))
+                made = _tensors(out)
+                if copies and given and made:
+                    self._copied(name, given, made, args, kwargs or {})
+                launches = name not in WITHOUT_LAUNCH and func.namespace != "adjoint"
+                if launches and any(t.device.type == "cuda" for t in (*given, *made)):
+                    record.operators[name] += 1
+                return out
+
+            def _copied(self, name: str, given: Any, made: Any, args: Any, kwargs: Any) -> None:
+                source, target = (given[0], made[0]) if name == "_to_copy" else (given[-1], given[0])
+                if source.device.type == target.device.type:
+                    return
+                size = source.numel() * source.element_size()
+                if target.device.type == "cuda":
+                    record.to_device += size
+                else:
+                    record.to_host += size
+                waits = not (kwargs.get("non_blocking") or (name != "_to_copy" and args[2:3] == (True,)))
+                if waits and size > 8:  # a number on the host is passed along with the launch
+                    record.waits[f"{name}: {where()}"] += 1
+
+        mode = Mode()
+        Recorder.current = mode
+        return mode
+
+
+def _answer(tensor: Any) -> Any:
+    """What the host reads where a tensor has no values: places, of the CPU, are 0, counts are not."""
+    import torch
+
+    if tensor.dtype == torch.bool:
+        return True
+    return 7.0 if tensor.is_floating_point() else 7 if tensor.is_cuda else 0
+
+
+def _tensors(tree: Any) -> list[Any]:
+    import torch
+
+    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def simulated(record: Record, gigabytes: float = 40.0) -> Iterator[None]:
+    """Tensors without values, on a GPU of so much memory where asked for; notes into `record`."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from triton.runtime.jit import JITFunction
+
+    from adjoint.kernels import trial
+    from adjoint.kernels.triton import common
+    from adjoint.kernels.triton.ssd_scan import launch as ssd_launch
+
+    total = int(gigabytes * 1e9)
+    properties = types.SimpleNamespace(
+        total_memory=total, multi_processor_count=132, name="NVIDIA H100", major=9, minor=0
+    )
+    fork = torch.random.fork_rng
+    put: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "get_device_properties", lambda device=None: properties),
+        (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        (torch.cuda, "get_device_name", lambda device=None: properties.name),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "is_initialized", lambda: False),
+        (torch.cuda, "mem_get_info", lambda device=None: (int(0.9 * total), total)),
+        (torch.cuda, "memory_reserved", lambda device=None: 0),
+        (torch.cuda, "memory_allocated", lambda device=None: 0),
+        (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+        (torch.random, "fork_rng", lambda devices=(), **more: fork(devices=[], **more)),
+        (FakeTensorMode, "avoid_device_init", property(lambda self: True)),
+        (common, "on_device", lambda x: contextlib.nullcontext()),
+        (common, "_multiprocessors", lambda device: properties.multi_processor_count),
+        (ssd_launch, "_stages", lambda kernel, grid, args, constants: constants["num_stages"]),
+        (trial, "passes", lambda *arguments: True),
+        (JITFunction, "run", lambda kernel, *args, **how: _launched(record, kernel, args, how)),
+        *_attention(),
+    ]
+    with contextlib.ExitStack() as stack:
+        for target, name, value in put:
+            stack.enter_context(mock.patch.object(target, name, value, create=True))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(recorder(record))
+        yield
+    Recorder.current = None
+
+
+def _launched(record: Record, kernel: Any, args: Any, how: dict[str, Any]) -> None:
+    """Notes a launch of one of our kernels, and what is wrong with it."""
+    name, grid = kernel.__name__, how["grid"]
+    sizes = tuple(grid(how) if callable(grid) else grid)
+    tensors = _tensors((args, how))
+    record.launches[name] += 1
+    if any(t.device.type != "cuda" for t in tensors):
+        record.wrong.append(f"{name} gets a tensor of the CPU: {where()}")
+    if not all(0 < size <= limit for size, limit in zip(sizes, LIMITS, strict=False)):
+        record.wrong.append(f"{name} has the grid {sizes}: {where()}")
+    if any(t.numel() >= SMALL for t in tensors) and "int64" not in inspect.getsource(kernel.fn):
+        record.wrong.append(f"{name} reaches over {SMALL} elements with 32-bit offsets: {where()}")
+
+
+def _attention() -> list[tuple[Any, str, Any]]:
+    """The fused kernels that CUDA's `scaled_dot_product_attention` picks with a causal bias at the lower
+    right: without a GPU PyTorch picks others, for which the bias is made whole."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import bias
+
+    attend = F.scaled_dot_product_attention
+
+    class LowerRight:
+        pass
+
+    def fused(
+        q: Any,
+        k: Any,
+        v: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **more: Any,
+    ) -> Any:
+        causal = is_causal or isinstance(attn_mask, LowerRight)
+        if q.device.type != "cuda" or (attn_mask is not None and not isinstance(attn_mask, LowerRight)):
+            return attend(q, k, v, attn_mask, dropout_p, is_causal, **more)
+        if more.get("enable_gqa"):
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        scale = more.get("scale")
+        if q.dtype in (torch.bfloat16, torch.float16):
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(q, k, v, 0.0, causal, scale=scale)[0]
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(q, k, v, None, torch.is_grad_enabled(), 0.0, causal, scale=scale)[0]
+
+    return [
+        (bias, "causal_lower_right", lambda *sizes: LowerRight()),
+        (F, "scaled_dot_product_attention", fused),
+    ]
+
+
+def to_cuda(module: Any) -> Any:
+    """The module, its parameters and buffers on the simulated GPU; shared ones stay shared."""
+    import torch
+
+    made: dict[int, tuple[Any, Any]] = {}  # with what it stands for, whose number nobody else then gets
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, old in held.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new: Any = torch.empty(old.shape, dtype=old.dtype, device="cuda:0")
+                    if isinstance(old, torch.nn.Parameter):
+                        new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+                    made[id(old)] = old, new
+                held[name] = made[id(old)][1]
+    return module
+
+
+def environment(root: Path) -> dict[str, str]:
+    """Of the process: one thread, and this checkout."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "TRITON_INTERPRET": "0"}
