@@ -1,5 +1,6 @@
 """A GPU simulated on a CPU build of PyTorch, in a process of its own: tensors without values that say they
-are on CUDA, a stand-in for the device's guard, and our launch code up to Triton, where a launch is noted instead.
+are on CUDA, a stand-in for the device's guard, and our launch code up to Triton, where a launch is noted
+instead.
 
 It sees tensors of two devices in one operation, waits of the host for the device, copies between them,
 launches and their grids. It does not see values, races of streams, or graphs."""
