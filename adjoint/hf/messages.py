@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
-import os
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,15 +14,12 @@ from torch import nn
 
 from adjoint.engine.first_use import TOKENS
 from adjoint.engine.grid import Scheme
-from adjoint.errors import UserError
+from adjoint.errors import LOGGER, is_heard
 from adjoint.hf import replacements
 from adjoint.hf.layers import backbone_of, class_of, layers_of
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
 
-LOGGER = logging.getLogger("adjoint")
-VERBOSITY = "ADJOINT_VERBOSITY"
-LEVELS = ("debug", "info", "warning", "error", "critical")
 # The comparison on first use runs transformers' own functions on a few tokens, which then warn that they are
 # slow; what runs in training are ours.
 _THEIRS = "transformers.integrations.hub_kernels"
@@ -64,7 +59,7 @@ def announce(model: Any, method: Any, scheme: Scheme, difference: float | None) 
     Raises:
         UserError: ADJOINT_VERBOSITY is no level.
     """
-    if _is_heard() and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+    if is_heard() and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
         layers = len(layers_of(backbone_of(model)))
         found = "" if difference is None else f": relative difference {difference:.1e}"
         LOGGER.info(
@@ -81,28 +76,3 @@ def _kernels(model: nn.Module) -> str:
     registries = [id(names) for names, _ in replacements.REGISTRIES]
     names = {n for names, ours in replacements.places(model) if id(names) not in registries for n in ours}
     return f"kernels: backend {backend}, in place of {', '.join(sorted(names)) or 'attention to the past'}"
-
-
-def _is_heard() -> bool:
-    """Whether INFO is heard. Where the user has set nothing up, it goes to stderr, as transformers' does."""
-    if LOGGER.level == logging.NOTSET:
-        wanted = os.environ.get(VERBOSITY, "info").lower()
-        if wanted not in LEVELS:
-            raise UserError(f"{VERBOSITY}: expected one of {', '.join(LEVELS)}; got {wanted!r}")
-        LOGGER.setLevel(wanted.upper())
-    if not LOGGER.hasHandlers():
-        handler = _Stderr()
-        handler.setFormatter(logging.Formatter("[adjoint] %(message)s"))
-        LOGGER.addHandler(handler)
-    return LOGGER.isEnabledFor(logging.INFO)
-
-
-class _Stderr(logging.StreamHandler):
-    """Writes to what sys.stderr is at the time."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr

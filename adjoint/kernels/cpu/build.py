@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import platform
 import shutil
@@ -21,9 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from adjoint.errors import LOGGER, is_heard
 from adjoint.files import cache_folder
-
-logger = logging.getLogger("adjoint")
 
 SOURCES = ("scan.cpp", "conv.cpp", "delta.cpp", "linear.cpp", "dense.cpp", "norm.cpp")
 HEADERS = ("lanes.h", "linear.h")
@@ -159,7 +157,8 @@ def _has_openmp(cxx: str, folder: Path) -> bool:
 
 
 def _compile(cxx: str, flags: Sequence[str], target: Path) -> None:
-    logger.info("compiling the CPU kernels, once for this processor: half a minute or less")
+    if is_heard():
+        LOGGER.info("compiling the CPU kernels, once for this processor: half a minute or less")
     here = Path(__file__).parent
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / "kernels.so"
