@@ -23,7 +23,7 @@ from adjoint.batch import Batch, labelled
 from adjoint.checkpoint import Tensors
 from adjoint.cluster.helpers import Helper, share
 from adjoint.cluster.spec import ShardSpec
-from adjoint.cluster.transport import DistributedTransport, sum_gradients
+from adjoint.cluster.transport import DistributedTransport
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Grid, Scheme
@@ -31,6 +31,7 @@ from adjoint.engine.program import Plan, Recv, Send
 from adjoint.engine.rehearsal import kinds_of, rehearse
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import costs_of
+from adjoint.engine.transport import sum_gradients
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
 from adjoint.memory import peak_memory_bytes

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adjoint.cluster.transport import DistributedTransport, sum_gradients
+from adjoint.cluster.transport import DistributedTransport
+from adjoint.engine.transport import sum_gradients
 from adjoint.errors import UserError
 from adjoint.layers.init import drawn_from
 from adjoint.train.config import Config

@@ -14,14 +14,14 @@ from torch import nn
 
 from adjoint import Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.checkpoint import verify_checkpoint
-from adjoint.cluster import transport as transport_module
 from adjoint.cluster.shard import Shard
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.training import StackInShards
-from adjoint.cluster.transport import sum_gradients
+from adjoint.engine import transport as transport_module
 from adjoint.engine.grid import Tile
 from adjoint.engine.program import Owners, Send
 from adjoint.engine.run import Worker
+from adjoint.engine.transport import sum_gradients
 from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.train import machine
 from adjoint.train.checkpoint import load_checkpoint, save_checkpoint

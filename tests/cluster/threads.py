@@ -18,10 +18,10 @@ from adjoint.cluster import training as sharded
 from adjoint.cluster.helpers import HelperShard, Task, as_tensors
 from adjoint.cluster.shard import Microbatch, Shard, total_norm
 from adjoint.cluster.spec import ShardSpec
-from adjoint.cluster.transport import Channel
 from adjoint.engine.grid import Tile
 from adjoint.engine.program import CAPACITY
 from adjoint.engine.run import Pending
+from adjoint.engine.transport import Channel
 from adjoint.train.config import TrainingConfig, load_config
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import learning_rate, make_optimizer

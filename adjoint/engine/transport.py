@@ -1,0 +1,201 @@
+"""Messages between workers, and sums over them: tensors, never pickled.
+
+The messages of a channel, a sender and a receiver, arrive in the order they were sent; at most `buffers` of
+them are under way at a time, so that one can be filled while another travels."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.engine.program import CAPACITY
+from adjoint.engine.run import Pending
+
+Channel = tuple[int, int]  # sender, receiver
+BUCKET = 1 << 20  # elements: small gradients travel together
+
+
+class Messages:
+    """Point-to-point messages and collectives of `torch.distributed`: gloo wherever an end is a CPU or a MIG
+    slice, NCCL between whole GPUs.
+
+    gloo carries CPU tensors: those of a GPU are staged through pinned host memory. NCCL runs the messages of
+    a pair one after the other, so that a receive posted early would block the sends behind it: messages to
+    higher ranks have one group, those to lower ranks another. Its communicators are made by the first message
+    of a pair, for which both ends wait: hence `connect`, since receives are posted long before they are sent
+    to.
+
+    Besides messages there are two collectives. All of `ranks`, ascending, must call them, in the same order,
+    with tensors of the same shape and dtype.
+
+    Attributes:
+        first: the rank of the first worker: programs number workers from 0.
+        buffers: messages of a channel that may be under way.
+        on_device: see `run.Transport`.
+
+    Args:
+        rank: of this process among all.
+        nccl: whether messages go by NCCL. up, down: the groups of messages to higher and to lower ranks.
+        among: the groups of collectives, by their ranks.
+        reduces_on_gpu: whether collectives go by NCCL; None: as messages.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        nccl: bool,
+        up: Any,
+        down: Any,
+        among: Mapping[tuple[int, ...], Any],
+        reduces_on_gpu: bool | None = None,
+    ) -> None:
+        import torch.distributed as dist
+
+        self.dist, self.nccl, self.rank, self.first = dist, nccl, rank, 0
+        self.on_device, self.buffers = nccl, CAPACITY
+        self.up, self.down, self.among = up, down, among
+        self.reduces_on_gpu = nccl if reduces_on_gpu is None else reduces_on_gpu
+        self.under_way: dict[int, collections.deque[tuple[Any, Tensor]]] = collections.defaultdict(
+            collections.deque
+        )
+        self.connected: set[Channel] = set()
+
+    def _rank_of(self, worker: int) -> int:
+        """A worker's rank among all processes."""
+        return self.first + worker
+
+    def _group(self, sender: int, receiver: int) -> Any:
+        return self.up if sender < receiver else self.down
+
+    def connect(self, channels: Sequence[Channel], buffers: int) -> None:
+        """Gets ready for a program, whose channels are given in one order to all workers of the replica."""
+        self.buffers = buffers
+        # The first channel that is not connected has both its ends waiting.
+        for a, b in channels if self.nccl else ():
+            sender, receiver = self._rank_of(a), self._rank_of(b)
+            if self.rank in (sender, receiver) and (sender, receiver) not in self.connected:
+                self.connected.add((sender, receiver))
+                note, group = torch.zeros(1, device="cuda"), self._group(sender, receiver)
+                if self.rank == sender:
+                    self.dist.send(note, receiver, group)
+                else:
+                    self.dist.recv(note, sender, group)
+
+    def post(self, source: int, out: Tensor) -> Pending:
+        """Gets ready to receive into `out`."""
+        source = self._rank_of(source)
+        staged = out.is_cuda != self.nccl  # a GPU's over gloo; over NCCL an edge in host memory
+        room = _room(out, self.nccl) if staged else out
+        work = self.dist.irecv(room, source, self._group(source, self.rank))
+
+        def wait() -> Tensor:
+            if work is not None:
+                work.wait()
+            return out.copy_(room, non_blocking=True) if staged else out
+
+        return wait
+
+    def send(self, to: int, tensor: Tensor) -> None:
+        """Starts sending; waits while the channel is full. The tensor stays as it is until `flush`."""
+        to = self._rank_of(to)
+        if tensor.is_cuda != self.nccl:
+            tensor = _room(tensor, self.nccl).copy_(tensor, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+        under_way = self.under_way[to]
+        # what has left is let go: a message may be a whole chunk
+        while under_way and (len(under_way) >= self.buffers or under_way[0][0].is_completed()):
+            under_way.popleft()[0].wait()
+        work = self.dist.isend(tensor, to, self._group(self.rank, to))
+        under_way.append((work, tensor))  # the tensor must live until it has left
+
+    def flush(self) -> None:
+        """Waits until everything sent has left."""
+        for under_way in self.under_way.values():
+            while under_way:
+                under_way.popleft()[0].wait()
+
+    def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
+        """The sum over `ranks` of a contiguous tensor, in place: the same bits on each and in every run."""
+        if len(ranks) == 1:
+            return tensor
+        # Either backend reduces each element in one place and hands the result on: no two ranks can differ.
+        own = tensor.detach()
+        host = self._staged(own)
+        self.dist.all_reduce(host, group=self.among[tuple(ranks)])
+        if host is not own:
+            own.copy_(host)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """Copies of the tensors of all of `ranks`, in their order."""
+        if len(ranks) == 1:
+            return [tensor.clone()]
+        host = self._staged(tensor.detach())
+        found = [torch.empty_like(host) for _ in ranks]
+        self.dist.all_gather(found, host, group=self.among[tuple(ranks)])
+        return [part.to(tensor.device) for part in found]
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        """The tensor where the backend of collectives can read it."""
+        nccl = self.reduces_on_gpu
+        return tensor if tensor.is_cuda == nccl else _room(tensor, nccl).copy_(tensor)
+
+
+def _room(like: Tensor, nccl: bool) -> Tensor:
+    """Room where the backend can write it."""
+    where: dict[str, Any] = {"device": "cuda"} if nccl else {"pin_memory": True}
+    return torch.empty(like.shape, dtype=like.dtype, **where)
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Sequence[Tensor], transport: Messages, ranks: Sequence[int]) -> None:
+    """Sums gradients over `ranks` in place, once per optimizer step: with chunks, a gradient is complete only
+    when the backward has come to the first of them, and there is nothing to overlap the sum with. A parameter
+    that has a gradient on no rank is left without, as in one process.
+
+    Args:
+        parameters: the same on every rank, in the same order.
+    """
+    found = summed([p.grad for p in parameters], lambda i: torch.zeros_like(parameters[i]), transport, ranks)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        parameter.grad = gradient
+
+
+@torch.no_grad()
+def summed(
+    terms: Sequence[Tensor | None],
+    zeros: Callable[[int], Tensor],
+    transport: Messages,
+    ranks: Sequence[int],
+) -> list[Tensor | None]:
+    """Sums over `ranks` of several tensors, in place; None for those that no rank has.
+
+    Args:
+        terms: as many on every rank, in the same order; None for what this rank has not.
+        zeros: makes what this rank adds to term i if it has none, but another has.
+    """
+    has = torch.tensor([term is not None for term in terms], dtype=torch.int32)
+    sums = list(terms)
+    small: dict[torch.dtype, list[Tensor]] = collections.defaultdict(list)
+    for i, count in enumerate(transport.all_reduce(has, ranks).tolist()):
+        if not count:
+            continue
+        term = sums[i] = zeros(i) if terms[i] is None else terms[i]
+        assert term is not None
+        if term.numel() >= BUCKET:  # in place: a copy would be as large
+            sums[i] = transport.all_reduce(term.contiguous(), ranks)
+        else:
+            small[term.dtype].append(term)
+    for mine in small.values():
+        ends = itertools.accumulate(term.numel() for term in mine)
+        for _, pairs in itertools.groupby(zip(ends, mine, strict=True), lambda pair: pair[0] // BUCKET):
+            bucket = [term for _, term in pairs]
+            total = transport.all_reduce(torch.cat([term.reshape(-1) for term in bucket]), ranks)
+            for term, piece in zip(bucket, total.split([t.numel() for t in bucket]), strict=True):
+                term.copy_(piece.view_as(term))
+    return sums
