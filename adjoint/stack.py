@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.documents import document_numbers
 from adjoint.engine.autograd import Steps, grouped, uncompiled
-from adjoint.engine.chunk_size import default_chunk_size
+from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.grid import Scheme
+from adjoint.engine.sequence import SequenceSteps, group_of, ranks_of
 from adjoint.engine.sharded import is_sharded, joined_steps, reduce_at_once
 from adjoint.engine.stages import Embedding, Head, Layer, check_windows
 from adjoint.engine.weights import Tensors
@@ -200,6 +201,7 @@ class Stack(nn.Module):
         return_state: bool = False,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        sequence_group: Any = None,
     ) -> StackOutput:
         """The mean loss of a batch of sequences; without labels, its logits by plain autograd.
 
@@ -217,8 +219,14 @@ class Stack(nn.Module):
                 each row's first document.
             cu_seqlens: (documents + 1,) integers, the same in flash-attention's form: the offsets at which
                 documents begin in the flattened batch, and its number of tokens.
+            sequence_group: a `torch.distributed` process group, or a `DeviceMesh` of one dimension, whose
+                processes share the sequence: its chunks are dealt to them in turn. All call with the same
+                arguments and call `backward`; each has the whole's loss, final state and gradients.
 
         Raises:
+            UserError: what a sequence_group cannot share: no method, or Backprop; no labels; return_logits;
+                attention; `window="auto"`, `memory=`; layers under `fully_shard`; or its processes call with
+                different arguments.
             ValueError: an id or label is out of range, or a shape does not fit; cu_seqlens does not rise
                 from 0 to the number of tokens; a method other than Backprop meets no labels, with gradients.
         """
@@ -235,6 +243,10 @@ class Stack(nn.Module):
         output, plain = StackOutput(), method is None or method.name == "backprop"
         if labels is None and not plain and torch.is_grad_enabled():
             raise ValueError(f"{method} runs the backward of a loss: give labels, or leave method out")
+        group = None
+        if sequence_group is not None:
+            self._check_shared(method, labels, return_logits)
+            group = group_of(sequence_group)
         if plain and torch.is_grad_enabled() and is_sharded(self):
             reduce_at_once(self)
         if plain or labels is None:
@@ -244,7 +256,7 @@ class Stack(nn.Module):
                 output.loss = self.head_loss(y, batch.targets) / batch.divisor
         else:
             batch = Batch.of(input_ids, labels, seq_idx, self.stage_states(states))
-            output.loss, final, output.windows = self._by_chunks(batch, method, return_state)
+            output.loss, final, output.windows = self._by_chunks(batch, method, return_state, group)
             if return_logits:
                 with torch.no_grad():
                     y = self._hidden(input_ids, states, seq_idx)[0]
@@ -257,21 +269,45 @@ class Stack(nn.Module):
 
     @uncompiled
     def _by_chunks(
-        self, batch: Batch, method: Any, states: bool
+        self, batch: Batch, method: Any, states: bool, group: Any
     ) -> tuple[Tensor, list[State], list[int] | None]:
         default = default_chunk_size(self, batch.ids, getattr(method, "recompute", "none"))
-        found = self.steps(batch, method.scheme(batch.seqlen, default)).loss(states)
+        if group is not None:
+            default = at_most(default, batch.seqlen, ranks_of(group))
+        found = self.steps(batch, method.scheme(batch.seqlen, default), group).loss(states)
         final = grouped(batch.states, [s for state in found.states for s in state])
         return found.loss, final[1:-1], found.windows
 
-    def steps(self, batch: Batch, scheme: Scheme) -> Steps:
-        """The batch's forward and backward for the engine; `batch.states` are `stage_states`' result."""
+    def steps(self, batch: Batch, scheme: Scheme, group: Any = None) -> Steps:
+        """The batch's forward and backward for the engine; `batch.states` are `stage_states`' result.
+
+        Args:
+            group: the process group whose ranks share the batch.
+        """
         check_windows(self.config, scheme)
         stages, width = self.stages(scheme.recompute), self.config.d_model
         if is_sharded(self):
             return joined_steps(self, stages, batch, scheme)
         places = Tensors(self)
-        return Steps(stages, batch, scheme, width, lambda: places.replaced({}))
+        given = stages, batch, scheme, width, lambda: places.replaced({})
+        return Steps(*given) if group is None or ranks_of(group) == 1 else SequenceSteps(group, *given)
+
+    def _check_shared(self, method: Any, labels: Tensor | None, return_logits: bool) -> None:
+        """Raises a UserError for a call that a sequence_group cannot share."""
+        if method is None or method.name == "backprop":
+            why = "plain backpropagation has one chunk, which cannot be shared: give method=adjoint.Exact()"
+        elif labels is None:
+            why = "it shares the loss of a batch: give labels, or leave sequence_group out"
+        elif return_logits:
+            why = "logits are those of the whole sequence in one process: leave return_logits out"
+        elif is_sharded(self):
+            why = (
+                "layers under fully_shard gather their weights in all processes at once, and ranks of a "
+                "group run chunks of their own: use DistributedDataParallel, or fully_shard the model alone"
+            )
+        else:
+            return
+        raise UserError(f"sequence_group: {why}")
 
     def _hidden(
         self,

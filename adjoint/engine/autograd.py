@@ -17,8 +17,8 @@ from adjoint.engine import budget
 from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Key, Scheme, make_grid
 from adjoint.engine.leaves import Outside
-from adjoint.engine.program import Action, Owners, Run, plan
-from adjoint.engine.run import Worker
+from adjoint.engine.program import Action, Owners, Run, keys_of, plan
+from adjoint.engine.run import Transport, Worker
 from adjoint.engine.stages import Stage
 from adjoint.engine.sums import Sum
 from adjoint.engine.tile import Gradients
@@ -121,6 +121,9 @@ class Steps:
     """
 
     frozen_too = True  # whether `constants` has frozen parameters
+    # How many processes share the sequence, which of them this is, and its messages to the others.
+    workers, place = 1, 0
+    transport: Transport | None = None
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class Steps:
         self.windows: list[int] | None = None
         self.stateful = [stage.stateful for stage in stages]
         self.reach = max(stage.reach for stage in stages)
-        self.owners = Owners((0,) * len(stages))
+        self.owners = Owners((0,) * len(stages), self.workers)
         self.worker = self._worker(scheme)
         self.tapes = 0 if scheme.window == "auto" else scheme.tapes
         if scheme.memory is not None and self.follows and self.parameters:
@@ -165,8 +168,10 @@ class Steps:
             )
         detached = [tuple(s.detach() for s in state) for state in self.batch.states]
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
-        worker = Worker(self.stages, grid, batch, scheme, self.width)
-        worker.gradients = Gradients(Outside(self.parameters, open=self.follows))
+        worker = Worker(self.stages, grid, batch, scheme, self.width, self.transport)
+        # in a group the tensors that one process finds would have to be those of every other
+        alone = self.transport is None
+        worker.gradients = Gradients(Outside(self.parameters, open=self.follows and alone))
         return worker
 
     def _measured(self) -> budget.Measured:
@@ -210,12 +215,10 @@ class Steps:
     @torch.no_grad()
     def forward(self) -> tuple[Tensor, list[Tensor]]:
         worker = self.worker
-        made = plan(worker.grid, self.owners, backward=self.follows, tapes=self.tapes).programs[0]
-        first = next((i for i, a in enumerate(made) if not _is_forward(a)), len(made))
-        self.later = made[first:]
+        now, self.later = self._programs()
         # A second backward finds its tapes used and recomputes them: what that reads must stay.
         stays = self._read_by_backward() if self.follows else set()
-        worker.run([_keeping(a, stays) for a in made[:first]])
+        self._run([_keeping(a, stays) for a in now])
         self.asked = [*self.parameters, *worker.gradients.outside.close()]
         if self.follows:
             modules = [named for stage in self.stages for named in stage.modules()]
@@ -227,6 +230,7 @@ class Steps:
                 self.scheme, self.batch.seqlen, self.stateful, self.reach, windows=tuple(self.windows)
             )
             self.later = self._backward_program()
+        self._share_results()
         assert worker.total is not None
         # not the worker's own tensors: an autograd function that held its outputs would never be freed
         final = [s.detach() for state in worker.final for s in state]
@@ -238,15 +242,30 @@ class Steps:
         self.forward()
         return [loss for _, loss in sorted(self.worker.losses.items())]
 
+    def _programs(self) -> tuple[Sequence[Action], Sequence[Action]]:
+        """This process's actions of the forward, and of the backward that follows it."""
+        made = self._planned(backward=self.follows, tapes=self.tapes)
+        first = next((i for i, a in enumerate(made) if not _is_forward(a)), len(made))
+        return made[:first], made[first:]
+
     def _backward_program(self) -> Sequence[Action]:
-        return plan(self.worker.grid, self.owners, forward=False, tapes=0).programs[0]
+        return self._planned(forward=False, tapes=0)
+
+    def _planned(self, **which: Any) -> Sequence[Action]:
+        """This process's part of a `plan`."""
+        return plan(self.worker.grid, self.owners, **which).programs[self.place]
+
+    def _run(self, actions: Sequence[Action]) -> None:
+        self.worker.run(actions)
+
+    def _share_results(self) -> None:
+        """Hands what other processes have of the loss and the final states to the worker."""
 
     def _read_by_backward(self) -> set[Key]:
         grid = self.worker.grid
         if self.scheme.window == "auto":  # windows are not known yet: any of it may be read
             return {key for t in grid.forward_tiles() for key in grid.writes(t)}
-        tiles = [a.tile for a in self._backward_program() if isinstance(a, Run)]
-        return {key for t in tiles for key in grid.reads(t)}
+        return {key for action in self._backward_program() for key in keys_of(grid, action)[0]}
 
     def backward(
         self, d_loss: Tensor | None, d_final: Sequence[Any]
@@ -262,7 +281,7 @@ class Steps:
         kept = {key: value for key, value in worker.store.items() if key[0] != "tape"}
         try:
             with self.around(), self.constants.restored():
-                worker.run(self.later)
+                self._run(self.later)
             d_initial = [d for state in worker.d_initial for d in state]
             embedded = self.batch.ids.is_floating_point()
             return worker.gradients, d_initial + ([worker.d_ids] if embedded else [])

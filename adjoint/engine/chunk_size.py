@@ -24,6 +24,11 @@ def default_chunk_size(model: Any, input_ids: Tensor, recompute: str = "none") -
     return chunk_size_for(model.config, batch, seqlen, input_ids.device.type, element, memory, recompute)
 
 
+def at_most(chunk_size: int, seqlen: int, workers: int) -> int:
+    """Tokens of a chunk, fewer where else some worker of a sequence would not have two of them."""
+    return min(chunk_size, -(-seqlen // (2 * workers))) if workers > 1 else chunk_size
+
+
 def chunk_size_for(
     config: StackConfig,
     batch: int,

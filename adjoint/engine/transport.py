@@ -6,15 +6,18 @@ them are under way at a time, so that one can be filled while another travels.""
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from adjoint.engine.program import CAPACITY
 from adjoint.engine.run import Pending
+from adjoint.errors import UserError
 
 Channel = tuple[int, int]  # sender, receiver
 BUCKET = 1 << 20  # elements: small gradients travel together
@@ -144,6 +147,86 @@ class Messages:
         """The tensor where the backend of collectives can read it."""
         nccl = self.reduces_on_gpu
         return tensor if tensor.is_cuda == nccl else _room(tensor, nccl).copy_(tensor)
+
+
+class GroupTransport(Messages):
+    """Messages and collectives among the processes of a group that a user has made; workers are numbered as
+    the group's ranks. Messages go by gloo, also those of GPUs: they are states at chunk edges, small, and
+    then nothing waits on a device. Collectives go by the group's own backend.
+
+    Args:
+        group: a process group that this process is in. device: of the tensors.
+
+    Raises:
+        UserError: the group's backend does not carry tensors of this device.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        import torch.distributed as dist
+
+        config = dist.get_backend_config(group)
+        by_nccl, by_gloo = device.type == "cuda" and "cuda:nccl" in config, "gloo" in config
+        if not (by_nccl or by_gloo):
+            raise UserError(
+                f"sequence_group: a group of backend {config} does not carry tensors of {device.type}; make "
+                'it with backend "gloo", or "nccl" for GPUs'
+            )
+        self.group, self.ranks = group, tuple(range(dist.get_world_size(group)))
+        messages = group if by_gloo else _gloo_beside(group)
+        super().__init__(dist.get_rank(), False, messages, messages, {self.ranks: group}, by_nccl)
+
+    def _rank_of(self, worker: int) -> int:
+        return self.dist.get_global_rank(self.group, worker)
+
+    def post(self, source: int, out: Tensor) -> Pending:
+        wait = super().post(source, out)
+
+        def told() -> Tensor:
+            with self._told(f"rank {source} of the group"):
+                return wait()
+
+        return told
+
+    def send(self, to: int, tensor: Tensor) -> None:
+        with self._told(f"rank {to} of the group"):
+            super().send(to, tensor)
+
+    def flush(self) -> None:
+        with self._told("a rank of the group"):
+            super().flush()
+
+    def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
+        with self._told("a rank of the group"):
+            return super().all_reduce(tensor, ranks)
+
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        with self._told("a rank of the group"):
+            return super().all_gather(tensor, ranks)
+
+    @contextlib.contextmanager
+    def _told(self, who: str) -> Iterator[None]:
+        """Says who did not answer, where torch.distributed says only that nobody did."""
+        try:
+            yield
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise RuntimeError(
+                f"sequence_group: {who} has ended, failed or did not come within the group's timeout: {why}"
+            ) from None
+
+
+_BESIDE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _gloo_beside(group: Any) -> Any:
+    """A gloo group of the same processes, which must all call this; made once."""
+    if group not in _BESIDE:
+        import torch.distributed as dist
+
+        timeout = group._get_backend(torch.device("cuda")).options._timeout
+        ranks = dist.get_process_group_ranks(group)
+        _BESIDE[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    return _BESIDE[group]
 
 
 def _room(like: Tensor, nccl: bool) -> Tensor:

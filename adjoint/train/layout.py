@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from adjoint.engine.chunk_size import at_most
 from adjoint.errors import UserError
 from adjoint.layers import MIXERS, Mixer
 from adjoint.methods import Backprop, LayerLocal, Truncated
@@ -110,7 +111,7 @@ class Layout:
 
     def at_most(self, chunk_size: int, seqlen: int) -> int:
         """Tokens of a chunk, fewer where else some worker of a sequence would not have two of them."""
-        return min(chunk_size, -(-seqlen // (2 * self.sequence))) if self.sequence > 1 else chunk_size
+        return at_most(chunk_size, seqlen, self.sequence)
 
     def chunk_size(self, method: Any, seqlen: int, default: int) -> int:
         """Tokens of a chunk; where the method does not say, `default` or fewer (`at_most`)."""
