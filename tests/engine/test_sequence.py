@@ -375,3 +375,17 @@ def one_dies(how: str) -> None:
 @pytest.mark.parametrize("how", ["dies", "waits elsewhere"])
 def test_a_rank_that_does_not_come_ends_the_others(how: str, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, one_dies, how, timeout=3)
+
+
+def unlisted() -> None:
+    model, ids = make_model("mamba"), make_ids(1, 24)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    model.layers[0].mixer.register_forward_hook(lambda module, x, out: (out[0] * scale, *out[1:]))
+    said = "requires a gradient and is no parameter of a module|has ended, failed or did not come"
+    with pytest.raises(RuntimeError if dist.get_rank() else UserError, match=said):
+        model(ids, ids, Exact(12), sequence_group=world())
+
+
+def test_tensors_that_no_module_lists_are_refused(tmp_path: Path) -> None:
+    """By the rank that meets them; the others end as of one that has failed."""
+    on_ranks(2, tmp_path, unlisted, timeout=3)
