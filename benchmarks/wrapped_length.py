@@ -17,7 +17,7 @@ from benchmarks.wrapped import MODELS, WAYS, Wrapped
 
 NAMES = {
     "transformers": "transformers",
-    "checkpointing": "transformers, with\ngradient checkpointing",
+    "checkpointing": "with gradient checkpointing",
     "wrapped": "adjoint.wrap(model)",
 }
 
@@ -69,15 +69,16 @@ def draw(rows: Sequence[Row], limit: int) -> Any:
         ends = xs[-1] < lengths[-1]
         if ends:
             axes.plot(xs[-1:], ys[-1:], "x", color=colour, markersize=11, markeredgewidth=2.4)
-        said = f"{NAMES[way]}\n{show.tokens(xs[-1])}: {ys[-1]:.2g} GB" + (", no longer" if ends else "")
+        said = f"{NAMES[way]}\n{ys[-1]:.2g} GB at {show.tokens(xs[-1])}"
+        where: dict[str, Any] = {"ha": "left", "va": "bottom"} if ends else {"ha": "right", "va": "bottom"}
         axes.annotate(
-            said, (xs[-1], ys[-1]), (10 if ends else -4, -2 if ends else -10), textcoords="offset points",
-            color=colour, va="top", ha="left" if ends else "right",
+            said, (xs[-1], ys[-1]), (9 if ends else 0, -12 if ends else 10), textcoords="offset points",
+            color=colour, **where,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(lengths, map(show.tokens, lengths))
-    axes.set_ylim(0.03, 1.6 * limit / 1e9)
+    axes.set_ylim(0.03, 3 * limit / 1e9)
     show.plain_ticks(axes)
     axes.set_xlabel("tokens in the sequence")
     axes.set_ylabel("peak memory of a training step, GB")
