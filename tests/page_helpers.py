@@ -75,6 +75,7 @@ def carry_out(commands: str, folder: Path, places: Path | None = None, **variabl
         "PYTHONPATH": sources,
         "PATH": f"{places}:{os.environ['PATH']}",
     }
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process of a clean environment compiles torch again
     env |= {f"ADJOINT_{name}" if "__" in name else name: value for name, value in variables.items()}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],

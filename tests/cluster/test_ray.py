@@ -182,7 +182,6 @@ def test_a_laptop_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_pa
     argv += tiny(tmp_path, cluster__shards=2, training__steps=400)[1:]
     environment = {**os.environ, "RAY_TMPDIR": "/tmp", "TMPDIR": str(tmp_path)}
     environment.pop("RAY_worker_niceness", None)
-    before = _listening()
     with subprocess.Popen(
         argv, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -192,8 +191,10 @@ def test_a_laptop_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_pa
             output.append(line)
             if line.startswith("step 3/"):
                 break
-        opened = _listening() - before
-        niceness, met = _niceness(process.pid, "ray::ShardActor"), list(tmp_path.glob("adjoint-*"))
+        started = _started_by(process.pid)
+        opened = {address for address, pid in _listening() if pid in started}
+        niceness = [nice for nice, args in started.values() if args.startswith("ray::ShardActor")]
+        met = list(tmp_path.glob("adjoint-*"))
         process.terminate()
         output.append(process.stdout.read())
         assert process.wait(timeout=120) == 143, "".join(output)
@@ -201,7 +202,7 @@ def test_a_laptop_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_pa
     assert opened
     loopback = re.compile(r"(127\.0\.0\.1|\[::1\]|\[::ffff:127\.0\.0\.1\]):")
     assert all(map(loopback.match, opened)), opened
-    assert not _listening() - before
+    assert not opened & {address for address, _ in _listening()}
     assert "continue with" in "".join(output)
 
 
@@ -270,8 +271,8 @@ def _free_ports(count: int) -> list[int]:
         return [free.getsockname()[1] for free in sockets]
 
 
-def _niceness(ancestor: int, name: str) -> list[int]:
-    """Of the processes of that name that a process, or one that it has started, has started."""
+def _started_by(ancestor: int) -> dict[int, tuple[int, str]]:
+    """Niceness and command of a process, and of those that it or one that it has started has started."""
     listed = subprocess.run(["ps", "-eo", "pid=,ppid=,ni=,args="], capture_output=True, text=True, check=True)
     rows = [line.split(None, 3) for line in listed.stdout.splitlines()]
     parents = {int(pid): int(parent) for pid, parent, *_ in rows}
@@ -279,9 +280,10 @@ def _niceness(ancestor: int, name: str) -> list[int]:
     def descends(pid: int) -> bool:
         return pid == ancestor or (pid in parents and descends(parents[pid]))
 
-    return [int(nice) for pid, _, nice, args in rows if args.startswith(name) and descends(int(pid))]
+    return {int(pid): (int(nice), args) for pid, _, nice, args in rows if descends(int(pid))}
 
 
-def _listening() -> set[str]:
-    found = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True, check=True)
-    return {line.split()[3] for line in found.stdout.splitlines()}
+def _listening() -> set[tuple[str, int]]:
+    """Addresses that TCP connections may be made to, and the processes that take them."""
+    found = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return {(line.split()[3], int(pid)) for line in found for pid in re.findall(r"pid=(\d+)", line)}
