@@ -137,15 +137,23 @@ class Clean:
             env["PATH"] = f"{tool}/bin:{env['PATH']}"
         env["UV_FIND_LINKS"] = ",".join(os.environ.get("PIP_FIND_LINKS", "").split())
 
+    def packages(self) -> str:
+        """The distributions that are there, with their versions."""
+        code = "from importlib.metadata import *; print(sorted((d.name, d.version) for d in distributions()))"
+        return subprocess.check_output([self.venv / "bin" / "python", "-Ic", code], text=True)
+
     def run(self, commands: str, **variables: str) -> str:
         # at full length the tests of the pages run them
-        for flag, size in (("--lengths", "256,512"), ("--data.seqlen", "2K")):
+        for flag, size in (("--lengths", "64,128"), ("--data.seqlen", "512")):
             commands = re.sub(rf"{flag} \S+", f"{flag} {size}", commands)
         return carry_out(commands, self.work, self.venv / "bin", **variables)
 
     def python(self, code: str) -> str:
         (self.work / "snippet.py").write_text(code)
         return self.run("python snippet.py")
+
+
+RAN: dict[str, str] = {}  # a way to install, by what it installs and what is run there
 
 
 @pytest.fixture
@@ -166,9 +174,12 @@ def test_what_the_readme_shows_runs_as_it_was_installed(way: str, clean: Clean, 
         ["du", "-sm", clean.venv], capture_output=True, text=True, check=True
     ).stdout.split()[0]
     assert clean.run("adjoint doctor")
+    made = f"{clean.packages()} {headings}"
+    if headings and made in RAN:  # lines that differ on a machine with a GPU alone
+        headings, ran = [], [f"the packages of “{RAN[made]}”, with which all below it ran"]
     texts(clean.work)
     corpus = clean.work / "corpus.jsonl"
-    corpus.write_text("".join(corpus.open().readlines()[:20]))
+    corpus.write_text("".join(corpus.open().readlines()[:8]))
     if any("hf" in extras or "finetune" in extras for extras in (way, commands)):
         (clean.work / "path" / "to").mkdir(parents=True)
         shutil.copytree(make_hybrid(tmp_path), clean.work / "path" / "to" / "model")
@@ -193,6 +204,7 @@ def test_what_the_readme_shows_runs_as_it_was_installed(way: str, clean: Clean, 
         (line,) = re.findall(r"^    ray job submit .*? -- (.*)$", README, re.M)
         clean.run(line.replace("/shared", str(clean.work)).replace("auto", "2"), **FEW)
         ran.append(line)
+    RAN.setdefault(made, way)
     minutes = (time.monotonic() - began) / 60
     times = f"{installed:.0f} s | {minutes:.1f} min | {size} MB"
     print(f"| {way} | {'; '.join(ran) or 'adjoint doctor'} | {times} |")

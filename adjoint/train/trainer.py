@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import math
 import shlex
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -118,8 +119,9 @@ class Trainer:
         path = self.folder.path
         if stop.signal is not None and self.step < self.settings.steps:
             # Data paths and the like are in config.yaml; only where the run is has to be said again.
+            started = "python train.py" if Path(sys.argv[0]).name == "train.py" else "adjoint train"
             again = f"--config {shlex.quote(f'{path}/config.yaml')} --run.dir {shlex.quote(str(path))}"
-            again = f"python train.py {again} --resume auto"
+            again = f"{started} {again} --resume auto"
             print(f"stopped after step {self.step}; continue with: {again}", flush=True)
             return Outcome(path, self.step, stop.signal)
         self._sample()

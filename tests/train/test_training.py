@@ -186,7 +186,8 @@ def test_ctrl_c_finishes_the_step_saves_and_resumes(
         assert train_tiny(tmp_path) == code
     assert metrics(run)[-1]["step"] == 5
     assert list_checkpoints(run / "checkpoints")[-1].name == "step-00000005"
-    assert f"--run.dir {run} --resume auto" in capsys.readouterr().out
+    again = f"continue with: adjoint train --config {run}/config.yaml --run.dir {run} --resume auto"
+    assert again in capsys.readouterr().out
     assert train_tiny(tmp_path, run__resume="auto") == 0
     assert weights(run, 8) == weights(reference, 8)
 
