@@ -38,8 +38,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "shards": ("layouts", "helpers", "transport", "plan"),
     "ray": ("ray", "shards_pretrained"),
     "recovery": ("recovery", "nodes"),
-    "pages": ("pages", "figures"),
+    "pages": ("pages",),
     "install": ("install",),
+    "results": ("figures",),
 }
 HEADER = ("passed", "skipped", "minutes", "date", "commit", "versions")
 
