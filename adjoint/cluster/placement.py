@@ -18,6 +18,7 @@ from adjoint.errors import UserError
 from adjoint.memory import usable_cores
 from adjoint.train.layout import Layout
 
+STARTS = 4  # attempts at a Ray on this machine
 OBJECT_STORE = 200 << 20  # bytes; ids and small results pass through it, and helpers' tasks
 
 
@@ -57,7 +58,7 @@ def connect(workers: int, each: Resources) -> bool:
         Whether it was started here, and should end with the run.
 
     Raises:
-        UserError: ray is not installed, or the cluster does not answer.
+        UserError: ray is not installed, the cluster does not answer, or Ray does not start here.
     """
     ours = not _is_connected() and not os.environ.get("RAY_ADDRESS")
     if ours:  # they are read when ray is imported or starts
@@ -83,16 +84,22 @@ def connect(workers: int, each: Resources) -> bool:
             ) from None
         return False
     cpus = max(usable_cores(), workers * each.cpus)  # they may share cores: it is the user's laptop
+    settings: dict[str, Any] = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE, "log_to_driver": False}
+    settings |= {"runtime_env": {"env_vars": {"GLOO_SOCKET_IFNAME": loopback()}}}
     with _deaf_to_hangups():
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": loopback()}},
-        )
+        for left in reversed(range(STARTS)):
+            try:
+                ray.init("local", include_dashboard=False, logging_level=logging.ERROR, **settings)
+                break
+            except Exception as error:  # Ray's is no narrower; its 30 s are short where others want the cores
+                if "timed out during startup" not in str(error):
+                    raise
+                ray.shutdown()
+                if not left:
+                    raise UserError(
+                        f"cluster.shards: Ray did not start within its 30 s, tried {STARTS} times; other "
+                        "programs may take all cores: try again later, or --cluster.shards 0"
+                    ) from None
     return True
 
 

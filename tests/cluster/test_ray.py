@@ -287,3 +287,26 @@ def _listening() -> set[tuple[str, int]]:
     """Addresses that TCP connections may be made to, and the processes that take them."""
     found = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
     return {(line.split()[3], int(pid)) for line in found for pid in re.findall(r"pid=(\d+)", line)}
+
+
+@pytest.mark.parametrize(("failures", "reached"), [(placement.STARTS - 1, True), (placement.STARTS, False)])
+def test_a_ray_that_does_not_start_in_its_time_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, failures: int, reached: bool
+) -> None:
+    ray = pytest.importorskip("ray")
+    asked = []
+
+    def init(*_: Any, **__: Any) -> None:
+        asked.append("init")
+        if len(asked) <= failures:
+            raise Exception("The current node timed out during startup. This could happen because")
+
+    for name, function in {"init": init, "shutdown": lambda: None, "is_initialized": lambda: False}.items():
+        monkeypatch.setattr(ray, name, function)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if reached:
+        assert placement.connect(2, Resources())
+    else:
+        with pytest.raises(UserError, match="Ray did not start within its 30 s, tried 4 times"):
+            placement.connect(2, Resources())
+    assert len(asked) == placement.STARTS
