@@ -20,7 +20,7 @@ from adjoint.documents import document_numbers
 from adjoint.engine.autograd import Steps, grouped, uncompiled
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.grid import Scheme
-from adjoint.engine.sequence import SequenceSteps, group_of, ranks_of
+from adjoint.engine.sequence import UNDER_FSDP, SequenceSteps, group_of, ranks_of
 from adjoint.engine.sharded import is_sharded, joined_steps, reduce_at_once
 from adjoint.engine.stages import Embedding, Head, Layer, check_windows
 from adjoint.engine.weights import Tensors
@@ -301,10 +301,7 @@ class Stack(nn.Module):
         elif return_logits:
             why = "logits are those of the whole sequence in one process: leave return_logits out"
         elif is_sharded(self):
-            why = (
-                "layers under fully_shard gather their weights in all processes at once, and ranks of a "
-                "group run chunks of their own: use DistributedDataParallel, or fully_shard the model alone"
-            )
+            why = UNDER_FSDP
         else:
             return
         raise UserError(f"sequence_group: {why}")

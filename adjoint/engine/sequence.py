@@ -31,6 +31,10 @@ from adjoint.kernels.checks import accumulate_dtype
 WEIGHTS = 1 << 14  # elements of each parameter that are compared between ranks on first use
 WEIGHTS_NAME = "the model's weights"
 COUNTED = ("the number of rows", "the number of tokens", "the chunk size", "the number of chunks")
+UNDER_FSDP = (
+    "layers under fully_shard gather their weights in all processes at once, and ranks of a group run chunks "
+    "of their own: use DistributedDataParallel, or fully_shard the model alone"
+)
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _compared: Any = WeakTensorKeyDictionary()  # a model's first parameter: groups that have compared weights
 
@@ -147,6 +151,7 @@ class SequenceSteps(Steps):
             "the method": zlib.crc32(repr(scheme).encode()),
             "whether gradients are on": self.follows,
             "what is trained": zlib.crc32(repr([p.requires_grad for p in self.parameters]).encode()),
+            "the number of labels (num_items_in_batch)": zlib.crc32(repr(float(batch.divisor)).encode()),
             "precision": zlib.crc32(repr((worker.autocast, worker.narrow)).encode()),
         }
         tensors: dict[str, Sequence[Tensor | None]] = {

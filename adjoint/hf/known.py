@@ -87,10 +87,12 @@ class Record:
         lock: held while a thread runs the model, whose modules are not its own for the time of a chunk.
         known: of the model, or its backbone, as it was lately.
         outer: a reference to what was wrapped, where that is a model around it.
+        group: the process group whose ranks share sequences.
         announced: whether the first use has been told.
     """
 
-    def __init__(self, method: Any, outer: weakref.ref[Any] | None = None) -> None:
+    def __init__(self, method: Any, outer: weakref.ref[Any] | None = None, group: Any = None) -> None:
+        self.group = group
         self.method, self.plain, self.lock, self.outer = method, False, threading.RLock(), outer
         self.known: list[Known] = []
         self.announced = False

@@ -17,6 +17,7 @@ from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.autograd import Around, Steps
 from adjoint.engine.grid import Scheme
+from adjoint.engine.sequence import UNDER_FSDP, SequenceSteps, ranks_of
 from adjoint.engine.sharded import Gathering, ShardedSteps, Whole, is_sharded, trained
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
@@ -239,14 +240,26 @@ def _size(hidden: Tensor) -> Tensor:
 
 
 def steps_of(
-    stages: Sequence[Any], batch: Batch, scheme: Scheme, around: Around = contextlib.nullcontext
+    stages: Sequence[Any],
+    batch: Batch,
+    scheme: Scheme,
+    around: Around = contextlib.nullcontext,
+    group: Any = None,
 ) -> Steps:
-    """A batch's program for a model that is one stage, or has one above it; states begin as zeros."""
+    """A batch's program for a model that is one stage, or has one above it; states begin as zeros.
+
+    Args:
+        group: the process group whose ranks share the batch.
+    """
     model, root = stages[0].model, root_of(stages[0].model)
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
     width = model.config.get_text_config().hidden_size
     batch = dataclasses.replace(batch, states=states)
     sums = [] if stages[0].balance is None else [stages[0].balance]
+    if group is not None and ranks_of(group) > 1:
+        if is_sharded(model):
+            check.refuse(model, f"sequence_group: {UNDER_FSDP}")
+        return SequenceSteps(group, stages, batch, scheme, width, around)
     if is_sharded(model):
         return ShardedSteps([Whole(stages[0], root), *stages[1:]], batch, scheme, width, sums)
     return Steps(stages, batch, scheme, width, around, sums)

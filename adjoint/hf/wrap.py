@@ -21,12 +21,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 from adjoint.batch import Batch
 from adjoint.engine.autograd import Around, Steps, uncompiled
+from adjoint.engine.chunk_size import at_most
 from adjoint.engine.grid import Scheme
+from adjoint.engine.sequence import group_of, ranks_of
 from adjoint.engine.sharded import is_sharded, reduce_at_once
 from adjoint.engine.weights import Constants
+from adjoint.errors import UserError
 from adjoint.hf import check, first_use, messages, mini_sequence
 from adjoint.hf.call import CACHES, Call, Kind
-from adjoint.hf.chunks import around_blocks, blocks_in, check_method, recompute_of, scheme_of
+from adjoint.hf.chunks import around_blocks, blocks_in, check_method, chunk_size_for, recompute_of, scheme_of
 from adjoint.hf.head import Balance, Head, Logits, Output, logits_of
 from adjoint.hf.known import Known, Record, compared, known_of, own_documents, record_of
 from adjoint.hf.layers import backbone_of, class_of, plainly, root_of
@@ -35,7 +38,7 @@ from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, gathering, steps
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
 
-def wrap(model: Any, method: Any = None) -> Any:
+def wrap(model: Any, method: Any = None, sequence_group: Any = None) -> Any:
     """Makes a transformers causal LM compute its loss by a method: the same object, with the same parameters,
     state_dict, config, `generate` and `save_pretrained`.
 
@@ -56,17 +59,28 @@ def wrap(model: Any, method: Any = None) -> Any:
         method: `Exact` (the default), `Truncated`, `MiniSequence` or `Backprop`. Truncated drops the
             cotangents of states, keys and values at edges `window` tokens apart, rounded down to whole
             chunks; between them, and where the window is as long as the sequence, gradients are whole.
+        sequence_group: a `torch.distributed` process group, or a `DeviceMesh` of one dimension, whose
+            processes share each sequence of a model without attention: its chunks are dealt to them in turn.
+            All call with the same rows and labels; each has the whole's loss and gradients. A copy of the
+            model has none.
 
     Returns:
         The model.
 
     Raises:
+        UserError: sequence_group is no such group, or the method has no chunks.
         ValueError: the model is no causal LM of transformers, has a forward of its own on the instance, or
             the method is none of these. On first use: the gradient by chunks is not the model's own, with the
             reason where it is known.
     """
     method = Exact() if method is None else method
     check_method(method)
+    if sequence_group is not None:
+        if not isinstance(method, (Exact, Truncated)):
+            raise UserError(f"sequence_group: {method.name} has no chunks to share: give Exact()")
+        sequence_group = group_of(sequence_group)
+        if ranks_of(sequence_group) == 1:
+            sequence_group = None
     doors = _doors(model)
     for module in doors:
         if "forward" in vars(module):
@@ -74,7 +88,7 @@ def wrap(model: Any, method: Any = None) -> Any:
                 f"{type(module).__name__} has a forward of its own on the instance, which calls would use: "
                 "wrap the model before accelerate.prepare, or whatever else replaces the forward"
             )
-    record = Record(method, None if model in doors else weakref.ref(model))
+    record = Record(method, None if model in doors else weakref.ref(model), sequence_group)
     for module, forward in doors.items():
         module.__dict__["_adjoint"] = record
         if class_of(module) is type(module):
@@ -214,10 +228,16 @@ def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast
         )
     known = compared(call.model, call.kind, call)
     head = known.head(call.mask is not None).over(call.ids.numel())
+    group = record_of(call.model).group
+    if group is not None and (call.kind.routed or call.logits is not None):
+        what = "the routers' loss" if call.kind.routed else "logits beside a loss (logits_to_keep)"
+        check.refuse(call.model, f"sequence_group: {what} need the whole sequence in one process")
     balance = Balance(call.model, known.routers) if call.kind.routed else None
     kept = None if call.logits is None else _kept(call, batch)
     stage = _lm_stage(known, head, balance, kept)
-    result = _steps(known, [stage], batch, starts).loss()
+    result = _steps(known, [stage], batch, starts, group).loss()
+    if group is not None and stage.noise.before:
+        _refuse_noise(call.model)
     logits = None
     if kept is not None and kept.hidden is not None:
         rows, width = len(call.ids), kept.hidden.shape[-1]
@@ -244,6 +264,12 @@ def _hidden_by_chunks(call: Call) -> Any:
     for, by `Exact` or `Truncated`."""
     check.refuse_transforms(call.model)
     batch, starts = call.batch()
+    if record_of(call.model).group is not None:
+        check.refuse(
+            call.model,
+            "sequence_group: hidden states are those of the whole sequence in one process: give labels to "
+            "the causal LM, whose loss is shared",
+        )
     if is_sharded(call.model) and torch.is_grad_enabled():
         check.refuse(
             call.model,
@@ -300,11 +326,26 @@ def _lm_stage(known: Known, head: Head, balance: Balance | None = None, kept: Ke
     return CausalLM(known.model, known.slots, head, None, recompute, balance, kept)
 
 
-def _steps(known: Known, stages: list[Any], batch: Batch, starts: tuple[int, ...]) -> Steps:
+def _refuse_noise(model: Any) -> None:
+    check.refuse(
+        model,
+        "sequence_group: it draws random numbers (dropout), of which each rank would have its own: set "
+        "dropout to 0",
+    )
+
+
+def _steps(
+    known: Known, stages: list[Any], batch: Batch, starts: tuple[int, ...], group: Any = None
+) -> Steps:
     record, method = record_of(known.model), record_of(known.model).method
     ends = (*starts[1:], batch.seqlen)
     check.refuse_length(known.model, max(end - start for start, end in zip(starts, ends, strict=True)))
-    scheme = scheme_of(method, batch.rows, batch.seqlen, batch.ids.device.type, starts)
+    device, size = batch.ids.device.type, None
+    if group is not None:
+        if stages[0].noise.expected:
+            _refuse_noise(known.model)
+        size = at_most(chunk_size_for(batch.rows, device), batch.seqlen, ranks_of(group))
+    scheme = scheme_of(method, batch.rows, batch.seqlen, device, starts, size)
     if (blocks := blocks_in(known.model, batch)) is not None:
         if isinstance(method, Truncated) or is_sharded(known.model):
             check.refuse(
@@ -316,7 +357,7 @@ def _steps(known: Known, stages: list[Any], batch: Batch, starts: tuple[int, ...
     if not record.announced:
         messages.announce(known.model, method, scheme, known.difference)
         record.announced = True
-    return steps_of(stages, batch, scheme, _as_it_is(known))
+    return steps_of(stages, batch, scheme, _as_it_is(known), group)
 
 
 def _as_it_is(known: Known) -> Around:

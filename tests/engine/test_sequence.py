@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
@@ -33,6 +29,7 @@ from tests.model_helpers import (
     make_model,
     random_from,
 )
+from tests.ranks import on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
 METHODS: list[Any] = [
@@ -40,22 +37,6 @@ METHODS: list[Any] = [
     *(Truncated(11, 3), LayerLocal(None, 8), LayerLocal(5, 8)),
 ]
 OTHERS = ["mamba, MLP, untied", "gated_deltanet", "mamba3", "mamba3, mimo"]
-
-
-def on_ranks(world: int, folder: Path, case: Callable[..., None], *args: Any, timeout: float = 60) -> None:
-    """Runs a case in processes of a gloo group of their own; raises what one of them raises."""
-    meeting = folder / f"meeting-{time.monotonic_ns()}"
-    mp.start_processes(_rank, (world, str(meeting), timeout, case, args), world, start_method="fork")
-
-
-def _rank(rank: int, world: int, meeting: str, timeout: float, case: Any, args: Any) -> None:
-    torch.set_num_threads(1)
-    init = {"init_method": f"file://{meeting}", "timeout": timedelta(seconds=timeout)}
-    dist.init_process_group("gloo", rank=rank, world_size=world, **init)
-    try:
-        case(*args)
-    finally:
-        dist.destroy_process_group()
 
 
 def world() -> Any:
@@ -260,15 +241,6 @@ def test_no_message_is_left_to_the_backward_that_may_not_come() -> None:
 
 
 # ------------------------------------------------------------------------------------------ refused by name
-
-
-@contextlib.contextmanager
-def refused(*words: str) -> Iterator[None]:
-    with pytest.raises(UserError) as raised:
-        yield
-    text = str(raised.value)
-    assert text.startswith("sequence_group") and "\n" not in text, text
-    assert all(word in text for word in words), text
 
 
 def disagreement() -> None:

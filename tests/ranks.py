@@ -1,0 +1,42 @@
+"""Cases in the processes of a gloo group."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from adjoint.errors import UserError
+
+
+def on_ranks(world: int, folder: Path, case: Callable[..., None], *args: Any, timeout: float = 60) -> None:
+    """Runs a case in processes of a gloo group of their own; raises what one of them raises."""
+    meeting = folder / f"meeting-{time.monotonic_ns()}"
+    mp.start_processes(_rank, (world, str(meeting), timeout, case, args), world, start_method="fork")
+
+
+def _rank(rank: int, world: int, meeting: str, timeout: float, case: Any, args: Any) -> None:
+    torch.set_num_threads(1)
+    init = {"init_method": f"file://{meeting}", "timeout": timedelta(seconds=timeout)}
+    dist.init_process_group("gloo", rank=rank, world_size=world, **init)
+    try:
+        case(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def refused(*words: str) -> Iterator[None]:
+    with pytest.raises(UserError) as raised:
+        yield
+    text = str(raised.value)
+    assert text.startswith("sequence_group") and "\n" not in text, text
+    assert all(word in text for word in words), text
