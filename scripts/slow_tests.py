@@ -40,7 +40,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "recovery": ("recovery", "nodes"),
     "pages": ("pages",),
     "install": ("install",),
-    "results": ("figures",),
 }
 HEADER = ("passed", "skipped", "minutes", "date", "commit", "versions")
 

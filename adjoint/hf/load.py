@@ -26,12 +26,13 @@ _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
-def folder_of(name: str, weights: bool = True) -> str:
+def folder_of(name: str, weights: bool = True, key: str = KEY) -> str:
     """A folder as it is; of a name of the hub the folder in huggingface_hub's cache that its files are
     downloaded to.
 
     Args:
         weights: whether the model's weights are needed too.
+        key: what the name was given as, for an error.
 
     Raises:
         UserError: it is a name, and the hub does not give its files: with what the hub says.
@@ -46,7 +47,7 @@ def folder_of(name: str, weights: bool = True) -> str:
             folder = snapshot_download(name, allow_patterns=[*_BESIDE, *_WEIGHTS])
     except (OSError, ValueError) as error:
         said = " ".join(str(error).split())
-        raise UserError(f"{KEY}: there is no folder {name}, and the Hugging Face hub says: {said}") from None
+        raise UserError(f"{key}: there is no folder {name}, and the Hugging Face hub says: {said}") from None
     return folder
 
 

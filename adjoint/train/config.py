@@ -473,8 +473,8 @@ def _pretrained(default: ModelConfig, given: dict[str, Any]) -> ModelConfig:
 
 def _unknown(name: str, where: str) -> UserError:
     guess = ELSEWHERE.get(name.rpartition(".")[2]) or nearest(name, known_keys())
-    meant = f"did you mean {guess}?" if guess in known_keys() else guess
-    return UserError(f"{where}: unknown key {name}; {meant} (--help lists all keys)")
+    meant = f"; did you mean {guess}?" if guess in known_keys() else f"; {guess}" * bool(guess)
+    return UserError(f"{where}: unknown key {name}{meant} (--help lists all keys)")
 
 
 def _method(name: str, given: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Never
 
@@ -71,6 +71,8 @@ def new_folder(text: str) -> Path:
     return Path(text)
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
-    """The known name most like ``key``."""
-    return difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
+def nearest(key: str, known: Collection[str]) -> str | None:
+    """The known name most like ``key``, with or without its section; none where nothing is like it."""
+    short = {name.rpartition(".")[2]: name for name in known}
+    found = difflib.get_close_matches(key, [*known, *short], n=1, cutoff=0.65)
+    return short.get(found[0], found[0]) if found else None

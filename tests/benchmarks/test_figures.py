@@ -32,18 +32,6 @@ def test_documents_show_the_stored_result(figure: Figure) -> None:
         assert not copy.exists() or copy.read_bytes() == picture.read_bytes(), picture.name
 
 
-@pytest.mark.slow  # measuring takes hours: it is asked for before a release, not of every change
-@pytest.mark.parametrize("figure", EACH)
-def test_a_result_is_of_this_code(figure: Figure) -> None:
-    if not (ROOT / ".git").exists():
-        pytest.skip("no git repository: the results' commits are not here")
-    try:
-        changed = figure.changed()
-    except LookupError as error:
-        pytest.skip(str(error))
-    assert not changed, f"measure again: {figure.command()}"
-
-
 @pytest.mark.parametrize("page", numbers.pages(), ids=lambda page: page.name)
 def test_numbers_are_those_of_the_results(page: Path) -> None:
     assert numbers.faults(page.name, page.read_text()) == []

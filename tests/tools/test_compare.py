@@ -93,7 +93,13 @@ def test_what_is_refused(model: Path, here: list[Any], monkeypatch: pytest.Monke
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         return line
 
-    assert "no config.json there" in refused("elsewhere")
+    assert "no config.json there" in refused("./elsewhere")
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        raise FileNotFoundError(f"no network for {name}")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert "the Hugging Face hub says: no network for some/model" in refused("some/model")
     assert "expected a size" in refused("model", "--memory", "lots")
     assert "--model.d_model" in refused("model", "--model.d_model", "8")
     assert "--method layer-local" in refused("model", "--method", "layer-local")

@@ -59,6 +59,7 @@ FILES: dict[str, bytes] = {
 STEP = "run/checkpoints/step-00000001"
 KEYS = [
     ("--training.stepz 3", "--training.stepz: unknown key training.stepz; did you mean training.steps?"),
+    ("--foo 3", "--foo: unknown key foo (--help lists all keys)"),
     ("--lr 3", "did you mean training.lr?"),
     ("--learning_rate 3", "did you mean training.lr?"),
     ("--per_device_train_batch_size 3", "did you mean data.batch?"),

@@ -19,6 +19,7 @@ import torch
 from adjoint.engine.first_use import tolerance
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
+from adjoint.hf.load import folder_of
 from adjoint.memory import size_bytes, total_memory_bytes
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
 
 def _mark(request: Namespace, settings: dict[str, Any], here: dict[str, Any]) -> str:
     """What all points of a journal have been measured with."""
-    config = Path(request.model)
+    config = request.folder
     text = (config / "config.json" if config.is_dir() else config).read_text(encoding="utf-8")
     return json.dumps([settings, here["versions"], here["gpu"] or here["cpu"], text])
 
@@ -85,11 +86,12 @@ def _settings(request: Namespace, config: Config) -> dict[str, Any]:
         raise UserError(f"--method {method.name}: {error}") from None
     device = pick_device(request.device)
     request.device = str(device)
-    folder = Path(request.model)
+    folder = request.folder
     on_gpu = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else total_memory_bytes()
     return {
         "model": str(folder.resolve()),
+        "name": Path(request.model).name,
         "random": folder.is_file() or not [*folder.glob("*.safetensors"), *folder.glob("*.bin")],
         "dtype": pick_precision(request.dtype, device),
         "device": str(device),
@@ -203,7 +205,7 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     """The command line: what is the command's own, and a configuration that has its method."""
     parser = Flags(
         prog="adjoint compare",
-        usage="%(prog)s DIR [--lengths 4K,16K,64K] [--memory 8GB] [--method exact] …",
+        usage="%(prog)s MODEL [--lengths 4K,16K,64K] [--memory 8GB] [--method exact] …",
         description="Measure what adjoint.wrap gains for a model of transformers on this machine: peak "
         "memory and time of forward + backward as it is, with gradient checkpointing, and wrapped; how far "
         "gradients differ; and the longest sequence that fits.",
@@ -212,8 +214,8 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
         "optimizer.",
     )
     add, least = parser.add, reads(Positive)
-    folder = "a folder with a transformers model, or a config.json; without weights they are random"
-    add("model", folder, metavar="DIR")
+    what = "a folder with a transformers model, or a config.json; without weights they are random; or a name "
+    add("model", what + "on the Hugging Face hub", metavar="MODEL")
     add("--lengths", "sequence lengths in tokens", comma_list(reads(SeqLen)), default="4K,16K,64K")
     memory = "memory limit of a step, such as 8GB; default: three quarters of the device's"
     add("--memory", memory, size_bytes)
@@ -230,8 +232,11 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     for word in rest:
         if not word.startswith("--method.") and word.startswith("-"):
             raise UserError(f"{word}: adjoint compare does not take it; see adjoint compare --help")
-    config = Path(given.model)
+    given.folder = config = Path(folder_of(given.model, key=parser.prog))
     if not (config.is_file() or (config / "config.json").is_file()):
-        raise UserError(f"{config}: no config.json there; name a folder that save_pretrained wrote")
+        raise UserError(
+            f"{config}: no config.json there; name a folder that save_pretrained wrote, or a model of the "
+            "Hugging Face hub"
+        )
     given.ways = [way for way in WAYS if way in given.ways]
     return given, load_config(["--method.name", given.method, *rest], "adjoint compare")

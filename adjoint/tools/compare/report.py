@@ -94,7 +94,5 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     limit = result["settings"]["limit"]
     figure.axes[0].axhline(limit / 1e9, color="tab:red", linestyle=":", label=f"limit, {size_text(limit)}")
     figure.axes[0].legend(frameon=False, fontsize=8)
-    figure.suptitle(
-        f"{Path(result['settings']['model']).name}: {'; '.join(conclusion(result)[-1:])}", fontsize=9
-    )
+    figure.suptitle(f"{result['settings']['name']}: {'; '.join(conclusion(result)[-1:])}", fontsize=9)
     save_figure(figure, path)
