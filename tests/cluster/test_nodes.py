@@ -70,15 +70,21 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.terminate()  # it takes its cluster down
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=60)
-    for pid in of_session(process.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for _ in range(600):  # what has been killed takes a moment to go, and may have started more
+        if not (left := of_session(process.pid)):
+            break
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
     process.wait()
 
 
 def of_session(session: int) -> list[int]:
-    listed = subprocess.run(["ps", "-eo", "pid=,sess="], capture_output=True, text=True, check=True)
-    return [int(pid) for pid, own in map(str.split, listed.stdout.splitlines()) if int(own) == session]
+    """The processes of a session, without those that have ended and wait for their parent to ask."""
+    listed = subprocess.run(["ps", "-eo", "pid=,sess=,stat="], capture_output=True, text=True, check=True)
+    rows = map(str.split, listed.stdout.splitlines())
+    return [int(pid) for pid, own, state in rows if int(own) == session and state[0] != "Z"]
 
 
 def test_a_run_that_gets_no_further_leaves_no_process(
