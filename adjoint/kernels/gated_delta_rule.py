@@ -83,8 +83,7 @@ def gated_delta_rule(
     checks.shape("initial_state", initial_state, batch, nheads, d_k, v.shape[-1])
     reset = checks.reset_of(seq_idx, batch, seqlen)
     backend = dispatch.fitting("gated_delta_rule", backend, v, reset=reset, d_k=d_k)
-    wide = accumulate_dtype(q.dtype)
-    narrow = v.dtype if backend in LIBRARIES else wide
+    wide, narrow = accumulate_dtype(q.dtype), dispatch.sequence_dtype("gated_delta_rule", backend, v)
     q, k, v = (t.to(narrow) for t in (q, k, v))
     g, beta = g.to(wide), beta.to(wide)
     initial = None if initial_state is None else initial_state.to(wide)
