@@ -159,7 +159,7 @@ def cotangent_kernel(
             part = of_state(d_final + line * size, block * K + n, m, d_k, d_v, ACC)
         else:
             part = tl.zeros((K, V), ACC)
-        state = state + (part,)  # type: ignore[assignment]  # noqa: RUF005
+        state = state + (part,)  # noqa: RUF005
     for back in range(0, chunks):
         chunk = chunks - 1 - back
         at = line * chunks + chunk
@@ -196,7 +196,7 @@ def cotangent_kernel(
             part = tl.dot(tl.trans(q_).to(DOT), do_, kept, input_precision=PRECISION, out_dtype=ACC)
             w = matrix(W + at * Q * d_k, 0, j, d_k, Q, d_k, goes_on, Q, DOT)
             part -= tl.dot(tl.trans(w), dw, input_precision=PRECISION, out_dtype=ACC)
-            before = before + (part,)  # type: ignore[assignment]  # noqa: RUF005
+            before = before + (part,)  # noqa: RUF005
         state = before
     for block in tl.static_range(NK):
         j = block * K + n

@@ -262,7 +262,7 @@ def state_kernel(
             part = of_state(initial + line * size, block * K + n, m, d_k, d_v, ACC)
         else:
             part = tl.zeros((K, V), ACC)
-        state = state + (part,)  # type: ignore[assignment]  # noqa: RUF005
+        state = state + (part,)  # noqa: RUF005
     for chunk in range(0, chunks):
         at = line * chunks + chunk
         first = tl.full((), Q, tl.int64) * chunk
@@ -297,7 +297,7 @@ def state_kernel(
             k_ = matrix(k, first, i, k_t, seqlen, d_k, own, Q, ACC) * until[:, None]
             kept = tl.where(end == 0, state[block] * tl.exp(whole), 0.0)
             part = tl.dot(tl.trans(k_).to(DOT), u, kept, input_precision=PRECISION, out_dtype=ACC)
-            after = after + (part,)  # type: ignore[assignment]  # noqa: RUF005
+            after = after + (part,)  # noqa: RUF005
         state = after
     for block in tl.static_range(NK):
         i = block * K + n
