@@ -300,7 +300,7 @@ def _held(pipeline: Pipeline, stages: tuple[Stage, ...], y: int, alone: bool) ->
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one shard at its peak, by the names in `PARTS`, and what it keeps in host memory."""
+    """Bytes of one shard at its peak, by the names in `PARTS`, and what it pins of the host's memory."""
 
     parts: dict[str, int]
     host: int = 0
@@ -354,8 +354,7 @@ def _of_sequence(setup: Setup, span: Sequence[int]) -> dict[str, int]:
     """What layers hold of every chunk's edge, and of every token."""
     model, machine, tokens = setup.model, setup.machine, setup.batch * setup.seqlen
     layers = [model.layers[k] for k in span]
-    # at every edge, besides those before and after the sequence and the adjoint ones
-    states = sum(map(setup.state, span)) * (-(-setup.chunks // setup.layout.sequence) + 2)
+    states = sum(map(setup.state, span)) * _edges(setup)
     half = 2 if machine.precision == "bfloat16" else machine.element
     values = sum(machine.element * (layer.grown - layer.narrow) + half * layer.narrow for layer in layers)
     if setup.whole:  # autograd's cotangents are its own, and transformers' values are in its graph
@@ -363,6 +362,26 @@ def _of_sequence(setup: Setup, span: Sequence[int]) -> dict[str, int]:
     else:
         past = tokens * (values + machine.element * sum(layer.grown for layer in layers))
     return {"states": states, "past": past}
+
+
+def _edges(setup: Setup) -> int:
+    """States that a worker's layer holds: at every edge, besides those before and after the sequence and the
+    adjoint ones."""
+    return -(-setup.chunks // setup.layout.sequence) + 2
+
+
+def _in_host(setup: Setup, span: Sequence[int], kept: float) -> int:
+    """What offload takes of the host: PyTorch pins each block of memory as the next power of two."""
+    edges, y = _edges(setup), setup.y(setup.scheme.chunk_size)
+    blocks = [setup.state(k) * edges for k in span]
+    for k in span:
+        if setup.model.layers[k].grown:  # keys, values, and the cotangents of each
+            blocks += [_of_sequence(setup, [k])["past"] // 4] * 4
+    return sum(map(_pinned, blocks)) + int(kept / y * _pinned(y))
+
+
+def _pinned(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def layer_bytes(setup: Setup, k: int) -> float:
@@ -386,7 +405,7 @@ def _memory(setup: Setup, span: range, held: Held, first: bool, last: bool) -> M
     if model.stages_are_spans and machine.kind == "cuda" and not setup.whole:
         work += int(WAITING)  # gradients that a GPU has not added yet
     if scheme.offload and machine.kind == "cuda":
-        host = parts["kept"] + parts["states"] + parts["past"]
+        host = _in_host(setup, span, held.kept)
         # keys and values come over for the layers at work; cotangents a chunk at a time
         parts |= {"kept": 0, "states": 3 * sum(map(setup.state, span)), "past": parts["past"] // 2}
         work += setup.y(scheme.chunk_size)
