@@ -58,3 +58,8 @@ fi
 say "installing adjoint${extras:+[$extras]} and the pinned versions of constraints.txt"
 "${pip[@]}" -c "$pins" -e ".${extras:+[$extras]}"
 say "ready: $("$venv/bin/python" -c 'import sys, torch; print("Python", sys.version.split()[0], "· torch", torch.__version__)')"
+if has_gpu && ! "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+    say "this PyTorch cannot use the NVIDIA GPU here: torch $torch is built for CUDA 13, whose driver is 580 or later. With an" \
+        "older one install it from another index: $venv/bin/python -m pip install torch==$torch --index-url" \
+        "https://download.pytorch.org/whl/cu126" >&2
+fi

@@ -227,13 +227,13 @@ def trains_as_printed(clean: Clean) -> str:
 
 
 def set_up(
-    folder: Path, *, smi: str | None, torch: str = "none", has_wheel: bool = False
+    folder: Path, *, smi: str | None, torch: str = "none", has_wheel: bool = False, usable: bool = True
 ) -> tuple[int, str, str]:
     """Runs scripts/setup.sh with programs that only say what they are asked for.
 
     Args:
         smi: a script in the place of nvidia-smi. torch: the version that is installed. has_wheel: whether
-            there is a CPU build.
+            there is a CPU build. usable: whether torch finds a GPU.
 
     Returns:
         The exit code, stderr, and what pip was asked for.
@@ -248,6 +248,7 @@ case "$*" in
     *"-m pip --version"*) ;;
     *install*+cpu*) echo "$*" >> {log}; exit {0 if has_wheel else 1} ;;
     *install*) echo "$*" >> {log} ;;
+    *is_available*) exit {0 if usable else 1} ;;
     *importlib.metadata*) exec {sys.executable} -c "{same}" "$2" ;;
 esac
 """
@@ -286,3 +287,11 @@ def test_set_up_sees_the_gpus_of_a_machine_that_has_many(tmp_path: Path) -> None
     many = '#!/bin/bash\nfor i in {0..9999}; do echo "GPU $i: NVIDIA H200 (UUID: GPU-$i)"; done\n'
     code, _, asked = set_up(tmp_path, smi=many)
     assert code == 0 and "+cpu" not in asked and "-e ." in asked
+
+
+@linux
+@pytest.mark.parametrize("usable", [True, False])
+def test_set_up_says_where_torch_cannot_use_the_gpu(tmp_path: Path, usable: bool) -> None:
+    one = '#!/bin/bash\necho "GPU 0: NVIDIA A100 (UUID: GPU-0)"\n'
+    code, said, _ = set_up(tmp_path, smi=one, usable=usable)
+    assert code == 0 and ("driver is 580 or later" in said and "whl/cu126" in said) is not usable
