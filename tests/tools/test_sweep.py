@@ -28,8 +28,12 @@ def sweep(folder: Path, *more: str, out: str = "out", **flags: Any) -> int:
         write_text(text)
     values = {"windows": "1,4,full", "seqlen": 32, "batches": 2, **flags}
     argv = ["sweep", "--out", str(folder / out)]
-    argv += [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    if "model" not in flags:
+    argv += [
+        word
+        for key, value in values.items()
+        for word in (f"--{key if '.' in key else key.replace('_', '-')}", str(value))
+    ]
+    if not {"model", "model.from_pretrained"} & flags.keys():
         argv += ["--model.d_model", "8", "--model.n_layer", "2"]
     argv += ["--data.path", str(text), "--data.cache_dir", str(folder / "cache"), "--training.threads", "1"]
     return run([*argv, *more])
@@ -195,6 +199,26 @@ def test_sweep_of_a_trained_model_without_its_configuration(tmp_path: Path) -> N
     # the same weights by another name: nothing is left to measure
     assert sweep(tmp_path, model=checkpoint, windows="2") == 0
     assert results(tmp_path)["rows"] == result["rows"]
+
+
+@pytest.mark.parametrize("layout, flag", [("transformers", "model.from_pretrained"), ("mamba-ssm", "model")])
+def test_sweep_of_a_pretrained_folder(
+    layout: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of an exported run what a sweep of the run gives."""
+    train_tiny(tmp_path, training__steps=2, training__sample_tokens=0)
+    run_folder, exported = tmp_path / "run", tmp_path / "exported"
+    assert run(["export", str(run_folder), "--to", str(exported), "--format", layout]) == 0
+    assert sweep(tmp_path, model=run_folder, windows="2", batches=1) == 0
+    given: dict[str, Any] = {flag: exported, "windows": "2", "batches": 1}
+    assert sweep(tmp_path, out="again", **given) == 0
+    first, second = by_key(results(tmp_path)), by_key(results(tmp_path, "again"))
+    for key, row in first.items():
+        assert second[key]["relative_error"] == pytest.approx(row["relative_error"], rel=1e-4, abs=1e-7)
+        assert second[key]["kind"].keys() == row["kind"].keys()
+    capsys.readouterr()
+    assert sweep(tmp_path, "--model", "x", **{"model.from_pretrained": "y"}) == 2
+    assert "the same as --model" in capsys.readouterr().err
 
 
 def test_a_sweep_goes_on_with_what_it_has(

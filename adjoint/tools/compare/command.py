@@ -19,7 +19,6 @@ import torch
 from adjoint.engine.first_use import tolerance
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
-from adjoint.hf.load import folder_of
 from adjoint.memory import size_bytes, total_memory_bytes
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
@@ -232,6 +231,8 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     for word in rest:
         if not word.startswith("--method.") and word.startswith("-"):
             raise UserError(f"{word}: adjoint compare does not take it; see adjoint compare --help")
+    from adjoint.hf.load import folder_of
+
     given.folder = config = Path(folder_of(given.model, key=parser.prog))
     if not (config.is_file() or (config / "config.json").is_file()):
         raise UserError(

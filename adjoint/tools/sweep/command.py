@@ -12,11 +12,13 @@ import hashlib
 import json
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from adjoint.data.batches import open_data
+from adjoint.data.tokenizer import check_bytes, tokenizer_in
 from adjoint.engine.stages import check_windows
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
@@ -90,11 +92,17 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
     precision = "float32" if training.precision == "auto" else training.precision
     set_up(training, device)
     shape: StackConfig = config.model
-    checkpoint, weights = None, "fresh"
-    if request.model is not None:
-        checkpoint = find_checkpoint(request.model, "--model")
-        shape = checkpoint_config(checkpoint)
-        weights = hashlib.sha256((checkpoint / "MANIFEST.json").read_bytes()).hexdigest()
+    folder, weights, pretrained = None, "fresh", None
+    if request.model is not None and not _is_pretrained(request.model):
+        folder = find_checkpoint(request.model, "--model")
+        shape = checkpoint_config(folder)
+        weights = hashlib.sha256((folder / "MANIFEST.json").read_bytes()).hexdigest()
+    elif request.model is not None:
+        folder = Path(request.model)
+        pretrained = Stack.from_pretrained(folder)
+        shape, weights = pretrained.config, _files(folder)
+        if request.data == "config" and config.data.tokenizer is None:
+            check_bytes(str(folder), shape.vocab_size)
     batches, text, fingerprint = _batches(request, config, shape)
     settings = {
         "model": dataclasses.asdict(shape),
@@ -109,22 +117,29 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
         "precision": precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
-    model = Stack(shape).to(device, torch.float64 if precision == "float64" else None)
-    if checkpoint is not None:
-        load_checkpoint(checkpoint, model, verify=False)
+    dtype = torch.float64 if precision == "float64" else torch.float32  # whatever the weights were stored in
+    model = (pretrained or Stack(shape)).to(device, dtype)
+    if folder is not None and pretrained is None:
+        load_checkpoint(folder, model, verify=False)
     baseline = request.baseline
     if baseline == "auto":
         fits = compare.backprop_fits(model, batches[0].to(device))
         baseline = Backprop.name if fits else Exact.name
     result = {
         "settings": plain(settings),
-        "model": str(checkpoint) if checkpoint else "fresh",
+        "model": str(folder) if folder else "fresh",
         "parameters": model.num_parameters(),
         "data": text,
         "environment": environment(device),
         "config": config.to_dict(),
     }
     return Comparison(model, batches, baseline, request.chunk_size, precision, request.tolerance), result
+
+
+def _files(folder: Path) -> str:
+    """A mark that changes with the files of a model's folder."""
+    found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir()]
+    return hashlib.sha256(json.dumps(sorted(found)).encode()).hexdigest()
 
 
 def _wanted(request: Namespace, comparison: Comparison) -> list[tuple[str, Window]]:
@@ -226,9 +241,11 @@ def _parser() -> Flags:
     add("--tolerance", tolerance, _tolerance, default=TOLERANCE)
     add("--seqlen", "tokens per sequence; default: the configuration's data.seqlen")
     model = (
-        "a run's folder (its newest checkpoint) or a checkpoint; default: fresh weights. Without --config "
+        "a run's folder (its newest checkpoint) or a checkpoint; or a folder, or a name on the Hugging Face "
+        "hub, of transformers' Mamba or Mamba-2 or of mamba-ssm; default: fresh weights. Without --config "
     )
-    add("--model", model + "the run's configuration is used")
+    add("--model", model + "the run's configuration is used, and the tokenizer in the folder")
+    add("--model.from_pretrained", "the same as --model", dest="from_pretrained")
     methods = f"{Truncated.name},{LayerLocal.name}"
     known = comma_list(reads(Literal[tuple(METHODS)]))
     add("--methods", f"some of {', '.join(METHODS)}", known, default=methods)
@@ -241,6 +258,12 @@ def _parser() -> Flags:
     add("--baseline", baseline, reads(Literal["auto", Backprop.name, Exact.name]), default="auto")
     add("--fresh", "discard earlier results in the folder and measure all", action="store_true")
     return parser
+
+
+def _is_pretrained(model: str) -> bool:
+    """Whether a model's name is that of a folder with a config.json, or could be the hub's."""
+    folder = Path(model)
+    return (folder / "config.json").is_file() if folder.exists() else model.count("/") == 1
 
 
 def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
@@ -263,15 +286,27 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
         if given.model is not None and word.startswith("--model."):
             raise UserError(f"{word}: the model is that of --model {given.model}; leave one of them out")
     configs = given.config or []
-    if given.model is not None and not configs:
+    if given.from_pretrained is not None:
+        if given.model is not None:
+            raise UserError("--model.from_pretrained: is the same as --model; leave one of them out")
+        given.model = given.from_pretrained
+    tokenizer = []
+    if given.model is not None and _is_pretrained(given.model):
+        if not Path(given.model).exists():
+            from adjoint.hf.load import folder_of
+
+            given.model = folder_of(given.model, key="--model")
+        own_tokenizer = tokenizer_in(given.model)
+        tokenizer = ["--data.tokenizer", own_tokenizer] if own_tokenizer else []
+    elif given.model is not None and not configs:
         own = find_checkpoint(given.model, "--model").parent.parent / "config.yaml"
         configs = [str(own)] * own.is_file()
-    words = [word for file in configs for word in ("--config", file)] + rest
+    words = [word for file in configs for word in ("--config", file)] + tokenizer + rest
     words += ["--data.seqlen", given.seqlen] * (given.seqlen is not None)
     config = load_config(words, "adjoint sweep")
     if config.model.from_pretrained is not None:
         raise UserError(
-            "model.from_pretrained: a sweep compares methods on a Stack; leave it out, or give a run's "
+            "model.from_pretrained: a sweep compares methods on a Stack, not on a wrapped model; give the "
             "folder as --model"
         )
     seqlen = config.data.seqlen
