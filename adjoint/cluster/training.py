@@ -65,7 +65,7 @@ def train(config: Config) -> Outcome:
         raise UserError("training.profile: records one process; set it or cluster.shards to 0")
     if config.training.save_async:
         raise UserError("training.save_async: shards save between steps; leave one of the two out")
-    layout.check_run(method, config.training.carry_state, packed, config.model.lora is not None)
+    layout.check_run(method, config.training, packed, config.model.lora is not None)
     each = placement.resources(config.training.device, config.cluster.cpus)
     folder, checkpoint = open_run(config.run)
     ours, trainer = False, None

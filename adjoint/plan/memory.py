@@ -340,12 +340,16 @@ def weights(setup: Setup, span: Sequence[int], first: bool, last: bool) -> dict[
     owned += model.first * first + (model.last - model.table * (model.tie_embeddings and first)) * last
     copied = model.table if first and model.tie_embeddings and not last else 0  # the head's shard owns it
     accumulates = setup.training.grad_accumulation > 1 and not setup.whole
+    gradients = owned * (1 + accumulates)
+    if setup.training.optimizer_in_backward and setup.whole:  # one at a time
+        largest = [model.layers[k].largest for k in span]
+        gradients = max(model.table * (first or last), *largest)
     in_8bit = model.in_8bit if setup.training.optimizer == "adamw8bit" else 0.0
     casts = sum(model.layers[k].casts for k in span) if machine.precision == "bfloat16" else 0
     return {
         "weights": machine.element * owned,
         "casts": 2 * casts,
-        "gradients": machine.element * owned * (1 + accumulates),
+        "gradients": machine.element * gradients,
         "optimizer": moment_bytes(owned - copied, machine.element, in_8bit),
     }
 

@@ -75,6 +75,9 @@ class TrainingConfig:
         eps: AdamW's epsilon.
         grad_clip: clip the gradient to this L2 norm; 0 for no clipping.
         grad_accumulation: batches whose gradients are summed for one optimizer step.
+        optimizer_in_backward: step each parameter as soon as its gradient is complete, inside the backward:
+            with "backprop" and "mini-sequence" all gradients never exist at once; methods by chunks complete
+            them at their end, and save nothing. Needs grad_clip 0 and no grad_accumulation.
         carry_state: recurrent states at the start of a batch: "none", zero; "previous", the last states of
             the batch before, whose text each row continues; "other", the last states of another sequence;
             "noise", random numbers with the mean and deviation of final states. No gradient flows into them.
@@ -113,6 +116,7 @@ class TrainingConfig:
     eps: PositiveNumber = 1e-8
     grad_clip: NotNegativeNumber = 1.0
     grad_accumulation: Positive = 1
+    optimizer_in_backward: bool = False
     carry_state: Literal["none", "previous", "other", "noise"] = "none"
     precision: Precision = "auto"
     device: str = "auto"
@@ -140,6 +144,12 @@ class TrainingConfig:
         if self.schedule == "wsd" and self.warmup + self.decay > self.steps:
             both = f"{self.warmup} steps of warm-up and {self.decay} of decay"
             raise UserError(f"training.decay_steps: {both} are more than training.steps {self.steps}")
+        if self.optimizer_in_backward and (self.grad_clip or self.grad_accumulation > 1):
+            given = "grad_clip 0" if self.grad_clip else "grad_accumulation 1"
+            raise UserError(
+                "training.optimizer_in_backward: steps before all gradients are there, which "
+                f"{given.split()[0]} needs; set --training.{given}"
+            )
         if self.optimizer == "adamw8bit" and self.precision == "float64":
             raise UserError("training.optimizer: adamw8bit computes in float32; take adamw for float64")
 

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from adjoint.train.optimizer import parts_of, take_step
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,38 @@ def optimizer_in_backward(
 
     hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in named.values()]
     return OptimizerInBackward(optimizers, hooks)
+
+
+class SteppedInBackward:
+    """A run's optimizer, of which every backward steps each parameter as soon as its gradient is complete.
+
+    Attributes:
+        lr: the learning rate of the next backward.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.lr = optimizer, 0.0
+        self._squares: list[Tensor] = []
+        for part in parts_of(optimizer):
+            for group in part.param_groups:
+                for parameter in group["params"]:
+                    parameter.register_post_accumulate_grad_hook(self._step_of(part, group))
+
+    def _step_of(self, part: Optimizer, group: dict[str, Any]) -> Callable[[Tensor], None]:
+        def step(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._squares.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square())
+            groups = part.param_groups
+            part.param_groups = [{**group, "params": [parameter]}]
+            try:
+                take_step(part, self.lr)
+            finally:
+                part.param_groups = groups
+            parameter.grad = None
+
+        return step
+
+    def norm(self) -> float:
+        """The L2 norm of the gradients since it was asked for last."""
+        squares, self._squares = self._squares, []
+        return torch.stack(squares).sum().sqrt().item() if squares else 0.0

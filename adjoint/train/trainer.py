@@ -35,6 +35,7 @@ from adjoint.train import machine
 from adjoint.train.carry import STEM, Carried
 from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint, set_aside_after
 from adjoint.train.config import Config, TrainingConfig
+from adjoint.train.in_backward import SteppedInBackward
 from adjoint.train.machine import StopRequest, autocast, terminal_bar
 from adjoint.train.optimizer import learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
@@ -70,6 +71,7 @@ class Trainer:
     peak_flops: float | None = None
     flops: float = 0.0
     saving: Future[Path] | None = None  # of the checkpoint that a thread writes
+    in_backward: SteppedInBackward | None = None
 
     def __init__(self, config: Config, folder: RunFolder, checkpoint: Path | None) -> None:
         settings = config.training
@@ -151,6 +153,8 @@ class Trainer:
             lora = self.config.to_dict()["model"]["lora"]
             self.model = load(self.config.model.from_pretrained, self.method, lora).to(self.device, dtype)
         self.optimizer = make_optimizer(self.model, self.settings)
+        if self.settings.optimizer_in_backward:
+            self.in_backward = SteppedInBackward(self.optimizer)
         self.num_parameters = self.model.num_parameters()
         self.peak_flops = machine.peak_flops(self.precision, self.device)
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -190,6 +194,8 @@ class Trainer:
 
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        if self.in_backward is not None:
+            self.in_backward.lr = learning_rate(self.step + 1, self.settings)
 
     def _gradients(self, ids: torch.Tensor, start: Start, number: int, heavier: float) -> Gradients:
         """Add the gradients of the batch `number`, divided by the batches of a step, to those there are.
@@ -225,6 +231,11 @@ class Trainer:
 
     def _update(self, step: int) -> float:
         """Clip the gradients and step; the gradient's norm before that."""
+        if self.in_backward is not None:
+            norm = self.in_backward.norm()
+            if not math.isfinite(norm):
+                self._diverged("gradient norm", norm, step)
+            return norm
         if self.config.model.lora is not None and not self.folder.rows:
             self._warn_of_idle_adapters()
         # clip_grad_norm_ measures the norm whatever it clips to

@@ -98,6 +98,10 @@ LAYER_LOCAL = {"method__name": "layer-local"}
         ({"transport": "object-store"}, "--cluster.transport: expected"),
         ({"method__memory": "1GB"}, "method.memory: works in one process only"),
         ({"replicas": 2, "training__carry_state": "previous"}, "training.carry_state: a layer's states stay"),
+        (
+            {"training__optimizer_in_backward": "true", "training__grad_clip": 0},
+            "training.optimizer_in_backward: works in one process only",
+        ),
         ({"training__profile": 1}, "training.profile: records one process"),
         ({"training__save_async": "true"}, "training.save_async: shards save between steps"),
     ],

@@ -59,6 +59,11 @@ FILES: dict[str, bytes] = {
 STEP = "run/checkpoints/step-00000001"
 KEYS = [
     ("--training.stepz 3", "--training.stepz: unknown key training.stepz; did you mean training.steps?"),
+    ("--training.optimizer_in_backward true", "needs; set --training.grad_clip 0"),
+    (
+        "--training.optimizer_in_backward true --training.grad_clip 0 --training.grad_accumulation 2",
+        "needs; set --training.grad_accumulation 1",
+    ),
     ("--foo 3", "--foo: unknown key foo (--help lists all keys)"),
     ("--lr 3", "did you mean training.lr?"),
     ("--learning_rate 3", "did you mean training.lr?"),

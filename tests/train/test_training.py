@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -432,6 +433,38 @@ def test_muon_has_the_matrices_and_resumes_bitwise(tmp_path: Path) -> None:
     assert "layers.0.mixer.in_proj.weight|momentum_buffer" in kept
     assert {"embedding.weight|exp_avg", "layers.0.mixer.A_log|exp_avg"} <= kept
     assert "layers.0.mixer.in_proj.weight|exp_avg" not in kept
+
+
+@pytest.mark.parametrize("method", ["backprop", "exact"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_stepping_in_the_backward_is_stepping_after_it(method: str, optimizer: str, tmp_path: Path) -> None:
+    """Resumed too; and of backpropagation's gradients the planner counts the largest alone."""
+    after, inside = tmp_path / "after", tmp_path / "inside"
+    given: dict[str, Any] = {
+        "method__name": method,
+        "training__optimizer": optimizer,
+        "training__grad_clip": 0,
+    }
+    assert train_tiny(tmp_path, run__dir=after, **given) == 0
+    given["training__optimizer_in_backward"] = "true"
+    assert train_tiny(tmp_path, run__dir=inside, **given) == 0
+    assert weights(inside, 8) == weights(after, 8)
+    for one, other in zip(metrics(after), metrics(inside), strict=True):
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        assert other["loss"] == one["loss"] and other["lr"] == one["lr"]
+    shutil.rmtree(inside / "checkpoints" / "step-00000008")
+    assert train_tiny(tmp_path, run__dir=inside, run__resume="auto", **given) == 0
+    assert weights(inside, 8) == weights(after, 8)
+
+    def gradients(**training: Any) -> int:
+        setup = Setup(
+            model_of(StackConfig(d_model=64, n_layer=8)), load_config(["--method.name", method]).method, 1, 64
+        )
+        setup = dataclasses.replace(setup, training=TrainingConfig(grad_clip=0, **training))
+        return needs(setup, [range(8)])[0].parts["gradients"]
+
+    saved = gradients(optimizer_in_backward=True) < 0.3 * gradients()
+    assert saved is (method == "backprop")
 
 
 def test_moments_in_8_bits_resume_bitwise_over_shards_too(tmp_path: Path, one_thread: None) -> None:
