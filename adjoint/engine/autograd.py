@@ -15,7 +15,7 @@ from torch import Tensor
 from adjoint.batch import Batch
 from adjoint.engine import budget
 from adjoint.engine.first_use import compare_own_layers
-from adjoint.engine.grid import Key, Scheme, make_grid
+from adjoint.engine.grid import Grid, Key, Scheme, make_grid
 from adjoint.engine.leaves import Outside
 from adjoint.engine.program import Action, Owners, Run, keys_of, plan
 from adjoint.engine.run import Transport, Worker
@@ -160,15 +160,21 @@ class Steps:
             dtype = next((p.dtype for p in self.parameters if p.is_floating_point()), torch.float32)
             compare_own_layers(stages, self.worker.batch.states, width, dtype, batch.ids.device)
 
+    def _grid(self, scheme: Scheme) -> Grid:
+        return make_grid(scheme, self.batch.seqlen, self.stateful, self.reach)
+
+    def _make_worker(self, grid: Grid, batch: Batch, scheme: Scheme) -> Worker:
+        return Worker(self.stages, grid, batch, scheme, self.width, self.transport)
+
     def _worker(self, scheme: Scheme) -> Worker:
-        grid = make_grid(scheme, self.batch.seqlen, self.stateful, self.reach)
+        grid = self._grid(scheme)
         if scheme.cut and self.follows:
             grid = dataclasses.replace(
                 grid, passing=draw_passing(sum(self.stateful), grid.chunks, scheme.cut)
             )
         detached = [tuple(s.detach() for s in state) for state in self.batch.states]
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
-        worker = Worker(self.stages, grid, batch, scheme, self.width, self.transport)
+        worker = self._make_worker(grid, batch, scheme)
         # in a group the tensors that one process finds would have to be those of every other
         alone = self.transport is None
         worker.gradients = Gradients(Outside(self.parameters, open=self.follows and alone))

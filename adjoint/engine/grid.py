@@ -123,6 +123,7 @@ class Grid:
         dropped: chunks that read the state before them but hand no cotangent back to it.
         passing: per stateful stage and chunk, the factor on the adjoint state as it leaves the chunk; empty
             for 1.
+        inside: whether states and their cotangents cross chunk edges while tiles run, and not between them.
     """
 
     cuts: tuple[int, ...]
@@ -135,6 +136,7 @@ class Grid:
     document_starts: frozenset[int] = frozenset()
     dropped: frozenset[int] = frozenset()
     passing: tuple[tuple[float, ...], ...] = ()
+    inside: bool = False
 
     @property
     def stages(self) -> int:
@@ -233,9 +235,10 @@ class Grid:
         """Keys of what a tile waits for. Token ids and initial states, which every worker has, are not
         listed."""
         k, c = t.stage, t.chunk
-        state: list[Key] = [("S", k, c - 1)] if self.stateful[k] and self.reads_state(c) else []
+        crosses = self.stateful[k] and not self.inside
+        state: list[Key] = [("S", k, c - 1)] if crosses and self.reads_state(c) else []
         if t.kind == "B":
-            carried = [("dS", k, c)] if self.stateful[k] and self.carries(c + 1) else []
+            carried = [("dS", k, c)] if crosses and self.carries(c + 1) else []
             return [("tape", k, c), *self.cotangents(k, self.cuts[c], self.cuts[c + 1]), *carried]
         if t.kind == "W":
             left, start, _, halo_stop = self.span(t)
@@ -265,10 +268,11 @@ class Grid:
     def writes(self, t: Tile) -> list[Key]:
         """Keys of what a tile leaves for other tiles."""
         k, c, top = t.stage, t.chunk, self.stages - 1
+        crosses = self.stateful[k] and not self.inside
         if t.kind in "BW":
             down = k > 0 and (self.dy_from == "above" or k in (1, top))
             if t.kind == "B":
-                carried = [("dS", k, c - 1)] if self.stateful[k] and self.carries(c) else []
+                carried = [("dS", k, c - 1)] if crosses and self.carries(c) else []
                 return ([("dy", k - 1, c)] if down else []) + carried
             left, start, stop, _ = self.span(t)
             own: list[Key] = [("dy", k - 1, j) for j in self.covering(start, stop)]
@@ -277,7 +281,7 @@ class Grid:
         if t.kind in "FL":
             out += [("y", k, c)] if k < top else []
             last = c + 1 == self.chunks
-            out += [("S", k, c)] if self.stateful[k] and (last or self.reads_state(c + 1)) else []
+            out += [("S", k, c)] if crosses and (last or self.reads_state(c + 1)) else []
         if t.kind in "LR":
             out += [("tape", k, c)]
         if t.kind == "R" and k < top and not self.first_of_segment(k + 1):

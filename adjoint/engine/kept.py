@@ -162,14 +162,13 @@ class Slab:
         assert self.cotangents is not None
         return self._get(self.cotangents, start, stop).to(self.values.dtype)
 
-    def gather(self, d_past: Tensor, start: int) -> None:
-        """Adds a chunk's cotangent of the tokens from `start` on."""
+    def gather(self, d_past: Tensor, start: int, rows: slice = slice(None)) -> None:
+        """Adds a chunk's cotangent of the tokens from `start` on, in some rows."""
         assert self.cotangents is not None
         sums = self._get(self.cotangents, start, start + d_past.shape[self.dim])
+        sums[rows].add_(d_past)
         if self.host:
-            self._put(self.cotangents, sums + d_past, start)
-        else:
-            sums.add_(d_past)
+            self._put(self.cotangents, sums, start)
 
     def initial(self) -> Tensor:
         """The cotangent of `initial`."""

@@ -89,17 +89,19 @@ class Owners:
     Attributes:
         shards: per stage, the number of its layer shard; rising.
         in_turn: workers per shard, each with all the shard's stages; chunks are dealt out to them in turn.
+        first: the worker, of these, that has the first chunk.
     """
 
     shards: tuple[int, ...]
     in_turn: int = 1
+    first: int = 0
 
     @property
     def workers(self) -> int:
         return (self.shards[-1] + 1) * self.in_turn
 
     def __call__(self, stage: int, chunk: int) -> int:
-        return self.shards[stage] * self.in_turn + chunk % self.in_turn
+        return self.shards[stage] * self.in_turn + (chunk + self.first) % self.in_turn
 
     @staticmethod
     def of(spans: Sequence[range], in_turn: int = 1) -> Owners:

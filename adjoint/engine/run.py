@@ -156,7 +156,11 @@ class Worker:
             for s, dim in zip(initial[k], grows[k], strict=True):
                 if dim is not None:
                     checks.shape("initial_state", s, batch.rows, *s.shape[1:])
-                    self.slabs.setdefault(k, []).append(Slab(s, dim, grid.cuts[-1], self.host))
+                    self.slabs.setdefault(k, []).append(self.slab(s, dim))
+
+    def slab(self, initial: Tensor, dim: int) -> Slab:
+        """Where an append-only tensor of a state is stored."""
+        return Slab(initial, dim, self.grid.cuts[-1], self.host)
 
     def kept_bytes(self) -> int:
         """Bytes on the device stored for the whole sequence, besides tapes: states at chunk edges, and
@@ -304,15 +308,16 @@ class Worker:
             here = self.packing[k].unpack(self.store["S", k, c - 1].to(self.device, non_blocking=True))
         if k not in self.slabs:
             return here
-        return joined(here, (self._past(slab, c) for slab in self.slabs[k]), grows)
+        return joined(here, (self.past(slab, c) for slab in self.slabs[k]), grows)
 
-    def _past(self, slab: Slab, c: int) -> Past:
+    def past(self, slab: Slab, c: int) -> Any:
+        """What a stage gets of a slab before chunk c."""
         chunk = self.chunks[c]
         begin = chunk.document or -slab.before  # what was there before belongs to the first document
         follows = begin if not self.grid.dropped else self.grid.follows(c)
-        return Past(slab, chunk.start, begin, follows, *self._documents(chunk, slab.before))
+        return Past(slab, chunk.start, begin, follows, *self.documents(chunk, slab.before))
 
-    def _documents(self, chunk: Batch, before: int) -> tuple[list[int], list[list[int]]] | tuple[()]:
+    def documents(self, chunk: Batch, before: int) -> tuple[list[int], list[list[int]]] | tuple[()]:
         """`Past.visible` and `Past.starts` of a chunk, where the batch has `seq_idx`; `before` tokens of the
         initial state count for the row's first document."""
         if chunk.seq_idx is None:
@@ -356,14 +361,14 @@ class Worker:
         else:
             self.store["y", k, c] = y
         if stage.stateful:
-            self._keep_state(k, c, after)
+            self.keep_state(k, c, after)
 
     def add_loss(self, c: int, loss: Tensor) -> None:
         """Adds the summed loss of chunk c."""
         self.total = loss if self.total is None else self.total + loss
         self.losses[c] = loss
 
-    def _keep_state(self, k: int, c: int, state: State) -> None:
+    def keep_state(self, k: int, c: int, state: State) -> None:
         here = recurrent(state, self.grows[k])
         if c + 1 < self.grid.chunks:
             if not self.grid.reads_state(c + 1):

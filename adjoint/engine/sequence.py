@@ -7,10 +7,12 @@ DistributedDataParallel around it see the whole's."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +21,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from adjoint.batch import Batch
 from adjoint.engine.autograd import Around, Steps
-from adjoint.engine.grid import Scheme
-from adjoint.engine.program import BUFFERS, CAPACITY, Action, Run, Share, plan
+from adjoint.engine.crossing import Crossing
+from adjoint.engine.grid import Grid, Scheme, Tile
+from adjoint.engine.kept import Slab, by_itself, growing, joined, recurrent
+from adjoint.engine.program import BUFFERS, CAPACITY, Action, Owners, Run, Share, plan
 from adjoint.engine.run import Worker
-from adjoint.engine.stages import Stage, costs_of
-from adjoint.engine.tile import Gradients
+from adjoint.engine.spread import STATES, Spread, SpreadPast
+from adjoint.engine.stages import Layer, Stage, costs_of
+from adjoint.engine.sums import Sum
+from adjoint.engine.tile import Cotangents, Gradients
 from adjoint.engine.transport import GroupTransport, summed
 from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.layers import State
 
 WEIGHTS = 1 << 14  # elements of each parameter that are compared between ranks on first use
 WEIGHTS_NAME = "the model's weights"
@@ -84,11 +91,212 @@ def ranks_of(group: Any) -> int:
     return dist.get_world_size(group)
 
 
+class _Sharing(Worker):
+    """The worker of a rank in whose tiles states, keys and values cross chunk edges (`crossing`, `spread`).
+
+    Args:
+        owners, place: of chunks, and this rank. others: as in `Worker`.
+    """
+
+    transport: GroupTransport
+
+    def __init__(self, owners: Owners, place: int, *given: Any) -> None:
+        self.owners, self.place = owners, place
+        super().__init__(*given)
+        self.spread = Spread(self.grid, owners, place, self.transport, self._span)
+        self.states: dict[tuple[int, int], State] = {}  # recurrent, before each of this rank's chunks
+        self.crossings: dict[tuple[int, int], list[Crossing]] = {}
+        self.under_way: dict[int, list[Crossing]] = collections.defaultdict(list)  # by stage
+        self.first_tags = list(
+            itertools.accumulate((len(packing.shapes) for packing in self.packing), initial=STATES)
+        )
+        mine = [c for c in range(self.grid.chunks) if self._owner(c) == place]
+        self.last = mine[-1] if mine else -1
+        for edges in self.edges:
+            edges.rows = sum(self.grid.reads_state(c) for c in mine)
+
+    def _owner(self, c: int) -> int:
+        return self.owners(0, c)
+
+    def slab(self, initial: Tensor, dim: int) -> Slab:
+        if self._owner(0) != self.place:  # who has the first chunk has what is before it, too
+            initial = initial.narrow(dim, 0, 0)
+        grid = self.grid
+        tokens = sum(grid.tokens(c) for c in range(grid.chunks) if self._owner(c) == self.place)
+        return Slab(initial, dim, tokens, self.host)
+
+    def count_edges(self, actions: Sequence[Action]) -> None:
+        """They are known from the beginning."""
+
+    # ------------------------------------------------------------------------------------------------ states
+
+    def _before(self) -> int:
+        """Tokens before the sequence, in states that grow."""
+        found = {
+            s.shape[dim]
+            for k in self.slabs
+            for s, dim in zip(self.batch.states[k], self.grows[k], strict=True)
+            if dim is not None
+        }
+        if len(found) > 1:
+            raise UserError(
+                f"sequence_group: initial states hold keys of {sorted(found)} tokens; give all layers as many"
+            )
+        return max(found, default=0)
+
+    def _span(self, c: int, row: int | None) -> tuple[int, int]:
+        """`spread.Span`."""
+        chunk = self.chunks[c]
+        if row is None:
+            return chunk.seqlen, chunk.document or -self._before()
+        known = self.documents(chunk, self._before())
+        assert known, "rows are told apart by their documents"
+        return min([*known[1][row], chunk.seqlen]), chunk.start - known[0][row]
+
+    def past(self, slab: Slab, c: int) -> SpreadPast:
+        chunk, before = self.chunks[c], self._before()
+        anchor = torch.zeros((), requires_grad=True)
+        begin = chunk.document or -before
+        return SpreadPast(self.spread, slab, c, chunk.start, begin, anchor, *self.documents(chunk, before))
+
+    def state(self, k: int, c: int) -> Any:
+        initial, grows, grid = self.batch.states[k], self.grows[k], self.grid
+        first, here = (k, c) not in self.states, recurrent(initial, grows)
+        arrives = first and grid.reads_state(c) and bool(here)
+        if first:
+            if c in grid.document_starts:
+                here = tuple(torch.zeros_like(s) for s in here)
+            elif arrives:
+                here = self.packing[k].unpack(self.edges[k].row())
+            self.states[k, c] = here
+        here = self.states[k, c]
+        if first:  # the ranks that they are for have come so far, or will without this one
+            self._wait(k)
+        onward = self._owner(c + 1) if grid.reads_state(c + 1) else None
+        back = self._owner(c - 1) if grid.carries(c) else None
+        ahead = self._owner(c + 1) if grid.carries(c + 1) else None
+        crossings = self.crossings[k, c] = [
+            Crossing(self.transport, tag, s, self.accumulate_dtype, onward if first else None, back, ahead)
+            for tag, s in enumerate(here, self.first_tags[k])
+        ]
+        for crossing in crossings if arrives else ():
+            crossing.expect(self._owner(c - 1))
+        with torch.no_grad():
+            given = tuple(crossing if self._lazy(k) else crossing.arrive() for crossing in crossings)
+        return joined(given, (self.past(slab, c) for slab in self.slabs.get(k, ())), grows)
+
+    def _lazy(self, k: int) -> bool:
+        return getattr(self.stages[k], "lazy", False)
+
+    def keep_state(self, k: int, c: int, state: State) -> None:
+        crossings = self.crossings[k, c]
+        if not self._lazy(k):
+            with torch.no_grad():
+                for crossing, s in zip(crossings, recurrent(state, self.grows[k]), strict=True):
+                    crossing.leave(s)
+        self._close(k, c)
+        self.under_way[k] += crossings
+        if c + 1 == self.grid.chunks:
+            here = map(by_itself, recurrent(state, self.grows[k]))
+            self.final[k] = joined(
+                here, (slab.between(0, 0) for slab in self.slabs.get(k, ())), self.grows[k]
+            )
+
+    def recompute(self, t: Tile) -> None:
+        super().recompute(t)
+        self._close(t.stage, t.chunk)
+
+    def _close(self, k: int, c: int) -> None:
+        """The forward of a chunk has come to its end.
+
+        Raises:
+            UserError: keys and values were joined to those of other ranks, and never attended to.
+        """
+        for crossing in self.crossings.get((k, c), ()) if self._lazy(k) else ():
+            crossing.close()
+        if self.spread.open:
+            self.spread.open.clear()
+            raise UserError(
+                "sequence_group: this model's attention is its own code, which knows no keys and values of "
+                'other ranks: give it attn_implementation="sdpa", or leave sequence_group out'
+            )
+
+    def backward(self, t: Tile) -> None:
+        """B."""
+        k, c, grows, grid = t.stage, t.chunk, self.grows[t.stage], self.grid
+        start, stop = grid.cuts[c : c + 2]
+        last, slabs, lazy = c + 1 == grid.chunks, self.slabs.get(k, []), self._lazy(k)
+        if c == self.last:
+            for slab, d in zip(slabs, growing(self.d_final[k], grows), strict=True):
+                slab.begin(None if d is None else self._own(d, slab.dim))
+        self._wait(k)
+        crossings = self.crossings.pop((k, c), [])
+        for crossing in crossings:
+            crossing.begin_backward()
+        if last:
+            carried: Cotangents = recurrent(self.d_final[k], grows)
+        elif lazy:  # their values come while the tile runs
+            carried = tuple(
+                None if x.ahead is None else x.value.new_zeros(()).expand(x.value.shape) for x in crossings
+            )
+        else:
+            carried = tuple(x.cotangent() for x in crossings)
+        d_state = joined(carried, (None for _ in slabs), grows)
+        dx, d_state = self.store.pop(("tape", k, c))(self._cotangent(k, start, stop), d_state)
+        if ("dy", k - 1, c) in grid.writes(t):
+            self.store["dy", k - 1, c] = dx
+        self._add_to_ids(k, start, dx)
+        for crossing, d in zip(crossings, recurrent(d_state, grows), strict=True):
+            if not lazy:
+                crossing.hand_back(d)
+            crossing.end_backward()
+        self.under_way[k] += crossings
+        if c == 0:
+            here = tuple(by_itself(x.d) for x in crossings)
+            past = (slab.initial().to(slab.initially.dtype) for slab in slabs)
+            self.d_initial[k] = joined(here, past, grows)
+
+    def _wait(self, k: int) -> None:
+        """Waits until the stage's states and cotangents have left."""
+        for crossing in self.under_way.pop(k, ()):
+            crossing.wait()
+
+    def finish(self) -> None:
+        """Waits until everything has left."""
+        for k in [*self.under_way]:
+            self._wait(k)
+
+    # ----------------------------------------------------------------------------- states that grow, whole
+
+    def _pieces(self) -> Iterator[tuple[int, int, int]]:
+        """This rank's tokens as the sequence's: (first token, how many, number among its own)."""
+        before = self._before()
+        if before and self._owner(0) == self.place:
+            yield -before, before, -before
+        for c in range(self.grid.chunks):
+            if self._owner(c) == self.place:
+                yield self.grid.cuts[c], self.grid.tokens(c), self.spread.own_tokens(c)
+
+    def _own(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a tensor of all, those before the sequence included."""
+        pieces = [whole.narrow(dim, self._before() + start, n) for start, n, _ in self._pieces()]
+        return torch.cat(pieces, dim=dim) if pieces else whole.narrow(dim, 0, 0)
+
+    def whole(self, slab: Slab) -> Tensor:
+        """The tensor after the sequence, zero where other ranks have it."""
+        shape = [*slab.initially.shape]
+        shape[slab.dim] = self._before() + self.grid.cuts[-1]
+        out = slab.initially.new_zeros(shape)
+        for start, n, own in self._pieces():
+            out.narrow(slab.dim, self._before() + start, n).copy_(slab.between(own, own + n))
+        return out
+
+
 class SequenceSteps(Steps):
     """`Steps` of one rank of a group.
 
     Args:
-        group: of `group_of`, of two ranks or more. stages, batch, scheme, width, around: as in `Steps`.
+        group: of `group_of`, of two ranks or more. stages, batch, scheme, width, around, sums: as in `Steps`.
 
     Raises:
         UserError: the ranks do not call with the same, or a scheme or stage cannot be shared so.
@@ -102,19 +310,34 @@ class SequenceSteps(Steps):
         scheme: Scheme,
         width: int,
         around: Around,
+        sums: Sequence[Sum] = (),
     ) -> None:
         import torch.distributed as dist
 
         _check(stages, scheme)
         self.transport: GroupTransport = GroupTransport(group, batch.ids.device)
         self.workers, self.place = ranks_of(group), dist.get_rank(group)
-        super().__init__(stages, batch, scheme, width, around)
+        super().__init__(stages, batch, scheme, width, around, sums)
+        if isinstance(self.worker, _Sharing):
+            self.owners = self.worker.owners
         self._agree()
 
-    def _worker(self, scheme: Scheme) -> Worker:
-        worker = super()._worker(scheme)
-        worker.grid = dataclasses.replace(worker.grid, costs=costs_of(self.stages))
-        return worker
+    def _grid(self, scheme: Scheme) -> Grid:
+        # Where a layer is a stage, states cross between tiles: then no rank waits for another inside of one.
+        # Keys and values are asked for inside, and so are the states of a stage that is many layers.
+        inside = any(
+            any(dim is not None for dim in stage.grows)
+            or (getattr(stage, "lazy", False) and not isinstance(stage, Layer))
+            for stage in self.stages
+        )
+        return dataclasses.replace(super()._grid(scheme), costs=costs_of(self.stages), inside=inside)
+
+    def _make_worker(self, grid: Grid, batch: Batch, scheme: Scheme) -> Worker:
+        if not grid.inside:
+            return super()._make_worker(grid, batch, scheme)
+        owners = Owners((0,) * len(self.stages), self.workers, -grid.chunks % self.workers)
+        given = self.stages, grid, batch, scheme, self.width, self.transport
+        return _Sharing(owners, self.place, *given)
 
     # ------------------------------------------------------------------------------------------ agreement
 
@@ -187,6 +410,8 @@ class SequenceSteps(Steps):
     def _run(self, actions: Sequence[Action]) -> None:
         super()._run(actions)
         self.transport.flush()
+        if isinstance(self.worker, _Sharing):
+            self.worker.finish()
 
     # -------------------------------------------------------------------------------------------- results
 
@@ -195,8 +420,13 @@ class SequenceSteps(Steps):
         worker, grid = self.worker, self.worker.grid
         dtype, device = worker.accumulate_dtype, worker.device
         ends = self.owners(0, grid.chunks - 1) == self.place
+        for one in self.sums:
+            one.share(lambda total: self.transport.all_reduce(total, self.transport.ranks))
+        if isinstance(worker, _Sharing) and worker.ends:
+            self._gather_final(worker)
         total = torch.zeros((), dtype=dtype, device=device) if worker.total is None else worker.total
-        final = [s for state in worker.final for s in state] if worker.ends else []
+        given = zip(worker.final, worker.grows, strict=True)
+        final = [s for state, grows in given for s in recurrent(state, grows)] if worker.ends else []
         pieces = [s.to(dtype) if ends else torch.zeros_like(s, dtype=dtype) for s in final]
         flat = torch.cat([total.to(dtype).reshape(1), *(piece.reshape(-1) for piece in pieces)])
         first, *rest = self.transport.all_reduce(flat, self.transport.ranks).split(
@@ -205,7 +435,17 @@ class SequenceSteps(Steps):
         worker.total = first[0].clone()
         if worker.ends:
             whole = (r.view_as(s).to(s.dtype) for r, s in zip(rest, final, strict=True))
-            worker.final = [tuple(next(whole) for _ in state) for state in worker.final]
+            given = zip(worker.final, worker.grows, strict=True)
+            worker.final = [
+                joined((next(whole) for _ in recurrent(state, grows)), growing(state, grows), grows)
+                for state, grows in given
+            ]
+
+    def _gather_final(self, worker: _Sharing) -> None:
+        """Puts together what the ranks have of states that grow."""
+        for k, slabs in worker.slabs.items():
+            past = (self.transport.all_reduce(worker.whole(slab), self.transport.ranks) for slab in slabs)
+            worker.final[k] = joined(recurrent(worker.final[k], worker.grows[k]), past, worker.grows[k])
 
     def backward(
         self, d_loss: Tensor | None, d_final: Sequence[Any]
@@ -257,12 +497,6 @@ def _digest(tensors: Sequence[Tensor | None]) -> int:
 
 def _check(stages: Sequence[Stage], scheme: Scheme) -> None:
     """Raises a UserError for what a group's ranks cannot share."""
-    if any(dim is not None for stage in stages for dim in stage.grows):
-        raise UserError(
-            "sequence_group: this model has attention, or another layer whose state grows with the sequence; "
-            "its keys and values stay with one process: leave sequence_group out, or cut the layers "
-            "(--cluster.shards)"
-        )
     if scheme.window == "auto":
         raise UserError('sequence_group: window "auto" needs the whole sequence in one place; give a number')
     if scheme.memory is not None:

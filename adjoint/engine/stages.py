@@ -18,7 +18,7 @@ from adjoint.engine.tile import Cotangents, Gradients, Pullback, Windowed
 from adjoint.engine.weights import Casts, SummedProducts
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
-from adjoint.layers import WINDOWED, Block, StackConfig, State
+from adjoint.layers import MIXERS, WINDOWED, Block, StackConfig, State
 
 
 class Stage(Protocol):
@@ -119,6 +119,9 @@ class Layer:
     Args:
         reach, grows: as in `Stage`.
         recompute: what a tape leaves out: "none", "selective" or "full" (see `methods.Exact`).
+
+    Attributes:
+        lazy: whether its module takes a `crossing.Crossing` in the place of each recurrent tensor.
     """
 
     replayable = True
@@ -132,6 +135,8 @@ class Layer:
     ) -> None:
         self.block, self.reach, self.grows, self.recompute = block, reach, grows, recompute
         self.stateful = bool(grows)
+        mixer: Any = getattr(block, "mixer", None)
+        self.lazy = type(block) is Block and type(mixer) in MIXERS.values() and mixer.lazy
         self.casts = Casts()
 
     def parameters(self) -> Iterable[Tensor]:

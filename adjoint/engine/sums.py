@@ -3,6 +3,7 @@ depends on how many tokens of the sequence each expert gets."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class Sum:
     def __init__(self, factor: float = 1.0) -> None:
         self.factor, self.parts = factor, dict[int, Tensor]()
         self.cotangent: Tensor | None = None
+        self.all: Tensor | None = None
 
     def add(self, part: Tensor, start: int) -> Tensor:
         """Adds the part of the chunk that begins at token `start`. Gives a 0 to be added to the chunk's loss:
@@ -34,7 +36,15 @@ class Sum:
 
     @property
     def total(self) -> Tensor:
-        return torch.stack(list(self.parts.values())).sum(0)
+        return torch.stack(list(self.parts.values())).sum(0) if self.all is None else self.all
+
+    def empty(self) -> Tensor:
+        """The sum of no parts; a subclass defines it."""
+        raise NotImplementedError
+
+    def share(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """Makes the total that of several processes, by what sums a tensor over them."""
+        self.all = reduce(self.total if self.parts else self.empty())
 
     def loss(self, total: Tensor) -> Tensor:
         """The loss made of the total; a subclass defines it."""

@@ -130,7 +130,8 @@ def linearize(
         call: gets leaves that share the parameters' memory (`aliases`), in the same order. What else its
             graph begins at has a gradient like parameters, or is refused: see `leaves.Outside`.
         x: gets a cotangent if it is of floating point; token ids get none.
-        state: entries that are no tensors, such as a `Past`, are handed on as they are, without a cotangent.
+        state: entries that are no tensors, such as a `Past`, are handed on as they are, without a cotangent;
+            the graph may lead to their `anchor`, if they have one.
         used: tensors to take in place of the parameters, such as casts of them.
 
     Returns:
@@ -140,6 +141,7 @@ def linearize(
     x = alias(x, x.is_floating_point())
     state = tuple(alias(s, s.is_floating_point()) if isinstance(s, Tensor) else s for s in state)
     followed = [t for t in (x, *state) if isinstance(t, Tensor) and t.requires_grad]
+    followed += [s.anchor for s in state if hasattr(s, "anchor")]
     leaves = aliases(parameters if used is None else used)
     for leaf, parameter in zip(leaves, parameters, strict=True):
         leaf.requires_grad_(parameter.requires_grad)
@@ -199,12 +201,18 @@ def recomputed(call: Callable[..., Any], given: tuple, how: str, random: bool = 
 
 def reset_rows(state: State, rows: Tensor | None) -> State:
     """The state with zeros in `rows` (batch,) bool, which begin a document: nothing crosses, forward or back.
-    Append-only entries stay: a `Past` says itself which of its tokens are visible."""
+    Append-only entries stay: a `Past` says itself which of its tokens are visible. What has yet to arrive is
+    told of it."""
     if rows is None:
         return state
-    return tuple(
-        s.masked_fill(rows.view(-1, *[1] * (s.dim() - 1)), 0) if isinstance(s, Tensor) else s for s in state
-    )
+    for s in state:
+        if hasattr(s, "reset"):
+            s.reset(rows)
+    return tuple(_without(s, rows) if isinstance(s, Tensor) else s for s in state)
+
+
+def _without(s: Tensor, rows: Tensor) -> Tensor:
+    return s.masked_fill(rows.view(-1, *[1] * (s.dim() - 1)), 0)
 
 
 def aliases(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -89,12 +89,12 @@ class Messages:
                 else:
                     self.dist.recv(note, sender, group)
 
-    def post(self, source: int, out: Tensor) -> Pending:
-        """Gets ready to receive into `out`."""
+    def post(self, source: int, out: Tensor, tag: int = 0) -> Pending:
+        """Gets ready to receive into `out`; messages of other tags, which gloo has, may overtake its own."""
         source = self._rank_of(source)
         staged = out.is_cuda != self.nccl  # a GPU's over gloo; over NCCL an edge in host memory
         room = _room(out, self.nccl) if staged else out
-        work = self.dist.irecv(room, source, self._group(source, self.rank))
+        work = self.dist.irecv(room, source, self._group(source, self.rank), tag)
 
         def wait() -> Tensor:
             if work is not None:
@@ -105,16 +105,19 @@ class Messages:
 
     def send(self, to: int, tensor: Tensor) -> None:
         """Starts sending; waits while the channel is full. The tensor stays as it is until `flush`."""
-        to = self._rank_of(to)
-        if tensor.is_cuda != self.nccl:
-            tensor = _room(tensor, self.nccl).copy_(tensor, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
         under_way = self.under_way[to]
         # what has left is let go: a message may be a whole chunk
         while under_way and (len(under_way) >= self.buffers or under_way[0][0].is_completed()):
             under_way.popleft()[0].wait()
-        work = self.dist.isend(tensor, to, self._group(self.rank, to))
-        under_way.append((work, tensor))  # the tensor must live until it has left
+        under_way.append(self._started(to, tensor))
+
+    def _started(self, to: int, tensor: Tensor, tag: int = 0) -> tuple[Any, Tensor]:
+        """A message under way, and what must live until it has left."""
+        to = self._rank_of(to)
+        if tensor.is_cuda != self.nccl:
+            tensor = _room(tensor, self.nccl).copy_(tensor, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+        return self.dist.isend(tensor, to, self._group(self.rank, to), tag), tensor
 
     def flush(self) -> None:
         """Waits until everything sent has left."""
@@ -178,8 +181,8 @@ class GroupTransport(Messages):
     def _rank_of(self, worker: int) -> int:
         return self.dist.get_global_rank(self.group, worker)
 
-    def post(self, source: int, out: Tensor) -> Pending:
-        wait = super().post(source, out)
+    def post(self, source: int, out: Tensor, tag: int = 0) -> Pending:
+        wait = super().post(source, out, tag)
 
         def told() -> Tensor:
             with self._told(f"rank {source} of the group"):
@@ -190,6 +193,18 @@ class GroupTransport(Messages):
     def send(self, to: int, tensor: Tensor) -> None:
         with self._told(f"rank {to} of the group"):
             super().send(to, tensor)
+
+    def start(self, to: int, tensor: Tensor, tag: int) -> Callable[[], None]:
+        """Starts to send a contiguous tensor, whatever else is under way; gives what waits until it has left,
+        and must be called."""
+        with self._told(f"rank {to} of the group"):
+            work, held = self._started(to, tensor, tag)
+
+        def wait(_: Tensor = held) -> None:
+            with self._told(f"rank {to} of the group"):
+                work.wait()
+
+        return wait
 
     def flush(self) -> None:
         with self._told("a rank of the group"):

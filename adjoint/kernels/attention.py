@@ -6,7 +6,8 @@ right. With a window: in bands, so that time and memory are linear in the number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,7 +45,7 @@ class _PastAttention(torch.autograd.Function):
     ) -> Tensor:
         groups, width = q.shape[1] // k.shape[1], v.shape[3]
         scale = q.shape[3] ** -0.5 if scale is None else scale  # before q is padded to v's width
-        q = _padded(q, max(q.shape[3], width))
+        q = padded(q, max(q.shape[3], width))
         out, log = torch.ops.adjoint.past_attention(q, k, v, k_past, v_past, scale)
         ctx.save_for_backward(q, k, v, k_past, v_past, out, log)
         ctx.scale, ctx.width, ctx.groups, ctx.gather = scale, width, groups, gather
@@ -53,28 +54,65 @@ class _PastAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         q, k, v, k_past, v_past, out, log = ctx.saved_tensors
-        groups, widest, scale = ctx.groups, q.shape[3], ctx.scale
-        d = _padded(d, widest).contiguous()
-        own = (_repeated(_padded(t, widest), groups) for t in (k, v))
-        # With the joined output and log-sum-exp, each part's backward is its share of the whole's.
-        dq, *d_own = _flash_backward(d, q, *own, out, log, 0.0, True, scale=scale)
-        dk, dv = (_summed(t, groups)[..., : p.shape[3]] for t, p in zip(d_own, (k, v), strict=True))
-        del d_own
+        d = padded(d, q.shape[3]).contiguous()
+        dq, dk, dv = own_backward(d, q, k, v, out, log, ctx.scale)
         dk_past = dv_past = None
-        if ctx.gather is None and k_past.shape[2]:
+        gather = ctx.gather
+        if gather is None and k_past.shape[2]:
             dk_past, dv_past = torch.empty_like(k_past), torch.empty_like(v_past)
-        folded = [_folded(t, groups).contiguous() for t in (d, q, out, log)]
-        for start in range(0, k_past.shape[2], BLOCK):
-            block = (_padded(t[:, :, start : start + BLOCK], widest).to(q.dtype) for t in (k_past, v_past))
-            part, *d_block = _flash_backward(*folded[:2], *block, *folded[2:], 0.0, False, scale=scale)
-            dq += part.reshape(q.shape)
-            a, b = (t[..., : p.shape[3]] for t, p in zip(d_block, (k, v), strict=True))
-            if dk_past is None or dv_past is None:
-                ctx.gather(start, a, b)
-            else:
-                dk_past[:, :, start : start + BLOCK], dv_past[:, :, start : start + BLOCK] = a, b
-            del part, d_block, a, b  # before the next ones are made
+
+            def gather(start: int, *d: Tensor) -> None:
+                for whole, part in zip((dk_past, dv_past), d, strict=True):
+                    whole[:, :, start : start + BLOCK] = part
+
+        dq += past_backward(d, q, (k_past, v_past), out, log, ctx.scale, gather)
         return dq[..., : k.shape[3]], dk, dv, dk_past, dv_past, None, None
+
+
+def own_backward(
+    d: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cotangents of queries, and of keys and values of the same tokens. With the output and the log-sum-exp
+    of all that the queries see, each part's backward is its share of the whole's.
+
+    Args:
+        d: (batch, heads, tokens, width) like q and out, padded to the wider of keys and values, contiguous.
+        log: (batch, heads, tokens).
+    """
+    groups, widest = q.shape[1] // k.shape[1], q.shape[3]
+    own = (_repeated(padded(t, widest), groups) for t in (k, v))
+    dq, *d_own = _flash_backward(d, q, *own, out, log, 0.0, True, scale=scale)
+    dk, dv = (_summed(t, groups)[..., : p.shape[3]] for t, p in zip(d_own, (k, v), strict=True))
+    return dq, dk, dv
+
+
+def past_backward(
+    d: Tensor,
+    q: Tensor,
+    seen: Sequence[Tensor],
+    out: Tensor,
+    log: Tensor,
+    scale: float,
+    gather: Callable[..., None] | None,
+) -> Tensor:
+    """The cotangent of queries that see all of some keys; those of keys and values go to `gather`, after the
+    first token's place, block by block.
+
+    Args:
+        d, q, out, log: as in `own_backward`. seen: keys and values.
+    """
+    k, v = seen
+    groups, widest = q.shape[1] // k.shape[1], q.shape[3]
+    folded = [_folded(t, groups).contiguous() for t in (d, q, out, log)]
+    dq = torch.zeros_like(q)
+    for start in range(0, k.shape[2], BLOCK):
+        block = (padded(t[:, :, start : start + BLOCK], widest).to(q.dtype) for t in (k, v))
+        part, *d_block = _flash_backward(*folded[:2], *block, *folded[2:], 0.0, False, scale=scale)
+        dq += part.reshape(q.shape)
+        assert gather is not None
+        gather(start, *(t[..., : p.shape[3]] for t, p in zip(d_block, (k, v), strict=True)))
+        del part, d_block  # before the next ones are made
+    return dq
 
 
 def _joined_attention(
@@ -85,17 +123,38 @@ def _joined_attention(
     if not q.numel():  # of which the kernel divides by zero
         return _fake(q, k, v, k_past, v_past, scale)
     groups, widest, q = q.shape[1] // k.shape[1], q.shape[3], _in_rows(q)
-    own = (_repeated(_padded(t, widest), groups) for t in (k, v))
-    out, log = _flash(q, *own, 0.0, True, scale=scale)
-    folded = _folded(q, groups)
-    for start in range(0, k_past.shape[2], BLOCK):
-        block = (_padded(t[:, :, start : start + BLOCK], widest).to(q.dtype) for t in (k_past, v_past))
-        before, log_before = _flash(folded, *block, 0.0, False, scale=scale)
-        before, log_before = before.reshape(q.shape), log_before.reshape(q.shape[:3])
-        joined = torch.logaddexp(log, log_before)
-        out = out * (log - joined).exp()[..., None] + before * (log_before - joined).exp()[..., None]
-        log = joined
+    own = (_repeated(padded(t, widest), groups) for t in (k, v))
+    found = tuple(_flash(q, *own, 0.0, True, scale=scale))
+    out, log = merged(itertools.chain([found], _to_blocks(q, k_past, v_past, scale)))
     return _by_tokens(out.to(q.dtype)), _by_tokens(log)
+
+
+def attention_to_all(q: Tensor, seen: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    """The output (batch, heads, tokens, width) of queries that see all of some keys and values, of one token
+    at least, and its log-sum-exp (batch, heads, tokens); q is as wide as the wider of keys and values."""
+    k, v = seen
+    out, log = merged(_to_blocks(_in_rows(q), k, v, scale))
+    return out.to(q.dtype), log
+
+
+def _to_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Outputs and log-sum-exps of queries that see all keys, block by block."""
+    folded = _folded(q, q.shape[1] // k.shape[1])
+    for start in range(0, k.shape[2], BLOCK):
+        block = (padded(t[:, :, start : start + BLOCK], q.shape[3]).to(q.dtype) for t in (k, v))
+        out, log = _flash(folded, *block, 0.0, False, scale=scale)
+        yield out.reshape(q.shape), log.reshape(q.shape[:3])
+
+
+def merged(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries that see several parts of keys, from those of each part."""
+    parts = iter(parts)
+    out, log = next(parts)
+    for other, log_other in parts:  # one at a time
+        joined = torch.logaddexp(log, log_other)
+        out = out * (log - joined).exp()[..., None] + other * (log_other - joined).exp()[..., None]
+        log = joined
+    return out, log
 
 
 def _by_tokens(t: Tensor) -> Tensor:
@@ -123,7 +182,7 @@ operators.LIBRARY.impl("past_attention", _joined_attention, "CompositeExplicitAu
 torch.library.register_fake("adjoint::past_attention", _fake, lib=operators.LIBRARY)
 
 
-def _padded(t: Tensor, width: int) -> Tensor:
+def padded(t: Tensor, width: int) -> Tensor:
     """The kernel wants values as wide as keys."""
     return _in_rows(t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3])))
 
@@ -175,10 +234,29 @@ class Joined:
 
 
 def join(past: Past, piece: Tensor, reach: int | None = None) -> Tensor:
-    """`past.join`, of which `past_attention` knows what it is made of."""
+    """`past.join`, of which `past_attention` knows what it is made of; what a window has fetched from other
+    ranks is a tensor like any other."""
     whole = past.join(piece, reach)
+    if hasattr(past, "attend"):
+        if reach is not None:
+            return whole
+        whole, piece = whole.view_as(whole), whole
     whole.joined = Joined(past, piece)  # type: ignore[attr-defined]
     return whole
+
+
+def is_spread(k: Tensor) -> bool:
+    """Whether what is before these keys, and joined to them by name only, is on several ranks
+    (`adjoint.engine.spread`): then `past_attention` alone knows what they are."""
+    return hasattr(getattr(getattr(k, "joined", None), "past", None), "attend")
+
+
+def row_of(whole: Tensor, row: int, tokens: int) -> Tensor:
+    """The first tokens of one row of spread keys or values, as what they are."""
+    joined: Any = whole.joined  # type: ignore[attr-defined]
+    part = whole[row : row + 1, :, :tokens]
+    part.joined = Joined(joined.past.of_row(row), joined.piece[row : row + 1, :, :tokens])  # type: ignore[attr-defined]
+    return part
 
 
 def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -188,6 +266,9 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
     Keys and values that come from `join` are read where they lie, and the past's cotangents are added where
     they are gathered."""
     tokens = q.shape[2]
+    joined: list[Any] = [getattr(t, "joined", None) for t in (k, v)]
+    if is_spread(k):
+        return joined[0].past.attend(q, *joined, scale)
     if not q.numel():
         return _of_nothing(q, k, v)
     if dispatch.is_as_on_cuda():  # one fused kernel, played by the CPU's
@@ -204,7 +285,6 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
         if not grouped:
             k, v = (_repeated(t, q.shape[1] // t.shape[1]) for t in (k, v))
         return F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=grouped)
-    joined: list[Any] = [getattr(t, "joined", None) for t in (k, v)]
     (k_past, k_own), (v_past, v_own) = (t.split([t.shape[2] - tokens, tokens], dim=2) for t in (k, v))
     if None in joined or k_own.shape[2] != tokens:
         own = k_own.to(q.dtype), v_own.to(q.dtype)
@@ -226,6 +306,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
         window: keys that a query sees, its own included; None for all.
     """
     tokens, seen, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    if is_spread(k):
+        return past_attention(q, k, v)
     if not q.numel():
         return _of_nothing(q, k, v)
     if window is not None and window < seen:

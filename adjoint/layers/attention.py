@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.kernels import checks
-from adjoint.kernels.attention import causal_attention, join
+from adjoint.kernels.attention import causal_attention, is_spread, join, row_of
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers.config import StackConfig
 from adjoint.layers.conv1d import CausalConv1d
@@ -38,7 +38,7 @@ class AttentionMixer(Mixer):
     (batch, num_key_value_heads, tokens so far, head_dim) each; before them the conv tail, (batch, channels,
     attention_d_conv - 1), if there is a convolution."""
 
-    projected = True
+    projected, lazy = True, True
 
     def __init__(self, config: StackConfig) -> None:
         sizes, taps = self.sizes_of(config), config.attention_d_conv
@@ -140,7 +140,10 @@ def _by_documents(
         out = []
         for a, b in itertools.pairwise([0, *begins, q.shape[2]]):
             first = past + a if a else past - min(past, past if visible is None else visible[row])
-            k, v = (t[row : row + 1, :, first : past + b] for t in (keys, values))
+            if a == 0 and is_spread(keys):
+                k, v = (row_of(t, row, b) for t in (keys, values))
+            else:
+                k, v = (t[row : row + 1, :, first : past + b] for t in (keys, values))
             out.append(causal_attention(q[row : row + 1, :, a:b], k, v, window))
         rows.append(torch.cat(out, dim=2))
     return torch.cat(rows)

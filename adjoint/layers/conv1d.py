@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from adjoint.kernels.conv1d import causal_conv1d
+from adjoint.layers.mixer import arrived, handed_on
 
 
 class CausalConv1d(nn.Conv1d):
@@ -16,4 +17,6 @@ class CausalConv1d(nn.Conv1d):
     ) -> tuple[Tensor, Tensor]:
         """x (batch, seqlen, channels) → the same shape, and the tail of inputs that the next chunk's call
         takes, (batch, channels, taps - 1)."""
-        return causal_conv1d(x, self.weight.squeeze(1), self.bias, tail, silu, seq_idx)
+        weight = self.weight.squeeze(1)
+        y, after = causal_conv1d(x, weight, self.bias, arrived(tail), silu, seq_idx)
+        return y, handed_on(tail, after)

@@ -12,7 +12,7 @@ from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.layers.config import StackConfig
 from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import inverse_softplus_steps, reset
-from adjoint.layers.mixer import Mixer, check_heads, rates
+from adjoint.layers.mixer import Mixer, arrived, check_heads, handed_on, rates
 from adjoint.layers.norm import RMSNorm
 
 
@@ -21,7 +21,7 @@ class GatedDeltaNetMixer(Mixer):
     out_proj. State: (conv tail (batch, channels, d_conv - 1), S (batch, nheads, d_state, headdim))."""
 
     default_d_state = 64
-    projected = True
+    projected, lazy = True, True
 
     def __init__(self, config: StackConfig) -> None:
         n, key_heads = self.state_size(config), self.count_key_heads(config)
@@ -71,8 +71,7 @@ class GatedDeltaNetMixer(Mixer):
         return (2 * channels + 5 * d_inner) * element + nheads * (2 * n + states) * accumulated
 
     def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
-        c, (tail, S) = self.config, state
-        checks.shape("initial_state", S, x.shape[0], c.nheads, self.d_state, c.headdim)
+        c, (tail, before) = self.config, state
         qkv, z, b, a = self.in_proj(x).split([self.d_conv_channels, c.d_inner, c.nheads, c.nheads], dim=-1)
         qkv, tail = self.conv1d(qkv, tail, True, seq_idx)
         q, k, v = qkv.split(self.sizes, dim=-1)
@@ -81,7 +80,10 @@ class GatedDeltaNetMixer(Mixer):
         g = rates(self.A_log) * F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
         beta = torch.sigmoid(b.to(dtype))
         v = v.unflatten(-1, (c.nheads, -1))
+        S = arrived(before)
+        checks.shape("initial_state", S, x.shape[0], c.nheads, self.d_state, c.headdim)
         y, S = gated_delta_rule(q * self.d_state**-0.5, k, v, g, beta, S, seq_idx)
+        S = handed_on(before, S)
         y = self.norm(y.to(z.dtype)) * F.silu(z.unflatten(-1, (c.nheads, -1)))
         return self.out_proj(y.flatten(-2)), (tail, S)
 

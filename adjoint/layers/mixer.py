@@ -12,6 +12,21 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers.config import MIXERS, StackConfig
 
 
+def arrived(before: Any) -> Tensor:
+    """A tensor of the state before the chunk, as a `lazy` mixer reads it: it may still be on its way from
+    another process (`adjoint.engine.crossing`)."""
+    return before if isinstance(before, Tensor) else before.arrive()
+
+
+def handed_on(before: Any, after: Tensor) -> Tensor:
+    """A tensor of the state after the chunk, as a `lazy` mixer returns it: another process may wait for it.
+
+    Args:
+        before: the same one of the state before the chunk, as the mixer was given it.
+    """
+    return after if isinstance(before, Tensor) else before.leave(after)
+
+
 class Mixer(nn.Module):
     """(x, state) → (y, state) with x, y (batch, seqlen, d_model): a subclass and a row of `MIXERS`.
 
@@ -27,6 +42,8 @@ class Mixer(nn.Module):
         default_d_state: `d_state` where the configuration gives none.
         projected: whether the input goes into in_proj alone, so that the norm may write autocast's dtype.
         windowed: whether its recurrence can be cut to a window, as a `ScanMixer`'s can.
+        lazy: whether it takes recurrent tensors of the state by `arrived`, no sooner than it reads them, and
+            returns them by `handed_on`, as soon as it has them.
         grows: for each tensor of the state, the dimension that each chunk's tokens lengthen; None for one of
             fixed size.
     """
@@ -34,6 +51,7 @@ class Mixer(nn.Module):
     default_d_state: ClassVar[int] = 16
     projected: ClassVar[bool] = False
     windowed: ClassVar[bool] = False
+    lazy: ClassVar[bool] = False
 
     def __init__(self, config: StackConfig, *state_shapes: tuple[int | None, ...]) -> None:
         super().__init__()
@@ -95,14 +113,15 @@ class ScanMixer(Mixer):
         conv_tail(x)   → the conv tail after the d_conv - 1 tokens x
     """
 
-    windowed = True
+    windowed, lazy = True, True
     scan_inputs: Any
     scan: Any
     scan_outputs: Any
 
     def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
         inputs, tail = self.scan_inputs(x, state[0] if len(state) > 1 else None, seq_idx)
-        y, h = self.scan(inputs, state[-1], seq_idx=seq_idx)
+        y, h = self.scan(inputs, arrived(state[-1]), seq_idx=seq_idx)
+        h = handed_on(state[-1], h)
         return self.scan_outputs(y, inputs), ((h,) if tail is None else (tail, h))
 
 

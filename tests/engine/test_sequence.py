@@ -20,7 +20,6 @@ from adjoint.errors import UserError
 from tests.cluster.test_layouts import Spare
 from tests.model_helpers import (
     ALL_MIXERS,
-    HEADS,
     SIZES,
     assert_same,
     current_gradients,
@@ -307,9 +306,6 @@ def wrong() -> None:
         grad = torch.set_grad_enabled("labels" not in given)
         with grad, refused(words):
             model(ids, **{"labels": ids, "method": Exact(5), **given}, sequence_group=world())
-    attends = Stack(StackConfig(**{**SIZES, "mixer": ["mamba", "attention"], **HEADS})).double()
-    with refused("attention"):
-        attends(ids, ids, Exact(5), sequence_group=world())
     from torch.distributed.fsdp import fully_shard
 
     sharded = make_model("mamba")
