@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from transformers import cache_utils as theirs
 
 from adjoint.engine.autograd import uncompiled
+from adjoint.engine.crossing import Crossing
 from adjoint.engine.kept import Past
 from adjoint.kernels.attention import join
 from adjoint.layers import State
@@ -67,10 +68,14 @@ class _Layer:
 
     Attributes:
         before: of what grows, by name, its past; empty at the very start. pieces: its chunk's own.
+        crossings: by (name, index), recurrent tensors that cross to another process meanwhile. left: of these,
+            the new ones.
     """
 
     before: dict[str, Past]
     pieces: dict[str, Tensor]
+    crossings: dict[tuple[str, int], Crossing]
+    left: dict[tuple[str, int], Tensor]
     dtype: Any
     device: Any
 
@@ -78,7 +83,27 @@ class _Layer:
         """(name, index) → what is there."""
         held: dict[str, Any] = {name: getattr(self, f"{name}_states", {}) for name in ("conv", "recurrent")}
         held |= {name: {0: piece} for name, piece in self.pieces.items()}
-        return {(name, i): s for name, states in held.items() for i, s in states.items() if s is not None}
+        found = {(name, i): s for name, states in held.items() for i, s in states.items() if s is not None}
+        return found | self.left
+
+
+class _Awaited(dict[int, Any]):
+    """A layer's states by their index; functions are called for theirs when they are read."""
+
+    def __getitem__(self, index: int) -> Any:
+        value = super().__getitem__(index)
+        if callable(value) and not isinstance(value, Tensor):
+            self[index] = value = value()
+        return value
+
+    def get(self, index: int, default: Any = None) -> Any:
+        return self[index] if index in self else default
+
+    def values(self) -> Any:
+        return [self[index] for index in self]
+
+    def items(self) -> Any:
+        return [(index, self[index]) for index in self]
 
 
 class _Recurrent(_Layer, theirs.LinearAttentionLayer):
@@ -109,11 +134,25 @@ class _Recurrent(_Layer, theirs.LinearAttentionLayer):
         return recurrent_states
 
     def set(self, name: str, index: int, value: Tensor) -> None:
+        self._put(name, index, value, value.shape[-1])
+        if (crossing := self.crossings.get((name, index))) is not None:
+            self.left[name, index] = crossing.leave(value)
+
+    def begin(self, slot: Slot, value: Any) -> None:
+        """Puts the state before the chunk there, or what waits for it when it is read."""
+        if isinstance(value, Tensor):
+            return self._put(slot.name, slot.index, value.to(slot.dtype), slot.shape[-1])
+        held = f"{slot.name}_states"
+        if not isinstance(getattr(self, held), _Awaited):
+            setattr(self, held, _Awaited(getattr(self, held)))
+        self._put(slot.name, slot.index, lambda: value.arrive().to(slot.dtype), slot.shape[-1])
+
+    def _put(self, name: str, index: int, value: Any, taps: int) -> None:
         getattr(self, f"{name}_states")[index] = value
         getattr(self, f"is_{name}_states_initialized")[index] = True
         self.has_previous_state[index] = True
         if name == "conv":
-            self.conv_kernel_size[index] = value.shape[-1]
+            self.conv_kernel_size[index] = taps
 
 
 class _Growing(_Layer):
@@ -232,8 +271,11 @@ class ChunkCache(DynamicCache):
             layer = layers[slot.layer]
             if slot.grows is not None:
                 layer.before[slot.name] = value
-            elif seen:
-                layer.set(slot.name, slot.index, value.to(slot.dtype))
+            else:
+                if not isinstance(value, Tensor):
+                    layer.crossings[slot.name, slot.index] = value
+                if seen:
+                    layer.begin(slot, value)
             if slot.name == "indexer" and seen:
                 held = layer.before["indexer"].slab.values
                 positions = torch.arange(seen, device=held.device)
@@ -244,7 +286,13 @@ class ChunkCache(DynamicCache):
     def out_of(self, slots: Sequence[Slot]) -> State:
         """The new state: of what grows, the chunk's own piece."""
         found = [layer.found() if hasattr(layer, "found") else {} for layer in self.layers]
-        return tuple(found[slot.layer][slot.name, slot.index] for slot in slots)
+        out = []
+        for slot in slots:
+            layer, key = self.layers[slot.layer], (slot.name, slot.index)
+            value = found[slot.layer][key]
+            waits = key in getattr(layer, "crossings", ()) and key not in layer.left
+            out.append(layer.crossings[key].leave(value) if waits else value)
+        return tuple(out)
 
     def slots(self) -> list[Slot]:
         """What the model put into an empty cache."""
@@ -300,5 +348,5 @@ def _ours(layer: Any) -> Any:
         raise ValueError(f"its cache has a {type(layer).__name__}, whose state is not known here")
     names = [name for name in ("sliding_window", "number_of_states") if hasattr(layer, name)]
     made: Any = OURS[type(layer)](**{name: getattr(layer, name) for name in names})
-    made.before, made.pieces = {}, {}
+    made.before, made.pieces, made.crossings, made.left = {}, {}, {}, {}
     return made

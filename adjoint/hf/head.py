@@ -318,6 +318,10 @@ class Balance(Sum):
     def __init__(self, model: Any, factor: float = 1.0) -> None:
         super().__init__(factor)
         self.top_k: int = model.num_experts_per_tok
+        self.experts, self.like = model.num_experts, next(model.parameters())
+
+    def empty(self) -> Tensor:
+        return self.like.new_zeros(2, self.experts, dtype=accumulate_dtype(self.like.dtype))
 
     def of(self, router_logits: Sequence[Tensor], counted: Tensor | None) -> Tensor:
         """The sums of a chunk, whose router logits are (tokens, experts) in each layer."""

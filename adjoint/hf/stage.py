@@ -44,7 +44,7 @@ class Backbone:
             or "full" (see `Exact`).
     """
 
-    stateful, reach = True, 0
+    stateful, lazy, reach = True, True, 0
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ def steps_of(
     if group is not None and ranks_of(group) > 1:
         if is_sharded(model):
             check.refuse(model, f"sequence_group: {UNDER_FSDP}")
-        return SequenceSteps(group, stages, batch, scheme, width, around)
+        return SequenceSteps(group, stages, batch, scheme, width, around, sums)
     if is_sharded(model):
         return ShardedSteps([Whole(stages[0], root), *stages[1:]], batch, scheme, width, sums)
     return Steps(stages, batch, scheme, width, around, sums)

@@ -229,9 +229,9 @@ def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast
     known = compared(call.model, call.kind, call)
     head = known.head(call.mask is not None).over(call.ids.numel())
     group = record_of(call.model).group
-    if group is not None and (call.kind.routed or call.logits is not None):
-        what = "the routers' loss" if call.kind.routed else "logits beside a loss (logits_to_keep)"
-        check.refuse(call.model, f"sequence_group: {what} need the whole sequence in one process")
+    if group is not None and call.logits is not None:
+        what = "logits beside a loss (logits_to_keep) need the whole sequence in one process"
+        check.refuse(call.model, f"sequence_group: {what}")
     balance = Balance(call.model, known.routers) if call.kind.routed else None
     kept = None if call.logits is None else _kept(call, batch)
     stage = _lm_stage(known, head, balance, kept)
@@ -344,10 +344,13 @@ def _steps(
     if group is not None:
         if stages[0].noise.expected:
             _refuse_noise(known.model)
+        if any(slot.name == "indexer" for slot in known.slots):
+            why = "sparse attention picks keys of the whole sequence, which one process must have"
+            check.refuse(known.model, f"sequence_group: {why}")
         size = at_most(chunk_size_for(batch.rows, device), batch.seqlen, ranks_of(group))
     scheme = scheme_of(method, batch.rows, batch.seqlen, device, starts, size)
     if (blocks := blocks_in(known.model, batch)) is not None:
-        if isinstance(method, Truncated) or is_sharded(known.model):
+        if isinstance(method, Truncated) or is_sharded(known.model) or group is not None:
             check.refuse(
                 known.model,
                 "token_type_ids moves chunks' edges to the ends of blocks, which Exact knows in one process "
