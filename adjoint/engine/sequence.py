@@ -8,6 +8,7 @@ DistributedDataParallel around it see the whole's."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -202,24 +203,39 @@ class _Sharing(Worker):
                 here, (slab.between(0, 0) for slab in self.slabs.get(k, ())), self.grows[k]
             )
 
+    def forward(self, t: Tile) -> None:
+        with self._attending():
+            super().forward(t)
+
     def recompute(self, t: Tile) -> None:
-        super().recompute(t)
+        with self._attending():
+            super().recompute(t)
         self._close(t.stage, t.chunk)
 
     def _close(self, k: int, c: int) -> None:
-        """The forward of a chunk has come to its end.
-
-        Raises:
-            UserError: keys and values were joined to those of other ranks, and never attended to.
-        """
+        """The forward of a chunk has come to its end: its states have left."""
         for crossing in self.crossings.get((k, c), ()) if self._lazy(k) else ():
             crossing.close()
+
+    @contextlib.contextmanager
+    def _attending(self) -> Iterator[None]:
+        """Raises a UserError where keys and values were joined to those of other ranks, and never attended
+        to: other code took the chunk's own for all that there are, whether it failed by it or not."""
+        cause: Exception | None = None
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            if not self.spread.open:
+                raise
+            cause = error
         if self.spread.open:
             self.spread.open.clear()
             raise UserError(
                 "sequence_group: this model's attention is its own code, which knows no keys and values of "
                 'other ranks: give it attn_implementation="sdpa", or leave sequence_group out'
-            )
+            ) from cause
 
     def backward(self, t: Tile) -> None:
         """B."""

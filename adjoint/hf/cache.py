@@ -68,8 +68,8 @@ class _Layer:
 
     Attributes:
         before: of what grows, by name, its past; empty at the very start. pieces: its chunk's own.
-        crossings: by (name, index), recurrent tensors that cross to another process meanwhile. left: of these,
-            the new ones.
+        crossings: by (name, index), recurrent tensors that cross to another process meanwhile. left: of
+            these, the new ones.
     """
 
     before: dict[str, Past]
@@ -97,7 +97,9 @@ class _Awaited(dict[int, Any]):
         return value
 
     def get(self, index: int, default: Any = None) -> Any:
-        return self[index] if index in self else default
+        if index not in self:
+            return default
+        return self[index]
 
     def values(self) -> Any:
         return [self[index] for index in self]

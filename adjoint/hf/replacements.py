@@ -355,10 +355,13 @@ def _attention(
     tokens, seen = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     spread = attention.is_spread(key)
-    if spread and (attention_mask is not None or dropout or not causal or kwargs.get("position_bias") is not None):
+    if spread and (
+        attention_mask is not None or dropout or not causal or kwargs.get("position_bias") is not None
+    ):
         raise UserError(
-            f"sequence_group: the attention of {type(module).__name__} is more than causal (a mask, dropout or "
-            "a bias of positions), for which keys would have to be in one process: leave sequence_group out"
+            f"sequence_group: the attention of {type(module).__name__} is more than causal (a mask, dropout "
+            "or a bias of positions), for which keys would have to be in one process: leave sequence_group "
+            "out"
         )
     if attention_mask is None and (spread or 1 < tokens < seen) and causal:
         if torch.is_autocast_enabled(query.device.type):  # which does not reach into a function of one's own

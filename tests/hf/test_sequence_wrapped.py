@@ -10,11 +10,20 @@ import torch
 import torch.distributed as dist
 
 import adjoint
-from tests.hf.hf_models import VOCAB, current_gradients, errors, float64_throughout, make
+from tests.hf.hf_models import (
+    VOCAB,
+    assert_exact,
+    current_gradients,
+    float64_throughout,
+    loss_and_gradients,
+    make,
+)
 from tests.ranks import on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
-RECURRENT = ["MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM"]
+RECURRENT = ["MambaForCausalLM", "Mamba2ForCausalLM"]
+ATTENDING = ["LlamaForCausalLM", "BambaForCausalLM", "Gemma3ForCausalLM", "ZambaForCausalLM"]
+ROUTED = ["MixtralForCausalLM", "Qwen3NextForCausalLM"]
 
 
 def rows(batch: int = 2, seqlen: int = 53) -> torch.Tensor:
@@ -29,37 +38,45 @@ def over(model: Any, method: Any, group: Any, **given: Any) -> tuple[float, Any]
     return loss.detach(), current_gradients(model)
 
 
-def recurrent() -> None:
-    ids = rows()
+def exact(name: str) -> None:
+    """Over the group, in one process, and of the untouched model."""
+    ids, group, model = rows(), dist.group.WORLD, make(name)
     positions = torch.cat([torch.arange(20), torch.arange(33)])[None]
-    for name in RECURRENT:
-        model, group = make(name), dist.group.WORLD
-        for method, given in [
-            (adjoint.Exact(7), {}),
-            (adjoint.Exact(), {}),
-            (adjoint.Truncated(16, 8), {}),
-            (adjoint.Exact(7), {"attention_mask": torch.arange(53)[None] < torch.tensor([[53], [40]])}),
-            (adjoint.Exact(7), {"position_ids": positions, "input_ids": ids[:1], "labels": ids[:1]}),
-        ]:
-            given = {"input_ids": ids, "labels": ids, **given}
-            if "attention_mask" in given:
-                given["labels"] = ids.masked_fill(~given["attention_mask"], -100)
-            with float64_throughout():
-                apart = errors(over(model, method, group, **given), over(model, method, None, **given))
-            assert apart.worst <= 1e-10, (name, method, apart)
+    mask = torch.arange(53)[None] < torch.tensor([[53], [40]])
+    routed = {"output_router_logits": True} if name in ROUTED else {}
+    with float64_throughout():
+        plain = loss_and_gradients(make(name), input_ids=ids, labels=ids, **routed)
+    for method, given in [
+        (adjoint.Exact(7), {}),
+        (adjoint.Exact(), {}),
+        (adjoint.Exact(9, recompute="full"), {}),
+        (adjoint.Truncated(16, 8), {}),
+        (adjoint.Exact(7), {"attention_mask": mask, "labels": ids.masked_fill(~mask, -100)}),
+        (adjoint.Exact(7), {"position_ids": positions, "input_ids": ids[:1], "labels": ids[:1]}),
+        (adjoint.Exact(7), {"input_ids": ids[:, :5], "labels": ids[:, :5]}),  # a rank has no chunk
+    ]:
+        whole = not given and isinstance(method, adjoint.Exact)
+        given = {"input_ids": ids, "labels": ids, **given, **routed}
+        with float64_throughout():
+            shared, alone = (over(model, method, g, **given) for g in (group, None))
+        assert_exact(shared, alone)
+        if whole:
+            assert_exact(shared, plain)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_models_without_attention(ranks: int, tmp_path: Path) -> None:
-    on_ranks(ranks, tmp_path, recurrent)
+@pytest.mark.parametrize("name", [*RECURRENT, *ATTENDING, *ROUTED])
+def test_models_over_ranks(name: str, ranks: int, tmp_path: Path) -> None:
+    on_ranks(ranks, tmp_path, exact, name)
 
 
 def wrong() -> None:
     group, ids = dist.group.WORLD, rows(1)
     given = {"input_ids": ids, "labels": ids}
-    for name in ("LlamaForCausalLM", "BambaForCausalLM"):
-        with refused("attention"):
-            adjoint.wrap(make(name), adjoint.Exact(7), sequence_group=group)(**given)
+    own_code = make("LlamaForCausalLM")
+    own_code.set_attn_implementation("eager")
+    with refused("attention is its own code"):
+        adjoint.wrap(own_code, adjoint.Exact(7), sequence_group=group)(**given)
     model = make("Mamba2ForCausalLM")
     for method in (adjoint.MiniSequence(), adjoint.Backprop()):
         with refused("has no chunks to share"):
