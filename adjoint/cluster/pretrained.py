@@ -13,10 +13,11 @@ from transformers.conversion_mapping import WeightRenaming, get_model_conversion
 
 from adjoint.checkpoint import Tensors
 from adjoint.cluster.shard import Shard
+from adjoint.engine.chunk_size import memory_of
 from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
 from adjoint.hf import first_use
-from adjoint.hf.chunks import check_method, chunk_size_for, scheme_of
+from adjoint.hf.chunks import check_method, scheme_of
 from adjoint.hf.layers import PassThrough, backbone_of
 from adjoint.hf.load import KEY, configuration
 from adjoint.hf.split import Pretrained, verified
@@ -66,12 +67,15 @@ class PretrainedShard(Shard):
     def _drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
         return drawn_from(self.spec.training.seed, number, self.spec.rank)
 
-    def _scheme(self, batch: int, seqlen: int, chunk_size: int) -> Scheme:
-        return scheme_of(self.spec.method, batch, seqlen, self.device.type, chunk_size=chunk_size)
+    def _scheme(self, seqlen: int, chunk_size: int) -> Scheme:
+        return scheme_of(self.spec.method, seqlen, chunk_size)
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        size = self.spec.layout.at_most(chunk_size_for(batch, self.device.type), seqlen)
-        return scheme_of(self.spec.method, batch, seqlen, self.device.type, chunk_size=size).chunk_size
+        element = 2 if self.spec.precision == "bfloat16" else self.spec.dtype.itemsize
+        device = self.device
+        picked = self.found.chunk_size(batch, seqlen, element, device.type, memory_of(device))
+        size = self.spec.layout.at_most(picked, seqlen)
+        return scheme_of(self.spec.method, seqlen, size).chunk_size
 
 
 # Of what safetensors files call their dtypes, those that loading in float32 does not change.

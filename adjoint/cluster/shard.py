@@ -150,7 +150,7 @@ class Shard:
         """Around the work on batch `number`: a stack draws nothing."""
         return contextlib.nullcontext()
 
-    def _scheme(self, batch: int, seqlen: int, chunk_size: int) -> Scheme:
+    def _scheme(self, seqlen: int, chunk_size: int) -> Scheme:
         """What the engine is asked for."""
         return self.spec.method.scheme(seqlen, chunk_size)
 
@@ -276,7 +276,7 @@ class Shard:
 
     def _scheme_of(self, batch: Batch, chunk_size: int | None) -> Scheme:
         size = chunk_size or self.chunk_size(batch.rows, batch.seqlen)
-        return self._scheme(batch.rows, batch.seqlen, size)
+        return self._scheme(batch.seqlen, size)
 
     def _worker(self, batch: Batch, scheme: Scheme, grid: Grid) -> Worker:
         width = self.spec.model.d_model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -12,16 +14,36 @@ from adjoint.layers import MIXERS, Mixer, StackConfig
 UNKNOWN_MEMORY = 40e9  # bytes taken for a GPU whose memory is not known
 
 
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a model stores of one row.
+
+    Attributes:
+        kept: bytes per token of what its layers keep of a chunk for their backward.
+        states: bytes of its recurrent states at one chunk edge.
+        busy: tokens of a chunk, over all rows, with which a CPU is within an eighth as fast as with more.
+    """
+
+    kept: float
+    states: float = 0.0
+    busy: int = 1408
+
+
 def default_chunk_size(model: Any, input_ids: Tensor, recompute: str = "none") -> int:
-    """`chunk_size_for` a model and its device, with input_ids (batch, seqlen) and the caller's autocast."""
-    element = next(model.parameters()).element_size()
-    memory = None
-    if input_ids.is_cuda:
-        memory = torch.cuda.get_device_properties(input_ids.device).total_memory
-        if torch.is_autocast_enabled("cuda"):
-            element = min(element, torch.get_autocast_dtype("cuda").itemsize)
+    """`chunk_size_for` a `Stack`, or its part on a shard, on its device, with input_ids (batch, seqlen) and
+    the caller's autocast."""
+    element, config, blocks = next(model.parameters()).element_size(), model.config, model.blocks()
+    states = sum(state_numel(block.mixer) for block in blocks) * max(element, 4)
+    if input_ids.is_cuda and torch.is_autocast_enabled("cuda"):
+        element = min(element, torch.get_autocast_dtype("cuda").itemsize)
+    sizes = Sizes(kept_bytes(config, element, recompute), states * config.n_layer / max(len(blocks), 1))
     batch, seqlen = input_ids.shape
-    return chunk_size_for(model.config, batch, seqlen, input_ids.device.type, element, memory, recompute)
+    return chunk_size_for(sizes, batch, seqlen, input_ids.device.type, memory_of(input_ids.device))
+
+
+def memory_of(device: torch.device) -> float | None:
+    """Bytes of a GPU's memory; None of a CPU, whose chunks do not depend on it."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def at_most(chunk_size: int, seqlen: int, workers: int) -> int:
@@ -29,33 +51,33 @@ def at_most(chunk_size: int, seqlen: int, workers: int) -> int:
     return min(chunk_size, -(-seqlen // (2 * workers))) if workers > 1 else chunk_size
 
 
-def chunk_size_for(
-    config: StackConfig,
-    batch: int,
-    seqlen: int,
-    device: str,
-    element: int,
-    memory: float | None = None,
-    recompute: str = "none",
-) -> int:
+def chunk_size_for(sizes: Sizes, batch: int, seqlen: int, device: str, memory: float | None = None) -> int:
     """Tokens per chunk: enough to keep the device busy, few enough that a chunk's activations stay small.
 
-    On a CPU, 1,408 tokens over all rows are within an eighth as fast as more. With fewer, a long sequence's
-    states at chunk edges would take more memory than the shorter chunk saves. From 2²⁰ tokens per row on, the
-    chunk grows with the square root of the length, which keeps edge states and activations about equal.
+    On a CPU that is `sizes.busy` over all rows. On a GPU, what all layers of one chunk store for its backward
+    gets an eighth of the memory: whatever its length, a chunk costs a launch per operation, reads every
+    weight and adds to every parameter's gradient. The size is a multiple of 256 tokens, the tiles of matrix
+    products, from 256 to 16,384.
 
-    On a GPU, what all layers of one chunk store for its backward gets an eighth of the memory: whatever its
-    length, a chunk costs a launch per operation, reads every weight and adds to every parameter's gradient.
-    The size is a multiple of 256 tokens, the tiles of matrix products, from 256 to 16,384.
+    A long sequence's states at chunk edges would take more memory than so short a chunk saves: the chunk
+    grows with the square root of the length, which keeps edge states and activations equal, and their sum the
+    least there is.
 
     Args:
         batch: number of rows. seqlen: tokens per row. device: "cpu" or "cuda"; it need not be this machine's.
-        element: bytes of an activation's element. memory: bytes of the GPU. recompute: as in `kept_bytes`.
+        memory: bytes of the GPU.
     """
+    equal = int((seqlen * sizes.states / sizes.kept) ** 0.5)
     if device != "cuda":
-        return max(64, 1408 // batch, int(1408 * (seqlen / 2**20) ** 0.5))
-    tokens = int((memory or UNKNOWN_MEMORY) / 8 / (kept_bytes(config, element, recompute) * batch))
+        return max(64, sizes.busy // batch, equal)
+    tokens = max(int((memory or UNKNOWN_MEMORY) / 8 / (sizes.kept * batch)), equal)
     return min(16384, max(256, tokens // 256 * 256))
+
+
+def state_numel(mixer: Any) -> int:
+    """Elements of a mixer's recurrent state of one row; 0 of a user's layer that does not say."""
+    shapes = [shape for shape in getattr(mixer, "state_shapes", ()) if None not in shape]
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> int:

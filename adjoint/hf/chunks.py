@@ -7,22 +7,24 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.documents import from_cu_seqlens
+from adjoint.engine.chunk_size import Sizes
 from adjoint.engine.grid import Scheme
 from adjoint.hf import check
+from adjoint.hf.cache import Slot
 from adjoint.hf.layers import backbone_of, class_of
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
-CPU_TOKENS = 1024  # of a chunk where nobody says; see `adjoint.engine.chunk_size`
-CUDA_TOKENS = 8192
+BUSY = 1024  # tokens of a chunk on a CPU where nobody says; see `adjoint.engine.chunk_size`
 TYPES = "token_type_ids"  # of which some models make masks
 
 # ----------------------------------------------------------------------------------------- methods
@@ -51,23 +53,14 @@ def recompute_of(method: Any) -> str:
     return getattr(method, "recompute", "none")
 
 
-def scheme_of(
-    method: Any,
-    batch: int,
-    seqlen: int,
-    device: str,
-    starts: tuple[int, ...] = (0,),
-    chunk_size: int | None = None,
-) -> Scheme:
+def scheme_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...] = (0,)) -> Scheme:
     """A method's scheme, for whole models: chunks are cut at documents' starts, and a continuation has two
     tokens at least, as transformers takes one for decoding.
 
     Args:
-        device: "cpu" or "cuda". starts: first tokens of the documents.
-        chunk_size: tokens a chunk where the method does not say.
+        chunk_size: tokens a chunk where the method does not say. starts: first tokens of the documents.
     """
-    size = getattr(method, "chunk_size", None) or chunk_size or chunk_size_for(batch, device)
-    size = max(2, min(size, seqlen))
+    size = max(2, min(getattr(method, "chunk_size", None) or chunk_size, seqlen))
     if isinstance(method, Truncated):
         assert isinstance(method.window, int)
         size = max(2, min(size, method.window))
@@ -76,9 +69,33 @@ def scheme_of(
     return dataclasses.replace(method.scheme(seqlen, size), documents=starts, least=2)
 
 
-def chunk_size_for(batch: int, device: str) -> int:
-    """Tokens a chunk where nobody says; see `adjoint.engine.chunk_size` for why these."""
-    return max(64, (CUDA_TOKENS if device == "cuda" else CPU_TOKENS) // batch)
+def kept_features(model: nn.Module) -> int:
+    """About as many elements a token as a chunk of the backbone keeps for its backward: what its products and
+    convolutions read and write, of experts those of the ones that a token goes to. For models of several
+    kinds in float32 autograd keeps 0.8 to 1.3 of it."""
+    config: Any = backbone_of(model).config
+    experts, total = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1, 0
+    for module in backbone_of(model).modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        if isinstance(module, nn.Linear):  # of quantized ones the weight's shape says nothing
+            total += module.in_features + module.out_features
+        elif isinstance(module, nn.Conv1d):
+            total += module.in_channels + module.out_channels
+        else:
+            shapes = [p.shape for p in module.parameters(recurse=False) if p.dim() in (2, 3)]
+            total += sum(sum(shape[-2:]) * (experts if len(shape) == 3 else 1) for shape in shapes)
+    return total
+
+
+def sizes_of(features: int, slots: Sequence[Slot], element: int) -> Sizes:
+    """A model's `Sizes`.
+
+    Args:
+        features: of `kept_features`. slots: of its cache. element: bytes of an activation's element.
+    """
+    states = (math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None)
+    return Sizes(max(features, 1) * element, sum(states), BUSY)
 
 
 # ------------------------------------------ documents, in the forms in which Hugging Face's trainers say them

@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 import torch
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
+from adjoint.engine.chunk_size import chunk_size_for, memory_of
 from adjoint.engine.sharded import is_sharded, largest, reshard
 from adjoint.hf import check, first_use, messages, mini_sequence
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import Call, Kind
+from adjoint.hf.chunks import kept_features, sizes_of
 from adjoint.hf.first_use import in_eval_mode, some_tokens
 from adjoint.hf.head import Head, coefficient, head_of
 from adjoint.hf.layers import backbone_of, plainly
@@ -58,6 +60,17 @@ class Known:
     def slots(self) -> list[Slot]:
         with plainly(self.model), check.as_refusal(self.model):
             return probe(self.model, some_tokens(self.model)[0])
+
+    @functools.cached_property
+    def _features(self) -> int:
+        return kept_features(self.model)
+
+    def chunk_size(self, batch: int, seqlen: int) -> int:
+        """Tokens of a chunk where the method does not say, for `batch` rows of `seqlen` tokens."""
+        first = next(p for p in self.model.parameters() if p.is_floating_point())
+        element = min(first.element_size(), (self.precision[0] or first.dtype).itemsize)
+        sizes = sizes_of(self._features, self.slots, element)
+        return chunk_size_for(sizes, batch, seqlen, first.device.type, memory_of(first.device))
 
     def head(self, padded: bool = False) -> Head:
         """As `head_of`, which is asked at each call."""

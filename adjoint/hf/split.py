@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.engine.autograd import Steps
+from adjoint.engine.chunk_size import chunk_size_for
 from adjoint.engine.first_use import some_numbers
 from adjoint.hf import check, first_use
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.call import Kind
+from adjoint.hf.chunks import kept_features, sizes_of
 from adjoint.hf.head import Head, multiple
 from adjoint.hf.layers import PassThrough, backbone_of, class_of
 from adjoint.hf.replacements import Inside
@@ -40,6 +42,7 @@ class Pretrained:
         outputs: of each layer, the length of the tuple it gives, None where it gives a tensor.
         slots: of the state. autocast: the same under bfloat16 autocast.
         costs: multiply-adds per token of each layer, the head's in the last.
+        features: of `kept_features`.
         names: of all parameters, in the model's order; a tied table under the embedding's.
         embedding, head: the names of the tables at both ends.
         multiplier: by which the backbone multiplies embeddings it is given.
@@ -54,6 +57,7 @@ class Pretrained:
     slots: tuple[Slot, ...]
     autocast: tuple[Slot, ...]
     costs: tuple[float, ...]
+    features: int
     names: tuple[str, ...]
     embedding: str
     head: str
@@ -85,6 +89,12 @@ class Pretrained:
         if precision == "float64":
             slots = tuple(dataclasses.replace(slot, dtype=torch.float64) for slot in slots)
         return dataclasses.replace(self, slots=slots)
+
+    def chunk_size(self, batch: int, seqlen: int, element: int, device: str, memory: float | None) -> int:
+        """Tokens of a chunk where the method does not say; `element` and the others as in `sizes_of` and
+        `chunk_size_for`."""
+        sizes = sizes_of(self.features, self.slots, element)
+        return chunk_size_for(sizes, batch, seqlen, device, memory)
 
     def states(self, span: range, batch: int, device: torch.device) -> State:
         """The state of a span's layers before a sequence."""
@@ -190,6 +200,7 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
         tuple(slots),
         tuple(narrow),
         tuple(costs),
+        kept_features(model),
         tuple(name for name, _ in model.named_parameters()),
         embedding,
         head,

@@ -29,7 +29,7 @@ from adjoint.engine.weights import Constants
 from adjoint.errors import UserError
 from adjoint.hf import check, first_use, messages, mini_sequence
 from adjoint.hf.call import CACHES, Call, Kind
-from adjoint.hf.chunks import around_blocks, blocks_in, check_method, chunk_size_for, recompute_of, scheme_of
+from adjoint.hf.chunks import around_blocks, blocks_in, check_method, recompute_of, scheme_of
 from adjoint.hf.head import Balance, Head, Logits, Output, logits_of
 from adjoint.hf.known import Known, Record, compared, known_of, own_documents, record_of
 from adjoint.hf.layers import backbone_of, class_of, plainly, root_of
@@ -340,15 +340,15 @@ def _steps(
     record, method = record_of(known.model), record_of(known.model).method
     ends = (*starts[1:], batch.seqlen)
     check.refuse_length(known.model, max(end - start for start, end in zip(starts, ends, strict=True)))
-    device, size = batch.ids.device.type, None
+    size = known.chunk_size(batch.rows, batch.seqlen)
     if group is not None:
         if stages[0].noise.expected:
             _refuse_noise(known.model)
         if any(slot.name == "indexer" for slot in known.slots):
             why = "sparse attention picks keys of the whole sequence, which one process must have"
             check.refuse(known.model, f"sequence_group: {why}")
-        size = at_most(chunk_size_for(batch.rows, device), batch.seqlen, ranks_of(group))
-    scheme = scheme_of(method, batch.rows, batch.seqlen, device, starts, size)
+        size = at_most(size, batch.seqlen, ranks_of(group))
+    scheme = scheme_of(method, batch.seqlen, size, starts)
     if (blocks := blocks_in(known.model, batch)) is not None:
         if isinstance(method, Truncated) or is_sharded(known.model) or group is not None:
             check.refuse(

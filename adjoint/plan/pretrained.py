@@ -20,7 +20,7 @@ from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import Stage
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
-from adjoint.hf.chunks import check_method, chunk_size_for, scheme_of
+from adjoint.hf.chunks import check_method, scheme_of
 from adjoint.hf.head import Head
 from adjoint.hf.layers import backbone_of
 from adjoint.hf.load import KEY, configuration
@@ -167,8 +167,9 @@ class PretrainedModel(Model):
         except ValueError as error:
             raise UserError(f"method.name: {error}") from None
         batch, seqlen = size
-        chunk = layout.at_most(chunk_size_for(batch, machine.kind), seqlen)
-        return scheme_of(method, batch, seqlen, machine.kind, chunk_size=chunk)
+        element = 2 if machine.precision == "bfloat16" else machine.element
+        picked = self.given.chunk_size(batch, seqlen, element, machine.kind, machine.memory)
+        return scheme_of(method, seqlen, layout.at_most(picked, seqlen))
 
     def described(self) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adjoint.engine.chunk_size import chunk_size_for
+from adjoint.engine.chunk_size import Sizes, chunk_size_for, kept_bytes
 from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import Stage, check_windows, costs_of
 from adjoint.layers import MIXERS, Mixer, StackConfig, State
@@ -87,7 +87,9 @@ class StackModel(Model):
     def scheme(self, method: Any, size: tuple[int, int], layout: Any, machine: Any) -> Scheme:
         element = 2 if machine.precision == "bfloat16" and machine.kind == "cuda" else machine.element
         recompute = getattr(method, "recompute", "none")
-        default = chunk_size_for(self.given, *size, machine.kind, element, machine.memory, recompute)
+        states = sum(layer.state for layer in self.layers) * machine.element
+        sizes = Sizes(kept_bytes(self.given, element, recompute), states)
+        default = chunk_size_for(sizes, *size, machine.kind, machine.memory)
         scheme = method.scheme(size[1], layout.chunk_size(method, size[1], default))
         check_windows(self.given, scheme)
         return scheme

@@ -185,8 +185,11 @@ class Trainer:
         rows, seqlen = self.rows, self.config.data.seqlen
         if not isinstance(self.model, Stack):
             from adjoint.hf.chunks import scheme_of
+            from adjoint.hf.known import known_of
 
-            return scheme_of(self.method, rows, seqlen, self.device.type).chunk_size
+            with autocast(self.precision, self.device):
+                default = known_of(self.model).chunk_size(rows, seqlen)
+            return scheme_of(self.method, seqlen, default).chunk_size
         ids = torch.empty(rows, seqlen, dtype=torch.int8, device=self.device)
         with autocast(self.precision, self.device):
             default = default_chunk_size(self.model, ids, getattr(self.method, "recompute", "none"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from adjoint.engine.chunk_size import chunk_size_for
+from adjoint.engine.chunk_size import Sizes, chunk_size_for, kept_bytes
 from adjoint.kernels import dispatch
 from adjoint.layers import StackConfig
 from adjoint.tools.points.process import Point
@@ -86,8 +86,8 @@ SIZES: dict[str, tuple[Any, Any]] = {
 def sizes_of(*, dry: bool) -> SimpleNamespace:
     """The sizes by name, with the chunk size of the long step and the sizes of the operations."""
     sizes = SimpleNamespace(**{name: both[dry] for name, both in SIZES.items()})
-    model = StackConfig(**sizes.model)
-    sizes.chunk_size = 32 if dry else chunk_size_for(model, 1, 2**20, "cuda", 2, CAP_BYTES)
+    kept = Sizes(kept_bytes(StackConfig(**sizes.model), 2))
+    sizes.chunk_size = 32 if dry else chunk_size_for(kept, 1, 2**20, "cuda", CAP_BYTES)
     kind, which = ("cpu", "small") if dry else ("cuda", "default")
     sizes.operations = {op: OPS[op].sizes[kind][which] for op in OPS}
     return sizes

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint.batch import Batch
-from adjoint.engine.chunk_size import chunk_size_for, default_chunk_size, kept_bytes
+from adjoint.engine.chunk_size import Sizes, chunk_size_for, default_chunk_size, kept_bytes
 from adjoint.engine.stages import Layer
 from adjoint.engine.tile import Gradients
 
@@ -73,28 +73,44 @@ def test_kept_bytes_are_those_that_autograd_keeps(options: dict[str, Any], dtype
 
 
 def test_a_gpu_gets_chunks_that_keep_it_busy_and_fit_an_eighth() -> None:
-    size = chunk_size_for(LARGE, 1, 8, "cuda", 2, H200)
+    def size_for(config: adjoint.StackConfig, batch: int, element: int, memory: float) -> int:
+        return chunk_size_for(Sizes(kept_bytes(config, element)), batch, 8, "cuda", memory)
+
+    size = size_for(LARGE, 1, 2, H200)
     assert 4096 <= size <= 8192
     assert size % 256 == 0
     assert H200 / 8 - 256 * kept_bytes(LARGE, 2) < size * kept_bytes(LARGE, 2) <= H200 / 8
-    assert chunk_size_for(LARGE, 1, 8, "cuda", 4, H200) < size
-    assert chunk_size_for(LARGE, 4, 8, "cuda", 2, H200) <= size // 4
-    assert chunk_size_for(LARGE, 1, 8, "cuda", 2, 1e9) == 256
-    assert chunk_size_for(adjoint.StackConfig(), 1, 8, "cuda", 2, H200) == 16384
+    assert size_for(LARGE, 1, 4, H200) < size
+    assert size_for(LARGE, 4, 2, H200) <= size // 4
+    assert size_for(LARGE, 1, 2, 1e9) == 256
+    assert size_for(adjoint.StackConfig(), 1, 2, H200) == 16384
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_edge_states_and_activations_are_balanced(device: str) -> None:
+    sizes, seqlen = Sizes(kept=20e3, states=250e3), 2**20
+    size = chunk_size_for(sizes, 2, seqlen, device, 1e9)
+    assert seqlen / size * sizes.states == pytest.approx(size * sizes.kept, rel=0.1)
+    assert chunk_size_for(sizes, 2, 4 * seqlen, device, 1e9) == pytest.approx(2 * size, rel=0.1)
 
 
 def test_the_default_follows_device_batch_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adjoint.Stack(adjoint.StackConfig(d_model=64, n_layer=2))
     assert default_chunk_size(model, torch.zeros(1, 8, dtype=torch.long)) == 1408
     assert default_chunk_size(model, torch.zeros(4, 8, dtype=torch.long)) == 352
-    assert default_chunk_size(model, torch.empty(4, 2**22, dtype=torch.long, device="meta")) == 2816
+    states = 2 * 128 * (3 + 16) * 4  # of both layers: the convolution's tail and h
+    long = int((2**22 * states / kept_bytes(model.config, 4)) ** 0.5)
+    assert default_chunk_size(model, torch.empty(4, 2**22, dtype=torch.long, device="meta")) == long > 1408
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**28))
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda" and half)
     ids: Any = SimpleNamespace(shape=(2, 8), device=torch.device("cuda"), is_cuda=True)
+
+    def size_for(element: int) -> int:
+        return chunk_size_for(Sizes(kept_bytes(model.config, element)), 2, 8, "cuda", 2**28)
+
     half = False
-    assert default_chunk_size(model, ids) == chunk_size_for(model.config, 2, 8, "cuda", 4, 2**28)
+    assert default_chunk_size(model, ids) == size_for(4)
     half = True
     assert torch.get_autocast_dtype("cuda").itemsize == 2
-    assert default_chunk_size(model, ids) == chunk_size_for(model.config, 2, 8, "cuda", 2, 2**28)
-    wide, narrow = (chunk_size_for(model.config, 2, 8, "cuda", element, 2**28) for element in (4, 2))
-    assert wide < narrow < 16384
+    assert default_chunk_size(model, ids) == size_for(2)
+    assert size_for(4) < size_for(2) < 16384

@@ -1,4 +1,5 @@
-"""`Exact(memory=…)` on wrapped models: what is measured at the first call changes nothing about it."""
+"""Memory of wrapped models: the chunk that is picked, and `Exact(memory=…)`, whose measurement at the first
+call changes nothing about it."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 import adjoint
+from adjoint.hf.cache import zeros
+from adjoint.hf.chunks import kept_features
+from adjoint.hf.known import known_of
 from tests.hf.hf_models import loss_and_gradients, make, make_batch, transformers
 from tests.model_helpers import assert_same
 
@@ -66,3 +70,35 @@ def test_a_side_channel(recompute: str, seqlen: int) -> None:
     else:
         with pytest.raises(ValueError, match="LlamaForCausalLM cannot be trained by chunks"):
             model(**given)
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "Mamba2ForCausalLM", "BambaForCausalLM", "MixtralForCausalLM"]
+)
+def test_the_chunk_picked_is_by_what_is_kept(name: str) -> None:
+    """Per token by a chunk's tape, and at edges: the longer the sequence, the longer chunks."""
+    model: Any = adjoint.wrap(make(name), adjoint.Exact(chunk_size=1024))
+
+    def tape_bytes(seqlen: int) -> int:
+        held: dict[int, Any] = {p.untyped_storage().data_ptr(): None for p in model.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            memory = tensor.untyped_storage()
+            held.setdefault(memory.data_ptr(), memory)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(**make_batch(seqlen, batch=1)).loss.backward()
+        return sum(memory.nbytes() for memory in held.values() if memory is not None)
+
+    tape_bytes(16)  # compares
+    known = known_of(model)
+    # the difference leaves out what does not grow with the tokens
+    kept = (tape_bytes(1024) - tape_bytes(512)) / 512
+    assert 8 * kept_features(model) == pytest.approx(kept, rel=0.4)
+    assert known.chunk_size(1, 2**12) == known.chunk_size(1, 2**14) == 1024
+    states = sum(s.numel() * s.element_size() for s in zeros(known.slots, 1, IDS.device) if s.numel())
+    long = max(1024, int((2**24 * states / (8 * kept_features(model))) ** 0.5))
+    assert known.chunk_size(1, 2**24) == long and (
+        long > 1024 or name in ("LlamaForCausalLM", "MixtralForCausalLM")
+    )
