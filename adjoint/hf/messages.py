@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -52,9 +52,19 @@ def compared(difference: float) -> None:
         found.append(difference)
 
 
-def announce(model: Any, method: Any, scheme: Scheme, difference: float | None) -> None:
-    """Says what runs, at the level INFO: class, layers, chunk size, kernels, and what the comparison found.
-    Of several processes the first says it.
+def by_chunks(model: nn.Module, method: Any, scheme: Scheme) -> str:
+    """How `Exact` or `Truncated` runs a model, in words."""
+    return f"{type(method).__name__} in chunks of {scheme.chunk_size:,} tokens; {_kernels(model)}"
+
+
+def by_pieces(method: Any, mlps: Sequence[str]) -> str:
+    """How `MiniSequence` runs a model, in words."""
+    return f"MiniSequence: MLPs ({len(mlps)}) in {method.mlp_chunks} pieces, the head in {method.head_chunks}"
+
+
+def announce(model: Any, how: str, difference: float | None) -> None:
+    """Says what runs, at the level INFO: class, layers, how, and what the comparison found. Of several
+    processes the first says it.
 
     Raises:
         UserError: ADJOINT_VERBOSITY is no level.
@@ -63,8 +73,8 @@ def announce(model: Any, method: Any, scheme: Scheme, difference: float | None) 
         layers = len(layers_of(backbone_of(model)))
         found = "" if difference is None else f": relative difference {difference:.1e}"
         LOGGER.info(
-            f"{class_of(model).__name__} of {layers} layers runs by {type(method).__name__} in chunks of "
-            f"{scheme.chunk_size:,} tokens; {_kernels(model)}; gradients compared on {TOKENS} tokens{found}"
+            f"{class_of(model).__name__} of {layers} layers runs by {how}; gradients compared on {TOKENS} "
+            f"tokens{found}"
         )
 
 

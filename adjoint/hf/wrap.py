@@ -11,11 +11,11 @@ import contextlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
@@ -38,7 +38,11 @@ from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, gathering, steps
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
 
-def wrap(model: Any, method: Any = None, sequence_group: Any = None) -> Any:
+Model = TypeVar("Model", bound=nn.Module)
+Method = Exact | Truncated | MiniSequence | Backprop
+
+
+def wrap(model: Model, method: Method | None = None, sequence_group: Any = None) -> Model:
     """Makes a transformers causal LM compute its loss by a method: the same object, with the same parameters,
     state_dict, config, `generate` and `save_pretrained`.
 
@@ -60,9 +64,9 @@ def wrap(model: Any, method: Any = None, sequence_group: Any = None) -> Any:
             cotangents of states, keys and values at edges `window` tokens apart, rounded down to whole
             chunks; between them, and where the window is as long as the sequence, gradients are whole.
         sequence_group: a `torch.distributed` process group, or a `DeviceMesh` of one dimension, whose
-            processes share each sequence of a model without attention: its chunks are dealt to them in turn.
-            All call with the same rows and labels; each has the whole's loss and gradients. A copy of the
-            model has none.
+            processes share each sequence: its chunks are dealt to them in turn, keys and values stay with
+            the one that made them. All call with the same rows and labels; each has the whole's loss and
+            gradients. A copy of the model has none.
 
     Returns:
         The model.
@@ -96,7 +100,7 @@ def wrap(model: Any, method: Any = None, sequence_group: Any = None) -> Any:
     return model
 
 
-def unwrap(model: Any) -> Any:
+def unwrap(model: Model) -> Model:
     """Undoes `wrap`: the model is transformers' own again. Returns it.
 
     Raises:
@@ -357,10 +361,16 @@ def _steps(
                 "alone",
             )
         scheme = around_blocks(scheme, blocks)
-    if not record.announced:
-        messages.announce(known.model, method, scheme, known.difference)
-        record.announced = True
+    _announce(known, lambda: messages.by_chunks(known.model, method, scheme))
     return steps_of(stages, batch, scheme, _as_it_is(known), group)
+
+
+def _announce(known: Known, how: Callable[[], str]) -> None:
+    """Once for each wrapped model."""
+    record = record_of(known.model)
+    if not record.announced:
+        messages.announce(known.model, how(), known.difference)
+        record.announced = True
 
 
 def _as_it_is(known: Known) -> Around:
@@ -390,6 +400,7 @@ def _by_pieces(call: Call) -> CausalLMOutputWithPast:
     ways = first_use.ways(method, kind)[0], mini_sequence.way(method, kind.counted)
     known.once(("pieces", kind), first_use.compare, model, *ways, *mini_sequence.NOT_THE_SAME)
     own_documents(known, call)
+    _announce(known, lambda: messages.by_pieces(method, known.mlps))
     with plainly(model):
         given = model, method, known.mlps, known.head(), call.targets, call.given
         total = gathering(model)(lambda: mini_sequence.total_loss(*given))

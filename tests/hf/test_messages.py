@@ -60,11 +60,21 @@ def test_the_first_use_is_one_line_on_stderr(before: str, variables: dict[str, s
         assert "compared on 13 tokens: relative difference " in done.stderr
 
 
+LLAMA = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+)
+
+
+def test_mini_sequences_are_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = adjoint.wrap(LlamaForCausalLM(LLAMA), adjoint.MiniSequence()), torch.arange(20)[None]
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "adjoint"]
+    assert "runs by MiniSequence: MLPs (1) in 4 pieces, the head in 16; gradients compared on 13" in line
+
+
 def test_a_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    model, ids = adjoint.wrap(LlamaForCausalLM(config)), torch.arange(20)[None]
+    model, ids = adjoint.wrap(LlamaForCausalLM(LLAMA)), torch.arange(20)[None]
     monkeypatch.setattr(logging.getLogger("adjoint"), "level", logging.NOTSET)
     monkeypatch.setenv("ADJOINT_VERBOSITY", "loud")
     with pytest.raises(UserError, match="ADJOINT_VERBOSITY: expected one of debug, info"):
