@@ -37,7 +37,6 @@ from adjoint.hf.snapshot import Moment
 from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, gathering, steps_of
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
-
 Model = TypeVar("Model", bound=nn.Module)
 Method = Exact | Truncated | MiniSequence | Backprop
 
@@ -341,7 +340,7 @@ def _refuse_noise(model: Any) -> None:
 def _steps(
     known: Known, stages: list[Any], batch: Batch, starts: tuple[int, ...], group: Any = None
 ) -> Steps:
-    record, method = record_of(known.model), record_of(known.model).method
+    method = record_of(known.model).method
     ends = (*starts[1:], batch.seqlen)
     check.refuse_length(known.model, max(end - start for start, end in zip(starts, ends, strict=True)))
     size = known.chunk_size(batch.rows, batch.seqlen)
