@@ -21,7 +21,7 @@ from adjoint.engine.autograd import Steps, grouped, uncompiled
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.grid import Scheme
 from adjoint.engine.sequence import UNDER_FSDP, SequenceSteps, group_of, ranks_of
-from adjoint.engine.sharded import is_sharded, joined_steps, reduce_at_once
+from adjoint.engine.sharded import REPLICA, is_replica, is_sharded, joined_steps, reduce_at_once
 from adjoint.engine.stages import Embedding, Head, Layer, check_windows
 from adjoint.engine.weights import Tensors
 from adjoint.errors import UserError
@@ -225,11 +225,13 @@ class Stack(nn.Module):
 
         Raises:
             UserError: what a sequence_group cannot share: no method, or Backprop; no labels; return_logits;
-                attention; `window="auto"`, `memory=`; layers under `fully_shard`; or its processes call with
-                different arguments.
+                `window="auto"`, `memory=`; layers under `fully_shard`; or its processes call with different
+                arguments. Or the stack is a replica of `nn.DataParallel`.
             ValueError: an id or label is out of range, or a shape does not fit; cu_seqlens does not rise
                 from 0 to the number of tokens; a method other than Backprop meets no labels, with gradients.
         """
+        if is_replica(self):
+            raise UserError(REPLICA)
         self._check(input_ids, labels)
         seq_idx = document_numbers(input_ids, seq_idx, cu_seqlens)
         if method is not None and not hasattr(method, "scheme"):

@@ -32,6 +32,10 @@ from adjoint.errors import UserError
 from adjoint.layers import State
 
 T = TypeVar("T")
+REPLICA = (
+    "nn.DataParallel calls replicas without parameters, in which chunks leave no gradients: start a process "
+    "for each GPU (torchrun --nproc-per-node N train.py), or show one GPU alone (CUDA_VISIBLE_DEVICES=0)"
+)
 OTHERS = "shard its layers and what adjoint.wrap is given with fully_shard, or use DistributedDataParallel"
 
 
@@ -70,6 +74,11 @@ def trained(model: nn.Module) -> list[Tensor]:
     """The parameters with requires_grad; in a sharded model, their shards."""
     reshard(model)
     return [p for p in model.parameters() if p.requires_grad]
+
+
+def is_replica(model: nn.Module) -> bool:
+    """Whether `nn.DataParallel` made it for one call."""
+    return vars(model).get("_is_replica", False)
 
 
 def why_not(model: nn.Module, root: nn.Module) -> str | None:

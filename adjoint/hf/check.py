@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from adjoint.engine.sharded import why_not
+from adjoint.engine.sharded import REPLICA, is_replica, why_not
 from adjoint.errors import UserError
 from adjoint.hf.layers import class_of, root_of
 
@@ -29,12 +29,14 @@ def routes(model: Any) -> bool:
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
 
-def refuse_transforms(model: Any) -> None:
-    """Refuses function transforms, which do not reach into an autograd function.
+def refuse_surroundings(model: Any) -> None:
+    """Refuses calls from inside of what does not reach into an autograd function, or keeps gradients from it.
 
     Raises:
-        Refused: a call is inside one.
+        Refused: it is a call of a replica of `nn.DataParallel`, or inside a function transform.
     """
+    if is_replica(model):
+        refuse(model, REPLICA)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         refuse(model, "torch.func's grad, vmap and jvp do not go through it")
     if torch.autograd.forward_ad._current_level >= 0:

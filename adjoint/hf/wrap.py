@@ -221,7 +221,7 @@ def _warn(call: Call) -> None:
 
 def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
     """The causal LM's loss by `Exact` or `Truncated`."""
-    check.refuse_transforms(call.model)
+    check.refuse_surroundings(call.model)
     batch, starts = call.batch()
     if check.z_factor(call.model) and call.mask is not None:
         check.refuse(
@@ -265,7 +265,7 @@ def _kept(call: Call, batch: Batch) -> Kept:
 def _hidden_by_chunks(call: Call) -> Any:
     """The backbone's hidden states (batch, seqlen, hidden_size), and its routers' logits where they are asked
     for, by `Exact` or `Truncated`."""
-    check.refuse_transforms(call.model)
+    check.refuse_surroundings(call.model)
     batch, starts = call.batch()
     if record_of(call.model).group is not None:
         check.refuse(
@@ -391,7 +391,7 @@ def _as_it_is(known: Known) -> Around:
 
 def _by_pieces(call: Call) -> CausalLMOutputWithPast:
     """The causal LM's loss by `MiniSequence`."""
-    check.refuse_transforms(call.model)
+    check.refuse_surroundings(call.model)
     model, kind = call.model, call.kind._replace(embedded=False, padded=False, beside=())
     method, known = record_of(model).method, known_of(model)
     check.refuse_other_losses(model, kind.routed)
@@ -411,6 +411,7 @@ def _by_pieces(call: Call) -> CausalLMOutputWithPast:
 
 def _hidden_by_pieces(call: Call) -> Any:
     """What the backbone's own forward returns, by `MiniSequence`."""
+    check.refuse_surroundings(call.model)
     call.refuse_unknown(whole=True)
     known = known_of(call.model)
     own_documents(known, call)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import adjoint
+from adjoint.errors import UserError
 from adjoint.hf import first_use
 from adjoint.hf import wrap as wrap_module
 from tests.hf.hf_models import VOCAB, assert_exact, errors, float64_throughout, loss_and_gradients, make
@@ -396,6 +397,30 @@ def test_copies_are_wrapped_and_have_their_own_weights(copied: Callable[[Any], A
     made.model.layers[1].self_attn.is_causal = False
     with pytest.raises(ValueError, match="is not that of the whole"):
         made(**batch())
+
+
+def replica_of(model: torch.nn.Module) -> Any:
+    """What `nn.DataParallel` calls on each GPU: modules that share nothing but values."""
+    made = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in made.items():
+        for name, child in module._modules.items():
+            setattr(replica, name, None if child is None else made[child])
+        for name, parameter in module._parameters.items():
+            setattr(replica, name, None if parameter is None else parameter.clone())
+    return made[model]
+
+
+@pytest.mark.parametrize("method", [adjoint.Exact(8), adjoint.MiniSequence()])
+def test_replicas_of_data_parallel_are_refused(method: Any) -> None:
+    """As the Trainer makes them where several GPUs are visible to one process."""
+    model, given = adjoint.wrap(tiny(), method), batch()
+    hidden = replica_of(model).model
+    for call in (lambda: replica_of(model)(**given), lambda: hidden.train()(given["input_ids"])):
+        with pytest.raises(UserError, match=r"DataParallel.*torchrun"):
+            call()
+    stack = adjoint.Stack(adjoint.StackConfig(vocab_size=64, d_model=16, n_layer=1))
+    with pytest.raises(UserError, match=r"DataParallel.*torchrun"):
+        replica_of(stack)(given["input_ids"], labels=given["input_ids"], method=adjoint.Exact(8))
 
 
 @pytest.mark.parametrize("name", [BAMBA, "MambaForCausalLM", "Mamba2ForCausalLM"])
