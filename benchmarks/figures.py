@@ -25,6 +25,7 @@ from benchmarks.runner import RESULTS, RUNS, Benchmark
 from benchmarks.scaling import Scaling
 from benchmarks.shards.command import Shards
 from benchmarks.sources import Sources
+from benchmarks.trained_windows import TrainedWindows
 from benchmarks.window_time import WindowTime
 from benchmarks.wrapped import Wrapped
 from benchmarks.wrapped_length import WrappedLength
@@ -130,6 +131,8 @@ FIGURES = [
     Figure("docs/method.md", LayerWork(), "", "", ("layers/*.py",)),
     Figure("docs/convergence.md", Convergence(), "",
            "--methods backprop exact --tasks text --seeds 1 --steps 5 --seqlen 128"),
+    Figure("docs/convergence.md", TrainedWindows(), "",
+           "--layers 1 --windows 1 16 --seqlen 512 --steps 2 --batches 1"),
     Figure("docs/convergence.md", Recall(), "", "--mixers mamba gated_deltanet --steps 20"),
     Figure("docs/cluster.md", Shards(), "",
            "--shards 1 2 --repeats 1 --d-model 64 --layers 4 --seqlen 1K", PROGRAMS),
