@@ -41,6 +41,7 @@ from adjoint.hf.head import COUNTED as PADDING
 from adjoint.hf.head import Balance, coefficient, head_of
 from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of, plainly, put, root_of
 from adjoint.hf.noise import Noise
+from adjoint.hf.replacements import by_pytorch
 from adjoint.hf.snapshot import HOOKS, holders, settings
 from adjoint.hf.stage import Backbone, CausalLM, Collect, gathering, probe, steps_of
 from adjoint.memory import memory_left
@@ -322,11 +323,12 @@ def in_eval_mode(model: Any) -> Iterator[None]:
 
 
 def by_autograd(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Way:
-    """The way of a loss (model, ids, labels) → (); followed are leaves in the places of the parameters, whose
-    hooks are nobody's. A sharded model's gradients are reduced in a backward of its own parameters."""
+    """The way of a loss (model, ids, labels) → (), scans by PyTorch; followed are leaves in the places of the
+    parameters, whose hooks are nobody's. A sharded model's gradients are reduced in a backward of its own
+    parameters."""
 
     def way(model: Any, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]) -> Any:
-        with plainly(model):
+        with plainly(model), by_pytorch(model):
             if not is_sharded(model):
                 leaves = [p.detach().requires_grad_() for p in followed]
                 with Tensors(model).replaced(dict(zip(followed, leaves, strict=True))):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from transformers.integrations import hub_kernels
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -401,13 +403,21 @@ REGISTRIES: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-def places(model: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+Places = Sequence[tuple[MutableMapping[str, Any], dict[str, Any]]]
+
+
+def places(model: nn.Module) -> Places:
     """Mappings from names to functions, of the Python modules of a model's classes and of transformers'
     registries, and ours for each."""
-    modules = {cls.__module__ for m in model.modules() for cls in type(m).__mro__}
-    found = [vars(sys.modules[name]) for name in sorted(modules) if name in sys.modules]
+    found = _namespaces(model)
     pairs = [(names, {name: SCANS[name] for name in SCANS if name in names}) for names in found]
     return [(names, ours) for names, ours in pairs if ours] + REGISTRIES
+
+
+def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
+    """Of the Python modules of a model's classes."""
+    modules = {cls.__module__ for m in model.modules() for cls in type(m).__mro__}
+    return [vars(sys.modules[name]) for name in sorted(modules) if name in sys.modules]
 
 
 # ----------------------------------------------------------------------------------------- functions by name
@@ -415,47 +425,101 @@ def places(model: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
 
 class _Running(threading.local):
     chunks = 0  # of wrapped models that this thread is in
+    references = 0  # which of `by_pytorch` it is in
 
 
 _running = _Running()
 _lock = threading.Lock()
-_inside: collections.Counter[int] = collections.Counter()  # of each mapping, the threads that are in it
-_before: dict[int, dict[str, Any]] = {}
+_inside: collections.Counter[tuple[int, str]] = collections.Counter()  # of each name, the threads in it
+_before: dict[tuple[int, str], Any] = {}
 
 
 @contextlib.contextmanager
-def rebound(places: Sequence[tuple[MutableMapping[str, Any], dict[str, Any]]]) -> Iterator[None]:
+def rebound(places: Places) -> Iterator[None]:
     """Meanwhile names have other functions in this thread: (mapping, {name: function}) each, the names of a
     module or a registry. Every thread sees these mappings, so what stands there asks whose call it is; models
-    that run in other threads get what was there before. A mapping is always given the same functions.
+    that run in other threads get what was there before. A name is always given the same function.
 
     transformers has interfaces for attention and masks, by a name in the configuration; but models read that
     name for what they hand over, so it must stay "sdpa". For scans and convolutions it has none: mixers call
     them by their modules' own names."""
+    with _in_place(places):
+        _running.chunks += 1
+        try:
+            yield
+        finally:
+            _running.chunks -= 1
+
+
+@contextlib.contextmanager
+def by_pytorch(model: nn.Module) -> Iterator[None]:
+    """Meanwhile transformers' functions, where they would run kernels of another library, run by PyTorch in
+    this thread: as a reference, which kernels that round products to TF32 are none of."""
+    found = []
+    for names in _namespaces(model):
+        before = {name: getattr(value, "theirs", value) for name, value in names.items()}
+        found.append((names, {name: SCANS.get(name, f) for name, f in before.items() if _of_hub(f)}))
+    with _in_place(found):
+        _running.references += 1
+        try:
+            yield
+        finally:
+            _running.references -= 1
+
+
+def _of_hub(value: Any) -> bool:
+    """Whether it is a function that transformers runs by another library where that is installed."""
+    inside = getattr(value, "__globals__", None)
+    return inside is vars(hub_kernels) and hasattr(value, "__wrapped__")
+
+
+@contextlib.contextmanager
+def _in_place(places: Places) -> Iterator[None]:
     with _lock:
         for mapping, ours in places:
-            if not _inside[id(mapping)]:
-                _before[id(mapping)] = {name: mapping[name] for name in ours}
-                mapping.update({name: _told_apart(ours[name], mapping[name]) for name in ours})
-            _inside[id(mapping)] += 1
-    _running.chunks += 1
+            for name, function in ours.items():
+                if not _inside[id(mapping), name]:
+                    _before[id(mapping), name] = mapping[name]
+                    mapping[name] = _told_apart(function, mapping[name])
+                _inside[id(mapping), name] += 1
     try:
         yield
     finally:
-        _running.chunks -= 1
         with _lock:
-            for mapping, _ in places:
-                _inside[id(mapping)] -= 1
-                if not _inside[id(mapping)]:
-                    mapping.update(_before.pop(id(mapping)))
+            for mapping, ours in places:
+                for name in ours:
+                    _inside[id(mapping), name] -= 1
+                    if not _inside[id(mapping), name]:
+                        mapping[name] = _before.pop((id(mapping), name))
 
 
 def _told_apart(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    reference = _in_pytorch(theirs)
+
     @functools.wraps(theirs)
     def either(*args: Any, **kwargs: Any) -> Any:
-        return (ours if _running.chunks else theirs)(*args, **kwargs)
+        if _running.chunks:
+            return ours(*args, **kwargs)
+        return (reference if _running.references else theirs)(*args, **kwargs)
 
+    either.theirs = theirs  # type: ignore[attr-defined]
     return either
+
+
+def _in_pytorch(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that transformers would run without other libraries; any other, such as a user's, is
+    itself."""
+    if not _of_hub(theirs):
+        return theirs
+    own: Any = theirs.__wrapped__  # type: ignore[attr-defined]
+    parameters = inspect.signature(own).parameters
+    named = {name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+
+    def reference(*args: Any, **kwargs: Any) -> Any:
+        takes_all = len(named) < len(parameters)
+        return own(*args, **{name: v for name, v in kwargs.items() if takes_all or name in named})
+
+    return reference
 
 
 # ----------------------------------------------------------------------------------------------------- mixers

@@ -8,8 +8,11 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import operator
+import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +42,8 @@ from tests.hf.hf_models import (
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
 
 transformers = pytest.importorskip("transformers")
+from transformers.integrations import use_kernel_func_from_hub_with_fallback  # noqa: E402
+
 LLAMA, GPT2 = "LlamaForCausalLM", "GPT2LMHeadModel"
 BATCH = make_batch(29)
 IDS = BATCH["input_ids"]
@@ -460,6 +465,40 @@ def test_one_layer_of_each_kind_is_compared_where_all_do_not_fit(
         wrapped(model)(**BATCH)
         got = [] if copies[-1] is None else copies[-1].model.layers
         assert sum(any(True for _ in layer.parameters()) for layer in got) == kept
+
+
+@pytest.mark.parametrize(
+    "name, function",
+    [
+        ("Qwen3NextForCausalLM", "torch_chunk_gated_delta_rule"),
+        ("Mamba2ForCausalLM", "mamba2_chunk_scan"),
+        ("Mamba2ForCausalLM", "mamba2_split_conv1d_scan_combined"),
+        ("BambaForCausalLM", "mamba2_split_conv1d_scan_combined"),
+    ],
+)
+def test_the_comparison_is_with_pytorch(name: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with kernels of another library, which round products to TF32: this one is off by a hundredth."""
+    model, calls = make(name).train(), list[str]()
+    module = sys.modules[type(model).__module__]
+    own = vars(module)[function].__wrapped__
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        calls.append(function)
+        found = own(*args, **kwargs)
+        assert found is not None, "a kernel for the whole mixer, where chunks are compared with PyTorch"
+        return 1.01 * found if isinstance(found, Tensor) else (1.01 * found[0], *found[1:])
+
+    kernel.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+    library = types.ModuleType("library")
+    library.kernel = kernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "library", library)
+    decorated = use_kernel_func_from_hub_with_fallback("kernel", "library")(own)
+    monkeypatch.setattr(module, function, decorated)
+    wrapped(model)(**BATCH).loss.backward()
+    assert calls == [] and vars(module)[function] is decorated
+    with contextlib.suppress(AssertionError):
+        adjoint.unwrap(model)(**BATCH, use_cache=False)
+    assert calls  # which it runs by itself
 
 
 def test_windows_longer_than_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
