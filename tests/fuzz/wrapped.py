@@ -358,6 +358,22 @@ class Life:
 
         self.random.choice(layers).register_forward_hook(add)
 
+    def side_channel(self) -> None:
+        """A layer's values go to a later layer beside the hidden states, in an object."""
+        layers = list(layers_of(backbone_of(lm_of(self.model))).values())
+        first, last = sorted(self.random.sample(range(len(layers)), 2))
+        box = dict[str, Tensor]()
+
+        def keep(_: Any, __: Any, output: Any) -> None:
+            box["kept"] = output[0] if isinstance(output, tuple) else output
+
+        def use(_: Any, __: Any, output: Any) -> Any:
+            gate = 1 + box["kept"].tanh()
+            return (output[0] * gate, *output[1:]) if isinstance(output, tuple) else output * gate
+
+        layers[first].register_forward_hook(keep)
+        layers[last].register_forward_hook(use)
+
     def nested(self) -> None:
         """Activations go into boxes; and what is in one of these changes."""
         boxes = [module for module in self.model.modules() if isinstance(module, Box)]
@@ -399,6 +415,7 @@ OPERATIONS: dict[str, Callable[[Life], Any]] = {
     "forward": Life.forward,  # another batch's before this one's backward
     "step": Life.step,
     "hook_tensor": Life.hook_tensor,
+    "side_channel": Life.side_channel,
     "nested": Life.nested,
     "refill": Life.refill,
     "zero_grad": lambda life: life.model.zero_grad(),
@@ -408,7 +425,7 @@ OPERATIONS: dict[str, Callable[[Life], Any]] = {
 # What would be another life than the untouched model's: weights or structure changed under a backward.
 NEVER: dict[str, set[str]] = {
     "before": {"step", "forward"},
-    "between": {"step", "peft", "float32", "hook_tensor", "nested", "refill"},
+    "between": {"step", "peft", "float32", "hook_tensor", "side_channel", "nested", "refill"},
     "after": {"forward"},
 }
 REALLY_FLOAT32 = torch.float32
