@@ -18,8 +18,8 @@ from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
 from adjoint.hf import first_use
 from adjoint.hf.chunks import check_method, scheme_of
-from adjoint.hf.layers import PassThrough, backbone_of
 from adjoint.hf.load import KEY, configuration
+from adjoint.hf.model import PassThrough, backbone_of
 from adjoint.hf.split import Pretrained, verified
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from

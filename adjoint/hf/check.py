@@ -11,7 +11,7 @@ from torch import nn
 
 from adjoint.engine.sharded import REPLICA, is_replica, why_not
 from adjoint.errors import UserError
-from adjoint.hf.layers import class_of, root_of
+from adjoint.hf.model import class_of, root_of
 
 OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
 # PEFT's hooks by which a call says what is to be done with each row or token of its batch.

@@ -4,16 +4,20 @@ whole; and what else is tried on a few tokens."""
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import functools
 import inspect
+import logging
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -33,17 +37,29 @@ from adjoint.engine.grid import Scheme
 from adjoint.engine.leaves import Changed
 from adjoint.engine.sharded import backpropagate, gradients, is_sharded, precisions, reshard, trained
 from adjoint.engine.weights import Constants, Tensors
-from adjoint.hf import messages
+from adjoint.errors import LOGGER, is_heard
+from adjoint.hf import replacements
 from adjoint.hf.call import Kind
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
 from adjoint.hf.chunks import around_blocks, blocks_in, recompute_of
 from adjoint.hf.head import COUNTED as PADDING
 from adjoint.hf.head import Balance, coefficient, head_of
-from adjoint.hf.layers import PassThrough, backbone_of, class_of, layers_of, plainly, put, root_of
-from adjoint.hf.noise import Noise
+from adjoint.hf.model import (
+    HOOKS,
+    PassThrough,
+    backbone_of,
+    class_of,
+    holders,
+    layers_of,
+    plainly,
+    put,
+    root_of,
+    settings,
+)
 from adjoint.hf.replacements import by_pytorch
-from adjoint.hf.snapshot import HOOKS, holders, settings
-from adjoint.hf.stage import Backbone, CausalLM, Collect, gathering, probe, steps_of
+from adjoint.hf.stage import Backbone, CausalLM, Collect, Noise, gathering, probe, steps_of
+from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.dispatch import implementation
 from adjoint.memory import memory_left
 
 CHUNK = 5  # of the TOKENS that are compared
@@ -171,7 +187,7 @@ def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -
         if why == WHY and (cause := _cause(model)) is not None:
             why = f"{why}: {cause}"
         refuse(model, f"{what} ({found}): {why}")
-    messages.compared(distance(wanted, got))
+    compared(distance(wanted, got))
 
 
 def _cause(model: Any) -> str | None:
@@ -498,3 +514,73 @@ def _apart(model: Any, **given: Any) -> bool:
     with plainly(model):
         whole = gathering(model)(lambda: forward(input_ids=ids, **known))[0]
         return alike(whole[:, CHUNK:], gathering(model)(lambda: forward(input_ids=ids[:, CHUNK:]))[0])
+
+
+# ----------------------------------------------------------------------------------------------- what is said
+
+# The comparison on first use runs transformers' own functions on a few tokens, which then warn that they are
+# slow; what runs in training are ours.
+_THEIRS = "transformers.integrations.hub_kernels"
+_UNTRUE = "is falling back to its reference PyTorch implementation"
+_differences: contextvars.ContextVar[list[float] | None] = contextvars.ContextVar("differences", default=None)
+
+
+@contextlib.contextmanager
+def comparing() -> Iterator[list[float]]:
+    """Around a comparison of gradients: lists how far apart they were (`compared`), and keeps back what
+    transformers says of its own functions, in this thread."""
+    thread, found = threading.get_ident(), list[float]()
+
+    def true(record: logging.LogRecord) -> bool:
+        return threading.get_ident() != thread or _UNTRUE not in record.getMessage()
+
+    theirs, token = logging.getLogger(_THEIRS), _differences.set(found)
+    theirs.addFilter(true)
+    try:
+        yield found
+    finally:
+        theirs.removeFilter(true)
+        _differences.reset(token)
+
+
+def compared(difference: float) -> None:
+    """Notes how far apart gradients were, relative to their norm, for the `comparing` around it."""
+    found = _differences.get()
+    if found is not None:
+        found.append(difference)
+
+
+def by_chunks(model: nn.Module, method: Any, scheme: Scheme) -> str:
+    """How `Exact` or `Truncated` runs a model, in words."""
+    return f"{type(method).__name__} in chunks of {scheme.chunk_size:,} tokens; {_kernels(model)}"
+
+
+def by_pieces(method: Any, mlps: Sequence[str]) -> str:
+    """How `MiniSequence` runs a model, in words."""
+    return f"MiniSequence: MLPs ({len(mlps)}) in {method.mlp_chunks} pieces, the head in {method.head_chunks}"
+
+
+def announce(model: Any, how: str, difference: float | None) -> None:
+    """Says what runs, at the level INFO: class, layers, how, and what the comparison found. Of several
+    processes the first says it.
+
+    Raises:
+        UserError: ADJOINT_VERBOSITY is no level.
+    """
+    if is_heard() and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        layers = len(layers_of(backbone_of(model)))
+        found = "" if difference is None else f": relative difference {difference:.1e}"
+        LOGGER.info(
+            f"{class_of(model).__name__} of {layers} layers runs by {how}; gradients compared on {TOKENS} "
+            f"tokens{found}"
+        )
+
+
+def _kernels(model: nn.Module) -> str:
+    """Which of transformers' functions ours replace, and the backend of the scans."""
+    weight = next(p for p in model.parameters() if p.is_floating_point())
+    dtype = accumulate_dtype(weight.dtype) if weight.device.type == "cpu" else weight.dtype
+    backend = implementation("selective_scan", None, weight.device, dtype)
+    registries = [id(names) for names, _ in replacements.REGISTRIES]
+    names = {n for names, ours in replacements.places(model) if id(names) not in registries for n in ours}
+    return f"kernels: backend {backend}, in place of {', '.join(sorted(names)) or 'attention to the past'}"

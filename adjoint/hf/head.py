@@ -17,7 +17,7 @@ from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.first_use import alike, some_numbers
 from adjoint.engine.sums import Sum
 from adjoint.hf import check
-from adjoint.hf.layers import backbone_of, class_of
+from adjoint.hf.model import backbone_of, class_of
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.loss import linear_cross_entropy, tokens_per_slice
 

@@ -1,9 +1,8 @@
-"""What is noted of a wrapped model: its method, and what was found out about it as it was lately."""
+"""What was found out about a wrapped model as it was lately."""
 
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -14,16 +13,14 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from adjoint.engine.chunk_size import chunk_size_for, memory_of
 from adjoint.engine.sharded import is_sharded, largest, reshard
-from adjoint.hf import check, first_use, messages, mini_sequence
+from adjoint.hf import check, first_use, mini_sequence
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import Call, Kind
 from adjoint.hf.chunks import kept_features, sizes_of
 from adjoint.hf.first_use import in_eval_mode, some_tokens
 from adjoint.hf.head import Head, coefficient, head_of
-from adjoint.hf.layers import backbone_of, plainly
-from adjoint.hf.snapshot import Snapshot
+from adjoint.hf.model import Snapshot, backbone_of, plainly, record_of
 from adjoint.hf.stage import gathering, probe
-from adjoint.methods import Backprop
 
 T = TypeVar("T")
 REMEMBERED = 16  # states of a model of which it is remembered what was found out: adapters taken in turn
@@ -33,14 +30,16 @@ class Known:
     """What was found out about a model as it is: it holds for no other, and keeps none alive.
 
     Attributes:
+        record: what is noted of it. sharded: by `fully_shard`.
         precision: autocast's dtype, or None, and the device's type. slots: of its cache.
         routers: of `head.coefficient`.
         checked: kinds of calls that have been tried. difference: of gradients, when they were compared last.
         mlps: of a MiniSequence: names in the backbone of what runs in pieces.
     """
 
-    def __init__(self, model: Any, snapshot: Snapshot, precision: Any) -> None:
-        self.of, self.snapshot, self.precision = weakref.ref(model), snapshot, precision
+    def __init__(self, model: Any, snapshot: Snapshot, precision: Any, sharded: bool) -> None:
+        self.of, self.snapshot, self.record = weakref.ref(model), snapshot, record_of(model)
+        self.precision, self.sharded = precision, sharded
         self.checked: set[Any] = set()
         self.difference: float | None = None
 
@@ -51,7 +50,7 @@ class Known:
     def once(self, kind: Any, check: Callable[..., None], *args: Any) -> None:
         """Calls a check, unless it has gone well before for this kind of call."""
         if kind not in self.checked:
-            with messages.comparing() as found:
+            with first_use.comparing() as found:
                 check(*args)
             self.difference = found[-1] if found else self.difference
             self.checked.add(kind)
@@ -91,45 +90,14 @@ class Known:
             return gathering(self.model)(lambda: find(self.model))
 
 
-class Record:
-    """What is noted of a wrapped model, on the causal LM and its backbone. A copy of the model begins with
-    the method alone.
-
-    Attributes:
-        plain: whether calls go to transformers' own forward for the time being.
-        lock: held while a thread runs the model, whose modules are not its own for the time of a chunk.
-        known: of the model, or its backbone, as it was lately.
-        outer: a reference to what was wrapped, where that is a model around it.
-        group: the process group whose ranks share sequences.
-        announced: whether the first use has been told.
-    """
-
-    def __init__(self, method: Any, outer: weakref.ref[Any] | None = None, group: Any = None) -> None:
-        self.group = group
-        self.method, self.plain, self.lock, self.outer = method, False, threading.RLock(), outer
-        self.known: list[Known] = []
-        self.announced = False
-
-    def __reduce__(self) -> Any:
-        return Record, (self.method,)
-
-
-def record_of(model: Any) -> Record:
-    """A model made by a wrapped one's class, such as by its `from_pretrained`, is not wrapped itself."""
-    record = model.__dict__.get("_adjoint")
-    if record is None:
-        record = Record(Backprop())
-        record.plain = True
-    return record
-
-
 def known_of(model: Any) -> Known:
     """What is known of a model as it is now."""
     record, now, device = record_of(model), Snapshot(model), next(model.parameters()).device.type
     precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
-    before = [known for known in record.known if known.model is model]
+    sharded, before = is_sharded(model), [known for known in record.known if known.model is model]
     for known in before:
-        if known.precision == precision and not known.snapshot.difference(now):
+        same = (known.precision, known.sharded) == (precision, sharded)
+        if same and not known.snapshot.difference(now):
             return known
     if before and len(record.known) == REMEMBERED:
         warnings.warn(
@@ -137,7 +105,7 @@ def known_of(model: Any) -> Known:
             "each time, which is slow",
             stacklevel=5,
         )
-    record.known = [Known(model, now, precision), *record.known[: REMEMBERED - 1]]
+    record.known = [Known(model, now, precision, sharded), *record.known[: REMEMBERED - 1]]
     return record.known[0]
 
 
@@ -148,7 +116,7 @@ def own_documents(known: Known, call: Call) -> None:
         Refused: it does not, for the form in which they are told.
     """
     told = bool(call.told)
-    told = bool(largest(call.model, told)[0]) if is_sharded(call.model) else told
+    told = bool(largest(call.model, told)[0]) if known.sharded else told
     if told:  # all processes of a sharded model try it together
         names = call.told or ("seq_idx",)
         with in_eval_mode(call.model):
@@ -171,14 +139,14 @@ def compared(model: Any, kind: Kind, call: Call | None = None) -> Known:
     if kind.routed:
         maybe_install_capturing_hooks(backbone_of(model))  # now and not at the first call: a hook is a change
     known = known_of(model)
-    if is_sharded(model):  # whose processes compare together
+    if known.sharded:  # whose processes compare together
         kind = kind._replace(padded=bool(largest(model, kind.padded)[0]))
-    ways = first_use.ways(record_of(model).method, kind)
+    ways = first_use.ways(known.record.method, kind)
     known.once(kind, first_use.compare, model, *ways, *first_use.NOT_THE_SAME)
     if call is None:
         return known
     padded, packed = call.padded_left, call.packed
-    if is_sharded(model):  # processes gather its parameters together, whoever asks for it
+    if known.sharded:  # processes gather its parameters together, whoever asks for it
         padded, packed = map(bool, largest(model, padded, packed))
     with in_eval_mode(model):
         if padded:

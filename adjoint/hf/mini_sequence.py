@@ -19,7 +19,7 @@ from adjoint.engine.first_use import TOKENS, alike
 from adjoint.engine.sharded import is_sharded
 from adjoint.hf import check, first_use
 from adjoint.hf.head import Head, head_of, recomputed, summed_loss
-from adjoint.hf.layers import backbone_of, layers_of, put
+from adjoint.hf.model import backbone_of, layers_of, put
 from adjoint.hf.replacements import replaced
 from adjoint.methods import MiniSequence
 

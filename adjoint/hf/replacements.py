@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from adjoint.engine.autograd import uncompiled
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, handed
-from adjoint.hf.layers import put
+from adjoint.hf.model import put
 from adjoint.kernels import attention
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.kernels.conv1d import causal_conv1d

@@ -25,7 +25,7 @@ from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.call import Kind
 from adjoint.hf.chunks import kept_features, sizes_of
 from adjoint.hf.head import Head, multiple
-from adjoint.hf.layers import PassThrough, backbone_of, class_of
+from adjoint.hf.model import PassThrough, backbone_of, class_of
 from adjoint.hf.replacements import Inside
 from adjoint.hf.stage import Backbone, CausalLM, probe
 from adjoint.layers import State

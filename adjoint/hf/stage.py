@@ -6,16 +6,18 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.autograd import Around, Steps
+from adjoint.engine.generators import KINDS, Generators
 from adjoint.engine.grid import Scheme
 from adjoint.engine.sequence import UNDER_FSDP, SequenceSteps, ranks_of
 from adjoint.engine.sharded import Gathering, ShardedSteps, Whole, is_sharded, trained
@@ -25,8 +27,7 @@ from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache, Slot, chunk_cache, zeros
 from adjoint.hf.chunks import TYPES, blocks_of
 from adjoint.hf.head import COUNTED, Balance, Head, Logits, summed_loss
-from adjoint.hf.layers import backbone_of, class_of, layers_of, root_of
-from adjoint.hf.noise import Noise
+from adjoint.hf.model import backbone_of, class_of, layers_of, root_of
 from adjoint.hf.replacements import Inside, replaced
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
@@ -239,6 +240,40 @@ def _size(hidden: Tensor) -> Tensor:
     return torch.linalg.vector_norm(hidden.detach(), dtype=accumulate_dtype(hidden.dtype))
 
 
+class Noise(Generators):
+    """What a model draws, chunk by chunk: random numbers, dropout's and any others, such as a router's noise,
+    from the generators of PyTorch, NumPy and Python, and those that modules have. A chunk that is computed
+    again draws what it drew in the forward.
+
+    Attributes:
+        expected: whether it has dropout that is on. before: of chunks that drew, the generators' states at
+            their starts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules: list[Any] = list(model.modules())
+        super().__init__([v for m in modules for v in vars(m).values() if isinstance(v, KINDS)])
+        rates = [getattr(m, "p", 0) for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
+        configs = [
+            vars(m.config) for m in modules if isinstance(getattr(m, "config", None), PreTrainedConfig)
+        ][:1]
+        rates += [v for c in configs for n, v in c.items() if "drop" in n and isinstance(v, (int, float))]
+        self.expected = model.training and any(rates)
+        self.before: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def of(self, start: int) -> Iterator[None]:
+        """Around the run of the chunk that begins at token `start`."""
+        if start in self.before:
+            with self.again(self.before[start]):
+                yield
+            return
+        now = self.states()
+        yield
+        if self.have_drawn(now):
+            self.before[start] = now
+
+
 def steps_of(
     stages: Sequence[Any],
     batch: Batch,
@@ -251,17 +286,17 @@ def steps_of(
     Args:
         group: the process group whose ranks share the batch.
     """
-    model, root = stages[0].model, root_of(stages[0].model)
+    model, sharded = stages[0].model, is_sharded(stages[0].model)
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
     width = model.config.get_text_config().hidden_size
     batch = dataclasses.replace(batch, states=states)
     sums = [] if stages[0].balance is None else [stages[0].balance]
     if group is not None and ranks_of(group) > 1:
-        if is_sharded(model):
+        if sharded:
             check.refuse(model, f"sequence_group: {UNDER_FSDP}")
         return SequenceSteps(group, stages, batch, scheme, width, around, sums)
-    if is_sharded(model):
-        return ShardedSteps([Whole(stages[0], root), *stages[1:]], batch, scheme, width, sums)
+    if sharded:
+        return ShardedSteps([Whole(stages[0], root_of(model)), *stages[1:]], batch, scheme, width, sums)
     return Steps(stages, batch, scheme, width, around, sums)
 
 

@@ -27,13 +27,12 @@ from adjoint.engine.sequence import group_of, ranks_of
 from adjoint.engine.sharded import is_sharded, reduce_at_once
 from adjoint.engine.weights import Constants
 from adjoint.errors import UserError
-from adjoint.hf import check, first_use, messages, mini_sequence
+from adjoint.hf import check, first_use, mini_sequence
 from adjoint.hf.call import CACHES, Call, Kind
 from adjoint.hf.chunks import around_blocks, blocks_in, check_method, recompute_of, scheme_of
 from adjoint.hf.head import Balance, Head, Logits, Output, logits_of
-from adjoint.hf.known import Known, Record, compared, known_of, own_documents, record_of
-from adjoint.hf.layers import backbone_of, class_of, plainly, root_of
-from adjoint.hf.snapshot import Moment
+from adjoint.hf.known import Known, compared, known_of, own_documents
+from adjoint.hf.model import Moment, Record, backbone_of, class_of, plainly, record_of, root_of
 from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, gathering, steps_of
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
@@ -231,14 +230,14 @@ def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast
         )
     known = compared(call.model, call.kind, call)
     head = known.head(call.mask is not None).over(call.ids.numel())
-    group = record_of(call.model).group
+    group = known.record.group
     if group is not None and call.logits is not None:
         what = "logits beside a loss (logits_to_keep) need the whole sequence in one process"
         check.refuse(call.model, f"sequence_group: {what}")
     balance = Balance(call.model, known.routers) if call.kind.routed else None
     kept = None if call.logits is None else _kept(call, batch)
     stage = _lm_stage(known, head, balance, kept)
-    result = _steps(known, [stage], batch, starts, group).loss()
+    result = _steps(known, [stage], batch, starts).loss()
     if group is not None and stage.noise.before:
         _refuse_noise(call.model)
     logits = None
@@ -280,7 +279,7 @@ def _hidden_by_chunks(call: Call) -> Any:
             "known: give labels to the causal LM",
         )
     known = compared(call.model, call.kind, call)
-    stage = Backbone(call.model, known.slots, recompute=recompute_of(record_of(call.model).method))
+    stage = Backbone(call.model, known.slots, recompute=recompute_of(known.record.method))
     stage.logits = Logits() if call.kind.routed else None
     steps = _steps(known, [stage, Collect(batch.seqlen)], batch, starts)
     hidden = _differentiable(steps).reshape(*call.ids.shape, -1)
@@ -325,7 +324,7 @@ def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
 
 
 def _lm_stage(known: Known, head: Head, balance: Balance | None = None, kept: Kept | None = None) -> CausalLM:
-    recompute = recompute_of(record_of(known.model).method)
+    recompute = recompute_of(known.record.method)
     return CausalLM(known.model, known.slots, head, None, recompute, balance, kept)
 
 
@@ -337,10 +336,8 @@ def _refuse_noise(model: Any) -> None:
     )
 
 
-def _steps(
-    known: Known, stages: list[Any], batch: Batch, starts: tuple[int, ...], group: Any = None
-) -> Steps:
-    method = record_of(known.model).method
+def _steps(known: Known, stages: list[Any], batch: Batch, starts: tuple[int, ...]) -> Steps:
+    method, group = known.record.method, known.record.group
     ends = (*starts[1:], batch.seqlen)
     check.refuse_length(known.model, max(end - start for start, end in zip(starts, ends, strict=True)))
     size = known.chunk_size(batch.rows, batch.seqlen)
@@ -353,30 +350,29 @@ def _steps(
         size = at_most(size, batch.seqlen, ranks_of(group))
     scheme = scheme_of(method, batch.seqlen, size, starts)
     if (blocks := blocks_in(known.model, batch)) is not None:
-        if isinstance(method, Truncated) or is_sharded(known.model) or group is not None:
+        if isinstance(method, Truncated) or known.sharded or group is not None:
             check.refuse(
                 known.model,
                 "token_type_ids moves chunks' edges to the ends of blocks, which Exact knows in one process "
                 "alone",
             )
         scheme = around_blocks(scheme, blocks)
-    _announce(known, lambda: messages.by_chunks(known.model, method, scheme))
+    _announce(known, lambda: first_use.by_chunks(known.model, method, scheme))
     return steps_of(stages, batch, scheme, _as_it_is(known), group)
 
 
 def _announce(known: Known, how: Callable[[], str]) -> None:
     """Once for each wrapped model."""
-    record = record_of(known.model)
-    if not record.announced:
-        messages.announce(known.model, how(), known.difference)
-        record.announced = True
+    if not known.record.announced:
+        first_use.announce(known.model, how(), known.difference)
+        known.record.announced = True
 
 
 def _as_it_is(known: Known) -> Around:
     """Around a backward: the model as it is now, and no other thread's meanwhile."""
-    if not torch.is_grad_enabled() or is_sharded(known.model):  # whose backward is part of its forward
+    if not torch.is_grad_enabled() or known.sharded:  # whose backward is part of its forward
         return contextlib.nullcontext
-    lock, moment = record_of(known.model).lock, Moment(known.model, known.snapshot)
+    lock, moment = known.record.lock, Moment(known.model, known.snapshot)
 
     @contextlib.contextmanager
     def around() -> Iterator[None]:
@@ -393,13 +389,14 @@ def _by_pieces(call: Call) -> CausalLMOutputWithPast:
     """The causal LM's loss by `MiniSequence`."""
     check.refuse_surroundings(call.model)
     model, kind = call.model, call.kind._replace(embedded=False, padded=False, beside=())
-    method, known = record_of(model).method, known_of(model)
+    known = known_of(model)
+    method = known.record.method
     check.refuse_other_losses(model, kind.routed)
     call.refuse_unknown(whole=True)
     ways = first_use.ways(method, kind)[0], mini_sequence.way(method, kind.counted)
     known.once(("pieces", kind), first_use.compare, model, *ways, *mini_sequence.NOT_THE_SAME)
     own_documents(known, call)
-    _announce(known, lambda: messages.by_pieces(method, known.mlps))
+    _announce(known, lambda: first_use.by_pieces(method, known.mlps))
     with plainly(model):
         given = model, method, known.mlps, known.head(), call.targets, call.given
         total = gathering(model)(lambda: mini_sequence.total_loss(*given))
@@ -415,7 +412,7 @@ def _hidden_by_pieces(call: Call) -> Any:
     call.refuse_unknown(whole=True)
     known = known_of(call.model)
     own_documents(known, call)
-    with mini_sequence.splitting(call.model, known.mlps, record_of(call.model).method.mlp_chunks):
+    with mini_sequence.splitting(call.model, known.mlps, known.record.method.mlp_chunks):
         output = call.by_transformers(use_cache=False)
     _checked_in_backward(output[0], known)
     return output

@@ -22,8 +22,8 @@ from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.chunks import check_method, scheme_of
 from adjoint.hf.head import Head
-from adjoint.hf.layers import backbone_of
 from adjoint.hf.load import KEY, configuration
+from adjoint.hf.model import backbone_of
 from adjoint.hf.replacements import rebound
 from adjoint.hf.split import Pretrained, describe
 from adjoint.hf.stage import Backbone, CausalLM

@@ -19,7 +19,7 @@ import adjoint
 from adjoint.engine.grid import Tile
 from adjoint.engine.run import Worker
 from adjoint.hf import replacements
-from adjoint.hf.layers import layers_of
+from adjoint.hf.model import layers_of
 from tests.hf.hf_models import (
     MODELS,
     REFUSED,

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import adjoint
 from adjoint.engine.run import Worker
-from adjoint.hf.layers import class_of
+from adjoint.hf.model import class_of
 from tests.hf.hf_models import (
     REFUSED,
     VOCAB,

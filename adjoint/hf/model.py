@@ -1,13 +1,14 @@
-"""What a model's computation depends on besides its inputs: its modules, their settings and hooks, its
-configuration, and the tensors that are not trained. A wrapped model's chunks are computed again in the
-backward, so they must find all of this as it was in the forward; and what was once decided about a model
-holds only as long as all of this is the same."""
+"""A transformers model: its parts; what `adjoint.wrap` notes on it; and all that its computation depends on
+besides its inputs: modules, their settings and hooks, its configuration, and the tensors that are not
+trained. A wrapped model's chunks are computed again in the backward, so they must find all of this as it was
+in the forward; and what was once decided about a model holds only as long as all of this is the same."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import MethodType
@@ -15,12 +16,14 @@ from typing import Any
 from weakref import WeakMethod, ref
 
 import torch
-from torch import nn
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from adjoint.engine.weights import BETWEEN, Tensors
-from adjoint.hf.layers import MISSING, class_of, put
+from adjoint.methods import Backprop
 
+MISSING = object()
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, frozenset, OrderedDict)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -28,6 +31,115 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 IGNORED = {*vars(nn.Module())} - {"training", *HOOKS}
 IGNORED -= {"_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
 IGNORED |= {"gradient_checkpointing", "_gradient_checkpointing_func", "_adjoint", "warnings_issued"}
+
+
+# -------------------------------------------------------------------------------------------------- its parts
+
+
+def class_of(model: Any) -> Any:
+    """The class that transformers gave a model, whatever it is wrapped in."""
+    return getattr(type(model), "_adjoint_original", type(model))
+
+
+def backbone_of(model: Any) -> Any:
+    """All of a causal LM below its head; the model itself where that is not to be had apart. transformers'
+    `base_model`, or what stands in its place where a class says a name that it does not have."""
+    if model.base_model is not model:
+        return model.base_model
+    found = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return found[0] if len(found) == 1 else model
+
+
+def root_of(model: Any) -> Any:
+    """What `adjoint.wrap` was given: the causal LM, or PEFT's model around it."""
+    record = vars(model).get("_adjoint")
+    outer = None if record is None or record.outer is None else record.outer()
+    return model if outer is None else outer
+
+
+@contextlib.contextmanager
+def plainly(model: Any) -> Iterator[None]:
+    """Meanwhile calls of a wrapped model, and of its backbone, go to transformers' own forward."""
+    with contextlib.ExitStack() as stack:
+        if (record := vars(model).get("_adjoint")) is not None:
+            stack.callback(put(record, "plain", True))
+        yield
+
+
+def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:
+    """By name, what transformers itself would recompute; of layers inside layers the outer ones."""
+    found: dict[str, nn.Module] = {}
+    for name, module in backbone.named_modules():
+        within = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, GradientCheckpointingLayer) and not within:
+            found[name] = module
+    return found
+
+
+class PassThrough(nn.Module):
+    """Stands where a layer would: gives back what it is given, in the form in which the layer would."""
+
+    def __init__(self, layer: nn.Module, output: int | None = None) -> None:
+        super().__init__()
+        plain = {
+            name: v for name, v in vars(layer).items() if not name.startswith("_") and name != "training"
+        }
+        self.__dict__.update({name: v for name, v in plain.items() if not isinstance(v, (Tensor, nn.Module))})
+        self.__dict__["output"] = output
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        output = self.__dict__["output"]
+        return hidden_states if output is None else (hidden_states, *(None,) * (output - 1))
+
+
+def put(holder: Any, attribute: str, value: Any) -> Callable[[], Any]:
+    """Sets an entry of `vars(holder)`, or takes it away where the value is `MISSING`; gives what undoes
+    that."""
+    entries = vars(holder)
+    undo = functools.partial(put, holder, attribute, entries.get(attribute, MISSING))
+    if value is MISSING:
+        entries.pop(attribute, None)
+    else:
+        entries[attribute] = value
+    return undo
+
+
+# ---------------------------------------------------------------------------------------- what is noted on it
+
+
+class Record:
+    """What is noted of a wrapped model, on the causal LM and its backbone. A copy of the model begins with
+    the method alone.
+
+    Attributes:
+        plain: whether calls go to transformers' own forward for the time being.
+        lock: held while a thread runs the model, whose modules are not its own for the time of a chunk.
+        known: a `known.Known` of the model, or its backbone, each, as it was lately.
+        outer: a reference to what was wrapped, where that is a model around it.
+        group: the process group whose ranks share sequences.
+        announced: whether the first use has been told.
+    """
+
+    def __init__(self, method: Any, outer: ref[Any] | None = None, group: Any = None) -> None:
+        self.group = group
+        self.method, self.plain, self.lock, self.outer = method, False, threading.RLock(), outer
+        self.known: list[Any] = []
+        self.announced = False
+
+    def __reduce__(self) -> Any:
+        return Record, (self.method,)
+
+
+def record_of(model: Any) -> Record:
+    """A model made by a wrapped one's class, such as by its `from_pretrained`, is not wrapped itself."""
+    record = model.__dict__.get("_adjoint")
+    if record is None:
+        record = Record(Backprop())
+        record.plain = True
+    return record
+
+
+# ----------------------------------------------------------------------------------------------- as it is now
 
 
 class Snapshot:
