@@ -308,6 +308,8 @@ class Life:
                 raise
         handle.remove()
         self.model.zero_grad()
+        for p in self.extras:
+            p.grad = None
 
     def beside_another(self) -> None:
         """A thread with an untouched model, to the end of this life. It is the only one: making another would
