@@ -21,6 +21,7 @@ if __name__ == "__main__":
 import torch
 
 import adjoint
+from adjoint import layers
 from tests.simulated_cuda.world import Record, simulated, to_cuda
 
 CHUNK = 512
@@ -116,7 +117,7 @@ def groups() -> dict[str, dict[str, Case]]:
         for precision in ("bfloat16", "float32")
         for documents in (False, True)
         if not documents or how in ("exact", "truncated", "offloaded edges")
-        if name in SCANS or not _windowed(method)
+        if getattr(layers.MIXERS.get(name), "windowed", False) or not _windowed(method)
     }
     # more elements than 32 bits count, in one call
     long = {f"{m}, long": (stack(m, d_model=1024), METHODS["backprop"], {}) for m in SCANS}
@@ -140,7 +141,7 @@ def _windowed(method: Any) -> bool:
 def step(
     make: Make,
     method: Any,
-    layers: int = 2,
+    n_layer: int = 2,
     chunks: int = 4,
     chunk: int = CHUNK,
     precision: str = "bfloat16",
@@ -150,7 +151,7 @@ def step(
     `Record.counts`, and the devices of the gradients."""
     record, tokens = Record(), chunks * chunk
     with simulated(record):
-        model = to_cuda(make(layers))
+        model = to_cuda(make(n_layer))
         ids = torch.empty(1, tokens, dtype=torch.int64, device="cuda:0")
         given: dict[str, Any] = {}
         if isinstance(model, adjoint.Stack):

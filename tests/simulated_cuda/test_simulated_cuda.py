@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICK, SLOW = ("core",), ("quick", "long", "layers", "slow", "wrapped", "wrapped layers")
 # Operators and our kernels' launches that a layer adds to a chunk of `Exact`: forward, again, and backward.
 HELD = {
-    "mamba, a layer": (84, 16),
+    "mamba, a layer": (69, 16),
     "mamba2, a layer": (43, 29),
     "attention, a layer": (112, 3),
     "Mamba, a layer": (101, 16),
