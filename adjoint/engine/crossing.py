@@ -65,7 +65,7 @@ class Crossing:
             self.pending()
             self.pending = None
         if self.given is None or self.closed:  # computed again: as the first time, and without a message
-            given = _Arrived.apply(self.anchor, self) if torch.is_grad_enabled() else self.value
+            given = _Arrived.apply(self.anchor, self) if torch.is_grad_enabled() else self.value.clone()
             if self.rows is not None:
                 given = given.masked_fill(self.rows.view(-1, *[1] * (given.dim() - 1)), 0)
             self.given = given
@@ -136,7 +136,7 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, crossing: Crossing) -> Tensor:
         ctx.crossing = crossing
-        return crossing.value.view_as(crossing.value)
+        return crossing.value.clone()  # which the layer may write to
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:

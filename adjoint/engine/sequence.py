@@ -27,11 +27,11 @@ from adjoint.engine.grid import Grid, Scheme, Tile
 from adjoint.engine.kept import Slab, by_itself, growing, joined, recurrent
 from adjoint.engine.program import BUFFERS, CAPACITY, Action, Owners, Run, Share, plan
 from adjoint.engine.run import Worker
-from adjoint.engine.spread import STATES, Spread, SpreadPast
+from adjoint.engine.spread import STATES, NotAttended, Spread, SpreadPast
 from adjoint.engine.stages import Layer, Stage, costs_of
 from adjoint.engine.sums import Sum
 from adjoint.engine.tile import Cotangents, Gradients
-from adjoint.engine.transport import GroupTransport, summed
+from adjoint.engine.transport import Alone, GroupTransport, summed
 from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
@@ -44,6 +44,7 @@ UNDER_FSDP = (
     "of their own: use DistributedDataParallel, or fully_shard the model alone"
 )
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+ALONE: Any = object()  # in a group's place: this process by itself, by the code that a group runs
 _compared: Any = WeakTensorKeyDictionary()  # a model's first parameter: groups that have compared weights
 
 
@@ -154,11 +155,12 @@ class _Sharing(Worker):
         assert known, "rows are told apart by their documents"
         return min([*known[1][row], chunk.seqlen]), chunk.start - known[0][row]
 
-    def past(self, slab: Slab, c: int) -> SpreadPast:
+    def past(self, slab: Slab, c: int, fetches: bool = False) -> SpreadPast:
         chunk, before = self.chunks[c], self._before()
         anchor = torch.zeros((), requires_grad=True)
         begin = chunk.document or -before
-        return SpreadPast(self.spread, slab, c, chunk.start, begin, anchor, *self.documents(chunk, before))
+        given = self.spread, slab, c, chunk.start, begin, anchor, fetches
+        return SpreadPast(*given, *self.documents(chunk, before))
 
     def state(self, k: int, c: int) -> Any:
         initial, grows, grid = self.batch.states[k], self.grows[k], self.grid
@@ -184,7 +186,8 @@ class _Sharing(Worker):
             crossing.expect(self._owner(c - 1))
         with torch.no_grad():
             given = tuple(crossing if self._lazy(k) else crossing.arrive() for crossing in crossings)
-        return joined(given, (self.past(slab, c) for slab in self.slabs.get(k, ())), grows)
+        fetches = getattr(self.stages[k], "fetches", False)
+        return joined(given, (self.past(slab, c, fetches) for slab in self.slabs.get(k, ())), grows)
 
     def _lazy(self, k: int) -> bool:
         return getattr(self.stages[k], "lazy", False)
@@ -219,7 +222,7 @@ class _Sharing(Worker):
 
     @contextlib.contextmanager
     def _attending(self) -> Iterator[None]:
-        """Raises a UserError where keys and values were joined to those of other ranks, and never attended
+        """Raises NotAttended where keys and values were joined to those of other ranks, and never attended
         to: other code took the chunk's own for all that there are, whether it failed by it or not."""
         cause: Exception | None = None
         try:
@@ -232,7 +235,7 @@ class _Sharing(Worker):
             cause = error
         if self.spread.open:
             self.spread.open.clear()
-            raise UserError(
+            raise NotAttended(
                 "sequence_group: this model's attention is its own code, which knows no keys and values of "
                 'other ranks: give it attn_implementation="sdpa", or leave sequence_group out'
             ) from cause
@@ -312,7 +315,8 @@ class SequenceSteps(Steps):
     """`Steps` of one rank of a group.
 
     Args:
-        group: of `group_of`, of two ranks or more. stages, batch, scheme, width, around, sums: as in `Steps`.
+        group: of `group_of`, of two ranks or more; or `ALONE`.
+        stages, batch, scheme, width, around, sums: as in `Steps`.
 
     Raises:
         UserError: the ranks do not call with the same, or a scheme or stage cannot be shared so.
@@ -331,12 +335,14 @@ class SequenceSteps(Steps):
         import torch.distributed as dist
 
         _check(stages, scheme)
-        self.transport: GroupTransport = GroupTransport(group, batch.ids.device)
-        self.workers, self.place = ranks_of(group), dist.get_rank(group)
+        alone = group is ALONE
+        self.transport: GroupTransport = Alone() if alone else GroupTransport(group, batch.ids.device)
+        self.workers, self.place = (1, 0) if alone else (ranks_of(group), dist.get_rank(group))
         super().__init__(stages, batch, scheme, width, around, sums)
         if isinstance(self.worker, _Sharing):
             self.owners = self.worker.owners
-        self._agree()
+        if not alone:
+            self._agree()
 
     def _grid(self, scheme: Scheme) -> Grid:
         # Where a layer is a stage, states cross between tiles: then no rank waits for another inside of one.

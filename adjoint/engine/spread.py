@@ -27,13 +27,19 @@ from adjoint.engine.kept import Slab
 from adjoint.engine.program import Owners
 from adjoint.engine.run import Pending
 from adjoint.engine.transport import GroupTransport
+from adjoint.errors import UserError
 from adjoint.kernels import attention
 from adjoint.kernels.attention import Joined
 from adjoint.kernels.checks import accumulate_dtype
 
+ALL = 1 << 62  # tokens: as far as a sequence goes
 Span = Callable[[int, int | None], tuple[int, int]]
 # Tags of messages: what is sent between two ranks under one tag arrives in the order sent.
 QUERIES, ANSWERS, LOGS, KEYS, STATES = 1, 2, 3, 4, 16
+
+
+class NotAttended(UserError):
+    """A model's attention is not what `SpreadPast.attend` computes: its keys must be fetched."""
 
 
 class Spread:
@@ -106,6 +112,8 @@ class SpreadPast:
     Attributes:
         chunk: its number. start: its first token. begin: the first visible token.
         anchor: a tensor that requires a gradient, so that the backward comes here on all ranks or on none.
+        fetches: whether all tokens before the chunk are joined to its own, for attention that is a model's
+            own code; they are stored where they were made all the same.
         visible, starts: as in `Past`. row: of the batch, alone; None for all.
     """
 
@@ -115,6 +123,7 @@ class SpreadPast:
     start: int
     begin: int
     anchor: Tensor
+    fetches: bool = False
     visible: Sequence[int] | None = None
     starts: Sequence[Sequence[int]] | None = None
     row: int | None = None
@@ -131,13 +140,13 @@ class SpreadPast:
         return dataclasses.replace(self, row=row)
 
     def join(self, piece: Tensor, reach: int | None = None) -> Tensor:
-        """The last `reach` tokens followed by the chunk's own piece; without `reach` the piece alone, which
-        `attend` knows to be joined."""
+        """The last `reach` tokens followed by the chunk's own piece; without `reach` all of them, or, where
+        none are fetched, the piece alone, which `attend` knows to be joined."""
         self.slab.write(piece.detach(), self.spread.own_tokens(self.chunk))
-        if reach is None:
+        if reach is None and not self.fetches:
             self.spread.open.add(id(self.slab))
             return _Kept.apply(piece, self)
-        return _Fetched.apply(piece, self.anchor, self, reach)
+        return _Fetched.apply(piece, self.anchor, self, ALL if reach is None else reach)
 
     def attend(self, q: Tensor, keys: Joined, values: Joined, scale: float | None) -> Tensor:
         """Attention of the chunk's queries (batch, heads, tokens, dim), to all tokens that its past and piece

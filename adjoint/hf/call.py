@@ -39,8 +39,8 @@ Starts = list[tuple[int, ...]]  # of each row, the first tokens of its documents
 
 class Kind(NamedTuple):
     """What of a call its comparison on first use depends on: whether it asks for a loss, has embeddings
-    instead of ids, `num_items_in_batch`, a loss of the routers, padding at the right beside a loss; and the
-    names of what else has a value per token."""
+    instead of ids, `num_items_in_batch`, a loss of the routers, padding at the right beside a loss; the
+    names of what else has a value per token; and whether a group's ranks share it."""
 
     loss: bool = True
     embedded: bool = False
@@ -48,6 +48,7 @@ class Kind(NamedTuple):
     routed: bool = False
     padded: bool = False
     beside: tuple[str, ...] = ()
+    shared: bool = False
 
 
 class Call:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from adjoint.engine.sharded import REPLICA, is_replica, why_not
+from adjoint.engine.spread import NotAttended
 from adjoint.errors import UserError
 from adjoint.hf.model import class_of, root_of
 
@@ -138,7 +139,7 @@ def as_refusal(model: Any) -> Iterator[None]:
     """An error of the model's own code, run chunk by chunk, is a refusal too."""
     try:
         yield
-    except (Refused, torch.OutOfMemoryError):
+    except (Refused, NotAttended, torch.OutOfMemoryError):
         raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         said = " ".join(str(error).split())[:200]

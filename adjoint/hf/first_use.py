@@ -35,6 +35,7 @@ from adjoint.engine.first_use import (
 )
 from adjoint.engine.grid import Scheme
 from adjoint.engine.leaves import Changed
+from adjoint.engine.sequence import ALONE
 from adjoint.engine.sharded import backpropagate, gradients, is_sharded, precisions, reshard, trained
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.errors import LOGGER, is_heard
@@ -381,9 +382,9 @@ def by_engine(steps: Callable[[Any, Tensor, Tensor], Steps]) -> Way:
     return way
 
 
-def ways(method: Any, kind: Kind) -> tuple[Way, Way]:
+def ways(method: Any, kind: Kind, fetches: bool = False) -> tuple[Way, Way]:
     """The loss of a causal LM, or one of a backbone's hidden states, and its gradient: of the whole and by
-    chunks."""
+    chunks, as a group's ranks run them if the kind is shared; `fetches` as in `Backbone`."""
 
     def whole(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
         given: dict[str, Any] = {**_tokens(model, ids, kind), "use_cache": False, "return_dict": True}
@@ -416,8 +417,9 @@ def ways(method: Any, kind: Kind) -> tuple[Way, Way]:
         head = gathering(model)(lambda: head_of(model, kind.padded)).over(ids.numel())
         balance, targets = Balance(model) if kind.routed else None, shift_labels(_labels(labels, kind))
         stage = CausalLM(model, slots, head, None, recompute, balance)
+        stage.fetches = fetches
         batch = dataclasses.replace(batch, targets=targets, divisor=divisor(targets, kind.counted))
-        return steps_of([stage], batch, cut)
+        return steps_of([stage], batch, cut, group=ALONE if kind.shared else None)
 
     return by_autograd(whole), by_engine(by_chunks)
 

@@ -13,6 +13,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from adjoint.engine.chunk_size import chunk_size_for, memory_of
 from adjoint.engine.sharded import is_sharded, largest, reshard
+from adjoint.engine.spread import NotAttended
 from adjoint.hf import check, first_use, mini_sequence
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import Call, Kind
@@ -33,6 +34,7 @@ class Known:
         record: what is noted of it. sharded: by `fully_shard`.
         precision: autocast's dtype, or None, and the device's type. slots: of its cache.
         routers: of `head.coefficient`.
+        fetches: whether a group's ranks fetch each other's keys (`Backbone.fetches`).
         checked: kinds of calls that have been tried. difference: of gradients, when they were compared last.
         mlps: of a MiniSequence: names in the backbone of what runs in pieces.
     """
@@ -42,6 +44,7 @@ class Known:
         self.precision, self.sharded = precision, sharded
         self.checked: set[Any] = set()
         self.difference: float | None = None
+        self.fetches = False
 
     @property
     def model(self) -> Any:
@@ -141,8 +144,16 @@ def compared(model: Any, kind: Kind, call: Call | None = None) -> Known:
     known = known_of(model)
     if known.sharded:  # whose processes compare together
         kind = kind._replace(padded=bool(largest(model, kind.padded)[0]))
-    ways = first_use.ways(known.record.method, kind)
-    known.once(kind, first_use.compare, model, *ways, *first_use.NOT_THE_SAME)
+    method, kind = known.record.method, kind._replace(shared=known.record.group is not None)
+
+    def compare() -> None:
+        first_use.compare(model, *first_use.ways(method, kind, known.fetches), *first_use.NOT_THE_SAME)
+
+    try:
+        known.once(kind, compare)
+    except NotAttended:
+        known.fetches = True  # from now on, also for other kinds of calls: what is exact remains so
+        known.once(kind, compare)
     if call is None:
         return known
     padded, packed = call.padded_left, call.packed

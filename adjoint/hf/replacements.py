@@ -27,7 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adjoint.engine.autograd import uncompiled
-from adjoint.errors import UserError
+from adjoint.engine.spread import NotAttended
 from adjoint.hf.cache import ChunkCache, handed
 from adjoint.hf.model import put
 from adjoint.kernels import attention
@@ -360,7 +360,7 @@ def _attention(
     if spread and (
         attention_mask is not None or dropout or not causal or kwargs.get("position_bias") is not None
     ):
-        raise UserError(
+        raise NotAttended(
             f"sequence_group: the attention of {type(module).__name__} is more than causal (a mask, dropout "
             "or a bias of positions), for which keys would have to be in one process: leave sequence_group "
             "out"

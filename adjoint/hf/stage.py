@@ -19,7 +19,7 @@ from adjoint.engine import tile
 from adjoint.engine.autograd import Around, Steps
 from adjoint.engine.generators import KINDS, Generators
 from adjoint.engine.grid import Scheme
-from adjoint.engine.sequence import UNDER_FSDP, SequenceSteps, ranks_of
+from adjoint.engine.sequence import UNDER_FSDP, SequenceSteps
 from adjoint.engine.sharded import Gathering, ShardedSteps, Whole, is_sharded, trained
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
@@ -43,6 +43,9 @@ class Backbone:
             which this backbone multiplies by so much before its first layer, as it does embeddings.
         recompute: how much of a layer's tape is computed again when it is pulled back: "none", "selective"
             or "full" (see `Exact`).
+
+    Attributes:
+        fetches: whether keys and values of other ranks are fetched for attention (`spread.SpreadPast`).
     """
 
     stateful, lazy, reach = True, True, 0
@@ -63,6 +66,7 @@ class Backbone:
         self.key, self.positions = _keywords(self.backbone)
         self.noise, self.recompute = Noise(model), recompute
         self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
+        self.fetches = False
         self.balance: Balance | None = None
         self.logits: Logits | None = None
 
@@ -284,14 +288,14 @@ def steps_of(
     """A batch's program for a model that is one stage, or has one above it; states begin as zeros.
 
     Args:
-        group: the process group whose ranks share the batch.
+        group: the process group whose ranks share the batch; or `sequence.ALONE`.
     """
     model, sharded = stages[0].model, is_sharded(stages[0].model)
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
     width = model.config.get_text_config().hidden_size
     batch = dataclasses.replace(batch, states=states)
     sums = [] if stages[0].balance is None else [stages[0].balance]
-    if group is not None and ranks_of(group) > 1:
+    if group is not None:
         if sharded:
             check.refuse(model, f"sequence_group: {UNDER_FSDP}")
         return SequenceSteps(group, stages, batch, scheme, width, around, sums)

@@ -237,6 +237,7 @@ def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast
     balance = Balance(call.model, known.routers) if call.kind.routed else None
     kept = None if call.logits is None else _kept(call, batch)
     stage = _lm_stage(known, head, balance, kept)
+    stage.fetches = known.fetches
     result = _steps(known, [stage], batch, starts).loss()
     if group is not None and stage.noise.before:
         _refuse_noise(call.model)
@@ -344,9 +345,6 @@ def _steps(known: Known, stages: list[Any], batch: Batch, starts: tuple[int, ...
     if group is not None:
         if stages[0].noise.expected:
             _refuse_noise(known.model)
-        if any(slot.name == "indexer" for slot in known.slots):
-            why = "sparse attention picks keys of the whole sequence, which one process must have"
-            check.refuse(known.model, f"sequence_group: {why}")
         size = at_most(size, batch.seqlen, ranks_of(group))
     scheme = scheme_of(method, batch.seqlen, size, starts)
     if (blocks := blocks_in(known.model, batch)) is not None:

@@ -234,11 +234,11 @@ class Joined:
 
 
 def join(past: Past, piece: Tensor, reach: int | None = None) -> Tensor:
-    """`past.join`, of which `past_attention` knows what it is made of; what a window has fetched from other
+    """`past.join`, of which `past_attention` knows what it is made of; what has been fetched from other
     ranks is a tensor like any other."""
     whole = past.join(piece, reach)
     if hasattr(past, "attend"):
-        if reach is not None:
+        if reach is not None or getattr(past, "fetches", False):
             return whole
         whole, piece = whole.view_as(whole), whole
     whole.joined = Joined(past, piece)  # type: ignore[attr-defined]

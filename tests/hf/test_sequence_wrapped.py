@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 import adjoint
 from tests.hf.hf_models import (
+    MODELS,
+    OTHERS,
+    REFUSED,
     VOCAB,
     assert_exact,
     current_gradients,
@@ -70,13 +73,26 @@ def test_models_over_ranks(name: str, ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, exact, name)
 
 
+def own_attention() -> None:
+    """Of a model's own code, which attends to keys that it has."""
+    ids = rows()
+    model = make("LlamaForCausalLM")
+    model.set_attn_implementation("eager")
+    with float64_throughout():
+        shared, alone = (
+            over(model, adjoint.Exact(7), group, input_ids=ids, labels=ids)
+            for group in (dist.group.WORLD, None)
+        )
+    assert_exact(shared, alone)
+
+
+def test_attention_of_another_kind(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, own_attention)
+
+
 def wrong() -> None:
     group, ids = dist.group.WORLD, rows(1)
     given = {"input_ids": ids, "labels": ids}
-    own_code = make("LlamaForCausalLM")
-    own_code.set_attn_implementation("eager")
-    with refused("attention is its own code"):
-        adjoint.wrap(own_code, adjoint.Exact(7), sequence_group=group)(**given)
     model = make("Mamba2ForCausalLM")
     for method in (adjoint.MiniSequence(), adjoint.Backprop()):
         with refused("has no chunks to share"):
@@ -97,3 +113,42 @@ def wrong() -> None:
 
 def test_what_a_wrapped_model_cannot_share(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, wrong)
+
+
+def told(model: Any, method: Any, group: Any, **given: Any) -> Any:
+    """`over`'s, or the line by which it is refused."""
+    try:
+        return over(model, method, group, **given)
+    except ValueError as error:
+        text = str(error)
+        assert "\n" not in text, text
+        return text
+
+
+def swept(name: str) -> None:
+    """Over the group as in one process, or refused by name; where one process refuses, the group does."""
+    ids, group = rows(), dist.group.WORLD
+    mask = torch.arange(53)[None] < torch.tensor([[53], [40]])
+    positions = torch.cat([torch.arange(20), torch.arange(33)])[None]
+    for method, given in [
+        (adjoint.Exact(7), {}),
+        (adjoint.Exact(9, recompute="full"), {}),
+        (adjoint.Truncated(16, 8), {}),
+        (adjoint.Exact(7), {"attention_mask": mask, "labels": ids.masked_fill(~mask, -100)}),
+        (adjoint.Exact(7), {"position_ids": positions, "input_ids": ids[:1], "labels": ids[:1]}),
+    ]:
+        given = {"input_ids": ids, "labels": ids, **given}
+        with float64_throughout():
+            shared, alone = (told(make(name), method, g, **given) for g in (group, None))
+        if isinstance(alone, str):
+            assert isinstance(shared, str), alone
+        elif isinstance(shared, str):
+            assert "sequence_group: " in shared, shared
+        else:
+            assert_exact(shared, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MODELS, *REFUSED, *OTHERS])
+def test_every_class_over_two_ranks(name: str, tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, swept, name)
