@@ -1,13 +1,15 @@
 """Replicas that torchrun or srun has started, without Ray: the loop of `adjoint.train.trainer` in each of
 their processes.
 
-Every process draws every batch and works on its rows of it. Gradients are summed before the optimizer's step
-and are those of the whole batch, so that weights stay the same everywhere. Process 0 alone writes."""
+Every process draws every batch and works on its rows of it; with ``cluster.sequence`` N, N processes in a row
+share theirs, each sequence's chunks dealt out in turn. Gradients are summed before the optimizer's step and
+are those of the whole batch, so that weights stay the same everywhere. Process 0 alone writes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import math
 import os
 import shutil
@@ -73,8 +75,9 @@ def train(config: Config, here: Place) -> Outcome:
     if cuda := pick_device(config.training.device).type == "cuda":
         torch.cuda.set_device(gpu_of(here))
     timeout, backend = config.cluster.progress_timeout, "nccl" if cuda else "gloo"
-    everyone = [list(range(here.world))]
-    transport = DistributedTransport("env://", here.rank, here.world, backend, timeout, everyone)
+    workers, everyone = config.cluster.sequence, range(here.world)
+    groups = [everyone, *(everyone[k::workers] for k in range(workers if workers > 1 else 0))]
+    transport = DistributedTransport("env://", here.rank, here.world, backend, timeout, groups)
     try:
         folder, checkpoint = _open_run(config, here)
         quiet = contextlib.nullcontext() if here.rank == 0 else contextlib.redirect_stdout(None)
@@ -105,8 +108,16 @@ def gpu_of(here: Place) -> int:
 
 def _check(config: Config, here: Place) -> None:
     """Raises a UserError where a run cannot be spread so."""
-    Layout(1, replicas=here.world).check_rows(config.data.batch)
-    settings = config.training
+    workers, settings = config.cluster.sequence, config.training
+    if here.world % workers:
+        raise UserError(
+            f"cluster.sequence: {here.world} processes are no groups of {workers}; start a multiple of it"
+        )
+    layout = Layout(1, workers, here.world // workers)
+    layout.check_rows(config.data.batch)
+    layout.check_sequence(config.method)
+    if workers > 1 and getattr(config.method, "memory", None) is not None:
+        raise UserError("method.memory: works where one process has a sequence; leave it out")
     if settings.carry_state != "none":
         raise UserError("training.carry_state: works in one process only; leave it out, or start one process")
     if settings.profile:
@@ -134,6 +145,17 @@ def _open_run(config: Config, here: Place) -> tuple[RunFolder, Path | None]:
     return folder or RunFolder(Path(tempfile.mkdtemp(prefix="adjoint-"))), found[0]
 
 
+def sequence_group(here: Place, workers: int, timeout: float) -> Any:
+    """The process group of those that share this process's rows; None of one alone. All call this."""
+    wait = datetime.timedelta(seconds=timeout)
+    found = None
+    for first in range(0, here.world, workers) if workers > 1 else ():
+        ranks = list(range(first, first + workers))
+        group = torch.distributed.new_group(ranks, timeout=wait)
+        found = group if here.rank in ranks else found
+    return found
+
+
 class Replica(Trainer):
     """One process of a run, with its rows of every batch.
 
@@ -150,6 +172,9 @@ class Replica(Trainer):
         transport: DistributedTransport,
     ) -> None:
         self.here, self.transport, self.everyone = here, transport, list(range(here.world))
+        self.workers = config.cluster.sequence
+        self.peers = self.everyone[here.rank % self.workers :: self.workers]  # with other rows
+        self.sequence_group = sequence_group(here, self.workers, config.cluster.progress_timeout)
         if here.rank:
             silent: dict[str, Any] = {"report_to": "none", "sample_tokens": 0, "save_every": 0}
             config = dataclasses.replace(config, training=dataclasses.replace(config.training, **silent))
@@ -159,15 +184,15 @@ class Replica(Trainer):
 
     @property
     def rows(self) -> int:
-        return -(-self.config.data.batch // self.here.world)
+        return -(-self.config.data.batch // len(self.peers))
 
     def _own(self, ids: Tensor) -> tuple[Tensor, float]:
         """This process's rows, and their share of what the batch predicts."""
-        own = ids.tensor_split(self.here.world)[self.here.rank]
+        own = ids.tensor_split(len(self.peers))[self.here.rank // self.workers]
         return own, self._predictions(own) / max(1, self._predictions(ids)) if len(own) else 0.0
 
-    def _gathered(self, value: float) -> list[float]:
-        each = self.transport.all_gather(torch.tensor([value], dtype=torch.float64), self.everyone)
+    def _gathered(self, value: float, ranks: list[int]) -> list[float]:
+        each = self.transport.all_gather(torch.tensor([value], dtype=torch.float64), ranks)
         return torch.cat(each).tolist()
 
     def _gradients(self, ids: Tensor, start: Start, number: int, heavier: float) -> Gradients:
@@ -175,26 +200,26 @@ class Replica(Trainer):
         heavier = heavier / share if share else math.inf
         with drawn_from(self.settings.seed, number, self.here.rank):
             loss, _ = super()._gradients(own, start, number, heavier)
-        return sum(self._gathered(loss)), None
+        return sum(self._gathered(loss, self.peers)), None
 
     def _accumulate(self, step: int) -> tuple[float, int, list[int] | None]:
         found = super()._accumulate(step)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        sum_gradients(trained, self.transport, self.everyone)
+        sum_gradients(trained, self.transport, self.peers)
         return found
 
     def _loss_of(self, ids: Tensor) -> float:
         own, share = self._own(ids)
-        return sum(self._gathered(super()._loss_of(own) * share if share else 0.0))
+        return sum(self._gathered(super()._loss_of(own) * share if share else 0.0, self.peers))
 
     def _stopped(self, stop: StopRequest) -> bool:
         """All stop after the same step, whichever of them was asked to."""
-        number = int(max(self._gathered(stop.signal or 0)))
+        number = int(max(self._gathered(stop.signal or 0, self.everyone)))
         stop.signal = number or None
         return bool(number)
 
     def _peak_memory_bytes(self) -> int:
-        return int(max(self._gathered(super()._peak_memory_bytes())))
+        return int(max(self._gathered(super()._peak_memory_bytes(), self.everyone)))
 
     def _save(self) -> None:
         if self.here.rank == 0:
@@ -203,4 +228,5 @@ class Replica(Trainer):
 
     def _announce(self) -> None:
         super()._announce()
-        print(f"replicas: {self.here.world} processes, each with its rows of every batch", flush=True)
+        each = f"{self.workers} processes" if self.workers > 1 else "a process"
+        print(f"replicas: {len(self.peers)} of {each}, each with its rows of every batch", flush=True)

@@ -54,9 +54,9 @@ def train(config: Config) -> Outcome:
         check_windows(config.model, config.method.scheme(config.data.seqlen, config.data.seqlen))
     if (here := torchrun.place(config.cluster.shards)) is not None:
         return torchrun.train(config, here)
+    layout, method, data = config.cluster.layout, config.method, config.data
     if config.cluster.shards == 0:
         return train_in_one_process(config)
-    layout, method, data = config.cluster.layout, config.method, config.data
     layout.check(config.model, method)
     layout.check_rows(data.batch)
     layout.check_chunks(method, data.seqlen)

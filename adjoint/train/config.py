@@ -227,7 +227,12 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_fields("cluster", self)
-        _ = self.layout  # which refuses what cannot be
+        # which refuses what cannot be; torchrun starts a sequence's workers without shards
+        _ = (
+            dataclasses.replace(self, sequence=1).layout
+            if self.shards == 0 < self.sequence - 1
+            else self.layout
+        )
 
     @property
     def layout(self) -> Layout:

@@ -8,7 +8,7 @@ from typing import Any
 from adjoint.engine.chunk_size import at_most
 from adjoint.errors import UserError
 from adjoint.layers import MIXERS, Mixer
-from adjoint.methods import Backprop, LayerLocal, Truncated
+from adjoint.methods import Backprop, LayerLocal, MiniSequence, Truncated
 from adjoint.settings import NotNegative, Positive, check_fields
 
 
@@ -36,8 +36,10 @@ class Layout:
         for key, alone in (("replicas", 1), ("sequence", 1), ("helpers", 0)):
             number = getattr(self, key)
             if self.shards == 0 and number > alone:
+                others = ", or start them with torchrun" if key == "sequence" else ""
                 raise UserError(
-                    f"cluster.{key}: {number} needs worker processes; set --cluster.shards to 1 or more"
+                    f"cluster.{key}: {number} needs worker processes; set --cluster.shards to 1 or "
+                    f"more{others}"
                 )
 
     # ------------------------------------------------------------------------------------ workers and ranks
@@ -136,12 +138,16 @@ class Layout:
             )
         if self.helpers and not isinstance(method, LayerLocal):
             raise UserError(f"cluster.helpers: {method.name} has no tasks to share; use layer-local")
+        self.check_sequence(method)
+
+    def check_sequence(self, method: Any) -> None:
+        """Raises a UserError for a method whose sequences several workers cannot share."""
         if self.sequence == 1:
             return
         if self.helpers:
             raise UserError("cluster.helpers: do not work with cluster.sequence; leave one of them out")
-        if isinstance(method, Backprop):
-            raise UserError("cluster.sequence: backprop has one chunk, which cannot be shared; use exact")
+        if isinstance(method, (Backprop, MiniSequence)):
+            raise UserError(f"cluster.sequence: {method.name} has no chunks to share; use exact")
         if isinstance(method, Truncated) and method.window == "auto":
             raise UserError(
                 'cluster.sequence: window "auto" needs the whole sequence in one place; give a number'

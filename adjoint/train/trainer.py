@@ -72,6 +72,7 @@ class Trainer:
     flops: float = 0.0
     saving: Future[Path] | None = None  # of the checkpoint that a thread writes
     in_backward: SteppedInBackward | None = None
+    sequence_group: Any = None  # of processes that share each sequence
 
     def __init__(self, config: Config, folder: RunFolder, checkpoint: Path | None) -> None:
         settings = config.training
@@ -148,10 +149,13 @@ class Trainer:
             self._check_carried(self.model)
         else:
             from adjoint.hf.load import load
+            from adjoint.hf.wrap import wrap
 
             self._check_carried(None)
             lora = self.config.to_dict()["model"]["lora"]
             self.model = load(self.config.model.from_pretrained, self.method, lora).to(self.device, dtype)
+            if self.sequence_group is not None:
+                wrap(self.model, self.method, self.sequence_group)
         self.optimizer = make_optimizer(self.model, self.settings)
         if self.settings.optimizer_in_backward:
             self.in_backward = SteppedInBackward(self.optimizer)
@@ -225,7 +229,13 @@ class Trainer:
         if isinstance(self.model, Stack):
             carries = self.settings.carry_state != "none"
             return self.model(
-                tokens, labels=labels, method=self.method, state=state, return_state=carries, seq_idx=seq_idx
+                tokens,
+                labels=labels,
+                method=self.method,
+                state=state,
+                return_state=carries,
+                seq_idx=seq_idx,
+                sequence_group=self.sequence_group,
             )
         self.model.train(torch.is_grad_enabled())  # it may have dropout
         if seq_idx is None:

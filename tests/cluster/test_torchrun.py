@@ -50,20 +50,40 @@ def started(
     return [exit_code(child) for child in children]
 
 
-@pytest.mark.parametrize("launcher, flags", [(torchrun, {"data__documents": "packed"}), (srun, {})])
+@pytest.mark.parametrize(
+    "launcher, world, flags, sequence",
+    [
+        (torchrun, 2, {"data__documents": "packed"}, 1),
+        (srun, 2, {}, 1),
+        (torchrun, 2, {"method__chunk_size": 5}, 2),
+        (
+            torchrun,
+            4,
+            {"model__mixer": "[mamba2, attention]", "model__headdim": 16, "method__chunk_size": 5},
+            2,
+        ),
+    ],
+)
 def test_processes_train_as_one(
-    launcher: Any, flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: Any,
+    world: int,
+    flags: dict[str, Any],
+    sequence: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With unequal rows; process 0 alone writes, and a run that goes on ends with the same bits."""
+    """With unequal rows, or sharing sequences; process 0 alone writes, and a run that goes on ends with the
+    same bits."""
     assert train_tiny(tmp_path, **FLAGS, **flags, run__dir=tmp_path / "one") == 0
+    flags = flags | {"cluster__sequence": sequence}
     argv = tiny(tmp_path, **FLAGS, **flags)
-    environments = [launcher(rank, 2) for rank in range(2)]
-    assert started(environments, argv, monkeypatch) == [0, 0]
+    environments = [launcher(rank, world) for rank in range(world)]
+    assert started(environments, argv, monkeypatch) == [0] * world
     same_training(tmp_path / "run", tmp_path / "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "one", "run", "text.txt"]
     first = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
     more = tiny(tmp_path, **FLAGS, **flags, run__dir=tmp_path / "again", run__resume=first)
-    assert started(environments, more, monkeypatch) == [0, 0]
+    assert started(environments, more, monkeypatch) == [0] * world
     assert weights(tmp_path / "again", 6) == weights(tmp_path / "run", 6)
     assert [row["step"] for row in metrics(tmp_path / "again")] == [4, 5, 6]
 
@@ -77,6 +97,9 @@ def test_processes_train_as_one(
         ({"training__profile": 1}, "training.profile: records one process"),
         ({"training__device": "cuda:1"}, "training.device: each process has its own GPU"),
         ({"method__name": "truncated", "method__window": "auto"}, "method.window: auto needs all rows"),
+        ({"cluster__sequence": 3}, "cluster.sequence: 2 processes are no groups of 3"),
+        ({"cluster__sequence": 2, "method__name": "backprop"}, "cluster.sequence: backprop has no chunks"),
+        ({"cluster__sequence": 2, "method__memory": "1GB"}, "method.memory: works where one process"),
     ],
 )
 def test_what_processes_refuse(
