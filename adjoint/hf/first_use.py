@@ -36,7 +36,7 @@ from adjoint.engine.first_use import (
 from adjoint.engine.grid import Scheme
 from adjoint.engine.leaves import Changed
 from adjoint.engine.sequence import ALONE
-from adjoint.engine.sharded import backpropagate, gradients, is_sharded, precisions, reshard, trained
+from adjoint.engine.sharded import backpropagate, gradients, is_sharded, precisions, reshard, trained, units
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.errors import LOGGER, is_heard
 from adjoint.hf import replacements
@@ -109,7 +109,8 @@ def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> None
     """
     reshard(model)
     with _isolated(model):
-        copied, failed = None if is_sharded(model) else replica(model), "no copy of it fits or can be made"
+        # FSDP lets none of its modules be copied
+        copied, failed = None if units(model) else replica(model), "no copy of it fits or can be made"
         if copied is not None:
             try:
                 with _no_autocast(model):
@@ -120,7 +121,7 @@ def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> None
         if model is not copied:
             with in_eval_mode(model):
                 wanted, _ = _results(model, whole)  # what it raises is the model's own
-                if not is_sharded(model):
+                if not units(model):
                     _warn(model, f"in its own precision, windows as they are ({failed})")
                 return _compare(model, wanted, by_chunks, what, why)
         with _no_autocast(model):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import adjoint
+from adjoint.errors import UserError
 from tests.hf.hf_models import (
     MODELS,
     OTHERS,
@@ -21,6 +22,7 @@ from tests.hf.hf_models import (
     loss_and_gradients,
     make,
 )
+from tests.model_helpers import assert_same
 from tests.ranks import on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
@@ -71,6 +73,40 @@ def exact(name: str) -> None:
 @pytest.mark.parametrize("name", [*RECURRENT, *ATTENDING, *ROUTED])
 def test_models_over_ranks(name: str, ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, exact, name)
+
+
+def meshes() -> None:
+    """Rows over one dimension of a mesh, sequences over the other; gradients are reduced by DDP or FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    ids, row, method = rows(), mesh.get_local_rank("data"), adjoint.Exact(7)
+    with float64_throughout():
+        whole = loss_and_gradients(make("BambaForCausalLM"), input_ids=ids, labels=ids)[1]
+    for name in ("ddp", "ddp over data", "fully_shard", "fully_shard over data"):
+        model = adjoint.wrap(make("BambaForCausalLM"), method, sequence_group=mesh["sequence"])
+        called: Any = model
+        data = mesh["data"] if name.endswith("data") else None
+        if name.startswith("ddp"):
+            called = DistributedDataParallel(model, process_group=data and data.get_group())
+        else:
+            called = fully_shard(model, mesh=data or dist.init_device_mesh("cpu", (4,)))
+        own = ids[row : row + 1]
+        with float64_throughout():
+            called(input_ids=own, labels=own).loss.backward()
+        found = {n: p.grad for n, p in model.named_parameters()}
+        found = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}
+        assert_same(found, whole, 1e-10)
+    with pytest.raises(UserError, match="sequence_group: layers under fully_shard"):
+        model = adjoint.wrap(make("BambaForCausalLM"), method, sequence_group=mesh["sequence"])
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)(input_ids=ids, labels=ids)
+
+
+def test_replicas_and_sequences_on_a_mesh(tmp_path: Path) -> None:
+    on_ranks(4, tmp_path, meshes)
 
 
 def own_attention() -> None:
