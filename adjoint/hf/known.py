@@ -20,7 +20,7 @@ from adjoint.hf.call import Call, Kind
 from adjoint.hf.chunks import kept_features, sizes_of
 from adjoint.hf.first_use import in_eval_mode, some_tokens
 from adjoint.hf.head import Head, coefficient, head_of
-from adjoint.hf.model import Snapshot, backbone_of, plainly, record_of
+from adjoint.hf.model import Moment, Snapshot, backbone_of, plainly, record_of
 from adjoint.hf.stage import gathering, probe
 
 T = TypeVar("T")
@@ -53,8 +53,11 @@ class Known:
     def once(self, kind: Any, check: Callable[..., None], *args: Any) -> None:
         """Calls a check, unless it has gone well before for this kind of call."""
         if kind not in self.checked:
+            before = Moment(self.model, self.snapshot)
             with first_use.comparing() as found:
                 check(*args)
+            # RecurrentGemma's own forward keeps a state in its mixers
+            before.put_back(Snapshot(self.model), hooks=False)
             self.difference = found[-1] if found else self.difference
             self.checked.add(kind)
 

@@ -288,6 +288,19 @@ class Moment:
         if difference := self.snapshot.difference(Snapshot(self.model)):
             raise RuntimeError(f"{difference} {BETWEEN}")
 
+    def put_back(self, now: Snapshot, hooks: bool = True) -> list[Callable[[], Any]]:
+        """Puts the settings back that are others in `now`, hooks, for a while, or not; what undoes it."""
+        undo = []
+        for name, attribute in self.snapshot.changes(now):
+            if attribute in HOOKS and not hooks:  # handles know the dictionaries that they remove them from
+                continue
+            was = self.attributes[name].get(attribute, MISSING)
+            kind: Any = type(vars(self.holders[name]).get(attribute))
+            if was is MISSING and kind in CONTAINERS:  # empty ones are no settings
+                was = kind()
+            undo.append(put(self.holders[name], attribute, was))
+        return undo
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Meanwhile the model is as it was: settings, hooks, tensors, and which of them are trained.
@@ -302,13 +315,9 @@ class Moment:
                     parameter.requires_grad_(trained)
             now = Snapshot(self.model)
             if not self.snapshot.structure_differs(now):
-                changes = list(self.snapshot.changes(now))
-                for name, attribute in changes:
-                    was = self.attributes[name].get(attribute, MISSING)
-                    kind: Any = type(vars(self.holders[name]).get(attribute))
-                    if was is MISSING and kind in CONTAINERS:  # empty ones are no settings
-                        was = kind()
-                    undo.callback(put(self.holders[name], attribute, was))
+                changes = self.put_back(now)
+                for change in changes:
+                    undo.callback(change)
                 now = Snapshot(self.model) if changes else now
             if difference := self.snapshot.difference(now):
                 raise RuntimeError(f"{difference} {BETWEEN}")

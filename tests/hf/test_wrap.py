@@ -387,3 +387,13 @@ def test_the_table_lists_what_is_tried() -> None:
     assert list(rows) == [*MODELS, *REFUSED]
     assert {name for name, row in rows.items() if row[2].startswith("refused: ")} == set(REFUSED)
     assert all(re.fullmatch(r"\de-\d\d", rows[name][2]) for name in MODELS)
+
+
+def test_what_is_tried_on_first_use_leaves_nothing_behind() -> None:
+    """RecurrentGemma's own forward, by which packed documents are tried, keeps a state in its mixers."""
+    ids = make_batch(29, batch=1)["input_ids"]
+    positions = torch.cat([torch.arange(10), torch.arange(19)])[None]
+    model = adjoint.wrap(make("RecurrentGemmaForCausalLM"), adjoint.Exact(chunk_size=8))
+    for _ in range(2):
+        model(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
+    assert len(model._adjoint.known) == 1
