@@ -451,6 +451,7 @@ def test_what_wrapping_leaves_alone(name: str, tmp_path: Path) -> None:
         pytest.param("accelerate_loop", "accelerate", marks=pytest.mark.slow),
         pytest.param("ddp", None, marks=pytest.mark.slow),
         pytest.param("fsdp", None, marks=pytest.mark.slow),
+        pytest.param("sequence", None, marks=pytest.mark.slow),
         pytest.param("peft_lora", "peft", marks=pytest.mark.slow),
         pytest.param("trl_sft", "trl", marks=pytest.mark.slow),
     ],
@@ -461,7 +462,7 @@ def test_examples(names: str, needs: str | None, tmp_path: Path) -> None:
         pytest.importorskip(needs)
     files = [str(ROOT / "examples" / f"{name}.py") for name in names.split()]
     run = ["-c", f"import runpy; [runpy.run_path(file, run_name='__main__') for file in {files}]"]
-    if names == "fsdp":
+    if names in ("fsdp", "sequence"):
         run = ["-m", "torch.distributed.run", "--nproc-per-node", "2", *files]
     done = subprocess.run(
         [sys.executable, *run, "--steps", "2", "--seqlen", "512"],
