@@ -91,7 +91,7 @@ LAYER_LOCAL = {"method__name": "layer-local"}
             "cluster.helpers: 1 needs worker processes; set --cluster",
         ),
         ({"sequence": 0}, "--cluster.sequence: expected a whole number"),
-        ({"sequence": 2, "method__name": "backprop"}, "cluster.sequence: backprop has one chunk"),
+        ({"sequence": 2, "method__name": "backprop"}, "cluster.sequence: backprop has no chunks to share"),
         ({"sequence": 2, "method__name": "truncated", "method__window": "auto"}, "the whole sequence in one"),
         ({"sequence": 2, "helpers": 1} | LAYER_LOCAL, "cluster.helpers: do not work with cluster.sequence"),
         ({"helpers": 1}, "has no tasks to share; use layer-local"),

@@ -292,7 +292,7 @@ def test_timeline_files(flags: str, label: str, tmp_path: Path) -> None:
         ("--timeline a.jpeg", "expected a .png, .svg or .pdf"),
         ("--timeline no/such/a.png", "there is no folder no/such"),
         ("--seqlen long", "--seqlen: "),
-        ("--cluster.shards 2 --cluster.sequence 2 --method.name backprop", "has one chunk"),
+        ("--cluster.shards 2 --cluster.sequence 2 --method.name backprop", "has no chunks to share"),
         (
             "--cluster.shards 2 --cluster.sequence 9 --method.chunk_size 64 --seqlen 512",
             "8 chunks of 64 tokens",

@@ -1,0 +1,169 @@
+"""One sequence over several processes, memory and time against their number: `python -m benchmarks.sequence`.
+
+Forward + backward of a row of random tokens by `Exact` over 1, 2 and 4 processes of this machine (gloo, one
+thread each), by `sequence_group`: of a hybrid of ours, three Mamba-2 layers and one of attention, and of the
+Bamba-like model of `benchmarks.wrapped`. Memory is the largest of the processes' peaks above what each holds
+after a pass of 2,048 tokens; messages are the bytes that all of them send in a pass, beside those that follow
+from the sizes: two times a state for every chunk edge and layer, and for each rank that a chunk's queries
+reach four times these in the forward, which runs twice, and five times in the backward. Every point has
+processes of its own. On a machine with fewer cores than processes times say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import adjoint
+from adjoint.tools.points.passes import Passes, measured, repeated
+from adjoint.tools.points.process import Point
+from benchmarks import report, runner, steps, wrapped
+from benchmarks.report import Row
+from benchmarks.runner import Benchmark, Found
+
+CHUNK, FIRST = 1024, 2048
+OURS: Point = {"vocab_size": 256, "d_model": 256, "n_layer": 4, "d_state": 64, "d_intermediate": 512}
+OURS |= {"mixer": ["mamba2", "mamba2", "mamba2", "attention"], "num_attention_heads": wrapped.HEADS}
+OURS |= {"num_key_value_heads": wrapped.KV_HEADS}
+MODELS: dict[str, Point] = {
+    "hybrid": OURS,
+    "Bamba-like, wrapped": wrapped.WIDTHS | wrapped.MODELS["Bamba-like"][0],
+}
+
+
+def measure(point: Point) -> Point:
+    """The largest memory of the processes, the longest of their times, the bytes of all their messages."""
+    workers = point["workers"]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_one, (folder, point), nprocs=workers)  # type: ignore[attr-defined]
+        found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(workers)]
+    return {
+        "memory_bytes": max(one["memory_bytes"] for one in found),
+        "seconds": [max(times) for times in zip(*(one["seconds"] for one in found), strict=True)],
+        "loss": found[0]["loss"],
+        "sent_bytes": sum(one["sent_bytes"] for one in found),
+    }
+
+
+def _one(rank: int, folder: str, point: Point) -> None:
+    """One of the processes."""
+    from adjoint.engine.transport import GroupTransport
+
+    torch.set_num_threads(1)
+    workers, sent, start = point["workers"], list[int](), GroupTransport._started
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=workers)
+
+    def counted(self: Any, to: int, tensor: torch.Tensor, tag: int = 0) -> Any:
+        sent.append(tensor.nbytes)
+        return start(self, to, tensor, tag)
+
+    GroupTransport._started = counted  # type: ignore[method-assign]
+    ids = torch.randint(256, (1, point["length"]), generator=torch.Generator().manual_seed(0))
+
+    def prepare() -> Passes:
+        torch.manual_seed(0)
+        model = steps.builder(point["model"])()
+        method, group = adjoint.Exact(CHUNK), dist.group.WORLD if workers > 1 else None
+        if isinstance(model, adjoint.Stack):
+            return Passes(model, lambda ids: model(ids, ids, method, sequence_group=group).loss)
+        adjoint.wrap(model, method, sequence_group=group)
+        return Passes(model, lambda ids: model(input_ids=ids, labels=ids).loss)
+
+    def repeat(step: Callable[[], object]) -> list[float]:
+        sent.clear()
+        return repeated(step, "cpu", 0.0, least=point["passes"])  # as many in each process
+
+    found = measured(prepare, ids, FIRST, repeat, "step")
+    found["sent_bytes"] = sum(sent) / point["passes"]
+    Path(folder, str(rank)).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def planned_bytes(name: str, length: int, workers: int) -> int:
+    """Bytes that the processes of one pass send each other."""
+    width, heads = 256, wrapped.HEADS
+    chunks = -(-length // CHUNK)
+    inner = 2 * width
+    conv = (4 - 1) * (inner + 2 * 64)
+    states = 3 * (inner * 64 + conv) * 4
+    first = -chunks % workers  # the last round is whole
+    reached = 0
+    for c in range(chunks):
+        holders = {(first + b) % workers for b in range(c)}
+        reached += len(holders - {(first + c) % workers})
+    query = CHUNK * heads * wrapped.HEAD_DIM * 4
+    log = query // wrapped.HEAD_DIM
+    attention = reached * (2 * (2 * query + log) + 4 * query + query + log - query)
+    return (2 * (chunks - 1) * states if workers > 1 else 0) + attention
+
+
+class Sequence(Benchmark):
+    name = "sequence"
+    module = "benchmarks.sequence"
+    uses = ("wrapped",)
+    whole = ("lengths", "models", "workers")
+    ratios = (("memory_bytes", "seconds"), {"workers": 1}, ("model", "length"))
+    document = "docs/which_layout.md"
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        counts = {"lengths": ([16384, 32768], "tokens"), "workers": ([1, 2, 4], "processes")}
+        runner.add_counts(parser, **counts, repeats=(3, "times that each point is measured"))
+        runner.add_choice(parser, "--models", MODELS)
+
+    def points(self, options: argparse.Namespace) -> list[Point]:
+        of = itertools.product(range(options.repeats), options.lengths, options.models, options.workers)
+        return [
+            {"name": name, "workers": n, "length": length, "number": i, "passes": 2, "model": MODELS[name]}
+            for i, length, name, n in of
+        ]
+
+    def payload(self, options: argparse.Namespace, found: Found) -> Row:
+        return {"cores": os.cpu_count()}
+
+    def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
+        """Medians of the times that a point was measured."""
+        rows = []
+        for key, results in steps.grouped(found, "name", "length", "workers").items():
+            name, length, workers = key
+            rows.append(
+                {
+                    "model": name,
+                    "length": length,
+                    "workers": workers,
+                    "memory_bytes": statistics.median(r["memory_bytes"] for r in results),
+                    "seconds": statistics.median(t for r in results for t in r["seconds"]),
+                    "sent_bytes": results[0]["sent_bytes"],
+                    "planned_bytes": planned_bytes(name, length, workers),
+                }
+            )
+        return rows
+
+    def markdown(self, result: Row) -> str:
+        """A line a model and length, a column a number of processes; times of as many as there are cores."""
+
+        def cell(row: Row) -> str:
+            text = f"{row['memory_bytes'] / 2**20:,.0f} MiB"
+            if row["workers"] <= result["cores"]:
+                text += f" · {row['seconds']:.1f} s"
+            return text + (f" · {row['sent_bytes'] / 1e6:,.0f} MB" if row["sent_bytes"] else "")
+
+        title = "peak memory of a process above a short pass · time of a pass · messages"
+        line = "{model}, {length:,} tokens".format_map
+        rows = sorted(result["rows"], key=lambda row: (row["model"], row["length"]))
+        return report.pivot([title], rows, line, "workers", cell, lambda n: f"{n} process{'es' * (n > 1)}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(Sequence().main())
