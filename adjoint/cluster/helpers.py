@@ -98,7 +98,7 @@ def inputs_of(worker: Worker, tiles: Sequence[Tile]) -> dict[Key, Tensor]:
     """What a unit reads from other units."""
     written = {key for t in tiles for key in worker.grid.writes(t)}
     reads = {key for t in tiles for key in worker.grid.reads(t)} - written
-    found = {key: worker.store[key].cpu() for key in reads}
+    found = {key: worker.value(key).cpu() for key in reads}
     seq_idx = worker.batch.seq_idx
     return found if seq_idx is None else {**found, SEQ_IDX: seq_idx.cpu()}
 

@@ -246,7 +246,8 @@ class Steps:
     def chunk_losses(self) -> list[Tensor]:
         """Runs the forward alone: the summed loss of each chunk."""
         self.forward()
-        return [loss for _, loss in sorted(self.worker.losses.items())]
+        losses = self.worker.losses
+        return list(losses.of(sorted(losses.known)).unbind())
 
     def _programs(self) -> tuple[Sequence[Action], Sequence[Action]]:
         """This process's actions of the forward, and of the backward that follows it."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from adjoint.engine.grid import Grid, Key, Tile
-from adjoint.engine.kept import room
+from adjoint.engine.kept import PerChunk, room
 from adjoint.engine.program import Action, Run, keys_of
 from adjoint.engine.tile import Pullback
 
@@ -116,7 +116,7 @@ class Graphs:
         has, for each tape's key, the work of the piece that pulls it back."""
         c = piece.tiles[0].chunk
         reads, writes = _reads_and_writes(worker.grid, piece)
-        given = {_relative(key, c): worker.store[key] for key in reads}
+        given = {_relative(key, c): worker.value(key) for key in reads}
         tapes = [value for key, value in given.items() if key[0] == "tape"]
         if not all(isinstance(tape, _Tape) for tape in tapes):
             return False
@@ -163,7 +163,7 @@ class Graphs:
         _copy([reads], [given])
         # A copy of the worker with its own store: if recording fails, only the sums have been touched.
         other = copy.copy(worker)
-        other.host, other.total, other.losses = False, None, {}
+        other.host, other.total, other.losses = False, None, PerChunk(worker.grid.chunks)
         other.store = {_absolute(key, c): value for key, value in reads.items()}
         other.chunks = list(worker.chunks)
         other.chunks[c] = dataclasses.replace(chunk, ids=ids, targets=targets)
@@ -189,15 +189,16 @@ class Graphs:
         rooms: dict[Key, Any] = {}
         for key, value in recorded.writes.items():
             name, k, _ = key
+            row = None
             if name == "tape":
                 rooms[key] = value
-            elif name == "S" and _absolute(key, c) not in worker.passed_on:
-                rooms[key] = worker.edges[k].row()
+            elif name == "S":
+                row, rooms[key] = worker.destination(_absolute(key, c))
             elif name == "y" and worker.host and worker.grid.first_of_segment(k + 1):
                 rooms[key] = room(value.shape, value.dtype, worker.device, host=True)
             else:
                 rooms[key] = _empty_like(value, worker.device)
-            worker.store[_absolute(key, c)] = rooms[key]
+            worker.store[_absolute(key, c)] = rooms[key] if row is None else row
         _copy([rooms], [recorded.writes])
         if recorded.loss is not None:
             worker.add_loss(c, recorded.loss.clone())

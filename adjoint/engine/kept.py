@@ -61,9 +61,9 @@ def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device, host: b
 
 
 class Edges:
-    """Memory for one stage's packed states at chunk edges, a row each. It is allocated at once: small blocks
-    that stay between large ones that are freed would fragment the heap. States are copied into it, as a state
-    may be a view that keeps a whole chunk's memory.
+    """Memory for one stage's packed states at chunk edges, a row each. It is allocated at once, and rows are
+    told by their numbers: small blocks that stay between large ones that are freed, even views of rows, would
+    fragment the heap. States are copied into it, as a state may be a view that keeps a whole chunk's memory.
 
     Args:
         rows: the number of states.
@@ -75,13 +75,40 @@ class Edges:
         self.memory: Tensor | None = None
         self.used = 0
 
-    def row(self) -> Tensor:
-        """The next free row, to be written."""
+    def row(self) -> int:
+        """The next free row's number."""
+        self.used += 1
+        return self.used - 1
+
+    def at(self, row: int) -> Tensor:
+        """A row, to be written or read."""
         if self.memory is None:
             shape = self.rows, self.packing.size
             self.memory = room(shape, self.packing.dtype, self.packing.device, self.host)
-        self.used += 1
-        return self.memory[self.used - 1]
+        return self.memory[row]
+
+
+class PerChunk:
+    """A number of each chunk, in one tensor (chunks,), for the heap's sake as `Edges` are."""
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks, self.known = chunks, set[int]()
+        self.memory: Tensor | None = None
+
+    def __setitem__(self, chunk: int, number: Tensor) -> None:
+        if self.memory is None:
+            self.memory = torch.empty(self.chunks, dtype=number.dtype, device=number.device)
+        self.memory[chunk] = number.detach()
+        self.known.add(chunk)
+
+    def get(self, chunk: int) -> Tensor | None:
+        """A chunk's number, a view, if it is known."""
+        return None if self.memory is None or chunk not in self.known else self.memory[chunk]
+
+    def of(self, chunks: Sequence[int]) -> Tensor:
+        """The numbers of these chunks, all known."""
+        assert self.memory is not None
+        return self.memory[list(chunks)]
 
 
 class Slab:

@@ -80,7 +80,4 @@ def _run(worker: Any, t: Tile) -> None:
 def _fill(worker: Any, keys: Iterable[Key]) -> None:
     """Zeros in the places of values that others would have written."""
     for key in keys:
-        if key[0] == "S":
-            worker.store[key] = worker.packing[key[1]].empty().zero_()
-        else:
-            worker.store[key] = worker.room(key).zero_()
+        worker.store[key] = worker.room(key).zero_()

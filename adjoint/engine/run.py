@@ -21,6 +21,7 @@ from adjoint.engine.kept import (
     Edges,
     Packing,
     Past,
+    PerChunk,
     Slab,
     by_itself,
     growing,
@@ -32,6 +33,7 @@ from adjoint.engine.kept import (
 from adjoint.engine.leaves import Changed
 from adjoint.engine.program import BUFFERS, Action, Recv, Run, Send, Share
 from adjoint.engine.stages import Stage
+from adjoint.engine.threads import sleep_while_waiting
 from adjoint.engine.tile import Cotangents, Gradients, Windowed
 from adjoint.errors import UserError
 from adjoint.kernels import checks
@@ -92,7 +94,7 @@ class Worker:
             of the initial states, one tuple per stage.
         d_ids: the cotangent of the batch's embeddings, if it has them in place of ids.
         gradients: sums of parameters' gradients.
-        store: values that tiles and messages have written and later actions read, by their keys.
+        store: values that tiles and messages have written and later actions read, by their keys (`value`).
         ends: whether append-only final states are asked for; else they are empty in `final`.
         rehearsed: where messages are the device's, the kinds of work that have run (`rehearsal`): all of a
             program's must have before its first message.
@@ -125,8 +127,8 @@ class Worker:
         ]
         self.scale: Tensor | None = None
         self.total: Tensor | None = None
-        self.losses: dict[int, Tensor] = {}
-        self.again: dict[int, Tensor] = {}  # the same, of recomputed chunks
+        self.losses = PerChunk(grid.chunks)
+        self.again = PerChunk(grid.chunks)  # the same, of recomputed chunks
         self.final: list[State] = list(initial)
         self.d_final: list[Cotangents] = [(None,) * len(s) for s in initial]
         self.d_initial: list[Cotangents] = list(self.d_final)
@@ -178,9 +180,11 @@ class Worker:
             ValueError: an append-only state would have to be received.
             Changed: a chunk had another loss when it was recomputed.
         """
+        if self.device.type == "cpu":
+            sleep_while_waiting()
         places = {id(a): i for i, a in enumerate(actions)}
         receives = collections.deque((i, a) for i, a in enumerate(actions) if isinstance(a, Recv))
-        posted: collections.deque[Pending] = collections.deque()
+        posted: collections.deque[tuple[int | None, Pending]] = collections.deque()
         self.count_edges(actions)
         assert not self.waits or rehearsal.kinds_of(self, actions).keys() <= self.rehearsed, (
             "a kernel would be used for the first time while messages wait on the device"
@@ -193,14 +197,17 @@ class Worker:
                     while receives and len(posted) < BUFFERS and receives[0][0] <= soon:
                         assert self.transport is not None
                         _, recv = receives.popleft()
-                        posted.append(self.transport.post(recv.source, self.room(recv.key)))
+                        row, out = self.destination(recv.key)
+                        posted.append((row, self.transport.post(recv.source, out)))
                     if isinstance(action, Run):
                         self.tile(action.tile)
                     elif isinstance(action, Send):
                         assert self.transport is not None
                         self.transport.send(action.to, self.message(action.key))
                     elif isinstance(action, Recv):
-                        self.store[action.key] = posted.popleft()()
+                        row, arrive = posted.popleft()
+                        value = arrive()
+                        self.store[action.key] = value if row is None else row
                     else:
                         assert self.share is not None
                         self.share(self, action)
@@ -209,10 +216,11 @@ class Worker:
 
     def _check_again(self) -> None:
         """Raises `Changed` if a recomputed chunk's loss is not the forward's: nor would its gradients be."""
-        again, self.again = self.again, {}
+        recomputed, self.again = self.again, PerChunk(self.grid.chunks)
+        again = sorted(recomputed.known)
         if not again or type(self.total) is not Tensor:  # a fake tensor has no values to compare
             return
-        first, second = (torch.stack([of[c] for c in again]).double() for of in (self.losses, again))
+        first, second = (numbers.of(again).double() for numbers in (self.losses, recomputed))
         enabled, dtype = self.autocast
         limit = AGAIN[dtype if enabled else self.narrow] * (AGAIN_CUDA if first.is_cuda else 1)
         # the loss of a sequence learnt by heart is mostly rounding itself
@@ -268,12 +276,23 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------- messages
 
+    def value(self, key: Key) -> Any:
+        """A value of the store; of a state that it has as a row of `Edges`, the row."""
+        value = self.store[key]
+        return self.edges[key[1]].at(value) if isinstance(value, int) else value
+
+    def destination(self, key: Key) -> tuple[int | None, Tensor]:
+        """Where a value is to be written that stays: the row of `Edges` if it is a state, and a tensor."""
+        name, k = key[:2]
+        if name != "S" or key in self.passed_on:
+            return None, self.room(key)
+        row = self.edges[k].row()
+        return row, self.edges[k].at(row)
+
     def room(self, key: Key) -> Tensor:
         """An empty tensor for a message."""
         name, k, c = key[:3]
-        if name == "S":
-            return self.edges[k].row()
-        if name == "dS":
+        if name in ("S", "dS"):
             return self.packing[k].empty()
         start, stop = self.grid.cuts[c : c + 2]
         if name == "spill":
@@ -283,7 +302,7 @@ class Worker:
 
     def message(self, key: Key) -> Tensor:
         """A value of the store as it travels."""
-        value = self.store[key]
+        value = self.value(key)
         if isinstance(value, tuple):
             return self.packing[key[1]].pack(value, self.room(key))
         if value is None:  # no cotangent
@@ -305,7 +324,7 @@ class Worker:
         if c in self.grid.document_starts:
             here = tuple(torch.zeros_like(s) for s in here)
         elif c and here:
-            here = self.packing[k].unpack(self.store["S", k, c - 1].to(self.device, non_blocking=True))
+            here = self.packing[k].unpack(self.value(("S", k, c - 1)).to(self.device, non_blocking=True))
         if k not in self.slabs:
             return here
         return joined(here, (self.past(slab, c) for slab in self.slabs[k]), grows)
@@ -373,8 +392,9 @@ class Worker:
         if c + 1 < self.grid.chunks:
             if not self.grid.reads_state(c + 1):
                 return
-            room = self.packing[k].empty() if ("S", k, c) in self.passed_on else self.edges[k].row()
-            self.store["S", k, c] = self.packing[k].pack(here, room)
+            row, out = self.destination(("S", k, c))
+            self.packing[k].pack(here, out)
+            self.store["S", k, c] = out if row is None else row
             return
         slabs = self.slabs.get(k, ())
         past = (slab.final() if self.ends else slab.between(0, 0) for slab in slabs)
@@ -386,7 +406,7 @@ class Worker:
         assert stage is not None
         x = self._input("y" if self.grid.first_of_segment(k) else "z", k, c)
         y, _, self.store["tape", k, c] = stage.linearize(x, self.state(k, c), self.chunks[c], self.gradients)
-        if k == self.grid.stages - 1 and c in self.losses:
+        if k == self.grid.stages - 1 and c in self.losses.known:
             self.again[c] = y
         if ("z", k, c) in self.grid.writes(t):
             self.store["z", k, c] = y

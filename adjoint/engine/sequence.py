@@ -170,7 +170,7 @@ class _Sharing(Worker):
             if c in grid.document_starts:
                 here = tuple(torch.zeros_like(s) for s in here)
             elif arrives:
-                here = self.packing[k].unpack(self.edges[k].row())
+                here = self.packing[k].unpack(self.edges[k].at(self.edges[k].row()))
             self.states[k, c] = here
         here = self.states[k, c]
         if first:  # the ranks that they are for have come so far, or will without this one
