@@ -32,6 +32,7 @@ UNWINDOWED: dict[str, dict[str, Any]] = {  # mixers without windows
     "attention, window": {"mixer": "attention", **HEADS, "sliding_window": 5, "bias": True},
     "attention, conv": {"mixer": "attention", **HEADS, **CONVOLVED},
     "gated_deltanet": {"mixer": "gated_deltanet", "linear_num_key_heads": 2},
+    "kda": {"mixer": "kda", "linear_num_key_heads": 2},
     "mamba3": {"mixer": "mamba3", "ngroups": 2},
     "mamba3, mimo": {"mixer": "mamba3", "is_mimo": True, "mimo_rank": 3, "ngroups": 2},
     "mamba3, norm": {"mixer": "mamba3", "is_outproj_norm": True, "rope_fraction": 1.0, "bias": True},

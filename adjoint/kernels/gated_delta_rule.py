@@ -1,5 +1,6 @@
-"""The gated delta rule (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks"), differentiable in every
-tensor, both states included."""
+"""The gated delta rule (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks"), and with a decay for each
+channel of the keys Kimi Delta Attention (Kimi Team 2025, "Kimi Linear"); differentiable in every tensor, both
+states included."""
 
 from __future__ import annotations
 
@@ -11,9 +12,14 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.libraries import LIBRARIES
 
 
+def _operation(g: Tensor) -> str:
+    """Under which name backends have it: with a decay per channel it is another kernel."""
+    return "kda" if g.dim() == 4 else "gated_delta_rule"
+
+
 def _forward(q, k, v, g, beta, initial_state, reset, backend, save=False):
-    impl = dispatch.choose("gated_delta_rule", backend, q.device, q.dtype)
-    return impl.gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save)
+    impl, name = dispatch.choose(_operation(g), backend, q.device, q.dtype), _operation(g)
+    return getattr(impl, f"{name}_forward")(q, k, v, g, beta, initial_state, reset, save)
 
 
 def _fake(q, k, v, g, beta, initial_state, reset, backend, save=False):
@@ -26,10 +32,10 @@ def _fake(q, k, v, g, beta, initial_state, reset, backend, save=False):
 
 
 def _backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, saved, backend):
-    impl = dispatch.choose("gated_delta_rule", backend, q.device, q.dtype)
+    impl, name = dispatch.choose(_operation(g), backend, q.device, q.dtype), _operation(g)
     do = torch.zeros_like(v) if do is None else do
     inputs = q, k, v, g, beta, initial_state, reset
-    return impl.gated_delta_rule_backward(do, dfinal_state, *inputs, saved)
+    return getattr(impl, f"{name}_backward")(do, dfinal_state, *inputs, saved)
 
 
 _gated_delta_rule = operators.register(
@@ -54,14 +60,17 @@ def gated_delta_rule(
     seq_idx: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs S_t = exp(g_t) (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ, o_t = S_tᵀ q_t.
+    """Runs S_t = (I - β_t k_t k_tᵀ) exp(g_t) S_{t-1} + β_t k_t v_tᵀ, o_t = S_tᵀ q_t.
 
-    Inside a chunk of 64 tokens the updates are one triangular system (section 3.3, the extended WY form);
-    from chunk to chunk the state is carried, and saved for the backward.
+    The decay exp(g_t) is a number per head or, in Kimi Delta Attention, a diagonal matrix. Inside a chunk of
+    64 tokens the updates are one triangular system (section 3.3, the extended WY form); from chunk to chunk
+    the state is carried, and saved for the backward.
 
     Args:
         q, k: (batch, seqlen, nheads, d_k), as they enter the rule: scaled and normalised already.
-        v: (batch, seqlen, nheads, d_v). g: (batch, seqlen, nheads), log decays, finite, 0 or less.
+        v: (batch, seqlen, nheads, d_v).
+        g: log decays, finite, 0 or less: (batch, seqlen, nheads), or for each channel of the keys (batch,
+            seqlen, nheads, d_k).
         beta: (batch, seqlen, nheads).
         initial_state: (batch, nheads, d_k, d_v); zero if None.
         seq_idx, backend: as in `selective_scan`.
@@ -78,12 +87,12 @@ def gated_delta_rule(
     batch, seqlen, nheads, d_k = k.shape
     checks.shape("q", q, *k.shape)
     checks.shape("v", v, batch, seqlen, nheads, v.shape[-1])
-    for name, x in (("g", g), ("beta", beta)):
-        checks.shape(name, x, batch, seqlen, nheads)
+    checks.shape("g", g, batch, seqlen, nheads, *([d_k] if g.dim() == 4 else []))
+    checks.shape("beta", beta, batch, seqlen, nheads)
     checks.shape("initial_state", initial_state, batch, nheads, d_k, v.shape[-1])
     reset = checks.reset_of(seq_idx, batch, seqlen)
-    backend = dispatch.fitting("gated_delta_rule", backend, v, reset=reset, d_k=d_k)
-    wide, narrow = accumulate_dtype(q.dtype), dispatch.sequence_dtype("gated_delta_rule", backend, v)
+    backend = dispatch.fitting(_operation(g), backend, v, reset=reset, d_k=d_k)
+    wide, narrow = accumulate_dtype(q.dtype), dispatch.sequence_dtype(_operation(g), backend, v)
     q, k, v = (t.to(narrow) for t in (q, k, v))
     g, beta = g.to(wide), beta.to(wide)
     initial = None if initial_state is None else initial_state.to(wide)

@@ -538,7 +538,7 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     c = _DeltaChunks(q, k, v, g, beta, reset)
     do = c.chunks(do)
     # what each token would write, were it its chunk's first
-    residual = c.v - c.from_state((c.k @ states) * c.since)
+    residual = c.v - c.from_state((c.k * c.since) @ states)
     written = c.solved(residual * c.beta)
     reads = c.from_state(c.solved(c.from_state(c.k * c.beta * c.since)))
     d_own = c.mixed(c.within, do, transposed=True)
@@ -555,29 +555,34 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     dr = c.solved(torch.stack(d_written[::-1], dim=2), transposed=True)
     d_pairs, d_system = c.paired(do @ written.mT), c.paired(-(dr @ written.mT)).tril(-1)
     dv = dr * c.beta
-    dq_state = c.from_state((do @ states.mT) * c.since)
-    dk_state = c.from_state(-(dv @ states.mT) * c.since)
+    dbeta = (dr * residual).sum(-1) + (d_system * c.keys).sum(-1)
+    # a token with itself: nothing decays, so this is no part of the decays' gradient
+    alone = d_pairs.diagonal(dim1=-2, dim2=-1)[..., None]
+    dq, dk_wrote = c.decayed_gradients(d_pairs.tril(-1), c.q, c.k)
+    dk, dk_written = c.decayed_gradients(c.paired(d_system * c.beta), c.k, c.k)
     dk_last = c.to_state((written @ d_after.mT) * c.until)
-    d_system_keys = d_system * c.pairs  # of beta k k'
-    dqk, dkk = d_pairs * c.pairs, c.paired(d_system_keys * c.beta)
-    dq = dq_state + c.mixed(dqk, c.k)
-    dk = dk_state + dk_last + c.mixed(dkk, c.k)
-    dk = dk + c.mixed(dqk, c.q, transposed=True) + c.mixed(dkk, c.k, transposed=True)
-    dbeta = (dr * residual).sum(-1) + (d_system_keys * c.paired(c.k @ c.k.mT)).sum(-1)
-    # of the running sums of g: e^{c_i} wherever a chunk's state is read, e^{c_i - c_j} in pairs,
-    # e^{c_n - c_j}
-    both = d_pairs * c.within + d_system * c.system
-    ends = (dk_last * c.k).sum(-1)
-    dc = (dq_state * c.q + dk_state * c.k).sum(-1) + both.sum(-1) - both.sum(-2) - ends
-    dc[..., -1] += c.to_state(ends[..., None]).sum((-1, -2))
-    dc[..., -1] += c.through(c.whole * states * d_after).sum((-1, -2))
-    dg = c.tokens(c.summed(dc, transposed=True))
+    dq = dq + c.from_state((do @ states.mT) * c.since)
+    dk = dk + c.from_state(-(dv @ states.mT) * c.since)
+    dk_wrote = dk_wrote + dk_written + dk_last
+    # of the running sums of g, one for each channel of the keys: e^{c_i} goes with what is read, e^{-c_j}
+    # with what is written, e^{c_n} with the next state
+    dc = dq * c.q + dk * c.k - dk_wrote * c.k
+    dc[..., -1, :] += c.to_state(dk_last * c.k).sum(-2)
+    dc[..., -1, :] += c.through(c.whole * states * d_after).sum(-1)
+    if g.dim() == 3:
+        dc = dc.sum(-1, keepdim=True)
+    dg = c.tokens(c.summed(dc, transposed=True)).reshape(g.shape)
+    dq, dk = dq + alone * c.k, dk + dk_wrote + alone * c.q
     return c.tokens(dq), c.tokens(dk), c.tokens(dv), _mask(dg, reset), c.tokens(dbeta), d
+
+
+# with a decay for each channel of the keys; backends may have one and not the other
+kda_forward, kda_backward = gated_delta_rule_forward, gated_delta_rule_backward
 
 
 class _DeltaChunks:
     """Tensors of the gated delta rule in chunks, (batch, nheads, chunks, DELTA_CHUNK, …), and the decays
-    inside them; what is padded decays nothing and writes nothing.
+    inside them, per head or per channel of its keys; what is padded decays nothing and writes nothing.
 
     Where there are documents, what one has of another is put to zero after each product that has made it:
     a factor of zero would let a NaN through."""
@@ -592,15 +597,55 @@ class _DeltaChunks:
             number = self.chunks(reset[..., None].int()).cumsum(-1)[..., None]
             self.same = below & (number == number.mT)
             self.first, self.last = number == 0, number == number[..., -1:, :]
-        sums = self.summed(self.chunks(_mask(g, reset)))
-        differences = sums[..., :, None] - sums[..., None, :]
-        self.pairs = differences.masked_fill(~(below if self.same is None else self.same), -torch.inf).exp()
-        self.since = self.from_state(sums.exp()[..., None])
-        self.until = self.to_state((sums[..., -1:] - sums).exp()[..., None])
-        self.whole = self.since[..., -1:, :]
+        g = _mask(g, reset)
+        self.g = self.chunks(g[..., None] if g.dim() == 3 else g)
+        sums, self.pairs = self.summed(self.g), None
+        if g.dim() == 3:
+            seen = below if self.same is None else self.same
+            differences = (sums - sums.mT).masked_fill(~seen, -torch.inf)
+            self.pairs = differences.exp()
+        later = F.pad(self.g[..., 1:, :], (0, 0, 0, 1))
+        self.since = self.from_state(sums.exp())
+        self.until = self.to_state(self.summed(later, transposed=True).exp())
+        self.whole = self.since[..., -1:, :].mT
         self.k_last = self.to_state(self.k * self.until)
-        self.within = self.paired((self.q @ self.k.mT) * self.pairs)
-        self.system = self.paired(((self.k * self.beta) @ self.k.mT) * self.pairs)
+        self.within = self.decayed(self.q, self.k)
+        self.keys = self.decayed(self.k, self.k)
+        self.system = self.keys * self.beta
+
+    def decayed(self, a, b):
+        """The products of a token's row of a and an earlier one's, or its own, of b, decayed in between:
+        (…, DELTA_CHUNK, DELTA_CHUNK), `paired`."""
+        if self.pairs is not None:
+            return self.paired((a @ b.mT) * self.pairs)
+        columns = [
+            F.pad((a[..., j:, :] * decay) @ b[..., j, :, None], (0, 0, j, 0))
+            for j, decay in self._from_each()
+        ]
+        return self.paired(torch.cat(columns, dim=-1))
+
+    def decayed_gradients(self, d, a, b):
+        """Gradients of a and b from those of `decayed(a, b)`, which are `paired`."""
+        if self.pairs is not None:
+            weights = d * self.pairs
+            return self.mixed(weights, b), self.mixed(weights, a, transposed=True)
+        da, db = torch.zeros_like(a), []
+        for j, decay in self._from_each():
+            weights = d[..., j:, j, None] * decay
+            da[..., j:, :] += self._seen(weights * b[..., j : j + 1, :], j)
+            db.append(self._seen(weights * a[..., j:, :], j).sum(-2))
+        return da, torch.stack(db, dim=-2)
+
+    def _from_each(self):
+        """For each of a chunk's tokens its number, and by how much each channel decays from it to those from
+        it on: never by a quotient, whose parts would overflow."""
+        for j in range(DELTA_CHUNK):
+            sums = F.pad(self.g[..., j + 1 :, :], (0, 0, 1, 0)).cumsum(-2)
+            yield j, self._seen(sums, j, -torch.inf).exp()
+
+    def _seen(self, x, j, other=0):
+        """x of a chunk's tokens from the j-th on, `other` where they are of another document than it."""
+        return x if self.same is None else x.masked_fill(~self.same[..., j:, j, None], other)
 
     def chunks(self, x):
         """(batch, seqlen, nheads, …) in chunks."""
@@ -644,11 +689,10 @@ class _DeltaChunks:
         return weights @ x if self.same is None else self._apart(x, lambda x: weights @ x, transposed)
 
     def summed(self, x, transposed=False):
-        """Sums of x (…, DELTA_CHUNK) over the tokens of a document up to each, or from each on."""
+        """Sums of x (…, DELTA_CHUNK, n) over the tokens of a document up to each, or from each on."""
         if self.same is None:
-            return x.flip(-1).cumsum(-1).flip(-1) if transposed else x.cumsum(-1)
-        ones = self.same.to(x.dtype)
-        return self.mixed(ones, x[..., None], transposed)[..., 0]
+            return x.flip(-2).cumsum(-2).flip(-2) if transposed else x.cumsum(-2)
+        return self.mixed(self.same.to(x.dtype), x, transposed)
 
     def solved(self, right, transposed=False):
         """x of (1 + the strictly lower part of `system`) x = right, or of its transpose."""

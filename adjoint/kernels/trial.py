@@ -176,15 +176,22 @@ def _dense_scan(impl: Any, window: int | None, resets: bool, *where: Any) -> dic
     return _named("h dA db dinitial_state", (h, *gradients))
 
 
-def _gated_delta_rule(impl: Any, window: None, resets: bool, *where: Any) -> dict[str, Tensor]:
+def _kda(impl: Any, window: None, resets: bool, *where: Any) -> dict[str, Tensor]:
+    return _gated_delta_rule(impl, window, resets, *where, channels=16)
+
+
+def _gated_delta_rule(
+    impl: Any, window: None, resets: bool, *where: Any, channels: int | None = None
+) -> dict[str, Tensor]:
     d, heads, d_k, d_v = _Draw(*where), 3, 16, 24
     draw = d.normal if isinstance(impl, Library) else d.wide  # what the public function hands on
     q, v, do = draw(2, SEQLEN, heads, d_k), *(draw(2, SEQLEN, heads, d_v) for _ in range(2))
     k = torch.nn.functional.normalize(draw(2, SEQLEN, heads, d_k), dim=-1)
-    g, beta = -(d.wide(2, SEQLEN, heads) - SLOW).exp(), d.wide(2, SEQLEN, heads).sigmoid()
+    g = -(d.wide(2, SEQLEN, heads, *([] if channels is None else [channels])) - SLOW).exp()
+    beta, name = d.wide(2, SEQLEN, heads).sigmoid(), "gated_delta_rule" if channels is None else "kda"
     inputs = q, k, v, g, beta, d.wide(2, heads, d_k, d_v), d.resets(2, resets)
-    o, state, saved = impl.gated_delta_rule_forward(*inputs, True)
-    gradients = impl.gated_delta_rule_backward(do, d.wide(2, heads, d_k, d_v), *inputs, saved)
+    o, state, saved = getattr(impl, f"{name}_forward")(*inputs, True)
+    gradients = getattr(impl, f"{name}_backward")(do, d.wide(2, heads, d_k, d_v), *inputs, saved)
     return _named("o final_state dq dk dv dg dbeta dinitial_state", (o, state, *gradients))
 
 
@@ -219,6 +226,7 @@ _PROBLEMS: dict[str, Callable[..., dict[str, Tensor]]] = {
     "linear_scan": _linear_scan,
     "dense_scan": _dense_scan,
     "gated_delta_rule": _gated_delta_rule,
+    "kda": _kda,
     "causal_conv1d": _causal_conv1d,
     "rms_norm": _rms_norm,
 }

@@ -5,7 +5,7 @@ from adjoint.batch import State
 from adjoint.layers.attention import AttentionMixer
 from adjoint.layers.block import Block
 from adjoint.layers.config import MIXERS, StackConfig
-from adjoint.layers.gated_deltanet import GatedDeltaNetMixer
+from adjoint.layers.gated_deltanet import GatedDeltaNetMixer, KDAMixer
 from adjoint.layers.mamba import MambaMixer
 from adjoint.layers.mamba2 import Mamba2Mixer
 from adjoint.layers.mamba3 import Mamba3Mixer
@@ -20,6 +20,7 @@ MIXERS |= {
     "dense": DenseMixer,
     "attention": AttentionMixer,
     "gated_deltanet": GatedDeltaNetMixer,
+    "kda": KDAMixer,
     "mamba3": Mamba3Mixer,
 }
 WINDOWED = tuple(kind for kind, mixer in MIXERS.items() if mixer.windowed)

@@ -19,13 +19,14 @@ class StackConfig:
         vocab_size: number of token ids.
         d_model: width of the residual stream.
         n_layer: number of layers.
-        mixer: mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet or attention; "module:Class", a
-            layer of your own (docs/own_layer.md); or a list with one of these for each of the n_layer layers.
+        mixer: mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet, kda or attention;
+            "module:Class", a layer of your own (docs/own_layer.md); or a list with one of these for each of
+            the n_layer layers.
         d_state: state size: per channel (mamba; default 16), per channel of a head (mamba2, mamba3; 128), key
-            channels of a head (gated_deltanet; 64), per layer (diagonal, scalar, dense; 16).
-        d_conv: width of the causal convolution of mamba, mamba2 and gated_deltanet.
+            channels of a head (gated_deltanet, kda; 64), per layer (diagonal, scalar, dense; 16).
+        d_conv: width of the causal convolution of mamba, mamba2, gated_deltanet and kda.
         expand: d_inner = expand * d_model; not for diagonal, scalar, dense and attention.
-        headdim: channels per head, for mamba2, mamba3 and gated_deltanet; must divide d_inner.
+        headdim: channels per head, for mamba2, mamba3, gated_deltanet and kda; must divide d_inner.
         ngroups: groups of heads that share B and C, for mamba2 and mamba3; must divide the number of heads.
         dt_rank: rank of the step size's projection, for mamba; default ceil(d_model / 16).
         d_intermediate: width of a gated MLP after each mixer; 0 for none.
@@ -48,8 +49,8 @@ class StackConfig:
         attention_d_conv: width of a causal convolution, with a bias, over attention's queries, keys and
             values; 0 for none.
         sliding_window: tokens that a query attends to, including its own; None for all.
-        linear_num_key_heads: query and key heads, for gated_deltanet; must divide the number of value heads,
-            d_inner / headdim, the default.
+        linear_num_key_heads: query and key heads, for gated_deltanet and kda; must divide the number of value
+            heads, d_inner / headdim, the default.
         rope_fraction: share of d_state that is rotated, for mamba3: 0.5 or 1.
         A_floor: smallest decay rate, for mamba3.
         is_outproj_norm: whether each head is normalised before the gate, for mamba3.

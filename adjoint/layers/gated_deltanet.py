@@ -1,5 +1,6 @@
 """The Gated DeltaNet mixer (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks"), as in
-flash-linear-attention and Qwen3-Next; parameters named after Mamba-2's."""
+flash-linear-attention and Qwen3-Next, and Kimi Delta Attention (Kimi Team 2025, "Kimi Linear"); parameters
+named after Mamba-2's."""
 
 import torch
 import torch.nn.functional as F
@@ -29,20 +30,33 @@ class GatedDeltaNetMixer(Mixer):
         channels = sum(sizes)  # those that are convolved; gate, beta and decay are not
         super().__init__(config, (channels, config.d_conv - 1), (config.nheads, n, config.headdim))
         self.d_state, self.key_heads, self.sizes, self.d_conv_channels = n, key_heads, sizes, channels
-        width = channels + config.d_inner + 2 * config.nheads
-        self.in_proj = nn.Linear(config.d_model, width, bias=config.bias)
+        self.in_proj = nn.Linear(config.d_model, channels + sum(self.gate_sizes(config)), bias=config.bias)
         self.conv1d = CausalConv1d(channels, config.d_conv, config.conv_bias)
-        self.dt_bias = nn.Parameter(torch.empty(config.nheads))
+        self.dt_bias = nn.Parameter(torch.empty(config.nheads * self.count_decays(config)))
         self.A_log = nn.Parameter(torch.empty(config.nheads))
         self.norm = RMSNorm(config.headdim, config.norm_eps)
         self.out_proj = nn.Linear(config.d_inner, config.d_model, bias=config.bias)
+        self._add_gates(config)
         self.reset_parameters()
+
+    def _add_gates(self, config: StackConfig) -> None:
+        """Makes the weights that a subclass has besides."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         reset(self.in_proj, self.conv1d, self.norm, self.out_proj)
         self.dt_bias.copy_(inverse_softplus_steps(self.config, self.dt_bias))
         self.A_log.copy_(torch.empty_like(self.A_log).uniform_(0, 16).clamp_min(1e-3).log())
+
+    @classmethod
+    def gate_sizes(cls, config: StackConfig) -> tuple[int, int, int]:
+        """Of in_proj's outputs for the output gate, beta and the decay."""
+        return config.d_inner, config.nheads, config.nheads
+
+    @classmethod
+    def count_decays(cls, config: StackConfig) -> int:
+        """Number of decays per head."""
+        return 1
 
     @classmethod
     def count_key_heads(cls, config: StackConfig) -> int:
@@ -72,20 +86,28 @@ class GatedDeltaNetMixer(Mixer):
 
     def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
         c, (tail, before) = self.config, state
-        qkv, z, b, a = self.in_proj(x).split([self.d_conv_channels, c.d_inner, c.nheads, c.nheads], dim=-1)
+        qkv, z, b, a = self.in_proj(x).split([self.d_conv_channels, *self.gate_sizes(c)], dim=-1)
         qkv, tail = self.conv1d(qkv, tail, True, seq_idx)
         q, k, v = qkv.split(self.sizes, dim=-1)
         dtype = accumulate_dtype(x.dtype)
         q, k = (self._key_heads(t.to(dtype)) for t in (q, k))
-        g = rates(self.A_log) * F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
+        g = self.log_decay(a, dtype)
         beta = torch.sigmoid(b.to(dtype))
         v = v.unflatten(-1, (c.nheads, -1))
         S = arrived(before)
         checks.shape("initial_state", S, x.shape[0], c.nheads, self.d_state, c.headdim)
         y, S = gated_delta_rule(q * self.d_state**-0.5, k, v, g, beta, S, seq_idx)
         S = handed_on(before, S)
-        y = self.norm(y.to(z.dtype)) * F.silu(z.unflatten(-1, (c.nheads, -1)))
+        y = self.norm(y.to(z.dtype)) * self.gate(z).unflatten(-1, (c.nheads, -1))
         return self.out_proj(y.flatten(-2)), (tail, S)
+
+    def log_decay(self, a: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rule's g, from in_proj's output for it."""
+        return rates(self.A_log) * F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
+
+    def gate(self, z: Tensor) -> Tensor:
+        """The output's factor, (…, d_inner)."""
+        return F.silu(z)
 
     def _key_heads(self, t: Tensor) -> Tensor:
         """Keys or queries as unit vectors, repeated for heads that share them: (…, nheads, d_state)."""
@@ -93,3 +115,44 @@ class GatedDeltaNetMixer(Mixer):
         t = t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
         shared = self.config.nheads // self.key_heads
         return t if shared == 1 else t.repeat_interleave(shared, dim=2)
+
+
+class KDAMixer(GatedDeltaNetMixer):
+    """Gated DeltaNet with a decay for each channel of a head's keys. Decays and the output gate, a sigmoid,
+    come from headdim channels each, which f_b_proj and g_b_proj widen: in_proj is what fla's layer has as
+    q_proj, k_proj, v_proj, b_proj and the first halves of f_proj and g_proj."""
+
+    def _add_gates(self, config: StackConfig) -> None:
+        self.f_b_proj = nn.Linear(config.headdim, len(self.dt_bias), bias=False)
+        self.g_b_proj = nn.Linear(config.headdim, config.d_inner)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        reset(self.f_b_proj, self.g_b_proj)
+        self.A_log.copy_(torch.empty_like(self.A_log).uniform_(1, 16).log())
+
+    @classmethod
+    def gate_sizes(cls, config: StackConfig) -> tuple[int, int, int]:
+        return config.headdim, config.nheads, config.headdim
+
+    @classmethod
+    def count_decays(cls, config: StackConfig) -> int:
+        return cls.state_size(config)
+
+    @classmethod
+    def kept_bytes(cls, config: StackConfig, element: int, selective: bool) -> int:
+        """Counts besides the decays of each head's channels, before and after softplus and as they enter the
+        rule, and what makes them and the gate."""
+        decays, low = config.nheads * cls.count_decays(config), 2 * config.headdim
+        kept = super().kept_bytes(config, element, selective) + low * element
+        if selective:
+            return kept - config.d_inner * element
+        return kept + 3 * decays * max(element, 4)
+
+    def log_decay(self, a: Tensor, dtype: torch.dtype) -> Tensor:
+        steps = F.softplus(self.f_b_proj(a).to(dtype) + self.dt_bias.to(dtype))
+        return rates(self.A_log)[:, None] * steps.unflatten(-1, (self.config.nheads, -1))
+
+    def gate(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(self.g_b_proj(z))

@@ -28,7 +28,11 @@ from benchmarks.timing import Mark, phases
 
 REPEAT_S = 0.3
 TOP_KERNELS = 15  # those that take most of a tile's time are named
-SCANS = {"mamba": "selective_scan", "gated_deltanet": "gated_delta_rule"}  # of the others ssd_scan
+SCANS = {
+    "mamba": "selective_scan",
+    "gated_deltanet": "gated_delta_rule",
+    "kda": "kda",
+}  # of the others ssd_scan
 AS_GOOD = 1.5  # how much farther from the float64 gradient a run may be than the one it stands beside
 
 

@@ -22,7 +22,7 @@ from tests.model_helpers import (
 )
 
 PAGE = Path(__file__).parents[2] / "examples" / "exact_by_hand.py"
-CARRIED = [*ALL_MIXERS, "gated_deltanet", "mamba3"]  # whose state is replaced; attention's grows
+CARRIED = [*ALL_MIXERS, "gated_deltanet", "kda", "mamba3"]  # whose state is replaced; attention's grows
 
 
 @pytest.mark.parametrize("mixer", CARRIED)

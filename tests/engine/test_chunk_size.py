@@ -58,6 +58,8 @@ def kept_by_autograd(config: adjoint.StackConfig, tokens: int, dtype: torch.dtyp
         {"mixer": "attention", "attention_d_conv": 4},
         {"mixer": "gated_deltanet"},
         {"mixer": "gated_deltanet", "d_state": 16, "linear_num_key_heads": 1},
+        {"mixer": "kda"},
+        {"mixer": "kda", "d_state": 16, "linear_num_key_heads": 1},
         {"mixer": "mamba3", "d_state": 16},
         {"mixer": "mamba3", "d_state": 32, "is_outproj_norm": True},
         {"mixer": "mamba3", "d_state": 32, "is_mimo": True},

@@ -85,7 +85,11 @@ def test_packed_equals_one_by_one(variant: str, method: str) -> None:
 @pytest.mark.parametrize("method", ["exact", "truncated", "layer-local, windowed"])
 def test_the_initial_state_belongs_to_the_first_document(method: str) -> None:
     """Its gradient is that of the first document alone; the final state is that of the last one."""
-    more = {} if method != "exact" else {"mixer": [*MIXED["mixer"], "mamba3", "gated_deltanet"], "n_layer": 6}
+    more = (
+        {}
+        if method != "exact"
+        else {"mixer": [*MIXED["mixer"], "mamba3", "gated_deltanet", "kda"], "n_layer": 7}
+    )
     model = make_model("mixed, untied", **MIXED | more)
     ids, lengths = make_ids(1, 20, seed=1), [6, 14]
     state = draw_states(model, 1, random_from(0))

@@ -35,7 +35,7 @@ METHODS: list[Any] = [
     *(Exact(5, keep="inputs"), Exact(6, recompute="full"), Exact(), Exact(5, offload=True)),
     *(Truncated(11, 3), LayerLocal(None, 8), LayerLocal(5, 8)),
 ]
-OTHERS = ["mamba, MLP, untied", "gated_deltanet", "mamba3", "mamba3, mimo"]
+OTHERS = ["mamba, MLP, untied", "gated_deltanet", "kda", "mamba3", "mamba3, mimo"]
 
 
 def world() -> Any:

@@ -51,6 +51,10 @@ SHAPES: dict[str, dict[str, str]] = {
         "q": "b s h d", "k": "b s h d", "v": "b s h n", "g": "b s h", "beta": "b s h",
         "initial_state": "b h d n ?",
     },
+    "kda": {
+        "q": "b s h d", "k": "b s h d", "v": "b s h n", "g": "b s h d", "beta": "b s h",
+        "initial_state": "b h d n ?",
+    },
     "causal_conv1d": {"x": "b s d", "weight": "d w", "bias": "d ?", "initial_state": "b d w-1 ?"},
     "rms_norm": {"x": "b s gd", "weight": "gd", "gate": "b s gd ?", "residual": "b s gd ?"},
     "past_attention": {"q": "b gh s d", "k": "b g p+s d", "v": "b g p+s n"},
@@ -133,7 +137,7 @@ def leaves(case: Case, rand: Callable[..., Tensor]) -> tuple[Tensors, dict[str, 
             t = -t.exp()
         elif name in ("delta", "dt", "delta_bias", "dt_bias") and not case.get("softplus"):
             t = t.abs()  # else states would grow without bound
-        elif name == "k" and operation == "gated_delta_rule":
+        elif name == "k" and operation in ("gated_delta_rule", "kda"):
             t = t / t.nan_to_num().norm(dim=-1, keepdim=True).clamp_min(1e-12)
         elif name == "beta":
             t = t.sigmoid()
@@ -196,7 +200,7 @@ def by_operation(operation: str, case: Case, t: Tensors, packed: Any, targets: T
         return list(ssd_scan(**t, dt_softplus=case.get("softplus", False), **windows, seq_idx=packed, **form))
     if name == "linear_scan":
         return [linear_scan(**t, **windows, seq_idx=packed, **form)]
-    if name == "gated_delta_rule":
+    if name in ("gated_delta_rule", "kda"):
         return list(gated_delta_rule(**t, seq_idx=packed, **form))
     if name == "causal_conv1d":
         return list(causal_conv1d(**t, silu=case.get("silu", False), seq_idx=packed, **form))
@@ -326,7 +330,8 @@ def _linear(case: Case, t: Tensors) -> tuple[Callable, Callable, Tensor]:
 def _delta(case: Case, t: Tensors) -> tuple[Callable, Callable, Tensor]:
     def step(t: Tensors, s: int, h: Tensor) -> Tensor:
         k, beta = t["k"][:, s], t["beta"][:, s, :, None, None]
-        h = t["g"][:, s].exp()[..., None, None] * h
+        g = t["g"][:, s]
+        h = (g if g.dim() == 3 else g.unsqueeze(-1)).exp().unsqueeze(-1) * h
         seen = (h * k.unsqueeze(-1)).sum(2, keepdim=True)
         return h + beta * k.unsqueeze(-1) * (t["v"][:, s].unsqueeze(2) - seen)
 
@@ -335,4 +340,5 @@ def _delta(case: Case, t: Tensors) -> tuple[Callable, Callable, Tensor]:
     return step, lambda t, s, h: (h * t["q"][:, s].unsqueeze(-1)).sum(2), initial
 
 
-LOOPS = {"selective_scan": _selective, "ssd_scan": _ssd, "linear_scan": _linear, "gated_delta_rule": _delta}
+LOOPS = {"selective_scan": _selective, "ssd_scan": _ssd, "linear_scan": _linear}
+LOOPS |= {"gated_delta_rule": _delta, "kda": _delta}

@@ -136,7 +136,8 @@ VALUES = [
     *(rows(f"{kind} linear_scan", 131, n=n) for kind, n in (("scalar", 37), ("diagonal", 37), ("dense", 16))),
     *(rows("dense linear_scan", seqlen, b=3, n=n) for seqlen, n in ((67, 4), (77, 8), (35, 32), (34, 13))),
     *(
-        rows("gated_delta_rule", seqlen, b=b, h=h, d=d, n=n, documents=documents)
+        rows(name, seqlen, b=b, h=h, d=d, n=n, documents=documents)
+        for name in ("gated_delta_rule", "kda")
         for seqlen, b, h, d, n in (
             (131, 2, 3, 12, 20),
             (200, 1, 2, 33, 7),
@@ -235,6 +236,12 @@ def strong_decay(t: Tensors) -> Tensors:
     return {**t, "A": 0 * t["A"] - 4, "dt_bias": 0 * t["dt_bias"] + 4, "dt": dt}
 
 
+def channels_apart(t: Tensors) -> Tensors:
+    """Channels that keep what they have for thousands of tokens beside some that lose it at once."""
+    scale = 10.0 ** (torch.arange(t["g"].shape[-1]) % 6 * 1.5 - 4)
+    return {**t, "g": t["g"] * scale.to(t["g"].dtype)}
+
+
 NEAR_ONE = [
     make_case("selective_scan", n, b=1, softplus=False, documents=None, window=n // 3) for n in (400, 13)
 ]
@@ -248,6 +255,7 @@ EXTREMES = [
     *((case, rates(rate), 1e-5) for case in NEAR_ONE for rate in (1e-6, 30.0)),
     (make_case("selective_scan", 5, d=8), small_steps, 1e-5),
     (make_case("ssd_scan", 128, g=1, d=4), strong_decay, 1e-5),
+    *((make_case("kda", 131, d=12, n=8), channels_apart, tolerance) for tolerance in (1e-5, 1e-11)),
 ]
 
 
@@ -281,7 +289,7 @@ HALVES = [
     halves(name, 24, dtype, d=8, n=8)
     for dtype in ("bfloat16", "float16")
     for name in OPERATIONS
-    if name not in ("gated_delta_rule", "dense linear_scan")  # these are for float32
+    if name not in ("gated_delta_rule", "kda", "dense linear_scan")  # these are for float32
 ]
 
 

@@ -54,7 +54,8 @@ def short(monkeypatch):
 @pytest.mark.parametrize("function", ["forward", "backward"])
 @pytest.mark.parametrize("operation", QUICK_FIRST)
 def test_one_wrong_result_is_seen(operation, function, result):
-    right = getattr(reference, f"{operation}_{function}")
+    name = f"{operation}_{function}"
+    right = getattr(reference, name)
 
     def wrong(*arguments):
         """The first or the last result is off by a thousandth."""
@@ -68,7 +69,7 @@ def test_one_wrong_result_is_seen(operation, function, result):
 
     assert trial.passes(backend(), operation, CPU, torch.float32)
     with pytest.warns(UserWarning, match=f"{operation} runs in plain PyTorch"):
-        assert not trial.passes(backend(**{right.__name__: wrong}), operation, CPU, torch.float32)
+        assert not trial.passes(backend(**{name: wrong}), operation, CPU, torch.float32)
 
 
 @pytest.mark.usefixtures("short")

@@ -195,6 +195,8 @@ def test_defaults_by_mixer() -> None:
         ({"mixer": "gated_deltanet", "headdim": 100}, "headdim 100 must divide d_inner"),
         ({"mixer": "gated_deltanet", "linear_num_key_heads": 3},
          "linear_num_key_heads 3 must divide the number of heads, d_inner / headdim = 8"),
+        ({"mixer": "kda", "linear_num_key_heads": 3},
+         "linear_num_key_heads 3 must divide the number of heads, d_inner / headdim = 8"),
         ({"mixer": "mamba3", "ngroups": 3}, "ngroups 3 must divide the number of heads, 8"),
         ({"mixer": "mamba3", "rope_fraction": 0.7}, "rope_fraction must be 0.5 or 1, got 0.7"),
         ({"mixer": "mamba3", "d_state": 3}, "d_state must be at least 4, .* got 3"),
@@ -231,7 +233,7 @@ def test_arguments_that_do_not_fit_are_named(method: object) -> None:
     for (input_ids, labels), options, message in wrong:
         with pytest.raises(ValueError, match=message):
             model(input_ids, labels=labels, **{"method": method, **options})
-    for variant in ("attention", "gated_deltanet", "mamba3"):
+    for variant in ("attention", "gated_deltanet", "kda", "mamba3"):
         model = make_model(variant)
         with pytest.raises(ValueError, match="initial_state must have shape"):
             model(ids, labels=ids, state=model.initial_state(3), method=method)

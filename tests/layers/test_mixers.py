@@ -86,12 +86,19 @@ def test_attention_in_half_precision_reads_a_wide_state() -> None:
     assert k.grad is not None and k.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", ["gated_deltanet", "kda"])
 @torch.no_grad()
-def test_gated_deltanet_equals_its_recurrence() -> None:
-    mixer = make_model("gated_deltanet", conv_bias=True).layers[0].mixer
+def test_delta_rules_equal_their_recurrence(kind: str) -> None:
+    mixer = make_model(kind, conv_bias=True).layers[0].mixer
     x, d_k = torch.randn(2, 70, 12, dtype=torch.float64), 4
     start = [torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu"))]
-    qkv, z, b, a = mixer.in_proj(x).split([8 + 8 + 24, 24, 4, 4], dim=-1)
+    if kind == "kda":
+        qkv, z, b, a = mixer.in_proj(x).split([8 + 8 + 24, 6, 4, 6], dim=-1)
+        gate = (z @ mixer.g_b_proj.weight.T + mixer.g_b_proj.bias).sigmoid()
+        rate = (a @ mixer.f_b_proj.weight.T + mixer.dt_bias).reshape(2, 70, 4, 4)
+    else:
+        qkv, z, b, a = mixer.in_proj(x).split([8 + 8 + 24, 24, 4, 4], dim=-1)
+        gate, rate = F.silu(z), (a + mixer.dt_bias).unsqueeze(-1)
     seen = torch.cat([start[0], qkv.transpose(1, 2)], dim=2)
     qkv = F.silu(F.conv1d(seen, mixer.conv1d.weight, mixer.conv1d.bias, groups=40)).transpose(1, 2)
     parts = [token.split([8, 8, 24], dim=-1) for token in qkv.unbind(1)]
@@ -99,13 +106,13 @@ def test_gated_deltanet_equals_its_recurrence() -> None:
     for t in range(70):
         q, k, v = (part.unflatten(1, (-1, 6 if part.shape[1] == 24 else 4)) for part in parts[t])
         q, k = ((u / (u.square().sum(-1, keepdim=True) + 1e-6).sqrt())[:, [0, 0, 1, 1]] for u in (q, k))
-        decay = torch.exp(-mixer.A_log.exp() * F.softplus(a[:, t] + mixer.dt_bias))
-        S = S * decay[..., None, None]
+        decay = torch.exp(-mixer.A_log.exp()[:, None] * F.softplus(rate[:, t]))
+        S = S * decay[..., None]
         error = v - torch.einsum("bhkv,bhk->bhv", S, k)
         S = S + torch.einsum("bh,bhk,bhv->bhkv", b[:, t].sigmoid(), k, error)
         o = torch.einsum("bhkv,bhk->bhv", S, q) / math.sqrt(d_k)
         o = mixer.norm.weight * o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        outputs.append(mixer.out_proj(o.flatten(1) * F.silu(z[:, t])))
+        outputs.append(mixer.out_proj(o.flatten(1) * gate[:, t]))
     for sizes in ([70], [3, 64, 1, 2]):
         y, state = in_pieces(mixer, x, tuple(start), sizes)
         assert relative(y, torch.stack(outputs, dim=1)) <= 1e-12
@@ -195,7 +202,7 @@ def test_mamba3_of_steps_that_vanish_or_wipe_out_stays_finite(variant: str) -> N
 # --------------------------------------------------------------------------------------- workers and planning
 
 
-@pytest.mark.parametrize("variant", ["attention", "gated_deltanet", "mamba3"])
+@pytest.mark.parametrize("variant", ["attention", "gated_deltanet", "kda", "mamba3"])
 def test_windows_are_refused(variant: str) -> None:
     model, ids = make_model(variant), make_ids(2, 20)
     message = f"windows work with .* and this stack has {variant}: use Exact"

@@ -90,7 +90,17 @@ HYBRID = ["mamba2", "attention"]
 MIXERS: dict[str, Any] = {
     **{
         m: m
-        for m in ("mamba", "mamba2", "mamba3", "gated_deltanet", "attention", "diagonal", "scalar", "dense")
+        for m in (
+            "mamba",
+            "mamba2",
+            "mamba3",
+            "gated_deltanet",
+            "kda",
+            "attention",
+            "diagonal",
+            "scalar",
+            "dense",
+        )
     },
     "hybrid": HYBRID,
 }

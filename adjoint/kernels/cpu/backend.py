@@ -67,7 +67,7 @@ class _NormArgs(ctypes.Structure):  # mirrors NormArgs in norm.cpp
 
 class _DeltaArgs(ctypes.Structure):  # mirrors DeltaArgs in delta.cpp
     _fields_ = [
-        *((name, _I64) for name in ("batch", "seqlen", "nheads", "d_k", "d_v", "threads")),
+        *((name, _I64) for name in ("batch", "seqlen", "nheads", "d_k", "d_v", "decays", "threads")),
         *((name, _Rows) for name in ("q", "k", "v", "d_o")),
         *((name, _PTR) for name in ("g", "beta", "initial_state", "reset")),
         *((name, _PTR) for name in ("o", "final_state", "checkpoints", "dfinal_state")),
@@ -430,6 +430,7 @@ def _delta_fields(q, k, v, g, beta, initial_state, reset) -> _Fields:
     f = _Fields(_DeltaArgs())
     threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * v.shape[-1])
     f.numbers(batch=batch, seqlen=seqlen, nheads=nheads, d_k=d_k, d_v=v.shape[-1], threads=threads)
+    f.numbers(decays=d_k if g.dim() == 4 else 1)
     f.rows(q=q, k=k, v=v)
     f.pointers(g=g, beta=beta, initial_state=initial_state, reset=reset)
     return f
@@ -454,6 +455,9 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     f.pointers(**dict(zip(("dq", "dk", "dv", "dg", "dbeta", "dinitial_state"), made, strict=True)))
     _call("delta", k.dtype, f.struct, 1)
     return tuple(made)
+
+
+kda_forward, kda_backward = gated_delta_rule_forward, gated_delta_rule_backward
 
 
 def _norm_fields(x: Tensor, weight: Tensor, gate: Tensor | None, rstd: Tensor, group_size: int) -> _Fields:

@@ -1,13 +1,16 @@
 """The Triton backend: the pairs of functions of `reference`, gathered from a module an operation.
 
 Proven under Triton's interpreter and compiled for sm_80 and sm_90, but not yet run on a GPU: there each
-operation stands a trial (`trial`) before it is picked. Dense recurrences take the reference. ``LIMITS``: the
+operation stands a trial (`trial`) before it is picked. Dense recurrences and
+Kimi Delta Attention take the reference. ``LIMITS``: the
 largest sizes that an operation's kernels take.
 """
 
 from adjoint.kernels.reference import (
     dense_scan_backward,
     dense_scan_forward,
+    kda_backward,
+    kda_forward,
 )
 from adjoint.kernels.triton import conv1d, rms_norm
 from adjoint.kernels.triton.conv1d import causal_conv1d_backward, causal_conv1d_forward
@@ -36,6 +39,8 @@ __all__ = [
     "dense_scan_forward",
     "gated_delta_rule_backward",
     "gated_delta_rule_forward",
+    "kda_backward",
+    "kda_forward",
     "linear_scan_backward",
     "linear_scan_forward",
     "rms_norm_backward",
