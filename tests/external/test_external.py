@@ -83,16 +83,41 @@ def ssd_minimal(theirs: Any) -> Case:
     return given, discrete, lambda **x: adjoint.ssd_scan(**x, dt_softplus=True)
 
 
-def gated_delta(theirs: Any) -> Case:
+def gated_delta(theirs: Any, decays: tuple[int, ...] = (), **more: Any) -> Case:
     keys = F.normalize(random(SEQLEN, HEADS, D_K), dim=-1)
     given = {"q": random(SEQLEN, HEADS, D_K), "k": keys, "v": random(SEQLEN, HEADS, D_V)}
-    given |= {"g": -random(SEQLEN, HEADS).exp(), "beta": random(SEQLEN, HEADS).sigmoid()}
+    given |= {"g": -random(SEQLEN, HEADS, *decays).exp(), "beta": random(SEQLEN, HEADS).sigmoid()}
     given["initial_state"] = random(HEADS, D_K, D_V)
 
     return (
         given,
-        lambda q, k, v, **x: theirs(q, k, v, **x, output_final_state=True),
+        lambda q, k, v, **x: theirs(q, k, v, **x, output_final_state=True, **more),
         lambda q, **x: gated_delta_rule(q * D_K**-0.5, **x),
+    )
+
+
+def kda(theirs: Any) -> Case:
+    return gated_delta(theirs, (D_K,))
+
+
+def chunked_kda(theirs: Any) -> Case:
+    return gated_delta(theirs, (D_K,), chunk_size=BLOCK)
+
+
+def drawn_kda(theirs: Any, seed: int) -> Case:
+    """Of any shape, with decays from nearly none to all at once."""
+    draw = torch.Generator().manual_seed(seed)
+    size = lambda most: int(torch.randint(1, most + 1, (), generator=draw))  # noqa: E731
+    batch, tokens, heads, d_k, d_v = size(3), size(200), size(3), size(40), size(40)
+    rand = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64)  # noqa: E731
+    rows = batch, tokens, heads
+    given = {"q": rand(*rows, d_k), "k": F.normalize(rand(*rows, d_k), dim=-1), "v": rand(*rows, d_v)}
+    given |= {"g": -(4 * rand(*rows, d_k) - 2).exp(), "beta": rand(*rows).sigmoid()}
+    given["initial_state"] = rand(batch, heads, d_k, d_v)
+    return (
+        given,
+        lambda **x: theirs(**x, output_final_state=True),
+        lambda q, **x: gated_delta_rule(q * d_k**-0.5, **x),
     )
 
 
@@ -148,6 +173,9 @@ TABLE: list[tuple[str, str, Callable[..., Case], tuple[Any, ...]]] = [
     ("causal_conv1d.causal_conv1d_interface", "causal_conv1d_ref", short_conv, ()),
     ("fla.ops.gated_delta_rule.naive", "naive_recurrent_gated_delta_rule", gated_delta, ()),
     ("fla.ops.gated_delta_rule.naive", "naive_chunk_gated_delta_rule", gated_delta, ()),
+    ("fla.ops.kda.naive", "naive_recurrent_kda", kda, ()),
+    ("fla.ops.kda.naive", "naive_chunk_kda", chunked_kda, ()),
+    *[("fla.ops.kda.naive", "naive_recurrent_kda", drawn_kda, (seed,)) for seed in range(60)],
     ("fla.ops.hgrn.naive", "naive_recurrent_hgrn", hgrn, ()),
     ("fla.ops.attn.naive", "naive_parallel_attn", attention, (None,)),
     ("fla.ops.attn.naive", "naive_parallel_attn", attention, (7,)),

@@ -67,7 +67,7 @@ class _NormArgs(ctypes.Structure):  # mirrors NormArgs in norm.cpp
 
 class _DeltaArgs(ctypes.Structure):  # mirrors DeltaArgs in delta.cpp
     _fields_ = [
-        *((name, _I64) for name in ("batch", "seqlen", "nheads", "d_k", "d_v", "decays", "threads")),
+        *((name, _I64) for name in ("batch", "seqlen", "nheads", "d_k", "d_v", "wide", "threads")),
         *((name, _Rows) for name in ("q", "k", "v", "d_o")),
         *((name, _PTR) for name in ("g", "beta", "initial_state", "reset")),
         *((name, _PTR) for name in ("o", "final_state", "checkpoints", "dfinal_state")),
@@ -430,7 +430,7 @@ def _delta_fields(q, k, v, g, beta, initial_state, reset) -> _Fields:
     f = _Fields(_DeltaArgs())
     threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * v.shape[-1])
     f.numbers(batch=batch, seqlen=seqlen, nheads=nheads, d_k=d_k, d_v=v.shape[-1], threads=threads)
-    f.numbers(decays=d_k if g.dim() == 4 else 1)
+    f.numbers(wide=g.dim() == 4)
     f.rows(q=q, k=k, v=v)
     f.pointers(g=g, beta=beta, initial_state=initial_state, reset=reset)
     return f

@@ -20,7 +20,7 @@
 
 struct TokenRows { void* data; int64_t batch_stride, time_stride; };  // the heads' rows of a token follow each other
 struct DeltaArgs {
-  int64_t batch, seqlen, nheads, d_k, d_v, decays, threads;  // decays: a head's at a token, 1 or d_k
+  int64_t batch, seqlen, nheads, d_k, d_v, wide, threads;  // wide: whether g is (.., nheads, d_k), not (.., nheads)
   TokenRows q, k, v, d_o;
   void *g, *beta, *initial_state, *reset;   // contiguous; the last two may be null
   void *o, *final_state, *checkpoints;      // checkpoints (batch, nheads, slots, d_k, d_v), may be null forward
@@ -104,7 +104,7 @@ int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 template <class T> class Delta {
   static constexpr int L = Vec<T>::L, WHOLE = L > ROWS ? L : ROWS;  // tokens and channels come in such numbers
   const DeltaArgs& s;
-  const bool wide;  // a decay for each channel
+  const bool wide;
   const int64_t K, W, slots;  // d_k and d_v in whole vectors; blocks' states that are saved
   std::vector<V<T>> memory;
   T* free;
@@ -127,7 +127,7 @@ template <class T> class Delta {
 
  public:
   explicit Delta(const DeltaArgs& args)
-      : s(args), wide(args.decays > 1), K(padded(args.d_k, WHOLE)), W(padded(args.d_v, WHOLE)),
+      : s(args), wide(args.wide), K(padded(args.d_k, WHOLE)), W(padded(args.d_v, WHOLE)),
         slots((args.seqlen + BLOCK - 1) / BLOCK), memory(needed() / L + 1) {
     free = (T*)memory.data();
     for (auto m : {&q, &k, &since, &until, &step, &qe, &ke, &kl, &dq, &dk, &dw, &near, &far}) *m = take(BLOCK, K);
