@@ -394,6 +394,7 @@ SCANS = {
     "mamba_selective_scan": _mamba_selective_scan,
     "mamba2_chunk_scan": _mamba2_chunk_scan,
     "torch_chunk_gated_delta_rule": _chunk_gated_delta_rule,
+    "chunk_kimi_delta_attention": _chunk_gated_delta_rule,
 }
 # In registries. The configuration goes on saying "sdpa": models look there for what to hand over, such as a
 # mask of the keys that sparse attention has picked.
