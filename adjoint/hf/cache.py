@@ -7,6 +7,7 @@ and neither can be differentiated from chunk to chunk in flat memory."""
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import cache_utils as theirs
 from adjoint.engine.autograd import uncompiled
 from adjoint.engine.crossing import Crossing
 from adjoint.engine.kept import Past
+from adjoint.hf.fla import is_of_fla
 from adjoint.kernels.attention import join
 from adjoint.layers import State
 
@@ -247,8 +249,9 @@ class ChunkCache(DynamicCache):
         if self.layer_class_to_replicate is not None:
             raise ValueError(f"{type(config).__name__} does not say which layers its cache has")
         self.kinds: list[Any] = self.layers
-        if config.model_type == "xlstm":
-            self.kinds = [theirs.LinearAttentionLayer(number_of_states=3) for _ in range(config.num_blocks)]
+        if config.model_type == "xlstm" or is_of_fla(config):
+            layers = config.num_hidden_layers
+            self.kinds = [theirs.LinearAttentionLayer(number_of_states=3) for _ in range(layers)]
         self.layers: list[Any] = [_ours(layer) for layer in self.kinds]
 
     @uncompiled
@@ -308,8 +311,43 @@ class ChunkCache(DynamicCache):
         return out
 
 
+class _OfFLA:
+    """flash-linear-attention's way into a `ChunkCache`: a dictionary per layer."""
+
+    layers: list[Any]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        """A layer's states; None before the first token."""
+        states = self.layers[index].recurrent_states.get(0)
+        if states is None:
+            return None
+        tails = tuple(tail for tail in self.layers[index].conv_states.values() if tail is not None)
+        return {"recurrent_state": states, "conv_state": tails or None}
+
+    @uncompiled
+    def update(
+        self,
+        layer_idx: int,
+        recurrent_state: Tensor | None = None,
+        conv_state: Sequence[Tensor] | None = None,
+        offset: int = 1,
+    ) -> None:
+        for index, tail in enumerate(conv_state or ()):
+            self.layers[layer_idx].set("conv", index, tail)
+        if recurrent_state is not None:
+            self.layers[layer_idx].set("recurrent", 0, recurrent_state)
+
+
 def chunk_cache(config: Any) -> ChunkCache:
     """Of the class that a model insists on."""
+    if is_of_fla(config):
+        cache = ChunkCache(config)  # made first: the two classes' constructors do not go together
+        theirs_too = importlib.import_module("fla.models.utils").Cache
+        cache.__class__ = type("FLAChunkCache", (_OfFLA, ChunkCache, theirs_too), {})
+        return cache
     if config.model_type != "minimax":
         return ChunkCache(config)
     from transformers.models.minimax.modeling_minimax import MiniMaxCache

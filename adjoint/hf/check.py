@@ -12,6 +12,7 @@ from torch import nn
 from adjoint.engine.sharded import REPLICA, is_replica, why_not
 from adjoint.engine.spread import NotAttended
 from adjoint.errors import UserError
+from adjoint.hf import fla
 from adjoint.hf.model import class_of, root_of
 
 OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
@@ -115,6 +116,8 @@ def refuse_what_is_known(model: Any) -> None:
 
 def _reason(module: nn.Module) -> str | None:
     """Why a module is known not to go by chunks."""
+    if fla.is_of_fla(module) and (reason := fla.why_not(module)):
+        return reason
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
         return "BatchNorm in training takes statistics over the whole sequence; use its eval mode"
     if isinstance(module, nn.Embedding):

@@ -39,7 +39,7 @@ from adjoint.engine.sequence import ALONE
 from adjoint.engine.sharded import backpropagate, gradients, is_sharded, precisions, reshard, trained, units
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.errors import LOGGER, is_heard
-from adjoint.hf import replacements
+from adjoint.hf import fla, replacements
 from adjoint.hf.call import Kind
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
 from adjoint.hf.chunks import around_blocks, blocks_in, recompute_of
@@ -508,6 +508,8 @@ def documents_of_its_own(model: Any, names: Sequence[str]) -> None:
 def _apart(model: Any, **given: Any) -> bool:
     """Whether the backbone by itself, given this, makes the same hidden states of all but the first CHUNK
     tokens as without these."""
+    if fla.is_of_fla(model):
+        return fla.keeps_apart(given)
     backbone, ids = backbone_of(model), some_tokens(model)[0]
     takes = inspect.signature(class_of(backbone).forward).parameters
     usual = ("position_ids", "attention_mask", "use_cache")

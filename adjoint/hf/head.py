@@ -191,11 +191,11 @@ def plain_scale(model: Any, hidden: Tensor) -> float | None:
     """The number by which the model multiplies its logits, usually 1, where they are a product with the
     head's weight and nothing else; None where they are more, such as capped, or where that is not known.
 
-    Seen by what the model's own forward, transformers' code, calls as it makes logits of no token: here and
-    now, so that nothing is kept of it, and whatever values its tensors have."""
+    Seen by what the model's own forward, transformers' code or fla's, calls as it makes logits of no token:
+    here and now, so that nothing is kept of it, and whatever values its tensors have."""
     head = model.get_output_embeddings()
     plain = is_untouched(head, nn.Linear) and head.bias is None and type(head.weight).__name__ in WEIGHTS
-    if not plain or not class_of(model).forward.__module__.startswith("transformers."):
+    if not plain or not class_of(model).forward.__module__.startswith(("transformers.", "fla.")):
         return None
     calls = _Calls(hidden[:, :0].detach(), head.weight)
     try:

@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adjoint.engine.autograd import uncompiled
 from adjoint.engine.spread import NotAttended
+from adjoint.hf import fla
 from adjoint.hf.cache import ChunkCache, handed
 from adjoint.hf.model import put
 from adjoint.kernels import attention
@@ -411,8 +412,12 @@ def places(model: nn.Module) -> Places:
     """Mappings from names to functions, of the Python modules of a model's classes and of transformers'
     registries, and ours for each."""
     found = _namespaces(model)
-    pairs = [(names, {name: SCANS[name] for name in SCANS if name in names}) for names in found]
+    pairs = [(names, {name: f for name, f in _table(names).items() if name in names}) for names in found]
     return [(names, ours) for names, ours in pairs if ours] + REGISTRIES
+
+
+def _table(names: dict[str, Any]) -> dict[str, Any]:
+    return fla.FUNCTIONS if names["__name__"].startswith("fla.") else SCANS
 
 
 def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
@@ -459,13 +464,40 @@ def by_pytorch(model: nn.Module) -> Iterator[None]:
     found = []
     for names in _namespaces(model):
         before = {name: getattr(value, "theirs", value) for name, value in names.items()}
-        found.append((names, {name: SCANS.get(name, f) for name, f in before.items() if _of_hub(f)}))
-    with _in_place(found):
+        table = _table(names)
+        found.append(
+            (
+                names,
+                {
+                    name: table.get(name, f)
+                    for name, f in before.items()
+                    if _of_hub(f) or _is_fla(table, name)
+                },
+            )
+        )
+    with _in_place(found), _fused(model, "fuse_cross_entropy"), _fused(model, "fuse_linear_cross_entropy"):
         _running.references += 1
         try:
             yield
         finally:
             _running.references -= 1
+
+
+def _is_fla(table: dict[str, Any], name: str) -> bool:
+    return table is fla.FUNCTIONS and name in table
+
+
+@contextlib.contextmanager
+def _fused(model: Any, setting: str) -> Iterator[None]:
+    """Meanwhile fla's model makes its loss by PyTorch."""
+    if not fla.is_of_fla(model) or not getattr(model.config, setting, False):
+        yield
+        return
+    undo = put(model.config, setting, False)
+    try:
+        yield
+    finally:
+        undo()
 
 
 def _of_hub(value: Any) -> bool:
@@ -495,7 +527,7 @@ def _in_place(places: Places) -> Iterator[None]:
 
 
 def _told_apart(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    reference = _in_pytorch(theirs)
+    reference = ours if ours in fla.FUNCTIONS.values() else _in_pytorch(theirs)
 
     @functools.wraps(theirs)
     def either(*args: Any, **kwargs: Any) -> Any:

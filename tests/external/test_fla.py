@@ -1,0 +1,203 @@
+"""flash-linear-attention's causal LMs, wrapped, against the same models by fla's own references.
+
+Without a GPU fla's kernels do not run: its references in plain PyTorch take their places where it has one,
+and lines of PyTorch where it has none. Nothing of ours is among them. Skipped where fla is not installed;
+`make test-external` fetches it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import adjoint
+from adjoint import Exact
+from adjoint.hf.check import Refused
+from tests.model_helpers import relative
+
+pytest.importorskip("fla.models", reason="fla is not installed (make test-external)")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+SIZES = {"hidden_size": 24, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 31, "intermediate_size": 20}
+MODELS: dict[str, dict[str, Any]] = {
+    "KDA": {"head_dim": 8},
+    "KDA, bounded": {
+        "head_dim": 8,
+        "lower_bound": -3.0,
+        "safe_gate": True,
+        "num_v_heads": 4,
+        "expand_v": 2.0,
+    },
+    "GatedDeltaNet": {"head_dim": 8},
+    "GatedDeltaNet, negative": {"head_dim": 6, "num_v_heads": 4, "allow_neg_eigval": True, "use_gate": False},
+    "DeltaNet": {},
+    "DeltaNet, plain": {"use_short_conv": False, "use_gate": True, "qk_norm": "sum", "qk_activation": "elu"},
+    "HGRN": {},
+    "HGRN, conv": {"use_short_conv": True},
+}
+
+
+def make(name: str, **more: Any) -> Any:
+    import fla.models
+
+    torch.manual_seed(0)
+    kind = name.partition(",")[0]
+    config = getattr(fla.models, f"{kind}Config")(**{**SIZES, **MODELS.get(name, {}), **more})
+    model = getattr(fla.models, f"{kind}ForCausalLM")(config).double().train()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    return model
+
+
+# ---------------------------------------------------------------------------------- theirs, in plain PyTorch
+
+
+def delta_rule(kind: str) -> Any:
+    from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+    from fla.ops.kda.gate import naive_kda_gate, naive_kda_lowerbound_gate
+    from fla.ops.kda.naive import naive_recurrent_kda
+
+    def rule(q: Any, k: Any, v: Any, beta: Any, g: Any = None, initial_state: Any = None, **has: Any) -> Any:
+        if has.get("use_qk_l2norm_in_kernel"):
+            q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        if has.get("use_beta_sigmoid_in_kernel"):
+            beta = beta.sigmoid() * (1 + has["allow_neg_eigval"])
+        if kind == "kda":
+            bound = has.get("lower_bound")
+            given = {} if bound is None else {"lower_bound": bound}
+            gate = naive_kda_gate if bound is None else naive_kda_lowerbound_gate
+            g = gate(g, has["A_log"], has["dt_bias"], **given)
+            assert initial_state is None
+            return naive_recurrent_kda(q, k, v, g, beta)[0], None
+        g = torch.zeros_like(beta) if g is None else -has["A_log"].exp() * F.softplus(g + has["dt_bias"])
+        q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for x in (q, k))
+        return naive_recurrent_gated_delta_rule(q, k, v, beta, g)[0], None
+
+    return rule
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **_: Any) -> Any:
+    taps = weight.shape[1]
+    y = F.conv1d(F.pad(x.mT, (taps - 1, 0)), weight[:, None], bias, groups=len(weight)).mT
+    return y if activation is None else F.silu(y), None
+
+
+def norm(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    residual: Any = None,
+    eps: float = 0,
+    prenorm: bool = False,
+    **_: Any,
+) -> Any:
+    from fla.modules.norm.layernorm import rms_norm_ref
+
+    return rms_norm_ref(x, weight, bias, residual, eps, prenorm)
+
+
+def gated_norm(x: Tensor, g: Tensor, activation: str = "swish", **more: Any) -> Any:
+    return norm(x, **more) * (g.sigmoid() if activation == "sigmoid" else F.silu(g))
+
+
+def hgrn(x: Tensor, g: Tensor, **_: Any) -> Any:
+    from fla.ops.hgrn.naive import naive_recurrent_hgrn
+
+    return naive_recurrent_hgrn(x, g)[0], None
+
+
+PLACES = {
+    "layers.kda": {"chunk_kda": "kda"},
+    "layers.gated_deltanet": {"chunk_gated_delta_rule": "gated", "causal_conv1d": convolution},
+    "layers.delta_net": {"chunk_delta_rule": "delta", "fused_recurrent_delta_rule": "delta"},
+    "layers.hgrn": {"chunk_hgrn": hgrn, "swiglu": lambda x, y: F.silu(x) * y},
+    "modules.norm.layernorm": {"rms_norm": norm},
+    "modules.norm.fused_norm_gate": {"rms_norm_gated": gated_norm},
+    "modules.mlp": {"swiglu_linear": lambda x, y, weight, bias: F.linear(F.silu(x) * y, weight, bias)},
+    "modules.causal_conv1d.ops": {"causal_conv1d": convolution},
+}
+
+
+@pytest.fixture
+def by_references(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A way to run an unwrapped model: loss and gradients."""
+
+    def run(model: Any, **batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        model = copy.deepcopy(model)
+        model.config.fuse_cross_entropy = False
+        with monkeypatch.context() as theirs:
+            for module, functions in PLACES.items():
+                for name, function in functions.items():
+                    found = delta_rule(function) if isinstance(function, str) else function
+                    theirs.setattr(sys.modules[f"fla.{module}"], name, found)
+            # what references compute in float32 is computed in float64
+            theirs.setattr(torch, "float32", torch.float64)
+            theirs.setattr(torch.Tensor, "float", torch.Tensor.double)
+            theirs.setattr(
+                sys.modules["fla.ops.kda.gate"].naive_kda_gate, "__defaults__", (None, torch.float64)
+            )
+            lower = sys.modules["fla.ops.kda.gate"].naive_kda_lowerbound_gate
+            theirs.setattr(lower, "__defaults__", (*lower.__defaults__[:-1], torch.float64))
+            loss = model(**batch, use_cache=False).loss
+            loss.backward()
+        return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+    return run
+
+
+@pytest.mark.parametrize("tokens", [37, 17])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_fla_s_references(
+    name: str, tokens: int, by_references: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows, in chunks that the length leaves one token of."""
+    monkeypatch.setattr(torch, "float", torch.float64)  # to which HGRN casts its bounds
+    model = make(name)
+    ids = torch.randint(31, (2, tokens), generator=torch.Generator().manual_seed(1))
+    loss, expected = by_references(model, input_ids=ids, labels=ids)
+    adjoint.wrap(model, Exact(4))
+    got = model(input_ids=ids, labels=ids).loss
+    got.backward()
+    assert relative(got.detach(), loss) <= 1e-12
+    for key, parameter in model.named_parameters():
+        assert relative(parameter.grad, expected[key]) <= 1e-10, key
+
+
+@pytest.mark.parametrize("name", ["KDA", "GatedDeltaNet", "HGRN, conv"])
+def test_documents_and_padding(name: str, by_references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents are as if alone, and padding at the left as if it were not there."""
+    monkeypatch.setattr(torch, "float", torch.float64)
+    model, lengths = make(name), [6, 13]
+    ids = torch.randint(31, (1, sum(lengths)), generator=torch.Generator().manual_seed(2))
+    alone = [by_references(model, input_ids=piece, labels=piece) for piece in ids.split(lengths, dim=1)]
+    shares = [(length - 1) / (sum(lengths) - 2) for length in lengths]  # of the labels
+    adjoint.wrap(model, Exact(4))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    labels = ids.masked_fill(positions == 0, -100)  # no token predicts another document's
+    with pytest.warns(UserWarning, match="by itself lets documents see those before them"):
+        model(input_ids=ids, labels=labels, position_ids=positions).loss.backward()
+    for key, parameter in model.named_parameters():
+        expected = sum(share * gradients[key] for share, (_, gradients) in zip(shares, alone, strict=True))
+        assert relative(parameter.grad, expected) <= 1e-10, key
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids[:, : lengths[0]]], dim=1)
+    places = torch.arange(padded.shape[1])[None]
+    labels = padded.masked_fill(places <= 3, -100)
+    loss = model(input_ids=padded, labels=labels, attention_mask=(places >= 3).long()).loss
+    assert relative(loss.detach(), alone[0][0]) <= 1e-12
+
+
+def test_what_is_not_known_is_refused_by_name() -> None:
+    ids = torch.randint(31, (1, 9))
+    for name, more, said in (
+        ("GLA", {}, "fla's GatedLinearAttention is not known here; GatedDeltaNet"),
+        ("KDA", {"attnres_block_size": 2, "head_dim": 8}, "set attnres_block_size to None"),
+    ):
+        model = adjoint.wrap(make(name, **more), Exact(4))
+        with pytest.raises(Refused, match=said):
+            model(input_ids=ids, labels=ids)
