@@ -224,15 +224,17 @@ def _channels_last(x: Tensor) -> Tensor:
 
 
 class FLA(Library):
-    """The gated delta rule and the convolution of flash-linear-attention (Triton).
+    """The gated delta rule, with a decay per head or per channel, and the convolution of
+    flash-linear-attention (Triton).
 
-    The delta rule goes by the library's public function, whose backward wants what its forward has saved: so
-    the forward runs once more in the backward.
+    The delta rules go by the library's public functions, whose backward wants what their forward has saved:
+    so the forward runs once more in the backward.
     """
 
     name, package = "fla", "flash-linear-attention"
     operations: ClassVar = {
         "gated_delta_rule": "fla.ops.gated_delta_rule",
+        "kda": "fla.ops.kda",
         "causal_conv1d": "fla.modules.causal_conv1d",
     }
 
@@ -261,8 +263,11 @@ class FLA(Library):
             gradients = torch.autograd.grad(made, leaves, cotangents)
         return (*gradients, None)[:6]
 
+    kda_forward, kda_backward = gated_delta_rule_forward, gated_delta_rule_backward
+
     def _delta_rule(self, q, k, v, g, beta, initial_state=None):
-        rule = self._module("gated_delta_rule").chunk_gated_delta_rule
+        name = "kda" if g.dim() == 4 else "gated_delta_rule"
+        rule = getattr(self._module(name), f"chunk_{name}")
         states = {"initial_state": initial_state, "output_final_state": True}
         return rule(q, k, v, g, beta, scale=1.0, **states)
 

@@ -93,6 +93,16 @@ def chunk_gated_delta_rule(
     return DeltaRule.apply(q, k, v, g, beta, initial_state)
 
 
+def chunk_kda(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,
+    lower_bound=None, disable_recompute=False, return_intermediate_states=False, state_v_first=False,
+    cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, use_graph=False, max_num_seqs=None, **kwargs,
+):  # fmt: skip
+    assert g.dim() == 4
+    return chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state)
+
+
 class DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, beta, initial_state):
@@ -141,6 +151,7 @@ STAND_INS = {
     "mamba_ssm.ops.triton.ssd_combined": (mamba_chunk_scan_combined, _mamba_chunk_scan_combined_bwd),
     "causal_conv1d.cpp_functions": (causal_conv1d_fwd_function, causal_conv1d_bwd_function),
     "fla.ops.gated_delta_rule": (chunk_gated_delta_rule,),
+    "fla.ops.kda": (chunk_kda,),
     "fla.modules.causal_conv1d": (causal_conv1d_fwd, causal_conv1d_bwd),
 }
 
@@ -249,6 +260,8 @@ def test_a_call_takes_a_library_that_has_what_it_needs(usable):
     assert picked("causal_conv1d", **sizes | {"channels": 12}) == "fla"
     assert picked("causal_conv1d", reset=reset, **sizes | {"channels": 12}) == "triton"
     assert picked("gated_delta_rule", d_k=64) == "fla"
+    assert picked("kda", d_k=64) == "fla"
+    assert picked("kda", reset=reset, d_k=64) == picked("kda", torch.float32, d_k=64) == "reference"
     assert picked("gated_delta_rule", reset=reset, d_k=64) == "triton"
     assert picked("gated_delta_rule", torch.float32, d_k=64) == "triton"
     tried = {(impl.name, *call) for impl, *call in usable if isinstance(impl, libraries.Library)}
@@ -294,7 +307,7 @@ def test_a_library_that_is_wrong_is_passed_over_with_one_line(monkeypatch):
     [
         ("ssd_scan", "mamba-ssm", {"window": 3}, "it has no windows"),
         ("ssd_scan", "mamba-ssm", {"dt_softplus": 0}, "dt_softplus=True"),
-        ("ssd_scan", "fla", {}, "no backend for ssd_scan, only for gated_delta_rule and causal_conv1d"),
+        ("ssd_scan", "fla", {}, "no backend for ssd_scan, only for gated_delta_rule and kda and causal_conv1d"),
         ("selective_scan", "mamba-ssm", {}, "takes no initial state"),
         ("causal_conv1d", "causal-conv1d", {"d_conv": 5}, "d_conv from 2 to 4"),
         ("gated_delta_rule", "fla", {"reset": torch.zeros(1)}, "documents"),
