@@ -77,7 +77,11 @@ class Convergence(Benchmark):
             "seeds": options.seeds,
             "tasks": tasks,
             "block_steps": BLOCK,
-            "curves": [curve(*key, by_seed) for key, (by_seed, _) in by_run(found).items() if by_seed],
+            "curves": [
+                curve(*key, by_seed)
+                for key, (by_seed, _) in by_run(found, "task", "method").items()
+                if by_seed
+            ],
         }
 
     def points(self, options: argparse.Namespace) -> list[Point]:
@@ -98,10 +102,15 @@ class Convergence(Benchmark):
 
     def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
         """A row a (task, method): medians over the seeds."""
-        runs = by_run(found)
+        runs = by_run(found, "task", "method")
         return [
-            row_of(*key, by_seed, runs.get((key[0], "backprop"), ({}, ""))[0]) | {"note": error}
-            for key, (by_seed, error) in runs.items()
+            {
+                "task": task,
+                "method": method,
+                **summary(by_seed, results_of(runs, task, "backprop")),
+                "note": error,
+            }
+            for (task, method), (by_seed, error) in runs.items()
         ]
 
     def markdown(self, result: Row) -> str:
@@ -119,11 +128,14 @@ class Convergence(Benchmark):
             yield "", pictures.draw(result), foot
 
 
-def by_run(found: Found) -> dict[tuple[str, str], tuple[dict[int, Point], str]]:
-    """(task, method) → the results by seed, and the first error."""
-    runs: dict[tuple[str, str], tuple[dict[int, Point], str]] = {}
+Runs = dict[tuple[Any, ...], tuple[dict[int, Point], str]]
+
+
+def by_run(found: Found, *fields: str) -> Runs:
+    """These fields of the points → the results by seed, and the first error."""
+    runs: Runs = {}
     for point, result in found:
-        key = point["task"], point["method"]
+        key = tuple(point[name] for name in fields)
         by_seed, error = runs.get(key, ({}, ""))
         if "losses" in result:
             by_seed[point["seed"]] = result
@@ -131,10 +143,15 @@ def by_run(found: Found) -> dict[tuple[str, str], tuple[dict[int, Point], str]]:
     return runs
 
 
-def row_of(task: str, method: str, results: dict[int, Point], baseline: dict[int, Point]) -> Row:
-    """Held-out and training loss, the gap to the runs of Backprop with the same seeds, and how far the
+def results_of(runs: Runs, *key: Any) -> dict[int, Point]:
+    """By seed; none where there was no such run."""
+    return runs.get(key, ({}, ""))[0]
+
+
+def summary(results: dict[int, Point], baseline: dict[int, Point]) -> Row:
+    """Held-out and training loss, the gap to the runs of `baseline` with the same seeds, and how far the
     training curves are apart at most: over all steps, and over the first ones, before rounding has grown."""
-    row: Row = {"task": task, "method": method, "seeds": len(results)}
+    row: Row = {"seeds": len(results)}
     if not results:
         return row
     row |= spread("held_out", [r["held_out"] for r in results.values()])

@@ -53,9 +53,9 @@ def columns(result: Row, task: str) -> tuple[list[str], list[list[str]]]:
         if not row["seeds"]:
             lines.append([label(row["method"]), row["note"]] + [""] * (len(heads) - 2))
             continue
-        cells = [label(row["method"]), _ranged(row, "held_out", ".3f")]
+        cells = [label(row["method"]), ranged(row, "held_out", ".3f")]
         if "gap" in row and row["method"] != "backprop":
-            cells.append(_ranged(row, "gap", "+.3f"))
+            cells.append(ranged(row, "gap", "+.3f"))
             cells += [f"{row['curve_distance_first']:.1g}", f"{row['curve_distance']:.1g}"]
         else:
             cells += ["–", "–", "–"]
@@ -121,7 +121,8 @@ def before_training(result: Row, task: str) -> dict[int, float]:
     return {int(d): statistics.median(seed[d] for seed in seeds) for d in seeds[0]}
 
 
-def _ranged(row: Row, name: str, form: str) -> str:
+def ranged(row: Row, name: str, form: str) -> str:
+    """Median and range over the seeds of the field `name`."""
     middle, low, high = (signed(row[key], form) for key in (name, f"{name}_min", f"{name}_max"))
     return middle if row["seeds"] < 2 else f"{middle} ({low} … {high})"
 

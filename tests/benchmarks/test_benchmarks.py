@@ -15,6 +15,7 @@ import torch
 
 from adjoint.tools.points import journal, passes, process, show
 from benchmarks import (
+    depth,
     fleet,
     layer_work,
     memory,
@@ -62,6 +63,8 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
     (Convergence(),
      "--methods backprop truncated-auto --tasks recall-fast --seeds 1 --steps 2 --seqlen 32 --jobs 1",
      2, "task method seeds held_out train gap curve_distance accuracy_4 note"),
+    (depth.Depth(), "--layers 1 2 --methods exact layer-local --seeds 1 --steps 2 --seqlen 32 --batch 1",
+     4, "layers method seeds held_out train gap note"),
     (Kernels(), "--op rms_norm --peers torch --size small --repeats 1 --settle 0.001",
      6, "op contender pass size errors status ms roof_ms roof_share"),
     (Shards(),
@@ -116,6 +119,7 @@ REFUSED = [
     (Convergence(), ["--methods", "exact-4"], "unknown method 'exact-4'"),
     (Convergence(), ["--methods", "truncated-0"], "window"),
     (Convergence(), ["--seqlen", "16"], "at least 32"),
+    (depth.Depth(), ["--methods", "magic"], "unknown method 'magic'"),
     (Gpu(), ["--dry-run", "--stages", "z"], "invalid choice"),
 ]
 
