@@ -44,7 +44,7 @@ class Depth(Benchmark):
             help="as of benchmarks.convergence",
         )  # fmt: skip
         runner.add_counts(parser, layers=([2, 8, 24, 48], "of the models"), seeds=(3, "runs of each model"),
-                          steps=(200, "optimizer steps a run"), seqlen=(256, "tokens"),
+                          steps=(150, "optimizer steps a run"), seqlen=(256, "tokens"),
                           batch=(4, "sequences a step"))  # fmt: skip
 
     def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
