@@ -53,6 +53,8 @@ def write() -> None:
         if figure.folder == RESULTS:
             for document, mark, table in figure.benchmark.tables(figure.stored()):
                 put_table(ROOT / document, mark, table)
+    for document, mark, make in numbers.TABLES:
+        put_table(ROOT / document, mark, make())
     for path in numbers.pages():
         text = path.read_text()
         if (now := numbers.written(path.name, text)) != text:

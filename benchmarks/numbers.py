@@ -1,9 +1,9 @@
 """The numbers in README.md and docs/: from which stored result each comes, and whether it still says so.
 
 A number outside the generated tables belongs to a phrase in `WORDS`, with what computes it from stored
-results, or in stated.toml, where nothing was measured. `written` puts today's numbers into a page. `faults`
-says what is wrong with a page: a phrase that is not there, a number that the results do not give, a number
-that nobody has named.
+results, the planner or the package's own constants, or to one in `CITED`, which somebody else has published.
+`written` puts today's numbers into a page. `faults` says what is wrong with a page: a phrase that is not
+there, a number that the results do not give, a number that nobody has named.
 """
 
 from __future__ import annotations
@@ -14,13 +14,23 @@ import io
 import json
 import re
 import string
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from adjoint.cli import main
+from adjoint.engine import first_use
+from adjoint.memory import size_bytes
+from adjoint.plan.memory import RESERVED
+from adjoint.tools.plan import command
+from adjoint.tools.points import passes
 from adjoint.tools.points.process import ROOT
+from adjoint.train.config import TrainingConfig
+from adjoint.train.gpus import GPUS
+from benchmarks import report, sources
+from benchmarks.convergence.tasks import TASKS
+from benchmarks.gpu.model import AS_GOOD
+from benchmarks.gpu.points import CAP_BYTES
 from benchmarks.report import Row
 from benchmarks.runner import RESULTS
 
@@ -32,7 +42,8 @@ VERSIONED = "Python|Triton|torch|glibc|transformers|NumPy|License|[Ss]ections?|a
 NO_PROSE = re.compile(
     r"<!-- (?P<name>.*?) table -->.*?<!-- end of (?P=name) table -->"  # generated: a test of its own holds it
     r"|```.*?```|`[^`]*`|^(?: {4}|\t)[^\n]*$|\]\([^)]*\)"  # code, and where links lead
-    rf"|\b\d+\.\d+\.\d+[\d.]*|\b(?:{VERSIONED})[ -]?\d[\d.]*",
+    rf"|\b\d+\.\d+\.\d+[\d.]*|\b(?:{VERSIONED})[ -]?\d[\d.]*"
+    r"|\b1\.27B\b|\bA100-40GB\b",  # names
     re.S | re.M,
 )
 
@@ -80,8 +91,8 @@ def written(page: str, text: str) -> str:
 def faults(page: str, text: str) -> list[str]:
     """What is wrong with the numbers of a page, a line each."""
     found, named = [], list[tuple[int, int]]()
-    stated = (phrase for phrases in _stated().get(page, {}).values() for phrase in phrases)
-    for words in [*WORDS.get(page, ()), *(Words(phrase, list) for phrase in stated)]:
+    cited = (phrase for phrases in CITED.get(page, {}).values() for phrase in phrases)
+    for words in [*WORDS.get(page, ()), *(Words(phrase, list) for phrase in cited)]:
         places = list(words.pattern().finditer(text))
         if not places:
             found.append(f"{page} does not say {words.phrase!r}")
@@ -117,12 +128,6 @@ def _stored(name: str) -> Row:
     return found
 
 
-@functools.cache
-def _stated() -> dict[str, dict[str, list[str]]]:
-    """Of each page, by where they are from, phrases with numbers that were not measured."""
-    return tomllib.loads(Path(__file__).with_name("stated.toml").read_text())
-
-
 def growth() -> list[float]:
     """Of `Exact`, the longer over the shorter sequence: tokens, memory, time per token."""
     short, long = rows("exact-growth/memory")
@@ -139,9 +144,20 @@ def planned(*flags: str) -> Row:
     return device
 
 
-def planned_gb(recompute: str) -> list[float]:
-    """GB in all, with a chunk of 4,096 tokens."""
-    return [planned("--method.recompute", recompute, "--device-memory", "45GB")["total_bytes"] / 1e9]
+def recomputed() -> str:
+    """What `recompute` stores, and GB in all with chunks of 4,096 tokens for a device of 45 GB."""
+    stored = {
+        "none": "all of it",
+        "selective": "what costs most to compute for its size (Korthikanti et al. 2022, section 5): the "
+        "residual stream, in_proj's and the scan's results, 3 d_inner of 5",
+        "full": "the residual stream alone, at the cost of one more forward",
+    }
+    lines = []
+    for name, what in stored.items():
+        need = planned("--method.recompute", name, "--device-memory", "45GB")["total_bytes"]
+        lines.append([f'`"{name}"`', what, f"{need / 1e9:.1f} GB"])
+    heads = ("`recompute`", "stored per layer", "1.27B parameters, 1,048,576 tokens in chunks of 4,096 need")
+    return report.markdown_table(heads, lines, left=(0, 1))
 
 
 def held_gib() -> list[float]:
@@ -182,24 +198,27 @@ def scan() -> list[float]:
     ]
 
 
-def gaps(*methods: str) -> list[float]:
-    """How much higher the loss on held-out text was than backpropagation's."""
-    return [row("convergence", task="text", method=method)["gap"] for method in methods]
+def positions() -> str:
+    """Loss by position with and without carried states: in windows of 1,024 tokens, and of 16,384."""
+    lines = []
+    for length in (1024, 16384):
+        found = rows("loss_by_position", length=length, run="runs/none")
+        for place in found if length == 1024 else [row for row in found if row["start"] >= 4096]:
+            carried = row("loss_by_position", run="runs/previous", length=length, start=place["start"])
+            span = f"{place['start']:,}–{place['stop']:,}"
+            lines.append([span, f"{length:,}", f"{place['loss']:.3f}", f"{carried['loss']:.3f}"])
+    return report.markdown_table(("positions", "in windows of", "`none`", "`previous`"), lines, left=(0,))
 
 
-def right(method: str) -> list[float]:
-    """Percent of answers that are right at the distance where fewest are, and where most are."""
-    (found,) = rows("convergence", task="recall-far", method=method)
-    shares = [100 * value for name, value in found.items() if re.fullmatch(r"accuracy_\d+", name)]
-    return [min(shares), max(shares)]
+def step_sizes(task: str) -> list[float]:
+    """The least and the largest at the start of training."""
+    return [TASKS[task].dt_min, TASKS[task].dt_max]
 
 
-def losses(start: int, length: int = 1024) -> list[float]:
-    """At positions from `start` on, without carried states and with them."""
-    return [
-        row("loss_by_position", run=f"runs/{run}", length=length, start=start)["loss"]
-        for run in ("none", "previous")
-    ]
+def beyond() -> list[float]:
+    """How many times the training length that experiment reads."""
+    lengths = [row["length"] for row in rows("loss_by_position")]
+    return [max(lengths) / min(lengths)]
 
 
 def speedup(method: str, shards: int, slices: str, helpers: int = 0) -> float:
@@ -209,15 +228,25 @@ def speedup(method: str, shards: int, slices: str, helpers: int = 0) -> float:
     return float(found["speedup"])
 
 
-def speedups(method: str) -> list[float]:
-    """Of a shard per GPU, and of a shard per slice."""
-    return [speedup(method, 8, WHOLE), speedup(method, 56, BUSY), speedup(method, 56, IDLE)]
-
-
 def errors(shards: int) -> list[float]:
     """Percent by which predictions of steps on so many shards were off: least, most."""
     off = [100 * abs(found["error"]) for found in rows("shards", shards=shards)]
     return [min(off), max(off)]
+
+
+def supported(what: str) -> list[float]:
+    """The oldest and the newest version of Python, or of transformers, that tests are run with."""
+    if what == "python":
+        found = re.findall(r"python(3\.\d+)", (ROOT / "scripts" / "setup.sh").read_text())
+        return [min(map(float, found)), max(map(float, found))]
+    (oldest,) = re.findall(r'"transformers>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
+    (newest,) = re.findall(r"^transformers==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M)
+    return [float(oldest), float(newest)]
+
+
+def window_products(sign: int, window: int = 2_000, tokens: int = 10_000) -> float:
+    """Pairs of tokens within a window, T̄T ∓ T̄(T̄−1)/2; the minus is right."""
+    return window * tokens + sign * window * (window - 1) / 2
 
 
 def less_memory(method: str) -> float:
@@ -258,47 +287,39 @@ WORDS: dict[str, list[Words]] = {
         Words("{:.2f} GB of resident memory, the imports of PyTorch included, and {:,.0f} tokens per second",
               sixteen_million),
     ],
+    "README.md": [Words("with Python {:.2f} to {:.2f} and", lambda: supported("python"))],
+    "models.md": [
+        Words("**transformers {:.2f} to {:.2f}**", lambda: supported("transformers")),
+        Words("means {:.0f} times the longest measured", lambda: [passes.BEYOND]),
+    ],
     "convergence.md": [
-        Words("windows of 4, 16 and 64 cost {:.3f}, {:.3f} and {:.3f} nats, `LayerLocal` {:.3f}, "
-              "the unbiased cut {:.3f}",
-              lambda: gaps("truncated-4", "truncated-16", "truncated-64", "layer-local", "unbiased-64")),
-        Words("{:.0f}–{:.0f}% right at window 4", lambda: right("truncated-4")),
-        *(Words(f"| {positions} | {{:.3f}} | {{:.3f}} |", functools.partial(losses, start, length))
-          for positions, start, length in [
-              ("0–64", 0, 1024), ("64–128", 64, 1024), ("128–256", 128, 1024), ("256–512", 256, 1024),
-              ("512–1,024, eight times the training length", 512, 1024), ("4,096–8,192", 4096, 16384),
-              ("8,192–16,384", 8192, 16384)]),
-        Words("end of the training length ({:.3f})", lambda: losses(64)[:1]),
-        Words("eight times that length ({:.3f} to {:.3f})", lambda: [losses(0)[1], losses(512)[1]]),
-        Words("by {:.2f} at the start and by {:.2f} at the end",
-              lambda: [losses(0)[1] - losses(0)[0], losses(8192, 16384)[1] - losses(8192, 16384)[0]]),
-        Words("has {:.3f} in the former and {:.3f} in the latter",
-              lambda: [losses(256)[1], losses(256, 16384)[1]]),
-        Words("near chance ({:.0f}%)", lambda: [100 / 32]),
+        Words("start in [{:.3f}, {:.1f}], Mamba's", lambda: step_sizes("recall-slow")),
+        Words("step sizes in [{:.1f}, {:.1f}]", lambda: step_sizes("recall-fast")),
+        Words("at every position, up to {:.0f} times the training length", beyond),
+        Words("held-out text up to {:.0f} times that length", beyond),
     ],
     "cluster.md": [
-        Words("| `Exact`, 56 shards | {:.1f} (8 shards) | {:.1f} | {:.1f} |",
-              lambda: speedups("Exact")),
-        Words("| `LayerLocal`, window 256, 56 shards | {:.1f} (8 shards) | {:.1f} | {:.1f} |",
-              lambda: speedups("LayerLocal")),
-        Words("8 shards with 6 helpers each | – | {:.1f} | {:.1f} |",
-              lambda: [speedup("LayerLocal", 8, slices, 6) for slices in (BUSY, IDLE)]),
+        Words("can reach at most {:.1f} of 56", lambda: [1 / (1 / 3 / 8 + 2 / 3 / 56)]),
         Words("error is {:.1f}% for one shard, {:.0f} to {:.0f}% for two and {:.0f} to {:.0f}% for four",
               lambda: [errors(1)[0], *errors(2), *errors(4)]),
-        Words("can reach at most {:.1f} of 56", lambda: [1 / (1 / 3 / 8 + 2 / 3 / 56)]),
+        Words("the plan adds {:.0f} MB and a fifth", lambda: [RESERVED["cpu"][0] / 1e6]),
+        Words("the allowance, {:.2f} GB and a twentieth", lambda: [RESERVED["cuda"][0] / 1e9]),
+        Words("divided by {:.0f}% of its peak, and {:.0f} GB/s between devices",
+              lambda: [100 * command.SUSTAINED, size_bytes(command.BANDWIDTH) / 1e9]),
     ],
     "method.md": [
         Words("take {:.1f} GB at 16,384 tokens by `MiniSequence`, where they take {:.1f} GB at 8,192 tokens",
               lambda: [row("mini_sequence", method=method, tokens=tokens)["bytes"] / 1e9
                        for method, tokens in (("mini-sequence", 16384), ("plain", 8192))]),
+        Words("a Mamba-1 model of {:.2f} billion parameters",
+              lambda: [rows("sources", table="figure-1", model="mamba-1.27b")[0]["parameters"] / 1e9]),
         Words("an edge is {:.1f} MB", lambda: [A_LAYER / 1e6]),
         Words("store {:.1f} GB of edges", lambda: [A_LAYER * 2**20 / 8192 / 1e9]),
         Words("per token and layer, {:.1f} TB each", lambda: [4096 * 4 * 48 * 2**20 / 1e12]),
-        Words("all of it | {:.1f} GB |", lambda: planned_gb("none")),
-        Words("3 d_inner of 5 | {:.1f} GB |", lambda: planned_gb("selective")),
-        Words("at the cost of one more forward | {:.1f} GB |", lambda: planned_gb("full")),
         Words("{:.0f} GB at a million tokens and 50,000 words", lambda: [1e6 * 50_000 * 4 / 1e9]),
     ],
+    "finetune.md": [Words("| {:.1f} on matrices", lambda: [TrainingConfig().weight_decay])],
+    "promises.md": [Words("half precision allows {:.1f} and", lambda: [first_use.COARSE])],
     "paper.md": [
         Words("it is {:.0f} times less, and {:.0f} times less than with checkpointing",
               lambda: [less_memory("Backprop"), less_memory("Backprop, checkpointing")]),
@@ -306,20 +327,49 @@ WORDS: dict[str, list[Words]] = {
               lambda: [forty(1 << 20), forty(1024)]),
         Words("`Exact` over 56 shards gets {:.1f} times one GPU; {:.1f} if each task",
               lambda: [speedup("Exact", 56, BUSY), speedup("Exact", 56, IDLE)]),
+        Words("{:.0f} GB/s and {:.0f} µs per message", lambda: [
+            _stored("scaling")["assumptions"]["network_bytes_per_second"] / 1e9,
+            _stored("scaling")["assumptions"]["latency_seconds"] * 1e6]),
         Words("standard head is {:.0f}% and of the standard MLP {:.0f}% of their measured memory",
               lambda: [counted_over_theirs("head"), counted_over_theirs("mlp")]),
         Words("is {:.1f} GiB short at both lengths", lambda: [
             (found["their_bytes"] - found["bytes"]) / 2**30
             for found in rows("sources", part="head", pieces=1, tokens=80000)]),
         Words("in float32, {:.1f} GiB with its copies", lambda: [10 * 4096 * 128256 / 2**30]),
+        Words("MsT's head takes {:.1f} times as long", lambda: [
+            sources.MST_HEAD[16][2] / sources.MST_HEAD[1][2]]),
+        Words("{:.0f}% at T̄ = 2,000 and T = 10,000, comes with the minus; the plus gives {:.0f}%",
+              lambda: [100 * (1 - window_products(sign) / window_products(-1, 10_000)) for sign in (-1, 1)]),
+        Words("is {:.0f},000 batches of vjps", lambda: [80e9 / 0.6e6 / 1e3]),
     ],
     "gpu.md": [
         Words("makes it {:.2f} at least", lambda: [4 / 3]),
+        Words("at 1,048,576 tokens under {:.0f} GB", lambda: [CAP_BYTES / 1e9]),
+        Words("allocator limited to {:.0f} GB", lambda: [CAP_BYTES / 1e9]),
+        Words("`Exact` may be {:.1f} times as far", lambda: [AS_GOOD]),
     ],
     "kernels.md": [
         Words("tokens: {:.0f} GiB of weights and AdamW's states, {:.0f} of gradients, {:.0f} of weights cast "
               "to bfloat16, {:.0f} for one chunk of 6,656 tokens ({:.1f} MiB per token over 48 layers) and "
               "{:.0f} of edges: {:.0f} GiB in all", held_gib),
-        Words("Backpropagation's {:.1f} MiB per token", lambda: held_gib()[4:5]),
+        Words("Backpropagation's {:.1f} MiB per token exceed {:.0f} GiB",
+              lambda: [held_gib()[4], GPUS["h200"].memory / 2**30]),
     ],
 }  # fmt: skip
+# Phrases with numbers that others have published, by page and source.
+CITED: dict[str, dict[str, list[str]]] = {
+    "cluster.md": {
+        "NVIDIA's list of MIG profiles": ["(a 1g.5gb has 4,864 MiB)"],
+        "Ray's documentation": ["at most 100 MB", "some 15 s until Ray declares it lost"],
+    },
+    "paper.md": {
+        "arXiv 2501.00692": ["up to 3 times less memory", "The 3 times can only", "The 280 times of figure 6",
+                             "0.6 MB read and written", "80 GB ÷ 0.6 MB"],
+        "arXiv 2407.15892, table 5": ["3,700 TFLOPS"],
+    },
+}  # fmt: skip
+# Tables of several results or of the planner, which no benchmark writes: document, mark, what makes it.
+TABLES: list[tuple[str, str, Callable[[], str]]] = [
+    ("docs/convergence.md", "positions", positions),
+    ("docs/method.md", "recompute", recomputed),
+]

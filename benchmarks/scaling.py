@@ -214,18 +214,16 @@ class Scaling(Benchmark):
 
     def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
         yield "docs/paper.md", "figure-6", days_table(result["rows"])
+        yield "docs/cluster.md", "slices", slices_table(result["slices"])
 
     def markdown(self, result: Row) -> str:
         """Days of an epoch, then the speed-up of slices."""
-        a, numbers = result["assumptions"], ("shards", "helpers", "worker_speed", "most", "speedup")
-        heads = ["method", "devices", "shards", "helpers of each", "speed of each", "at most", "simulated"]
-        lines = [[_name(row), row["devices"], *(f"{row[key]:.3g}" for key in numbers)]
-                 for row in result["slices"]]  # fmt: skip
+        a = result["assumptions"]
         contexts = ", ".join({show.tokens(row["context"]): "" for row in result["slices"]})
         return (
             f"Days of an epoch of {a['epoch_tokens']:.3g} tokens, {a['layers']} layers, by context:\n\n"
             f"{days_table(result['rows'])}\nSpeed-up over one whole GPU, {contexts} tokens, {a['layers']} "
-            f"layers:\n\n{report.markdown_table(heads, lines, left=(0, 1))}"
+            f"layers:\n\n{slices_table(result['slices'])}"
         )
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
@@ -246,6 +244,14 @@ def days_table(rows: Sequence[Row]) -> str:
     """A line for each method and devices, a column for each context."""
     heads, line = ["planned, days", "devices"], ("method", "devices")
     return report.pivot(heads, rows, line, "context", lambda row: f"{row['days']:.3g}", show.tokens)
+
+
+def slices_table(rows: Sequence[Row]) -> str:
+    """A line for each method, devices and helpers: the speed-up over one whole GPU."""
+    numbers = ("shards", "helpers", "worker_speed", "most", "speedup")
+    heads = ["method", "devices", "shards", "helpers of each", "speed of each", "at most", "simulated"]
+    lines = [[_name(row), row["devices"], *(f"{row[key]:.3g}" for key in numbers)] for row in rows]
+    return report.markdown_table(heads, lines, left=(0, 1))
 
 
 def draw(figure: Sequence[Row], a: Row) -> Any:

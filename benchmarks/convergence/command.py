@@ -78,8 +78,8 @@ class Convergence(Benchmark):
             "tasks": tasks,
             "block_steps": BLOCK,
             "curves": [
-                curve(*key, by_seed)
-                for key, (by_seed, _) in by_run(found, "task", "method").items()
+                curve(task, method, by_seed)
+                for (task, method), (by_seed, _) in by_run(found, "task", "method").items()
                 if by_seed
             ],
         }
