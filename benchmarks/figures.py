@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adjoint.tools.points.process import ROOT
+from benchmarks.claims import Claims
 from benchmarks.convergence.command import Convergence
+from benchmarks.depth import Depth
 from benchmarks.fleet import Fleet
 from benchmarks.fsdp import Fsdp
 from benchmarks.kernels.command import Kernels
@@ -131,6 +133,7 @@ FIGURES = [
     Figure("docs/method.md", LayerWork(), "", "", ("layers/*.py",)),
     Figure("docs/convergence.md", Convergence(), "",
            "--methods backprop exact --tasks text --seeds 1 --steps 5 --seqlen 128"),
+    Figure("docs/convergence.md", Depth(), "", "--layers 1 2 --seeds 1 --steps 5 --seqlen 128"),
     Figure("docs/convergence.md", TrainedWindows(), "",
            "--layers 1 --windows 1 16 --seqlen 512 --steps 2 --batches 1"),
     Figure("docs/convergence.md", Recall(), "", "--mixers mamba gated_deltanet --steps 20"),
@@ -140,6 +143,8 @@ FIGURES = [
     Figure("docs/paper.md", LayerLocalCosine(), "", ""),
     Figure("docs/paper.md", Sources(), "", "--tables table-1 layer",
            ("plan/count.py", "plan/memory.py", "loss.py", "layers/*.py")),
+    Figure("docs/paper.md", Claims(), "", "--groups korthikanti-layer",
+           ("plan/count.py", "loss.py", "hf/mini_sequence.py", "hf/head.py", *PROGRAMS)),
     Figure("docs/paper.md", Fleet(), "", "--devices 8 --models mamba-1.27b --gpus h100",
            (*PROGRAMS, "plan/estimate.py", "plan/memory.py")),
     Figure("docs/method.md", MiniSequence(), "", "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),

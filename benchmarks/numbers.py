@@ -27,7 +27,7 @@ from adjoint.tools.points import passes
 from adjoint.tools.points.process import ROOT
 from adjoint.train.config import TrainingConfig
 from adjoint.train.gpus import GPUS
-from benchmarks import report, sources
+from benchmarks import report
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.gpu.model import AS_GOOD
 from benchmarks.gpu.points import CAP_BYTES
@@ -260,7 +260,7 @@ def less_memory(method: str) -> float:
 
 def counted_over_theirs(part: str) -> float:
     """Percent of the Mini-Sequence Transformer's measured memory of a whole head or MLP at 80,000 tokens."""
-    found = row("sources", part=part, pieces=1, tokens=80000)
+    found = row("claims", part=part, pieces=1, tokens=80000)
     return float(100 * found["bytes"] / found["their_bytes"])
 
 
@@ -334,10 +334,11 @@ WORDS: dict[str, list[Words]] = {
               lambda: [counted_over_theirs("head"), counted_over_theirs("mlp")]),
         Words("is {:.1f} GiB short at both lengths", lambda: [
             (found["their_bytes"] - found["bytes"]) / 2**30
-            for found in rows("sources", part="head", pieces=1, tokens=80000)]),
+            for found in rows("claims", part="head", pieces=1, tokens=80000)]),
         Words("in float32, {:.1f} GiB with its copies", lambda: [10 * 4096 * 128256 / 2**30]),
         Words("MsT's head takes {:.1f} times as long", lambda: [
-            sources.MST_HEAD[16][2] / sources.MST_HEAD[1][2]]),
+            row("claims", part="head", pieces=16, tokens=80000)["their_seconds"]
+            / row("claims", part="head", pieces=1, tokens=80000)["their_seconds"]]),
         Words("{:.0f}% at T̄ = 2,000 and T = 10,000, comes with the minus; the plus gives {:.0f}%",
               lambda: [100 * (1 - window_products(sign) / window_products(-1, 10_000)) for sign in (-1, 1)]),
         Words("is {:.0f},000 batches of vjps", lambda: [80e9 / 0.6e6 / 1e3]),

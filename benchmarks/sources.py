@@ -5,10 +5,9 @@ memory, and every storage is noted while it lives (`adjoint.plan`). The sources 
 
 - adjoint sharding (arXiv 2501.00692): figure 1 (memory by context of five models), the longest context of the
   largest, table 1 (memory and operations of one vjp);
-- the Mini-Sequence Transformer (arXiv 2407.15892): tables 12 to 15, Llama3-8B's head and MLP in M pieces;
 - Korthikanti et al. (arXiv 2205.05198): bytes of activations that a layer of a Transformer keeps.
 
-What the sources measured stands in the tables as theirs.
+What the sources measured stands in the tables as theirs. Their other claims are in `benchmarks.claims`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
-from adjoint.loss import linear_cross_entropy
 from adjoint.plan.count import Conditions, counting, fake_tensors
 from adjoint.plan.layouts import candidates
 from adjoint.plan.memory import needs
@@ -130,74 +128,26 @@ def table_1() -> Iterator[Row]:
             }  # fmt: skip
 
 
-# ------------------------------------------------------------------------- the Mini-Sequence Transformer
-
-HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256  # of Llama3-8B
-MST_LENGTHS = (8192, 80000)
-# GiB and seconds that tables 13 and 12, 15 and 14 state at 8,192 and 80,000 tokens, by M; 1 is their standard
-MST_HEAD = {1: (7.91, 59.92, 0.85), 2: (6.95, 50.66, 1.36), 4: (4.52, 26.92, 1.33), 8: (3.30, 15.05, 1.34),
-            16: (2.70, 9.12, 1.35), 32: (2.39, 6.15, 1.36)}  # fmt: skip
-MST_MLP = {1: (2.11, 14.72, 2.96), 2: (2.00, 12.69, 3.05), 4: (2.00, 11.66, 2.99), 8: (2.11, 11.66, 3.05)}
-
-
-def _head(pieces: int, tokens: int) -> tuple[int, int]:
-    def make() -> tuple[Any, Tensor, Tensor]:
-        hidden = torch.zeros(1, tokens, HIDDEN).requires_grad_()
-        return nn.Linear(HIDDEN, VOCABULARY, bias=False), hidden, torch.zeros(1, tokens, dtype=torch.int64)
-
-    def run(given: tuple[Any, Tensor, Tensor]) -> None:
-        head, hidden, targets = given
-        if pieces == 1:
-            loss = nn.functional.cross_entropy(head(hidden).flatten(0, 1), targets.flatten())
-        else:
-            loss = linear_cross_entropy(hidden, head.weight, targets, -(-tokens // pieces)) / tokens
-        loss.backward()
-
-    return peak_and_operations(make, run)
-
-
-def _mlp(pieces: int, tokens: int) -> tuple[int, int]:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    from adjoint.hf.mini_sequence import in_pieces
-
-    def make() -> tuple[Any, Tensor]:
-        config = LlamaConfig(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE)
-        return LlamaMLP(config), torch.zeros(1, tokens, HIDDEN).requires_grad_()
-
-    def run(given: tuple[Any, Tensor]) -> None:
-        mlp, hidden = given
-        (mlp if pieces == 1 else in_pieces(mlp.forward, pieces))(hidden).sum().backward()
-
-    return peak_and_operations(make, run)
-
-
-def mini_sequence(part: str, pieces: int) -> Iterator[Row]:
-    """Bytes and operations of forward and backward of the head or the MLP, beside theirs."""
-    count, theirs = {"head": (_head, MST_HEAD), "mlp": (_mlp, MST_MLP)}[part]
-    for place, tokens in enumerate(MST_LENGTHS):
-        peak, operations = count(pieces, tokens)
-        yield {"pieces": pieces, "tokens": tokens, "bytes": peak, "operations": operations,
-               "their_bytes": theirs[pieces][place] * GIB,
-               "their_seconds": theirs[pieces][2] if tokens == MST_LENGTHS[-1] else None}  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------- Korthikanti et al.
 
 S, B, H, HEADS = 2048, 4, 6144, 64  # of their 22B model
 UNIT, SCORES = S * B * H, HEADS * S / H  # bytes of sbh; as/h
 
 
-def kept_by(module: Callable[[], Any], call: Callable[[Any, Tensor], Any]) -> int:
-    """Bytes that a layer's forward in 16 bits keeps for its backward, its input included, its output not."""
+def kept_by(
+    module: Callable[[], Any],
+    call: Callable[[Any, Tensor], Any],
+    shape: tuple[int, int, int] = (B, S, H),
+) -> int:
+    """Bytes that a layer's forward in 16 bits keeps for its backward, its input included, its output not.
+    shape: of the input, (batch, tokens, width)."""
     with fake_tensors(torch.bfloat16) as fake:
         with fake:
             layer = module()
-        with counting(Conditions(B, S, device="cuda"), fake) as live:
-            call(layer, torch.zeros(B, S, H))  # notes the weights
+        with counting(Conditions(*shape[:2], device="cuda"), fake) as live:
+            call(layer, torch.zeros(shape))  # notes the weights
             before = live.begin()
-            kept = call(layer, torch.zeros(B, S, H, requires_grad=True)).grad_fn
+            kept = call(layer, torch.zeros(shape, requires_grad=True)).grad_fn
             found = live.live - before
             del kept
             return found
@@ -301,8 +251,7 @@ def peak_and_operations(make: Callable[[], Any], run: Callable[[Any], object]) -
 
 
 TABLES: dict[str, Callable[..., Iterator[Row]]] = {
-    "figure-1": figure_1, "longest": longest, "table-1": table_1, "mini-sequence": mini_sequence,
-    "layer": layer,
+    "figure-1": figure_1, "longest": longest, "table-1": table_1, "layer": layer,
 }  # fmt: skip
 
 
@@ -331,8 +280,6 @@ class Sources(Benchmark):
             "longest": [{"method": method, "gpus": gpus}
                         for method in (PRINTED, STORED, *METHODS) for gpus in DEVICES],
             "table-1": [{}],
-            "mini-sequence": [{"part": part, "pieces": m}
-                              for part, theirs in (("head", MST_HEAD), ("mlp", MST_MLP)) for m in theirs],
             "layer": [{"name": name} for name in LAYERS],
         }  # fmt: skip
         return [{"table": table, **point} for table in options.tables for point in found[table]]
@@ -341,14 +288,11 @@ class Sources(Benchmark):
         return "all"
 
     def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        return [
-            {"table": p["table"], **({"part": p["part"]} if "part" in p else {}), **row}
-            for p, r in found for row in r.get("rows", ())
-        ]  # fmt: skip
+        return [{"table": p["table"], **row} for p, r in found for row in r.get("rows", ())]
 
     def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
         for mark, made in SHOWN.items():
-            rows = [row for row in result["rows"] if mark in (row["table"], row.get("part"))]
+            rows = [row for row in result["rows"] if row["table"] == mark]
             if rows:
                 yield self.document, mark, made(rows)
 
@@ -398,20 +342,6 @@ def _table_1(rows: Sequence[Row]) -> str:
     )  # fmt: skip
 
 
-def _mini_sequence(rows: Sequence[Row]) -> str:
-    lengths, standard = sorted({row["tokens"] for row in rows}), rows[0]["operations"]
-    heads = ["M", *(f"{n:,}: {what}" for n in lengths for what in ("theirs, GiB", "counted, GiB")),
-             "their time", "counted operations"]  # fmt: skip
-    lines = []
-    for pieces in dict.fromkeys(row["pieces"] for row in rows):
-        mine = [row for row in rows if row["pieces"] == pieces]
-        cells = [f"{row[key] / GIB:.2f}" for row in mine for key in ("their_bytes", "bytes")]
-        ratio = mine[-1]["their_seconds"] / rows[len(lengths) - 1]["their_seconds"]
-        times = [f"× {ratio:.2f}", f"× {mine[0]['operations'] / standard:.2f}"]
-        lines.append(["standard" if pieces == 1 else str(pieces), *cells, *times])
-    return report.markdown_table(heads, lines)
-
-
 def _layers(rows: Sequence[Row]) -> str:
     number = lambda value: "–" if value is None else f"{value:.1f}"  # noqa: E731
     lines = [
@@ -423,8 +353,7 @@ def _layers(rows: Sequence[Row]) -> str:
 
 
 SHOWN: dict[str, Callable[[Sequence[Row]], str]] = {
-    "figure-1": _figure_1, "longest": _longest, "table-1": _table_1, "head": _mini_sequence,
-    "mlp": _mini_sequence, "layer": _layers,
+    "figure-1": _figure_1, "longest": _longest, "table-1": _table_1, "layer": _layers,
 }  # fmt: skip
 
 

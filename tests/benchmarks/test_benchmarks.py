@@ -15,6 +15,7 @@ import torch
 
 from adjoint.tools.points import journal, passes, process, show
 from benchmarks import (
+    claims,
     depth,
     fleet,
     layer_work,
@@ -58,6 +59,7 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
     (scaling.Scaling(), "--lengths 1K 2K --slice-length 2K --windows 15",
      14, "context method devices days"),
     (sources.Sources(), "--tables table-1", 6, "table structure network formula_bytes bytes operations"),
+    (claims.Claims(), "--groups korthikanti-layer", 6, "source where what theirs ours how"),
     (fleet.Fleet(), "--devices 1 --models hybrid --gpus h100",
      3, "model tokens rows devices gpu seconds idle_share memory_bytes why"),
     (Convergence(),
@@ -71,7 +73,7 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      "--shards 1 2 --repeats 1 --d-model 8 --layers 2 --seqlen 64 --chunk-size 16 --window 8 --methods exact",
      3, "method shards sequence predicted_seconds measured_seconds error memory_bytes"),
 ]  # fmt: skip
-UNDRAWN = ("mixers", "mini_sequence", "layer_work", "sources")
+UNDRAWN = ("mixers", "mini_sequence", "layer_work", "sources", "claims")
 
 
 @pytest.mark.usefixtures("one_thread")

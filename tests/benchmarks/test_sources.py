@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from adjoint.plan.stack import model_of
 from adjoint.tools.plan.command import SUSTAINED
 from adjoint.train.config import load_config
 from adjoint.train.gpus import GPUS
-from benchmarks import fleet, sources
+from benchmarks import claims, fleet, sources
 
 
 def test_a_vjp_of_table_1_by_hand() -> None:
@@ -26,6 +27,30 @@ def test_what_a_gpt2_layer_keeps_by_hand() -> None:
     assert row["counted"] == pytest.approx(34 - 2 + (norms + normalizers) / sources.UNIT, abs=2e-3)
     (row,) = sources.layer("GPT-2, recomputed")
     assert row["counted"] == pytest.approx(2, abs=1e-3)
+
+
+def test_the_layer_of_korthikanti_et_al_keeps_what_their_formulas_say() -> None:
+    """Written after their text, counted; to the hundredth, as means and variances of the norms are little."""
+    for row in claims.korthikanti_layer():
+        assert row["ours"] == row["theirs"], row["what"]
+
+
+def test_a_ranks_layer_has_the_gradients_of_plain_operators() -> None:
+    """Its dropout and its gathering, without dropping and for one rank, are what PyTorch's autograd has."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(2, 6, 4, dtype=torch.float64)
+    found = torch.autograd.grad(claims.Gathered.apply(x, weight, 1), (x, weight), dy)
+    torch.testing.assert_close(found, torch.autograd.grad(x @ weight.T, (x, weight), dy))
+
+
+def test_a_llama_step_by_hand() -> None:
+    """A layer's input each is all that recomputation keeps, and the logits in float32."""
+    weights, kept, peak = claims.step_of("Llama2-7B", claims.RECOMPUTED, 4096)
+    assert weights == pytest.approx(2 * 6.74e9, rel=1e-3)
+    assert kept == pytest.approx(2 * 33 * 4096 * 4096 + 4 * 4096 * 32000, rel=0.1)
+    assert peak > weights + kept
 
 
 def test_what_the_papers_method_stores_by_hand() -> None:
