@@ -330,13 +330,14 @@ WORDS: dict[str, list[Words]] = {
         Words("{:.0f} GB/s and {:.0f} µs per message", lambda: [
             _stored("scaling")["assumptions"]["network_bytes_per_second"] / 1e9,
             _stored("scaling")["assumptions"]["latency_seconds"] * 1e6]),
+        Words("in an A100's {:.0f} GiB", lambda: [GPUS["a100-80gb"].memory / 2**30]),
         Words("standard head is {:.0f}% and of the standard MLP {:.0f}% of their measured memory",
               lambda: [counted_over_theirs("head"), counted_over_theirs("mlp")]),
-        Words("is {:.1f} GiB short at both lengths", lambda: [
+        Words("is {:.1f} GiB short at every length", lambda: [
             (found["their_bytes"] - found["bytes"]) / 2**30
             for found in rows("claims", part="head", pieces=1, tokens=80000)]),
         Words("in float32, {:.1f} GiB with its copies", lambda: [10 * 4096 * 128256 / 2**30]),
-        Words("MsT's head takes {:.1f} times as long", lambda: [
+        Words("MsT's head takes {:.1f} times as long at 80,000 tokens", lambda: [
             row("claims", part="head", pieces=16, tokens=80000)["their_seconds"]
             / row("claims", part="head", pieces=1, tokens=80000)["their_seconds"]]),
         Words("{:.0f}% at T̄ = 2,000 and T = 10,000, comes with the minus; the plus gives {:.0f}%",
