@@ -114,23 +114,17 @@ class Depth(Benchmark):
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         """The gap to `Exact` against the depth, the median and each seed's range; beside it the loss."""
         figure, panels = report.pyplot().subplots(1, 2, figsize=(9, 3.6))
-        for (method, look), field in itertools.product(
-            looks(dict.fromkeys(row["method"] for row in result["rows"])).items(), ("gap", "held_out")
-        ):
+        style = looks(dict.fromkeys(row["method"] for row in result["rows"]))
+        style[EXACT] = looks(["backprop"])["backprop"]  # the baseline here
+        for (method, look), field in itertools.product(style.items(), ("gap", "held_out")):
             axes = panels[int(field == "held_out")]
             rows = [row for row in result["rows"] if row["method"] == method and field in row]
             depths = [row["layers"] for row in rows]
-            axes.plot(
-                depths, [row[field] for row in rows], **look, marker="o", markersize=4, label=label(method)
+            median, low, high = (
+                [row[name] for row in rows] for name in (field, f"{field}_min", f"{field}_max")
             )
-            axes.fill_between(
-                depths,
-                [row[f"{field}_min"] for row in rows],
-                [row[f"{field}_max"] for row in rows],
-                color=look["color"],
-                alpha=0.15,
-                linewidth=0,
-            )
+            axes.plot(depths, median, **look, marker="o", markersize=4, label=label(method))
+            axes.fill_between(depths, low, high, color=look["color"], alpha=0.15, linewidth=0)
         for axes, title in zip(panels, ("above Exact's, same seed", "itself"), strict=True):
             axes.set(xscale="log", xlabel="layers", title=f"held-out loss {title}")
             axes.set_xticks(result["model"]["n_layer"], [str(n) for n in result["model"]["n_layer"]])
