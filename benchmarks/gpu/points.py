@@ -22,7 +22,7 @@ from benchmarks.wrapped import MODELS, WIDTHS
 LARGE = {"vocab_size": 256, "d_model": 2048, "n_layer": 48, "mixer": "mamba", "d_state": 16, "d_conv": 4}
 LARGE |= {"expand": 2, "tie_embeddings": True}
 TINY = {"vocab_size": 64, "d_model": 32, "n_layer": 2, "mixer": "mamba", "tie_embeddings": True}
-MIXERS = ("mamba", "mamba2", "mamba3", "gated_deltanet")  # whose gradients are compared with float64
+MIXERS = ("mamba", "mamba2", "mamba3", "gated_deltanet", "kda")  # whose gradients are compared with float64
 CAP_BYTES = 40_000_000_000
 PEERS = ("adjoint", "torch", "mamba-ssm", "causal-conv1d", "fla", "liger")
 TIMED = ("selective_scan", "ssd_scan", "causal_conv1d", "rms_norm", "add_rms_norm", "head_loss")

@@ -392,7 +392,7 @@ from adjoint.kernels.libraries import LIBRARIES, MambaSSM
 if {name == "fla"}:
     import fla.ops.common.chunk_delta_h as delta
     delta.range = counted
-MambaSSM.CHUNK, trial.SEQLEN, trial.SSD = 32, 70, (2, 16, 16)
+MambaSSM.CHUNK, trial.SEQLEN, trial.SSD = 32, {20 if operation == "kda" else 70}, (2, 16, 16)
 for dtype in torch.float32, torch.float16:
     call = LIBRARIES[{name!r}], {operation!r}, torch.device("cpu"), dtype
     print(json.dumps(trial.errors(*call, resets={resets})))
