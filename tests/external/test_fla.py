@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,6 +21,7 @@ import adjoint
 from adjoint import Exact
 from adjoint.hf.check import Refused
 from tests.model_helpers import relative
+from tests.ranks import on_ranks
 
 pytest.importorskip("fla.models", reason="fla is not installed (make test-external)")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -190,6 +193,23 @@ def test_documents_and_padding(name: str, by_references: Any, monkeypatch: pytes
     labels = padded.masked_fill(places <= 3, -100)
     loss = model(input_ids=padded, labels=labels, attention_mask=(places >= 3).long()).loss
     assert relative(loss.detach(), alone[0][0]) <= 1e-12
+
+
+def shared(name: str) -> None:
+    model, ids = make(name), torch.randint(31, (2, 23), generator=torch.Generator().manual_seed(3))
+    found = []
+    for group in (None, dist.group.WORLD):
+        adjoint.wrap(model, Exact(4), sequence_group=group)
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append({key: p.grad.clone() for key, p in model.named_parameters()})
+    for key, expected in found[0].items():
+        assert relative(found[1][key], expected) <= 1e-10, key
+
+
+@pytest.mark.parametrize("name", ["KDA", "DeltaNet"])
+def test_ranks_that_share_sequences(name: str, tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, shared, name)
 
 
 def test_what_is_not_known_is_refused_by_name() -> None:
