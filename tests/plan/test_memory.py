@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -210,13 +209,12 @@ def test_auto_is_most_of_what_weights_leave_on_a_gpu() -> None:
     assert found == parts(budget) and found["chunk"] > 10 * parts(None)["chunk"]
 
 
-def test_a_process_takes_what_the_documents_say_for_a_model_of_no_size(tmp_path: Path) -> None:
+def test_a_process_takes_some_hundred_megabytes_for_a_model_of_no_size(tmp_path: Path) -> None:
+    """As docs/cluster.md says; less or much more would be counted twice, or a leak."""
     argv = [sys.executable, "-m", "adjoint", *tiny(tmp_path)]
     subprocess.run(argv, check=True, capture_output=True, timeout=600)
-    text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
-    least, most = map(int, re.findall(r"of almost no size: (\d+) to (\d+) MB", text)[0])
     peaks = [row["peak_memory_bytes"] / 1e6 for row in metrics(tmp_path / "run")]
-    assert least <= peaks[0] <= peaks[-1] <= most
+    assert 200 <= peaks[0] <= peaks[-1] <= 700
 
 
 @pytest.mark.slow
