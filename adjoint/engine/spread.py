@@ -5,7 +5,8 @@ Where a query sees everything before it, queries travel: a chunk's go to the ran
 each gives back the output and log-sum-exp for its own keys, and these are merged (as in ring attention, Liu
 et al. 2023). In the backward the queries go again, with the output's cotangent; each rank adds to the
 cotangents of its keys and values and gives back the queries'. So messages are as long as a chunk, however
-long the sequence is. Where a window bounds what queries see, the keys and values in reach travel instead.
+long the sequence is. Ranks ask each other in turn, a few at a time (`AHEAD`): what is under way does not grow
+with their number. Where a window bounds what queries see, the keys and values in reach travel instead.
 
 All ranks run the chunks of a round, one each, layer by layer in the same order. The last round is whole, so
 that a rank without a chunk in the first one holds nothing that anybody reads there: whoever is asked comes to
@@ -14,9 +15,9 @@ the same place of its own program, and nothing can wait in a circle."""
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ ALL = 1 << 62  # tokens: as far as a sequence goes
 Span = Callable[[int, int | None], tuple[int, int]]
 # Tags of messages: what is sent between two ranks under one tag arrives in the order sent.
 QUERIES, ANSWERS, LOGS, KEYS, STATES = 1, 2, 3, 4, 16
+AHEAD = 2  # turns whose queries are under way while an earlier one's are answered
 
 
 class NotAttended(UserError):
@@ -67,6 +69,11 @@ class Spread:
     def owner(self, c: int) -> int:
         """The rank that has chunk c."""
         return self.owners(0, c)
+
+    def turns(self) -> list[tuple[int, int]]:
+        """(whom this rank asks, who asks it), turn by turn: in each every rank has one of both."""
+        n = len(self.ranks)
+        return [((self.place + i) % n, (self.place - i) % n) for i in range(1, n)]
 
     def own_tokens(self, c: int) -> int:
         """The number of this rank's tokens before chunk c."""
@@ -185,6 +192,7 @@ class _Sends:
         """Waits until they have left: whoever they are for has come to the same exchange, or will."""
         for wait in self.under_way:
             wait()
+        self.under_way.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,14 +210,30 @@ class _Asking:
     stop: int
 
 
-def _asking(past: SpreadPast) -> list[_Asking]:
-    spread, found = past.spread, []
+def _asking(past: SpreadPast) -> dict[int, _Asking]:
+    """By the ranks that have them."""
+    spread, found = past.spread, {}
     for c in spread.beside(past.chunk):
         tokens, begin = spread.span(c, past.row)
         start, stop = spread.held(spread.place, c, begin)
         if start < stop:
-            found.append(_Asking(c, spread.owner(c), tokens, start, stop))
+            found[spread.owner(c)] = _Asking(c, spread.owner(c), tokens, start, stop)
     return found
+
+
+def _in_turn(spread: Spread, ask: Callable[[int, int], Any]) -> Iterator[tuple[int, int, Any]]:
+    """(whom to ask, who asks, what `ask(…)` of the two has given), turn by turn; the first are asked at once.
+    A turn's answers are made by all ranks in the same turn of theirs, and need nothing of a later one: so
+    none waits for ever."""
+    turns = spread.turns()
+    asked = collections.deque(ask(*turn) for turn in turns[:AHEAD])
+
+    def each() -> Iterator[tuple[int, int, Any]]:
+        for i, turn in enumerate(turns):
+            yield *turn, asked.popleft()
+            asked.extend(ask(*later) for later in turns[i + AHEAD : i + AHEAD + 1])
+
+    return each()
 
 
 def _asked(past: SpreadPast, begin: int) -> list[int]:
@@ -239,26 +263,30 @@ class _Attended(torch.autograd.Function):
         log_dtype = accumulate_dtype(q.dtype)
         begin = spread.span(past.chunk, past.row)[1]
         asking, asked = _asking(past), _asked(past, begin)
-        queries = [spread.post(a.rank, q, (*q.shape[:2], a.tokens, q.shape[3]), QUERIES) for a in asking]
-        answers = [
-            (
-                spread.post(rank, q, q.shape, ANSWERS),
-                spread.post(rank, q.new_empty(0, dtype=log_dtype), q.shape[:3], LOGS),
-            )
-            for rank in asked
-        ]
-        for rank in asked:
-            sends.start(rank, q, QUERIES)
+
+        def ask(to: int, source: int) -> tuple[Pending | None, list[Pending]]:
+            query, answer = None, []
+            if source in asking:
+                query = spread.post(source, q, (*q.shape[:2], asking[source].tokens, q.shape[3]), QUERIES)
+            if to in asked:
+                logs = spread.post(to, q.new_empty(0, dtype=log_dtype), q.shape[:3], LOGS)
+                answer = [spread.post(to, q, q.shape, ANSWERS), logs]
+                sends.start(to, q, QUERIES)
+            return query, answer
+
         start, stop = spread.held(spread.place, past.chunk, begin)
-        own = torch.ops.adjoint.past_attention(q, k, v, *(p.of_own(start, stop) for p in pasts), scale)
-        for a, pending in zip(asking, queries, strict=True):
-            seen = [p.of_own(a.start, a.stop) for p in pasts]
-            out, log = attention.attention_to_all(pending(), seen, scale)
-            sends.start(a.rank, out.contiguous(), ANSWERS)
-            sends.start(a.rank, log.contiguous(), LOGS)
-        # in the ranks' order: the same bits in every run
-        parts = itertools.chain([tuple(own)], ((out(), log()) for out, log in answers))
-        out, log = attention.merged(parts)
+        turns = _in_turn(spread, ask)
+        out, log = torch.ops.adjoint.past_attention(q, k, v, *(p.of_own(start, stop) for p in pasts), scale)
+        for _, source, (query, answer) in turns:  # always in this order: the same bits in every run
+            if query is not None:
+                seen = [p.of_own(asking[source].start, asking[source].stop) for p in pasts]
+                theirs, logs = attention.attention_to_all(query(), seen, scale)
+                sends.wait()  # of the turn before
+                sends.start(source, theirs.contiguous(), ANSWERS)
+                sends.start(source, logs.contiguous(), LOGS)
+                del theirs, logs
+            if answer:
+                out, log = attention.merged([(out, log), (answer[0](), answer[1]())])
         out = out.to(q.dtype)
         sends.wait()
         ctx.save_for_backward(q, k, v, out, log)
@@ -274,16 +302,20 @@ class _Attended(torch.autograd.Function):
         d = attention.padded(d, q.shape[3]).contiguous()
         log, given = log.contiguous(), torch.stack([d, q, out])
         asking, asked = _asking(past), _asked(past, ctx.begin)
-        queries = []
-        for a in asking:
-            shape = 3, *q.shape[:2], a.tokens, q.shape[3]
-            queries.append(
-                (spread.post(a.rank, q, shape, QUERIES), spread.post(a.rank, log, shape[1:4], LOGS))
-            )
-        answers = [spread.post(rank, q, q.shape, ANSWERS) for rank in asked]
-        for rank in asked:
-            sends.start(rank, given, QUERIES)
-            sends.start(rank, log, LOGS)
+
+        def ask(to: int, source: int) -> tuple[list[Pending], Pending | None]:
+            queries, answer = [], None
+            if source in asking:
+                shape = 3, *q.shape[:2], asking[source].tokens, q.shape[3]
+                logs = spread.post(source, log, shape[1:4], LOGS)
+                queries = [spread.post(source, q, shape, QUERIES), logs]
+            if to in asked:
+                answer = spread.post(to, q, q.shape, ANSWERS)
+                sends.start(to, given, QUERIES)
+                sends.start(to, log, LOGS)
+            return queries, answer
+
+        turns = _in_turn(spread, ask)
         dq, dk, dv = attention.own_backward(d, q, k, v, out, log, scale)
         dq = dq.to(log.dtype)  # in which the ranks' parts are summed
 
@@ -297,10 +329,15 @@ class _Attended(torch.autograd.Function):
 
         start, stop = spread.held(spread.place, past.chunk, ctx.begin)
         dq += part(past.chunk, start, stop, (d, q, out), log)
-        for a, (both, logs) in zip(asking, queries, strict=True):
-            sends.start(a.rank, part(a.chunk, a.start, a.stop, both(), logs()), ANSWERS)
-        for answer in answers:
-            dq += answer()
+        for _, source, (queries, answer) in turns:
+            if queries:
+                a = asking[source]
+                theirs = part(a.chunk, a.start, a.stop, queries[0](), queries[1]())
+                sends.wait()  # of the turn before
+                sends.start(source, theirs, ANSWERS)
+                del theirs
+            if answer is not None:
+                dq += answer()
         sends.wait()
         return dq[..., : k.shape[3]].to(q.dtype), dk, dv, None, None, None
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from adjoint import Exact, LayerLocal, Stack, StackConfig
+from adjoint.engine import spread
 from tests.engine.test_sequence import both, world
 from tests.model_helpers import (
     HEADS,
@@ -57,6 +58,17 @@ def hybrids() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_hybrids_by_every_method(ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, hybrids)
+
+
+def in_turns() -> None:
+    for mixer, more in HYBRIDS[1:3]:
+        both(hybrid(mixer, **more), Exact(3), world(), make_ids(2, 31))
+
+
+def test_ranks_ask_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where more ranks are asked than are at a time, and some have no chunk in the first round."""
+    monkeypatch.setattr(spread, "AHEAD", 1)
+    on_ranks(4, tmp_path, in_turns)
 
 
 def batches() -> None:

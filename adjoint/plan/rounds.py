@@ -1,0 +1,245 @@
+"""How long a step takes where ranks share the sequence of a model with attention (`adjoint.engine.sequence`).
+
+They go through it in rounds: each rank has one chunk, all run layer by layer in the same order. They meet at
+attention, where queries travel and each rank does as much of the round's work as any other; recurrent states
+go from rank to rank while the layers run. Which tile comes when is fixed so, and its time follows from a few
+maxima: no program is made, and a thousand ranks are planned in a moment.
+
+A recurrent layer's states can cross in two ways. In a wave each rank waits for the state before its chunk when
+its recurrence begins: this is what runs. By affine exchange each first runs its recurrence from zero, ranks
+combine (decay, state) pairs in log2 N steps, and each runs it again from its true first state: nobody waits
+for N recurrences, and each is computed twice. This is simulated alone (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from adjoint.engine.grid import Tile
+from adjoint.plan.memory import Setup
+from adjoint.plan.simulate import Span, Timeline
+
+Exchange = Literal["wave", "affine"]
+Times = Any  # a NumPy array, a time of each of a round's ranks
+
+
+def reached(c: int, ranks: int) -> int:
+    """The number of other ranks that hold keys before chunk c, to which its queries travel."""
+    return min(c, ranks - 1)
+
+
+def asked_bytes(setup: Setup, k: int, tokens: int) -> tuple[int, int]:
+    """Bytes, questions and answers together, for each rank that `tokens` queries of attention layer k reach:
+    of a forward pass, and of a backward pass."""
+    query, log = setup.query(k, tokens)
+    return 2 * query + log, 4 * query + log
+
+
+def fetched_bytes(setup: Setup, k: int, start: int) -> int:
+    """Bytes of the keys and values before token `start` that a chunk of layer k fetches, where not its
+    queries travel; as many of their cotangents go back."""
+    layer = setup.model.layers[k]
+    if layer.pairs and layer.window is None:
+        return 0
+    return setup.grown(k) * min(start, start if layer.window is None else layer.window - 1)
+
+
+@dataclass
+class Walk:
+    """Goes through a step's rounds.
+
+    Args:
+        setup: whose layout shares sequences. spans: each shard's layers.
+        seconds: (layer, kind) → seconds per token, without attention's pairs; the head's under -1.
+        serial: (layer, kind) → of these the recurrence's. pairs: (layer, kind) → of a pair of tokens.
+        bytes_per_second, latency: of messages. speed: of each shard's devices.
+        most: spans of the timeline that are noted.
+
+    Attributes:
+        sent: bytes of all messages. per_link: of those from one rank to another, on the link with most.
+    """
+
+    setup: Setup
+    spans: Sequence[range]
+    seconds: dict[tuple[int, str], float]
+    serial: dict[tuple[int, str], float]
+    pairs: dict[tuple[int, str], float]
+    bytes_per_second: float
+    latency: float
+    speed: Sequence[float]
+    exchange: Exchange = "wave"
+    most: int = 0
+    sent: float = 0.0
+    per_link: float = 0.0
+    notes: list[Span] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        setup, n = self.setup, self.setup.layout.sequence
+        size, chunks = setup.scheme.chunk_size, setup.chunks
+        cuts = np.minimum(np.arange(chunks + 1) * size, setup.seqlen)
+        first = -chunks % n  # the last round is whole
+        self.ranks, self.cuts = n, cuts
+        self.rounds = [(max(0, r * n - first), (r + 1) * n - first) for r in range(-(-chunks // n))]
+        self.clock = np.zeros((len(self.spans), n))
+        self.busy = np.zeros((len(self.spans), n))
+        self.edge: dict[int, float] = {}  # of each layer, when the state at the last round's edge is there
+
+    def run(self) -> Timeline:
+        """Forward and backward."""
+        last = len(self.rounds) - 1
+        for r in range(len(self.rounds)):
+            arrived: Times = 0.0
+            for s, span in enumerate(self.spans):
+                now = self._layers(s, span, "F", r, np.maximum(self._free(s, r), arrived))
+                if s + 1 == len(self.spans):
+                    now = self._work(s, r, "head", now, self.seconds[-1, "L" if r == last else "F"])
+                arrived = self._passed(s, r, now)
+        self.edge = {}
+        for r in reversed(range(len(self.rounds))):
+            arrived = 0.0
+            for s in reversed(range(len(self.spans))):
+                now = self._free(s, r)
+                if r < last:
+                    now = self._layers(s, self.spans[s], "R", r, now)
+                    if s + 1 == len(self.spans):
+                        now = self._work(s, r, "head", now, self.seconds[-1, "L"])
+                now = self._layers(s, self.spans[s][::-1], "B", r, np.maximum(now, arrived))
+                arrived = self._passed(s, r, now)
+        spans = tuple(sorted(self.notes, key=lambda span: (span.start, span.worker)))
+        return Timeline(float(self.clock.max()), tuple(self.busy.ravel().tolist()), spans)
+
+    # ------------------------------------------------------------------------------------------ a round
+
+    def _places(self, r: int) -> slice:
+        """The ranks that have a chunk in a round."""
+        start, stop = self.rounds[r]
+        return slice(self.ranks - (stop - start), self.ranks)
+
+    def _tokens(self, r: int) -> Times:
+        start, stop = self.rounds[r]
+        return np.diff(self.cuts[start : stop + 1])
+
+    def _free(self, s: int, r: int) -> Times:
+        return self.clock[s, self._places(r)].copy()
+
+    def _passed(self, s: int, r: int, now: Times) -> Times:
+        """Notes that the round is done on shard s; gives when its outputs are at the next one."""
+        self.clock[s, self._places(r)] = now
+        if len(self.spans) == 1:
+            return now
+        sizes = np.array([self.setup.y(int(n)) for n in self._tokens(r)])
+        self.sent += sizes.sum() * (len(self.spans) - 1) / len(self.spans)
+        return now + sizes / self.bytes_per_second + self.latency
+
+    def _work(self, s: int, r: int, what: Any, now: Times, per_token: float) -> Times:
+        took = self._tokens(r) * per_token / self.speed[s]
+        self.busy[s, self._places(r)] += took
+        self._note(s, r, what, now, now + took)
+        return now + took
+
+    def _layers(self, s: int, span: Sequence[int], kind: str, r: int, now: Times) -> Times:
+        began = now
+        for k in span:
+            layer = self.setup.model.layers[k]
+            before, tokens = now, self._tokens(r)
+            whole = tokens * self.seconds[k, kind] / self.speed[s]
+            if layer.grown:
+                meets = now + whole / 2
+                shared = self._attention(s, k, kind, r)
+                now = np.full_like(now, meets.max()) + max(shared, self._exchanged(k, kind, r)) + whole / 2
+                self.busy[s, self._places(r)] += whole + shared
+            elif kind == "R" or not layer.state:  # states are kept
+                now = now + whole
+                self.busy[s, self._places(r)] += whole
+            else:
+                own = tokens * self.serial[k, kind] / self.speed[s]
+                done = self._recurrence(k, kind, now + (whole - own) / 2, own)
+                now = done + (whole - own) / 2
+                self.busy[s, self._places(r)] += whole + own * (self.exchange == "affine")
+            if not self.setup.model.stages_are_spans:
+                self._note(s, r, (kind, k + 1), before, now)
+        if self.setup.model.stages_are_spans:
+            self._note(s, r, (kind, s), began, now)
+        return now
+
+    def _recurrence(self, k: int, kind: str, ready: Times, own: Times) -> Times:
+        """When each rank's recurrence is done."""
+        size = self.setup.state(k)
+        hop = self.latency + size / self.bytes_per_second
+        if kind == "B":  # the last rank comes first
+            ready, own = ready[::-1], own[::-1]
+        before = self.edge.get(k)
+        arrives = -math.inf if before is None else before + hop
+        steps = math.ceil(math.log2(len(ready) + (before is not None)))
+        if self.exchange == "wave":
+            ends = np.cumsum(own + hop) - hop
+            ready = np.concatenate([np.maximum(ready[:1], arrives), ready[1:]])
+            done = ends + np.maximum.accumulate(ready + own - ends)
+            self.sent += len(ready) * size
+        else:  # the state at the round's edge joins the first rank's
+            from_zero = np.maximum.accumulate(ready + own)
+            hop += size / self.bytes_per_second  # decays travel with states
+            done = np.maximum(from_zero, arrives) + hop * steps + own
+            self.sent += 2 * steps * len(ready) * size
+        self.edge[k] = float(done[-1])
+        return done[::-1] if kind == "B" else done
+
+    def _attention(self, s: int, k: int, kind: str, r: int) -> float:
+        """Seconds of a round's pairs on each of its ranks."""
+        start, stop = self.rounds[r]
+        a, b = self.cuts[start:stop].astype(float), self.cuts[start + 1 : stop + 1].astype(float)
+        window = self.setup.model.layers[k].window or math.inf
+        edge = np.clip(window, a, b)  # until there a token sees all before it
+        pairs = (edge**2 - a**2) / 2 + np.where(b > edge, (b - edge) * min(window, float(b[-1])), 0.0)
+        return float(pairs.mean()) * self.pairs.get((k, kind), 0.0) / self.speed[s]
+
+    def _exchanged(self, k: int, kind: str, r: int) -> float:
+        """Seconds for which each rank's messages of a round keep its port busy."""
+        start, stop = self.rounds[r]
+        forward, backward = asked_bytes(self.setup, k, int(self._tokens(r)[0]))
+        each = backward if kind == "B" else forward
+        chunks = range(start, stop)
+        asked = [reached(c, self.ranks) * each for c in chunks] if self._travels(k) else []
+        fetched = [fetched_bytes(self.setup, k, int(self.cuts[c])) for c in chunks]
+        total = sum(asked) + sum(fetched)
+        self.sent += total
+        self.per_link += total / len(chunks) / max(1, self.ranks - 1)
+        return total / len(chunks) / self.bytes_per_second + 2 * self.latency * (total > 0)
+
+    def _travels(self, k: int) -> bool:
+        layer = self.setup.model.layers[k]
+        return bool(layer.pairs) and layer.window is None
+
+    def _note(self, s: int, r: int, what: Any, start: Times, stop: Times) -> None:
+        for i, c in enumerate(range(*self.rounds[r])) if len(self.notes) < self.most else ():
+            kind, stage = ("F", self.setup.model.n_layer + 1) if what == "head" else what
+            if what == "head" and self.setup.model.stages_are_spans:
+                return
+            worker = s * self.ranks + self._places(r).start + i
+            self.notes.append(Span(worker, float(start[i]), float(stop[i]), Tile(kind, stage, c)))
+
+
+def edges_bytes(setup: Setup) -> Iterator[int]:
+    """Of each layer the bytes of its states' messages in a step: there and back, once an edge."""
+    return (2 * (setup.chunks - 1) * setup.state(k) for k in range(setup.model.n_layer))
+
+
+def step_bytes(setup: Setup) -> int:
+    """Bytes of all messages of a step but the sum of gradients, where one shard's ranks share a sequence: of
+    states, and of attention, whose forward runs again for all chunks but each rank's last."""
+    ranks, chunks, size = setup.layout.sequence, setup.chunks, setup.scheme.chunk_size
+    total = sum(edges_bytes(setup))
+    for k, layer in enumerate(setup.model.layers):
+        for c in range(chunks) if layer.grown else ():
+            start = c * size
+            again = c < chunks - ranks
+            forward, backward = asked_bytes(setup, k, min(size, setup.seqlen - start))
+            if layer.pairs and layer.window is None:
+                total += reached(c, ranks) * (forward * (1 + again) + backward)
+            total += fetched_bytes(setup, k, start) * (2 + again)
+    return total
