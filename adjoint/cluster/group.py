@@ -24,6 +24,7 @@ from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import DistributedTransport
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
+from adjoint.plan.schedule import meets
 from adjoint.train.config import ClusterConfig, TrainingConfig
 
 GRACE = 3.0  # seconds that the others get to fail too, once one has
@@ -223,7 +224,14 @@ class Group:
             self.actors = [self._actor(ray, rank, each) for rank in range(self.layout.world)]
             found = self.each("describe", dict.fromkeys(range(self.layout.world), (training,)))
             self.device, self.spans, specs = make_specs(model, training, method, self.layout, found, ids)
-            backend = devices.backend([process["gpu"] for process in found], cluster.transport)
+            asked = cluster.transport
+            if meets(model, self.layout.sequence):  # messages inside of tiles have tags, which NCCL has not
+                if asked == "nccl":
+                    raise UserError(
+                        "cluster.transport: workers that share this model's sequences send by gloo; use auto"
+                    )
+                asked = "gloo"
+            backend = devices.backend([process["gpu"] for process in found], asked)
             meeting = f"file://{self.meeting}"  # a file needs no port, but every worker must see it
             if {process["node"] for process in found} != {ray.get_runtime_context().get_node_id()}:
                 meeting = f"tcp://{found[0]['address']}:{found[0]['port']}"

@@ -30,6 +30,7 @@ from adjoint.engine.grid import Grid, Scheme
 from adjoint.engine.program import Plan, Recv, Send
 from adjoint.engine.rehearsal import kinds_of, rehearse
 from adjoint.engine.run import Worker
+from adjoint.engine.sequence import Sharing
 from adjoint.engine.stages import costs_of
 from adjoint.engine.transport import sum_gradients
 from adjoint.layers import State
@@ -263,7 +264,8 @@ class Shard:
         with torch.no_grad():
             batch = self._batch(ids, seq_idx)
             scheme = dataclasses.replace(self._scheme_of(batch, chunk_size), window=None)  # none are picked
-            made = forward_plan(self._grid(scheme, batch.seqlen), self.spec.owners)
+            grid = self._grid(scheme, batch.seqlen)
+            made = forward_plan(grid, self.spec.owners.in_rounds(grid))
             self._rehearse(batch, scheme, made)
             worker = self._worker(batch, scheme, made.grid)
             self._carry_out(worker, made)
@@ -281,7 +283,11 @@ class Shard:
     def _worker(self, batch: Batch, scheme: Scheme, grid: Grid) -> Worker:
         width = self.spec.model.d_model
         with autocast(self.spec.precision, self.device):
-            worker = Worker(self._stages(), grid, batch, scheme, width, self.transport, self._traced)
+            given = self._stages(), grid, batch, scheme, width, self.transport, self._traced
+            if grid.inside:
+                worker: Worker = Sharing(self.spec.owners.in_rounds(grid), self.spec.worker, *given)
+            else:
+                worker = Worker(*given)
         worker.share = lambda worker, action: share(worker, action, self.helpers, self.known)
         worker.rehearsed = self.rehearsed
         return worker
@@ -296,7 +302,7 @@ class Shard:
             rehearse(worker, program, self.rehearsed)
 
     def _step_plan(self, scheme: Scheme, grid: Grid) -> Plan:
-        return step_plan(scheme, grid, self.spec.owners, self.spec.layout.helped)
+        return step_plan(scheme, grid, self.spec.owners.in_rounds(grid), self.spec.layout.helped)
 
     def _grid(self, scheme: Scheme, seqlen: int, windows: list[int] | None = None) -> Grid:
         spec = self.spec
@@ -329,6 +335,8 @@ class Shard:
         worker.run(program if free else [dataclasses.replace(action, frees=()) for action in program])
         if self.transport is not None:
             self.transport.flush()
+        if isinstance(worker, Sharing):
+            worker.finish()
 
     @contextlib.contextmanager
     def _traced(self, action: Any) -> Iterator[None]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjoint.engine.run import Pending
-from adjoint.engine.transport import GroupTransport
+from adjoint.engine.transport import Messages
 from adjoint.errors import UserError
 
 
@@ -35,7 +35,7 @@ class Crossing:
 
     def __init__(
         self,
-        transport: GroupTransport,
+        transport: Messages,
         tag: int,
         value: Tensor,
         dtype: torch.dtype,

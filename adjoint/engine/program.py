@@ -103,6 +103,15 @@ class Owners:
     def __call__(self, stage: int, chunk: int) -> int:
         return self.shards[stage] * self.in_turn + (chunk + self.first) % self.in_turn
 
+    def peer(self, worker: int, chunk: int) -> int:
+        """The worker that has a chunk, of those with the same stages as `worker`."""
+        return worker - worker % self.in_turn + (chunk + self.first) % self.in_turn
+
+    def in_rounds(self, grid: Grid) -> Owners:
+        """Where states cross inside of tiles, workers go through the chunks in rounds, of which the last is
+        whole; else these."""
+        return dataclasses.replace(self, first=-grid.chunks % self.in_turn) if grid.inside else self
+
     @staticmethod
     def of(spans: Sequence[range], in_turn: int = 1) -> Owners:
         """Owners for layer shards with the layers `spans`: the first has the embedding, the last the head."""

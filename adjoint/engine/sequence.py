@@ -31,7 +31,7 @@ from adjoint.engine.spread import STATES, NotAttended, Spread, SpreadPast
 from adjoint.engine.stages import Layer, Stage, costs_of
 from adjoint.engine.sums import Sum
 from adjoint.engine.tile import Cotangents, Gradients
-from adjoint.engine.transport import Alone, GroupTransport, summed
+from adjoint.engine.transport import Alone, GroupTransport, Messages, summed
 from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
@@ -93,14 +93,14 @@ def ranks_of(group: Any) -> int:
     return dist.get_world_size(group)
 
 
-class _Sharing(Worker):
+class Sharing(Worker):
     """The worker of a rank in whose tiles states, keys and values cross chunk edges (`crossing`, `spread`).
 
     Args:
-        owners, place: of chunks, and this rank. others: as in `Worker`.
+        owners, place: of chunks, in rounds (`Owners.in_rounds`), and this worker. given: as in `Worker`.
     """
 
-    transport: GroupTransport
+    transport: Messages
 
     def __init__(self, owners: Owners, place: int, *given: Any) -> None:
         self.owners, self.place = owners, place
@@ -118,7 +118,7 @@ class _Sharing(Worker):
             edges.rows = sum(self.grid.reads_state(c) for c in mine)
 
     def _owner(self, c: int) -> int:
-        return self.owners(0, c)
+        return self.owners.peer(self.place, c)
 
     def slab(self, initial: Tensor, dim: int) -> Slab:
         if self._owner(0) != self.place:  # who has the first chunk has what is before it, too
@@ -339,7 +339,7 @@ class SequenceSteps(Steps):
         self.transport: GroupTransport = Alone() if alone else GroupTransport(group, batch.ids.device)
         self.workers, self.place = (1, 0) if alone else (ranks_of(group), dist.get_rank(group))
         super().__init__(stages, batch, scheme, width, around, sums)
-        if isinstance(self.worker, _Sharing):
+        if isinstance(self.worker, Sharing):
             self.owners = self.worker.owners
         if not alone:
             self._agree()
@@ -357,9 +357,9 @@ class SequenceSteps(Steps):
     def _make_worker(self, grid: Grid, batch: Batch, scheme: Scheme) -> Worker:
         if not grid.inside:
             return super()._make_worker(grid, batch, scheme)
-        owners = Owners((0,) * len(self.stages), self.workers, -grid.chunks % self.workers)
+        owners = Owners((0,) * len(self.stages), self.workers).in_rounds(grid)
         given = self.stages, grid, batch, scheme, self.width, self.transport
-        return _Sharing(owners, self.place, *given)
+        return Sharing(owners, self.place, *given)
 
     # ------------------------------------------------------------------------------------------ agreement
 
@@ -432,7 +432,7 @@ class SequenceSteps(Steps):
     def _run(self, actions: Sequence[Action]) -> None:
         super()._run(actions)
         self.transport.flush()
-        if isinstance(self.worker, _Sharing):
+        if isinstance(self.worker, Sharing):
             self.worker.finish()
 
     # -------------------------------------------------------------------------------------------- results
@@ -444,7 +444,7 @@ class SequenceSteps(Steps):
         ends = self.owners(0, grid.chunks - 1) == self.place
         for one in self.sums:
             one.share(lambda total: self.transport.all_reduce(total, self.transport.ranks))
-        if isinstance(worker, _Sharing) and worker.ends:
+        if isinstance(worker, Sharing) and worker.ends:
             self._gather_final(worker)
         total = torch.zeros((), dtype=dtype, device=device) if worker.total is None else worker.total
         given = zip(worker.final, worker.grows, strict=True)
@@ -463,7 +463,7 @@ class SequenceSteps(Steps):
                 for state, grows in given
             ]
 
-    def _gather_final(self, worker: _Sharing) -> None:
+    def _gather_final(self, worker: Sharing) -> None:
         """Puts together what the ranks have of states that grow."""
         for k, slabs in worker.slabs.items():
             past = (self.transport.all_reduce(worker.whole(slab), self.transport.ranks) for slab in slabs)

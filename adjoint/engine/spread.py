@@ -27,7 +27,7 @@ from adjoint.engine.grid import Grid
 from adjoint.engine.kept import Slab
 from adjoint.engine.program import Owners
 from adjoint.engine.run import Pending
-from adjoint.engine.transport import GroupTransport
+from adjoint.engine.transport import Messages
 from adjoint.errors import UserError
 from adjoint.kernels import attention
 from adjoint.kernels.attention import Joined
@@ -57,23 +57,24 @@ class Spread:
             the first token that they see; row None for all rows together.
     """
 
-    def __init__(self, grid: Grid, owners: Owners, place: int, transport: GroupTransport, span: Span) -> None:
+    def __init__(self, grid: Grid, owners: Owners, place: int, transport: Messages, span: Span) -> None:
         self.grid, self.owners, self.place, self.transport, self.span = grid, owners, place, transport, span
-        self.ranks = range(owners.workers)
-        self.offsets = [[0] for _ in self.ranks]  # of each rank, its tokens before each chunk
+        base = place - place % owners.in_turn  # the first worker with the same stages
+        self.ranks = range(base, base + owners.in_turn)
+        self.offsets = {rank: [0] for rank in self.ranks}  # of each rank, its tokens before each chunk
         for c in range(grid.chunks):
-            for rank, mine in enumerate(self.offsets):
+            for rank, mine in self.offsets.items():
                 mine.append(mine[-1] + (grid.tokens(c) if self.owner(c) == rank else 0))
         self.open: set[int] = set()  # slabs joined to, of which no attention has been computed yet
 
     def owner(self, c: int) -> int:
         """The rank that has chunk c."""
-        return self.owners(0, c)
+        return self.owners.peer(self.place, c)
 
     def turns(self) -> list[tuple[int, int]]:
         """(whom this rank asks, who asks it), turn by turn: in each every rank has one of both."""
-        n = len(self.ranks)
-        return [((self.place + i) % n, (self.place - i) % n) for i in range(1, n)]
+        n, at = len(self.ranks), self.place - self.ranks.start
+        return [(self.ranks[(at + i) % n], self.ranks[(at - i) % n]) for i in range(1, n)]
 
     def own_tokens(self, c: int) -> int:
         """The number of this rank's tokens before chunk c."""
@@ -181,7 +182,7 @@ class SpreadPast:
 class _Sends:
     """The messages that one exchange sends."""
 
-    def __init__(self, transport: GroupTransport) -> None:
+    def __init__(self, transport: Messages) -> None:
         self.transport = transport
         self.under_way: list[Callable[[], None]] = []
 

@@ -119,6 +119,16 @@ class Messages:
             torch.cuda.current_stream().synchronize()
         return self.dist.isend(tensor, to, self._group(self.rank, to), tag), tensor
 
+    def start(self, to: int, tensor: Tensor, tag: int) -> Callable[[], None]:
+        """Starts to send a contiguous tensor, whatever else is under way; gives what waits until it has left,
+        and must be called."""
+        work, held = self._started(to, tensor, tag)
+
+        def wait(_: Tensor = held) -> None:
+            work.wait()
+
+        return wait
+
     def flush(self) -> None:
         """Waits until everything sent has left."""
         for under_way in self.under_way.values():
@@ -195,14 +205,12 @@ class GroupTransport(Messages):
             super().send(to, tensor)
 
     def start(self, to: int, tensor: Tensor, tag: int) -> Callable[[], None]:
-        """Starts to send a contiguous tensor, whatever else is under way; gives what waits until it has left,
-        and must be called."""
         with self._told(f"rank {to} of the group"):
-            work, held = self._started(to, tensor, tag)
+            left = super().start(to, tensor, tag)
 
-        def wait(_: Tensor = held) -> None:
+        def wait() -> None:
             with self._told(f"rank {to} of the group"):
-                work.wait()
+                left()
 
         return wait
 

@@ -22,6 +22,7 @@ from adjoint.engine.program import Send
 from adjoint.engine.tile import Gradients
 from adjoint.plan.count import Conditions, example
 from adjoint.plan.memory import Setup, weights
+from adjoint.plan.rounds import Exchange, Walk, step_bytes
 from adjoint.plan.simulate import Timeline, simulate
 from adjoint.stack import Stack
 from adjoint.train.machine import autocast
@@ -42,6 +43,7 @@ class Costs:
             `head_backward`.
         source: what they rest on, a phrase.
         pairs: of each layer, of a pair of tokens that look at each other, forward; () of none.
+        serial: of each layer, forward, what is between the state before a token and the one after it.
     """
 
     forward: tuple[float, ...]
@@ -50,12 +52,14 @@ class Costs:
     head_backward: float
     source: str
     pairs: tuple[float, ...] = ()
+    serial: tuple[float, ...] = ()
 
     def slower_by(self, factor: float) -> Costs:
         """Of a device that takes so many times as long."""
-        layers = [tuple(factor * t for t in times) for times in (self.forward, self.backward, self.pairs)]
+        given = self.forward, self.backward, self.pairs, self.serial
+        forward, backward, pairs, serial = (tuple(factor * t for t in times) for times in given)
         head = factor * self.head, factor * self.head_backward
-        return Costs(layers[0], layers[1], *head, self.source, layers[2])
+        return Costs(forward, backward, *head, self.source, pairs, serial)
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,8 @@ def counted(setup: Setup, flops: float, source: str) -> Costs:
     rate, layers = flops / setup.batch, setup.model.layers
     forward, head = tuple(layer.flops / rate for layer in layers), setup.model.head_flops / rate
     pairs = tuple(layer.pairs / rate for layer in layers) if any(layer.pairs for layer in layers) else ()
-    return Costs(forward, tuple(2 * f for f in forward), head, 3 * head, source, pairs)
+    serial = tuple(layer.serial / rate for layer in layers)
+    return Costs(forward, tuple(2 * f for f in forward), head, 3 * head, source, pairs, serial)
 
 
 def measured(
@@ -135,7 +140,9 @@ def measured(
     forward, whole = zip(*(found[kind] for kind in config.mixers), strict=True)
     backward = tuple(max(w - f, f) for f, w in zip(forward, whole, strict=True))
     source = f"measured on this machine's {NAMES[device.type]}, one layer of each kind, {tokens:,} tokens"
-    return Costs(forward, backward, head, head_backward, source)
+    sizes = zip(forward, setup.model.layers, strict=True)
+    serial = tuple(f * size.serial / size.flops if size.flops else 0.0 for f, size in sizes)
+    return Costs(forward, backward, head, head_backward, source, (), serial)
 
 
 def _seconds(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
@@ -203,6 +210,9 @@ def estimate(
     turns, helpers = setup.layout.sequence, setup.layout.helpers
     speed = [s for s in speeds or [1.0] * len(spans) for _ in range(turns)]
     speed += [min(speed)] * helpers
+    if setup.shared:
+        line = walk(setup, spans, costs, bytes_per_second, speed[::turns], tiles).run()
+        return _step(setup, spans, bytes_per_second, line, line.busy, line.idle_share, step_bytes(setup, spans))
     # attention takes a time that grows with the length's square
     counts = setup.counted_chunks(tiles, 3 if costs.pairs else 2)
     lengths = [min(setup.seqlen, n * setup.scheme.chunk_size) for n in counts]
@@ -215,20 +225,62 @@ def estimate(
             for n, f in zip(lengths, found, strict=True)
         )
 
-    steps, each = setup.training.grad_accumulation, reduced_bytes(setup, spans)
-    reduce = max(each) / bytes_per_second
     busy = [at(lambda line, _, w=w: line.busy[w]) for w in range(len(speed))]  # type: ignore[misc]
     mean = sum(busy) / len(busy)
     # waits by themselves, so that what is extrapolated is not the small difference of two large numbers
     waits = max(0.0, max(busy) - mean, at(lambda line, _: line.idle_share * line.seconds))
+    idle = waits / (mean + waits) if mean else 0.0
+    sent = at(lambda _, sent: sent.total()), at(lambda _, sent: max(sent.values(), default=0))
+    return _step(setup, spans, bytes_per_second, found[-1][0], busy, idle, sent)
+
+
+def _step(
+    setup: Setup,
+    spans: Sequence[range],
+    bytes_per_second: float,
+    timeline: Timeline,
+    busy: Sequence[float],
+    idle_share: float,
+    sent: tuple[float, float],
+) -> Estimate:
+    """A step of batches like one.
+
+    Args:
+        busy, idle_share: of a batch. sent: bytes of its messages, and of those on the link with most.
+    """
+    steps, each = setup.training.grad_accumulation, reduced_bytes(setup, spans)
+    reduce, mean = max(each) / bytes_per_second, sum(busy) / len(busy)
     return Estimate(
-        found[-1][0],
-        steps * (mean + waits) + reduce,
+        timeline,
+        steps * mean / (1 - idle_share) + reduce,
         reduce,
         tuple(steps * b for b in busy),
-        waits / (mean + waits) if mean else 0.0,
-        int(steps * at(lambda _, sent: sent.total()) + turns * sum(each)),
-        int(max(steps * at(lambda _, sent: max(sent.values(), default=0)), *each)),
+        idle_share,
+        int(steps * sent[0] + setup.layout.sequence * sum(each)),
+        int(max(steps * sent[1], *each)),
+    )
+
+
+def walk(
+    setup: Setup,
+    spans: Sequence[range],
+    costs: Costs,
+    bytes_per_second: float,
+    speed: Sequence[float],
+    most: int = 0,
+    exchange: Exchange = "wave",
+) -> Walk:
+    """The rounds of a batch whose sequences ranks share; arguments as `Walk`'s."""
+    seconds = {(-1, "F"): costs.head, (-1, "L"): costs.head_backward}
+    serial, pairs = {}, {}
+    for k, (forward, backward) in enumerate(zip(costs.forward, costs.backward, strict=True)):
+        for kind in "FRB":
+            seconds[k, kind] = backward if kind == "B" else forward
+            own = costs.serial[k] if costs.serial else forward
+            serial[k, kind] = own * seconds[k, kind] / forward if forward else 0.0
+            pairs[k, kind] = costs.pairs[k] * (1 + (kind == "B")) if costs.pairs else 0.0
+    return Walk(
+        setup, spans, seconds, serial, pairs, bytes_per_second, LATENCY, speed, exchange=exchange, most=most
     )
 
 

@@ -139,11 +139,17 @@ def _least(task: Task, fit: Fit) -> float:
     """Seconds that a step takes at least."""
     setup, costs = fit.setup, task.costs(fit.setup)
     work = sum(costs.forward) + sum(costs.backward) + costs.head_backward
+    for k, pair in enumerate(costs.pairs):  # of a token with half of those it may see, on average
+        window = setup.model.layers[k].window or setup.seqlen
+        work += 3 * pair * min(window, setup.seqlen) / 2
     steps, workers = setup.training.grad_accumulation, setup.layout.workers
-    # a layer's chunks follow one another, forward; and back, where states' cotangents are carried
+    # a layer's chunks follow one another, forward; and back, where states' cotangents are carried; of layers
+    # whose ranks meet only what is between two states does, if anything
     whole = setup.window[0] is None and setup.scheme.span is None
     carried = costs.backward if whole else [0.0] * len(costs.forward)
-    in_order = max(f + b for f, b in zip(costs.forward, carried, strict=True))
+    in_order = 0.0
+    if not setup.shared:
+        in_order = max(f + b for f, b in zip(costs.forward, carried, strict=True))
     reduce = max(reduced_bytes(setup, fit.fastest())) / task.bytes_per_second
     return steps * max(work / workers, in_order) * setup.seqlen + reduce
 

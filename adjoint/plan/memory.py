@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 from adjoint.engine.budget import AUTO, RESERVED_CPU
 from adjoint.engine.grid import Grid, Key, Scheme
 from adjoint.engine.program import BUFFERS, Action, Owners, Plan, Recv, Run, Send, Share, keys_of
+from adjoint.engine.spread import AHEAD
 from adjoint.engine.tile import WAITING
 from adjoint.methods import Backprop
 from adjoint.plan.count import Conditions, Counted, composed
 from adjoint.plan.model import EMBEDDING, HEAD, Model
-from adjoint.plan.schedule import forward_plan, grid_of, owners_of, step_plan
+from adjoint.plan.schedule import forward_plan, grid_of, meets, owners_of, step_plan
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import moment_bytes
@@ -133,6 +134,36 @@ class Setup:
         if self.model.stages_are_spans:
             return [sum(map(self.state, span)) for span in spans]
         return [0, *map(self.state, range(self.model.n_layer)), 0]
+
+    @functools.cached_property
+    def shared(self) -> bool:
+        """Whether ranks go through a sequence in rounds (`plan.rounds`): they meet inside of tiles."""
+        return meets(self.model.given, self.layout.sequence)
+
+    @functools.cached_property
+    def own(self) -> Setup:
+        """A rank's own chunks as a sequence of their own, where ranks go through it in rounds; else this."""
+        if not self.shared:
+            return self
+        size = self.scheme.chunk_size
+        return dataclasses.replace(
+            self,
+            method=dataclasses.replace(self.method, chunk_size=size),
+            seqlen=min(self.seqlen, -(-self.chunks // self.layout.sequence) * size),
+            layout=dataclasses.replace(self.layout, sequence=1),
+        )
+
+    def query(self, k: int) -> tuple[int, int]:
+        """Bytes per token of attention layer k's queries, and of their log-sum-exp."""
+        layer, machine = self.model.layers[k], self.machine
+        half = 2 if machine.precision == "bfloat16" else machine.element
+        return self.batch * int(layer.pairs / 4) * half, self.batch * layer.heads * machine.element
+
+    def grown(self, k: int) -> int:
+        """Bytes per token of what grows with the sequence in layer k, without its cotangents."""
+        layer, element = self.model.layers[k], self.machine.element
+        half = 2 if self.machine.precision == "bfloat16" else element
+        return self.batch * (element * (layer.grown - layer.narrow) + half * layer.narrow)
 
     def piece(self, piece: int) -> Counted:
         """What a piece takes on the last chunk, which has the longest past."""
@@ -316,6 +347,9 @@ def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
     Args:
         spans: every shard's layers, bottom up.
     """
+    if setup.shared:
+        each = zip(needs(setup.own, spans), spans, strict=True)
+        return [_meeting(setup, memory, span) for memory, span in each]
     counts, stages, turns = setup.counted_chunks(COUNTED_TILES), setup.stages(spans), setup.layout.sequence
     pipelines = [setup.pipeline(spans, n) for n in counts]
     found = [_held(each, stages, setup.y(1), setup.alone and not setup.whole) for each in pipelines]
@@ -331,6 +365,22 @@ def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
         most = max((of(s * turns + turn) for turn in range(turns)), key=sum)
         memories.append(_memory(setup, span, most, s == 0, s + 1 == len(spans)))
     return memories
+
+
+def _meeting(setup: Setup, memory: Memory, span: Sequence[int]) -> Memory:
+    """A rank's memory by itself, and what it holds to share a sequence with others."""
+    most, turns = 0, min(setup.layout.sequence - 1, AHEAD + 1)
+    tokens = min(setup.scheme.chunk_size, setup.seqlen)
+    for k in span:
+        if setup.model.layers[k].grown and setup.model.layers[k].window is None:
+            query, log = setup.query(k)
+            # what it asks and what others ask it: queries, outputs and their cotangents, with the answers
+            most = max(most, tokens * (5 * query + turns * (4 * query + log)))
+    parts = dict(memory.parts)
+    share = RESERVED[setup.machine.kind][1] * setup.machine.reserve
+    ids = 2 * 8 * setup.batch * setup.seqlen
+    parts["reserved"] += int(share * (most + ids - parts["ids"]))
+    return Memory(parts | {"ids": ids, "messages": parts["messages"] + most}, memory.host)
 
 
 def weights(setup: Setup, span: Sequence[int], first: bool, last: bool) -> dict[str, int]:
@@ -356,15 +406,14 @@ def weights(setup: Setup, span: Sequence[int], first: bool, last: bool) -> dict[
 
 def _of_sequence(setup: Setup, span: Sequence[int]) -> dict[str, int]:
     """What layers hold of every chunk's edge, and of every token."""
-    model, machine, tokens = setup.model, setup.machine, setup.batch * setup.seqlen
-    layers = [model.layers[k] for k in span]
+    model = setup.model
     states = sum(map(setup.state, span)) * _edges(setup)
-    half = 2 if machine.precision == "bfloat16" else machine.element
-    values = sum(machine.element * (layer.grown - layer.narrow) + half * layer.narrow for layer in layers)
+    values = sum(map(setup.grown, span))
     if setup.whole:  # autograd's cotangents are its own, and transformers' values are in its graph
-        past = tokens * values * (not model.stages_are_spans)
+        past = setup.seqlen * values * (not model.stages_are_spans)
     else:
-        past = tokens * (values + machine.element * sum(layer.grown for layer in layers))
+        grown = setup.batch * sum(model.layers[k].grown for k in span)
+        past = setup.seqlen * (values + setup.machine.element * grown)
     return {"states": states, "past": past}
 
 
@@ -390,6 +439,7 @@ def _pinned(size: int) -> int:
 
 def layer_bytes(setup: Setup, k: int) -> float:
     """About what a layer adds to its shard."""
+    setup = setup.own
     scheme, size = setup.scheme, setup.scheme.chunk_size
     taken = sum(weights(setup, [k], False, False).values())
     if not (scheme.offload and setup.machine.kind == "cuda"):

@@ -30,7 +30,9 @@ class LayerSize:
         grown: elements a row and token of what grows with the sequence; narrow: of these, in half precision
             under autocast.
         flops: operations per token of a forward pass. pairs: besides those, per token that it looks back at.
+        serial: of the operations per token those between the state before it and the one after it.
         window: how many tokens it looks back at most, None for all.
+        heads: of queries, 0 without attention.
     """
 
     kind: Hashable
@@ -42,7 +44,9 @@ class LayerSize:
     narrow: int = 0
     flops: float = 0.0
     pairs: float = 0.0
+    serial: float = 0.0
     window: int | None = None
+    heads: int = 0
 
 
 class Model:

@@ -126,7 +126,9 @@ class PretrainedModel(Model):
             narrow=sum(_width(slot) for slot in narrow if slot.dtype == torch.bfloat16),
             flops=2 * cost + 8 * recurrent,
             pairs=2.0 * heads * sum(slot.shape[-1] for slot in slots if slot.grows is not None),
+            serial=8.0 * recurrent,
             window=window,
+            heads=heads,
         )
 
     def _whole(self, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ for N recurrences, and each is computed twice. This is simulated alone (docs/dec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,25 +28,50 @@ Exchange = Literal["wave", "affine"]
 Times = Any  # a NumPy array, a time of each of a round's ranks
 
 
-def reached(c: int, ranks: int) -> int:
-    """The number of other ranks that hold keys before chunk c, to which its queries travel."""
-    return min(c, ranks - 1)
-
-
-def asked_bytes(setup: Setup, k: int, tokens: int) -> tuple[int, int]:
+def asked_bytes(setup: Setup, k: int, tokens: Any) -> tuple[Any, Any]:
     """Bytes, questions and answers together, for each rank that `tokens` queries of attention layer k reach:
-    of a forward pass, and of a backward pass."""
-    query, log = setup.query(k, tokens)
-    return 2 * query + log, 4 * query + log
+    of a forward pass, and of a backward pass. None where a window bounds what they see."""
+    if not _travels(setup, k):
+        return 0 * tokens, 0 * tokens
+    query, log = setup.query(k)
+    return (2 * query + log) * tokens, (4 * query + log) * tokens
 
 
-def fetched_bytes(setup: Setup, k: int, start: int) -> int:
-    """Bytes of the keys and values before token `start` that a chunk of layer k fetches, where not its
-    queries travel; as many of their cotangents go back."""
+def fetched_bytes(setup: Setup, k: int, start: Any) -> Any:
+    """Bytes of the keys and values before token `start` that a chunk of layer k fetches, where its queries do
+    not travel; as many of their cotangents go back."""
+    if _travels(setup, k):
+        return 0 * start
+    window = setup.model.layers[k].window
+    return setup.grown(k) * (start if window is None else np.minimum(start, window - 1))
+
+
+def _travels(setup: Setup, k: int) -> bool:
     layer = setup.model.layers[k]
-    if layer.pairs and layer.window is None:
-        return 0
-    return setup.grown(k) * min(start, start if layer.window is None else layer.window - 1)
+    return bool(layer.pairs) and layer.window is None
+
+
+def step_bytes(setup: Setup, spans: Sequence[range]) -> tuple[int, int]:
+    """Bytes of all messages of a step but the sum of gradients, and of those on the link with most."""
+    ranks, chunks, size = setup.layout.sequence, setup.chunks, setup.scheme.chunk_size
+    c = np.arange(chunks)
+    start, reached = c * size, np.minimum(c, ranks - 1)  # by queries: other ranks that have keys before
+    tokens = np.minimum(size, setup.seqlen - start)
+    forwards = 1 + (c < chunks - ranks)  # again for all but each rank's last chunk
+    total, most = 0, 0
+    for span in spans:
+        asked = 0
+        for k in span:
+            if setup.model.layers[k].grown:
+                forward, backward = asked_bytes(setup, k, tokens)
+                each = reached * (forward * forwards + backward)
+                asked += int(each.sum() + (fetched_bytes(setup, k, start) * (1 + forwards)).sum())
+        states = 2 * (chunks - 1) * sum(map(setup.state, span))  # there and back, once an edge
+        total += asked + states
+        most = max(most, asked // (ranks * (ranks - 1)) + states // ranks)
+    between = setup.y(setup.seqlen)  # one shard and the next, one way
+    total += 2 * (len(spans) - 1) * between
+    return total, max(most, between // ranks if len(spans) > 1 else 0)
 
 
 @dataclass
@@ -59,9 +84,6 @@ class Walk:
         serial: (layer, kind) → of these the recurrence's. pairs: (layer, kind) → of a pair of tokens.
         bytes_per_second, latency: of messages. speed: of each shard's devices.
         most: spans of the timeline that are noted.
-
-    Attributes:
-        sent: bytes of all messages. per_link: of those from one rank to another, on the link with most.
     """
 
     setup: Setup
@@ -74,8 +96,6 @@ class Walk:
     speed: Sequence[float]
     exchange: Exchange = "wave"
     most: int = 0
-    sent: float = 0.0
-    per_link: float = 0.0
     notes: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -133,7 +153,6 @@ class Walk:
         if len(self.spans) == 1:
             return now
         sizes = np.array([self.setup.y(int(n)) for n in self._tokens(r)])
-        self.sent += sizes.sum() * (len(self.spans) - 1) / len(self.spans)
         return now + sizes / self.bytes_per_second + self.latency
 
     def _work(self, s: int, r: int, what: Any, now: Times, per_token: float) -> Times:
@@ -180,12 +199,10 @@ class Walk:
             ends = np.cumsum(own + hop) - hop
             ready = np.concatenate([np.maximum(ready[:1], arrives), ready[1:]])
             done = ends + np.maximum.accumulate(ready + own - ends)
-            self.sent += len(ready) * size
         else:  # the state at the round's edge joins the first rank's
             from_zero = np.maximum.accumulate(ready + own)
             hop += size / self.bytes_per_second  # decays travel with states
             done = np.maximum(from_zero, arrives) + hop * steps + own
-            self.sent += 2 * steps * len(ready) * size
         self.edge[k] = float(done[-1])
         return done[::-1] if kind == "B" else done
 
@@ -200,20 +217,10 @@ class Walk:
 
     def _exchanged(self, k: int, kind: str, r: int) -> float:
         """Seconds for which each rank's messages of a round keep its port busy."""
-        start, stop = self.rounds[r]
-        forward, backward = asked_bytes(self.setup, k, int(self._tokens(r)[0]))
-        each = backward if kind == "B" else forward
-        chunks = range(start, stop)
-        asked = [reached(c, self.ranks) * each for c in chunks] if self._travels(k) else []
-        fetched = [fetched_bytes(self.setup, k, int(self.cuts[c])) for c in chunks]
-        total = sum(asked) + sum(fetched)
-        self.sent += total
-        self.per_link += total / len(chunks) / max(1, self.ranks - 1)
-        return total / len(chunks) / self.bytes_per_second + 2 * self.latency * (total > 0)
-
-    def _travels(self, k: int) -> bool:
-        layer = self.setup.model.layers[k]
-        return bool(layer.pairs) and layer.window is None
+        c = np.arange(*self.rounds[r])
+        each = asked_bytes(self.setup, k, self._tokens(r)[0])[kind == "B"]
+        sent = each * np.minimum(c, self.ranks - 1) + fetched_bytes(self.setup, k, self.cuts[c])
+        return float(sent.mean()) / self.bytes_per_second + 2 * self.latency * bool(sent.any())
 
     def _note(self, s: int, r: int, what: Any, start: Times, stop: Times) -> None:
         for i, c in enumerate(range(*self.rounds[r])) if len(self.notes) < self.most else ():
@@ -223,23 +230,3 @@ class Walk:
             worker = s * self.ranks + self._places(r).start + i
             self.notes.append(Span(worker, float(start[i]), float(stop[i]), Tile(kind, stage, c)))
 
-
-def edges_bytes(setup: Setup) -> Iterator[int]:
-    """Of each layer the bytes of its states' messages in a step: there and back, once an edge."""
-    return (2 * (setup.chunks - 1) * setup.state(k) for k in range(setup.model.n_layer))
-
-
-def step_bytes(setup: Setup) -> int:
-    """Bytes of all messages of a step but the sum of gradients, where one shard's ranks share a sequence: of
-    states, and of attention, whose forward runs again for all chunks but each rank's last."""
-    ranks, chunks, size = setup.layout.sequence, setup.chunks, setup.scheme.chunk_size
-    total = sum(edges_bytes(setup))
-    for k, layer in enumerate(setup.model.layers):
-        for c in range(chunks) if layer.grown else ():
-            start = c * size
-            again = c < chunks - ranks
-            forward, backward = asked_bytes(setup, k, min(size, setup.seqlen - start))
-            if layer.pairs and layer.window is None:
-                total += reached(c, ranks) * (forward * (1 + again) + backward)
-            total += fetched_bytes(setup, k, start) * (2 + again)
-    return total

@@ -4,6 +4,7 @@ Workers follow them, and so does everything that plans for workers."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,11 +36,31 @@ def grid_of(
 
     Where helpers share tasks, each layer is recomputed from its own inputs, since a task has one layer.
     """
+    inside = meets(model, owners.in_turn)
     if not isinstance(model, StackConfig):
-        return make_grid(scheme, seqlen, [True] * len(owners.shards), 0, owners.shards, costs=costs)
+        made = make_grid(scheme, seqlen, [True] * len(owners.shards), 0, owners.shards, costs=costs)
+        return dataclasses.replace(made, inside=inside)
     stateful = [False, *(_has_state(model, k) for k in range(model.n_layer)), False]
     segments = range(model.n_layer + 2) if helpers else owners.shards
-    return make_grid(scheme, seqlen, stateful, reach_of(model), tuple(segments), windows, costs)
+    made = make_grid(scheme, seqlen, stateful, reach_of(model), tuple(segments), windows, costs)
+    return dataclasses.replace(made, inside=inside)
+
+
+def meets(model: Any, sequence: int) -> bool:
+    """Whether workers that share sequences meet inside of tiles (`Grid.inside`): where keys and values are
+    asked for, or a stage is many layers, whose states cross one after the other."""
+    if sequence == 1 or not isinstance(model, StackConfig):
+        return sequence > 1
+    return any(_grows(model, k) for k in range(model.n_layer))
+
+
+def _grows(config: StackConfig, layer: int) -> bool:
+    """Whether a layer's state grows with the sequence."""
+    mixer = MIXERS.get(config.mixers[layer])
+    if mixer is not None:
+        return mixer.attended_channels(config) > 0
+    with torch.device("meta"):
+        return any(dim is not None for dim in make_mixer(config, layer).grows)
 
 
 def _has_state(config: StackConfig, layer: int) -> bool:

@@ -12,6 +12,7 @@ from adjoint.engine.chunk_size import Sizes, chunk_size_for, kept_bytes
 from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import Stage, check_windows, costs_of
 from adjoint.layers import MIXERS, Mixer, StackConfig, State
+from adjoint.layers.attention import AttentionMixer
 from adjoint.plan.count import Conditions, fake_tensors
 from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.stack import Stack
@@ -52,6 +53,9 @@ class StackModel(Model):
         linear = [m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear)]
         grown = sum(width(s.shape, dim) for s, dim in zip(state, grows, strict=True) if dim is not None)
         recurrent = sum(s.numel() for s, dim in zip(state, grows, strict=True) if dim is None)
+        # eight an element of the recurrent state, and as many for each of a token's inputs and outputs that
+        # share it
+        serial = 8.0 * mixer.inputs_per_token(config) * recurrent
         return LayerSize(
             kind,
             *sizes_of(layer.parameters()),
@@ -59,12 +63,12 @@ class StackModel(Model):
             recurrent,
             grown,
             grown if kind in MIXERS else 0,
-            # two operations a weight, eight an element of the recurrent state, and as many for each of a
-            # token's inputs and outputs that share it
-            flops=2 * cost + 8 * mixer.inputs_per_token(config) * recurrent,
+            flops=2 * cost + serial,  # two operations a weight
             # of each query head, two a channel of keys and of values
             pairs=4.0 * mixer.attended_channels(config),
+            serial=serial,
             window=config.sliding_window,
+            heads=layer.mixer.sizes.heads if mixer is AttentionMixer else 0,
         )
 
     def stage(self, piece: int, on: Conditions) -> tuple[Any, Stage, State]:

@@ -131,10 +131,10 @@ class Layout:
         mixers = (MIXERS.get(kind, Mixer) for kind in getattr(model, "mixers", ()))
         attends = any(mixer.attended_channels(model) for mixer in mixers)
         attends |= any(slot.grows is not None for slot in getattr(model, "slots", ()))
-        if attends and (self.helpers or self.sequence > 1):
+        if attends and self.helpers:
             raise UserError(
-                f"cluster.{'helpers' if self.helpers else 'sequence'}: this model has attention, "
-                "whose keys and values stay with one worker; use --cluster.shards instead"
+                "cluster.helpers: this model has attention, whose keys and values stay with one worker; use "
+                "--cluster.shards instead"
             )
         if self.helpers and not isinstance(method, LayerLocal):
             raise UserError(f"cluster.helpers: {method.name} has no tasks to share; use layer-local")

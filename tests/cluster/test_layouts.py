@@ -42,12 +42,13 @@ from tests.cluster.threads import (
     train_shards,
     train_stack,
 )
-from tests.model_helpers import ALL_MIXERS, SIZES, VARIANTS, assert_same, error, make_ids
+from tests.model_helpers import ALL_MIXERS, HEADS, SIZES, VARIANTS, assert_same, error, make_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MIXED = StackConfig(**{**SIZES, **VARIANTS["mixed, untied"]})
 TIED = dataclasses.replace(MIXED, tie_embeddings=True)
+HYBRID = StackConfig(**{**SIZES, **HEADS, "n_layer": 4, "mixer": ["mamba2", "attention", "mamba", "attention"]})
 
 
 def weights_of(shards: list[Shard]) -> dict[str, torch.Tensor]:
@@ -103,6 +104,16 @@ CASES: list[tuple[StackConfig, Any, Layout, list[tuple[int, int]]]] = [
     *((HELPED, LayerLocal(w, 8), Layout(2, 1, 2, n), [(3, 29), (3, 29)]) for w in (None, 5) for n in (2, 3)),
     # chunks shorter than the convolution; some workers with one chunk more than others
     *((MIXED, Exact(size), Layout(1, n), [(2, t)]) for t, size in ((31, 7), (22, 2), (3, 1)) for n in (2, 3)),
+    # attention: keys and values stay with the worker that made them
+    *(
+        (dataclasses.replace(HYBRID, **more), method, Layout(*layout), [(2, 31), (2, 24)])
+        for layout in ((1, 2), (1, 3), (2, 2), (4, 2), (2, 3), (2, 2, 2))
+        for method, more in (
+            (Exact(5), {}),
+            (Exact(4, keep="inputs"), {"tie_embeddings": False}),
+            (LayerLocal(None, 5), {"sliding_window": 7}),
+        )
+    ),
 ]
 
 

@@ -18,6 +18,7 @@ from adjoint.hf import load as hf_load
 from adjoint.hf.split import Pretrained, examine
 from adjoint.train.layout import Layout
 from tests.cluster.faults import FLAGS, told
+from tests.cluster.test_layouts import name_of
 from tests.cluster.threads import TRAINING, make_shards, together, train_shards, train_stack
 from tests.hf.hf_models import float64_throughout, make
 from tests.model_helpers import assert_same
@@ -33,19 +34,20 @@ CASES = [
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, options", CASES)
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_shards_are_one_process(name: str, options: dict[str, Any], replicas: int, one_thread: None) -> None:
+@pytest.mark.parametrize(
+    "layout", [Layout(3), Layout(3, 1, 2), Layout(1, 2), Layout(2, 2), Layout(1, 3)], ids=name_of
+)
+def test_shards_are_one_process(
+    name: str, options: dict[str, Any], layout: Layout, one_thread: None
+) -> None:
     method = adjoint.Exact(7)
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(3, 61, (2, 24), generator=generator) for _ in range(3)]  # 7 does not divide 24
     with float64_throughout():
         model = make(name, **options)
         found = examine(model, batches[0][:1, :13])
-        if options == HYBRID:
-            with pytest.raises(UserError, match=r"cluster\.sequence: .* keys and values stay with one"):
-                Layout(1, 2).check(found, method)
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-        shards = make_shards(found, Layout(3, replicas=replicas), method, TRAINING)
+        shards = make_shards(found, layout, method, TRAINING)
         for shard in shards:
             with torch.no_grad():
                 for n, p in shard.named_weights().items():

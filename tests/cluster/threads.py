@@ -50,6 +50,7 @@ class LocalTransport:
         self, rank: int, queues: Mapping[Channel, queue.Queue[torch.Tensor]], broken: threading.Event
     ) -> None:
         self.rank, self.queues, self.broken = rank, queues, broken
+        self.tagged: dict[Any, queue.Queue[torch.Tensor]] = {}  # shared by all, too, and unbounded
 
     def connect(self, channels: Sequence[Channel], buffers: int) -> None:
         pass  # the queues' own size holds
@@ -62,13 +63,22 @@ class LocalTransport:
                 continue
         raise RuntimeError("another worker has failed")
 
-    def post(self, source: int, out: torch.Tensor) -> Pending:
-        channel = self.queues[self.first + source, self.rank]
+    def _channel(self, sender: int, receiver: int, tag: int) -> queue.Queue[torch.Tensor]:
+        if not tag:
+            return self.queues[sender, receiver]
+        return self.tagged.setdefault((sender, receiver, tag), queue.Queue())
+
+    def post(self, source: int, out: torch.Tensor, tag: int = 0) -> Pending:
+        channel = self._channel(self.first + source, self.rank, tag)
         return lambda: out.copy_(self._insist(lambda: channel.get(timeout=0.5)))
 
     def send(self, to: int, tensor: torch.Tensor) -> None:
         message, channel = tensor.detach().clone(), self.queues[self.rank, self.first + to]
         self._insist(lambda: channel.put(message, timeout=0.5))
+
+    def start(self, to: int, tensor: torch.Tensor, tag: int) -> Callable[[], None]:
+        self._channel(self.rank, self.first + to, tag).put(tensor.detach().clone())
+        return lambda: None
 
     def flush(self) -> None:
         pass
@@ -102,8 +112,8 @@ class DeviceTransport(LocalTransport):
         self.posted: list[threading.Event] = []
         self.arriving: dict[int, ThreadPoolExecutor] = {}
 
-    def post(self, source: int, out: torch.Tensor) -> Pending:
-        come, take = threading.Event(), super().post(source, out)
+    def post(self, source: int, out: torch.Tensor, tag: int = 0) -> Pending:
+        come, take = threading.Event(), super().post(source, out, tag)
         self.posted.append(come)
 
         def arrive() -> torch.Tensor:
@@ -125,7 +135,10 @@ def local_transports(workers: int, buffers: int = CAPACITY) -> list[LocalTranspo
     pairs = [(a, b) for a in range(workers) for b in range(workers) if a != b]
     queues = {pair: queue.Queue[torch.Tensor](buffers) for pair in pairs}
     broken = threading.Event()
-    return [LocalTransport(rank, queues, broken) for rank in range(workers)]
+    made = [LocalTransport(rank, queues, broken) for rank in range(workers)]
+    for transport in made:
+        transport.tagged = made[0].tagged
+    return made
 
 
 class ThreadHelper:
