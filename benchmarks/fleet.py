@@ -1,16 +1,18 @@
 """What a fleet would give: `python -m benchmarks.fleet` plans and simulates, it measures nothing.
 
-The 1.27B Mamba, and a hybrid of the same sizes one layer in twelve of which is full attention, on 8, 64 and
-1,024 GPUs at 1M and 16M tokens, by `Exact`. For each the fastest layout that fits is looked for as `adjoint
-plan --devices N` does it: shards × workers of a sequence × replicas, the programs of all workers simulated
-tile by tile and message by message, memory counted on fake tensors. What the times rest on is assumed: 30% of
-a GPU's peak in bfloat16 for every tile, whatever its size; one rate for all messages, a GPU's share of its
-instance's network (NVLink is left out); 50 µs a message. The optimizer's step is left out.
+The 1.27B Mamba, and two hybrids with attention, on 8, 64 and 1,024 GPUs at 1M and 16M tokens, by `Exact`.
+For each the fastest layout that fits is looked for as `adjoint plan --devices N` does it: shards × workers of
+a sequence × replicas, and memory is counted on fake tensors. The Mamba's programs are simulated tile by tile
+and message by message; where workers share a hybrid's sequence, they go through it in rounds
+(`adjoint.plan.rounds`). What the times rest on is assumed: 30% of a GPU's peak in bfloat16 for every tile,
+whatever its size; one rate for all messages, a GPU's share of its instance's network (NVLink is left out);
+50 µs a message. The optimizer's step is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,20 +28,39 @@ from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
 CONFIG = "configs/mamba-1.27b.yaml"
-HYBRID = ["attention" if k % 12 == 6 else "mamba" for k in range(48)]
+# Stacks of the hybrids' published widths. Qwen3.5-9B (the defaults of transformers' Qwen3_5TextConfig): three
+# layers of Gated DeltaNet to one of attention, an MLP in each. Nemotron-H-8B: 24 layers of Mamba-2, four of
+# attention and 24 MLPs of 21,504 channels; here an MLP in each of 28 layers, gated, with as many weights.
+QWEN = ["attention" if k % 4 == 3 else "gated_deltanet" for k in range(32)]
+NEMOTRON = ["attention" if k % 7 == 4 else "mamba2" for k in range(28)]
+
+
+def _flags(mixer: list[str], **sizes: int) -> list[str]:
+    """Of `adjoint plan`, for a hybrid."""
+    given = {"mixer": f"[{', '.join(mixer)}]", "n_layer": len(mixer), "tie_embeddings": "false"}
+    given |= {"d_model": 4096, "d_intermediate": 12288, "d_state": 128, **sizes}
+    return [word for key, value in given.items() for word in (f"--model.{key}", str(value))]
+
+
 MODELS = {  # flags of `adjoint plan`
-    "mamba-1.27b": [],
-    "hybrid": ["--model.mixer", f"[{', '.join(HYBRID)}]", "--model.num_key_value_heads", "4"],
-}
-BANDWIDTHS = {
-    "a100-40gb": 6.25e9,
-    "h100": 50e9,
-}  # a second and GPU: 400 Gb/s of a p4d's eight, 3,200 of a p5's
+    "mamba-1.27b": ["--config", CONFIG],
+    "Qwen3.5-9B-like": _flags(
+        QWEN, vocab_size=248320, expand=1, headdim=128, linear_num_key_heads=16, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=256,
+    ),
+    "Nemotron-H-8B-like": _flags(
+        NEMOTRON, vocab_size=131072, expand=2, headdim=64, ngroups=8, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128,
+    ),
+}  # fmt: skip
+BANDWIDTHS = {"h100": 50e9}  # a second and GPU: a p5 has 3,200 Gb/s for eight
 DEVICES = [8, 64, 1024]
-MOST = 1 << 30  # of one sequence, tokens × GPUs: programs of more take many minutes to make
+MOST = 1 << 30  # of one sequence of the Mamba, tokens × GPUs: programs of more take many minutes to make
 # tokens a sequence, and sequences a step: one, and 64M tokens
-WORK = {"mamba-1.27b": ((1 << 20, 1), (1 << 20, 64), (1 << 24, 1), (1 << 24, 4)),
-        "hybrid": ((1 << 20, 1), (1 << 20, 64), (1 << 24, 4))}  # fmt: skip
+WORK = ((1 << 20, 1), (1 << 20, 64), (1 << 24, 1), (1 << 24, 4))
+
+
+_models: dict[str, Any] = {}  # by name: what is counted of one at one point serves the next
 
 
 def measure(point: Point) -> Point:
@@ -47,12 +68,14 @@ def measure(point: Point) -> Point:
     gpu, devices, rows = point["gpu"], point["devices"], point["rows"]
     batch, why = min(rows, devices), ""
     while batch:
-        words = ["--config", CONFIG, *MODELS[point["model"]], "--device", gpu, "--devices", str(devices),
+        words = [*MODELS[point["model"]], "--device", gpu, "--devices", str(devices),
                  "--seqlen", str(point["tokens"]), "--data.batch", str(batch),
                  "--training.grad_accumulation", str(rows // batch),
                  "--bandwidth", f"{BANDWIDTHS[gpu] / 1e9}GB"]  # fmt: skip
         try:
-            best = rank(task_of(*read_arguments(words)))[0]
+            task = task_of(*read_arguments(words))
+            model = _models.setdefault(point["model"], task.setup.model)
+            best = rank(dataclasses.replace(task, setup=dataclasses.replace(task.setup, model=model)))[0]
         except UserError as error:
             return {"why": str(error)}
         if best.fits and best.estimate is not None:
@@ -80,12 +103,11 @@ class Fleet(Benchmark):
         runner.add_counts(parser, devices=(DEVICES, "GPUs"))
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        """Both GPUs after one another: most of their programs are the same."""
         return [
             {"model": model, "tokens": tokens, "rows": rows, "devices": devices, "gpu": gpu}
             for devices in options.devices for model in options.models
-            for tokens, rows in WORK[model] for gpu in options.gpus
-            if rows > 1 or devices * tokens <= MOST
+            for tokens, rows in WORK for gpu in options.gpus
+            if model != "mamba-1.27b" or rows > 1 or devices * tokens <= MOST
         ]  # fmt: skip
 
     def shared(self, point: Point) -> str:
@@ -155,7 +177,7 @@ def draw(rows: Sequence[Row]) -> Any:
             curve = [(r["devices"], r["tokens_per_second"]) for r in mine
                      if (r["model"], r["tokens"], r["rows"]) == (model, tokens, count)]  # fmt: skip
             if curve:
-                axes.plot(*zip(*curve, strict=True), "--" if model == "hybrid" else "-", marker="o",
+                axes.plot(*zip(*curve, strict=True), "-" if model == "mamba-1.27b" else "--", marker="o",
                           color=f"C{place}", label=f"{model}, {show.tokens(tokens)} × {count}")  # fmt: skip
         for model in dict.fromkeys(row["model"] for row in mine):
             line = {r["devices"]: ideal(r, rows) for r in mine if r["model"] == model}

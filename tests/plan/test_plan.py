@@ -170,9 +170,10 @@ def test_reasons_name_the_network_and_replicas_need_rows() -> None:
     config = StackConfig(vocab_size=4096, d_model=64, n_layer=8, tie_embeddings=False)
     assert any("sum of gradients" in one.why for one in rank(task_of(config, 8, 1e12, 1e6)))
     assert max(one.layout.replicas for one in rank(task_of(config, 2, 1e12, 1e9))) == 2
-    attention = StackConfig(d_model=32, n_layer=4, mixer="attention")
+    task = task_of(StackConfig(d_model=32, n_layer=4), 1, 1e12, 1e9, devices=5)
+    alone = dataclasses.replace(task, setup=dataclasses.replace(task.setup, method=Backprop()))
     with pytest.raises(UserError, match=r"--devices 5: no layout.*4 layers"):
-        rank(task_of(attention, 1, 1e12, 1e9, devices=5))
+        rank(alone)
 
 
 # ----------------------------------------------------------------------------------------------- the command
@@ -281,7 +282,7 @@ def test_timeline_files(flags: str, label: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "given, message",
     [
-        ("--devices 5 --model.mixer attention --data.batch 1", "5 shards for 4 layers"),
+        ("--devices 5 --method.name backprop --data.batch 1", "5 shards for 4 layers"),
         ("--devices 4 --cluster.shards 1 --cluster.sequence 8", "ask for 8; leave --devices"),
         ("--devices 2 --device-memory 1MB", "what fits:"),
         ("--devices 0", "--devices: "),
@@ -485,7 +486,7 @@ def test_a_plan_of_a_folder(folders: dict[str, str], capsys: pytest.CaptureFixtu
     [
         ("plan --method.name layer-local", "method.name: a wrapped model takes Exact()"),
         ("plan --method.name truncated --method.window auto", "a window in tokens"),
-        ("plan --cluster.shards 1 --cluster.sequence 2", "keys and values stay with one worker"),
+        ("plan --device-tflops 1 --cluster.shards 1 --cluster.sequence 2048", "2048 workers for"),
         ("plan --cluster.shards 2 --cluster.helpers 1", "cluster.helpers: this model has attention"),
         ("plan --device-memory 1MB", "what fits:"),
         ("plan --model.d_model 64", "model.from_pretrained has its own"),
