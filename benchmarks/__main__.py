@@ -50,7 +50,7 @@ def measured(figure: Figure, command: str) -> list[str]:
 def write() -> None:
     """Put published tables and numbers into the documents; print what is wrong with these."""
     for figure in FIGURES:
-        if figure.folder == RESULTS:
+        if figure.folder == RESULTS and figure.file.exists():
             for document, mark, table in figure.benchmark.tables(figure.stored()):
                 put_table(ROOT / document, mark, table)
     for document, mark, make in numbers.TABLES:
@@ -68,6 +68,9 @@ def listed() -> str:
     """A table: what is shown, its command, the commit and date of the result, files changed since."""
     lines = []
     for figure in FIGURES:
+        if not figure.file.exists():
+            lines.append([figure.shown, f"`{figure.command()}`", "not measured yet", "", ""])
+            continue
         made = figure.stored()["environment"]
         try:
             changed = ", ".join(figure.changed()) or "none"

@@ -26,6 +26,7 @@ from benchmarks.report import Row
 from benchmarks.runner import RESULTS, RUNS, Benchmark
 from benchmarks.scaling import Scaling
 from benchmarks.shards.command import Shards
+from benchmarks.sequence import Sequence
 from benchmarks.sources import Sources
 from benchmarks.trained_windows import TrainedWindows
 from benchmarks.window_time import WindowTime
@@ -62,9 +63,14 @@ class Figure(NamedTuple):
         given = f"{self.quick} --out {RUNS / 'quick'}" if quick else f"{self.options} --publish"
         return " ".join(["python -m", f"benchmarks.{self.benchmark.name}", *given.split()])
 
+    @property
+    def file(self) -> Path:
+        """The published result; there is none where it has not been measured yet."""
+        return self.folder / f"{self.benchmark.name}.json"
+
     def stored(self) -> Row:
         """The published result."""
-        result: Row = json.loads((self.folder / f"{self.benchmark.name}.json").read_text())
+        result: Row = json.loads(self.file.read_text())
         return result
 
     def changed(self) -> list[str]:
@@ -140,12 +146,14 @@ FIGURES = [
     Figure("docs/cluster.md", Shards(), "",
            "--shards 1 2 --repeats 1 --d-model 64 --layers 4 --seqlen 1K", PROGRAMS),
     Figure("docs/cluster.md, docs/paper.md", Scaling(), "", "", PROGRAMS),
+    Figure("docs/which_layout.md", Sequence(), "", "--lengths 4K --workers 1 2 --repeats 1",
+           ("engine/sequence.py", "engine/spread.py", "engine/crossing.py", "plan/rounds.py")),
     Figure("docs/paper.md", LayerLocalCosine(), "", ""),
     Figure("docs/paper.md", Sources(), "", "--tables table-1 layer",
            ("plan/count.py", "plan/memory.py", "loss.py", "layers/*.py")),
     Figure("docs/paper.md", Claims(), "", "--groups korthikanti-layer",
            ("plan/count.py", "loss.py", "hf/mini_sequence.py", "hf/head.py", *PROGRAMS)),
     Figure("docs/paper.md", Fleet(), "", "--devices 8 --models mamba-1.27b --gpus h100",
-           (*PROGRAMS, "plan/estimate.py", "plan/memory.py")),
+           (*PROGRAMS, "plan/estimate.py", "plan/memory.py", "plan/rounds.py")),
     Figure("docs/method.md", MiniSequence(), "", "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),
 ]  # fmt: skip

@@ -3,15 +3,17 @@
 Forward + backward of a row of random tokens by `Exact` over 1, 2 and 4 processes of this machine (gloo, one
 thread each), by `sequence_group`: of a hybrid of ours, three Mamba-2 layers and one of attention, and of the
 Bamba-like model of `benchmarks.wrapped`. Memory is the largest of the processes' peaks above what each holds
-after a pass of 2,048 tokens; messages are the bytes that all of them send in a pass, beside those that follow
-from the sizes: two times a state for every chunk edge and layer, and for each rank that a chunk's queries
-reach four times these in the forward, which runs twice, and five times in the backward. Every point has
-processes of its own. On a machine with fewer cores than processes times say nothing.
+after a pass of 2,048 tokens; messages are the bytes that all of them send in a pass, beside those that the
+plan has (`adjoint.plan.rounds.step_bytes`): two times a state for every chunk edge and layer, and for each
+rank that a chunk's queries reach two times these in the forward, which runs twice but for each rank's last
+chunk, and four times in the backward. Every point has processes of its own. On a machine with fewer cores
+than processes times say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -26,8 +28,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import adjoint
+from adjoint import StackConfig
+from adjoint.plan.memory import Setup
+from adjoint.plan.model import Model
+from adjoint.plan.pretrained import outlined
+from adjoint.plan.rounds import step_bytes
+from adjoint.plan.stack import model_of
 from adjoint.tools.points.passes import Passes, measured, repeated
 from adjoint.tools.points.process import Point
+from adjoint.train.layout import Layout
 from benchmarks import report, runner, steps, wrapped
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
@@ -91,22 +100,24 @@ def _one(rank: int, folder: str, point: Point) -> None:
     dist.destroy_process_group()
 
 
+@functools.cache
+def _planned(name: str) -> Model:
+    """A model of `MODELS` as plans see it."""
+    model = MODELS[name]
+    if "class" not in model:
+        return model_of(StackConfig(**model))
+    with tempfile.TemporaryDirectory() as folder:
+        steps.builder(model)().config.save_pretrained(folder)
+        return model_of(outlined(folder))
+
+
 def planned_bytes(name: str, length: int, workers: int) -> int:
-    """Bytes that the processes of one pass send each other."""
-    width, heads = 256, wrapped.HEADS
-    chunks = -(-length // CHUNK)
-    inner = 2 * width
-    conv = (4 - 1) * (inner + 2 * 64)
-    states = 3 * (inner * 64 + conv) * 4
-    first = -chunks % workers  # the last round is whole
-    reached = 0
-    for c in range(chunks):
-        holders = {(first + b) % workers for b in range(c)}
-        reached += len(holders - {(first + c) % workers})
-    query = CHUNK * heads * wrapped.HEAD_DIM * 4
-    log = query // wrapped.HEAD_DIM
-    attention = reached * (2 * (2 * query + log) + 4 * query + query + log - query)
-    return (2 * (chunks - 1) * states if workers > 1 else 0) + attention
+    """Bytes that the processes of one pass send each other, as `adjoint plan` has them."""
+    if workers == 1:
+        return 0
+    model = _planned(name)
+    setup = Setup(model, adjoint.Exact(CHUNK), 1, length, Layout(1, workers))
+    return step_bytes(setup, [range(model.n_layer)])[0]
 
 
 class Sequence(Benchmark):

@@ -13,6 +13,7 @@ for N recurrences, and each is computed twice. This is simulated alone (docs/dec
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ class Walk:
             for s, span in enumerate(self.spans):
                 now = self._layers(s, span, "F", r, np.maximum(self._free(s, r), arrived))
                 if s + 1 == len(self.spans):
-                    now = self._work(s, r, "head", now, self.seconds[-1, "L" if r == last else "F"])
+                    now = self._head(s, r, "F", now, self.seconds[-1, "L" if r == last else "F"])
                 arrived = self._passed(s, r, now)
         self.edge = {}
         for r in reversed(range(len(self.rounds))):
@@ -127,7 +128,7 @@ class Walk:
                 if r < last:
                     now = self._layers(s, self.spans[s], "R", r, now)
                     if s + 1 == len(self.spans):
-                        now = self._work(s, r, "head", now, self.seconds[-1, "L"])
+                        now = self._head(s, r, "R", now, self.seconds[-1, "L"])
                 now = self._layers(s, self.spans[s][::-1], "B", r, np.maximum(now, arrived))
                 arrived = self._passed(s, r, now)
         spans = tuple(sorted(self.notes, key=lambda span: (span.start, span.worker)))
@@ -155,10 +156,11 @@ class Walk:
         sizes = np.array([self.setup.y(int(n)) for n in self._tokens(r)])
         return now + sizes / self.bytes_per_second + self.latency
 
-    def _work(self, s: int, r: int, what: Any, now: Times, per_token: float) -> Times:
+    def _head(self, s: int, r: int, kind: str, now: Times, per_token: float) -> Times:
         took = self._tokens(r) * per_token / self.speed[s]
         self.busy[s, self._places(r)] += took
-        self._note(s, r, what, now, now + took)
+        if not self.setup.model.stages_are_spans:
+            self._note(s, r, Tile(kind, self.setup.model.n_layer + 1, 0), now, now + took)
         return now + took
 
     def _layers(self, s: int, span: Sequence[int], kind: str, r: int, now: Times) -> Times:
@@ -181,9 +183,9 @@ class Walk:
                 now = done + (whole - own) / 2
                 self.busy[s, self._places(r)] += whole + own * (self.exchange == "affine")
             if not self.setup.model.stages_are_spans:
-                self._note(s, r, (kind, k + 1), before, now)
+                self._note(s, r, Tile(kind, k + 1, 0), before, now)
         if self.setup.model.stages_are_spans:
-            self._note(s, r, (kind, s), began, now)
+            self._note(s, r, Tile(kind, s, 0), began, now)
         return now
 
     def _recurrence(self, k: int, kind: str, ready: Times, own: Times) -> Times:
@@ -222,11 +224,9 @@ class Walk:
         sent = each * np.minimum(c, self.ranks - 1) + fetched_bytes(self.setup, k, self.cuts[c])
         return float(sent.mean()) / self.bytes_per_second + 2 * self.latency * bool(sent.any())
 
-    def _note(self, s: int, r: int, what: Any, start: Times, stop: Times) -> None:
+    def _note(self, s: int, r: int, tile: Tile, start: Times, stop: Times) -> None:
+        """Notes a tile of each of the round's chunks."""
         for i, c in enumerate(range(*self.rounds[r])) if len(self.notes) < self.most else ():
-            kind, stage = ("F", self.setup.model.n_layer + 1) if what == "head" else what
-            if what == "head" and self.setup.model.stages_are_spans:
-                return
             worker = s * self.ranks + self._places(r).start + i
-            self.notes.append(Span(worker, float(start[i]), float(stop[i]), Tile(kind, stage, c)))
-
+            own = dataclasses.replace(tile, chunk=c)
+            self.notes.append(Span(worker, float(start[i]), float(stop[i]), own))

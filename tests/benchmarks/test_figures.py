@@ -19,6 +19,8 @@ EACH = [pytest.param(figure, id=figure.command()) for figure in FIGURES]
 
 @pytest.mark.parametrize("figure", EACH)
 def test_documents_show_the_stored_result(figure: Figure) -> None:
+    if not figure.file.exists():
+        pytest.skip("not measured yet")
     stored = figure.stored()
     assert {"commit", "date", "cpu", "versions"} <= stored["environment"].keys()
     if figure.folder != RESULTS:
