@@ -25,8 +25,8 @@ from benchmarks.recall import Recall
 from benchmarks.report import Row
 from benchmarks.runner import RESULTS, RUNS, Benchmark
 from benchmarks.scaling import Scaling
-from benchmarks.shards.command import Shards
 from benchmarks.sequence import Sequence
+from benchmarks.shards.command import Shards
 from benchmarks.sources import Sources
 from benchmarks.trained_windows import TrainedWindows
 from benchmarks.window_time import WindowTime

@@ -16,6 +16,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -91,7 +92,7 @@ def _one(rank: int, folder: str, point: Point) -> None:
 
     def repeat(step: Callable[[], object]) -> list[float]:
         sent.clear()
-        return repeated(step, "cpu", 0.0, least=point["passes"])  # as many in each process
+        return repeated(step, "cpu", math.inf, most=point["passes"])  # as many in each process
 
     found = measured(prepare, ids, FIRST, repeat, "step")
     found["sent_bytes"] = sum(sent) / point["passes"]

@@ -212,7 +212,8 @@ def estimate(
     speed += [min(speed)] * helpers
     if setup.shared:
         line = walk(setup, spans, costs, bytes_per_second, speed[::turns], tiles).run()
-        return _step(setup, spans, bytes_per_second, line, line.busy, line.idle_share, step_bytes(setup, spans))
+        sent = step_bytes(setup, spans)
+        return _step(setup, spans, bytes_per_second, line, line.busy, line.idle_share, sent)
     # attention takes a time that grows with the length's square
     counts = setup.counted_chunks(tiles, 3 if costs.pairs else 2)
     lengths = [min(setup.seqlen, n * setup.scheme.chunk_size) for n in counts]
@@ -230,8 +231,8 @@ def estimate(
     # waits by themselves, so that what is extrapolated is not the small difference of two large numbers
     waits = max(0.0, max(busy) - mean, at(lambda line, _: line.idle_share * line.seconds))
     idle = waits / (mean + waits) if mean else 0.0
-    sent = at(lambda _, sent: sent.total()), at(lambda _, sent: max(sent.values(), default=0))
-    return _step(setup, spans, bytes_per_second, found[-1][0], busy, idle, sent)
+    bytes_sent = at(lambda _, sent: sent.total()), at(lambda _, sent: max(sent.values(), default=0))
+    return _step(setup, spans, bytes_per_second, found[-1][0], busy, idle, bytes_sent)
 
 
 def _step(

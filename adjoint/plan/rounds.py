@@ -5,10 +5,11 @@ attention, where queries travel and each rank does as much of the round's work a
 go from rank to rank while the layers run. Which tile comes when is fixed so, and its time follows from a few
 maxima: no program is made, and a thousand ranks are planned in a moment.
 
-A recurrent layer's states can cross in two ways. In a wave each rank waits for the state before its chunk when
-its recurrence begins: this is what runs. By affine exchange each first runs its recurrence from zero, ranks
-combine (decay, state) pairs in log2 N steps, and each runs it again from its true first state: nobody waits
-for N recurrences, and each is computed twice. This is simulated alone (docs/decisions.md).
+A recurrent layer's states can cross in two ways. In a wave each rank waits for the state before its chunk
+when its recurrence begins: this is what runs. By affine exchange each would first run its recurrence from
+zero, ranks would combine (decay, state) pairs in log2 N steps, and each would run it again from its true
+first state: nobody waits for N recurrences, and each is computed twice. It is simulated alone
+(docs/decisions.md says why).
 """
 
 from __future__ import annotations

@@ -56,11 +56,12 @@ def meets(model: Any, sequence: int) -> bool:
 
 def _grows(config: StackConfig, layer: int) -> bool:
     """Whether a layer's state grows with the sequence."""
-    mixer = MIXERS.get(config.mixers[layer])
-    if mixer is not None:
-        return mixer.attended_channels(config) > 0
+    kind = MIXERS.get(config.mixers[layer])
+    if kind is not None:
+        return kind.attended_channels(config) > 0
     with torch.device("meta"):
-        return any(dim is not None for dim in make_mixer(config, layer).grows)
+        mixer: Any = make_mixer(config, layer)
+    return any(dim is not None for dim in mixer.grows)
 
 
 def _has_state(config: StackConfig, layer: int) -> bool:

@@ -48,7 +48,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 MIXED = StackConfig(**{**SIZES, **VARIANTS["mixed, untied"]})
 TIED = dataclasses.replace(MIXED, tie_embeddings=True)
-HYBRID = StackConfig(**{**SIZES, **HEADS, "n_layer": 4, "mixer": ["mamba2", "attention", "mamba", "attention"]})
+PAIRS = {"n_layer": 4, "mixer": ["mamba2", "attention", "mamba", "attention"]}
+HYBRID = StackConfig(**{**SIZES, **HEADS, **PAIRS})
 
 
 def weights_of(shards: list[Shard]) -> dict[str, torch.Tensor]:

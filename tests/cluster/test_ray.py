@@ -123,6 +123,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 # ------------------------------------------------------------------------------------------------- training
 
 FLAGS: dict[str, Any] = {"data__batch": 3, "training__precision": "float64", "training__steps": 4}
+HYBRID = {"model__mixer": "[mamba2, attention]", "model__headdim": 16, "method__chunk_size": 10}
 LOCAL = {"method__name": "layer-local", "method__window": 16, "method__chunk_size": 16}
 
 
@@ -143,6 +144,7 @@ def over(**numbers: Any) -> dict[str, Any]:
         (over(sequence=3, transport="gloo"), "each sequence over 3 workers in turn"),
         (over(sequence=2, replicas=2) | {"method__keep": "offload"}, "over 2 workers in turn, replicas"),
         (over(shards=2, sequence=2), "layers 0-0, 1-1, on cpu, each sequence over 2 workers"),
+        (over(shards=2, sequence=2) | HYBRID, "layers 0-0, 1-1, on cpu, each sequence over 2 workers"),
         (over(helpers=1, replicas=2) | LOCAL, "helpers: 1, replicas of all this: 2"),
     ],
     ids=str,

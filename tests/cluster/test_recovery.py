@@ -80,12 +80,17 @@ def test_a_failure_changes_nothing(
     assert said in line and line.endswith(going_on)
 
 
+HYBRID = {"model__mixer": "[mamba2, attention]", "model__headdim": 16}
 # flags, and moments at which a shard is killed; four chunks a batch
 RUNS: dict[str, tuple[dict[str, Any], list[tuple[str, int, int]]]] = {
     "replicas": ({"cluster__replicas": 2}, [("backward", 3, 2 * 4 + 3), ("step", 2, 3), ("forward", 2, 1)]),
     "sequence": (
         {"cluster__shards": 1, "cluster__sequence": 3},
         [("forward", 1, 3), ("backward", 1, 3), ("step", 1, 3)],  # the second chunk of each batch is its
+    ),
+    "attention over a sequence": (
+        {"cluster__shards": 1, "cluster__sequence": 3} | HYBRID,
+        [("forward", 1, 3), ("backward", 1, 3), ("step", 1, 3)],
     ),
     "carried states": ({"training__carry_state": "previous"}, [("backward", 1, 2 * 4 + 3)]),
     "dropout": (

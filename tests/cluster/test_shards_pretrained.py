@@ -37,9 +37,7 @@ CASES = [
 @pytest.mark.parametrize(
     "layout", [Layout(3), Layout(3, 1, 2), Layout(1, 2), Layout(2, 2), Layout(1, 3)], ids=name_of
 )
-def test_shards_are_one_process(
-    name: str, options: dict[str, Any], layout: Layout, one_thread: None
-) -> None:
+def test_shards_are_one_process(name: str, options: dict[str, Any], layout: Layout, one_thread: None) -> None:
     method = adjoint.Exact(7)
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(3, 61, (2, 24), generator=generator) for _ in range(3)]  # 7 does not divide 24

@@ -220,4 +220,3 @@ def test_hybrids_are_laid_out_over_a_sequence() -> None:
     assert best.layout == Layout(1, 8) and best.estimate is not None and best.estimate.idle_share < 0.3
     assert {(one.layout.shards, one.layout.sequence) for one in others} == {(2, 4), (4, 2)}
     assert all(one.seconds > best.seconds and one.why for one in others)
-
