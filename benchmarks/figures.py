@@ -153,7 +153,7 @@ FIGURES = [
            ("plan/count.py", "plan/memory.py", "loss.py", "layers/*.py")),
     Figure("docs/paper.md", Claims(), "", "--groups korthikanti-layer",
            ("plan/count.py", "loss.py", "hf/mini_sequence.py", "hf/head.py", *PROGRAMS)),
-    Figure("docs/paper.md", Fleet(), "", "--devices 8 --models mamba-1.27b --gpus h100",
+    Figure("docs/paper.md", Fleet(), "", "--devices 8 --models mamba-1.27b",
            (*PROGRAMS, "plan/estimate.py", "plan/memory.py", "plan/rounds.py")),
     Figure("docs/method.md", MiniSequence(), "", "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),
 ]  # fmt: skip

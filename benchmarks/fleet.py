@@ -1,12 +1,12 @@
 """What a fleet would give: `python -m benchmarks.fleet` plans and simulates, it measures nothing.
 
-The 1.27B Mamba, and two hybrids with attention, on 8, 64 and 1,024 GPUs at 1M and 16M tokens, by `Exact`.
-For each the fastest layout that fits is looked for as `adjoint plan --devices N` does it: shards × workers of
-a sequence × replicas, and memory is counted on fake tensors. The Mamba's programs are simulated tile by tile
-and message by message; where workers share a hybrid's sequence, they go through it in rounds
-(`adjoint.plan.rounds`). What the times rest on is assumed: 30% of a GPU's peak in bfloat16 for every tile,
-whatever its size; one rate for all messages, a GPU's share of its instance's network (NVLink is left out);
-50 µs a message. The optimizer's step is left out.
+One sequence of 1M or 16M tokens a step, of the 1.27B Mamba and of two hybrids with attention, on 8, 64 and
+1,024 GPUs, by `Exact`. For each the fastest layout that fits is looked for as `adjoint plan --devices N` does
+it, of shards × workers of the sequence, and memory is counted on fake tensors. The Mamba's programs are
+simulated tile by tile and message by message; where workers share a hybrid's sequence, they go through it in
+rounds (`adjoint.plan.rounds`). What the times rest on is assumed: 30% of a GPU's peak in bfloat16 for every
+tile, whatever its size; one rate for all messages, a GPU's share of its instance's network (NVLink is left
+out); 50 µs a message. The optimizer's step is left out.
 """
 
 from __future__ import annotations
@@ -55,37 +55,32 @@ MODELS = {  # flags of `adjoint plan`
 BANDWIDTHS = {"h100": 50e9}  # a second and GPU: a p5 has 3,200 Gb/s for eight
 DEVICES = [8, 64, 1024]
 MOST = 64  # GPUs of the Mamba: programs of a thousand workers take many minutes to make
-WORK = ((1 << 20, 1), (1 << 20, 64), (1 << 24, 1))  # tokens a sequence, and sequences a step
+LENGTHS = (1 << 20, 1 << 24)  # tokens of the one sequence of a step
 
 
 _models: dict[str, Any] = {}  # by name: what is counted of one at one point serves the next
 
 
 def measure(point: Point) -> Point:
-    """The fastest layout that fits, with as many sequences at a time as fit; what does not fit says why."""
-    gpu, devices, rows = point["gpu"], point["devices"], point["rows"]
-    batch, why = min(rows, devices), ""
-    while batch:
-        words = [*MODELS[point["model"]], "--device", gpu, "--devices", str(devices),
-                 "--seqlen", str(point["tokens"]), "--data.batch", str(batch),
-                 "--training.grad_accumulation", str(rows // batch),
-                 "--bandwidth", f"{BANDWIDTHS[gpu] / 1e9}GB"]  # fmt: skip
-        try:
-            task = task_of(*read_arguments(words))
-            model = _models.setdefault(point["model"], task.setup.model)
-            best = rank(dataclasses.replace(task, setup=dataclasses.replace(task.setup, model=model)))[0]
-        except UserError as error:
-            return {"why": str(error)}
-        if best.fits and best.estimate is not None:
-            tokens, found = rows * point["tokens"], best.estimate
-            return {
-                "batch": batch, "shards": best.layout.shards, "sequence": best.layout.sequence,
-                "replicas": best.layout.replicas, "seconds": found.seconds,
-                "tokens_per_second": tokens / found.seconds, "idle_share": found.idle_share,
-                "reduce_seconds": found.reduce_seconds, "memory_bytes": best.memory,
-            }  # fmt: skip
-        why, batch = why or best.why, batch // 2
-    return {"why": why or "no layout fits"}
+    """The fastest layout that fits; what does not fit says why."""
+    gpu = point["gpu"]
+    words = [*MODELS[point["model"]], "--device", gpu, "--devices", str(point["devices"]),
+             "--seqlen", str(point["tokens"]), "--data.batch", "1",
+             "--bandwidth", f"{BANDWIDTHS[gpu] / 1e9}GB"]  # fmt: skip
+    try:
+        task = task_of(*read_arguments(words))
+        model = _models.setdefault(point["model"], task.setup.model)
+        best = rank(dataclasses.replace(task, setup=dataclasses.replace(task.setup, model=model)))[0]
+    except UserError as error:
+        return {"why": str(error)}
+    if not best.fits or best.estimate is None:
+        return {"why": best.why or "no layout fits"}
+    found = best.estimate
+    return {
+        "shards": best.layout.shards, "sequence": best.layout.sequence, "seconds": found.seconds,
+        "tokens_per_second": point["tokens"] / found.seconds, "idle_share": found.idle_share,
+        "reduce_seconds": found.reduce_seconds, "bytes_sent": found.bytes_sent, "memory_bytes": best.memory,
+    }  # fmt: skip
 
 
 class Fleet(Benchmark):
@@ -102,9 +97,9 @@ class Fleet(Benchmark):
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         return [
-            {"model": model, "tokens": tokens, "rows": rows, "devices": devices, "gpu": gpu}
+            {"model": model, "tokens": tokens, "devices": devices, "gpu": gpu}
             for devices in options.devices for model in options.models
-            for tokens, rows in WORK for gpu in options.gpus
+            for tokens in LENGTHS for gpu in options.gpus
             if model != "mamba-1.27b" or devices <= MOST
         ]  # fmt: skip
 
@@ -132,23 +127,21 @@ class Fleet(Benchmark):
         )
         head = f"Planned and simulated, nothing measured. Assumed: {'; '.join(of)}; "
         lines = [self._line(row, result["rows"]) for row in result["rows"]]
-        heads = ["model", "tokens × sequences a step", "GPU", "GPUs", "shards × sequence × replicas",
-                 "step, s", "tokens/s", "of ideal", "idle", "GB a GPU"]  # fmt: skip
+        heads = ["model", "tokens", "GPU", "GPUs", "shards × sequence workers", "step, s", "tokens/s",
+                 "of ideal", "idle", "messages, TB", "GB a GPU"]  # fmt: skip
         table = report.markdown_table(heads, lines, left=(0, 1, 2))
         return f"{head}{a['latency_seconds'] * 1e6:.0f} µs a message.\n\n{table}"
 
     @staticmethod
     def _line(row: Row, rows: Sequence[Row]) -> list[str]:
-        work = f"{show.tokens(row['tokens'])} × {row['rows']}"
-        start = [row["model"], work, row["gpu"], f"{row['devices']:,}"]
+        start = [row["model"], show.tokens(row["tokens"]), row["gpu"], f"{row['devices']:,}"]
         if "seconds" not in row:
-            return [*start, "none", *["–"] * 5]
-        layout = f"{row['shards']} × {row['sequence']} × {row['replicas']}"
+            return [*start, "none", *["–"] * 6]
         step = f"{row['seconds']:,.{0 if row['seconds'] >= 100 else 2}f}"
         return [
-            *start, layout, step, f"{row['tokens_per_second']:,.0f}",
+            *start, f"{row['shards']} × {row['sequence']}", step, f"{row['tokens_per_second']:,.0f}",
             f"{row['tokens_per_second'] / ideal(row, rows):.0%}", f"{row['idle_share']:.1%}",
-            f"{row['memory_bytes'] / 1e9:.1f}",
+            f"{row['bytes_sent'] / 1e12:.2f}", f"{row['memory_bytes'] / 1e9:.1f}",
         ]  # fmt: skip
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
@@ -156,35 +149,30 @@ class Fleet(Benchmark):
 
 
 def ideal(row: Row, rows: Sequence[Row]) -> float:
-    """Tokens a second if every GPU did as much as one of the fewest GPUs does, on the model's shortest and
-    most sequences."""
-    alike = [r for r in rows if (r["model"], r["gpu"]) == (row["model"], row["gpu"]) and "seconds" in r]
-    base = min(alike, key=lambda r: (r["devices"], r["tokens"], -r["rows"]))
+    """Tokens a second if every GPU did as much as one of the fewest GPUs does, at the same length."""
+    same = ("model", "gpu", "tokens")
+    alike = [r for r in rows if all(r[key] == row[key] for key in same) and "seconds" in r]
+    base = min(alike, key=lambda r: r["devices"])
     return base["tokens_per_second"] / base["devices"] * row["devices"]
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """A panel a GPU: a curve for each model and work, dotted the ideal."""
-    gpus, counts = list(dict.fromkeys(row["gpu"] for row in rows)), sorted({row["devices"] for row in rows})
-    works = list(dict.fromkeys((row["model"], row["tokens"], row["rows"]) for row in rows))
-    figure, panels = report.pyplot().subplots(1, len(gpus), figsize=(5.5 * len(gpus), 4.6), squeeze=False,
-                                              sharey=True)  # fmt: skip
-    for axes, gpu in zip(panels[0], gpus, strict=True):
-        mine = [row for row in rows if row["gpu"] == gpu and "seconds" in row]
-        for place, (model, tokens, count) in enumerate(works):
-            curve = [(r["devices"], r["tokens_per_second"]) for r in mine
-                     if (r["model"], r["tokens"], r["rows"]) == (model, tokens, count)]  # fmt: skip
-            if curve:
-                axes.plot(*zip(*curve, strict=True), "-" if model == "mamba-1.27b" else "--", marker="o",
-                          color=f"C{place}", label=f"{model}, {show.tokens(tokens)} × {count}")  # fmt: skip
-        for model in dict.fromkeys(row["model"] for row in mine):
-            line = {r["devices"]: ideal(r, rows) for r in mine if r["model"] == model}
-            axes.plot(list(line), list(line.values()), ":", color="black", linewidth=0.9)
-        axes.set(xscale="log", yscale="log", xlabel="GPUs", title=gpu)
-        axes.set_xticks(counts, [f"{n:,}" for n in counts])
-        axes.minorticks_off()
-    panels[0][0].set_ylabel("tokens per second (planned)")
-    panels[0][-1].legend(loc="upper left", fontsize=7.5, title="tokens × sequences a step; dotted: ideal")
+    """A curve for each model and length, dotted the ideal."""
+    counts = sorted({row["devices"] for row in rows})
+    figure, axes = report.pyplot().subplots(figsize=(6.4, 4.6))
+    for place, key in enumerate(dict.fromkeys((row["model"], row["tokens"]) for row in rows)):
+        mine = [r for r in rows if (r["model"], r["tokens"]) == key and "seconds" in r]
+        if not mine:
+            continue
+        mine.sort(key=lambda r: r["devices"])
+        devices = [r["devices"] for r in mine]
+        axes.plot(devices, [r["tokens_per_second"] for r in mine], marker="o", color=f"C{place}",
+                  label=f"{key[0]}, {show.tokens(key[1])}")  # fmt: skip
+        axes.plot(devices, [ideal(r, rows) for r in mine], ":", color=f"C{place}", linewidth=0.9)
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens per second (planned)")
+    axes.set_xticks(counts, [f"{n:,}" for n in counts])
+    axes.minorticks_off()
+    axes.legend(loc="upper left", fontsize=7.5, title="tokens of one sequence; dotted: ideal")
     return figure
 
 

@@ -61,7 +61,7 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
     (sources.Sources(), "--tables table-1", 6, "table structure network formula_bytes bytes operations"),
     (claims.Claims(), "--groups korthikanti-layer", 6, "source where what theirs ours how"),
     (fleet.Fleet(), "--devices 1 --models Nemotron-H-8B-like",
-     3, "model tokens rows devices gpu seconds idle_share memory_bytes why"),
+     2, "model tokens devices gpu seconds idle_share memory_bytes why"),
     (Convergence(),
      "--methods backprop truncated-auto --tasks recall-fast --seeds 1 --steps 2 --seqlen 32 --jobs 1",
      2, "task method seeds held_out train gap curve_distance accuracy_4 note"),

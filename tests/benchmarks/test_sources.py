@@ -70,10 +70,10 @@ def test_the_planned_limit_lies_between_what_fits_and_what_does_not() -> None:
 
 def test_a_step_of_one_gpu_by_hand() -> None:
     """256 chunks: all go forward and back, all but the last are recomputed; backward is twice a forward."""
-    point = {"model": "mamba-1.27b", "gpu": "h100", "devices": 1, "tokens": 1 << 20, "rows": 1}
+    point = {"model": "mamba-1.27b", "gpu": "h100", "devices": 1, "tokens": 1 << 20}
     model = model_of(load_config(["--config", fleet.CONFIG]).model)
     token = sum(layer.flops for layer in model.layers) + model.head_flops
     rate = SUSTAINED * 1e12 * GPUS["h100"].bfloat16
     found = fleet.measure(point)
     assert found["seconds"] == pytest.approx((4 * 256 - 1) * 4096 * token / rate, rel=1e-6)
-    assert (found["shards"], found["sequence"], found["replicas"], found["idle_share"]) == (1, 1, 1, 0)
+    assert (found["shards"], found["sequence"], found["idle_share"]) == (1, 1, 0)
