@@ -88,7 +88,7 @@ class Fleet(Benchmark):
     module = "benchmarks.fleet"
     whole = ("models", "gpus", "devices")
     document = "docs/paper.md"
-    caption = "Tokens per second against GPUs, planned and simulated, with the ideal lines"
+    caption = "Tokens per second against GPUs, planned and simulated; dotted: in proportion to GPUs"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--models", MODELS)
@@ -128,7 +128,7 @@ class Fleet(Benchmark):
         head = f"Planned and simulated, nothing measured. Assumed: {'; '.join(of)}; "
         lines = [self._line(row, result["rows"]) for row in result["rows"]]
         heads = ["model", "tokens", "GPU", "GPUs", "shards × sequence workers", "step, s", "tokens/s",
-                 "of ideal", "idle", "messages, TB", "GB a GPU"]  # fmt: skip
+                 "per GPU", "idle", "messages, TB", "GB a GPU"]  # fmt: skip
         table = report.markdown_table(heads, lines, left=(0, 1, 2))
         return f"{head}{a['latency_seconds'] * 1e6:.0f} µs a message.\n\n{table}"
 
@@ -149,7 +149,7 @@ class Fleet(Benchmark):
 
 
 def ideal(row: Row, rows: Sequence[Row]) -> float:
-    """Tokens a second if every GPU did as much as one of the fewest GPUs does, at the same length."""
+    """Tokens a second if every GPU did as much as one of the fewest GPUs on which this length fits."""
     same = ("model", "gpu", "tokens")
     alike = [r for r in rows if all(r[key] == row[key] for key in same) and "seconds" in r]
     base = min(alike, key=lambda r: r["devices"])
@@ -172,7 +172,7 @@ def draw(rows: Sequence[Row]) -> Any:
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens per second (planned)")
     axes.set_xticks(counts, [f"{n:,}" for n in counts])
     axes.minorticks_off()
-    axes.legend(loc="upper left", fontsize=7.5, title="tokens of one sequence; dotted: ideal")
+    axes.legend(loc="upper left", fontsize=7.5, title="tokens of one sequence; dotted: as on the fewest")
     return figure
 
 
