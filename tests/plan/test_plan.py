@@ -267,7 +267,7 @@ def test_bars_of_a_picture_join_layers_and_its_shares_are_the_time() -> None:
     [
         ("--method.name backprop --devices 1", "forward"),
         ("--cluster.shards 2 --cluster.sequence 2", "1: layers 2-3, turn 1"),
-        ("--cluster.shards 2 --cluster.sequence 2 --model.mixer attention", "1: layers 2-3, turn 1"),
+        ("--cluster.shards 2 --cluster.sequence 2 --model.mixer attention", ", turn 1"),
         ("--method.name layer-local --devices 4", "forward"),
     ],
 )
