@@ -4,7 +4,6 @@ whole; and what else is tried on a few tokens."""
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
 import dataclasses
 import functools
@@ -40,16 +39,16 @@ from adjoint.engine.sharded import backpropagate, gradients, is_sharded, precisi
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.errors import LOGGER, is_heard
 from adjoint.hf import fla, replacements
-from adjoint.hf.call import Kind
+from adjoint.hf.call import Call, Kind
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
 from adjoint.hf.chunks import around_blocks, blocks_in, recompute_of
-from adjoint.hf.head import COUNTED as PADDING
-from adjoint.hf.head import Balance, coefficient, head_of
+from adjoint.hf.head import coefficient
 from adjoint.hf.model import (
     HOOKS,
     PassThrough,
     backbone_of,
     class_of,
+    gathering,
     holders,
     layers_of,
     plainly,
@@ -58,7 +57,7 @@ from adjoint.hf.model import (
     settings,
 )
 from adjoint.hf.replacements import by_pytorch
-from adjoint.hf.stage import Backbone, CausalLM, Collect, Noise, gathering, probe, steps_of
+from adjoint.hf.stage import Backbone, CausalLM, Collect, Noise, probe, steps_of
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
 from adjoint.memory import memory_left
@@ -93,7 +92,7 @@ DROPOUT = nn.modules.dropout._DropoutNd
 Way = Callable[[Any, Tensor, Tensor, Sequence[Tensor]], tuple[float, Sequence[Tensor | None]]]
 
 
-def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> None:
+def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> float:
     """Compares the gradient of a few tokens by chunks with that of the whole.
 
     Where that can be had, on a copy of the model's modules: in its mode, but without dropout; without
@@ -103,6 +102,9 @@ def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> None
 
     Args:
         what, why: of the refusal.
+
+    Returns:
+        How far apart they are, relative to their norm.
 
     Raises:
         Refused: the gradients differ, or the model's code fails by chunks.
@@ -126,12 +128,12 @@ def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> None
                 return _compare(model, wanted, by_chunks, what, why)
         with _no_autocast(model):
             try:
-                _compare(model, wanted, by_chunks, what, why)
+                apart = _compare(model, wanted, by_chunks, what, why)
             except Refused:
                 if not drawn:
                     raise
                 with in_eval_mode(model):  # noise is drawn chunk by chunk; without it they must be the same
-                    _compare(model, _results(model, whole)[0], by_chunks, what, why)
+                    apart = _compare(model, _results(model, whole)[0], by_chunks, what, why)
             if _turned_down(model):
                 narrow = wanted
                 try:
@@ -140,7 +142,8 @@ def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> None
                     _warn(model, f"with windows as they are (shorter ones do not run: {_said(error)})")
                 if narrow.loss != wanted.loss:  # else windows were no use
                     what = f"{what}, its windows turned down to {WINDOW},"
-                    _compare(model, narrow, by_chunks, what, why)
+                    apart = _compare(model, narrow, by_chunks, what, why)
+    return apart
 
 
 def _warn(model: Any, how: str) -> None:
@@ -172,7 +175,7 @@ def _results(model: Any, way: Way, followed: Sequence[str] = ()) -> tuple[Result
     return Results(dict(zip(followed, gradients, strict=True)), loss, counted), bool(noise.before)
 
 
-def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -> None:
+def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -> float:
     if not math.isfinite(wanted.loss):
         said = f"its own loss of {TOKENS} tokens is {wanted.loss}{_not_finite(model)}"
         refuse(model, said, "look for what made it so")
@@ -189,7 +192,7 @@ def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -
         if why == WHY and (cause := _cause(model)) is not None:
             why = f"{why}: {cause}"
         refuse(model, f"{what} ({found}): {why}")
-    compared(distance(wanted, got))
+    return distance(wanted, got)
 
 
 def _cause(model: Any) -> str | None:
@@ -388,13 +391,10 @@ def ways(method: Any, kind: Kind, fetches: bool = False) -> tuple[Way, Way]:
     chunks, as a group's ranks run them if the kind is shared; `fetches` as in `Backbone`."""
 
     def whole(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-        given: dict[str, Any] = {**_tokens(model, ids, kind), "use_cache": False, "return_dict": True}
-        given |= _beside(ids, kind)
+        call = Call(model, given(model, ids, labels, kind))
+        found = call.by_transformers(use_cache=False, return_dict=True)
         if not kind.loss:
-            return Weighted.sum(class_of(model).forward(model, **given)[0])
-        given |= {"num_items_in_batch": COUNTED} if kind.counted else {}
-        given |= {ROUTED: kind.routed} if kind.routed or routes(model) else {}
-        found = class_of(model).forward(model, labels=_labels(labels, kind), **given)
+            return Weighted.sum(found[0])
         if not kind.routed:
             return found["loss"]
         return found["loss"] + (1 - coefficient(model)) * found["aux_loss"]
@@ -403,55 +403,38 @@ def ways(method: Any, kind: Kind, fetches: bool = False) -> tuple[Way, Way]:
     scheme = dataclasses.replace(SCHEME, tapes=1 if getattr(method, "memory", None) is None else 2)
 
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
-        slots, recompute = probe(model, ids), recompute_of(method)
-        (x,) = _tokens(model, ids, kind).values()
-        beside = _beside(ids, kind)
-        mask = beside.pop(PADDING, None)
-        if mask is not None and kind.routed:
-            beside[PADDING] = mask.bool()
-        batch = Batch(x, ids, inputs=beside)
+        call, slots = Call(model, given(model, ids, labels, kind)), probe(model, ids)
+        batch, _ = call.batch()
         blocks = blocks_in(model, batch)
         cut = scheme if blocks is None else around_blocks(scheme, blocks)
         if not kind.loss:
-            stage = Backbone(model, slots, recompute=recompute)
-            return steps_of([stage, Weighted()], batch, cut)
-        head = gathering(model)(lambda: head_of(model, kind.padded)).over(ids.numel())
-        balance, targets = Balance(model) if kind.routed else None, shift_labels(_labels(labels, kind))
-        stage = CausalLM(model, slots, head, None, recompute, balance)
+            return steps_of([Backbone(model, slots, recompute=recompute_of(method)), Weighted()], batch, cut)
+        stage = CausalLM.of(call, slots, method)
         stage.fetches = fetches
-        batch = dataclasses.replace(batch, targets=targets, divisor=divisor(targets, kind.counted))
         return steps_of([stage], batch, cut, group=ALONE if kind.shared else None)
 
     return by_autograd(whole), by_engine(by_chunks)
 
 
-def _tokens(model: Any, ids: Tensor, kind: Kind) -> dict[str, Tensor]:
-    """ids, or their embeddings, by the name that a forward has for them."""
-    if not kind.embedded:
-        return {"input_ids": ids}
-    with torch.no_grad():
-        return {"inputs_embeds": gathering(model)(lambda: model.get_input_embeddings()(ids))}
-
-
-def _beside(ids: Tensor, kind: Kind) -> dict[str, Tensor]:
-    """What else a call of this kind has of each token."""
-    types = torch.tensor(TYPES, device=ids.device)[None]
-    padding = {PADDING: _unpadded(ids).long()} if kind.padded else {}
-    return dict.fromkeys(kind.beside, types) | padding
-
-
-def _labels(labels: Tensor, kind: Kind) -> Tensor:
-    return labels.masked_fill(~_unpadded(labels), IGNORE_INDEX) if kind.padded else labels
-
-
-def _unpadded(ids: Tensor) -> Tensor:
-    """Which tokens are no padding, where a call has some."""
-    return (torch.arange(TOKENS, device=ids.device) < TOKENS - PADDED)[None]
-
-
-def divisor(targets: Tensor, counted: bool) -> int | Tensor:
-    """What the summed loss of these ways is divided by."""
-    return COUNTED if counted else (targets != IGNORE_INDEX).sum()
+def given(model: Any, ids: Tensor, labels: Tensor, kind: Kind) -> dict[str, Any]:
+    """The arguments of a call of this kind."""
+    unpadded = (torch.arange(TOKENS, device=ids.device) < TOKENS - PADDED)[None]
+    found: dict[str, Any] = dict.fromkeys(kind.beside, torch.tensor(TYPES, device=ids.device)[None])
+    if kind.embedded:
+        with torch.no_grad():
+            found["inputs_embeds"] = gathering(model)(lambda: model.get_input_embeddings()(ids))
+    else:
+        found["input_ids"] = ids
+    if kind.padded:
+        found["attention_mask"] = unpadded.long()
+        labels = labels.masked_fill(~unpadded, IGNORE_INDEX)
+    if kind.loss:
+        found["labels"] = labels
+    if kind.counted:
+        found["num_items_in_batch"] = COUNTED
+    if kind.loss and (kind.routed or routes(model)):
+        found[ROUTED] = kind.routed
+    return found
 
 
 # ------------------------------------------------------------------------------- what else a call may bring
@@ -527,32 +510,21 @@ def _apart(model: Any, **given: Any) -> bool:
 # slow; what runs in training are ours.
 _THEIRS = "transformers.integrations.hub_kernels"
 _UNTRUE = "is falling back to its reference PyTorch implementation"
-_differences: contextvars.ContextVar[list[float] | None] = contextvars.ContextVar("differences", default=None)
 
 
 @contextlib.contextmanager
-def comparing() -> Iterator[list[float]]:
-    """Around a comparison of gradients: lists how far apart they were (`compared`), and keeps back what
-    transformers says of its own functions, in this thread."""
-    thread, found = threading.get_ident(), list[float]()
+def quiet() -> Iterator[None]:
+    """Keeps back what transformers says of its own functions, in this thread."""
+    thread, theirs = threading.get_ident(), logging.getLogger(_THEIRS)
 
     def true(record: logging.LogRecord) -> bool:
         return threading.get_ident() != thread or _UNTRUE not in record.getMessage()
 
-    theirs, token = logging.getLogger(_THEIRS), _differences.set(found)
     theirs.addFilter(true)
     try:
-        yield found
+        yield
     finally:
         theirs.removeFilter(true)
-        _differences.reset(token)
-
-
-def compared(difference: float) -> None:
-    """Notes how far apart gradients were, relative to their norm, for the `comparing` around it."""
-    found = _differences.get()
-    if found is not None:
-        found.append(difference)
 
 
 def by_chunks(model: nn.Module, method: Any, scheme: Scheme) -> str:

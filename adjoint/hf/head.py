@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,27 +17,9 @@ from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.first_use import alike, some_numbers
 from adjoint.engine.sums import Sum
 from adjoint.hf import check
-from adjoint.hf.model import backbone_of, class_of
+from adjoint.hf.model import backbone_of, class_of, gathering
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.loss import linear_cross_entropy, tokens_per_slice
-
-Loss = Callable[..., Tensor]
-
-
-class Head(NamedTuple):
-    """What a causal LM's loss has besides the labels' cross-entropy.
-
-    Attributes:
-        z: what the squared log-partition function of every token is multiplied by and added, or None.
-        own: of `own_loss`.
-    """
-
-    z: float | Tensor | None = None
-    own: Loss | None = None
-
-    def over(self, tokens: int) -> Head:
-        """With a z-loss that is the mean over so many tokens."""
-        return self if self.z is None else self._replace(z=self.z / tokens)
 
 
 class Output(MoeModelOutputWithPast):
@@ -103,28 +85,24 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
     return logits
 
 
-def head_of(model: Any, padded: bool = False) -> Head:
-    """Asked at each call, as what it is made from may change. `padded`: as `own_loss`'s.
-
-    Raises:
-        Refused: its loss is not known.
-    """
-    return Head(z_loss(model), own_loss(model, padded))
-
-
-def own_loss(model: Any, padded: bool) -> Loss | None:
+def own_loss(model: Any) -> Callable[..., Tensor] | None:
     """The `loss_function` that a user has given a model; None where it has transformers' own. It is asked for
-    its sum over tokens by `num_items_in_batch=1`, with labels that are shifted already.
+    its sum over tokens by `num_items_in_batch=1`, with labels that are shifted already."""
+    return vars(model).get("_loss_function")
+
+
+def refuse_own_loss(model: Any, padded: bool) -> None:
+    """Tries a user's loss function, at each call, as it may change.
 
     Args:
         padded: whether chunks have padding, of which they make other logits than the model does.
 
     Raises:
-        Refused: it is no such sum, or reads logits of padding.
+        Refused: it is no sum over tokens, or reads logits of padding.
     """
-    loss = vars(model).get("_loss_function")
+    loss = own_loss(model)
     if loss is None:
-        return None
+        return
     weight, words = model.get_output_embeddings().weight, _vocab_size(model)
     logits = some_numbers(1, 8, words).to(weight.device)
     targets = (torch.arange(8, device=weight.device) * 7 % words)[None]
@@ -160,7 +138,6 @@ def own_loss(model: Any, padded: bool) -> Loss | None:
             "its loss_function reads logits whose labels are -100, and chunks make others of padding than "
             "the model: give rows without padding, or let it skip these tokens",
         )
-    return loss
 
 
 def _vocab_size(model: Any) -> int:
@@ -168,23 +145,30 @@ def _vocab_size(model: Any) -> int:
 
 
 @torch.no_grad()
-def z_loss(model: Any) -> float | None:
-    """What the model multiplies the mean of the squared log-partition functions by, which it adds to its
-    loss; None where it adds nothing. Seen by calling its head with no label that counts.
+def refuse_z_loss(model: Any, padded: bool) -> None:
+    """Tries the z-loss that a configuration asks for by calling the model's head with no label that counts.
+
+    Args:
+        padded: whether there is padding.
 
     Raises:
-        Refused: it adds something else.
+        Refused: it is not the mean of the squared log-partition functions, times `check.z_factor`, or reads
+            padding.
     """
-    weight = model.get_output_embeddings().weight
-    factor = check.z_factor(model)
+    factor, weight = check.z_factor(model), model.get_output_embeddings().weight
     if not factor:
-        return None
+        return
+    if padded:
+        check.refuse(
+            model,
+            f"{check.Z_LOSS} is on, and its loss counts padded tokens, which chunks do not make as the model "
+            "does: give rows without padding, or set it to 0",
+        )
     hidden = some_numbers(1, 4, weight.shape[1]).to(weight.device, weight.dtype)
-    ignored = torch.full((1, 4), IGNORE_INDEX, device=weight.device)
-    found = own_output(model, Output(last_hidden_state=hidden), labels=ignored, num_items_in_batch=1)
+    given = {"labels": torch.full((1, 4), IGNORE_INDEX, device=weight.device), "num_items_in_batch": 1}
+    found = gathering(model)(lambda: own_output(model, Output(last_hidden_state=hidden), **given))
     if not alike(found.loss, factor * found.logits.logsumexp(-1).square().mean()):
         check.refuse(model, f"{check.Z_LOSS} is on, and its loss is not the usual one; set it to 0")
-    return factor
 
 
 def plain_scale(model: Any, hidden: Tensor) -> float | None:
@@ -256,24 +240,17 @@ def _is_all(index: Any) -> bool:
     )
 
 
-def multiple(found: Tensor, plain: Tensor) -> float | None:
-    """The number by which `plain` is multiplied in `found`, 1 but for rounding being 1; None where that is
-    not what differs."""
-    found, plain = found.double(), plain.double()
-    scale = ((found * plain).sum() / (plain * plain).sum()).item()
-    if not torch.allclose(found, scale * plain, rtol=1e-3, atol=1e-6 * abs(scale)):
-        return None
-    return 1.0 if abs(scale - 1) < 1e-6 else scale
-
-
-def summed_loss(model: Any, hidden: Tensor, targets: Tensor, head: Head, slices: int | None = None) -> Tensor:
+def summed_loss(
+    model: Any, hidden: Tensor, targets: Tensor, z: Any = None, slices: int | None = None
+) -> Tensor:
     """The loss of hidden states (batch, tokens, hidden_size) against targets (batch, tokens) that are already
     shifted, summed over those not ignored, in float32 at least.
 
     Args:
+        z: what the squared log-partition function of every token is multiplied by and added, or None.
         slices: of `tokens_per_slice`.
     """
-    (z, own), words = head, _vocab_size(model)
+    own, words = own_loss(model), _vocab_size(model)
     tokens = tokens_per_slice(targets.numel(), words, hidden.is_cuda, slices)
     scale = plain_scale(model, hidden) if z is None and own is None else None
     if scale is not None:

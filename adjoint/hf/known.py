@@ -19,9 +19,9 @@ from adjoint.hf.cache import Slot
 from adjoint.hf.call import Call, Kind
 from adjoint.hf.chunks import kept_features, sizes_of
 from adjoint.hf.first_use import in_eval_mode, some_tokens
-from adjoint.hf.head import Head, coefficient, head_of
-from adjoint.hf.model import Moment, Snapshot, backbone_of, plainly, record_of
-from adjoint.hf.stage import gathering, probe
+from adjoint.hf.head import coefficient
+from adjoint.hf.model import Moment, Snapshot, backbone_of, gathering, plainly, record_of
+from adjoint.hf.stage import probe
 
 T = TypeVar("T")
 REMEMBERED = 16  # states of a model of which it is remembered what was found out: adapters taken in turn
@@ -50,15 +50,16 @@ class Known:
     def model(self) -> Any:
         return self.of()
 
-    def once(self, kind: Any, check: Callable[..., None], *args: Any) -> None:
-        """Calls a check, unless it has gone well before for this kind of call."""
+    def once(self, kind: Any, check: Callable[..., float | None], *args: Any) -> None:
+        """Calls a check, unless it has gone well before for this kind of call; notes the difference that it
+        gives."""
         if kind not in self.checked:
             before = Moment(self.model, self.snapshot)
-            with first_use.comparing() as found:
-                check(*args)
+            with first_use.quiet():
+                found = check(*args)
             # RecurrentGemma's own forward keeps a state in its mixers
             before.put_back(Snapshot(self.model), hooks=False)
-            self.difference = found[-1] if found else self.difference
+            self.difference = self.difference if found is None else found
             self.checked.add(kind)
 
     @functools.cached_property
@@ -76,12 +77,6 @@ class Known:
         element = min(first.element_size(), (self.precision[0] or first.dtype).itemsize)
         sizes = sizes_of(self._features, self.slots, element)
         return chunk_size_for(sizes, batch, seqlen, first.device.type, memory_of(first.device))
-
-    def head(self, padded: bool = False) -> Head:
-        """As `head_of`, which is asked at each call."""
-        given = self.model
-        more = vars(given).get("_loss_function") or check.z_factor(given)
-        return self._seen(functools.partial(head_of, padded=padded)) if more else Head()
 
     @functools.cached_property
     def routers(self) -> float:
@@ -149,8 +144,9 @@ def compared(model: Any, kind: Kind, call: Call | None = None) -> Known:
         kind = kind._replace(padded=bool(largest(model, kind.padded)[0]))
     method, kind = known.record.method, kind._replace(shared=known.record.group is not None)
 
-    def compare() -> None:
-        first_use.compare(model, *first_use.ways(method, kind, known.fetches), *first_use.NOT_THE_SAME)
+    def compare() -> float:
+        ways = first_use.ways(method, kind, known.fetches)
+        return first_use.compare(model, *ways, *first_use.NOT_THE_SAME)
 
     try:
         known.once(kind, compare)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjoint.batch import shift_labels
 from adjoint.engine.first_use import TOKENS, alike
 from adjoint.engine.sharded import is_sharded
 from adjoint.hf import check, first_use
-from adjoint.hf.head import Head, head_of, recomputed, summed_loss
+from adjoint.hf.call import Call, Kind
+from adjoint.hf.head import recomputed, refuse_own_loss, summed_loss
 from adjoint.hf.model import backbone_of, layers_of, put
 from adjoint.hf.replacements import replaced
 from adjoint.methods import MiniSequence
@@ -32,24 +32,21 @@ NOT_THE_SAME = (
 )
 
 
-def total_loss(
-    model: Any,
-    method: MiniSequence,
-    mlps: Sequence[str],
-    head: Head,
-    targets: Tensor,
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """The loss summed over targets (batch, seqlen), which are already shifted, of a causal LM called with
-    `kwargs`.
+def total_loss(call: Call, method: MiniSequence, mlps: Sequence[str]) -> Tensor:
+    """The summed loss of a call with labels.
 
     Args:
         mlps: as `token_wise` names them.
+
+    Raises:
+        Refused: the model's loss is not known to be a sum over tokens.
     """
-    given = {k: v for k, v in kwargs.items() if v is not None and k not in HEADS_OWN}
+    model, targets = call.model, call.targets
+    refuse_own_loss(model, padded=False)
+    given = {k: v for k, v in call.given.items() if v is not None and k not in HEADS_OWN}
     with splitting(backbone_of(model), mlps, method.mlp_chunks):
         hidden = backbone_of(model)(**given, use_cache=False)[0]
-    return summed_loss(model, hidden, targets.to(hidden.device), head, method.head_chunks)
+    return summed_loss(model, hidden, targets.to(hidden.device), slices=method.head_chunks)
 
 
 @contextlib.contextmanager
@@ -136,13 +133,11 @@ def _tokens_are_apart(module: Any, x: Tensor) -> bool:
     return not bool(dx.any())
 
 
-def way(method: MiniSequence, counted: bool) -> first_use.Way:
+def way(method: MiniSequence, kind: Kind) -> first_use.Way:
     """The loss of a causal LM and its gradient by mini-sequences, for `first_use.compare`."""
 
     def by_pieces(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-        head, mlps = head_of(model), token_wise(backbone_of(model))
-        targets = shift_labels(labels)
-        total = total_loss(model, method, mlps, head, targets, {"input_ids": ids})
-        return total / first_use.divisor(targets, counted)
+        call = Call(model, first_use.given(model, ids, labels, kind))
+        return total_loss(call, method, token_wise(backbone_of(model))) / call.divisor
 
     return first_use.by_autograd(by_pieces)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from adjoint.engine.sharded import Gathering, is_sharded
 from adjoint.engine.weights import BETWEEN, Tensors
 from adjoint.methods import Backprop
 
@@ -64,6 +65,11 @@ def plainly(model: Any) -> Iterator[None]:
         if (record := vars(model).get("_adjoint")) is not None:
             stack.callback(put(record, "plain", True))
         yield
+
+
+def gathering(model: Any) -> Callable[[Callable[[], Any]], Any]:
+    """Calls what runs a model's modules one by one: of a sharded model inside the forward of its root."""
+    return Gathering(root_of(model)) if is_sharded(model) else lambda call: call()
 
 
 def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:

@@ -9,11 +9,11 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from adjoint.batch import Batch
@@ -24,7 +24,6 @@ from adjoint.hf import check, first_use
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.call import Kind
 from adjoint.hf.chunks import kept_features, sizes_of
-from adjoint.hf.head import Head, multiple
 from adjoint.hf.model import PassThrough, backbone_of, class_of
 from adjoint.hf.replacements import Inside
 from adjoint.hf.stage import Backbone, CausalLM, probe
@@ -118,12 +117,12 @@ class Pretrained:
         slots = [slot for slot in self.slots if slot.layer in span]
         multiplier = None if span.start == 0 else self.multiplier
         if span.stop == self.n_layer:
-            return CausalLM(part, slots, Head(), multiplier, recompute)
+            return CausalLM(part, slots, multiplier, recompute)
         return Backbone(part, slots, multiplier, recompute)
 
     def empty(self) -> Any:
         """The model without its weights: parameters that take no memory, buffers as they are made."""
-        with _without_memory():
+        with init_empty_weights():
             return self.kind(copy.deepcopy(self.config))
 
 
@@ -235,12 +234,13 @@ def _multiplier(model: Any, found: Pretrained) -> float:
     stage = found.stage(found.part(model, range(1, 1)), range(1, 1))
     with stage.inside():
         y = stage.backbone(inputs_embeds=x, use_cache=False)[0]
-    factor = multiple(y, x)
-    if factor is None:
+    x, y = x.double(), y.double()
+    factor = ((x * y).sum() / (x * x).sum()).item()
+    if not torch.allclose(y, factor * x, rtol=1e-3, atol=1e-6 * abs(factor)):
         check.refuse(
             model, "it adds to the embeddings before its first layer, again in every span", check.ONE_PROCESS
         )
-    return factor
+    return 1.0 if abs(factor - 1) < 1e-6 else factor  # but for rounding
 
 
 def _compare(model: Any, found: Pretrained) -> None:
@@ -259,23 +259,3 @@ def _compare(model: Any, found: Pretrained) -> None:
     except check.Refused:
         why = "its layers hand on more than hidden states, and spans of them have not the whole's gradient"
         check.refuse(model, why, check.ONE_PROCESS)
-
-
-@contextlib.contextmanager
-def _without_memory() -> Iterator[None]:
-    """Modules that this thread makes here have parameters on the meta device.
-
-    PyTorch has no other place for it: in `torch.device("meta")` buffers would lose their values too, such as
-    rotary frequencies, which no checkpoint has; accelerate's `init_empty_weights` patches the same method."""
-    register, mine = nn.Module.register_parameter, threading.get_ident()
-
-    def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and threading.get_ident() == mine:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(self, name, parameter)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

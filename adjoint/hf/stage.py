@@ -20,14 +20,15 @@ from adjoint.engine.autograd import Around, Steps
 from adjoint.engine.generators import KINDS, Generators
 from adjoint.engine.grid import Scheme
 from adjoint.engine.sequence import UNDER_FSDP, SequenceSteps
-from adjoint.engine.sharded import Gathering, ShardedSteps, Whole, is_sharded, trained
+from adjoint.engine.sharded import ShardedSteps, Whole, is_sharded, trained
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache, Slot, chunk_cache, zeros
-from adjoint.hf.chunks import TYPES, blocks_of
-from adjoint.hf.head import COUNTED, Balance, Head, Logits, summed_loss
-from adjoint.hf.model import backbone_of, class_of, layers_of, root_of
+from adjoint.hf.call import Call
+from adjoint.hf.chunks import TYPES, blocks_of, recompute_of
+from adjoint.hf.head import COUNTED, Balance, Logits, refuse_own_loss, refuse_z_loss, summed_loss
+from adjoint.hf.model import backbone_of, class_of, gathering, layers_of, root_of
 from adjoint.hf.replacements import Inside, replaced
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
@@ -149,30 +150,36 @@ class Backbone:
 class CausalLM(Backbone):
     """ids → the chunk's summed loss: the backbone and the head above it.
 
-    Args:
-        head: its z over the tokens of the batch. balance: of the routers; None where they have no loss.
+    Attributes:
+        z: what the squared log-partition function of every token is multiplied by and added, or None.
         kept: where hidden states are gathered too.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        slots: Sequence[Slot],
-        head: Head,
-        multiplier: float | None = None,
-        recompute: str = "none",
-        balance: Balance | None = None,
-        kept: Kept | None = None,
-    ) -> None:
-        super().__init__(model, slots, multiplier, recompute)
-        self.head, self.balance, self.kept = head, balance, kept
+    z: float | None = None
+    kept: Kept | None = None
+
+    @staticmethod
+    def of(call: Call, slots: Sequence[Slot], method: Any, factor: float = 1.0) -> CausalLM:
+        """The stage of a call with labels; `factor` of its routers' loss.
+
+        Raises:
+            Refused: the model's loss is not known to be a sum over tokens.
+        """
+        model, padded = call.model, call.mask is not None
+        refuse_own_loss(model, padded)
+        refuse_z_loss(model, padded)
+        stage = CausalLM(model, slots, recompute=recompute_of(method))
+        if z := check.z_factor(model):  # of the mean over all tokens
+            stage.z = z / call.ids.numel()
+        if call.kind.routed:
+            stage.balance = Balance(model, factor)
+        return stage
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.output(x, state, chunk)
-        head = self.head
-        if head.z is not None:  # which is over the divisor with all of the loss
-            head = head._replace(z=head.z * torch.as_tensor(chunk.divisor, dtype=torch.float64))
-        loss = summed_loss(self.model, output[0], chunk.targets, head)
+        # the z-loss, too, is over the divisor with all of the loss
+        z = None if self.z is None else self.z * torch.as_tensor(chunk.divisor, dtype=torch.float64)
+        loss = summed_loss(self.model, output[0], chunk.targets, z)
         if self.kept is not None:
             self.kept.add(output[0], chunk.start)
         if self.balance is not None:
@@ -302,11 +309,6 @@ def steps_of(
     if sharded:
         return ShardedSteps([Whole(stages[0], root_of(model)), *stages[1:]], batch, scheme, width, sums)
     return Steps(stages, batch, scheme, width, around, sums)
-
-
-def gathering(model: Any) -> Callable[[Callable[[], Any]], Any]:
-    """Calls what runs a model's modules one by one: of a sharded model inside the forward of its root."""
-    return Gathering(root_of(model)) if is_sharded(model) else lambda call: call()
 
 
 @torch.no_grad()

@@ -30,10 +30,19 @@ from adjoint.errors import UserError
 from adjoint.hf import check, first_use, mini_sequence
 from adjoint.hf.call import CACHES, Call, Kind
 from adjoint.hf.chunks import around_blocks, blocks_in, check_method, recompute_of, scheme_of
-from adjoint.hf.head import Balance, Head, Logits, Output, logits_of
+from adjoint.hf.head import Logits, Output, logits_of
 from adjoint.hf.known import Known, compared, known_of, own_documents
-from adjoint.hf.model import Moment, Record, backbone_of, class_of, plainly, record_of, root_of
-from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, gathering, steps_of
+from adjoint.hf.model import (
+    Moment,
+    Record,
+    backbone_of,
+    class_of,
+    gathering,
+    plainly,
+    record_of,
+    root_of,
+)
+from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, steps_of
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -222,22 +231,15 @@ def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast
     """The causal LM's loss by `Exact` or `Truncated`."""
     check.refuse_surroundings(call.model)
     batch, starts = call.batch()
-    if check.z_factor(call.model) and call.mask is not None:
-        check.refuse(
-            call.model,
-            f"{check.Z_LOSS} is on, and its loss counts padded tokens, which chunks do not make as the model "
-            "does: give rows without padding, or set it to 0",
-        )
     known = compared(call.model, call.kind, call)
-    head = known.head(call.mask is not None).over(call.ids.numel())
     group = known.record.group
     if group is not None and call.logits is not None:
         what = "logits beside a loss (logits_to_keep) need the whole sequence in one process"
         check.refuse(call.model, f"sequence_group: {what}")
-    balance = Balance(call.model, known.routers) if call.kind.routed else None
-    kept = None if call.logits is None else _kept(call, batch)
-    stage = _lm_stage(known, head, balance, kept)
+    factor = known.routers if call.kind.routed else 1.0
+    stage = CausalLM.of(call, known.slots, known.record.method, factor)
     stage.fetches = known.fetches
+    stage.kept = kept = None if call.logits is None else _kept(call, batch)
     result = _steps(known, [stage], batch, starts).loss()
     if group is not None and stage.noise.before:
         _refuse_noise(call.model)
@@ -246,10 +248,10 @@ def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast
         rows, width = len(call.ids), kept.hidden.shape[-1]
         hidden = kept.hidden.reshape(rows, -1, width)[:, call.logits]
         logits = gathering(call.model)(lambda: logits_of(call.model, hidden))
-    if balance is None:
+    if stage.balance is None:
         return CausalLMOutputWithPast(loss=result.loss, logits=logits)
-    routed = balance.loss(result.sums[0])
-    loss = result.loss + balance.factor * routed
+    routed = stage.balance.loss(result.sums[0])
+    loss = result.loss + factor * routed
     return MoeCausalLMOutputWithPast(loss=loss, aux_loss=routed, logits=logits)
 
 
@@ -307,10 +309,10 @@ def _differentiable(steps: Steps) -> Tensor:
 @torch.no_grad()
 def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
     """The summed loss of each chunk of ids (batch, seqlen), of a wrapped model in its present mode."""
-    known = compared(model, Kind())
-    return steps_of(
-        [_lm_stage(known, known.head().over(ids.numel()))], Batch.of(ids, ids), scheme
-    ).chunk_losses()
+    call = Call(model, {"input_ids": ids, "labels": ids})
+    known = compared(model, call.kind)
+    stage = CausalLM.of(call, known.slots, known.record.method)
+    return steps_of([stage], call.batch()[0], scheme).chunk_losses()
 
 
 @torch.no_grad()
@@ -322,11 +324,6 @@ def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
     steps_of([Backbone(model, known.slots), last], Batch(ids, ids), scheme).forward()
     assert last.hidden is not None
     return logits_of(model, last.hidden)
-
-
-def _lm_stage(known: Known, head: Head, balance: Balance | None = None, kept: Kept | None = None) -> CausalLM:
-    recompute = recompute_of(known.record.method)
-    return CausalLM(known.model, known.slots, head, None, recompute, balance, kept)
 
 
 def _refuse_noise(model: Any) -> None:
@@ -391,13 +388,12 @@ def _by_pieces(call: Call) -> CausalLMOutputWithPast:
     method = known.record.method
     check.refuse_other_losses(model, kind.routed)
     call.refuse_unknown(whole=True)
-    ways = first_use.ways(method, kind)[0], mini_sequence.way(method, kind.counted)
+    ways = first_use.ways(method, kind)[0], mini_sequence.way(method, kind)
     known.once(("pieces", kind), first_use.compare, model, *ways, *mini_sequence.NOT_THE_SAME)
     own_documents(known, call)
     _announce(known, lambda: first_use.by_pieces(method, known.mlps))
     with plainly(model):
-        given = model, method, known.mlps, known.head(), call.targets, call.given
-        total = gathering(model)(lambda: mini_sequence.total_loss(*given))
+        total = gathering(model)(lambda: mini_sequence.total_loss(call, method, known.mlps))
     _checked_in_backward(total, known)
     divisor = call.divisor
     divisor = divisor.to(total.device) if isinstance(divisor, Tensor) else divisor

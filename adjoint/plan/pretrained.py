@@ -21,7 +21,6 @@ from adjoint.engine.stages import Stage
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.chunks import check_method, scheme_of
-from adjoint.hf.head import Head
 from adjoint.hf.load import KEY, configuration
 from adjoint.hf.model import backbone_of
 from adjoint.hf.replacements import rebound
@@ -151,7 +150,7 @@ class PretrainedModel(Model):
             if on.plain:
                 return mode, _Plain(part, multiplier, piece == HEAD), state
             if piece == HEAD:
-                return mode, CausalLM(part, [], Head(), multiplier), state
+                return mode, CausalLM(part, [], multiplier), state
             return mode, Backbone(part, slots, multiplier, on.recompute), state
 
     def _count(self, piece: int, on: Conditions) -> Counted:

@@ -212,11 +212,10 @@ def per_layer(case: Case) -> dict[str, Any]:
 
 def patched() -> None:
     """What reads the documents' starts gets some; without values nothing differs."""
-    from adjoint.hf import first_use, head
+    from adjoint.hf import first_use
     from adjoint.kernels import checks
 
     first_use.difference = lambda *arguments, **options: None
-    head.multiple = lambda *tensors: 1.0  # of a head's product, what the model gives
 
     def starts_in(seq_idx: Any) -> list[list[int]]:
         seq_idx.sum().item()  # a wait, which is noted
