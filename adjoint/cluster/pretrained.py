@@ -16,10 +16,9 @@ from adjoint.cluster.shard import Shard
 from adjoint.engine.chunk_size import memory_of
 from adjoint.engine.grid import Scheme
 from adjoint.errors import UserError
-from adjoint.hf import first_use
-from adjoint.hf.chunks import check_method, scheme_of
+from adjoint.hf.call import check_method, scheme_of
 from adjoint.hf.load import KEY, configuration
-from adjoint.hf.model import PassThrough, backbone_of
+from adjoint.hf.model import PassThrough, backbone_of, repeated
 from adjoint.hf.split import Pretrained, verified
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
@@ -135,7 +134,7 @@ def _read(stored: Tensors, model: Any, found: Pretrained) -> Pretrained:
     layers = getattr(backbone_of(model), found.layers)
     kept: list[int] = []
     for span in found.pieces():
-        left_out = first_use.repeated([layers[k] for k in span])
+        left_out = repeated([layers[k] for k in span])
         kept += [k for k in span if not any(layers[k] is layer for layer in left_out)]
     for k, layer in enumerate(list(layers)):
         if k not in kept:

@@ -1,21 +1,30 @@
-"""What a wrapped model is called with, read once. What chunks know goes on to them; everything else is
-refused by its name, or, where a call asks for more than a loss, run as if the model were not wrapped."""
+"""What a wrapped model is called with, read once: it becomes a `Batch`, and with the method the `Scheme` of
+its chunks. Everything that chunks do not know is refused by its name, or, where a call asks for more than a
+loss, run as if the model were not wrapped."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import itertools
+import math
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX, Batch, divisor_of, shift_labels
 from adjoint.documents import from_cu_seqlens
+from adjoint.engine.chunk_size import Sizes
+from adjoint.engine.grid import Scheme
 from adjoint.hf import check
+from adjoint.hf.cache import Slot
 from adjoint.hf.head import COUNTED
 from adjoint.hf.model import backbone_of, class_of
+from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
 # What more a call may ask for, all of which transformers' own forward gives.
 CACHES = ("past_key_values", "cache_params")
@@ -25,8 +34,11 @@ DOCUMENTS = ("position_ids", *TOLD, "max_length_q", "max_length_k")
 # A causal LM called without labels hands on to its backbone what is its loss's.
 KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "return_dict", "num_items_in_batch", *DOCUMENTS}
 LABELS = ("labels", "shift_labels")
-# Inputs with a value per token, which a backbone may take beside ids or embeddings.
-TOKEN_WISE = ("token_type_ids", "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
+# Inputs with a value per token, which a backbone may take beside ids or embeddings; of the first of them some
+# models make masks.
+TYPES = "token_type_ids"
+TOKEN_WISE = (TYPES, "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
+BUSY = 1024  # tokens of a chunk on a CPU where nobody says; see `adjoint.engine.chunk_size`
 
 REMEDIES = {
     "ignore_index": "set the labels that do not count to -100",
@@ -271,7 +283,7 @@ class Call:
                 check.refuse(self.model, f"{name} is not an input that can be split into chunks: {remedy}")
 
 
-# ---------- documents, in the forms in which Hugging Face's trainers say them
+# ------------------------------------------ documents, in the forms in which Hugging Face's trainers say them
 
 
 def starts_of(kwargs: dict[str, Any], ids: Tensor, mask: Tensor | None = None) -> Starts:
@@ -336,3 +348,111 @@ def as_one_row(tensors: dict[str, Tensor], starts: Starts) -> tuple[dict[str, Te
     seqlen = next(iter(tensors.values())).shape[1]
     flat = tuple(row * seqlen + start for row, mine in enumerate(starts) for start in mine)
     return {name: t.flatten(0, 1)[None] for name, t in tensors.items()}, flat
+
+
+# ----------------------------------------------------------------------------------- methods and their chunks
+
+
+def check_method(method: Any) -> None:
+    """Raises a ValueError where a method is not for transformers models."""
+    if isinstance(method, Truncated) and (method.window == "auto" or method.unbiased):
+        raise ValueError(
+            "a wrapped model takes Truncated(window) with a window in tokens: auto and unbiased need layers "
+            "of a Stack"
+        )
+    if isinstance(method, (Exact, Truncated)) and 1 in (method.chunk_size, getattr(method, "window", None)):
+        raise ValueError(
+            "a wrapped model's chunks have two tokens at least, as transformers takes one for decoding: "
+            f"chunk_size and window are 2 or more; got {method!r}"
+        )
+    if not isinstance(method, (Backprop, Exact, Truncated, MiniSequence)):
+        raise ValueError(
+            f"a wrapped model takes Exact(), Truncated(window), MiniSequence() or Backprop(): got {method!r}"
+        )
+
+
+def recompute_of(method: Any) -> str:
+    """How much of a layer's tape is computed again."""
+    return getattr(method, "recompute", "none")
+
+
+def scheme_of(method: Any, seqlen: int, chunk_size: int, starts: tuple[int, ...] = (0,)) -> Scheme:
+    """A method's scheme, for whole models: chunks are cut at documents' starts, and a continuation has two
+    tokens at least, as transformers takes one for decoding.
+
+    Args:
+        chunk_size: tokens a chunk where the method does not say. starts: first tokens of the documents.
+    """
+    size = max(2, min(getattr(method, "chunk_size", None) or chunk_size, seqlen))
+    if isinstance(method, Truncated):
+        assert isinstance(method.window, int)
+        size = max(2, min(size, method.window))
+        span = None if method.window >= seqlen else method.window // size * size
+        return Scheme(size, documents=starts, span=span, least=2)
+    return dataclasses.replace(method.scheme(seqlen, size), documents=starts, least=2)
+
+
+def kept_features(model: nn.Module) -> int:
+    """About as many elements a token as a chunk of the backbone keeps for its backward: what its products and
+    convolutions read and write, of experts those of the ones that a token goes to. For models of several
+    kinds in float32 autograd keeps 0.8 to 1.3 of it."""
+    config: Any = backbone_of(model).config
+    experts, total = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1, 0
+    for module in backbone_of(model).modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        if isinstance(module, nn.Linear):  # of quantized ones the weight's shape says nothing
+            total += module.in_features + module.out_features
+        elif isinstance(module, nn.Conv1d):
+            total += module.in_channels + module.out_channels
+        else:
+            shapes = [p.shape for p in module.parameters(recurse=False) if p.dim() in (2, 3)]
+            total += sum(sum(shape[-2:]) * (experts if len(shape) == 3 else 1) for shape in shapes)
+    return total
+
+
+def sizes_of(features: int, slots: Sequence[Slot], element: int) -> Sizes:
+    """A model's `Sizes`.
+
+    Args:
+        features: of `kept_features`. slots: of its cache. element: bytes of an activation's element.
+    """
+    states = (math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None)
+    return Sizes(max(features, 1) * element, sum(states), BUSY)
+
+
+# ------------------------------------------------------------------------------------------ blocks
+
+
+def blocks_of(model: Any) -> Callable[[Tensor], Tensor] | None:
+    """Of token types (batch, seqlen) the blocks whose tokens see each other, numbers of this shape, -1 for
+    none, by the model's own code; None where masks are made without token types.
+
+    Raises:
+        Refused: its blocks are no runs of tokens, which a chunk could hold whole.
+    """
+    kind = class_of(backbone_of(model))
+    if blocks := vars(sys.modules[kind.__module__]).get("get_block_sequence_ids_for_mask"):
+        return functools.partial(blocks, device=None)
+    if "block_sequence_ids" in inspect.getsource(kind.forward):
+        check.refuse(model, "token_type_ids lets tokens see those after them, which a chunk does not know")
+    return None
+
+
+def around_blocks(model: Any, scheme: Scheme, batch: Batch) -> Scheme:
+    """The scheme whose chunks end no earlier than one of a batch's blocks does; the scheme itself where there
+    are none."""
+    if (types := batch.inputs.get(TYPES)) is None or (blocks_in := blocks_of(model)) is None:
+        return scheme
+    blocks, seqlen = blocks_in(types), batch.seqlen
+    within = ((blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] >= 0)).any(0).tolist()
+    documents, moved = (*scheme.documents, seqlen), list[int]()
+    for start, stop in itertools.pairwise(documents):
+        last = start
+        for cut in scheme.cuts(seqlen):
+            at = cut
+            while start < at < stop and within[at - 1]:
+                at += 1
+            if last + scheme.least <= at <= stop - scheme.least:
+                moved.append(last := at)
+    return dataclasses.replace(scheme, chunk_size=seqlen, cut_at=tuple(moved))

@@ -1,10 +1,10 @@
 """The comparison on first use of a wrapped model: the gradient of a few tokens by chunks against that of the
-whole; and what else is tried on a few tokens."""
+whole; what else is tried on a few tokens; and what was found out so, which holds while the model is as it
+was."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
@@ -12,16 +12,18 @@ import logging
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.engine.autograd import Steps
+from adjoint.engine.chunk_size import chunk_size_for, memory_of
 from adjoint.engine.first_use import (
     COARSE,
     TOKENS,
@@ -35,44 +37,45 @@ from adjoint.engine.first_use import (
 from adjoint.engine.grid import Scheme
 from adjoint.engine.leaves import Changed
 from adjoint.engine.sequence import ALONE
-from adjoint.engine.sharded import backpropagate, gradients, is_sharded, precisions, reshard, trained, units
+from adjoint.engine.sharded import (
+    backpropagate,
+    gradients,
+    is_sharded,
+    largest,
+    precisions,
+    reshard,
+    trained,
+    units,
+)
+from adjoint.engine.spread import NotAttended
 from adjoint.engine.weights import Constants, Tensors
-from adjoint.errors import LOGGER, is_heard
-from adjoint.hf import fla, replacements
-from adjoint.hf.call import Call, Kind
+from adjoint.hf import check, fla
+from adjoint.hf.cache import Slot
+from adjoint.hf.call import Call, Kind, around_blocks, kept_features, recompute_of, sizes_of
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
-from adjoint.hf.chunks import around_blocks, blocks_in, recompute_of
 from adjoint.hf.head import coefficient
 from adjoint.hf.model import (
-    HOOKS,
-    PassThrough,
+    ERRORS,
+    WINDOW,
+    Moment,
+    Noise,
+    Snapshot,
     backbone_of,
     class_of,
+    device_of,
     gathering,
-    holders,
-    layers_of,
+    in_eval_mode,
     plainly,
-    put,
+    record_of,
+    replica,
     root_of,
-    settings,
+    some_tokens,
+    turned_down,
 )
 from adjoint.hf.replacements import by_pytorch
-from adjoint.hf.stage import Backbone, CausalLM, Collect, Noise, probe, steps_of
-from adjoint.kernels.checks import accumulate_dtype
-from adjoint.kernels.dispatch import implementation
-from adjoint.memory import memory_left
+from adjoint.hf.stage import Backbone, CausalLM, Collect, probe, steps_of
 
 CHUNK = 5  # of the TOKENS that are compared
-# Windows and numbers of picked keys are turned down to this in a copy, so that TOKENS reach beyond them.
-WINDOW = 5
-WINDOWS = (
-    "sliding_window",
-    "attention_window_size",
-    "window_size",
-    "local_window",
-    "attention_chunk_size",
-    "index_topk",
-)
 # The least distance at which gradients of a whole model differ, whatever its precision: transformers computes
 # norms and scans in float32 even then. In float64 a Mamba-2 of 24 layers and random weights is 1.6e-5 apart,
 # and 2e-13 where these are computed in float64 too.
@@ -81,12 +84,9 @@ WHY = "it keeps something else than its cache between tokens, or its loss is mor
 NOT_THE_SAME = f"the gradient of {TOKENS} tokens in chunks is not that of the whole", WHY
 SCHEME = Scheme(CHUNK, least=2)
 PADDED = 2  # tokens at the right, where a call has padding
-TYPES = [0, 0, 0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 1]  # of its tokens, where a call gives those
+KINDS = [0, 0, 0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 1]  # of its tokens, where a call gives those
 COUNTED = 7  # of the labels, as `num_items_in_batch` where a call gives that
-# What models' own code raises where it is given what it was not made for.
-ERRORS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
-HALF = (torch.bfloat16, torch.float16)
-DROPOUT = nn.modules.dropout._DropoutNd
+REMEMBERED = 16  # states of a model of which it is remembered what was found out: adapters taken in turn
 
 # (model, ids and labels (1, TOKENS), the parameters to follow) → loss and gradients, None where there is none
 Way = Callable[[Any, Tensor, Tensor, Sequence[Tensor]], tuple[float, Sequence[Tensor | None]]]
@@ -134,7 +134,7 @@ def compare(model: Any, whole: Way, by_chunks: Way, what: str, why: str) -> floa
                     raise
                 with in_eval_mode(model):  # noise is drawn chunk by chunk; without it they must be the same
                     apart = _compare(model, _results(model, whole)[0], by_chunks, what, why)
-            if _turned_down(model):
+            if turned_down(model):
                 narrow = wanted
                 try:
                     narrow, _ = _results(model, whole)
@@ -187,7 +187,7 @@ def _compare(model: Any, wanted: Results, by_chunks: Way, what: str, why: str) -
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     if is_sharded(model):
         dtypes += precisions(root_of(model))
-    limit = max(APART, tolerance(dtypes, _device(model)))
+    limit = max(APART, tolerance(dtypes, device_of(model)))
     if found := difference(wanted, got, limit, each=limit != COARSE):
         if why == WHY and (cause := _cause(model)) is not None:
             why = f"{why}: {cause}"
@@ -239,105 +239,7 @@ def _isolated(model: Any) -> Iterator[None]:
 
 
 def _no_autocast(model: Any) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(_device(model).type, enabled=False)
-
-
-def _device(model: Any) -> torch.device:
-    return next(model.parameters()).device
-
-
-def replica(model: Any) -> Any:
-    """A copy of a model's modules over its own parameters' memory, in float32 where they are half precision;
-    without dropout. Of the whole model or, where gradients and what is cast do not fit, of one layer of each
-    kind. None where there is none."""
-    room, left_out = memory_left(_device(model)) / 2, []
-    if _needed(model.parameters()) > room:
-        left_out = repeated(list(layers_of(backbone_of(model)).values()))
-        skipped = {p for layer in left_out for p in layer.parameters()}
-        if not left_out or _needed(p for p in model.parameters() if p not in skipped) > room:
-            return None
-    memo: dict[int, Any] = {id(layer): PassThrough(layer) for layer in left_out}
-    for p in model.parameters():
-        memo[id(p)] = nn.Parameter(_widened(p.detach()), p.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = _widened(buffer.detach().clone())
-    for module in model.modules():
-        for name in HOOKS:
-            memo.update({id(hook): hook for hook in vars(module)[name].values()})  # whatever they hold
-    try:
-        copied = copy.deepcopy(model, memo)
-    except (*ERRORS, copy.Error, RecursionError):
-        return None
-    for holder in holders(copied).values():
-        for name, value in vars(holder).items():
-            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(holder, DROPOUT))):
-                vars(holder)[name] = 0.0
-    return copied
-
-
-def _needed(parameters: Iterable[Tensor]) -> int:
-    """Bytes of casts to float32 and of two gradients."""
-    found = list(parameters)
-    trained = sum(p.numel() * max(4, p.itemsize) for p in found if p.requires_grad)
-    return 2 * trained + sum(4 * p.numel() for p in found if p.dtype in HALF)
-
-
-def repeated(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those of which there is one like them before: their modules, but for their own numbers."""
-    kinds: list[Any] = []
-    found = []
-    for layer in layers:
-        kind: list[Any] = [
-            (name, type(part), {a: v for a, v in settings(part).items() if not a.endswith(("idx", "index"))})
-            for name, part in layer.named_modules()
-        ]
-        kind += [(name, p.requires_grad, p.dtype) for name, p in layer.named_parameters()]
-        if kind in kinds:
-            found.append(layer)
-        else:
-            kinds.append(kind)
-    return found
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF else tensor
-
-
-def _turned_down(copied: Any) -> bool:
-    """Makes a copy's windows shorter than what is compared; whether there are any."""
-    found = False
-    for holder in holders(copied).values():
-        for name in WINDOWS:
-            value = vars(holder).get(name)
-            if isinstance(value, int) and value > WINDOW:
-                vars(holder)[name], found = WINDOW, True
-    return found
-
-
-def some_tokens(model: Any) -> tuple[Tensor, Tensor]:
-    """ids and labels (1, TOKENS): none that the configuration has a meaning for; two labels are ignored."""
-    words = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
-    entries = [entry for holder in holders(model).values() for entry in vars(holder).items()]
-    found = [v for name, v in entries if name.endswith(("token_id", "token_index", "token_ids"))]
-    special = {v for given in found for v in (given if isinstance(given, list) else [given])}
-    usual = [word for word in range(min(words, 4 * TOKENS + len(special))) if word not in special]
-    usual = usual or list(range(words))
-    draw = torch.Generator("cpu").manual_seed(0)
-    chosen = torch.randint(len(usual), (1, TOKENS), generator=draw, device="cpu")
-    ids = torch.tensor(usual, device="cpu")[chosen].to(_device(model))
-    labels = ids.clone()
-    labels[:, [3, 8]] = IGNORE_INDEX
-    return ids, labels
-
-
-@contextlib.contextmanager
-def in_eval_mode(model: Any) -> Iterator[None]:
-    """No dropout."""
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            if module.training:
-                stack.callback(put(module, "training", False))
-        yield
+    return torch.autocast(device_of(model).type, enabled=False)
 
 
 # ------------------------------------------------------------------------------------------------------ ways
@@ -405,12 +307,10 @@ def ways(method: Any, kind: Kind, fetches: bool = False) -> tuple[Way, Way]:
     def by_chunks(model: Any, ids: Tensor, labels: Tensor) -> Steps:
         call, slots = Call(model, given(model, ids, labels, kind)), probe(model, ids)
         batch, _ = call.batch()
-        blocks = blocks_in(model, batch)
-        cut = scheme if blocks is None else around_blocks(scheme, blocks)
+        cut = around_blocks(model, scheme, batch)
         if not kind.loss:
             return steps_of([Backbone(model, slots, recompute=recompute_of(method)), Weighted()], batch, cut)
-        stage = CausalLM.of(call, slots, method)
-        stage.fetches = fetches
+        stage = CausalLM.of(call, slots, method, fetches)
         return steps_of([stage], batch, cut, group=ALONE if kind.shared else None)
 
     return by_autograd(whole), by_engine(by_chunks)
@@ -419,7 +319,7 @@ def ways(method: Any, kind: Kind, fetches: bool = False) -> tuple[Way, Way]:
 def given(model: Any, ids: Tensor, labels: Tensor, kind: Kind) -> dict[str, Any]:
     """The arguments of a call of this kind."""
     unpadded = (torch.arange(TOKENS, device=ids.device) < TOKENS - PADDED)[None]
-    found: dict[str, Any] = dict.fromkeys(kind.beside, torch.tensor(TYPES, device=ids.device)[None])
+    found: dict[str, Any] = dict.fromkeys(kind.beside, torch.tensor(KINDS, device=ids.device)[None])
     if kind.embedded:
         with torch.no_grad():
             found["inputs_embeds"] = gathering(model)(lambda: model.get_input_embeddings()(ids))
@@ -504,7 +404,138 @@ def _apart(model: Any, **given: Any) -> bool:
         return alike(whole[:, CHUNK:], gathering(model)(lambda: forward(input_ids=ids[:, CHUNK:]))[0])
 
 
-# ----------------------------------------------------------------------------------------------- what is said
+# ----------------------------------------------------------------------------------------- what was found out
+
+
+class Findings:
+    """What was found out about a model as it is: it holds for no other, and keeps none alive.
+
+    Attributes:
+        record: what is noted of it. sharded: by `fully_shard`.
+        precision: autocast's dtype, or None, and the device's type.
+        fetches: whether a group's ranks fetch each other's keys (`Backbone.fetches`).
+        by_kind: what `once` has found. difference: of gradients, when they were last asked for.
+    """
+
+    def __init__(self, model: Any, snapshot: Snapshot, precision: Any, sharded: bool) -> None:
+        self.of, self.snapshot, self.record = weakref.ref(model), snapshot, record_of(model)
+        self.precision, self.sharded, self.fetches = precision, sharded, False
+        self.by_kind: dict[Any, Any] = {}
+        self.difference = 0.0
+
+    @property
+    def model(self) -> Any:
+        return self.of()
+
+    def once(self, kind: Any, find: Callable[..., Any], *args: Any) -> Any:
+        """find(*args), which is called once for each kind unless it fails."""
+        if kind not in self.by_kind:
+            before = Moment(self.model, self.snapshot)
+            with _quiet():
+                found = find(*args)
+            # RecurrentGemma's own forward keeps a state in its mixers
+            before.put_back(Snapshot(self.model), hooks=False)
+            self.by_kind[kind] = found
+        return self.by_kind[kind]
+
+    def seen(self, find: Callable[[Any], Any]) -> Any:
+        """find(model), once, of which the model's parts may be run."""
+
+        def plain() -> Any:
+            with plainly(self.model):
+                return gathering(self.model)(lambda: find(self.model))
+
+        return self.once(find, plain)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Of the model's cache."""
+
+        def find() -> list[Slot]:
+            with plainly(self.model), as_refusal(self.model):
+                return probe(self.model, some_tokens(self.model)[0])
+
+        return self.once("slots", find)
+
+    def chunk_size(self, batch: int, seqlen: int) -> int:
+        """Tokens of a chunk where the method does not say, for `batch` rows of `seqlen` tokens."""
+        first = next(p for p in self.model.parameters() if p.is_floating_point())
+        element = min(first.element_size(), (self.precision[0] or first.dtype).itemsize)
+        features = self.once("features", kept_features, self.model)
+        sizes = sizes_of(features, self.slots, element)
+        return chunk_size_for(sizes, batch, seqlen, first.device.type, memory_of(first.device))
+
+
+def findings(model: Any) -> Findings:
+    """What is known of a model as it is now."""
+    record, now, device = record_of(model), Snapshot(model), device_of(model).type
+    precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None, device
+    sharded, before = is_sharded(model), [known for known in record.known if known.model is model]
+    for known in before:
+        same = (known.precision, known.sharded) == (precision, sharded)
+        if same and not known.snapshot.difference(now):
+            return known
+    if before and len(record.known) == REMEMBERED:
+        warnings.warn(
+            f"{before[0].snapshot.difference(now)}, as something is at every call: gradients are compared "
+            "each time, which is slow",
+            stacklevel=5,
+        )
+    record.known = [Findings(model, now, precision, sharded), *record.known[: REMEMBERED - 1]]
+    return record.known[0]
+
+
+def compared(call: Call) -> Findings:
+    """What is known of a call's model, once gradients of a few tokens have been compared for this kind of
+    call, and what the call says of padding at the left and of packed documents has been tried.
+
+    Raises:
+        Refused: the model is known not to go by chunks, or has been found not to.
+    """
+    model, kind = call.model, call.kind
+    reshard(model)
+    if kind.routed:
+        maybe_install_capturing_hooks(backbone_of(model))  # now and not at the first call: a hook is a change
+    known = findings(model)
+    check.refuse_other_losses(model, kind.routed, (ROUTED, check.Z_LOSS))
+    check.refuse_what_is_known(model)
+    # padding, in some place, and packed documents; processes of a sharded model try together what one has
+    padded, left, packed = kind.padded, call.padded_left, call.packed
+    if known.sharded:
+        padded, left, packed = map(bool, largest(model, padded, left, packed))
+    kind = kind._replace(padded=padded, shared=known.record.group is not None)
+
+    def gradients() -> float:
+        return compare(model, *ways(known.record.method, kind, known.fetches), *NOT_THE_SAME)
+
+    try:
+        known.once(kind, gradients)
+    except NotAttended:
+        known.fetches = True  # from now on, also for other kinds of calls: what is exact remains so
+        known.once(kind, gradients)
+    known.difference = known.by_kind[kind]
+    with in_eval_mode(model):
+        if left:
+            known.once("padded at the left", left_padding, model)
+        if packed:
+            masked = call.has("attention_mask")
+            known.once("packed", packing, model, masked, call.given.get("use_cache"))
+    return known
+
+
+def own_documents(known: Findings, call: Call) -> None:
+    """Refuses documents that a call tells apart, and the model's own code does not.
+
+    Raises:
+        Refused: it does not, for the form in which they are told.
+    """
+    told = bool(call.told)
+    told = bool(largest(call.model, told)[0]) if known.sharded else told
+    if told:  # all processes of a sharded model try it together
+        names = call.told or ("seq_idx",)
+        with in_eval_mode(call.model):
+            known.once(names, documents_of_its_own, call.model, names)
+
 
 # The comparison on first use runs transformers' own functions on a few tokens, which then warn that they are
 # slow; what runs in training are ours.
@@ -513,7 +544,7 @@ _UNTRUE = "is falling back to its reference PyTorch implementation"
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Keeps back what transformers says of its own functions, in this thread."""
     thread, theirs = threading.get_ident(), logging.getLogger(_THEIRS)
 
@@ -525,39 +556,3 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         theirs.removeFilter(true)
-
-
-def by_chunks(model: nn.Module, method: Any, scheme: Scheme) -> str:
-    """How `Exact` or `Truncated` runs a model, in words."""
-    return f"{type(method).__name__} in chunks of {scheme.chunk_size:,} tokens; {_kernels(model)}"
-
-
-def by_pieces(method: Any, mlps: Sequence[str]) -> str:
-    """How `MiniSequence` runs a model, in words."""
-    return f"MiniSequence: MLPs ({len(mlps)}) in {method.mlp_chunks} pieces, the head in {method.head_chunks}"
-
-
-def announce(model: Any, how: str, difference: float | None) -> None:
-    """Says what runs, at the level INFO: class, layers, how, and what the comparison found. Of several
-    processes the first says it.
-
-    Raises:
-        UserError: ADJOINT_VERBOSITY is no level.
-    """
-    if is_heard() and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
-        layers = len(layers_of(backbone_of(model)))
-        found = "" if difference is None else f": relative difference {difference:.1e}"
-        LOGGER.info(
-            f"{class_of(model).__name__} of {layers} layers runs by {how}; gradients compared on {TOKENS} "
-            f"tokens{found}"
-        )
-
-
-def _kernels(model: nn.Module) -> str:
-    """Which of transformers' functions ours replace, and the backend of the scans."""
-    weight = next(p for p in model.parameters() if p.is_floating_point())
-    dtype = accumulate_dtype(weight.dtype) if weight.device.type == "cpu" else weight.dtype
-    backend = implementation("selective_scan", None, weight.device, dtype)
-    registries = [id(names) for names, _ in replacements.REGISTRIES]
-    names = {n for names, ours in replacements.places(model) if id(names) not in registries for n in ours}
-    return f"kernels: backend {backend}, in place of {', '.join(sorted(names)) or 'attention to the past'}"

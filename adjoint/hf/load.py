@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from adjoint.errors import UserError
 from adjoint.files import flush
-from adjoint.hf.first_use import some_tokens
+from adjoint.hf.model import some_tokens
 from adjoint.hf.split import Pretrained, examine
 from adjoint.hf.wrap import unwrap, wrap
 

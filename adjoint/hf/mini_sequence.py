@@ -19,7 +19,7 @@ from adjoint.engine.sharded import is_sharded
 from adjoint.hf import check, first_use
 from adjoint.hf.call import Call, Kind
 from adjoint.hf.head import recomputed, refuse_own_loss, summed_loss
-from adjoint.hf.model import backbone_of, layers_of, put
+from adjoint.hf.model import backbone_of, in_eval_mode, layers_of, put, some_tokens
 from adjoint.hf.replacements import replaced
 from adjoint.methods import MiniSequence
 
@@ -115,8 +115,8 @@ def token_wise(backbone: Any) -> list[str]:
                     hook = functools.partial(note, f"{layer}.{name}")
                     # before FSDP's own, which gives the parameters up
                     stack.callback(child.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
-        with torch.inference_mode(False), torch.no_grad(), first_use.in_eval_mode(backbone):
-            backbone(input_ids=first_use.some_tokens(backbone)[0], use_cache=False)
+        with torch.inference_mode(False), torch.no_grad(), in_eval_mode(backbone):
+            backbone(input_ids=some_tokens(backbone)[0], use_cache=False)
     return found
 
 

@@ -1,7 +1,8 @@
 """A transformers model: its parts; what `adjoint.wrap` notes on it; and all that its computation depends on
 besides its inputs: modules, their settings and hooks, its configuration, and the tensors that are not
 trained. A wrapped model's chunks are computed again in the backward, so they must find all of this as it was
-in the forward; and what was once decided about a model holds only as long as all of this is the same."""
+in the forward; and what was once decided about a model holds only as long as all of this is the same. Also a
+copy of it, to be tried on some tokens, and the random numbers that it draws."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import copy
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 from weakref import WeakMethod, ref
@@ -20,8 +21,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from adjoint.batch import IGNORE_INDEX
+from adjoint.engine.first_use import TOKENS
+from adjoint.engine.generators import KINDS, Generators
 from adjoint.engine.sharded import Gathering, is_sharded
 from adjoint.engine.weights import BETWEEN, Tensors
+from adjoint.memory import memory_left
 from adjoint.methods import Backprop
 
 MISSING = object()
@@ -32,6 +37,20 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 IGNORED = {*vars(nn.Module())} - {"training", *HOOKS}
 IGNORED -= {"_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
 IGNORED |= {"gradient_checkpointing", "_gradient_checkpointing_func", "_adjoint", "warnings_issued"}
+# Windows and numbers of picked keys are turned down to this in a copy, so that TOKENS reach beyond them.
+WINDOW = 5
+WINDOWS = (
+    "sliding_window",
+    "attention_window_size",
+    "window_size",
+    "local_window",
+    "attention_chunk_size",
+    "index_topk",
+)
+# What models' own code raises where it is given what it was not made for.
+ERRORS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+HALF = (torch.bfloat16, torch.float16)
+DROPOUT = nn.modules.dropout._DropoutNd
 
 
 # -------------------------------------------------------------------------------------------------- its parts
@@ -70,6 +89,11 @@ def plainly(model: Any) -> Iterator[None]:
 def gathering(model: Any) -> Callable[[Callable[[], Any]], Any]:
     """Calls what runs a model's modules one by one: of a sharded model inside the forward of its root."""
     return Gathering(root_of(model)) if is_sharded(model) else lambda call: call()
+
+
+def device_of(model: Any) -> torch.device:
+    """The device of its first parameter."""
+    return next(model.parameters()).device
 
 
 def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:
@@ -120,7 +144,7 @@ class Record:
     Attributes:
         plain: whether calls go to transformers' own forward for the time being.
         lock: held while a thread runs the model, whose modules are not its own for the time of a chunk.
-        known: a `known.Known` of the model, or its backbone, each, as it was lately.
+        known: a `first_use.Findings` of the model, or its backbone, each, as it was lately.
         outer: a reference to what was wrapped, where that is a model around it.
         group: the process group whose ranks share sequences.
         announced: whether the first use has been told.
@@ -328,3 +352,137 @@ class Moment:
             if difference := self.snapshot.difference(now):
                 raise RuntimeError(f"{difference} {BETWEEN}")
             yield
+
+
+# ---------------------------------------------------------------------------------------------------- a copy
+
+
+def replica(model: Any) -> Any:
+    """A copy of a model's modules over its own parameters' memory, in float32 where they are half precision;
+    without dropout. Of the whole model or, where gradients and what is cast do not fit, of one layer of each
+    kind. None where there is none."""
+    room, left_out = memory_left(device_of(model)) / 2, []
+    if needed(model.parameters()) > room:
+        left_out = repeated(list(layers_of(backbone_of(model)).values()))
+        skipped = {p for layer in left_out for p in layer.parameters()}
+        if not left_out or needed(p for p in model.parameters() if p not in skipped) > room:
+            return None
+    memo: dict[int, Any] = {id(layer): PassThrough(layer) for layer in left_out}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(_widened(p.detach()), p.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _widened(buffer.detach().clone())
+    for module in model.modules():
+        for name in HOOKS:
+            memo.update({id(hook): hook for hook in vars(module)[name].values()})  # whatever they hold
+    try:
+        copied = copy.deepcopy(model, memo)
+    except (*ERRORS, copy.Error, RecursionError):
+        return None
+    for holder in holders(copied).values():
+        for name, value in vars(holder).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(holder, DROPOUT))):
+                vars(holder)[name] = 0.0
+    return copied
+
+
+def needed(parameters: Iterable[Tensor]) -> int:
+    """Bytes of casts to float32 and of two gradients."""
+    found = list(parameters)
+    trained = sum(p.numel() * max(4, p.itemsize) for p in found if p.requires_grad)
+    return 2 * trained + sum(4 * p.numel() for p in found if p.dtype in HALF)
+
+
+def repeated(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of which there is one like them before: their modules, but for their own numbers."""
+    kinds: list[Any] = []
+    found = []
+    for layer in layers:
+        kind: list[Any] = [
+            (name, type(part), {a: v for a, v in settings(part).items() if not a.endswith(("idx", "index"))})
+            for name, part in layer.named_modules()
+        ]
+        kind += [(name, p.requires_grad, p.dtype) for name, p in layer.named_parameters()]
+        if kind in kinds:
+            found.append(layer)
+        else:
+            kinds.append(kind)
+    return found
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def turned_down(copied: Any) -> bool:
+    """Makes a copy's windows shorter than what is compared; whether there are any."""
+    found = False
+    for holder in holders(copied).values():
+        for name in WINDOWS:
+            value = vars(holder).get(name)
+            if isinstance(value, int) and value > WINDOW:
+                vars(holder)[name], found = WINDOW, True
+    return found
+
+
+# --------------------------------------------------------------------------- what it is given, what it draws
+
+
+def some_tokens(model: Any) -> tuple[Tensor, Tensor]:
+    """ids and labels (1, TOKENS): none that the configuration has a meaning for; two labels are ignored."""
+    words = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
+    entries = [entry for holder in holders(model).values() for entry in vars(holder).items()]
+    found = [v for name, v in entries if name.endswith(("token_id", "token_index", "token_ids"))]
+    special = {v for given in found for v in (given if isinstance(given, list) else [given])}
+    usual = [word for word in range(min(words, 4 * TOKENS + len(special))) if word not in special]
+    usual = usual or list(range(words))
+    draw = torch.Generator("cpu").manual_seed(0)
+    chosen = torch.randint(len(usual), (1, TOKENS), generator=draw, device="cpu")
+    ids = torch.tensor(usual, device="cpu")[chosen].to(device_of(model))
+    labels = ids.clone()
+    labels[:, [3, 8]] = IGNORE_INDEX
+    return ids, labels
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: Any) -> Iterator[None]:
+    """No dropout."""
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if module.training:
+                stack.callback(put(module, "training", False))
+        yield
+
+
+class Noise(Generators):
+    """What a model draws, chunk by chunk: random numbers, dropout's and any others, such as a router's noise,
+    from the generators of PyTorch, NumPy and Python, and those that modules have. A chunk that is computed
+    again draws what it drew in the forward.
+
+    Attributes:
+        expected: whether it has dropout that is on. before: of chunks that drew, the generators' states at
+            their starts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules: list[Any] = list(model.modules())
+        super().__init__([v for m in modules for v in vars(m).values() if isinstance(v, KINDS)])
+        rates = [getattr(m, "p", 0) for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
+        configs = [
+            vars(m.config) for m in modules if isinstance(getattr(m, "config", None), PreTrainedConfig)
+        ][:1]
+        rates += [v for c in configs for n, v in c.items() if "drop" in n and isinstance(v, (int, float))]
+        self.expected = model.training and any(rates)
+        self.before: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def of(self, start: int) -> Iterator[None]:
+        """Around the run of the chunk that begins at token `start`."""
+        if start in self.before:
+            with self.again(self.before[start]):
+                yield
+            return
+        now = self.states()
+        yield
+        if self.have_drawn(now):
+            self.before[start] = now

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from adjoint.batch import Batch
@@ -22,9 +21,8 @@ from adjoint.engine.chunk_size import chunk_size_for
 from adjoint.engine.first_use import some_numbers
 from adjoint.hf import check, first_use
 from adjoint.hf.cache import Slot, zeros
-from adjoint.hf.call import Kind
-from adjoint.hf.chunks import kept_features, sizes_of
-from adjoint.hf.model import PassThrough, backbone_of, class_of
+from adjoint.hf.call import Kind, kept_features, sizes_of
+from adjoint.hf.model import PassThrough, backbone_of, class_of, in_eval_mode
 from adjoint.hf.replacements import Inside
 from adjoint.hf.stage import Backbone, CausalLM, probe
 from adjoint.layers import State
@@ -122,6 +120,8 @@ class Pretrained:
 
     def empty(self) -> Any:
         """The model without its weights: parameters that take no memory, buffers as they are made."""
+        from accelerate import init_empty_weights
+
         with init_empty_weights():
             return self.kind(copy.deepcopy(self.config))
 
@@ -150,7 +150,7 @@ def verified(model: Any, found: Pretrained) -> Pretrained:
     """
     buffers = {name: b.detach().cpu().clone() for name, b in model.named_buffers()}
     found = dataclasses.replace(found, buffers=buffers)
-    with check.as_refusal(model), first_use.in_eval_mode(model):
+    with check.as_refusal(model), in_eval_mode(model):
         found = dataclasses.replace(found, multiplier=_multiplier(model, found))
         _compare(model, found)
     return found
@@ -177,7 +177,7 @@ def describe(model: Any, input_ids: Tensor) -> Pretrained:
             if seen.setdefault(parameter, k) != k:
                 check.refuse(model, f"layers {seen[parameter]} and {k} share weights", check.ONE_PROCESS)
     check.refuse_other_losses(model, check.routes(model))
-    with check.as_refusal(model), first_use.in_eval_mode(model):
+    with check.as_refusal(model), in_eval_mode(model):
         slots = probe(model, input_ids)
         with torch.autocast(input_ids.device.type, dtype=torch.bfloat16):
             narrow = probe(model, input_ids)

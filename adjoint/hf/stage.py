@@ -6,18 +6,16 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.autograd import Around, Steps
-from adjoint.engine.generators import KINDS, Generators
 from adjoint.engine.grid import Scheme
 from adjoint.engine.sequence import UNDER_FSDP, SequenceSteps
 from adjoint.engine.sharded import ShardedSteps, Whole, is_sharded, trained
@@ -25,10 +23,9 @@ from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
 from adjoint.hf.cache import ChunkCache, Slot, chunk_cache, zeros
-from adjoint.hf.call import Call
-from adjoint.hf.chunks import TYPES, blocks_of, recompute_of
+from adjoint.hf.call import TYPES, Call, blocks_of, recompute_of
 from adjoint.hf.head import COUNTED, Balance, Logits, refuse_own_loss, refuse_z_loss, summed_loss
-from adjoint.hf.model import backbone_of, class_of, gathering, layers_of, root_of
+from adjoint.hf.model import Noise, backbone_of, class_of, gathering, layers_of, root_of
 from adjoint.hf.replacements import Inside, replaced
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
@@ -64,7 +61,7 @@ class Backbone:
         self.inside = Inside(model)
         self.trained = trained(model)
         self.tensors = Tensors(model)
-        self.key, self.positions = _keywords(self.backbone)
+        self.takes = inspect.signature(class_of(self.backbone).forward).parameters
         self.noise, self.recompute = Noise(model), recompute
         self.layers: list[Any] = [] if recompute == "none" else list(layers_of(self.backbone).values())
         self.fetches = False
@@ -74,7 +71,7 @@ class Backbone:
     @property
     def replayable(self) -> bool:
         drawn = self.noise.expected or self.noise.before
-        return not (self.positions or drawn or self.balance or self.logits)
+        return not ("position_ids" in self.takes or drawn or self.balance or self.logits)
 
     def parameters(self) -> Iterable[Tensor]:
         return self.trained
@@ -109,20 +106,31 @@ class Backbone:
 
     def output(self, x: Tensor, state: State, chunk: Batch) -> tuple[Any, State]:
         """What the model's own backbone gives, and the new state."""
-        inputs: dict[str, Any] = {name: given for name, given in chunk.inputs.items() if name != COUNTED}
-        if self.balance or self.logits:
-            inputs |= {check.ROUTED: True, "return_dict": True}
         cache, seen = chunk_cache(self.model.config), chunk.start - chunk.document
         cache.layers = cache.begun(self.slots, state, seen)
         layers = self.layers if torch.is_grad_enabled() else []
-        if TYPES in inputs and blocks_of(self.model):  # whose masks count from the document's start
-            inputs[TYPES] = F.pad(inputs[TYPES], (seen, 0))
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
         with replaced({layer: self._recomputed(layer.forward, cache, state, seen) for layer in layers}):
-            output = call_backbone(self.backbone, x, cache, self.key, self.positions, seen, **inputs)
+            output = self.call(x, cache, chunk)
         return output, cache.out_of(self.slots)
+
+    def call(self, x: Tensor, cache: ChunkCache, chunk: Batch) -> Any:
+        """The backbone's output on a chunk, given by its ids (batch, tokens) or its embeddings (batch,
+        tokens, hidden_size), and a cache that has the state before it."""
+        seen = chunk.start - chunk.document
+        inputs: dict[str, Any] = {name: given for name, given in chunk.inputs.items() if name != COUNTED}
+        inputs["inputs_embeds" if x.is_floating_point() else "input_ids"] = x
+        inputs["cache_params" if "cache_params" in self.takes else "past_key_values"] = cache
+        if self.balance or self.logits:
+            inputs |= {check.ROUTED: True, "return_dict": True}
+        if TYPES in inputs and blocks_of(self.model):  # whose masks count from the document's start
+            inputs[TYPES] = F.pad(inputs[TYPES], (seen, 0))
+        if "position_ids" in self.takes:
+            places = torch.arange(seen, seen + x.shape[1], device=x.device)
+            inputs["position_ids"] = places.expand(x.shape[0], -1)
+        return self.backbone(use_cache=True, **inputs)
 
     def _recomputed(
         self, forward: Callable[..., Any], cache: ChunkCache, state: State, seen: int
@@ -159,7 +167,9 @@ class CausalLM(Backbone):
     kept: Kept | None = None
 
     @staticmethod
-    def of(call: Call, slots: Sequence[Slot], method: Any, factor: float = 1.0) -> CausalLM:
+    def of(
+        call: Call, slots: Sequence[Slot], method: Any, fetches: bool = False, factor: float = 1.0
+    ) -> CausalLM:
         """The stage of a call with labels; `factor` of its routers' loss.
 
         Raises:
@@ -169,6 +179,7 @@ class CausalLM(Backbone):
         refuse_own_loss(model, padded)
         refuse_z_loss(model, padded)
         stage = CausalLM(model, slots, recompute=recompute_of(method))
+        stage.fetches = fetches
         if z := check.z_factor(model):  # of the mean over all tokens
             stage.z = z / call.ids.numel()
         if call.kind.routed:
@@ -251,40 +262,6 @@ def _size(hidden: Tensor) -> Tensor:
     return torch.linalg.vector_norm(hidden.detach(), dtype=accumulate_dtype(hidden.dtype))
 
 
-class Noise(Generators):
-    """What a model draws, chunk by chunk: random numbers, dropout's and any others, such as a router's noise,
-    from the generators of PyTorch, NumPy and Python, and those that modules have. A chunk that is computed
-    again draws what it drew in the forward.
-
-    Attributes:
-        expected: whether it has dropout that is on. before: of chunks that drew, the generators' states at
-            their starts.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        modules: list[Any] = list(model.modules())
-        super().__init__([v for m in modules for v in vars(m).values() if isinstance(v, KINDS)])
-        rates = [getattr(m, "p", 0) for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
-        configs = [
-            vars(m.config) for m in modules if isinstance(getattr(m, "config", None), PreTrainedConfig)
-        ][:1]
-        rates += [v for c in configs for n, v in c.items() if "drop" in n and isinstance(v, (int, float))]
-        self.expected = model.training and any(rates)
-        self.before: dict[int, Any] = {}
-
-    @contextlib.contextmanager
-    def of(self, start: int) -> Iterator[None]:
-        """Around the run of the chunk that begins at token `start`."""
-        if start in self.before:
-            with self.again(self.before[start]):
-                yield
-            return
-        now = self.states()
-        yield
-        if self.have_drawn(now):
-            self.before[start] = now
-
-
 def steps_of(
     stages: Sequence[Any],
     batch: Batch,
@@ -314,29 +291,8 @@ def steps_of(
 @torch.no_grad()
 def probe(model: Any, input_ids: Tensor) -> list[Slot]:
     """The tensors of a model's state, seen by running it on two tokens of one sequence."""
-    backbone, cache = backbone_of(model), chunk_cache(model.config)
-    key, positions = _keywords(backbone)
-    ids = input_ids[:1, :1].expand(1, 2)
+    stage, cache, ids = Backbone(model, []), chunk_cache(model.config), input_ids[:1, :1].expand(1, 2)
     written = Constants(model.named_modules(), frozen=False)
-    with Inside(model)(), Noise(model).undone(), written.restored():
-        gathering(model)(lambda: call_backbone(backbone, ids, cache, key, positions, 0))
+    with stage.inside(), stage.noise.undone(), written.restored():
+        gathering(model)(lambda: stage.call(ids, cache, Batch(ids, ids)))
     return cache.slots()
-
-
-def call_backbone(
-    backbone: Any, x: Tensor, cache: ChunkCache, key: str, positions: bool, first: int, **inputs: Any
-) -> Any:
-    """The output on a chunk, given by its ids (batch, tokens) or its embeddings (batch, tokens, hidden_size),
-    whose first token is number `first` of its document; `inputs` are others."""
-    name = "inputs_embeds" if x.is_floating_point() else "input_ids"
-    kwargs: dict[str, Any] = {key: cache, name: x, **inputs}
-    if positions:
-        places = torch.arange(first, first + x.shape[1], device=x.device)
-        kwargs["position_ids"] = places.expand(x.shape[0], -1)
-    return backbone(use_cache=True, **kwargs)
-
-
-def _keywords(backbone: Any) -> tuple[str, bool]:
-    """The cache's name in the forward, and whether it takes positions."""
-    names = inspect.signature(class_of(backbone).forward).parameters
-    return "cache_params" if "cache_params" in names else "past_key_values", "position_ids" in names

@@ -15,34 +15,39 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from adjoint.batch import Batch
-from adjoint.engine.autograd import Around, Steps, uncompiled
+from adjoint.engine.autograd import Around, uncompiled
 from adjoint.engine.chunk_size import at_most
+from adjoint.engine.first_use import TOKENS
 from adjoint.engine.grid import Scheme
 from adjoint.engine.sequence import group_of, ranks_of
 from adjoint.engine.sharded import is_sharded, reduce_at_once
 from adjoint.engine.weights import Constants
-from adjoint.errors import UserError
+from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.hf import check, first_use, mini_sequence
-from adjoint.hf.call import CACHES, Call, Kind
-from adjoint.hf.chunks import around_blocks, blocks_in, check_method, recompute_of, scheme_of
-from adjoint.hf.head import Logits, Output, logits_of
-from adjoint.hf.known import Known, compared, known_of, own_documents
+from adjoint.hf.call import CACHES, Call, around_blocks, check_method, recompute_of, scheme_of
+from adjoint.hf.first_use import Findings, compared, findings, own_documents
+from adjoint.hf.head import Logits, Output, coefficient, logits_of
 from adjoint.hf.model import (
     Moment,
     Record,
     backbone_of,
     class_of,
     gathering,
+    layers_of,
     plainly,
     record_of,
     root_of,
 )
+from adjoint.hf.replacements import REGISTRIES, places
 from adjoint.hf.stage import Backbone, CausalLM, Collect, Kept, steps_of
+from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.dispatch import implementation
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -198,6 +203,7 @@ def _lm_forward(self: Any, given: dict[str, Any]) -> Any:
                 _warn(call)
             with plainly(self):
                 return call.by_transformers()
+        check.refuse_surroundings(self)
         output = _by_pieces(call) if pieces else _by_chunks(call)
     return output if call.returns_names else output.to_tuple()
 
@@ -216,6 +222,7 @@ def _backbone_forward(self: Any, given: dict[str, Any]) -> Any:
             if in_training and not pieces and not call.has(*CACHES):
                 _warn(call)
             return call.by_transformers()
+        check.refuse_surroundings(self)
         if pieces:
             return _hidden_by_pieces(call)
         output = _hidden_by_chunks(call)
@@ -227,27 +234,49 @@ def _warn(call: Call) -> None:
     reduce_at_once(root_of(call.model))
 
 
+def _chunked(call: Call) -> tuple[Findings, Batch, Scheme]:
+    """A call as a batch and its chunks, by `Exact` or `Truncated`, once its model is known to go by them."""
+    batch, starts = call.batch()
+    known = compared(call)
+    model, method, group = call.model, known.record.method, known.record.group
+    ends = (*starts[1:], batch.seqlen)
+    check.refuse_length(model, max(end - start for start, end in zip(starts, ends, strict=True)))
+    size = known.chunk_size(batch.rows, batch.seqlen)
+    if group is not None:
+        size = at_most(size, batch.seqlen, ranks_of(group))
+    regular = scheme_of(method, batch.seqlen, size, starts)
+    scheme = around_blocks(model, regular, batch)
+    if scheme is not regular and (isinstance(method, Truncated) or known.sharded or group is not None):
+        check.refuse(
+            model,
+            "token_type_ids moves chunks' edges to the ends of blocks, which Exact knows in one process "
+            "alone",
+        )
+    how = f"{type(method).__name__} in chunks of {scheme.chunk_size:,} tokens"
+    _announce(known, lambda: f"{how}; {_kernels(model)}", known.difference)
+    return known, batch, scheme
+
+
 def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
     """The causal LM's loss by `Exact` or `Truncated`."""
-    check.refuse_surroundings(call.model)
-    batch, starts = call.batch()
-    known = compared(call.model, call.kind, call)
-    group = known.record.group
+    known, batch, scheme = _chunked(call)
+    model, group = call.model, known.record.group
     if group is not None and call.logits is not None:
         what = "logits beside a loss (logits_to_keep) need the whole sequence in one process"
-        check.refuse(call.model, f"sequence_group: {what}")
-    factor = known.routers if call.kind.routed else 1.0
-    stage = CausalLM.of(call, known.slots, known.record.method, factor)
-    stage.fetches = known.fetches
+        check.refuse(model, f"sequence_group: {what}")
+    factor = known.seen(coefficient) if call.kind.routed else 1.0
+    stage = CausalLM.of(call, known.slots, known.record.method, known.fetches, factor)
     stage.kept = kept = None if call.logits is None else _kept(call, batch)
-    result = _steps(known, [stage], batch, starts).loss()
+    if group is not None and stage.noise.expected:
+        _refuse_noise(model)
+    result = steps_of([stage], batch, scheme, _as_it_is(known), group).loss()
     if group is not None and stage.noise.before:
-        _refuse_noise(call.model)
+        _refuse_noise(model)
     logits = None
     if kept is not None and kept.hidden is not None:
         rows, width = len(call.ids), kept.hidden.shape[-1]
         hidden = kept.hidden.reshape(rows, -1, width)[:, call.logits]
-        logits = gathering(call.model)(lambda: logits_of(call.model, hidden))
+        logits = gathering(model)(lambda: logits_of(model, hidden))
     if stage.balance is None:
         return CausalLMOutputWithPast(loss=result.loss, logits=logits)
     routed = stage.balance.loss(result.sums[0])
@@ -267,50 +296,46 @@ def _kept(call: Call, batch: Batch) -> Kept:
 def _hidden_by_chunks(call: Call) -> Any:
     """The backbone's hidden states (batch, seqlen, hidden_size), and its routers' logits where they are asked
     for, by `Exact` or `Truncated`."""
-    check.refuse_surroundings(call.model)
-    batch, starts = call.batch()
-    if record_of(call.model).group is not None:
+    model = call.model
+    if record_of(model).group is not None:
         check.refuse(
-            call.model,
+            model,
             "sequence_group: hidden states are those of the whole sequence in one process: give labels to "
             "the causal LM, whose loss is shared",
         )
-    if is_sharded(call.model) and torch.is_grad_enabled():
+    if is_sharded(model) and torch.is_grad_enabled():
         check.refuse(
-            call.model,
+            model,
             "under fully_shard chunks run back inside the forward, before a loss made of hidden states is "
             "known: give labels to the causal LM",
         )
-    known = compared(call.model, call.kind, call)
-    stage = Backbone(call.model, known.slots, recompute=recompute_of(known.record.method))
+    known, batch, scheme = _chunked(call)
+    stage, collect = (
+        Backbone(model, known.slots, recompute=recompute_of(known.record.method)),
+        Collect(batch.seqlen),
+    )
     stage.logits = Logits() if call.kind.routed else None
-    steps = _steps(known, [stage, Collect(batch.seqlen)], batch, starts)
-    hidden = _differentiable(steps).reshape(*call.ids.shape, -1)
+    steps = steps_of([stage, collect], batch, scheme, _as_it_is(known))
+    steps.forward()
+    assert collect.hidden is not None
+
+    def back(d: Tensor) -> Any:
+        collect.cotangent = d
+        return steps.backward(None, [None] * len(steps.initial))
+
+    (hidden,) = steps.differentiable([collect.hidden.detach()], back)
+    hidden = hidden.reshape(*call.ids.shape, -1)
     if stage.logits is None:
         return Output(last_hidden_state=hidden)
     hidden, *logits = stage.logits.taken_apart(hidden)
     return Output(last_hidden_state=hidden, router_logits=tuple(layer.flatten(0, 1) for layer in logits))
 
 
-def _differentiable(steps: Steps) -> Tensor:
-    """What the `Collect` above a backbone gathers."""
-    steps.forward()
-    collect: Any = steps.worker.stages[1]
-
-    def back(d: Tensor) -> Any:
-        collect.cotangent = d
-        return steps.backward(None, [None] * len(steps.initial))
-
-    assert collect.hidden is not None
-    (hidden,) = steps.differentiable([collect.hidden.detach()], back)
-    return hidden
-
-
 @torch.no_grad()
 def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
     """The summed loss of each chunk of ids (batch, seqlen), of a wrapped model in its present mode."""
     call = Call(model, {"input_ids": ids, "labels": ids})
-    known = compared(model, call.kind)
+    known = compared(call)
     stage = CausalLM.of(call, known.slots, known.record.method)
     return steps_of([stage], call.batch()[0], scheme).chunk_losses()
 
@@ -319,7 +344,7 @@ def chunk_losses(model: Any, ids: Tensor, scheme: Scheme) -> list[Tensor]:
 def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
     """Logits (batch, tokens, vocab_size) of the last `tokens` of ids (batch, seqlen), of a wrapped model in
     its present mode; the sequence is run by chunks, of two tokens at least."""
-    known = compared(model, Kind())
+    known = compared(Call(model, {"input_ids": ids, "labels": ids}))
     last = Collect(tokens, ids.shape[1] - tokens)
     steps_of([Backbone(model, known.slots), last], Batch(ids, ids), scheme).forward()
     assert last.hidden is not None
@@ -334,36 +359,35 @@ def _refuse_noise(model: Any) -> None:
     )
 
 
-def _steps(known: Known, stages: list[Any], batch: Batch, starts: tuple[int, ...]) -> Steps:
-    method, group = known.record.method, known.record.group
-    ends = (*starts[1:], batch.seqlen)
-    check.refuse_length(known.model, max(end - start for start, end in zip(starts, ends, strict=True)))
-    size = known.chunk_size(batch.rows, batch.seqlen)
-    if group is not None:
-        if stages[0].noise.expected:
-            _refuse_noise(known.model)
-        size = at_most(size, batch.seqlen, ranks_of(group))
-    scheme = scheme_of(method, batch.seqlen, size, starts)
-    if (blocks := blocks_in(known.model, batch)) is not None:
-        if isinstance(method, Truncated) or known.sharded or group is not None:
-            check.refuse(
-                known.model,
-                "token_type_ids moves chunks' edges to the ends of blocks, which Exact knows in one process "
-                "alone",
-            )
-        scheme = around_blocks(scheme, blocks)
-    _announce(known, lambda: first_use.by_chunks(known.model, method, scheme))
-    return steps_of(stages, batch, scheme, _as_it_is(known), group)
+def _announce(known: Findings, how: Callable[[], str], difference: float) -> None:
+    """Says once for each wrapped model what runs, at the level INFO: class, layers, how, and what the
+    comparison found. Of several processes the first says it.
+
+    Raises:
+        UserError: ADJOINT_VERBOSITY is no level.
+    """
+    if known.record.announced:
+        return
+    known.record.announced = True
+    if is_heard() and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        layers = len(layers_of(backbone_of(known.model)))
+        LOGGER.info(
+            f"{class_of(known.model).__name__} of {layers} layers runs by {how()}; gradients compared on "
+            f"{TOKENS} tokens: relative difference {difference:.1e}"
+        )
 
 
-def _announce(known: Known, how: Callable[[], str]) -> None:
-    """Once for each wrapped model."""
-    if not known.record.announced:
-        first_use.announce(known.model, how(), known.difference)
-        known.record.announced = True
+def _kernels(model: nn.Module) -> str:
+    """Which of transformers' functions ours replace, and the backend of the scans."""
+    weight = next(p for p in model.parameters() if p.is_floating_point())
+    dtype = accumulate_dtype(weight.dtype) if weight.device.type == "cpu" else weight.dtype
+    backend = implementation("selective_scan", None, weight.device, dtype)
+    registries = [id(names) for names, _ in REGISTRIES]
+    names = {n for names, ours in places(model) if id(names) not in registries for n in ours}
+    return f"kernels: backend {backend}, in place of {', '.join(sorted(names)) or 'attention to the past'}"
 
 
-def _as_it_is(known: Known) -> Around:
+def _as_it_is(known: Findings) -> Around:
     """Around a backward: the model as it is now, and no other thread's meanwhile."""
     if not torch.is_grad_enabled() or known.sharded:  # whose backward is part of its forward
         return contextlib.nullcontext
@@ -382,37 +406,42 @@ def _as_it_is(known: Known) -> Around:
 
 def _by_pieces(call: Call) -> CausalLMOutputWithPast:
     """The causal LM's loss by `MiniSequence`."""
-    check.refuse_surroundings(call.model)
     model, kind = call.model, call.kind._replace(embedded=False, padded=False, beside=())
-    known = known_of(model)
+    known = findings(model)
     method = known.record.method
     check.refuse_other_losses(model, kind.routed)
     call.refuse_unknown(whole=True)
     ways = first_use.ways(method, kind)[0], mini_sequence.way(method, kind)
-    known.once(("pieces", kind), first_use.compare, model, *ways, *mini_sequence.NOT_THE_SAME)
+    comparison = first_use.compare, model, *ways, *mini_sequence.NOT_THE_SAME
+    difference = known.once(("pieces", kind), *comparison)
     own_documents(known, call)
-    _announce(known, lambda: first_use.by_pieces(method, known.mlps))
+    mlps = known.seen(_mlps)
+    how = f"MiniSequence: MLPs ({len(mlps)}) in {method.mlp_chunks} pieces, the head in {method.head_chunks}"
+    _announce(known, lambda: how, difference)
     with plainly(model):
-        total = gathering(model)(lambda: mini_sequence.total_loss(call, method, known.mlps))
+        total = gathering(model)(lambda: mini_sequence.total_loss(call, method, mlps))
     _checked_in_backward(total, known)
     divisor = call.divisor
     divisor = divisor.to(total.device) if isinstance(divisor, Tensor) else divisor
     return CausalLMOutputWithPast(loss=total / divisor)
 
 
+def _mlps(model: Any) -> list[str]:
+    return mini_sequence.token_wise(backbone_of(model))
+
+
 def _hidden_by_pieces(call: Call) -> Any:
     """What the backbone's own forward returns, by `MiniSequence`."""
-    check.refuse_surroundings(call.model)
     call.refuse_unknown(whole=True)
-    known = known_of(call.model)
+    known = findings(call.model)
     own_documents(known, call)
-    with mini_sequence.splitting(call.model, known.mlps, known.record.method.mlp_chunks):
+    with mini_sequence.splitting(call.model, known.seen(_mlps), known.record.method.mlp_chunks):
         output = call.by_transformers(use_cache=False)
     _checked_in_backward(output[0], known)
     return output
 
 
-def _checked_in_backward(output: Tensor, known: Known) -> None:
+def _checked_in_backward(output: Tensor, known: Findings) -> None:
     """Lets the backward, in which layers run again, begin by seeing whether the model is still the same."""
     if output.requires_grad:
         moment, constants = Moment(known.model, known.snapshot), Constants(known.model.named_modules())

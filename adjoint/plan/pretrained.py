@@ -20,7 +20,7 @@ from adjoint.engine.grid import Scheme
 from adjoint.engine.stages import Stage
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
-from adjoint.hf.chunks import check_method, scheme_of
+from adjoint.hf.call import check_method, scheme_of
 from adjoint.hf.load import KEY, configuration
 from adjoint.hf.model import backbone_of
 from adjoint.hf.replacements import rebound

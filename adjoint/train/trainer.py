@@ -188,11 +188,11 @@ class Trainer:
         """Tokens of a chunk of a training batch."""
         rows, seqlen = self.rows, self.config.data.seqlen
         if not isinstance(self.model, Stack):
-            from adjoint.hf.chunks import scheme_of
-            from adjoint.hf.known import known_of
+            from adjoint.hf.call import scheme_of
+            from adjoint.hf.first_use import findings
 
             with autocast(self.precision, self.device):
-                default = known_of(self.model).chunk_size(rows, seqlen)
+                default = findings(self.model).chunk_size(rows, seqlen)
             return scheme_of(self.method, seqlen, default).chunk_size
         ids = torch.empty(rows, seqlen, dtype=torch.int8, device=self.device)
         with autocast(self.precision, self.device):

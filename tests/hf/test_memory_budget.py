@@ -12,8 +12,8 @@ from torch import Tensor
 
 import adjoint
 from adjoint.hf.cache import zeros
-from adjoint.hf.chunks import kept_features
-from adjoint.hf.known import known_of
+from adjoint.hf.call import kept_features
+from adjoint.hf.first_use import findings
 from tests.hf.hf_models import loss_and_gradients, make, make_batch, transformers
 from tests.model_helpers import assert_same
 
@@ -92,7 +92,7 @@ def test_the_chunk_picked_is_by_what_is_kept(name: str) -> None:
         return sum(memory.nbytes() for memory in held.values() if memory is not None)
 
     tape_bytes(16)  # compares
-    known = known_of(model)
+    known = findings(model)
     # the difference leaves out what does not grow with the tokens
     kept = (tape_bytes(1024) - tape_bytes(512)) / 512
     assert 8 * kept_features(model) == pytest.approx(kept, rel=0.4)

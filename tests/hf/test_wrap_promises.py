@@ -451,17 +451,18 @@ def test_one_layer_of_each_kind_is_compared_where_all_do_not_fit(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from adjoint.hf import first_use
+    from adjoint.hf import model as parts
 
     layers = ["mamba", "attention", "mamba", "mamba", "attention", "mamba"]
     model = make("GraniteMoeHybridForCausalLM", dtype, num_hidden_layers=6, layer_types=layers)
     every, few = (
-        first_use._needed(p for name, p in model.named_parameters() if which(name))
+        parts.needed(p for name, p in model.named_parameters() if which(name))
         for which in (lambda name: True, lambda name: ".layers." not in name or name.split(".")[2] in "01")
     )
     copies, replica = [], first_use.replica
     monkeypatch.setattr(first_use, "replica", lambda model: copies.append(replica(model)) or copies[-1])
     for room, kept in ((every, 6), (few, 2), (few - 1, 0)):
-        monkeypatch.setattr(first_use, "memory_left", lambda device, room=room: 2 * room)
+        monkeypatch.setattr(parts, "memory_left", lambda device, room=room: 2 * room)
         wrapped(model)(**BATCH)
         got = [] if copies[-1] is None else copies[-1].model.layers
         assert sum(any(True for _ in layer.parameters()) for layer in got) == kept
