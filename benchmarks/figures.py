@@ -116,7 +116,7 @@ def _at(commit: str, path: Path) -> str:
     return "" if shown.returncode else shown.stdout
 
 
-ENGINE = ("engine/run.py", "engine/kept.py", "engine/tile.py")
+ENGINE = ("engine/run.py", "engine/storage.py", "engine/tile.py")
 SCANS = ("kernels/cpu/*.cpp", "kernels/cpu/*.h")
 WRAPPED = (*ENGINE, *SCANS, "hf/stage.py", "hf/cache.py", "hf/head.py")
 STACK = (*ENGINE, *SCANS, "engine/chunk_size.py")

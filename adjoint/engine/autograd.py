@@ -19,8 +19,8 @@ from adjoint.engine.grid import Grid, Key, Scheme, make_grid
 from adjoint.engine.leaves import Outside
 from adjoint.engine.program import Action, Owners, Run, keys_of, plan
 from adjoint.engine.run import Transport, Worker
+from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stages import Stage
-from adjoint.engine.sums import Sum
 from adjoint.engine.tile import Gradients
 from adjoint.engine.weights import Constants
 from adjoint.kernels.checks import differentiable_once

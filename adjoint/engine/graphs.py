@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from adjoint.engine.grid import Grid, Key, Tile
-from adjoint.engine.kept import PerChunk, room
 from adjoint.engine.program import Action, Run, keys_of
+from adjoint.engine.storage import PerChunk, room
 from adjoint.engine.tile import Pullback
 
 Replay = Callable[[], None]

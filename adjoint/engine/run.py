@@ -17,7 +17,10 @@ from adjoint.batch import Batch
 from adjoint.engine import graphs, rehearsal
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import Grid, Key, Scheme, Tile
-from adjoint.engine.kept import (
+from adjoint.engine.leaves import Changed
+from adjoint.engine.program import BUFFERS, Action, Recv, Run, Send, Share
+from adjoint.engine.stages import Stage
+from adjoint.engine.storage import (
     Edges,
     Packing,
     Past,
@@ -30,9 +33,6 @@ from adjoint.engine.kept import (
     recurrent,
     to_host,
 )
-from adjoint.engine.leaves import Changed
-from adjoint.engine.program import BUFFERS, Action, Recv, Run, Send, Share
-from adjoint.engine.stages import Stage
 from adjoint.engine.threads import sleep_while_waiting
 from adjoint.engine.tile import Cotangents, Gradients, Windowed
 from adjoint.errors import UserError

@@ -24,12 +24,12 @@ from adjoint.batch import Batch
 from adjoint.engine.autograd import Around, Steps
 from adjoint.engine.crossing import Crossing
 from adjoint.engine.grid import Grid, Scheme, Tile
-from adjoint.engine.kept import Slab, by_itself, growing, joined, recurrent
 from adjoint.engine.program import BUFFERS, CAPACITY, Action, Owners, Run, Share, plan
 from adjoint.engine.run import Worker
+from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.spread import STATES, NotAttended, Spread, SpreadPast
 from adjoint.engine.stages import Layer, Stage, costs_of
-from adjoint.engine.sums import Sum
+from adjoint.engine.storage import Slab, by_itself, growing, joined, recurrent
 from adjoint.engine.tile import Cotangents, Gradients
 from adjoint.engine.transport import Alone, GroupTransport, Messages, summed
 from adjoint.errors import UserError

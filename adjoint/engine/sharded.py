@@ -25,8 +25,8 @@ from adjoint.engine.autograd import Steps
 from adjoint.engine.grid import Scheme
 from adjoint.engine.leaves import Outside, leaves_of, unseen
 from adjoint.engine.run import AGAIN, Worker
+from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stages import Layer
-from adjoint.engine.sums import Sum
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.errors import UserError
 from adjoint.layers import State

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from adjoint.engine.grid import Grid
-from adjoint.engine.kept import Slab
 from adjoint.engine.program import Owners
 from adjoint.engine.run import Pending
+from adjoint.engine.storage import Slab
 from adjoint.engine.transport import Messages
 from adjoint.errors import UserError
 from adjoint.kernels import attention
@@ -115,7 +115,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class SpreadPast:
-    """What a stage gets for keys or values before its chunk, as a `kept.Past`; they are on several ranks.
+    """What a stage gets for keys or values before its chunk, as a `storage.Past`; they are on several ranks.
 
     Attributes:
         chunk: its number. start: its first token. begin: the first visible token.

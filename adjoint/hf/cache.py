@@ -20,7 +20,7 @@ from transformers import cache_utils as theirs
 
 from adjoint.engine.autograd import uncompiled
 from adjoint.engine.crossing import Crossing
-from adjoint.engine.kept import Past
+from adjoint.engine.storage import Past
 from adjoint.hf.fla import is_of_fla
 from adjoint.kernels.attention import join
 from adjoint.layers import State

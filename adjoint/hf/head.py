@@ -15,7 +15,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.first_use import alike, some_numbers
-from adjoint.engine.sums import Sum
+from adjoint.engine.sequence_sums import Sum
 from adjoint.hf import check
 from adjoint.hf.model import backbone_of, class_of, gathering
 from adjoint.kernels.checks import accumulate_dtype, is_untouched

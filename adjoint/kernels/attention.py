@@ -206,7 +206,7 @@ def _summed(t: Tensor, groups: int) -> Tensor:
 
 
 class Past(Protocol):
-    """Keys or values before a chunk, in an append-only state (`adjoint.engine.kept.Past`)."""
+    """Keys or values before a chunk, in an append-only state (`adjoint.engine.storage.Past`)."""
 
     @property
     def start(self) -> int: ...

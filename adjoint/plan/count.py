@@ -18,8 +18,8 @@ from torch import Tensor
 
 from adjoint.batch import Batch
 from adjoint.engine.budget import LiveBytes
-from adjoint.engine.kept import Past, Slab, by_itself
 from adjoint.engine.stages import Layer, Stage
+from adjoint.engine.storage import Past, Slab, by_itself
 from adjoint.engine.tile import Cotangents, Gradients, Windowed
 from adjoint.errors import UserError
 from adjoint.kernels import dispatch
