@@ -74,12 +74,16 @@ class _Layer:
             these, the new ones.
     """
 
+    is_croppable = False
     before: dict[str, Past]
     pieces: dict[str, Tensor]
     crossings: dict[tuple[str, int], Crossing]
     left: dict[tuple[str, int], Tensor]
     dtype: Any
     device: Any
+    conv_states: Any
+    conv_kernel_size: Any
+    has_previous_state: Any
 
     def found(self) -> dict[tuple[str, int], Tensor]:
         """(name, index) → what is there."""
@@ -110,7 +114,7 @@ class _Awaited(dict[int, Any]):
         return [(index, self[index]) for index in self]
 
 
-class _Recurrent(_Layer, theirs.LinearAttentionLayer):
+class _Recurrent(_Layer):
     """Convolution tails and recurrent states."""
 
     @uncompiled
@@ -188,15 +192,7 @@ class _Growing(_Layer):
         return kept + query_length, self.seen - kept
 
 
-class _Full(_Growing, theirs.DynamicLayer):
-    pass
-
-
-class _Window(_Growing, theirs.DynamicSlidingWindowLayer):
-    pass
-
-
-class _Indexed(_Full):
+class _Indexed(_Growing):
     """Sparse attention, whose indexer picks some keys of the past by keys of its own; no gradient goes
     there."""
 
@@ -208,28 +204,17 @@ class _Indexed(_Full):
         return self.before["indexer"].join(piece) if "indexer" in self.before else piece
 
 
-class _Both(_Growing, _Recurrent):
-    """A layer with a recurrence and attention side by side."""
-
-    is_croppable = False
-
-
-class _BothFull(_Both, theirs.LinearAttentionAndFullAttentionLayer):
-    pass
-
-
-class _BothWindow(_Both, theirs.LinearAttentionAndSlidingWindowAttentionLayer):
-    pass
-
-
-# Of each of transformers' layers ours.
+# Of each of transformers' layers what ours does otherwise, and ours; some have a recurrence and attention.
+OTHERWISE: dict[type, tuple[type, ...]] = {
+    theirs.DynamicLayer: (_Growing,),
+    theirs.DynamicIndexedLayer: (_Indexed,),
+    theirs.DynamicSlidingWindowLayer: (_Growing,),
+    theirs.LinearAttentionLayer: (_Recurrent,),
+    theirs.LinearAttentionAndFullAttentionLayer: (_Growing, _Recurrent),
+    theirs.LinearAttentionAndSlidingWindowAttentionLayer: (_Growing, _Recurrent),
+}
 OURS: dict[type, type] = {
-    theirs.DynamicLayer: _Full,
-    theirs.DynamicIndexedLayer: _Indexed,
-    theirs.DynamicSlidingWindowLayer: _Window,
-    theirs.LinearAttentionLayer: _Recurrent,
-    theirs.LinearAttentionAndFullAttentionLayer: _BothFull,
-    theirs.LinearAttentionAndSlidingWindowAttentionLayer: _BothWindow,
+    kind: type(kind.__name__, (*others, kind), {}) for kind, others in OTHERWISE.items()
 }
 
 

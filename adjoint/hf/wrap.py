@@ -310,10 +310,8 @@ def _hidden_by_chunks(call: Call) -> Any:
             "known: give labels to the causal LM",
         )
     known, batch, scheme = _chunked(call)
-    stage, collect = (
-        Backbone(model, known.slots, recompute=recompute_of(known.record.method)),
-        Collect(batch.seqlen),
-    )
+    stage = Backbone(model, known.slots, recompute=recompute_of(known.record.method))
+    collect = Collect(batch.seqlen)
     stage.logits = Logits() if call.kind.routed else None
     steps = steps_of([stage, collect], batch, scheme, _as_it_is(known))
     steps.forward()

@@ -42,6 +42,7 @@ from tests.hf.hf_models import (
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
 
 transformers = pytest.importorskip("transformers")
+from transformers.cache_utils import DynamicSlidingWindowLayer  # noqa: E402
 from transformers.integrations import use_kernel_func_from_hub_with_fallback  # noqa: E402
 
 LLAMA, GPT2 = "LlamaForCausalLM", "GPT2LMHeadModel"
@@ -510,7 +511,7 @@ def test_windows_longer_than_what_is_compared(monkeypatch: pytest.MonkeyPatch) -
     model = make("MistralForCausalLM", sliding_window=4096)
     wrapped(copy.deepcopy(model))(**BATCH)
     narrower = property(lambda layer: layer.sliding_window - 2 * (layer.sliding_window < 100))
-    monkeypatch.setattr(cache._Window, "window", narrower)
+    monkeypatch.setattr(cache.OURS[DynamicSlidingWindowLayer], "window", narrower)
     with one_line("windows turned down to 5"):
         wrapped(model)(**BATCH)
     assert model.config.sliding_window == 4096  # it was a copy's that was turned down
