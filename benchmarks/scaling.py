@@ -101,8 +101,8 @@ def batch_seconds(a: Assumptions, method: str, seqlen: int, window: int | None, 
         def tile(worker: int, t: Tile) -> float:
             if t.stage in (0, model.n_layer + 1):
                 return 0.0  # head and embedding: the paper's figure has neither
-            tokens, units = grid.tokens(t.chunk, t.count), BACKWARD if t.kind == "B" else FORWARD
-            if t.kind == "W":  # it also computes the halo that its window looks into
+            tokens, units = grid.tokens(t.chunk, t.count), BACKWARD if t.kind == "backward" else FORWARD
+            if t.kind == "windowed":  # it also computes the halo that its window looks into
                 left, _, _, halo_stop = grid.span(t)
                 tokens, units = halo_stop - left, FORWARD + BACKWARD
             return tokens * deep[t.stage - 1] * units * a.unit_seconds / setup.speed

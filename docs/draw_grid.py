@@ -28,25 +28,29 @@ WORDS = {
     "spill": "cotangent that spills over",
 }
 PANELS = [
-    ("Forward, every method", Exact(CHUNK), "F"),
-    ("Backward of Exact: dy from above, dS from the right", Exact(CHUNK), "B"),
-    ("Backward of Truncated(window=4): dy from above, with a halo; no dS", Truncated(4, CHUNK), "BW"),
+    ("Forward, every method", Exact(CHUNK), ("forward",)),
+    ("Backward of Exact: dy from above, dS from the right", Exact(CHUNK), ("backward",)),
+    (
+        "Backward of Truncated(window=4): dy from above, with a halo; no dS",
+        Truncated(4, CHUNK),
+        ("backward", "windowed"),
+    ),
     (
         "Backward of LayerLocal(window=4): dL/dy_K for every layer (in full: chunk 2)",
         LayerLocal(4, CHUNK),
-        "BW",
+        ("backward", "windowed"),
     ),
 ]
 
 
-def arrows(grid: Grid, kinds: str) -> set[tuple[str, Tile, Tile]]:
+def arrows(grid: Grid, kinds: tuple[str, ...]) -> set[tuple[str, Tile, Tile]]:
     """(what, from, to) of all arrows between tiles of these kinds."""
     tiles = [t for t in (*grid.forward_tiles(), *grid.backward_tiles()) if t.kind in kinds]
     writer = {key: t for t in tiles for key in grid.writes(t)}
     return {(key[0], writer[key], t) for t in tiles for key in grid.reads(t) if key in writer}
 
 
-def draw(axes: Axes, title: str, grid: Grid, kinds: str) -> None:
+def draw(axes: Axes, title: str, grid: Grid, kinds: tuple[str, ...]) -> None:
     """Of a method whose arrows go past layers, those to one chunk are drawn in full, the others faintly."""
     boxes = {}
     for k, name in enumerate(NAMES):

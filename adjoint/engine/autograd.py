@@ -298,7 +298,7 @@ class Steps:
 
 
 def _is_forward(action: Action) -> bool:
-    return isinstance(action, Run) and action.tile.kind in "FL"
+    return isinstance(action, Run) and action.tile.is_forward
 
 
 def _keeping(action: Action, stays: set[Key]) -> Action:

@@ -249,7 +249,7 @@ def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
     worker = Worker(stages, grid, Batch(ids, ids, states=[(), tuple(s.detach() for s in state), ()]), scheme)
     worker.gradients = Gradients(Outside(open=True))
     program = plan(grid, Owners((0,) * len(stages))).programs[0]
-    first = next(i for i, a in enumerate(program) if not (isinstance(a, Run) and a.tile.kind in "FL"))
+    first = next(i for i, a in enumerate(program) if not (isinstance(a, Run) and a.tile.is_forward))
     worker.run(program[:first])
     worker.gradients.outside.close()
     final = worker.final[1]

@@ -106,7 +106,7 @@ class Graphs:
             RuntimeError: a recording fails when tapes are in graphs already.
         """
         pieces = list(_pieces(worker, actions))
-        pulls = {("tape", t.stage, t.chunk): p.work for p in pieces for t in p.tiles if t.kind == "B"}
+        pulls = {("tape", t.stage, t.chunk): p.work for p in pieces for t in p.tiles if t.kind == "backward"}
         for piece in pieces:
             if not (piece.recordable and self._run(worker, piece, pulls)):
                 yield from piece.actions
@@ -212,11 +212,11 @@ def _pieces(worker: Any, actions: Sequence[Action]) -> Iterator[_Piece]:
     alike = alike and not worker.batch.ids.is_floating_point()
 
     def name(action: Action) -> tuple[int, bool] | None:
-        if not alike or not isinstance(action, Run) or action.tile.kind not in "FRB":
+        if not alike or not isinstance(action, Run) or action.tile.kind in ("linearize", "windowed"):
             return None
         k, c = action.tile.stage, action.tile.chunk
         recordable = 0 < c < last and worker.stages[k].replayable and k not in worker.slabs
-        return (c, action.tile.kind == "F") if recordable else None
+        return (c, action.tile.kind == "forward") if recordable else None
 
     for found, piece in itertools.groupby(actions, name):
         yield _Piece(list(piece), found is not None)

@@ -3,20 +3,20 @@
 The model is cut into stages (embedding, a layer each, head), the sequence into chunks. A tile is a stage on a
 chunk:
 
-    kind              reads                                 writes
-    F  forward        y[k-1,c], S[k,c-1]                    y[k,c], S[k,c]
-    L  linearize      the same: F, with its tape kept       and tape[k,c]
-    R  recompute      y or z[k-1,c], S[k,c-1]               tape[k,c], z[k,c]
-    B  backward       tape[k,c], dy[k,c], dS[k,c]           dy[k-1,c], dS[k,c-1]
-    W  windowed vjp   y[k-1] to the halo's end, S[k,c-1],   dy[k-1,c], spill[k-1,c',c] into chunks
-                      dy[k] to the halo's end               c' before
+    kind         reads                                 writes
+    forward      y[k-1,c], S[k,c-1]                    y[k,c], S[k,c]
+    linearize    the same: forward, its tape kept      and tape[k,c]
+    recompute    y or z[k-1,c], S[k,c-1]               tape[k,c], z[k,c]
+    backward     tape[k,c], dy[k,c], dS[k,c]           dy[k-1,c], dS[k,c-1]
+    windowed     y[k-1] to the halo's end, S[k,c-1],   dy[k-1,c], spill[k-1,c',c] into chunks
+    (vjp)        dy[k] to the halo's end               c' before
 
-B and W also add to the gradients of the stage's parameters.
+backward and windowed also add to the gradients of the stage's parameters.
 
 y is a stage's output, S its state at the chunk's right edge; dy and dS are their cotangents, dS being the
 accumulated adjoint state (docs/method.md §2). A tape is what a stage's backward needs of its forward. A
-segment is a run of stages of which only the first one's input is stored: R runs through it from there, and z
-is a y that R computes again inside a segment.
+segment is a run of stages of which only the first one's input is stored: recompute runs through it from
+there, and z is a y that it computes again inside a segment.
 
 A method decides which of these arrows the backward has (`Scheme`), and which stages form a segment. `program`
 decides who owns a tile and in which order tiles run."""
@@ -32,17 +32,22 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 Key = tuple  # names what a tile writes: (name, stage, chunk); a spill also has the chunk it comes from
-KINDS = {"F": "forward", "L": "linearize", "R": "recompute", "B": "backward", "W": "windowed vjp"}
+Kind = Literal["forward", "linearize", "recompute", "backward", "windowed"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
     """A stage on `count` chunks from `chunk` on; only a windowed vjp has more than one."""
 
-    kind: str
+    kind: Kind
     stage: int
     chunk: int
     count: int = 1
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is the first to compute its stage's output, with its tape kept or not."""
+        return self.kind in ("forward", "linearize")
 
     def __str__(self) -> str:
         return f"{self.kind}({self.stage},{self.chunk}{f'+{self.count}' if self.count > 1 else ''})"
@@ -185,17 +190,19 @@ class Grid:
 
     def forward_tiles(self) -> Iterator[Tile]:
         for c in range(self.chunks):
-            yield from (Tile("F", k, c) for k in range(self.stages))
+            yield from (Tile("forward", k, c) for k in range(self.stages))
 
     def backward_tiles(self) -> Iterator[Tile]:
-        """R, B and W of all stages, from the top; chunks from last to first if `carried`."""
+        """Those of the backward of all stages, from the top; chunks from last to first if `carried`."""
         for k in reversed(range(self.stages)):
             if self.window(k) is None:
                 order = range(self.chunks)[:: -1 if self.carried else 1]
-                yield from (Tile(kind, k, c) for c in order for kind in "RB")
+                for c in order:
+                    yield Tile("recompute", k, c)
+                    yield Tile("backward", k, c)
             else:
                 n = self.per_task(k)
-                yield from (Tile("W", k, c, min(n, self.chunks - c)) for c in range(0, self.chunks, n))
+                yield from (Tile("windowed", k, c, min(n, self.chunks - c)) for c in range(0, self.chunks, n))
 
     def reads_state(self, c: int) -> bool:
         """Whether chunk c reads the state of the chunk before."""
@@ -237,14 +244,14 @@ class Grid:
         k, c = t.stage, t.chunk
         crosses = self.stateful[k] and not self.inside
         state: list[Key] = [("S", k, c - 1)] if crosses and self.reads_state(c) else []
-        if t.kind == "B":
+        if t.kind == "backward":
             carried = [("dS", k, c)] if crosses and self.carries(c + 1) else []
             return [("tape", k, c), *self.cotangents(k, self.cuts[c], self.cuts[c + 1]), *carried]
-        if t.kind == "W":
+        if t.kind == "windowed":
             left, start, _, halo_stop = self.span(t)
             below = [("y", k - 1, j) for j in self.covering(left, halo_stop)] if k else []
             return below + state + self.cotangents(k, start, halo_stop)
-        name = "z" if t.kind == "R" and not self.first_of_segment(k) else "y"
+        name = "z" if t.kind == "recompute" and not self.first_of_segment(k) else "y"
         return ([(name, k - 1, c)] if k else []) + state
 
     def cotangents(self, k: int, start: int, stop: int) -> list[Key]:
@@ -269,22 +276,22 @@ class Grid:
         """Keys of what a tile leaves for other tiles."""
         k, c, top = t.stage, t.chunk, self.stages - 1
         crosses = self.stateful[k] and not self.inside
-        if t.kind in "BW":
+        if t.kind in ("backward", "windowed"):
             down = k > 0 and (self.dy_from == "above" or k in (1, top))
-            if t.kind == "B":
+            if t.kind == "backward":
                 carried = [("dS", k, c - 1)] if crosses and self.carries(c) else []
                 return ([("dy", k - 1, c)] if down else []) + carried
             left, start, stop, _ = self.span(t)
             own: list[Key] = [("dy", k - 1, j) for j in self.covering(start, stop)]
             return own + [("spill", k - 1, j, c) for j in self.covering(left, start)] if down else []
         out: list[Key] = []
-        if t.kind in "FL":
+        if t.is_forward:
             out += [("y", k, c)] if k < top else []
             last = c + 1 == self.chunks
             out += [("S", k, c)] if crosses and (last or self.reads_state(c + 1)) else []
-        if t.kind in "LR":
+        if t.kind in ("linearize", "recompute"):
             out += [("tape", k, c)]
-        if t.kind == "R" and k < top and not self.first_of_segment(k + 1):
+        if t.kind == "recompute" and k < top and not self.first_of_segment(k + 1):
             out += [("z", k, c)]
         return out
 
@@ -302,13 +309,13 @@ class Grid:
         at: dict[Key, int] = {}  # when a key is written, counted in chunks that the head has done by then
         when: dict[Tile, int] = {}  # when a backward tile may run, in the same count
         for t in self.backward_tiles():
-            if t.kind == "R":
+            if t.kind == "recompute":
                 continue
             head = C - 1 - t.chunk if self.carried else t.chunk
             found = [head + (0 if stream and not self.carried else C)] if t.stage == top else []
             found += [at[key] for key in self.reads(t) if key in at]
             # as if the sequence continued: else the top stages' last tiles would all go before any below
-            if t.kind == "W":
+            if t.kind == "windowed":
                 above = self.stateful[t.stage + 1] and self.dy_from == "above"
                 ahead = (self.window(t.stage) or 1) - 1 + (self.reach if above else 0)
                 first = self.cotangents(t.stage, *self.span(t)[1:3])[0]
@@ -321,11 +328,11 @@ class Grid:
             column[name] = max(column[name], now)
 
         def place(t: Tile) -> tuple[int, ...]:
-            if t.kind == "F":
+            if t.kind == "forward":
                 return t.chunk, 0, 0, 0, t.stage, 0
             segment = self.segments[t.stage]
-            chunk = t.chunk if t.kind == "W" or not self.carried else -t.chunk
-            ahead = (0, t.stage) if t.kind == "R" else (1, -t.stage)
+            chunk = t.chunk if t.kind == "windowed" or not self.carried else -t.chunk
+            ahead = (0, t.stage) if t.kind == "recompute" else (1, -t.stage)
             return column[segment, t.chunk], 1, -segment, chunk, *ahead
 
         return sorted([*self.forward_tiles(), *self.backward_tiles()], key=place)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from adjoint.engine.grid import Grid, Key, Tile
 
 # A tile's time per token, relative to its stage's forward; used for the list schedule alone.
-TIMES = {"F": 1.0, "L": 1.0, "R": 1.0, "B": 2.0, "W": 3.0}
+TIMES = {"forward": 1.0, "linearize": 1.0, "recompute": 1.0, "backward": 2.0, "windowed": 3.0}
 BUFFERS = 2  # messages in a channel: one can be filled while another travels
 # Messages in a channel for windowed tiles, which send many small pieces; every transport holds as many.
 CAPACITY = 8
@@ -160,16 +160,17 @@ def plan(
     Args:
         forward, backward: which tiles to include. Without the forward, its results count as there already.
         tapes: how many tapes of a segment on a chunk a worker may hold: the forward keeps the first so many
-            that the backward uses (L in place of F and R), and R may run this far ahead.
+            that the backward uses (linearize in place of forward and recompute), and recompute may run so
+            far ahead.
         stream: backward tiles begin before the forward ends, where the arrows allow it.
     """
-    order = [t for t in grid.order(stream) if (forward if t.kind == "F" else backward)]
+    order = [t for t in grid.order(stream) if (forward if t.kind == "forward" else backward)]
     columns = _columns(grid, order, owners)
     if forward and backward:
         early = {name for mine in columns.values() for name in mine[:tapes]}
         if stream and not grid.carried:  # the head is pulled back as soon as it has run
             early |= {(grid.segments[-1], c) for c in range(grid.chunks)}
-        order = [_linearized(grid, t, early) for t in order if not _among(grid, t, "R", early)]
+        order = [_linearized(grid, t, early) for t in order if not _among(grid, t, "recompute", early)]
     if owners.workers > 1:
         order = _list_schedule(grid, order, columns, owners, max(tapes, 1))
     before = [] if forward else list(grid.forward_tiles())
@@ -182,21 +183,21 @@ def _among(grid: Grid, t: Tile, kind: str, columns: set[tuple[int, int]]) -> boo
 
 
 def _linearized(grid: Grid, t: Tile, early: set[tuple[int, int]]) -> Tile:
-    return dataclasses.replace(t, kind="L") if _among(grid, t, "F", early) else t
+    return dataclasses.replace(t, kind="linearize") if _among(grid, t, "forward", early) else t
 
 
 def _columns(grid: Grid, order: Iterable[Tile], owners: Owners) -> dict[int, list[tuple[int, int]]]:
     """Each worker's columns in the order in which it recomputes them."""
     columns: dict[int, dict[tuple[int, int], None]] = collections.defaultdict(dict)
     for t in order:
-        if t.kind == "R":
+        if t.kind == "recompute":
             columns[owners(t.stage, t.chunk)][grid.segments[t.stage], t.chunk] = None
     return {worker: list(mine) for worker, mine in columns.items()}
 
 
 def _seconds(grid: Grid, t: Tile) -> float:
     tokens = grid.tokens(t.chunk, t.count)
-    if t.kind == "W":
+    if t.kind == "windowed":
         left, _, _, halo_stop = grid.span(t)
         tokens = halo_stop - left
     return TIMES[t.kind] * tokens * (grid.costs[t.stage] if grid.costs else 1.0)
@@ -215,13 +216,13 @@ def _list_schedule(
         for key in grid.reads(t):
             readers[key].append(t)
     place = {(w, *name): i for w, mine in columns.items() for i, name in enumerate(mine)}
-    left: dict[tuple[int, int], int] = collections.Counter()  # per worker and column: B tiles still to come
+    left: dict[tuple[int, int], int] = collections.Counter()  # per worker and column: backward tiles left
     for t in order:
         i = place.get((at[t], grid.segments[t.stage], t.chunk), 0)
-        if t.kind == "R" and i >= tapes:
+        if t.kind == "recompute" and i >= tapes:
             missing[t] += 1
             readers["open", at[t], i].append(t)  # a key of our own: the worker may recompute its column i
-        left[at[t], i] += t.kind == "B"
+        left[at[t], i] += t.kind == "backward"
     rank = {t: i for i, t in enumerate(order)}
     ready: list[list[tuple[int, Tile]]] = [[] for _ in range(owners.workers)]  # heaps by rank
     through, busy = [0] * owners.workers, [False] * owners.workers  # through: number of finished columns
@@ -244,7 +245,7 @@ def _list_schedule(
         now, _, t = heapq.heappop(events)
         w, keys = at[t], grid.writes(t)
         busy[w] = False
-        if t.kind == "B":
+        if t.kind == "backward":
             left[w, place.get((w, grid.segments[t.stage], t.chunk), 0)] -= 1
             while through[w] < len(columns[w]) and not left[w, through[w]]:
                 through[w] += 1
@@ -375,7 +376,7 @@ def shared(made: Plan, shards: Sequence[int], helpers: Sequence[int]) -> Plan:
 
 
 def _in_backward(t: Tile, k: int) -> bool:
-    return t.stage == k and t.kind in "RBW"
+    return t.stage == k and not t.is_forward
 
 
 def _units(grid: Grid, k: int, tiles: list[Tile], groups: int) -> list[tuple[Tile, ...]]:

@@ -243,9 +243,8 @@ class Worker:
 
     def tile(self, t: Tile) -> None:
         """Computes one tile."""
-        {"F": self.forward, "L": self.forward, "R": self.recompute, "B": self.backward, "W": self.windowed}[
-            t.kind
-        ](t)
+        run = {"recompute": self.recompute, "backward": self.backward, "windowed": self.windowed}
+        run.get(t.kind, self.forward)(t)
 
     @contextlib.contextmanager
     def precision(self) -> Iterator[None]:
@@ -260,7 +259,7 @@ class Worker:
         self.passed_on = {a.key for a in actions if isinstance(a, Send) and a.key in a.frees}
         rows: collections.Counter[int] = collections.Counter()
         for action in actions:
-            if isinstance(action, Run) and action.tile.kind in "FL":
+            if isinstance(action, Run) and action.tile.is_forward:
                 k, c = action.tile.stage, action.tile.chunk
                 rows[k] += self.grid.reads_state(c + 1) and ("S", k, c) not in self.passed_on
             elif isinstance(action, Recv) and action.key[0] == "S":
@@ -356,15 +355,15 @@ class Worker:
         return checks.starts_in(self.batch.seq_idx)
 
     def forward(self, t: Tile) -> None:
-        """F and L."""
+        """forward and linearize."""
         k, c, stage = t.stage, t.chunk, self.stages[t.stage]
         assert stage is not None
         x, state, chunk = self._input("y", k, c), self.state(k, c), self.chunks[c]
         outside, y = self.gradients.outside, None
-        if t.kind == "L" or (outside.open and c + 1 == self.grid.chunks):
+        if t.kind == "linearize" or (outside.open and c + 1 == self.grid.chunks):
             given = x, state, chunk, self.gradients
             y, after, tape = outside.taken_in(lambda: stage.linearize(*given))
-            if t.kind == "L":
+            if t.kind == "linearize":
                 self.store["tape", k, c] = tape
             del tape
         if self.decays is not None and stage.stateful:
@@ -401,7 +400,7 @@ class Worker:
         self.final[k] = joined(map(by_itself, here), past, self.grows[k])
 
     def recompute(self, t: Tile) -> None:
-        """R."""
+        """recompute."""
         k, c, stage = t.stage, t.chunk, self.stages[t.stage]
         assert stage is not None
         x = self._input("y" if self.grid.first_of_segment(k) else "z", k, c)
@@ -431,7 +430,7 @@ class Worker:
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[:, : stop - start]
 
     def backward(self, t: Tile) -> None:
-        """B."""
+        """backward."""
         k, c, grows = t.stage, t.chunk, self.grows[t.stage]
         start, stop = self.grid.cuts[c : c + 2]
         last = c + 1 == self.grid.chunks
@@ -464,7 +463,7 @@ class Worker:
         return (*tail, None if d is None or multiplier == 0 else d * multiplier)
 
     def windowed(self, t: Tile) -> None:
-        """W."""
+        """windowed."""
         grid, k, stage = self.grid, t.stage, self.stages[t.stage]
         left, start, stop, halo_stop = grid.span(t)
         around, window = grid.covering(left, halo_stop), grid.window(k)

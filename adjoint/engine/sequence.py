@@ -241,7 +241,7 @@ class Sharing(Worker):
             ) from cause
 
     def backward(self, t: Tile) -> None:
-        """B."""
+        """backward."""
         k, c, grows, grid = t.stage, t.chunk, self.grows[t.stage], self.grid
         start, stop = grid.cuts[c : c + 2]
         last, slabs, lazy = c + 1 == grid.chunks, self.slabs.get(k, []), self._lazy(k)
@@ -501,7 +501,7 @@ class SequenceSteps(Steps):
 def _in_forward(action: Action) -> bool:
     """Whether an action without windows is the forward's: its messages are states."""
     assert not isinstance(action, Share)
-    return action.tile.kind in "FL" if isinstance(action, Run) else action.key[0] == "S"
+    return action.tile.is_forward if isinstance(action, Run) else action.key[0] == "S"
 
 
 def _digest(tensors: Sequence[Tensor | None]) -> int:

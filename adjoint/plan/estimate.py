@@ -163,7 +163,7 @@ def tile_seconds(setup: Setup, spans: Sequence[range], costs: Costs, grid: Grid,
     """Seconds of a tile on a device of speed 1."""
     start, stop = grid.cuts[t.chunk], grid.cuts[t.chunk + t.count]
     # what the loss's gradient is made of is made with the loss
-    head = (stop - start) * {"F": costs.head, "B": 0.0}.get(t.kind, costs.head_backward)
+    head = (stop - start) * {"forward": costs.head, "backward": 0.0}.get(t.kind, costs.head_backward)
     if setup.model.stages_are_spans:
         span = spans[t.stage]
         seconds = sum(_layer_seconds(setup, costs, k, t.kind, start, stop) for k in span)
@@ -173,20 +173,20 @@ def tile_seconds(setup: Setup, spans: Sequence[range], costs: Costs, grid: Grid,
         return 0.0  # the embedding: rows are looked up, or added up
     if k == setup.model.n_layer:
         return head
-    if t.kind == "W":
+    if t.kind == "windowed":
         left, _, _, halo_stop = grid.span(t)
         return (halo_stop - left) * (costs.forward[k] + costs.backward[k])
     return _layer_seconds(setup, costs, k, t.kind, start, stop)
 
 
 def _layer_seconds(setup: Setup, costs: Costs, k: int, kind: str, start: int, stop: int) -> float:
-    seconds = (stop - start) * (costs.backward[k] if kind == "B" else costs.forward[k])
+    seconds = (stop - start) * (costs.backward[k] if kind == "backward" else costs.forward[k])
     if not costs.pairs or not costs.pairs[k]:
         return seconds
     window = setup.model.layers[k].window or stop
     edge = min(max(window, start), stop)  # until there a token sees all before it
     pairs = (edge**2 - start**2) / 2 + (stop - edge) * window
-    return seconds + (2 if kind == "B" else 1) * costs.pairs[k] * pairs
+    return seconds + (2 if kind == "backward" else 1) * costs.pairs[k] * pairs
 
 
 # ------------------------------------------------------------------------------------------------ simulation
@@ -272,14 +272,14 @@ def walk(
     exchange: Exchange = "wave",
 ) -> Walk:
     """The rounds of a batch whose sequences ranks share; arguments as `Walk`'s."""
-    seconds = {(-1, "F"): costs.head, (-1, "L"): costs.head_backward}
+    seconds = {(-1, "forward"): costs.head, (-1, "linearize"): costs.head_backward}
     serial, pairs = {}, {}
     for k, (forward, backward) in enumerate(zip(costs.forward, costs.backward, strict=True)):
-        for kind in "FRB":
-            seconds[k, kind] = backward if kind == "B" else forward
+        for kind in ("forward", "recompute", "backward"):
+            seconds[k, kind] = backward if kind == "backward" else forward
             own = costs.serial[k] if costs.serial else forward
             serial[k, kind] = own * seconds[k, kind] / forward if forward else 0.0
-            pairs[k, kind] = costs.pairs[k] * (1 + (kind == "B")) if costs.pairs else 0.0
+            pairs[k, kind] = costs.pairs[k] * (1 + (kind == "backward")) if costs.pairs else 0.0
     return Walk(
         setup, spans, seconds, serial, pairs, bytes_per_second, LATENCY, speed, exchange=exchange, most=most
     )

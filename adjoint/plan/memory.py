@@ -250,10 +250,12 @@ class Stage(NamedTuple):
 
     def work(self, kind: str) -> tuple[int, int]:
         """The peak of a tile above what is there before it, its tape too: without and with the head."""
-        if kind == "W":
+        if kind == "windowed":
             return self.task, self.task
         both, tape = (self.layers, self.all), self.all.saved
-        first, second = ({"F": c.forward, "B": c.pulled - tape}.get(kind, c.linearized) for c in both)
+        first, second = (
+            {"forward": c.forward, "backward": c.pulled - tape}.get(kind, c.linearized) for c in both
+        )
         return first, second
 
 
@@ -293,7 +295,7 @@ def _held(pipeline: Pipeline, stages: tuple[Stage, ...], y: int, alone: bool) ->
             return 0 if isinstance(action, Share) else stages[key[1]].all.saved
         if key[0] == "dS":
             return stages[key[1]].all.pinned
-        taped = isinstance(action, Run) and action.tile.kind in "LR"
+        taped = isinstance(action, Run) and action.tile.kind in ("linearize", "recompute")
         return 0 if key[0] in ("S", "z") or (key[0] == "y" and taped) else message(key)
 
     def of_worker(w: int) -> Held:

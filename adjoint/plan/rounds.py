@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from adjoint.engine.grid import Tile
+from adjoint.engine.grid import Kind, Tile
 from adjoint.plan.memory import Setup
 from adjoint.plan.simulate import Span, Timeline
 
@@ -117,9 +117,11 @@ class Walk:
         for r in range(len(self.rounds)):
             arrived: Times = 0.0
             for s, span in enumerate(self.spans):
-                now = self._layers(s, span, "F", r, np.maximum(self._free(s, r), arrived))
+                now = self._layers(s, span, "forward", r, np.maximum(self._free(s, r), arrived))
                 if s + 1 == len(self.spans):
-                    now = self._head(s, r, "F", now, self.seconds[-1, "L" if r == last else "F"])
+                    now = self._head(
+                        s, r, "forward", now, self.seconds[-1, "linearize" if r == last else "forward"]
+                    )
                 arrived = self._passed(s, r, now)
         self.edge = {}
         for r in reversed(range(len(self.rounds))):
@@ -127,10 +129,10 @@ class Walk:
             for s in reversed(range(len(self.spans))):
                 now = self._free(s, r)
                 if r < last:
-                    now = self._layers(s, self.spans[s], "R", r, now)
+                    now = self._layers(s, self.spans[s], "recompute", r, now)
                     if s + 1 == len(self.spans):
-                        now = self._head(s, r, "R", now, self.seconds[-1, "L"])
-                now = self._layers(s, self.spans[s][::-1], "B", r, np.maximum(now, arrived))
+                        now = self._head(s, r, "recompute", now, self.seconds[-1, "linearize"])
+                now = self._layers(s, self.spans[s][::-1], "backward", r, np.maximum(now, arrived))
                 arrived = self._passed(s, r, now)
         spans = tuple(sorted(self.notes, key=lambda span: (span.start, span.worker)))
         return Timeline(float(self.clock.max()), tuple(self.busy.ravel().tolist()), spans)
@@ -157,14 +159,14 @@ class Walk:
         sizes = np.array([self.setup.y(int(n)) for n in self._tokens(r)])
         return now + sizes / self.bytes_per_second + self.latency
 
-    def _head(self, s: int, r: int, kind: str, now: Times, per_token: float) -> Times:
+    def _head(self, s: int, r: int, kind: Kind, now: Times, per_token: float) -> Times:
         took = self._tokens(r) * per_token / self.speed[s]
         self.busy[s, self._places(r)] += took
         if not self.setup.model.stages_are_spans:
             self._note(s, r, Tile(kind, self.setup.model.n_layer + 1, 0), now, now + took)
         return now + took
 
-    def _layers(self, s: int, span: Sequence[int], kind: str, r: int, now: Times) -> Times:
+    def _layers(self, s: int, span: Sequence[int], kind: Kind, r: int, now: Times) -> Times:
         began = now
         for k in span:
             layer = self.setup.model.layers[k]
@@ -175,7 +177,7 @@ class Walk:
                 shared = self._attention(s, k, kind, r)
                 now = np.full_like(now, meets.max()) + max(shared, self._exchanged(k, kind, r)) + whole / 2
                 self.busy[s, self._places(r)] += whole + shared
-            elif kind == "R" or not layer.state:  # states are kept
+            elif kind == "recompute" or not layer.state:  # states are kept
                 now = now + whole
                 self.busy[s, self._places(r)] += whole
             else:
@@ -189,11 +191,11 @@ class Walk:
             self._note(s, r, Tile(kind, s, 0), began, now)
         return now
 
-    def _recurrence(self, k: int, kind: str, ready: Times, own: Times) -> Times:
+    def _recurrence(self, k: int, kind: Kind, ready: Times, own: Times) -> Times:
         """When each rank's recurrence is done."""
         size = self.setup.state(k)
         hop = self.latency + size / self.bytes_per_second
-        if kind == "B":  # the last rank comes first
+        if kind == "backward":  # the last rank comes first
             ready, own = ready[::-1], own[::-1]
         before = self.edge.get(k)
         arrives = -math.inf if before is None else before + hop
@@ -207,9 +209,9 @@ class Walk:
             hop += size / self.bytes_per_second  # decays travel with states
             done = np.maximum(from_zero, arrives) + hop * steps + own
         self.edge[k] = float(done[-1])
-        return done[::-1] if kind == "B" else done
+        return done[::-1] if kind == "backward" else done
 
-    def _attention(self, s: int, k: int, kind: str, r: int) -> float:
+    def _attention(self, s: int, k: int, kind: Kind, r: int) -> float:
         """Seconds of a round's pairs on each of its ranks."""
         start, stop = self.rounds[r]
         a, b = self.cuts[start:stop].astype(float), self.cuts[start + 1 : stop + 1].astype(float)
@@ -218,10 +220,10 @@ class Walk:
         pairs = (edge**2 - a**2) / 2 + np.where(b > edge, (b - edge) * min(window, float(b[-1])), 0.0)
         return float(pairs.mean()) * self.pairs.get((k, kind), 0.0) / self.speed[s]
 
-    def _exchanged(self, k: int, kind: str, r: int) -> float:
+    def _exchanged(self, k: int, kind: Kind, r: int) -> float:
         """Seconds for which each rank's messages of a round keep its port busy."""
         c = np.arange(*self.rounds[r])
-        each = asked_bytes(self.setup, k, self._tokens(r)[0])[kind == "B"]
+        each = asked_bytes(self.setup, k, self._tokens(r)[0])[kind == "backward"]
         sent = each * np.minimum(c, self.ranks - 1) + fetched_bytes(self.setup, k, self.cuts[c])
         return float(sent.mean()) / self.bytes_per_second + 2 * self.latency * bool(sent.any())
 

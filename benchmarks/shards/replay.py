@@ -3,7 +3,7 @@
     {"name": "2 shards", "method": "exact", "layers": [[0, 2], [2, 4]], "sequence": 1, "seqlen": 4096,
      "chunk_size": 512, "window": null, "d_conv": 4, "costs": [0, 1, 1, 1, 1, 0.2], "slots": 2,
      "latency_seconds": 0.0001, "message_seconds": {"y": 0.0004, "dy": 0.0004}, "others_cores": 0.1,
-     "tiles": [["F(1,0)", 0.021], …], "wall_seconds": [0.91, 0.93, 0.90]}
+     "tiles": [["forward(1,0)", 0.021], …], "wall_seconds": [0.91, 0.93, 0.90]}
 
 `method` is "exact", "truncated" or "layer-local"; `layers` are each shard's, `sequence` its workers in turn,
 `costs` of each stage what the programs were planned by. A tile's seconds are its processor time

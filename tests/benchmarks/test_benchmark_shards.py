@@ -65,7 +65,7 @@ def a_run(factor: float = 1.0, others: float = 0.0, workers: int = 2, in_turn: i
 
 
 def test_a_tile_pays_for_the_messages_it_needs_and_makes() -> None:
-    forward, backward = Tile("F", 1, 0), Tile("B", 1, 0)
+    forward, backward = Tile("forward", 1, 0), Tile("backward", 1, 0)
     program: list[Any] = [Recv(("y", 0, 0), 0), Run(forward), Send(("y", 1, 0), 2), Send(("S", 1, 0), 2)]
     program += [Recv(("dy", 1, 0), 2), Run(backward), Recv(("dS", 1, 0), 2)]
     used = [1.0, 10.0, 2.0, 3.0, 4.0, 20.0, 5.0]

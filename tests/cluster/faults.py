@@ -128,8 +128,8 @@ class FaultyActor(ShardActor):
 
         def faulty_tile(worker: Worker, tile: Any) -> None:
             first = next(k for k, stage in enumerate(worker.stages) if stage is not None and stage.stateful)
-            if tile.stage == first and tile.kind in "FLBW":  # once a chunk
-                at("forward" if tile.kind in "FL" else "backward")
+            if tile.stage == first and tile.kind != "recompute":  # once a chunk
+                at("forward" if tile.is_forward else "backward")
             run_tile(worker, tile)
 
         def faulty_share(shard: Shard) -> None:

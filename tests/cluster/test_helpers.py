@@ -56,7 +56,8 @@ def helpers_of(made: list[Shard]) -> list[ThreadHelper]:
 
 def taken(helpers: list[ThreadHelper]) -> int:
     """Chunks of layers that helpers have pulled back."""
-    return sum(t.count for one in helpers for tiles, _ in one.taken for t in tiles if t.kind in "BW")
+    found = [t for one in helpers for tiles, _ in one.taken for t in tiles]
+    return sum(t.count for t in found if t.kind in ("backward", "windowed"))
 
 
 def same_bits(one: Any, other: Any) -> bool:
@@ -236,7 +237,7 @@ def test_units_are_all_shared_tiles_once(
         layers = [k for k in range(2, n_layer + 1) if owners.shards[k] == shard] if workers > 1 else []
         units = [unit for a in program if isinstance(a, Share) for unit in a.units]
         shared = [t for unit in units for t in unit]
-        tiles = [a.tile for a in program if isinstance(a, Run) and a.tile.kind in "RBW"] + shared
+        tiles = [a.tile for a in program if isinstance(a, Run) and not a.tile.is_forward] + shared
         assert sorted({t.stage for t in shared}) == layers
         for k in {t.stage for t in tiles}:
             assert [t for t in tiles if t.stage == k] == [t for t in grid.backward_tiles() if t.stage == k]

@@ -8,13 +8,13 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adjoint.engine.grid import Grid, Key, Scheme, Tile, make_grid
+from adjoint.engine.grid import Grid, Key, Kind, Scheme, Tile, make_grid
 from adjoint.engine.program import TIMES, Action, Owners, Plan, Recv, Run, Send, Share, keys_of, plan
 from adjoint.plan.simulate import Timeline, simulate
 from tests.cluster.threads import split
@@ -77,11 +77,11 @@ def check(
         assert not (forward and here), f"worker {worker} keeps {here}"
     assert sent == received
     for k, c in itertools.product(range(grid.stages), range(grid.chunks)):
-        times = {kind: ran[kind, k, c] for kind in "FLRBW"}
+        times = {kind: ran[kind, k, c] for kind in get_args(Kind)}
         windowed = grid.window(k) is not None
-        assert times["F"] + times["L"] == forward
-        assert times["R"] + times["L"] == times["B"] == (backward and not windowed)
-        assert times["W"] == (backward and windowed)
+        assert times["forward"] + times["linearize"] == forward
+        assert times["recompute"] + times["linearize"] == times["backward"] == (backward and not windowed)
+        assert times["windowed"] == (backward and windowed)
     found = simulate(made, tile)
     writer = {key: span for span in found.spans for key in grid.writes(span.tile)}
     assert len(writer) == sum(len(grid.writes(span.tile)) for span in found.spans), "written twice"
@@ -141,22 +141,26 @@ def test_layer_local_tasks_wait_for_the_head_alone(window: int | None) -> None:
         if 0 < t.stage < 5:
             assert {key[1] for key in grid.reads(t) if key[0] in ("dy", "spill")} <= {4}
             written = {key[:2] for key in grid.writes(t) if key[0] in ("dy", "spill")}
-            assert written <= {("dy", 0), ("spill", 0)} and bool(written) == (t.kind in "BW" and t.stage == 1)
+            assert written <= {("dy", 0), ("spill", 0)} and bool(written) == (
+                t.kind in ("backward", "windowed") and t.stage == 1
+            )
 
 
 def test_truncated_hands_chunks_down_before_a_shard_is_through() -> None:
     owners = Owners.of(split(4, 2))
     made = plan(grid_of(4, Scheme(10, window=5), 80, owners), owners)
     program = [str(action) for action in made.programs[1]]
-    assert program.index("send dy[2,0] to 0") < program.index("W(3,3)"), "the lower shard waits for all of it"
+    assert program.index("send dy[2,0] to 0") < program.index("windowed(3,3)"), (
+        "the lower shard waits for all of it"
+    )
 
 
 def test_plans_print_and_name_their_channels() -> None:
     made = wavefront(2, 2, tapes=0)
-    assert "worker 1\n  receive y[1,0] from 0\n  F(2,0)\n" in str(made)
+    assert "worker 1\n  receive y[1,0] from 0\n  forward(2,0)\n" in str(made)
     assert made.channels() == [(0, 1), (1, 0)]
     windowed = Scheme(4, window=6)
-    assert "W(1,2+2)" in str(plan(grid_of(1, windowed, 16), Owners((0, 0, 0))))
+    assert "windowed(1,2+2)" in str(plan(grid_of(1, windowed, 16), Owners((0, 0, 0))))
 
 
 def test_large_programs_take_no_time() -> None:
@@ -277,7 +281,7 @@ def test_what_one_worker_holds_is_what_the_method_keeps(keep: Any, tapes: int, i
     assert held("tape") == tapes and held("y") == inputs and held("dy") == 2
     many = plan(grid_of(4, Scheme(4, keep=keep), 40), Owners((0,) * 6), tapes=10**6)
     assert held_at_most(many, lambda key: key[0] == "tape") == [60]
-    assert not any(a.tile.kind in "FR" for a in many.programs[0] if isinstance(a, Run))
+    assert not any(a.tile.kind in ("forward", "recompute") for a in many.programs[0] if isinstance(a, Run))
 
 
 # ------------------------------------------------------------------------------- against a clock that ticks
@@ -360,7 +364,9 @@ def list_scheduled(units: Sequence[Any], seconds: Callable[[int, Any], float], w
 def test_whoever_is_free_takes_the_next_unit(seed: int) -> None:
     draw = random.Random(seed)
     helpers = draw.randint(0, 5)
-    units = [(Tile("W", k, c),) for k in range(2, 2 + draw.randint(1, 5)) for c in range(draw.randint(1, 6))]
+    units = [
+        (Tile("windowed", k, c),) for k in range(2, 2 + draw.randint(1, 5)) for c in range(draw.randint(1, 6))
+    ]
     speed = [draw.choice([1.0, 1.0, 5.0]) for _ in range(helpers + 1)]
     times = {(w, unit[0]): draw.uniform(1, 2) * speed[w] for w in range(helpers + 1) for unit in units}
     tile = lambda w, t: times[w, t]  # noqa: E731
@@ -382,17 +388,17 @@ def alone(*programs: tuple[Action, ...]) -> Plan:
 
 def test_tiles_share_the_slots_of_their_host() -> None:
     tile = lambda worker, tile: 3.0  # noqa: E731
-    four = alone(*[(Run(Tile("F", 1, 0)),)] * 4)
+    four = alone(*[(Run(Tile("forward", 1, 0)),)] * 4)
     assert simulate(four, tile, slots=2).seconds == pytest.approx(6)
     assert simulate(four, tile, slots=1).seconds == pytest.approx(12)
     assert simulate(four, tile, slots=1.5).seconds == pytest.approx(8)
-    assert simulate(alone((Run(Tile("F", 1, 0)),)), tile, slots=0.5).seconds == pytest.approx(6)
+    assert simulate(alone((Run(Tile("forward", 1, 0)),)), tile, slots=0.5).seconds == pytest.approx(6)
 
 
 def test_processor_sharing_worked_out() -> None:
     """One slot, tiles of 1, 2 and 4 s begun together: thirds until 3 s, halves until 5 s, then the last alone
     until 7 s."""
-    made = alone(*[(Run(Tile("F", 1, 0)),)] * 3)
+    made = alone(*[(Run(Tile("forward", 1, 0)),)] * 3)
     found = simulate(made, lambda worker, tile: (1.0, 2.0, 4.0)[worker], slots=1)
     assert [span.stop for span in found.spans] == pytest.approx([3, 5, 7])
     assert found.seconds == pytest.approx(7)

@@ -60,8 +60,10 @@ def test_tasks_of_a_layer_may_run_in_any_order(method, monkeypatch):
         """Layer by layer, the chunks of each in a random order."""
         found = ordered(grid, stream)
         random.Random(0).shuffle(found)
-        forward = [t for t in ordered(grid, stream) if t.kind == "F"]
-        return forward + sorted((t for t in found if t.kind != "F"), key=lambda t: (-t.stage, t.kind == "B"))
+        forward = [t for t in ordered(grid, stream) if t.kind == "forward"]
+        return forward + sorted(
+            (t for t in found if t.kind != "forward"), key=lambda t: (-t.stage, t.kind == "backward")
+        )
 
     monkeypatch.setattr(Grid, "order", shuffled)
     plan.cache_clear()
@@ -71,10 +73,10 @@ def test_tasks_of_a_layer_may_run_in_any_order(method, monkeypatch):
 
 def test_a_task_needs_no_more_than_its_halo():
     grid = make_grid(adjoint.Truncated(6, 10).scheme(43, 10), 43, [False, True, True, False], reach=3)
-    tasks = [t for t in grid.backward_tiles() if t.kind == "W"]
+    tasks = [t for t in grid.backward_tiles() if t.kind == "windowed"]
     assert len(tasks) == 2 * 5
-    assert tasks[1] == Tile("W", 2, 1) and grid.span(tasks[1]) == (7, 10, 20, 25)
-    assert tasks[4] == Tile("W", 2, 4) and grid.span(tasks[4]) == (37, 40, 43, 43)
+    assert tasks[1] == Tile("windowed", 2, 1) and grid.span(tasks[1]) == (7, 10, 20, 25)
+    assert tasks[4] == Tile("windowed", 2, 4) and grid.span(tasks[4]) == (37, 40, 43, 43)
     assert grid.reads(tasks[1]) == [
         *(("y", 1, c) for c in (0, 1, 2)),
         ("S", 2, 0),

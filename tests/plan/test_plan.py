@@ -248,18 +248,25 @@ def test_bars_of_a_picture_join_layers_and_its_shares_are_the_time() -> None:
     def spans(*tiles: tuple[str, int, int], seconds: float) -> list[Span]:
         return [Span(0, seconds * i, seconds * (i + 1), Tile(*t)) for i, t in enumerate(tiles)]
 
-    tiles = [("F", 1, 0), ("F", 2, 0), ("F", 1, 1), ("W", 2, 0), ("W", 1, 0), ("W", 1, 1)]
+    tiles = [
+        ("forward", 1, 0),
+        ("forward", 2, 0),
+        ("forward", 1, 1),
+        ("windowed", 2, 0),
+        ("windowed", 1, 0),
+        ("windowed", 1, 1),
+    ]
     wide = joined_spans(spans(*tiles, seconds=1.0), 0.01)
     assert [(s.tile.kind, s.stop - s.start) for s in wide] == [
-        ("F", 2),
-        ("F", 1),
-        ("W", 1),
-        ("W", 1),
-        ("W", 1),
+        ("forward", 2),
+        ("forward", 1),
+        ("windowed", 1),
+        ("windowed", 1),
+        ("windowed", 1),
     ]
     shares = shares_of(Timeline(8.0, (6.0,), tuple(spans(*tiles, seconds=1.0))), 5)
-    assert shares[0, "F"] == pytest.approx([1, 1.4 / 1.6, 0, 0, 0])
-    assert shares[0, "W"] == pytest.approx([0, 0.2 / 1.6, 1, 1.2 / 1.6, 0])
+    assert shares[0, "forward"] == pytest.approx([1, 1.4 / 1.6, 0, 0, 0])
+    assert shares[0, "windowed"] == pytest.approx([0, 0.2 / 1.6, 1, 1.2 / 1.6, 0])
 
 
 @pytest.mark.parametrize(

@@ -63,15 +63,15 @@ def test_a_wave_takes_what_its_programs_take(ranks: int, chunks: int) -> None:
 
         for c in mine:
             for k in layers:
-                add("F", k, c, "S", 1)
+                add("forward", k, c, "S", 1)
         for c in reversed(mine):
-            program += [Run(Tile("R", k, c)) for k in layers if c != mine[-1]]
+            program += [Run(Tile("recompute", k, c)) for k in layers if c != mine[-1]]
             for k in reversed(layers):
-                add("B", k, c, "dS", -1)
+                add("backward", k, c, "dS", -1)
         programs.append(tuple(program))
     expected = simulate(
         Plan(setup.own.pipeline([layers], 2).grid, tuple(programs), buffers=1 << 10),
-        lambda _, t: 64 * (costs.backward if t.kind == "B" else costs.forward)[t.stage],
+        lambda _, t: 64 * (costs.backward if t.kind == "backward" else costs.forward)[t.stage],
         lambda key: setup.state(key[1]) / 1e6,
         latency=50e-6,
     )
@@ -165,7 +165,7 @@ def test_which_exchange_is_faster(layers: str, faster: str) -> None:
     measured, planned = {}, {}
     for exchange in ("wave", "affine"):
         one = walk(setup, [range(4)], costs, math.inf, [1.0], 1 << 20, exchange)  # type: ignore[arg-type]
-        planned[exchange] = max(span.stop for span in one.run().spans if span.tile.kind == "F")
+        planned[exchange] = max(span.stop for span in one.run().spans if span.tile.kind == "forward")
         measured[exchange] = _Clocked(layers).seconds(exchange)  # type: ignore[arg-type]
         assert measured[exchange] > 0.95 * planned[exchange]
     for times in (measured, planned):

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import numpy as np
 
-from adjoint.engine.grid import KINDS
 from adjoint.files import new_figure, save_figure
 from adjoint.plan.simulate import Span, Timeline
 
-NAMES = {**KINDS, "L": "forward and linearize"}
-COLOURS = {"F": "tab:blue", "L": "tab:cyan", "R": "tab:purple", "B": "tab:orange", "W": "tab:green"}
+NAMES = {
+    "forward": "forward",
+    "linearize": "forward and linearize",
+    "recompute": "recompute",
+    "backward": "backward",
+    "windowed": "windowed vjp",
+}
+COLOURS = dict(zip(NAMES, ("tab:blue", "tab:cyan", "tab:purple", "tab:orange", "tab:green"), strict=True))
 COLUMNS = 2000  # more than are drawn: to scale an image down does not alias
 
 
@@ -43,7 +48,9 @@ def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, t
     axes.imshow(image, aspect="auto", extent=(0, end, workers - 0.5, -0.5))
     axes.hlines(np.arange(workers - 1) + 0.5, 0, end, color="white", linewidth=60 / (workers + 20))
     for bar in joined_spans(timeline.spans, seconds / 2000) if workers <= 24 else ():
-        text = f"{bar.tile.stage - 1}·{bar.tile.chunk}" if bar.tile.kind == "W" else str(bar.tile.chunk)
+        text = (
+            f"{bar.tile.stage - 1}·{bar.tile.chunk}" if bar.tile.kind == "windowed" else str(bar.tile.chunk)
+        )
         if bar.stop - bar.start > seconds * 0.0065 * (len(text) + 0.3):  # there is room for it
             at = {"color": "white", "ha": "center", "va": "center", "fontsize": 7.5}
             axes.text((bar.start + bar.stop) / 2 * scale, bar.worker, text, **at)
@@ -65,7 +72,7 @@ def joined_spans(spans: Sequence[Span], gap: float) -> list[Span]:
     between them."""
 
     def name(span: Span) -> tuple[str, int, int]:
-        return span.tile.kind, span.tile.chunk, span.tile.stage if span.tile.kind == "W" else 0
+        return span.tile.kind, span.tile.chunk, span.tile.stage if span.tile.kind == "windowed" else 0
 
     drawn: list[Span] = []
     latest: dict[int, int] = {}  # of each worker, where in `drawn` its last bar is
