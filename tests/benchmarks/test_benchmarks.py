@@ -60,7 +60,7 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      14, "context method devices days"),
     (sources.Sources(), "--tables table-1", 6, "table structure network formula_bytes bytes operations"),
     (claims.Claims(), "--groups korthikanti-layer", 6, "source where what theirs ours how"),
-    (fleet.Fleet(), "--devices 1 --models Nemotron-H-8B-like",
+    (fleet.Fleet(), "--devices 8 --models Nemotron-H-8B-like",
      2, "model tokens devices gpu seconds idle_share memory_bytes why"),
     (Convergence(),
      "--methods backprop truncated-auto --tasks recall-fast --seeds 1 --steps 2 --seqlen 32 --jobs 1",

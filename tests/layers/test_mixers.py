@@ -215,12 +215,9 @@ def test_windows_are_refused(variant: str) -> None:
     assert_same(gradients(model, ids, ids, Truncated(20, 7))[1], expected)  # nothing is cut
 
 
-def test_keys_and_values_stay_with_one_worker() -> None:
+def test_workers_of_a_sequence_share_keys_and_values_and_helpers_do_not() -> None:
     config = StackConfig(**{**SIZES, **UNWINDOWED["hybrid"]})
-    with pytest.raises(
-        UserError, match=r"cluster.sequence: this model has attention, .* use --cluster.shards"
-    ):
-        Layout(sequence=2).check(config, Exact())
+    Layout(sequence=2).check(config, Exact())
     with pytest.raises(
         UserError, match=r"cluster.helpers: this model has attention, .* use --cluster.shards"
     ):
