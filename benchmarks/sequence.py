@@ -3,11 +3,11 @@
 Forward + backward of a row of random tokens by `Exact` over 1, 2 and 4 processes of this machine (gloo, one
 thread each), by `sequence_group`: of a hybrid of ours, three Mamba-2 layers and one of attention, and of the
 Bamba-like model of `benchmarks.wrapped`. Memory is the largest of the processes' peaks above what each holds
-after a pass of 2,048 tokens; messages are the bytes that all of them send in a pass, beside those that the
-plan has (`adjoint.plan.rounds.step_bytes`): two times a state for every chunk edge and layer, and for each
-rank that a chunk's queries reach two times these in the forward, which runs twice but for each rank's last
-chunk, and four times in the backward. Every point has processes of its own. On a machine with fewer cores
-than processes times say nothing.
+after a pass of 2,048 tokens per process; messages are the bytes that all of them send in a pass, beside
+those that the plan has (`adjoint.plan.rounds.step_bytes`): two times a state for every chunk edge and layer,
+and for each rank that a chunk's queries reach two times these in the forward, which runs twice but for each
+rank's last chunk, and four times in the backward. Every point has processes of its own. On a machine with
+fewer cores than processes times say nothing.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _one(rank: int, folder: str, point: Point) -> None:
         sent.clear()
         return repeated(step, "cpu", math.inf, most=point["passes"])  # as many in each process
 
-    found = measured(prepare, ids, FIRST, repeat, "step")
+    found = measured(prepare, ids, FIRST * workers, repeat, "step")
     found["sent_bytes"] = sum(sent) / point["passes"]
     Path(folder, str(rank)).write_text(json.dumps(found))
     dist.barrier()

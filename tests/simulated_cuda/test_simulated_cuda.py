@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ for the device guard's stand-in"),
     pytest.mark.skipif(sys.platform != "linux", reason="loads PyTorch's libraries as Linux does"),
-    pytest.mark.xdist_group("simulated cuda"),  # one process runs them all
+    pytest.mark.xdist_group("simulated cuda"),  # one process runs all of a group
 ]
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = ("quick", "long", "layers", "slow", "wrapped", "wrapped layers")
@@ -48,9 +48,9 @@ def found(groups: tuple[str, ...]) -> dict[str, Any]:
 
 def of(*names: str) -> list[Any]:
     """The cases of groups, those of the slow ones marked so."""
-    made = cases.groups()
+    made, marks = cases.groups(), {True: [pytest.mark.slow], False: []}
     return [
-        pytest.param(group, case, marks=[pytest.mark.slow] if group in SLOW else [])
+        pytest.param(group, case, marks=[pytest.mark.xdist_group(group), *marks[group in SLOW]])
         for group in names
         for case in made[group]
     ]
