@@ -189,16 +189,16 @@ class Graphs:
         rooms: dict[Key, Any] = {}
         for key, value in recorded.writes.items():
             name, k, _ = key
-            row = None
+            held: Any = None
             if name == "tape":
                 rooms[key] = value
             elif name == "S":
-                row, rooms[key] = worker.destination(_absolute(key, c))
+                held, rooms[key] = worker.destination(_absolute(key, c))
             elif name == "y" and worker.host and worker.grid.first_of_segment(k + 1):
                 rooms[key] = room(value.shape, value.dtype, worker.device, host=True)
             else:
                 rooms[key] = _empty_like(value, worker.device)
-            worker.store[_absolute(key, c)] = rooms[key] if row is None else row
+            worker.store[_absolute(key, c)] = rooms[key] if held is None else held
         _copy([rooms], [recorded.writes])
         if recorded.loss is not None:
             worker.add_loss(c, recorded.loss.clone())

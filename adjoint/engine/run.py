@@ -184,7 +184,7 @@ class Worker:
             sleep_while_waiting()
         places = {id(a): i for i, a in enumerate(actions)}
         receives = collections.deque((i, a) for i, a in enumerate(actions) if isinstance(a, Recv))
-        posted: collections.deque[tuple[int | None, Pending]] = collections.deque()
+        posted: collections.deque[tuple[int | Tensor, Pending]] = collections.deque()
         self.count_edges(actions)
         assert not self.waits or rehearsal.kinds_of(self, actions).keys() <= self.rehearsed, (
             "a kernel would be used for the first time while messages wait on the device"
@@ -197,17 +197,16 @@ class Worker:
                     while receives and len(posted) < BUFFERS and receives[0][0] <= soon:
                         assert self.transport is not None
                         _, recv = receives.popleft()
-                        row, out = self.destination(recv.key)
-                        posted.append((row, self.transport.post(recv.source, out)))
+                        held, out = self.destination(recv.key)
+                        posted.append((held, self.transport.post(recv.source, out)))
                     if isinstance(action, Run):
                         self.tile(action.tile)
                     elif isinstance(action, Send):
                         assert self.transport is not None
                         self.transport.send(action.to, self.message(action.key))
                     elif isinstance(action, Recv):
-                        row, arrive = posted.popleft()
-                        value = arrive()
-                        self.store[action.key] = value if row is None else row
+                        self.store[action.key], arrive = posted.popleft()
+                        arrive()
                     else:
                         assert self.share is not None
                         self.share(self, action)
@@ -280,11 +279,13 @@ class Worker:
         value = self.store[key]
         return self.edges[key[1]].at(value) if isinstance(value, int) else value
 
-    def destination(self, key: Key) -> tuple[int | None, Tensor]:
-        """Where a value is to be written that stays: the row of `Edges` if it is a state, and a tensor."""
+    def destination(self, key: Key) -> tuple[int | Tensor, Tensor]:
+        """What the store has of a value that will be written, and the tensor to write to: the same, but for a
+        state that stays, of which the store has the row of `Edges`."""
         name, k = key[:2]
         if name != "S" or key in self.passed_on:
-            return None, self.room(key)
+            out = self.room(key)
+            return out, out
         row = self.edges[k].row()
         return row, self.edges[k].at(row)
 
@@ -355,7 +356,7 @@ class Worker:
         return checks.starts_in(self.batch.seq_idx)
 
     def forward(self, t: Tile) -> None:
-        """forward and linearize."""
+        """Computes a stage's output and state; linearize keeps the tape."""
         k, c, stage = t.stage, t.chunk, self.stages[t.stage]
         assert stage is not None
         x, state, chunk = self._input("y", k, c), self.state(k, c), self.chunks[c]
@@ -391,16 +392,15 @@ class Worker:
         if c + 1 < self.grid.chunks:
             if not self.grid.reads_state(c + 1):
                 return
-            row, out = self.destination(("S", k, c))
+            self.store["S", k, c], out = self.destination(("S", k, c))
             self.packing[k].pack(here, out)
-            self.store["S", k, c] = out if row is None else row
             return
         slabs = self.slabs.get(k, ())
         past = (slab.final() if self.ends else slab.between(0, 0) for slab in slabs)
         self.final[k] = joined(map(by_itself, here), past, self.grows[k])
 
     def recompute(self, t: Tile) -> None:
-        """recompute."""
+        """Makes a tape again."""
         k, c, stage = t.stage, t.chunk, self.stages[t.stage]
         assert stage is not None
         x = self._input("y" if self.grid.first_of_segment(k) else "z", k, c)
@@ -430,7 +430,7 @@ class Worker:
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[:, : stop - start]
 
     def backward(self, t: Tile) -> None:
-        """backward."""
+        """Pulls a tape back."""
         k, c, grows = t.stage, t.chunk, self.grows[t.stage]
         start, stop = self.grid.cuts[c : c + 2]
         last = c + 1 == self.grid.chunks
@@ -463,7 +463,7 @@ class Worker:
         return (*tail, None if d is None or multiplier == 0 else d * multiplier)
 
     def windowed(self, t: Tile) -> None:
-        """windowed."""
+        """A vjp cut to a window."""
         grid, k, stage = self.grid, t.stage, self.stages[t.stage]
         left, start, stop, halo_stop = grid.span(t)
         around, window = grid.covering(left, halo_stop), grid.window(k)

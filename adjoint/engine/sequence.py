@@ -241,7 +241,7 @@ class Sharing(Worker):
             ) from cause
 
     def backward(self, t: Tile) -> None:
-        """backward."""
+        """Pulls a tape back, while cotangents of states cross."""
         k, c, grows, grid = t.stage, t.chunk, self.grows[t.stage], self.grid
         start, stop = grid.cuts[c : c + 2]
         last, slabs, lazy = c + 1 == grid.chunks, self.slabs.get(k, []), self._lazy(k)

@@ -7,6 +7,7 @@ and neither can be differentiated from chunk to chunk in flat memory."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import threading
 from collections.abc import Iterator, Sequence
@@ -330,14 +331,18 @@ def chunk_cache(config: Any) -> ChunkCache:
     """Of the class that a model insists on."""
     if is_of_fla(config):
         cache = ChunkCache(config)  # made first: the two classes' constructors do not go together
-        theirs_too = importlib.import_module("fla.models.utils").Cache
-        cache.__class__ = type("FLAChunkCache", (_OfFLA, ChunkCache, theirs_too), {})
+        cache.__class__ = _insisted("FLA", "fla.models.utils", "Cache", _OfFLA)
         return cache
     if config.model_type != "minimax":
         return ChunkCache(config)
-    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+    return _insisted("MiniMax", "transformers.models.minimax.modeling_minimax", "MiniMaxCache")(config)
 
-    return type("MiniMaxChunkCache", (ChunkCache, MiniMaxCache), {})(config)
+
+@functools.cache  # a cache is made for every chunk
+def _insisted(whose: str, module: str, name: str, *before: type) -> Any:
+    """A `ChunkCache` that is of a class of theirs, too."""
+    insisted = getattr(importlib.import_module(module), name)
+    return type(f"{whose}ChunkCache", (*before, ChunkCache, insisted), {})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -465,17 +465,10 @@ def by_pytorch(model: nn.Module) -> Iterator[None]:
     for names in _namespaces(model):
         before = {name: getattr(value, "theirs", value) for name, value in names.items()}
         table = _table(names)
-        found.append(
-            (
-                names,
-                {
-                    name: table.get(name, f)
-                    for name, f in before.items()
-                    if _of_hub(f) or _is_fla(table, name)
-                },
-            )
-        )
-    with _in_place(found), _fused(model, "fuse_cross_entropy"), _fused(model, "fuse_linear_cross_entropy"):
+        always = table if table is fla.FUNCTIONS else ()
+        ours = {name: table.get(name, f) for name, f in before.items() if name in always or _of_hub(f)}
+        found.append((names, ours))
+    with _in_place(found), _unfused(model):
         _running.references += 1
         try:
             yield
@@ -483,21 +476,14 @@ def by_pytorch(model: nn.Module) -> Iterator[None]:
             _running.references -= 1
 
 
-def _is_fla(table: dict[str, Any], name: str) -> bool:
-    return table is fla.FUNCTIONS and name in table
-
-
 @contextlib.contextmanager
-def _fused(model: Any, setting: str) -> Iterator[None]:
+def _unfused(model: Any) -> Iterator[None]:
     """Meanwhile fla's model makes its loss by PyTorch."""
-    if not fla.is_of_fla(model) or not getattr(model.config, setting, False):
+    with contextlib.ExitStack() as stack:
+        for setting in ("fuse_cross_entropy", "fuse_linear_cross_entropy") if fla.is_of_fla(model) else ():
+            if getattr(model.config, setting, False):
+                stack.callback(put(model.config, setting, False))
         yield
-        return
-    undo = put(model.config, setting, False)
-    try:
-        yield
-    finally:
-        undo()
 
 
 def _of_hub(value: Any) -> bool:
