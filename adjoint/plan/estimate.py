@@ -22,7 +22,7 @@ from adjoint.engine.program import Send
 from adjoint.engine.tile import Gradients
 from adjoint.plan.count import Conditions, example
 from adjoint.plan.memory import Setup, weights
-from adjoint.plan.rounds import Exchange, Walk, step_bytes
+from adjoint.plan.rounds import Exchange, Walk, seen_pairs, step_bytes
 from adjoint.plan.simulate import Timeline, simulate
 from adjoint.stack import Stack
 from adjoint.train.machine import autocast
@@ -183,9 +183,7 @@ def _layer_seconds(setup: Setup, costs: Costs, k: int, kind: str, start: int, st
     seconds = (stop - start) * (costs.backward[k] if kind == "backward" else costs.forward[k])
     if not costs.pairs or not costs.pairs[k]:
         return seconds
-    window = setup.model.layers[k].window or stop
-    edge = min(max(window, start), stop)  # until there a token sees all before it
-    pairs = (edge**2 - start**2) / 2 + (stop - edge) * window
+    pairs = float(seen_pairs(setup.model.layers[k].window, start, stop))
     return seconds + (2 if kind == "backward" else 1) * costs.pairs[k] * pairs
 
 

@@ -53,6 +53,12 @@ def _travels(setup: Setup, k: int) -> bool:
     return bool(layer.pairs) and layer.window is None
 
 
+def seen_pairs(window: int | None, start: Any, stop: Any) -> Any:
+    """Pairs of one of the tokens [start, stop) and one that it sees, of `window` tokens at most."""
+    edge = np.clip(window or math.inf, start, stop)  # until there a token sees all before it
+    return (edge**2 - start**2) / 2 + (stop - edge) * (window or 0)
+
+
 def step_bytes(setup: Setup, spans: Sequence[range]) -> tuple[int, int]:
     """Bytes of all messages of a step but the sum of gradients, and of those on the link with most."""
     ranks, chunks, size = setup.layout.sequence, setup.chunks, setup.scheme.chunk_size
@@ -215,9 +221,7 @@ class Walk:
         """Seconds of a round's pairs on each of its ranks."""
         start, stop = self.rounds[r]
         a, b = self.cuts[start:stop].astype(float), self.cuts[start + 1 : stop + 1].astype(float)
-        window = self.setup.model.layers[k].window or math.inf
-        edge = np.clip(window, a, b)  # until there a token sees all before it
-        pairs = (edge**2 - a**2) / 2 + np.where(b > edge, (b - edge) * min(window, float(b[-1])), 0.0)
+        pairs = seen_pairs(self.setup.model.layers[k].window, a, b)
         return float(pairs.mean()) * self.pairs.get((k, kind), 0.0) / self.speed[s]
 
     def _exchanged(self, k: int, kind: Kind, r: int) -> float:
