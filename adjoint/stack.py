@@ -19,6 +19,7 @@ from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.documents import document_numbers
 from adjoint.engine.autograd import Steps, grouped, uncompiled
 from adjoint.engine.chunk_size import at_most, default_chunk_size
+from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Scheme
 from adjoint.engine.sequence import UNDER_FSDP, SequenceSteps, group_of, ranks_of
 from adjoint.engine.sharded import REPLICA, is_replica, is_sharded, joined_steps, reduce_at_once
@@ -292,7 +293,12 @@ class Stack(nn.Module):
             return joined_steps(self, stages, batch, scheme)
         places = Tensors(self)
         given = stages, batch, scheme, width, lambda: places.replaced({})
-        return Steps(*given) if group is None or ranks_of(group) == 1 else SequenceSteps(group, *given)
+        alone = group is None or ranks_of(group) == 1
+        steps = Steps(*given) if alone else SequenceSteps(group, *given)
+        if steps.worker.grid.chunks > 1:
+            dtype = next((p.dtype for p in steps.parameters if p.is_floating_point()), torch.float32)
+            compare_own_layers(stages, steps.worker.batch.states, width, dtype, batch.ids.device)
+        return steps
 
     def _check_shared(self, method: Any, labels: Tensor | None, return_logits: bool) -> None:
         """Raises a UserError for a call that a sequence_group cannot share."""

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from adjoint.batch import Batch
 from adjoint.engine import budget
-from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Grid, Key, Scheme, make_grid
 from adjoint.engine.leaves import Outside
 from adjoint.engine.program import Action, Owners, Run, keys_of, plan
@@ -156,9 +155,6 @@ class Steps:
                 self.scheme = dataclasses.replace(scheme, chunk_size=batch.seqlen)
                 self.worker = self._worker(self.scheme)
         self.later: Sequence[Action] = ()
-        if self.worker.grid.chunks > 1:
-            dtype = next((p.dtype for p in self.parameters if p.is_floating_point()), torch.float32)
-            compare_own_layers(stages, self.worker.batch.states, width, dtype, batch.ids.device)
 
     def _grid(self, scheme: Scheme) -> Grid:
         return make_grid(scheme, self.batch.seqlen, self.stateful, self.reach)

@@ -18,6 +18,9 @@ from adjoint.hf.model import class_of, root_of
 OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
 # PEFT's hooks by which a call says what is to be done with each row or token of its batch.
 BY_POSITION = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
+DRAWS = (
+    "sequence_group: it draws random numbers (dropout), of which each rank would have its own: set dropout to 0"
+)
 ROUTED, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # losses beside the labels'
 ONE_PROCESS = "train it in one process: --cluster.shards 0"  # what cannot be cut into layers
 

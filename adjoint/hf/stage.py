@@ -59,7 +59,7 @@ class Backbone:
         self.multiplier = multiplier
         self.grows = tuple(slot.grows for slot in self.slots)
         self.inside = Inside(model)
-        self.trained = trained(model)
+        self.trained, self.sharded = trained(model), is_sharded(model)
         self.tensors = Tensors(model)
         self.takes = inspect.signature(class_of(self.backbone).forward).parameters
         self.noise, self.recompute = Noise(model), recompute
@@ -274,7 +274,7 @@ def steps_of(
     Args:
         group: the process group whose ranks share the batch; or `sequence.ALONE`.
     """
-    model, sharded = stages[0].model, is_sharded(stages[0].model)
+    model, sharded = stages[0].model, stages[0].sharded
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
     width = model.config.get_text_config().hidden_size
     batch = dataclasses.replace(batch, states=states)
@@ -282,6 +282,8 @@ def steps_of(
     if group is not None:
         if sharded:
             check.refuse(model, f"sequence_group: {UNDER_FSDP}")
+        if stages[0].noise.expected:
+            check.refuse(model, check.DRAWS)
         return SequenceSteps(group, stages, batch, scheme, width, around, sums)
     if sharded:
         return ShardedSteps([Whole(stages[0], root_of(model)), *stages[1:]], batch, scheme, width, sums)

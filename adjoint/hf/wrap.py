@@ -204,7 +204,7 @@ def _lm_forward(self: Any, given: dict[str, Any]) -> Any:
             with plainly(self):
                 return call.by_transformers()
         check.refuse_surroundings(self)
-        output = _by_pieces(call) if pieces else _by_chunks(call)
+        output = _by_pieces(call) if pieces else _by_chunks(call, compared(call))
     return output if call.returns_names else output.to_tuple()
 
 
@@ -234,10 +234,9 @@ def _warn(call: Call) -> None:
     reduce_at_once(root_of(call.model))
 
 
-def _chunked(call: Call) -> tuple[Findings, Batch, Scheme]:
-    """A call as a batch and its chunks, by `Exact` or `Truncated`, once its model is known to go by them."""
+def _chunked(call: Call, known: Findings) -> tuple[Batch, Scheme]:
+    """A call as a batch and its chunks, by `Exact` or `Truncated`."""
     batch, starts = call.batch()
-    known = compared(call)
     model, method, group = call.model, known.record.method, known.record.group
     ends = (*starts[1:], batch.seqlen)
     check.refuse_length(model, max(end - start for start, end in zip(starts, ends, strict=True)))
@@ -254,12 +253,12 @@ def _chunked(call: Call) -> tuple[Findings, Batch, Scheme]:
         )
     how = f"{type(method).__name__} in chunks of {scheme.chunk_size:,} tokens"
     _announce(known, lambda: f"{how}; {_kernels(model)}", known.difference)
-    return known, batch, scheme
+    return batch, scheme
 
 
-def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
-    """The causal LM's loss by `Exact` or `Truncated`."""
-    known, batch, scheme = _chunked(call)
+def _by_chunks(call: Call, known: Findings) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+    """The causal LM's loss by `Exact` or `Truncated`, once the model is known to go by them."""
+    batch, scheme = _chunked(call, known)
     model, group = call.model, known.record.group
     if group is not None and call.logits is not None:
         what = "logits beside a loss (logits_to_keep) need the whole sequence in one process"
@@ -267,11 +266,9 @@ def _by_chunks(call: Call) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast
     factor = known.seen(coefficient) if call.kind.routed else 1.0
     stage = CausalLM.of(call, known.slots, known.record.method, known.fetches, factor)
     stage.kept = kept = None if call.logits is None else _kept(call, batch)
-    if group is not None and stage.noise.expected:
-        _refuse_noise(model)
     result = steps_of([stage], batch, scheme, _as_it_is(known), group).loss()
     if group is not None and stage.noise.before:
-        _refuse_noise(model)
+        check.refuse(model, check.DRAWS)
     logits = None
     if kept is not None and kept.hidden is not None:
         rows, width = len(call.ids), kept.hidden.shape[-1]
@@ -309,7 +306,8 @@ def _hidden_by_chunks(call: Call) -> Any:
             "under fully_shard chunks run back inside the forward, before a loss made of hidden states is "
             "known: give labels to the causal LM",
         )
-    known, batch, scheme = _chunked(call)
+    known = compared(call)
+    batch, scheme = _chunked(call, known)
     stage = Backbone(model, known.slots, recompute=recompute_of(known.record.method))
     collect = Collect(batch.seqlen)
     stage.logits = Logits() if call.kind.routed else None
@@ -347,14 +345,6 @@ def last_logits(model: Any, ids: Tensor, tokens: int, scheme: Scheme) -> Tensor:
     steps_of([Backbone(model, known.slots), last], Batch(ids, ids), scheme).forward()
     assert last.hidden is not None
     return logits_of(model, last.hidden)
-
-
-def _refuse_noise(model: Any) -> None:
-    check.refuse(
-        model,
-        "sequence_group: it draws random numbers (dropout), of which each rank would have its own: set "
-        "dropout to 0",
-    )
 
 
 def _announce(known: Findings, how: Callable[[], str], difference: float) -> None:

@@ -356,4 +356,4 @@ def unlisted() -> None:
 
 def test_tensors_that_no_module_lists_are_refused(tmp_path: Path) -> None:
     """By the rank that meets them; the others end as of one that has failed."""
-    on_ranks(2, tmp_path, unlisted, timeout=3)
+    on_ranks(2, tmp_path, unlisted, timeout=10)
