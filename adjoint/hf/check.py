@@ -19,7 +19,8 @@ OTHERWISE = "adjoint.wrap(model, adjoint.Backprop()) works"
 # PEFT's hooks by which a call says what is to be done with each row or token of its batch.
 BY_POSITION = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
 DRAWS = (
-    "sequence_group: it draws random numbers (dropout), of which each rank would have its own: set dropout to 0"
+    "sequence_group: it draws random numbers (dropout), of which each rank would have its own: set "
+    "dropout to 0"
 )
 ROUTED, Z_LOSS = "output_router_logits", "z_loss_coefficient"  # losses beside the labels'
 ONE_PROCESS = "train it in one process: --cluster.shards 0"  # what cannot be cut into layers
