@@ -8,14 +8,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import Scheme
 from adjoint.engine.tile import Cotangents, Gradients, Pullback, Windowed
-from adjoint.engine.weights import Casts, SummedProducts
+from adjoint.engine.weights import Casts, SummedProducts, Tensors
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
 from adjoint.layers import MIXERS, WINDOWED, Block, StackConfig, State
@@ -94,12 +93,13 @@ class Embedding:
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         if not is_untouched(self.table, nn.Embedding):
-            named = dict(self.table.named_parameters())
+            tensors, parameters = Tensors(self.table, buffers=False), list(self.table.parameters())
 
             def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
-                return functional_call(self.table, dict(zip(named, leaves, strict=True)), (x,)), ()
+                with tensors.replaced(dict(zip(parameters, leaves, strict=True))):
+                    return self.table(x), ()
 
-            return tile.linearize(call, list(named.values()), x, (), gradients)
+            return tile.linearize(call, parameters, x, (), gradients)
         weight, padding = self.table.weight, self.table.padding_idx
 
         def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[None, Cotangents]:
@@ -137,10 +137,11 @@ class Layer:
         self.stateful = bool(grows)
         mixer: Any = getattr(block, "mixer", None)
         self.lazy = type(block) is Block and type(mixer) in MIXERS.values() and mixer.lazy
-        self.casts = Casts()
+        self.casts, self.tensors = Casts(), Tensors(block, buffers=False)
+        self.all: list[Tensor] = list(block.parameters())
 
     def parameters(self) -> Iterable[Tensor]:
-        return self.block.parameters()
+        return self.all
 
     def modules(self) -> Iterable[tuple[str, nn.Module]]:
         return self.block.named_modules()
@@ -153,15 +154,15 @@ class Layer:
         x: Tensor,
         state: State,
         chunk: Batch,
-        weights: dict[str, Tensor],
+        weights: dict[Tensor, Tensor],
         around: contextlib.AbstractContextManager[Any],
     ) -> Any:
         state = tile.reset_rows(state, chunk.starts_document)
         given = (x, state) if chunk.seq_idx is None else (x, state, chunk.seq_idx)
 
         def run(*given: Any) -> Any:
-            with around:
-                return functional_call(self.block, weights, given) if weights else self.block(*given)
+            with around, self.tensors.replaced(weights) if weights else contextlib.nullcontext():
+                return self.block(*given)
 
         if self.recompute == "none" or not torch.is_grad_enabled():
             return run(*given)
@@ -177,23 +178,20 @@ class Layer:
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        named = {name: p for name, p in self.block.named_parameters() if p.requires_grad}
-
-        casts = self.casts.of(self.block, x.device)
+        trained, casts = [p for p in self.all if p.requires_grad], self.casts.of(self.block, x.device)
 
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
-            weights = dict(zip(named, leaves, strict=True))
-            summed = {weights[name]: named[name] for name in casts if name in named}
+            weights = dict(zip(trained, leaves, strict=True))
+            summed = {weights[p]: p for p in casts if p in weights}
             around = SummedProducts(summed, gradients) if summed else contextlib.nullcontext()
             return self._run(x, state, chunk, {**casts, **weights}, around)
 
-        used = [casts.get(name, p) for name, p in named.items()]
-        return tile.linearize(call, list(named.values()), x, state, gradients, used)
+        return tile.linearize(call, trained, x, state, gradients, [casts.get(p, p) for p in trained])
 
     def windowed_vjp(self, given: Windowed, gradients: Gradients) -> tuple[Tensor, Cotangents]:
         """See `tile.windowed_vjp`."""
         assert isinstance(self.block, Block)
-        return tile.windowed_vjp(self.block, given, gradients)
+        return tile.windowed_vjp(self.block, self.tensors.replaced, given, gradients)
 
 
 class Head:

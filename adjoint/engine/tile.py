@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as checkpointed
 
@@ -28,6 +27,7 @@ WAITING = 64e6  # bytes of gradients that collect on a GPU before one launch add
 MANY_TERMS = 256  # a product that sums fewer terms per element is cheaper to recompute than to store
 
 Cotangents = tuple[Tensor | None, ...]
+Replaced = Callable[[dict[Tensor, Tensor]], contextlib.AbstractContextManager[None]]
 Pullback = Callable[[Tensor | None, Cotangents], tuple[Tensor | None, Cotangents]]
 
 
@@ -105,10 +105,13 @@ class _Arriving:
         """The hook of the leaf that stands for `parameter`; gives autograd a stand-in without memory."""
         if gradient is None:
             return None
-        self.waiting.append((parameter, gradient))
-        self.bytes += gradient.nbytes
-        if not gradient.is_cuda or self.bytes > WAITING:
-            self.add()
+        if gradient.is_cuda:
+            self.waiting.append((parameter, gradient))
+            self.bytes += gradient.nbytes
+            if self.bytes > WAITING:
+                self.add()
+        else:
+            self.gradients.add(parameter, gradient)
         return gradient.new_empty(()).expand_as(gradient)
 
     def add(self) -> None:
@@ -294,8 +297,13 @@ class Windowed:
     starts_document: Tensor | None = None
 
 
-def windowed_vjp(block: Block, given: Windowed, gradients: Gradients) -> tuple[Tensor, Cotangents]:
+def windowed_vjp(
+    block: Block, replaced: Replaced, given: Windowed, gradients: Gradients
+) -> tuple[Tensor, Cotangents]:
     """The vjp of a block on the tokens that a tile owns; it adds parameters' gradients to `gradients`.
+
+    Args:
+        replaced: of the block's `weights.Tensors`.
 
     Returns:
         The tile's part of the inputs' cotangents on [left, stop), (batch, stop - left, d_model), and the
@@ -304,16 +312,13 @@ def windowed_vjp(block: Block, given: Windowed, gradients: Gradients) -> tuple[T
     left, start, stop, x, dy = given.left, given.start, given.stop, given.x, given.dy
     own, x_halo = x[:, : stop - left].detach().requires_grad_(), x[:, stop - left :]
     state = tuple(s.detach().requires_grad_() for s in given.state)
-    named = {f"block.{name}": p for name, p in block.named_parameters() if p.requires_grad}
-    parameters: list[Tensor] = list(named.values())
+    parameters: list[Tensor] = [p for p in block.parameters() if p.requires_grad]
     leaves = aliases(parameters)
     begin, instead = next_node(), gradients.outside.standing_in()
-    with torch.enable_grad(), instead or contextlib.nullcontext():
+    there = replaced(dict(zip(parameters, leaves, strict=True)))
+    with torch.enable_grad(), instead or contextlib.nullcontext(), there:
         x_left, x_own = own.split([start - left, stop - start], dim=1)
-        call = (x_left, x_own, x_halo, state, given)
-        y, scan_halo, ahead, after = functional_call(
-            _WindowedBlock(block), dict(zip(named, leaves, strict=True)), call
-        )
+        y, scan_halo, ahead, after = _windowed(block, x_left, x_own, x_halo, state, given)
     pairs = [(y, dy[:, : stop - start])]
     if x_halo.shape[1]:
         # what the halo's outputs add to the states' cotangents; other tiles own these tokens' gradients
@@ -336,45 +341,33 @@ def windowed_vjp(block: Block, given: Windowed, gradients: Gradients) -> tuple[T
     return grads[0], grads[1 : 1 + len(state)]
 
 
-class _WindowedBlock(nn.Module):
-    """A block on the tokens that a tile owns, with its recurrence continued through the halo. It is a module
-    so that `functional_call` can replace its parameters."""
-
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(
-        self,
-        x_left: Tensor,
-        x_own: Tensor,
-        x_halo: Tensor,
-        state: State,
-        given: Windowed,
-    ) -> Any:
-        block, mixer, left, halo = self.block, self.block.mixer, x_left.shape[1], x_halo.shape[1]
-        (h,), conv, seq_idx = reset_rows(state[-1:], given.starts_document), state[:-1], given.seq_idx
-        own = joined_idx = ahead_idx = None
-        if seq_idx is not None:
-            _, own, ahead_idx = seq_idx.split([left, x_own.shape[1], halo], dim=1)
-            joined_idx = seq_idx[:, left:]
-        conv_state = conv[0] if conv else None
-        if conv_state is not None and left:
-            tail = mixer.conv_tail(block.norm(x_left))
-            missing = conv_state.shape[2] - tail.shape[2]  # tokens from before the sequence
-            conv_state = torch.cat([conv_state[:, :, :missing], tail.to(conv_state.dtype)], dim=2)
-            if seq_idx is not None and own is not None:
-                numbers = torch.nn.functional.pad(seq_idx[:, :left], (missing, 0), value=0)
-                conv_state = conv_state.masked_fill((numbers != own[:, :1]).unsqueeze(1), 0)
-        scanned, tail = mixer.scan_inputs(block.norm(x_own), conv_state, own)
-        joined, ahead = scanned, None
-        if halo:
-            with torch.no_grad():
-                begins = None if own is None or ahead_idx is None else own[:, -1] != ahead_idx[:, 0]
-                before = None if tail is None else reset_rows((tail,), begins)[0]
-                ahead, _ = mixer.scan_inputs(block.norm(x_halo), before, ahead_idx)
-            joined = type(scanned)(*(torch.cat(pair, dim=1) for pair in zip(scanned, ahead, strict=True)))
-        y_scan, h_final = mixer.scan(joined, h, window=given.window, halo=halo, seq_idx=joined_idx)
-        scan_own, scan_halo = y_scan.split([x_own.shape[1], halo], dim=1)
-        y = block.feed_forward(mixer.scan_outputs(scan_own, scanned), residual=x_own)
-        return y, scan_halo, ahead, (None if halo else tail, h_final) if conv else (h_final,)
+def _windowed(
+    block: Block, x_left: Tensor, x_own: Tensor, x_halo: Tensor, state: State, given: Windowed
+) -> Any:
+    """A block on the tokens that a tile owns, with its recurrence continued through the halo."""
+    mixer, left, halo = block.mixer, x_left.shape[1], x_halo.shape[1]
+    (h,), conv, seq_idx = reset_rows(state[-1:], given.starts_document), state[:-1], given.seq_idx
+    own = joined_idx = ahead_idx = None
+    if seq_idx is not None:
+        _, own, ahead_idx = seq_idx.split([left, x_own.shape[1], halo], dim=1)
+        joined_idx = seq_idx[:, left:]
+    conv_state = conv[0] if conv else None
+    if conv_state is not None and left:
+        tail = mixer.conv_tail(block.norm(x_left))
+        missing = conv_state.shape[2] - tail.shape[2]  # tokens from before the sequence
+        conv_state = torch.cat([conv_state[:, :, :missing], tail.to(conv_state.dtype)], dim=2)
+        if seq_idx is not None and own is not None:
+            numbers = torch.nn.functional.pad(seq_idx[:, :left], (missing, 0), value=0)
+            conv_state = conv_state.masked_fill((numbers != own[:, :1]).unsqueeze(1), 0)
+    scanned, tail = mixer.scan_inputs(block.norm(x_own), conv_state, own)
+    joined, ahead = scanned, None
+    if halo:
+        with torch.no_grad():
+            begins = None if own is None or ahead_idx is None else own[:, -1] != ahead_idx[:, 0]
+            before = None if tail is None else reset_rows((tail,), begins)[0]
+            ahead, _ = mixer.scan_inputs(block.norm(x_halo), before, ahead_idx)
+        joined = type(scanned)(*(torch.cat(pair, dim=1) for pair in zip(scanned, ahead, strict=True)))
+    y_scan, h_final = mixer.scan(joined, h, window=given.window, halo=halo, seq_idx=joined_idx)
+    scan_own, scan_halo = y_scan.split([x_own.shape[1], halo], dim=1)
+    y = block.feed_forward(mixer.scan_outputs(scan_own, scanned), residual=x_own)
+    return y, scan_halo, ahead, (None if halo else tail, h_final) if conv else (h_final,)

@@ -31,20 +31,20 @@ class Casts:
 
     def __init__(self) -> None:
         self.allowed = True
-        self.made: dict[str, tuple[int, Tensor]] = {}  # by name, each with the version it was made from
+        self.made: dict[Tensor, tuple[int, Tensor]] = {}  # each with the version it was made from
 
-    def of(self, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-        """The casts, by the weights' names; empty without autocast."""
+    def of(self, module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
+        """The casts, by the weights; empty without autocast."""
         dtype = dispatch.autocast_dtype(device)
         if dtype is None or not self.allowed:
             return {}
-        for prefix, part in module.named_modules():
+        for part in module.modules():
             if isinstance(part, nn.Linear) and part.weight.dtype == torch.float32:
-                name, weight = f"{prefix}.weight".lstrip("."), part.weight
-                version, cast = self.made.get(name, (-1, None))
+                weight = part.weight
+                version, cast = self.made.get(weight, (-1, None))
                 if version != weight._version or cast is None or cast.dtype != dtype:
-                    self.made[name] = weight._version, weight.detach().to(dtype)
-        return {name: cast for name, (_, cast) in self.made.items()}
+                    self.made[weight] = weight._version, weight.detach().to(dtype)
+        return {weight: cast for weight, (_, cast) in self.made.items()}
 
     @property
     def nbytes(self) -> int:
@@ -96,13 +96,17 @@ class _Linear(torch.autograd.Function):
 
 class Tensors:
     """The places (module and name) of a model's parameters and buffers, and the tensors that are there when
-    this is made. A tensor may have several places."""
+    this is made. A tensor may have several places.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        buffers: whether their places are among them.
+    """
+
+    def __init__(self, model: nn.Module, buffers: bool = True) -> None:
         self.places: list[tuple[dict[str, Any], str, Tensor]] = [
             (tensors, name, tensor)
             for module in model.modules()
-            for tensors in (module._parameters, module._buffers)
+            for tensors in (module._parameters, module._buffers if buffers else {})
             for name, tensor in tensors.items()
             if tensor is not None
         ]

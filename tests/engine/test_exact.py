@@ -349,7 +349,7 @@ for method, seqlen in ((Exact(1024), 4096), (Exact(1024), 32768), (Backprop(), 8
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_peak_memory_does_not_grow_with_the_sequence() -> None:
+def test_peak_memory_hardly_grows_with_the_sequence() -> None:
     # glibc then gives blocks from 64 KiB on back at once: the peak is what is alive, not how the heap broke
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
@@ -361,7 +361,9 @@ def test_peak_memory_does_not_grow_with_the_sequence() -> None:
         env=environment,
     )
     short, long, backprop = (int(line) / 1024 for line in done.stdout.split())
-    assert long < 1.2 * short, f"{short:.1f} MiB at 4,096 tokens, {long:.1f} at 32,768"
+    # ids, labels and states at edges are 44 bytes a token, backpropagation's tape 8,600
+    growth = (long - short) / (32768 - 4096)
+    assert 50 * growth < backprop / 8192, f"{short:.1f} MiB at 4,096 tokens, {long:.1f} at 32,768"
     assert backprop > 3 * long, f"{long:.1f} MiB, {backprop:.1f} by backpropagation: nothing measured"
 
 
