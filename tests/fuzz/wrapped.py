@@ -197,8 +197,9 @@ class Life:
         if call == "embeds":
             given["inputs_embeds"] = self.model.get_input_embeddings()(given.pop("input_ids"))
         if call == "positional":
-            names = list(inspect.signature(lm_of(self.model).forward).parameters)[:6]
-            arguments = [given.pop(name, None) for name in names]
+            taken = inspect.signature(lm_of(self.model).forward).parameters.values()
+            names = [p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD]
+            arguments = [given.pop(name, None) for name in names[:6]]
         return self.model(*arguments, **given).loss
 
     def packing(self, packed: Tensor | None) -> dict[str, Any]:
