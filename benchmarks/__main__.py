@@ -15,10 +15,9 @@ import time
 
 from adjoint.files import write_atomically
 from adjoint.tools.points.process import ROOT
-from benchmarks import numbers
 from benchmarks.figures import FIGURES, Figure
-from benchmarks.report import markdown_table, put_table
-from benchmarks.runner import RESULTS
+from benchmarks.pages import PAGES, faults, written
+from benchmarks.report import markdown_table
 
 
 def main() -> int:
@@ -49,18 +48,11 @@ def measured(figure: Figure, command: str) -> list[str]:
 
 def write() -> None:
     """Put published tables and numbers into the documents; print what is wrong with these."""
-    for figure in FIGURES:
-        if figure.folder == RESULTS and figure.file.exists():
-            for document, mark, table in figure.benchmark.tables(figure.stored()):
-                put_table(ROOT / document, mark, table)
-    for document, mark, make in numbers.TABLES:
-        put_table(ROOT / document, mark, make())
-    for path in numbers.pages():
-        text = path.read_text()
-        if (now := numbers.written(path.name, text)) != text:
-            write_atomically(path, now)
-            print(f"{path.relative_to(ROOT)} has new numbers")
-        for fault in numbers.faults(path.name, now):
+    for page in PAGES:
+        if (now := written(page)) != page.read_text():
+            write_atomically(page, now)
+            print(f"{page.relative_to(ROOT)} has new numbers")
+        for fault in faults(page, now):
             print(fault, file=sys.stderr)
 
 
