@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -83,18 +82,6 @@ def memory_and_time(row: Row) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------- tables
-
-
-def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """The rows with every column that one of them has; the file is replaced whole."""
-    rows = list(rows)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", newline="") as file:
-        columns = dict.fromkeys(key for row in rows for key in row)
-        writer = csv.DictWriter(file, list(columns), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    temporary.replace(path)
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:

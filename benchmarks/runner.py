@@ -301,10 +301,9 @@ class Benchmark:
         return {"complete": True, **json.loads(stem.with_name(f"{stem.name}.json").read_text())}
 
     def save(self, result: Row, stem: Path) -> None:
-        """Write stem.json, and the rows as stem.csv."""
+        """Write stem.json."""
         stem.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(stem.with_name(f"{stem.name}.json"), json.dumps(result, indent=1) + "\n")
-        report.write_csv(stem.with_name(f"{stem.name}.csv"), result["rows"])
 
     def show(self, result: Row, stem: Path) -> None:
         """Print the tables; write stem.md and the pictures."""

@@ -98,7 +98,6 @@ def test_a_dry_run(
     assert written["benchmark"] == benchmark.name and written["complete"]
     assert written["environment"]["versions"]["torch"] and written["environment"]["commit"]
     assert len(written["rows"]) == count and set(columns.split()) <= set().union(*written["rows"])
-    assert stem.with_suffix(".csv").read_text().count("\n") == count + 1
     assert stem.with_suffix(".md").read_text() in told
     picture = stem.with_suffix(".png")
     assert picture.exists() != (benchmark.name in UNDRAWN)
@@ -249,7 +248,8 @@ def test_a_stopped_run_goes_on_and_only_an_asked_for_whole_one_is_published(
     assert not (here / "partial").exists()
     assert Squares().main(["--redraw", "--out", str(here), "--publish"]) == 0
     assert seen == [2]
-    assert (repository / "results" / "squares.csv").read_text() == "n,square\n1,1\n2,4\n3,9\n9,81\n"
+    rows = json.loads((repository / "results" / "squares.json").read_text())["rows"]
+    assert [(row["n"], row["square"]) for row in rows] == [(1, 1), (2, 4), (3, 9), (9, 81)]
     shown = document.read_text()
     assert "<!-- squares table -->\n\n1² = 1\n2² = 4\n3² = 9\n9² = 81\n\n<!-- end" in shown
     assert shown.startswith("before\n") and shown.endswith("after\n")
