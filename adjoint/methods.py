@@ -19,24 +19,25 @@ from typing import Any, ClassVar, Literal
 
 from adjoint.engine.grid import Scheme
 from adjoint.memory import size_bytes
+from adjoint.settings import documented, option
 
 KEEP = ("edges", "inputs", "offload")
 RECOMPUTE = ("none", "selective", "full")
 TOLERANCE = 1e-3
 
 
+@documented
 @dataclasses.dataclass(frozen=True)
 class Backprop:
     """Plain backpropagation through the whole sequence: the baseline.
 
     Do not use it for sequences whose activations do not fit in memory.
-
-    Args:
-        checkpoint: recompute each layer in the backward instead of storing its activations.
     """
 
     name: ClassVar[str] = "backprop"
-    checkpoint: bool = False
+    checkpoint: bool = option(
+        False, "recompute each layer in the backward instead of storing its activations."
+    )
 
     def scheme(self, seqlen: int, default: int) -> Scheme:
         """One chunk, of which the forward keeps the tape or, with `checkpoint`, each layer's input. For
@@ -46,6 +47,7 @@ class Backprop:
         )
 
 
+@documented
 @dataclasses.dataclass(frozen=True)
 class Exact:
     """The exact gradient by adjoint states over chunks, in memory that hardly grows with the sequence
@@ -55,40 +57,49 @@ class Exact:
     recomputes each one and carries the accumulated adjoint state across its edge. Do not use it if the whole
     sequence's activations fit in memory and only time counts: `Backprop` saves the extra forward.
 
-    Args:
-        chunk_size: tokens per chunk; need not divide seqlen. None picks one from the model's widths and the
-            device.
-        keep: what the forward stores: "edges", only the states at chunk edges, so that the backward
-            recomputes all layers of a chunk together; "inputs", also every layer's input (n_layer × seqlen ×
-            d_model), so that it recomputes one layer of a chunk at a time; "offload", "inputs" with
-            offload=True.
-        offload: store states, layers' inputs and attention's keys and values in host memory, and copy those
-            in use to the GPU. On a CPU it changes nothing.
-        recompute: which of a layer's activations a chunk's tape leaves out, so that the layer's backward
-            computes them again: "none"; "selective", all but the results of scans and of large matrix
-            products, mainly in_proj's; "full", all but the layer's input (Korthikanti et al. 2022, "Reducing
-            activation recomputation in large transformer models").
-        memory: activation budget, on top of memory already allocated: bytes, "30GB", "512MiB", or "auto" for
-            most of what is left. As many chunks as fit keep their activations and are not recomputed; if all
-            fit and no chunk_size is given, the sequence is one chunk, as in `Backprop`. None keeps one chunk.
-            The first step measures a chunk, at the cost of one.
-        cuda_graphs: on a GPU, record a chunk's kernel launches once per step and replay them for later ones,
-            so that short chunks do not wait for the host. It takes the forward's working memory of one more
-            chunk. Attention, documents, shards whose messages go over NCCL and what a graph cannot hold run
-            without it. On a CPU it does nothing.
-
     Raises:
         ValueError: chunk_size is not a positive whole number, keep or recompute is none of its three values,
             memory is no size, or memory comes with a keep other than "edges".
     """
 
     name: ClassVar[str] = "exact"
-    chunk_size: int | None = None
-    keep: str = "edges"
-    offload: bool = False
-    recompute: str = "none"
-    memory: int | str | None = None
-    cuda_graphs: bool = False
+    chunk_size: int | None = option(
+        None,
+        "tokens per chunk; need not divide seqlen. None picks one from the model's widths and the device.",
+    )
+    keep: str = option(
+        "edges",
+        'what the forward stores: "edges", only the states at chunk edges, so that the backward '
+        'recomputes all layers of a chunk together; "inputs", also every layer\'s input (n_layer × seqlen '
+        '× d_model), so that it recomputes one layer of a chunk at a time; "offload", "inputs" with '
+        "offload=True.",
+    )
+    offload: bool = option(
+        False,
+        "store states, layers' inputs and attention's keys and values in host memory, and copy those in "
+        "use to the GPU. On a CPU it changes nothing.",
+    )
+    recompute: str = option(
+        "none",
+        "which of a layer's activations a chunk's tape leaves out, so that the layer's backward computes "
+        'them again: "none"; "selective", all but the results of scans and of large matrix products, '
+        'mainly in_proj\'s; "full", all but the layer\'s input (Korthikanti et al. 2022, "Reducing '
+        'activation recomputation in large transformer models").',
+    )
+    memory: int | str | None = option(
+        None,
+        'activation budget, on top of memory already allocated: bytes, "30GB", "512MiB", or "auto" for '
+        "most of what is left. As many chunks as fit keep their activations and are not recomputed; if "
+        "all fit and no chunk_size is given, the sequence is one chunk, as in `Backprop`. None keeps one "
+        "chunk. The first step measures a chunk, at the cost of one.",
+    )
+    cuda_graphs: bool = option(
+        False,
+        "on a GPU, record a chunk's kernel launches once per step and replay them for later ones, so that "
+        "short chunks do not wait for the host. It takes the forward's working memory of one more chunk. "
+        "Attention, documents, shards whose messages go over NCCL and what a graph cannot hold run "
+        "without it. On a CPU it does nothing.",
+    )
 
     def __post_init__(self) -> None:
         check_chunk_size(self.chunk_size)
@@ -115,6 +126,7 @@ class Exact:
         )
 
 
+@documented
 @dataclasses.dataclass(frozen=True)
 class Truncated:
     """The paper's truncation: each layer's recurrence is cut to a window in the backward; depth stays exact.
@@ -134,15 +146,6 @@ class Truncated:
     `window` is then the mean number of tokens between cuts. The price is variance: it grows by a factor of
     about e per window that a dependence is long, so choose one over a few of which the recurrence decays.
 
-    Args:
-        window: tokens, 1 or more, or "auto".
-        chunk_size: tokens per chunk; None picks it as `Exact` does (with unbiased: at most a quarter of the
-            window). If the window is longer, a task takes several chunks, so that halos at most double the
-            work.
-        tolerance: for window="auto": how much of the adjoint state may be dropped, between 0 and 1; None is
-            0.001.
-        unbiased: cut at random and reweight, instead of at a fixed window.
-
     Raises:
         ValueError: window or chunk_size is not a positive whole number, tolerance is not between 0 and 1 or
             is given to a window that is not "auto", or unbiased meets window="auto" or a chunk_size that is
@@ -150,10 +153,18 @@ class Truncated:
     """
 
     name: ClassVar[str] = "truncated"
-    window: int | Literal["auto"]
-    chunk_size: int | None = None
-    tolerance: float | None = None
-    unbiased: bool = False
+    window: int | Literal["auto"] = dataclasses.field(metadata={"help": 'tokens, 1 or more, or "auto".'})
+    chunk_size: int | None = option(
+        None,
+        "tokens per chunk; None picks it as `Exact` does (with unbiased: at most a quarter of the "
+        "window). If the window is longer, a task takes several chunks, so that halos at most double the "
+        "work.",
+    )
+    tolerance: float | None = option(
+        None,
+        'for window="auto": how much of the adjoint state may be dropped, between 0 and 1; None is 0.001.',
+    )
+    unbiased: bool = option(False, "cut at random and reweight, instead of at a fixed window.")
 
     def __post_init__(self) -> None:
         if self.window != "auto":
@@ -185,6 +196,7 @@ class Truncated:
         return Scheme(size, window=self.window)
 
 
+@documented
 @dataclasses.dataclass(frozen=True)
 class LayerLocal:
     """Every layer gets dL/dy_K, the last layer's cotangent, as its own (the paper's Proposition 3, eq. 7), so
@@ -194,17 +206,15 @@ class LayerLocal:
     get their exact gradient, layers below an approximation, worse the further below. The embedding gets the
     first layer's input gradient. Do not use it if the gradient matters and layers can wait for each other.
 
-    Args:
-        window: tokens that each output's gradient reaches back through the recurrence; None for all.
-        chunk_size: tokens per chunk; None picks one.
-
     Raises:
         ValueError: window or chunk_size is not a positive whole number.
     """
 
     name: ClassVar[str] = "layer-local"
-    window: int | None = None
-    chunk_size: int | None = None
+    window: int | None = option(
+        None, "tokens that each output's gradient reaches back through the recurrence; None for all."
+    )
+    chunk_size: int | None = option(None, "tokens per chunk; None picks one.")
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -217,6 +227,7 @@ class LayerLocal:
         return Scheme(min(self.chunk_size or default, seqlen), dy_from="head", window=window)
 
 
+@documented
 @dataclasses.dataclass(frozen=True)
 class MiniSequence:
     """The Mini-Sequence Transformer (Luo et al. 2024, arXiv 2407.15892, algorithms 1 to 4) for models that
@@ -233,17 +244,17 @@ class MiniSequence:
     states of all layers do not fit: `Exact` stores less. A mixture of experts runs piece by piece too, unless
     its tokens depend on each other.
 
-    Args:
-        mlp_chunks: pieces of the sequence for MLPs; 1 runs them whole. It need not divide seqlen.
-        head_chunks: slices of the batch's tokens for head and loss; need not divide their number.
-
     Raises:
         ValueError: one of them is not a positive whole number.
     """
 
     name: ClassVar[str] = "mini-sequence"
-    mlp_chunks: int = 4
-    head_chunks: int = 16
+    mlp_chunks: int = option(
+        4, "pieces of the sequence for MLPs; 1 runs them whole. It need not divide seqlen."
+    )
+    head_chunks: int = option(
+        16, "slices of the batch's tokens for head and loss; need not divide their number."
+    )
 
     def __post_init__(self) -> None:
         for name in ("mlp_chunks", "head_chunks"):

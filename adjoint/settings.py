@@ -1,8 +1,9 @@
 """Settings: dataclasses whose annotations say which values they take, in YAML, as flags and from Python.
 
+@documented
 @dataclass(frozen=True)
 class Config:
-    steps: Positive = 200
+    steps: Positive = option(200, "optimizer steps of the whole run.")
 
     def __post_init__(self) -> None:
         check_fields("training", self)
@@ -12,18 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from adjoint.errors import UserError
 
+T = TypeVar("T")
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _UNIONS = (typing.Union, types.UnionType)
@@ -44,6 +48,27 @@ SeqLen = Annotated[int, Must("a whole number (2 or more)", lambda n: 1 < n < 2**
 PositiveNumber = Annotated[float, Must("a finite number above 0", lambda x: 0 < x < math.inf)]
 NotNegativeNumber = Annotated[float, Must("a finite number (0 or more)", lambda x: 0 <= x < math.inf)]
 Text = Annotated[str, Must("a text that is not empty", bool)]
+
+
+def option(default: T, help: str) -> T:
+    """A dataclass's field: its default, and what `--help` and the class's docstring say of it."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def documented(cls: type[T]) -> type[T]:
+    """A dataclass with what its fields say of themselves in its docstring, before what it raises."""
+    about, raises, errors = inspect.cleandoc(cls.__doc__ or "").partition("\n\nRaises:\n")
+    lines = [about, "", "Args:"]
+    for name, text in helps_of(cls).items():
+        lines += textwrap.wrap(f"{name}: {text}", 106, initial_indent="    ", subsequent_indent=" " * 8)
+    cls.__doc__ = "\n".join(lines) + raises + errors
+    return cls
+
+
+def helps_of(cls: type) -> dict[str, str]:
+    """What the fields of a dataclass say of themselves, where they say something."""
+    fields = dataclasses.fields(cls)
+    return {field.name: field.metadata["help"] for field in fields if "help" in field.metadata}
 
 
 def whole_number(value: object) -> int:

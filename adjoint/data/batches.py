@@ -27,7 +27,17 @@ from adjoint.data.sources import Sources, find_sources
 from adjoint.data.tokenizer import Tokenizer, load_tokenizer
 from adjoint.documents import document_ends, from_separator
 from adjoint.errors import UserError
-from adjoint.settings import Must, NotNegative, Positive, PositiveNumber, SeqLen, Text, check_fields
+from adjoint.settings import (
+    Must,
+    NotNegative,
+    Positive,
+    PositiveNumber,
+    SeqLen,
+    Text,
+    check_fields,
+    documented,
+    option,
+)
 
 
 def _are_paths(path: str | list[str] | None) -> bool:
@@ -37,53 +47,68 @@ def _are_paths(path: str | list[str] | None) -> bool:
 Paths = Annotated[str | list[str] | None, Must("a path, a list of paths or null", _are_paths)]
 
 
+@documented
 @dataclass(frozen=True)
 class DataConfig:
-    """What text to train on and how it is cut.
+    """What text to train on and how it is cut."""
 
-    Args:
-        path: A file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl
-            .parquet, each also as .gz or .zst. Records with `messages` are conversations: the tokenizer's
-            chat template is applied, and only the assistant's answers are predicted. hf:NAME or hf:NAME:split
-            is a table of the datasets library, from its hub or a folder. Unset: the sources of the Python
-            standard library.
-        weights: For a mixture: how often, in proportion, a row of a batch comes from each entry of `path`, a
-            list. Each entry is a stream of its own, read over and over. Unset: one stream of all.
-        validation_path: Held-out text, given as `path` is. Unset: a share of the text of `path`
-            (`eval_fraction`).
-        seqlen: Tokens per sequence.
-        batch: Sequences per step.
-        tokenizer: "byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a Hugging Face
-            tokenizer folder. Unset: the one in the folder of model.from_pretrained, else bytes.
-        text_field: The field (.jsonl) or column (.parquet) that holds a document, its text or its messages.
-            Unset: `messages`, and `text` where there are none.
-        documents: "stream": one text of all documents, read across their ends. "packed": nothing is carried
-            into a document, and its first token is not predicted from the one before.
-        separator: What closes each document in the stream: a token of the tokenizer (any text for "byte"), or
-            "" for nothing. Unset: byte 0, or the tokenizer's end-of-text token.
-        max_tokens: Most tokens read, of each entry of `path` with `weights`, and of `validation_path`; hf:
-            tables then stream, and only what is read is downloaded. Unset: all.
-        eval_fraction: Share of the text held out for evaluation, at most 0.5: whole files if that comes near
-            the share, else the end of the stream. 0 holds nothing out; evaluation then needs a
-            `validation_path`. With a `validation_path` no share is held out.
-        eval_tokens: Most held-out tokens read at each evaluation; 0 for no evaluation.
-        cache_dir: Where tokenized text is stored. Unset: $ADJOINT_CACHE, else $XDG_CACHE_HOME/adjoint, else
-            ~/.cache/adjoint.
-    """
-
-    path: Paths = None
-    weights: list[PositiveNumber] | None = None
-    validation_path: Paths = None
-    seqlen: SeqLen = 16384
-    batch: Positive = 1
-    tokenizer: Text | None = None
-    text_field: Text | None = None
-    documents: Literal["stream", "packed"] = "stream"
-    separator: str | None = None
-    max_tokens: Positive | None = None
-    eval_fraction: Annotated[float, Must("a number from 0 to 0.5", lambda x: 0 <= x <= 0.5)] = 0.05
-    eval_tokens: NotNegative = 65536
-    cache_dir: str | None = None
+    path: Paths = option(
+        None,
+        "A file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl "
+        ".parquet, each also as .gz or .zst. Records with `messages` are conversations: the tokenizer's "
+        "chat template is applied, and only the assistant's answers are predicted. hf:NAME or "
+        "hf:NAME:split is a table of the datasets library, from its hub or a folder. Unset: the sources "
+        "of the Python standard library.",
+    )
+    weights: list[PositiveNumber] | None = option(
+        None,
+        "For a mixture: how often, in proportion, a row of a batch comes from each entry of `path`, a "
+        "list. Each entry is a stream of its own, read over and over. Unset: one stream of all.",
+    )
+    validation_path: Paths = option(
+        None, "Held-out text, given as `path` is. Unset: a share of the text of `path` (`eval_fraction`)."
+    )
+    seqlen: SeqLen = option(16384, "Tokens per sequence.")
+    batch: Positive = option(1, "Sequences per step.")
+    tokenizer: Text | None = option(
+        None,
+        '"byte" (256 tokens, the UTF-8 bytes), or the path of a tokenizer.json or of a Hugging Face '
+        "tokenizer folder. Unset: the one in the folder of model.from_pretrained, else bytes.",
+    )
+    text_field: Text | None = option(
+        None,
+        "The field (.jsonl) or column (.parquet) that holds a document, its text or its messages. Unset: "
+        "`messages`, and `text` where there are none.",
+    )
+    documents: Literal["stream", "packed"] = option(
+        "stream",
+        '"stream": one text of all documents, read across their ends. "packed": nothing is carried into a '
+        "document, and its first token is not predicted from the one before.",
+    )
+    separator: str | None = option(
+        None,
+        'What closes each document in the stream: a token of the tokenizer (any text for "byte"), or "" '
+        "for nothing. Unset: byte 0, or the tokenizer's end-of-text token.",
+    )
+    max_tokens: Positive | None = option(
+        None,
+        "Most tokens read, of each entry of `path` with `weights`, and of `validation_path`; hf: tables "
+        "then stream, and only what is read is downloaded. Unset: all.",
+    )
+    eval_fraction: Annotated[float, Must("a number from 0 to 0.5", lambda x: 0 <= x <= 0.5)] = option(
+        0.05,
+        "Share of the text held out for evaluation, at most 0.5: whole files if that comes near the "
+        "share, else the end of the stream. 0 holds nothing out; evaluation then needs a "
+        "`validation_path`. With a `validation_path` no share is held out.",
+    )
+    eval_tokens: NotNegative = option(
+        65536, "Most held-out tokens read at each evaluation; 0 for no evaluation."
+    )
+    cache_dir: str | None = option(
+        None,
+        "Where tokenized text is stored. Unset: $ADJOINT_CACHE, else $XDG_CACHE_HOME/adjoint, else "
+        "~/.cache/adjoint.",
+    )
 
     def __post_init__(self) -> None:
         check_fields("data", self)

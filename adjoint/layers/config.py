@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated, Any
 
-from adjoint.settings import Must, NotNegative, Positive, PositiveNumber, check_fields
+from adjoint.settings import Must, NotNegative, Positive, PositiveNumber, check_fields, documented, option
 
 # The built-in mixers, subclasses of `layers.mixer.Mixer`, by name; adjoint/layers/__init__.py fills it in.
 MIXERS: dict[str, Any] = {}
@@ -11,90 +11,89 @@ Taps = Annotated[int, Must("a whole number from 1 to 16", lambda n: 1 <= n <= 16
 TapsOrNone = Annotated[int, Must("a whole number from 0 to 16", lambda n: 0 <= n <= 16)]
 
 
+@documented
 @dataclasses.dataclass(frozen=True)
 class StackConfig:
     """Sizes of a stack of recurrent and attention layers.
-
-    Args:
-        vocab_size: number of token ids.
-        d_model: width of the residual stream.
-        n_layer: number of layers.
-        mixer: mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet, kda or attention;
-            "module:Class", a layer of your own (docs/own_layer.md); or a list with one of these for each of
-            the n_layer layers.
-        d_state: state size: per channel (mamba; default 16), per channel of a head (mamba2, mamba3; 128), key
-            channels of a head (gated_deltanet, kda; 64), per layer (diagonal, scalar, dense; 16).
-        d_conv: width of the causal convolution of mamba, mamba2, gated_deltanet and kda.
-        expand: d_inner = expand * d_model; not for diagonal, scalar, dense and attention.
-        headdim: channels per head, for mamba2, mamba3, gated_deltanet and kda; must divide d_inner.
-        ngroups: groups of heads that share B and C, for mamba2 and mamba3; must divide the number of heads.
-        dt_rank: rank of the step size's projection, for mamba; default ceil(d_model / 16).
-        d_intermediate: width of a gated MLP after each mixer; 0 for none.
-        tie_embeddings: whether head and embedding share their weight.
-        norm_eps: epsilon of every RMSNorm.
-        bias: whether in_proj and out_proj have biases.
-        conv_bias: whether conv1d has a bias.
-        dt_min: smallest step size at initialisation.
-        dt_max: largest step size at initialisation.
-        dt_init_floor: lower bound of step sizes at initialisation.
-        initializer_range: standard deviation of the embedding at initialisation.
-        num_attention_heads: query heads, for attention; default d_model / 64, at least 1.
-        num_key_value_heads: key and value heads, for grouped-query attention; must divide
-            num_attention_heads, the default.
-        head_dim: channels per attention head; default d_model / num_attention_heads.
-        rope_theta: base of the rotary embedding's frequencies.
-        rotary_emb_dim: how many channels of a head, from the first, get rotary embeddings: an even number; 0
-            for none, default all.
-        attention_bias: whether attention's in_proj and out_proj have biases; default: the value of `bias`.
-        attention_d_conv: width of a causal convolution, with a bias, over attention's queries, keys and
-            values; 0 for none.
-        sliding_window: tokens that a query attends to, including its own; None for all.
-        linear_num_key_heads: query and key heads, for gated_deltanet and kda; must divide the number of value
-            heads, d_inner / headdim, the default.
-        rope_fraction: share of d_state that is rotated, for mamba3: 0.5 or 1.
-        A_floor: smallest decay rate, for mamba3.
-        is_outproj_norm: whether each head is normalised before the gate, for mamba3.
-        is_mimo: whether each token has several inputs and outputs that share the state, for mamba3; d_state
-            must then be even.
-        mimo_rank: number of inputs and outputs per token, with is_mimo.
 
     Raises:
         ValueError: a size is not positive, or sizes do not divide as they must.
     """
 
-    vocab_size: Positive = 256
-    d_model: Positive = 256
-    n_layer: Positive = 4
-    mixer: str | list[str] = "mamba"
-    d_state: Positive | None = None
-    d_conv: Taps = 4
-    expand: Positive = 2
-    headdim: Positive = 64
-    ngroups: Positive = 1
-    dt_rank: Positive | None = None
-    d_intermediate: NotNegative = 0
-    tie_embeddings: bool = True
-    norm_eps: PositiveNumber = 1e-5
-    bias: bool = False
-    conv_bias: bool = True
-    dt_min: PositiveNumber = 0.001
-    dt_max: PositiveNumber = 0.1
-    dt_init_floor: float = 1e-4
-    initializer_range: float = 0.02
-    num_attention_heads: Positive | None = None
-    num_key_value_heads: Positive | None = None
-    head_dim: Positive | None = None
-    rope_theta: PositiveNumber = 10000.0
-    rotary_emb_dim: NotNegative | None = None
-    attention_bias: bool | None = None
-    attention_d_conv: TapsOrNone = 0
-    sliding_window: Positive | None = None
-    linear_num_key_heads: Positive | None = None
-    rope_fraction: PositiveNumber = 0.5
-    A_floor: PositiveNumber = 1e-4
-    is_outproj_norm: bool = False
-    is_mimo: bool = False
-    mimo_rank: Positive = 4
+    vocab_size: Positive = option(256, "number of token ids.")
+    d_model: Positive = option(256, "width of the residual stream.")
+    n_layer: Positive = option(4, "number of layers.")
+    mixer: str | list[str] = option(
+        "mamba",
+        "mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet, kda or attention; "
+        '"module:Class", a layer of your own (docs/own_layer.md); or a list with one of these for each of '
+        "the n_layer layers.",
+    )
+    d_state: Positive | None = option(
+        None,
+        "state size: per channel (mamba; default 16), per channel of a head (mamba2, mamba3; 128), key "
+        "channels of a head (gated_deltanet, kda; 64), per layer (diagonal, scalar, dense; 16).",
+    )
+    d_conv: Taps = option(4, "width of the causal convolution of mamba, mamba2, gated_deltanet and kda.")
+    expand: Positive = option(2, "d_inner = expand * d_model; not for diagonal, scalar, dense and attention.")
+    headdim: Positive = option(
+        64, "channels per head, for mamba2, mamba3, gated_deltanet and kda; must divide d_inner."
+    )
+    ngroups: Positive = option(
+        1, "groups of heads that share B and C, for mamba2 and mamba3; must divide the number of heads."
+    )
+    dt_rank: Positive | None = option(
+        None, "rank of the step size's projection, for mamba; default ceil(d_model / 16)."
+    )
+    d_intermediate: NotNegative = option(0, "width of a gated MLP after each mixer; 0 for none.")
+    tie_embeddings: bool = option(True, "whether head and embedding share their weight.")
+    norm_eps: PositiveNumber = option(1e-5, "epsilon of every RMSNorm.")
+    bias: bool = option(False, "whether in_proj and out_proj have biases.")
+    conv_bias: bool = option(True, "whether conv1d has a bias.")
+    dt_min: PositiveNumber = option(0.001, "smallest step size at initialisation.")
+    dt_max: PositiveNumber = option(0.1, "largest step size at initialisation.")
+    dt_init_floor: float = option(1e-4, "lower bound of step sizes at initialisation.")
+    initializer_range: float = option(0.02, "standard deviation of the embedding at initialisation.")
+    num_attention_heads: Positive | None = option(
+        None, "query heads, for attention; default d_model / 64, at least 1."
+    )
+    num_key_value_heads: Positive | None = option(
+        None,
+        "key and value heads, for grouped-query attention; must divide num_attention_heads, the default.",
+    )
+    head_dim: Positive | None = option(
+        None, "channels per attention head; default d_model / num_attention_heads."
+    )
+    rope_theta: PositiveNumber = option(10000.0, "base of the rotary embedding's frequencies.")
+    rotary_emb_dim: NotNegative | None = option(
+        None,
+        "how many channels of a head, from the first, get rotary embeddings: an even number; 0 for none, "
+        "default all.",
+    )
+    attention_bias: bool | None = option(
+        None, "whether attention's in_proj and out_proj have biases; default: the value of `bias`."
+    )
+    attention_d_conv: TapsOrNone = option(
+        0,
+        "width of a causal convolution, with a bias, over attention's queries, keys and values; 0 for none.",
+    )
+    sliding_window: Positive | None = option(
+        None, "tokens that a query attends to, including its own; None for all."
+    )
+    linear_num_key_heads: Positive | None = option(
+        None,
+        "query and key heads, for gated_deltanet and kda; must divide the number of value heads, d_inner "
+        "/ headdim, the default.",
+    )
+    rope_fraction: PositiveNumber = option(0.5, "share of d_state that is rotated, for mamba3: 0.5 or 1.")
+    A_floor: PositiveNumber = option(1e-4, "smallest decay rate, for mamba3.")
+    is_outproj_norm: bool = option(False, "whether each head is normalised before the gate, for mamba3.")
+    is_mimo: bool = option(
+        False,
+        "whether each token has several inputs and outputs that share the state, for mamba3; d_state must "
+        "then be even.",
+    )
+    mimo_rank: Positive = option(4, "number of inputs and outputs per token, with is_mimo.")
 
     def __post_init__(self) -> None:
         check_fields("model", self)

@@ -1,7 +1,7 @@
 """Configuration of a training run: the dataclasses behind YAML files and ``--section.key value`` flags.
 
 A key is a field of a dataclass (of `Config`'s, or of a method) and nothing else: its annotation says which
-values it takes, in YAML as on the command line, and the docstring of its class is its help.
+values it takes, in YAML as on the command line, and its `option` says what it is for.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ from adjoint.settings import (
     PositiveNumber,
     Text,
     check_fields,
+    documented,
+    helps_of,
     hints_of,
     in_words,
+    option,
     read_value,
 )
 from adjoint.train.elsewhere import ELSEWHERE
@@ -53,85 +56,92 @@ FolderName = Annotated[
 Betas = Annotated[tuple[float, float], Must("two numbers in [0, 1)", lambda b: all(0 <= x < 1 for x in b))]
 
 
+@documented
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Optimisation, evaluation and what a run writes.
+    """Optimisation, evaluation and what a run writes."""
 
-    Args:
-        steps: optimizer steps of the whole run.
-        seed: seed of the initial weights, of the order of the data, and of the samples.
-        optimizer: "adamw"; "adamw8bit", whose moments take 2 bytes per weight instead of 8 (torchao); or
-            "muon" for the projections' matrices with AdamW for the rest.
-        lr: highest learning rate, reached after the warm-up; default 2e-5 with model.from_pretrained, 2e-4
-            with model.lora.
-        schedule: learning rate after the warm-up: "cosine" and "linear" fall to min_lr; "constant" stays;
-            "wsd" (warm-up, stable, decay) stays, and falls to min_lr in the last decay_steps.
-        min_lr: learning rate at the last step; null is a tenth of lr.
-        warmup_steps: steps of the linear warm-up; null is 10, or half of a shorter run.
-        decay_steps: steps of the decay of "wsd"; null is a fifth of the run.
-        weight_decay: AdamW's weight decay, on projection matrices only, never on norms, biases and
-            embeddings; default 0 with model.from_pretrained.
-        betas: AdamW's betas, the decay rates of its two moments.
-        eps: AdamW's epsilon.
-        grad_clip: clip the gradient to this L2 norm; 0 for no clipping.
-        grad_accumulation: batches whose gradients are summed for one optimizer step.
-        optimizer_in_backward: step each parameter as soon as its gradient is complete, inside the backward:
-            with "backprop" and "mini-sequence" all gradients never exist at once; methods by chunks complete
-            them at their end, and save nothing. Needs grad_clip 0 and no grad_accumulation.
-        carry_state: recurrent states at the start of a batch: "none", zero; "previous", the last states of
-            the batch before, whose text each row continues; "other", the last states of another sequence;
-            "noise", random numbers with the mean and deviation of final states. No gradient flows into them.
-            May help a model generalize beyond data.seqlen (Buitrago & Gu 2025, "Understanding and improving
-            length generalization in recurrent models"); docs/convergence.md measures "previous".
-        precision: "auto" is bfloat16 autocast on CUDA devices with native bfloat16, float32 elsewhere.
-        device: "auto" (CUDA if there is a GPU, else the CPU), cpu, cuda, cuda:1, …
-        deterministic: use deterministic algorithms only; null is true on the CPU and false elsewhere.
-        threads: CPU threads; null leaves PyTorch's own choice.
-        eval_every: steps between evaluations on held-out text; 0: at the end only.
-        save_every: steps between checkpoints; 0: at the end only.
-        save_async: write each checkpoint in a thread while the next steps run. Takes CPU memory for a copy of
-            model and optimizer. The run waits for the thread before the next checkpoint and at the end.
-        keep_checkpoints: how many of the newest checkpoints to keep. The checkpoint with the lowest held-out
-            loss is kept too, if there was an evaluation at its step.
-        log_every: steps between log lines, if there is no terminal for a progress bar.
-        sample_tokens: tokens to generate at the end; 0 for no sample.
-        sample_prompt: text that the sample continues.
-        sample_temperature: temperature of the sample; lower is more conservative.
-        report_to: trackers that get the metrics, besides metrics.jsonl: "none", or tensorboard (event files
-            in the run's folder), wandb, trackio, separated by commas.
-        profile: how many steps, from the second one on, torch.profiler records into trace.json in the run's
-            folder, for chrome://tracing or Perfetto; 0 for none.
-    """
-
-    steps: Positive = 200
-    seed: NotNegative = 0
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    lr: PositiveNumber = 6e-3
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    min_lr: NotNegativeNumber | None = None
-    warmup_steps: NotNegative | None = None
-    decay_steps: Positive | None = None
-    weight_decay: NotNegativeNumber = 0.1
-    betas: Betas = (0.9, 0.95)
-    eps: PositiveNumber = 1e-8
-    grad_clip: NotNegativeNumber = 1.0
-    grad_accumulation: Positive = 1
-    optimizer_in_backward: bool = False
-    carry_state: Literal["none", "previous", "other", "noise"] = "none"
-    precision: Precision = "auto"
-    device: str = "auto"
-    deterministic: bool | None = None
-    threads: Positive | None = None
-    eval_every: NotNegative = 50
-    save_every: NotNegative = 50
-    save_async: bool = False
-    keep_checkpoints: Positive = 2
-    log_every: Positive = 1
-    sample_tokens: NotNegative = 400
-    sample_prompt: str = "def "
-    sample_temperature: PositiveNumber = 0.8
-    report_to: Annotated[str, Must("none, or tensorboard, wandb, trackio", are_trackers)] = "none"
-    profile: NotNegative = 0
+    steps: Positive = option(200, "optimizer steps of the whole run.")
+    seed: NotNegative = option(
+        0, "seed of the initial weights, of the order of the data, and of the samples."
+    )
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = option(
+        "adamw",
+        '"adamw"; "adamw8bit", whose moments take 2 bytes per weight instead of 8 (torchao); or "muon" '
+        "for the projections' matrices with AdamW for the rest.",
+    )
+    lr: PositiveNumber = option(
+        6e-3,
+        "highest learning rate, reached after the warm-up; default 2e-5 with model.from_pretrained, 2e-4 "
+        "with model.lora.",
+    )
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
+        "cosine",
+        'learning rate after the warm-up: "cosine" and "linear" fall to min_lr; "constant" stays; "wsd" '
+        "(warm-up, stable, decay) stays, and falls to min_lr in the last decay_steps.",
+    )
+    min_lr: NotNegativeNumber | None = option(None, "learning rate at the last step; null is a tenth of lr.")
+    warmup_steps: NotNegative | None = option(
+        None, "steps of the linear warm-up; null is 10, or half of a shorter run."
+    )
+    decay_steps: Positive | None = option(None, 'steps of the decay of "wsd"; null is a fifth of the run.')
+    weight_decay: NotNegativeNumber = option(
+        0.1,
+        "AdamW's weight decay, on projection matrices only, never on norms, biases and embeddings; "
+        "default 0 with model.from_pretrained.",
+    )
+    betas: Betas = option((0.9, 0.95), "AdamW's betas, the decay rates of its two moments.")
+    eps: PositiveNumber = option(1e-8, "AdamW's epsilon.")
+    grad_clip: NotNegativeNumber = option(1.0, "clip the gradient to this L2 norm; 0 for no clipping.")
+    grad_accumulation: Positive = option(1, "batches whose gradients are summed for one optimizer step.")
+    optimizer_in_backward: bool = option(
+        False,
+        'step each parameter as soon as its gradient is complete, inside the backward: with "backprop" '
+        'and "mini-sequence" all gradients never exist at once; methods by chunks complete them at their '
+        "end, and save nothing. Needs grad_clip 0 and no grad_accumulation.",
+    )
+    carry_state: Literal["none", "previous", "other", "noise"] = option(
+        "none",
+        'recurrent states at the start of a batch: "none", zero; "previous", the last states of the batch '
+        'before, whose text each row continues; "other", the last states of another sequence; "noise", '
+        "random numbers with the mean and deviation of final states. No gradient flows into them. May "
+        'help a model generalize beyond data.seqlen (Buitrago & Gu 2025, "Understanding and improving '
+        'length generalization in recurrent models"); docs/convergence.md measures "previous".',
+    )
+    precision: Precision = option(
+        "auto", '"auto" is bfloat16 autocast on CUDA devices with native bfloat16, float32 elsewhere.'
+    )
+    device: str = option("auto", '"auto" (CUDA if there is a GPU, else the CPU), cpu, cuda, cuda:1, …')
+    deterministic: bool | None = option(
+        None, "use deterministic algorithms only; null is true on the CPU and false elsewhere."
+    )
+    threads: Positive | None = option(None, "CPU threads; null leaves PyTorch's own choice.")
+    eval_every: NotNegative = option(50, "steps between evaluations on held-out text; 0: at the end only.")
+    save_every: NotNegative = option(50, "steps between checkpoints; 0: at the end only.")
+    save_async: bool = option(
+        False,
+        "write each checkpoint in a thread while the next steps run. Takes CPU memory for a copy of model "
+        "and optimizer. The run waits for the thread before the next checkpoint and at the end.",
+    )
+    keep_checkpoints: Positive = option(
+        2,
+        "how many of the newest checkpoints to keep. The checkpoint with the lowest held-out loss is kept "
+        "too, if there was an evaluation at its step.",
+    )
+    log_every: Positive = option(1, "steps between log lines, if there is no terminal for a progress bar.")
+    sample_tokens: NotNegative = option(400, "tokens to generate at the end; 0 for no sample.")
+    sample_prompt: str = option("def ", "text that the sample continues.")
+    sample_temperature: PositiveNumber = option(0.8, "temperature of the sample; lower is more conservative.")
+    report_to: Annotated[str, Must("none, or tensorboard, wandb, trackio", are_trackers)] = option(
+        "none",
+        'trackers that get the metrics, besides metrics.jsonl: "none", or tensorboard (event files in the '
+        "run's folder), wandb, trackio, separated by commas.",
+    )
+    profile: NotNegative = option(
+        0,
+        "how many steps, from the second one on, torch.profiler records into trace.json in the run's "
+        "folder, for chrome://tracing or Perfetto; 0 for none.",
+    )
 
     def __post_init__(self) -> None:
         check_fields("training", self)
@@ -171,59 +181,68 @@ class TrainingConfig:
         return self.lr / 10 if self.min_lr is None else self.min_lr
 
 
+@documented
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run is written and whether it continues an earlier one.
+    """Where a run is written and whether it continues an earlier one."""
 
-    Args:
-        dir: folder of the run; null is runs/NAME, or runs/NAME-2, … if that exists.
-        name: NAME above; null is the name of the configuration file.
-        resume: "never" starts from scratch; "auto" continues from the newest good checkpoint of the run, if
-            there is one; or the path of a checkpoint. ``--resume`` is short for it.
-    """
-
-    dir: str | None = None
-    name: FolderName | None = None
-    resume: Text = "never"
+    dir: str | None = option(None, "folder of the run; null is runs/NAME, or runs/NAME-2, … if that exists.")
+    name: FolderName | None = option(None, "NAME above; null is the name of the configuration file.")
+    resume: Text = option(
+        "never",
+        '"never" starts from scratch; "auto" continues from the newest good checkpoint of the run, if '
+        "there is one; or the path of a checkpoint. ``--resume`` is short for it.",
+    )
 
     def __post_init__(self) -> None:
         check_fields("run", self)
 
 
+@documented
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Training over several processes, each of which owns some of the layers.
+    """Training over several processes, each of which owns some of the layers."""
 
-    Args:
-        shards: processes among which the layers are divided; 0 trains in this process, without Ray; "auto":
-            as many as fit in the cluster of RAY_ADDRESS (inside a job), or else on this machine.
-        replicas: copies of the whole pipeline, each with its rows of every batch; a replica needs a row.
-            Gradients are summed over them; losses and weights are those of one replica, to rounding.
-        sequence: workers that share every sequence: chunks go to them in turn, and each has the whole model
-            (of its shard).
-        helpers: extra processes per replica that take tasks from the shards, for the method layer-local.
-        cpus: CPUs that each process asks for, and its threads; null asks for one, and processes on a node
-            share its cores. training.threads overrides the threads.
-        transport: how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere.
-        max_failures: how many times lost shards are started again, from the last checkpoint, before the run
-            stops; preempted machines do not count.
-        start_timeout: seconds to wait for free resources for the shards.
-        hang_timeout: seconds without a heartbeat after which a shard counts as lost.
-        progress_timeout: seconds in which no shard finishes an action, though all are alive, after which
-            those that are not waiting (or all) count as lost. Must be longer than any tile or sum of
-            gradients takes.
-    """
-
-    shards: NotNegative | Literal["auto"] = 0
-    replicas: Positive = 1
-    sequence: Positive = 1
-    helpers: NotNegative = 0
-    cpus: Positive | None = None
-    transport: Literal["auto", "gloo", "nccl"] = "auto"
-    max_failures: NotNegative = 3
-    start_timeout: PositiveNumber = 300.0
-    hang_timeout: PositiveNumber = 60.0
-    progress_timeout: PositiveNumber = 1800.0
+    shards: NotNegative | Literal["auto"] = option(
+        0,
+        'processes among which the layers are divided; 0 trains in this process, without Ray; "auto": as '
+        "many as fit in the cluster of RAY_ADDRESS (inside a job), or else on this machine.",
+    )
+    replicas: Positive = option(
+        1,
+        "copies of the whole pipeline, each with its rows of every batch; a replica needs a row. "
+        "Gradients are summed over them; losses and weights are those of one replica, to rounding.",
+    )
+    sequence: Positive = option(
+        1,
+        "workers that share every sequence: chunks go to them in turn, and each has the whole model (of "
+        "its shard).",
+    )
+    helpers: NotNegative = option(
+        0, "extra processes per replica that take tasks from the shards, for the method layer-local."
+    )
+    cpus: Positive | None = option(
+        None,
+        "CPUs that each process asks for, and its threads; null asks for one, and processes on a node "
+        "share its cores. training.threads overrides the threads.",
+    )
+    transport: Literal["auto", "gloo", "nccl"] = option(
+        "auto", 'how tensors travel between shards; "auto" is nccl between whole GPUs, gloo elsewhere.'
+    )
+    max_failures: NotNegative = option(
+        3,
+        "how many times lost shards are started again, from the last checkpoint, before the run stops; "
+        "preempted machines do not count.",
+    )
+    start_timeout: PositiveNumber = option(300.0, "seconds to wait for free resources for the shards.")
+    hang_timeout: PositiveNumber = option(
+        60.0, "seconds without a heartbeat after which a shard counts as lost."
+    )
+    progress_timeout: PositiveNumber = option(
+        1800.0,
+        "seconds in which no shard finishes an action, though all are alive, after which those that are "
+        "not waiting (or all) count as lost. Must be longer than any tile or sum of gradients takes.",
+    )
 
     def __post_init__(self) -> None:
         check_fields("cluster", self)
@@ -241,38 +260,39 @@ class ClusterConfig:
         return Layout(shards, self.sequence, self.replicas, self.helpers)
 
 
+@documented
 @dataclass(frozen=True)
 class LoraConfig:
-    """Adapters of low rank, by PEFT: they are trained, the model's own weights are not (Hu et al. 2021).
+    """Adapters of low rank, by PEFT: they are trained, the model's own weights are not (Hu et al. 2021)."""
 
-    Args:
-        rank: rank of each adapter; any model.lora key switches adapters on.
-        alpha: an adapter's output is multiplied by alpha / rank; null is twice the rank.
-        dropout: dropout of an adapter's input.
-        target_modules: modules that get an adapter, as in PEFT: names, a pattern or "all-linear". null is
-            every linear layer except the head, the MLPs of models with experts, and dt_proj and out_proj,
-            whose weights are read past an adapter.
-    """
-
-    rank: Positive = 8
-    alpha: PositiveNumber | None = None
-    dropout: Annotated[float, Must("a number in [0, 1)", lambda x: 0 <= x < 1)] = 0.0
-    target_modules: str | list[str] | None = None
+    rank: Positive = option(8, "rank of each adapter; any model.lora key switches adapters on.")
+    alpha: PositiveNumber | None = option(
+        None, "an adapter's output is multiplied by alpha / rank; null is twice the rank."
+    )
+    dropout: Annotated[float, Must("a number in [0, 1)", lambda x: 0 <= x < 1)] = option(
+        0.0, "dropout of an adapter's input."
+    )
+    target_modules: str | list[str] | None = option(
+        None,
+        'modules that get an adapter, as in PEFT: names, a pattern or "all-linear". null is every linear '
+        "layer except the head, the MLPs of models with experts, and dt_proj and out_proj, whose weights "
+        "are read past an adapter.",
+    )
 
     def __post_init__(self) -> None:
         check_fields("model.lora", self)
 
 
+@documented
 @dataclass(frozen=True)
 class ModelConfig(StackConfig):
-    """The model that is trained.
+    """The model that is trained."""
 
-    Args:
-        from_pretrained: folder, or name on the Hugging Face hub, of a causal LM to fine-tune; its own sizes
-            count, and the method must be exact, truncated or backprop.
-    """
-
-    from_pretrained: str | None = None
+    from_pretrained: str | None = option(
+        None,
+        "folder, or name on the Hugging Face hub, of a causal LM to fine-tune; its own sizes count, and "
+        "the method must be exact, truncated or backprop.",
+    )
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
@@ -364,7 +384,7 @@ def known_keys() -> dict[str, Key]:
     """The keys by their dotted names."""
     keys: dict[str, Key] = {}
     for section, value in vars(Config()).items():
-        found = _method_keys() if section == "method" else _documented(type(value), value)
+        found = _method_keys() if section == "method" else _keys_of(type(value), value)
         keys |= {f"{section}.{name}": key for name, key in found.items()}
     return keys
 
@@ -374,7 +394,7 @@ def _method_keys() -> dict[str, Key]:
     keys = {"name": Key(Literal[tuple(METHODS)], Config().method.name, "how the gradient is computed")}
     takers: dict[str, list[str]] = {}
     for method, cls in METHODS.items():
-        for name, key in _documented(cls, None).items():
+        for name, key in _keys_of(cls, None).items():
             first = keys.get(name, key)
             takers.setdefault(name, []).append(method)
             keys[name] = Key(first.hint | key.hint | None, None, first.help or key.help)
@@ -384,20 +404,15 @@ def _method_keys() -> dict[str, Key]:
     return keys
 
 
-def _documented(cls: type, defaults: object) -> dict[str, Key]:
-    """The fields of a dataclass, with the text that its docstring, or a parent's, has below "Args:"."""
-    texts: dict[str, str] = {}
-    for parent in reversed(cls.__mro__):
-        arguments = inspect.cleandoc(parent.__doc__ or "").partition("Args:\n")[2]
-        for names, text in re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {5}.*)*)", arguments, re.MULTILINE):
-            texts |= dict.fromkeys(names.split(", "), " ".join(text.split()))  # several keys may share a text
-    keys: dict[str, Key] = {}
+def _keys_of(cls: type, defaults: object) -> dict[str, Key]:
+    """The fields of a dataclass, and of those that are its fields."""
+    keys, helps = dict[str, Key](), helps_of(cls)
     for name, hint in hints_of(cls).items():
         inner = next((t for t in get_args(hint) if isinstance(t, type) and dataclasses.is_dataclass(t)), None)
         if inner is None:
-            keys[name] = Key(hint, getattr(defaults, name, None), texts.get(name, ""))
+            keys[name] = Key(hint, getattr(defaults, name, None), helps.get(name, ""))
         else:
-            keys |= {f"{name}.{key}": value for key, value in _documented(inner, inner()).items()}
+            keys |= {f"{name}.{key}": value for key, value in _keys_of(inner, inner()).items()}
     return keys
 
 
