@@ -143,7 +143,7 @@ FIGURES = [
     Figure("docs/convergence.md", TrainedWindows(), "",
            "--layers 1 --windows 1 16 --seqlen 512 --steps 2 --batches 1"),
     Figure("docs/convergence.md", Recall(), "", "--mixers mamba gated_deltanet --steps 20"),
-    Figure("docs/cluster.md", Shards(), "",
+    Figure("docs/plan.md", Shards(), "",
            "--shards 1 2 --repeats 1 --d-model 64 --layers 4 --seqlen 1K", PROGRAMS),
     Figure("docs/cluster.md, docs/paper.md", Scaling(), "", "", PROGRAMS),
     Figure("docs/which_layout.md", Sequence(), "", "--lengths 4K --workers 1 2 --repeats 1",

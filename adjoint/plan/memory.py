@@ -30,7 +30,7 @@ from adjoint.train.layout import Layout
 from adjoint.train.optimizer import moment_bytes
 
 # Beside what tensors hold: bytes that libraries take, and what the allocator leaves unused, as a share. Those
-# of a CPU are counted above what a process takes for a model of almost no size (docs/cluster.md; a test
+# of a CPU are counted above what a process takes for a model of almost no size (docs/plan.md; a test
 # measures it). Those of a GPU are assumptions: what its context and cuBLAS's workspaces commonly take, and a
 # margin for fragments.
 RESERVED = {"cpu": RESERVED_CPU, "cuda": (0.75e9, 0.05)}

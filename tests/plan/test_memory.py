@@ -210,7 +210,7 @@ def test_auto_is_most_of_what_weights_leave_on_a_gpu() -> None:
 
 
 def test_a_process_takes_some_hundred_megabytes_for_a_model_of_no_size(tmp_path: Path) -> None:
-    """As docs/cluster.md says; less or much more would be counted twice, or a leak."""
+    """As docs/plan.md says; less or much more would be counted twice, or a leak."""
     argv = [sys.executable, "-m", "adjoint", *tiny(tmp_path)]
     subprocess.run(argv, check=True, capture_output=True, timeout=600)
     peaks = [row["peak_memory_bytes"] / 1e6 for row in metrics(tmp_path / "run")]
