@@ -123,7 +123,7 @@ def read_trainer(path: Path) -> dict[str, Any]:
     return json.loads((path / "trainer.json").read_text(encoding="utf-8"))
 
 
-class Tensors:
+class StoredTensors:
     """The tensors of a checkpoint's files, or those of a folder of transformers, read one at a time by name;
     `stem` is "model", "optimizer" or "state"."""
 

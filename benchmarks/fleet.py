@@ -19,7 +19,7 @@ from typing import Any
 from adjoint.errors import UserError
 from adjoint.plan.estimate import LATENCY
 from adjoint.plan.layouts import rank
-from adjoint.tools.plan.command import SUSTAINED, read_arguments, task_of
+from adjoint.tools.plan.command import SUSTAINED, read_arguments, request_of
 from adjoint.tools.points import show
 from adjoint.tools.points.process import Point
 from adjoint.train.gpus import GPUS
@@ -68,9 +68,9 @@ def measure(point: Point) -> Point:
              "--seqlen", str(point["tokens"]), "--data.batch", "1",
              "--bandwidth", f"{BANDWIDTHS[gpu] / 1e9}GB"]  # fmt: skip
     try:
-        task = task_of(*read_arguments(words))
-        model = _models.setdefault(point["model"], task.setup.model)
-        best = rank(dataclasses.replace(task, setup=dataclasses.replace(task.setup, model=model)))[0]
+        request = request_of(*read_arguments(words))
+        model = _models.setdefault(point["model"], request.setup.model)
+        best = rank(dataclasses.replace(request, setup=dataclasses.replace(request.setup, model=model)))[0]
     except UserError as error:
         return {"why": str(error)}
     if not best.fits or best.estimate is None:

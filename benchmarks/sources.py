@@ -27,7 +27,7 @@ from adjoint.plan.count import Conditions, counting, fake_tensors
 from adjoint.plan.layouts import candidates
 from adjoint.plan.memory import needs
 from adjoint.plan.stack import model_of
-from adjoint.tools.plan.command import read_arguments, task_of
+from adjoint.tools.plan.command import read_arguments, request_of
 from adjoint.tools.points import show
 from adjoint.tools.points.process import Point
 from adjoint.train.config import load_config
@@ -58,9 +58,9 @@ DEVICES = (1, 40)  # five instances of eight
 P, N, SAMPLES = 128, 225, 8  # table 1's widths in the paper's example (section 4.5)
 
 
-def _task(model: str, method: str, seqlen: int, gpus: int = 1) -> Any:
+def _request(model: str, method: str, seqlen: int, gpus: int = 1) -> Any:
     words = f"--config configs/{model}.yaml --device {GPU} --data.batch {BATCH} {METHODS[method]}"
-    return task_of(*read_arguments(f"{words} --seqlen {seqlen} --devices {gpus}".split()))
+    return request_of(*read_arguments(f"{words} --seqlen {seqlen} --devices {gpus}".split()))
 
 
 def stored_by_the_paper(method: str) -> int:
@@ -80,7 +80,7 @@ def figure_1(model: str, method: str, lengths: Sequence[int]) -> Iterator[Row]:
             yield {"model": model, "method": method, "tokens": seqlen,
                    "bytes": seqlen * stored_by_the_paper(method)}  # fmt: skip
         return
-    task = _task(model, method, min(lengths))
+    task = _request(model, method, min(lengths))
     for seqlen in lengths:
         fit = task.fit(Layout()).of(seqlen=seqlen)
         (need,) = needs(fit.setup, fit.fastest())
@@ -95,7 +95,7 @@ def longest(method: str, gpus: int) -> Iterator[Row]:
         tokens = GPUS[GPU].memory * gpus // stored_by_the_paper(method)
         yield {"method": method, "gpus": gpus, "tokens": tokens, "shards": gpus, "sequence": 1}
         return
-    task, found = _task(MODELS[-1], method, 1 << 20, gpus), []
+    task, found = _request(MODELS[-1], method, 1 << 20, gpus), []
     for layout in candidates(gpus):
         with contextlib.suppress(UserError):  # what the method cannot be spread over
             if layout.replicas == 1:

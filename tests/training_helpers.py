@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from adjoint.checkpoint import Tensors, list_checkpoints
+from adjoint.checkpoint import StoredTensors, list_checkpoints
 from adjoint.cli import main
 from tests.model_helpers import assert_same
 
@@ -123,6 +123,8 @@ def same_training(run: Path, expected: Path) -> None:
     for key in ("loss", "grad_norm", "eval_loss", "tokens"):
         theirs = [row[key] for row in others if key in row]
         assert [row[key] for row in rows if key in row] == pytest.approx(theirs, rel=1e-10), key
-    mine, whole = (Tensors(list_checkpoints(path / "checkpoints")[-1], "model") for path in (run, expected))
+    mine, whole = (
+        StoredTensors(list_checkpoints(path / "checkpoints")[-1], "model") for path in (run, expected)
+    )
     assert_same({name: mine[name] for name in whole.where}, {name: whole[name] for name in whole.where}, 1e-9)
     assert (run / "sample.txt").read_text() == (expected / "sample.txt").read_text()

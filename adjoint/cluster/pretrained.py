@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
 
-from adjoint.checkpoint import Tensors
+from adjoint.checkpoint import StoredTensors
 from adjoint.cluster.shard import Shard
 from adjoint.engine.chunk_size import memory_of
 from adjoint.engine.grid import Scheme
@@ -94,7 +94,7 @@ def described_by_files(directory: str, method: Any) -> Pretrained | None:
     Raises:
         UserError: the model cannot be cut, or the method is not for it.
     """
-    stored = Tensors(Path(directory), "model")
+    stored = StoredTensors(Path(directory), "model")
     config = configuration(directory)
     if not stored.where or getattr(config, "quantization_config", None) is not None:
         return None
@@ -112,7 +112,7 @@ def described_by_files(directory: str, method: Any) -> Pretrained | None:
         raise UserError(f"{KEY}: {directory}: {' '.join(str(error).split())}") from None
 
 
-def _has_all(stored: Tensors, model: Any, found: Pretrained) -> bool:
+def _has_all(stored: StoredTensors, model: Any, found: Pretrained) -> bool:
     """Whether files have a model's parameters as they are, under their own names."""
     if any(type(change) is not WeightRenaming for change in get_model_conversion_mapping(model)):
         return False
@@ -129,7 +129,7 @@ def _has_all(stored: Tensors, model: Any, found: Pretrained) -> bool:
     return True
 
 
-def _read(stored: Tensors, model: Any, found: Pretrained) -> Pretrained:
+def _read(stored: StoredTensors, model: Any, found: Pretrained) -> Pretrained:
     """Compares an empty model's spans with the whole, with as many of its layers as that takes."""
     layers = getattr(backbone_of(model), found.layers)
     kept: list[int] = []

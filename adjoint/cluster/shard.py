@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import Batch, labelled
-from adjoint.checkpoint import Tensors
+from adjoint.checkpoint import StoredTensors
 from adjoint.cluster.helpers import Helper, share
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.transport import DistributedTransport
@@ -420,7 +420,7 @@ class Shard:
             UserError: something of it is not there.
             FileNotFoundError: nothing is: this node does not see the folder.
         """
-        weights, state = Tensors(Path(path), "model"), Tensors(Path(path), "optimizer")
+        weights, state = StoredTensors(Path(path), "model"), StoredTensors(Path(path), "optimizer")
         if not weights.where:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         named = self.named_weights()
@@ -428,7 +428,7 @@ class Shard:
         for name, parameter in (named | copied).items():
             parameter.copy_(weights[name])
         load_optimizer(self.optimizer, {name: state.of(name) for name in named}, named)
-        self.carried.load(Tensors(Path(path), STEM), self.device)
+        self.carried.load(StoredTensors(Path(path), STEM), self.device)
 
     # --------------------------------------------------------------------------------------------- samples
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from adjoint.checkpoint import MANIFEST, Tensors, checkpoint_at, read_trainer
+from adjoint.checkpoint import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.errors import UserError
 from adjoint.formats import FORMATS
 from adjoint.formats.names import Weights, by_our_names, tied
@@ -60,7 +60,7 @@ def _check_layout(folder: Path, what: str, found: str | None, layout: str | None
 
 def from_checkpoint(checkpoint: Path) -> tuple[StackConfig, Weights]:
     """The configuration and the weights of a run's checkpoint, which the caller has verified."""
-    config, stored = checkpoint_config(checkpoint), Tensors(checkpoint, "model")
+    config, stored = checkpoint_config(checkpoint), StoredTensors(checkpoint, "model")
     return tied({name: stored[name].clone() for name in stored.where}, config)
 
 

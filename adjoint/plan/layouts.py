@@ -16,7 +16,7 @@ from adjoint.train.layout import Layout
 
 
 @dataclass(frozen=True)
-class Task:
+class Request:
     """What is to be laid out.
 
     Attributes:
@@ -101,7 +101,7 @@ def candidates(devices: int) -> Iterator[Layout]:
                 yield Layout(devices // (replicas * sequence), sequence, replicas)
 
 
-def rank(task: Task, progress: Callable[[int, int], None] = lambda done, of: None) -> list[Ranked]:
+def rank(request: Request, progress: Callable[[int, int], None] = lambda done, of: None) -> list[Ranked]:
     """The layouts that are possible, the fastest that fits first.
 
     What cannot fit or cannot be fastest is not simulated: weights alone may be too much, and a layout takes
@@ -115,19 +115,19 @@ def rank(task: Task, progress: Callable[[int, int], None] = lambda done, of: Non
     """
     fits: list[tuple[float, Fit]] = []
     refused: list[str] = []
-    for layout in candidates(task.devices):
+    for layout in candidates(request.devices):
         try:
-            fit = task.fit(layout)
+            fit = request.fit(layout)
         except UserError as error:
             refused.append(str(error))
             continue
-        fits.append((_least(task, fit), fit))
+        fits.append((_least(request, fit), fit))
     if not fits:
-        raise UserError(f"--devices {task.devices}: no layout works: {refused[0]}")
+        raise UserError(f"--devices {request.devices}: no layout works: {refused[0]}")
     found: list[Ranked] = []
     best = float("inf")
     for done, (least, fit) in enumerate(sorted(fits, key=lambda one: one[0])):
-        found.append(_ranked(task, fit, least, best))
+        found.append(_ranked(request, fit, least, best))
         if found[-1].fits:
             best = min(best, found[-1].seconds)
         progress(done + 1, len(fits))
@@ -135,9 +135,9 @@ def rank(task: Task, progress: Callable[[int, int], None] = lambda done, of: Non
     return [found[0], *(dataclasses.replace(one, why=one.why or _why(one, found[0])) for one in found[1:])]
 
 
-def _least(task: Task, fit: Fit) -> float:
+def _least(request: Request, fit: Fit) -> float:
     """Seconds that a step takes at least."""
-    setup, costs = fit.setup, task.costs(fit.setup)
+    setup, costs = fit.setup, request.costs(fit.setup)
     work = sum(costs.forward) + sum(costs.backward) + costs.head_backward
     for k, pair in enumerate(costs.pairs):  # of a token with half of those it may see, on average
         window = setup.model.layers[k].window or setup.seqlen
@@ -150,11 +150,11 @@ def _least(task: Task, fit: Fit) -> float:
     in_order = 0.0
     if not setup.shared:
         in_order = max(f + b for f, b in zip(costs.forward, carried, strict=True))
-    reduce = max(reduced_bytes(setup, fit.fastest())) / task.bytes_per_second
+    reduce = max(reduced_bytes(setup, fit.fastest())) / request.bytes_per_second
     return steps * max(work / workers, in_order) * setup.seqlen + reduce
 
 
-def _ranked(task: Task, fit: Fit, least: float, best: float) -> Ranked:
+def _ranked(request: Request, fit: Fit, least: float, best: float) -> Ranked:
     setup, spans = fit.setup, fit.fastest()
     fixed = [sum(weights(setup, span, False, False).values()) for span in spans]
     if fit.limits is not None and sum(fixed) > sum(fit.limits):
@@ -170,7 +170,7 @@ def _ranked(task: Task, fit: Fit, least: float, best: float) -> Ranked:
         fullest = max(pairs, key=lambda pair: pair[0] / pair[1])[0]
     if found is None:
         return Ranked(setup.layout, fullest, False, None, least, fit.shortage())
-    return Ranked(setup.layout, fullest, True, task.estimate(fit, found, tiles=COUNTED_TILES), least)
+    return Ranked(setup.layout, fullest, True, request.estimate(fit, found, tiles=COUNTED_TILES), least)
 
 
 def _why(one: Ranked, first: Ranked) -> str:

@@ -179,21 +179,21 @@ class Setup:
         on = Conditions(self.batch, self.scheme.chunk_size, 0, self.machine.precision, self.machine.kind)
         return self.model.task(k, on, tokens, min(window - 1, self.seqlen - tokens), window)
 
-    def stages(self, spans: Sequence[range]) -> tuple[Stage, ...]:
+    def stages(self, spans: Sequence[range]) -> tuple[StageBytes, ...]:
         """What the tiles of each stage take; a stage is a span of layers, or embedding, a layer or head."""
         layers, head = range(self.model.n_layer), self.piece(HEAD)
         if not self.model.stages_are_spans:
             counted = {k: self.piece(k) for k in layers}
             tasks = {k: 0 if self.window[0] is None else self.task(k) for k in layers}
-            middle = [Stage(counted[k], counted[k], self.state(k), tasks[k]) for k in layers]
+            middle = [StageBytes(counted[k], counted[k], self.state(k), tasks[k]) for k in layers]
             first = self.piece(EMBEDDING)
-            return Stage(first, first), *middle, Stage(Counted(), head)
+            return StageBytes(first, first), *middle, StageBytes(Counted(), head)
         y, stages = self.y(min(self.scheme.chunk_size, self.seqlen)), []
         for span in spans:
             pieces = [self.piece(EMBEDDING)] * (span.start == 0) + [self.piece(k) for k in span]
             ends = [head] * (span.stop == self.model.n_layer)
             both = composed(pieces, y), composed([*pieces, *ends], y)
-            stages.append(Stage(*both, sum(map(self.state, span))))
+            stages.append(StageBytes(*both, sum(map(self.state, span))))
         return tuple(stages)
 
     def pipeline(self, spans: Sequence[range], chunks: int) -> Pipeline:
@@ -235,7 +235,7 @@ class Pipeline(NamedTuple):
         return [*first, step_plan(self.scheme, self.grid, self.owners, self.helpers)]
 
 
-class Stage(NamedTuple):
+class StageBytes(NamedTuple):
     """What tiles of a stage take, in bytes.
 
     Attributes:
@@ -274,7 +274,7 @@ class Held(NamedTuple):
 
 
 @functools.lru_cache(256)
-def _held(pipeline: Pipeline, stages: tuple[Stage, ...], y: int, alone: bool) -> list[Held]:
+def _held(pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int, alone: bool) -> list[Held]:
     """What each worker's programs hold beside states, weights and sums.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adjoint.checkpoint import Tensors
+from adjoint.checkpoint import StoredTensors
 from adjoint.engine.tile import reset_rows
 from adjoint.layers import State
 from adjoint.layers.init import seed_of
@@ -43,7 +43,7 @@ class Carried:
         states = zip(self.span, self.states or [()] * len(self.span), strict=True)
         return {f"layers.{k}|{i}": s for k, state in states for i, s in enumerate(state)}
 
-    def load(self, stored: Tensors, device: torch.device) -> None:
+    def load(self, stored: StoredTensors, device: torch.device) -> None:
         """The reverse, from a checkpoint's files of `STEM`; what it has not stays None."""
         if self.how != "none" and stored.where:
             found = [sorted(stored.of(f"layers.{k}").items()) for k in self.span]

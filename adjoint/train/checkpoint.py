@@ -20,7 +20,7 @@ from torch import nn
 from adjoint.checkpoint import (
     FORMAT,
     MANIFEST,
-    Tensors,
+    StoredTensors,
     list_checkpoints,
     read_trainer,
     sha256,
@@ -147,7 +147,7 @@ def load_checkpoint(
         check_config(path, config)
     _load_weights(path, model)
     if optimizer is not None:
-        stored = Tensors(path, "optimizer")
+        stored = StoredTensors(path, "optimizer")
         names = [name for name, _ in model.named_parameters()]
         unknown = {name.rpartition("|")[0] for name in stored.where} - set(names)
         if unknown:
@@ -229,7 +229,7 @@ def _flushed(file: Path) -> dict[str, Any]:
 
 def _load_weights(path: Path, model: nn.Module) -> None:
     """Fill a model. Of a tensor with several names, as a tied table has, the checkpoint needs only one."""
-    stored, own = Tensors(path, "model"), model.state_dict(keep_vars=True)
+    stored, own = StoredTensors(path, "model"), model.state_dict(keep_vars=True)
     given = {id(own[name]) for name in own if name in stored.where}
     missing = {n for n, t in own.items() if id(t) not in given and not _is_the_folders(model, t)}
     differing = sorted(missing | (stored.where.keys() - own.keys()))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from adjoint.batch import IGNORE_INDEX, labelled, shift_labels
-from adjoint.checkpoint import Tensors, list_checkpoints, step_of
+from adjoint.checkpoint import StoredTensors, list_checkpoints, step_of
 from adjoint.data.batches import Data, open_data
 from adjoint.data.tokenizer import check_bytes
 from adjoint.engine.chunk_size import default_chunk_size
@@ -281,7 +281,7 @@ class Trainer:
     def _load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a checkpoint that is known to be whole; its (trainer, rng) dictionaries."""
         here = self.config.to_dict()
-        self.carried.load(Tensors(checkpoint, STEM), self.device)
+        self.carried.load(StoredTensors(checkpoint, STEM), self.device)
         return load_checkpoint(checkpoint, self.model, self.optimizer, here, verify=False)
 
     def _continue(self, prompt: torch.Tensor) -> torch.Tensor:

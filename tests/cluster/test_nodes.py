@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from adjoint.checkpoint import Tensors
+from adjoint.checkpoint import StoredTensors
 from tests.cluster import faults
 from tests.cluster.faults import FLAGS, MOMENTS, assert_undisturbed, files, told
 from tests.training_helpers import tiny, train_tiny
@@ -154,7 +154,7 @@ def test_auto_goes_on_with_the_nodes_that_are_left(ask_for: Any, tmp_path: Path)
     said = on_nodes(tmp_path, {"nodes": [1, 1, 1]}, cluster__shards="auto", **flags)
     assert len(said) == 1
     assert "shard 2: node lost" in said[0]
-    mine, theirs = (Tensors(r / "run/checkpoints/step-00000006", "model") for r in (tmp_path, whole))
+    mine, theirs = (StoredTensors(r / "run/checkpoints/step-00000006", "model") for r in (tmp_path, whole))
     assert sorted(files(tmp_path / "run"))[0].endswith("of-00002.safetensors")
     assert mine.where.keys() == theirs.where.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine.where)

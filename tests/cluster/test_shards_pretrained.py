@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adjoint
-from adjoint.checkpoint import Tensors
+from adjoint.checkpoint import StoredTensors
 from adjoint.cluster.pretrained import described_by_files
 from adjoint.cluster.shard import Microbatch
 from adjoint.errors import UserError
@@ -103,13 +103,13 @@ def test_every_replica_and_batch_draws_masks_of_its_own(one_thread: None) -> Non
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of tensors that are read from files; a whole model may not be."""
     names: list[str] = []
-    get = Tensors.__getitem__
+    get = StoredTensors.__getitem__
 
-    def noting(stored: Tensors, name: str) -> torch.Tensor:
+    def noting(stored: StoredTensors, name: str) -> torch.Tensor:
         names.append(name)
         return get(stored, name)
 
-    monkeypatch.setattr(Tensors, "__getitem__", noting)
+    monkeypatch.setattr(StoredTensors, "__getitem__", noting)
     monkeypatch.setattr(hf_load, "load", lambda *_: pytest.fail("the whole model was loaded"))
     return names
 

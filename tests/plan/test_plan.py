@@ -18,7 +18,7 @@ from adjoint.errors import UserError
 from adjoint.memory import total_memory_bytes, usable_cores
 from adjoint.plan import estimate as plan_time
 from adjoint.plan.count import Conditions, counting, fake_tensors
-from adjoint.plan.layouts import Task, rank
+from adjoint.plan.layouts import Request, rank
 from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.simulate import Span, Timeline
 from adjoint.plan.stack import model_of
@@ -124,25 +124,25 @@ def test_measured_costs_are_those_of_each_kind() -> None:
 # ------------------------------------------------------------------------------------------- ranked layouts
 
 
-def task_of(config: StackConfig, batch: int, limit: float, bandwidth: float, devices: int = 8) -> Task:
+def request_of(config: StackConfig, batch: int, limit: float, bandwidth: float, devices: int = 8) -> Request:
     setup = Setup(model_of(config), Exact(64), batch, 64 * 64, machine=Machine(reserve=False))
     costs = lambda setup: plan_time.counted(setup, 1e9, "made up")  # noqa: E731
-    return Task(setup, devices, [limit] * devices, costs, bandwidth)
+    return Request(setup, devices, [limit] * devices, costs, bandwidth)
 
 
 def test_the_fastest_layout_that_fits_is_first() -> None:
     """Against every layout's own estimate."""
-    task = task_of(StackConfig(d_model=32, n_layer=4), 2, 1e9, 1e9)
+    request = request_of(StackConfig(d_model=32, n_layer=4), 2, 1e9, 1e9)
     told: list[tuple[int, int]] = []
-    found = rank(task, lambda done, of: told.append((done, of)))
+    found = rank(request, lambda done, of: told.append((done, of)))
     layouts = {(r.layout.shards, r.layout.sequence, r.layout.replicas) for r in found}
     assert layouts == {(4, 2, 1), (2, 4, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2), (1, 4, 2)}
     assert told == [(i + 1, 6) for i in range(6)]
     simulated = [one for one in found if one.estimate]
     for one in found:
-        fit = task.fit(one.layout)
+        fit = request.fit(one.layout)
         spans = fit.assign()
-        seconds = task.estimate(fit, spans).seconds
+        seconds = request.estimate(fit, spans).seconds
         assert one.least < seconds
         if one.estimate:
             assert one.seconds == pytest.approx(seconds, rel=0.05)
@@ -155,23 +155,23 @@ def test_the_fastest_layout_that_fits_is_first() -> None:
 
 def test_what_does_not_fit_comes_last_and_says_so() -> None:
     config = StackConfig(d_model=64, n_layer=4)
-    free = {one.layout: one for one in rank(task_of(config, 2, 1e12, 1e9))}
+    free = {one.layout: one for one in rank(request_of(config, 2, 1e12, 1e9))}
     memory = sorted(one.memory for one in free.values() if one.memory)
-    found = rank(task_of(config, 2, (memory[0] + memory[-1]) / 2, 1e9))
+    found = rank(request_of(config, 2, (memory[0] + memory[-1]) / 2, 1e9))
     fits = [one.fits is not False for one in found]
     assert fits == sorted(fits, reverse=True) and set(fits) == {True, False}
     assert all("needs" in one.why and "its device has" in one.why for one in found if one.fits is False)
-    nothing = rank(task_of(config, 2, 1e5, 1e9))
+    nothing = rank(request_of(config, 2, 1e5, 1e9))
     assert all(one.fits is False for one in nothing)
     assert all("weights and optimizer alone" in one.why for one in nothing[1:])
 
 
 def test_reasons_name_the_network_and_replicas_need_rows() -> None:
     config = StackConfig(vocab_size=4096, d_model=64, n_layer=8, tie_embeddings=False)
-    assert any("sum of gradients" in one.why for one in rank(task_of(config, 8, 1e12, 1e6)))
-    assert max(one.layout.replicas for one in rank(task_of(config, 2, 1e12, 1e9))) == 2
-    task = task_of(StackConfig(d_model=32, n_layer=4), 1, 1e12, 1e9, devices=5)
-    alone = dataclasses.replace(task, setup=dataclasses.replace(task.setup, method=Backprop()))
+    assert any("sum of gradients" in one.why for one in rank(request_of(config, 8, 1e12, 1e6)))
+    assert max(one.layout.replicas for one in rank(request_of(config, 2, 1e12, 1e9))) == 2
+    request = request_of(StackConfig(d_model=32, n_layer=4), 1, 1e12, 1e9, devices=5)
+    alone = dataclasses.replace(request, setup=dataclasses.replace(request.setup, method=Backprop()))
     with pytest.raises(UserError, match=r"--devices 5: no layout.*4 layers"):
         rank(alone)
 

@@ -20,7 +20,7 @@ from adjoint.engine.grid import Tile
 from adjoint.engine.program import Action, Plan, Recv, Run, Send
 from adjoint.engine.transport import GroupTransport
 from adjoint.plan.estimate import Costs, walk
-from adjoint.plan.layouts import Task, rank
+from adjoint.plan.layouts import Request, rank
 from adjoint.plan.memory import Machine, Setup, needs
 from adjoint.plan.rounds import Exchange, step_bytes
 from adjoint.plan.simulate import simulate
@@ -216,7 +216,7 @@ def test_keys_and_values_are_shared_out() -> None:
 def test_hybrids_are_laid_out_over_a_sequence() -> None:
     setup = setup_of(MIXED, 1, 64)
     costs = Costs((1e-3,) * 4, (2e-3,) * 4, 0.0, 0.0, "made up", (0.0, 0.0, 0.0, 1e-6), (1e-5,) * 4)
-    best, *others = rank(Task(setup, 8, None, lambda setup: costs, 1e9))
+    best, *others = rank(Request(setup, 8, None, lambda setup: costs, 1e9))
     assert best.layout == Layout(1, 8) and best.estimate is not None and best.estimate.idle_share < 0.3
     assert {(one.layout.shards, one.layout.sequence) for one in others} == {(2, 4), (4, 2)}
     assert all(one.seconds > best.seconds and one.why for one in others)

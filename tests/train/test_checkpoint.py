@@ -13,7 +13,7 @@ from torch import nn
 import adjoint.train.checkpoint as checkpoint_module
 from adjoint.checkpoint import (
     DamagedCheckpoint,
-    Tensors,
+    StoredTensors,
     list_checkpoints,
     newest_checkpoint,
     verify_checkpoint,
@@ -71,7 +71,9 @@ def test_everything_comes_back_bit_by_bit(tmp_path: Path) -> None:
     assert trainer["data"] == {"epoch": 1}
     assert torch.equal(rng["torch"], generator_state(5))
     assert other.head.weight is other.embedding.weight
-    assert len({"head.weight", "embedding.weight"} & Tensors(path, "model").where.keys()) == 1  # stored once
+    assert (
+        len({"head.weight", "embedding.weight"} & StoredTensors(path, "model").where.keys()) == 1
+    )  # stored once
     mine, theirs = dict(model.named_parameters()), dict(other.named_parameters())
     for name, parameter in mine.items():
         assert torch.equal(parameter, theirs[name])

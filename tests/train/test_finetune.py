@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from adjoint.batch import labelled
-from adjoint.checkpoint import Tensors, list_checkpoints
+from adjoint.checkpoint import StoredTensors, list_checkpoints
 from adjoint.cli import main
 from adjoint.data.batches import DataConfig, open_data
 from adjoint.data.chat import _template
@@ -146,7 +146,7 @@ def test_adapters_train_resume_bitwise_and_are_merged(base: Path, tmp_path: Path
     assert train_tiny(tmp_path, **flags, run__dir=tmp_path / "again", run__resume=first) == 0
     for file in last.glob("*.safetensors"):
         assert (tmp_path / "again" / "checkpoints" / last.name / file.name).read_bytes() == file.read_bytes()
-    stored = Tensors(last, "model")
+    stored = StoredTensors(last, "model")
     assert {name.rpartition(".lora_")[2] for name in stored.where} == {"A.default.weight", "B.default.weight"}
     assert all(stored[name].norm() > 0 for name in stored.where)
     rows = metrics(tmp_path / "run")

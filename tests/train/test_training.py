@@ -22,7 +22,7 @@ import torch
 import yaml
 
 from adjoint import Exact, Stack, StackConfig
-from adjoint.checkpoint import Tensors, list_checkpoints, step_of
+from adjoint.checkpoint import StoredTensors, list_checkpoints, step_of
 from adjoint.cli import main
 from adjoint.cluster import training as sharded
 from adjoint.errors import UserError
@@ -429,7 +429,7 @@ def test_muon_has_the_matrices_and_resumes_bitwise(tmp_path: Path) -> None:
     assert weights(tmp_path / "again", 8) == weights(tmp_path / "run", 8)
     rows = metrics(tmp_path / "run")
     assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
-    kept = set(Tensors(first, "optimizer").where)
+    kept = set(StoredTensors(first, "optimizer").where)
     assert "layers.0.mixer.in_proj.weight|momentum_buffer" in kept
     assert {"embedding.weight|exp_avg", "layers.0.mixer.A_log|exp_avg"} <= kept
     assert "layers.0.mixer.in_proj.weight|exp_avg" not in kept
@@ -494,7 +494,7 @@ def test_moments_in_8_bits_resume_bitwise_over_shards_too(tmp_path: Path, one_th
         assert len(list(last.glob("*.safetensors"))) == (4 if more else 2)
         for file in last.glob("*.safetensors"):
             assert (again / file.name).read_bytes() == file.read_bytes()
-    stored = Tensors(last, "optimizer")
+    stored = StoredTensors(last, "optimizer")
     assert stored["layers.0.mixer.in_proj.weight|exp_avg_sq.codes"].dtype == torch.uint8
     assert stored["layers.0.mixer.A_log|exp_avg"].dtype == torch.float32  # too small
     kept = sum(stored[n].nbytes for n in stored.where if "|exp_avg" in n and not n.endswith(".qmap"))

@@ -18,7 +18,7 @@ from adjoint.layers import StackConfig
 from adjoint.memory import size_bytes, total_memory_bytes, usable_cores
 from adjoint.methods import Exact
 from adjoint.plan import estimate as plan_time
-from adjoint.plan.layouts import Ranked, Task, rank
+from adjoint.plan.layouts import Ranked, Request, rank
 from adjoint.plan.memory import Machine, Setup
 from adjoint.plan.stack import model_of
 from adjoint.settings import Positive, PositiveNumber, SeqLen, read_value
@@ -43,17 +43,17 @@ def main(argv: list[str]) -> int:
         UserError: a bad argument, or a run that does not fit: the message says what would.
     """
     given, config = read_arguments(argv)
-    task, ranked = task_of(given, config), []
+    request, ranked = request_of(given, config), []
     layout = given.layout
     if layout is None:
-        ranked = _compared(task)
+        ranked = _compared(request)
         layout = ranked[0].layout
-    fit = task.fit(layout)
+    fit = request.fit(layout)
     spans = fit.assign()
-    estimate = task.estimate(fit, spans, tiles=ALL if given.timeline else plan_time.MOST_TILES)
+    estimate = request.estimate(fit, spans, tiles=ALL if given.timeline else plan_time.MOST_TILES)
     if ranked:
         ranked[0] = dataclasses.replace(ranked[0], estimate=estimate)
-    found = as_dict(fit, spans, estimate, task.costs(fit.setup).source, ranked)
+    found = as_dict(fit, spans, estimate, request.costs(fit.setup).source, ranked)
     if given.json:
         print(json.dumps(found, indent=1))
     else:
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _compared(task: Task) -> list[Ranked]:
+def _compared(request: Request) -> list[Ranked]:
     """The layouts, the best first, with a bar on a terminal.
 
     Raises:
@@ -80,14 +80,14 @@ def _compared(task: Task) -> list[Ranked]:
             bar.total = of
             bar.update(done - bar.n)
 
-        ranked = rank(task, show)
+        ranked = rank(request, show)
     if not ranked[0].fits:
         nearest = min(ranked, key=lambda one: one.memory or float("inf"))
-        task.fit(nearest.layout).assign()
+        request.fit(nearest.layout).assign()
     return ranked
 
 
-def task_of(given: argparse.Namespace, config: Config) -> Task:
+def request_of(given: argparse.Namespace, config: Config) -> Request:
     """What is planned, for whatever layout.
 
     Raises:
@@ -107,7 +107,7 @@ def task_of(given: argparse.Namespace, config: Config) -> Task:
     sizes = config.data.batch, config.data.seqlen
     setup = Setup(model_of(model), config.method, *sizes, Layout(), machine, config.training)
     costs = functools.partial(_measured if given.measure else _counted, given)
-    return Task(setup, given.devices, given.limits, costs, given.bandwidth)
+    return Request(setup, given.devices, given.limits, costs, given.bandwidth)
 
 
 def _counted(given: argparse.Namespace, setup: Setup) -> plan_time.Costs:
