@@ -142,7 +142,7 @@ def leaves(case: Case, rand: Callable[..., Tensor]) -> tuple[Tensors, dict[str, 
         elif name == "beta":
             t = t.sigmoid()
         elif name == "a":
-            t = t * 0.5 / max(1, t.shape[-1] ** 0.5 if t.dim() == 4 else 1)
+            t = t * 0.5 / max(1, size("n", case) ** 0.5 if t.dim() == 4 else 1)
         if name not in case.get("absent", ()):
             wide = name in case.get("wide", ())
             made[name] = t.to(torch.float32 if wide else getattr(torch, case.get("dtype", "float64")))
