@@ -167,10 +167,10 @@ def test_tasks_read_memory_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> Non
         here.tile = t
         windowed(worker, t)
 
-    def noting_layout(block: Any, given: tile.Windowed, gradients: Any) -> Any:
+    def noting_layout(block: Any, replaced: Any, given: tile.Windowed, gradients: Any) -> Any:
         read = (given.x, *given.state, given.dy, *block.parameters())
         seen[-1][here.tile] = [(tensor.stride(), tensor.data_ptr() % 64) for tensor in read]
-        return vjp(block, given, gradients)
+        return vjp(block, replaced, given, gradients)
 
     monkeypatch.setattr(Worker, "windowed", noting_tile)
     monkeypatch.setattr(tile, "windowed_vjp", noting_layout)
