@@ -245,9 +245,8 @@ class Call:
         end to end, as documents. Of a backbone's call the targets are the ids.
 
         Raises:
-            ValueError: an input is not known, or what it says cannot be.
+            ValueError: what an input says cannot be.
         """
-        self.refuse_unknown()
         tensors = {"ids": self.tokens, "targets": self.targets if self.has_labels else self.ids}
         for name in TOKEN_WISE:
             if self.has(name):

@@ -490,8 +490,9 @@ def compared(call: Call) -> Findings:
     call, and what the call says of padding at the left and of packed documents has been tried.
 
     Raises:
-        Refused: the model is known not to go by chunks, or has been found not to.
+        Refused: an input is not known, or the model is known not to go by chunks, or has been found not to.
     """
+    call.refuse_unknown()
     model, kind = call.model, call.kind
     reshard(model)
     if kind.routed:
