@@ -90,8 +90,38 @@ def positions() -> str:
     return report.markdown_table(("positions", "in windows of", "`none`", "`previous`"), lines, left=(0,))
 
 
+SETS = ("AVX2", "avx2/"), ("AVX-512", "")  # what tables call them, and the folders of their results
+
+
+def kernels_by_vectors() -> str:
+    """Each kernel's ms and percent of the roof, forward and with its backward, by instruction set."""
+    ways = [(said, folder, way) for said, folder in SETS for way in ("forward", "both")]
+    lines = []
+    for op in dict.fromkeys(found["op"] for found in rows("avx2/kernels")):
+        cells = []
+        for _, folder, way in ways:
+            found = row(f"{folder}kernels", op=op, contender="adjoint", **{"pass": way})
+            cells.append(f"{found['ms']:.1f} ms · {found['roof_share']:.0%}")
+        lines.append([f"`{op}`", *cells])
+    heads = [f"{said}, {'with backward' if way == 'both' else way}" for said, _, way in ways]
+    return report.markdown_table(["", *heads], lines)
+
+
+def models_by_vectors() -> str:
+    """Milliseconds a token at 16,384 tokens, by instruction set."""
+    ways = [(said, folder, way) for said, folder in SETS for way in ("transformers", "wrapped")]
+    lines = []
+    for model in dict.fromkeys(found["model"] for found in rows("avx2/wrapped")):
+        asked = {"model": model, "length": 16384}
+        found = [row(f"{folder}wrapped", way=way, **asked)["ms_per_token"] for _, folder, way in ways]
+        lines.append([model, *(f"{ms:.2f} ms" for ms in found)])
+    return report.markdown_table(["", *(f"{said}, {way}" for said, _, way in ways)], lines)
+
+
 # Tables of several results or of the planner, which no benchmark writes: document, mark, what makes it.
 TABLES: list[tuple[str, str, Callable[[], str]]] = [
+    ("docs/results.md", "kernels by vectors", kernels_by_vectors),
+    ("docs/results.md", "models by vectors", models_by_vectors),
     ("docs/convergence.md", "positions", positions),
     ("docs/method.md", "recompute", recomputed),
 ]

@@ -152,6 +152,7 @@ class _Clocked:
         return time.perf_counter() - began
 
 
+@pytest.mark.slow  # it goes by the clock, which a busy machine bends
 @pytest.mark.parametrize("layers, faster", [("mmma", "affine"), ("mmmm", "wave")])
 def test_which_exchange_is_faster(layers: str, faster: str) -> None:
     """By the clock and by the plan: a wave is the faster one where ranks never meet, affine exchange where
