@@ -57,15 +57,15 @@ class Traced(NamedTuple):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Which of a run's batches one is, and what was decided about it for all workers.
+    """One of the batches whose gradients a step adds up, and what was decided about it for all workers.
 
     Attributes:
-        batches: of how many batches it is one, or of how many as heavy as it; the loss and the gradients are
-            divided by it.
-        final: whether it is the last one before the optimizer's step: then gradients are summed over all that
-            have these layers.
-        number: of it since the run began: what is drawn on it, such as dropout's masks, is a worker's own and
-            of this batch, whatever has been drawn before.
+        batches: what its loss and gradients are divided by: the number of batches in the step, or more or
+            less where batches count by their tokens.
+        final: whether it is the last one before the optimizer's step; gradients are then summed over all
+            workers that have these layers.
+        number: its number since the run began. Random numbers, such as dropout's masks, are seeded by it and
+            by the worker, so that they do not depend on what was drawn before.
         passing: for a method that cuts at random: `Grid.passing`.
         start: where states are carried, `Carried.start`'s arguments. ended: (batch,) bool, `end`'s.
     """

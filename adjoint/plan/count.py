@@ -59,14 +59,15 @@ class Conditions(NamedTuple):
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes that a stage takes on one chunk; what it is given is left out, outputs and new state are not.
+    """Bytes that a stage allocates on one chunk: outputs and the new state count, its inputs do not.
 
     Attributes:
-        forward: the peak of a forward pass without gradients.
-        linearized: the peak of one that a backward pass follows. saved: what stays of it.
-        pulled: the peak from before that forward pass to the end of the backward pass.
-        held: what the new state, perhaps views of something larger, holds on to after a forward pass without
-            gradients. pinned: what the old state's cotangents take after a backward pass.
+        forward: peak of a forward pass without gradients.
+        linearized: peak of a forward pass that builds a tape. saved: the tape.
+        pulled: peak of that forward pass and its backward together.
+        held: what the new state keeps alive after a forward pass without gradients; more than its own size
+            where it is a view of something larger. pinned: the same of the old state's cotangents, after a
+            backward pass.
     """
 
     forward: int = 0

@@ -55,7 +55,7 @@ class Costs:
     serial: tuple[float, ...] = ()
 
     def slower_by(self, factor: float) -> Costs:
-        """Of a device that takes so many times as long."""
+        """The costs on a device that takes `factor` times as long for everything."""
         given = self.forward, self.backward, self.pairs, self.serial
         forward, backward, pairs, serial = (tuple(factor * t for t in times) for times in given)
         head = factor * self.head, factor * self.head_backward
@@ -218,7 +218,8 @@ def estimate(
     found = [_batch(setup, n, spans, costs, bytes_per_second, speed) for n in counts]
 
     def at(value: Callable[[Timeline, Counter[tuple[int, int]]], float]) -> float:
-        """What grows with the sequence as a polynomial does, at its full length (Lagrange's form)."""
+        """`value` of a timeline at the full length, extrapolated from the simulated shorter ones: it grows as
+        a polynomial of the length (Lagrange's form)."""
         return sum(
             value(*f) * math.prod((setup.seqlen - m) / (n - m) for m in lengths if m != n)
             for n, f in zip(lengths, found, strict=True)

@@ -142,7 +142,8 @@ class Setup:
 
     @functools.cached_property
     def own(self) -> Setup:
-        """A rank's own chunks as a sequence of their own, where ranks go through it in rounds; else this."""
+        """The setup of one rank: where ranks share a sequence in rounds, its own chunks stand for a shorter
+        sequence of their own; else the setup itself."""
         if not self.shared:
             return self
         size = self.scheme.chunk_size
@@ -407,7 +408,8 @@ def weights(setup: Setup, span: Sequence[int], first: bool, last: bool) -> dict[
 
 
 def _of_sequence(setup: Setup, span: Sequence[int]) -> dict[str, int]:
-    """What layers hold of every chunk's edge, and of every token."""
+    """Bytes that the layers of a span keep for the whole sequence: `states` at chunk edges, and `past`, the
+    keys and values of every token with their cotangents."""
     model = setup.model
     states = sum(map(setup.state, span)) * _edges(setup)
     values = sum(map(setup.grown, span))

@@ -20,19 +20,19 @@ EMBEDDING, HEAD = -2, -1  # pieces beside the layers, which have their numbers
 
 @dataclass(frozen=True)
 class LayerSize:
-    """Sizes of a layer.
+    """How large a layer is, in elements and operations.
 
     Attributes:
-        kind: layers of a kind are alike.
-        weights, largest: elements, of all its parameters and of the largest of them.
-        casts: elements that autocast has in another dtype for the whole of a step.
-        state: elements a row of the recurrent state.
-        grown: elements a row and token of what grows with the sequence; narrow: of these, in half precision
-            under autocast.
-        flops: operations per token of a forward pass. pairs: besides those, per token that it looks back at.
-        serial: of the operations per token those between the state before it and the one after it.
-        window: how many tokens it looks back at most, None for all.
-        heads: of queries, 0 without attention.
+        kind: equal for layers that are alike.
+        weights: elements of all its parameters. largest: of the largest parameter.
+        casts: elements of the weights that autocast keeps in another dtype during a step.
+        state: elements of the recurrent state, per row.
+        grown: elements of the state that grows with the sequence (keys and values), per row and token.
+            narrow: how many of them are in half precision under autocast.
+        flops: operations of a forward pass, per token. pairs: attention's in addition, per token that is
+            looked back at. serial: those of `flops` that wait for the state before the token.
+        window: how many tokens attention looks back at most; None for all.
+        heads: attention's query heads; 0 without attention.
     """
 
     kind: Hashable
