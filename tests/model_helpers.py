@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +14,10 @@ from torch import Tensor
 from adjoint import Stack, StackConfig, StackOutput
 from adjoint.batch import Batch, State
 from adjoint.documents import document_numbers
+from adjoint.engine.crossing import Crossing
+from adjoint.engine.run import Worker
+from adjoint.engine.sequence import Sharing
+from adjoint.engine.storage import Edges, Slab
 
 SIZES: dict[str, Any] = {"vocab_size": 17, "d_model": 12, "n_layer": 2, "d_state": 4, "headdim": 6}
 ALL_MIXERS = ["mamba", "mamba2", "diagonal", "scalar", "dense"]
@@ -129,3 +135,16 @@ def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], toler
 def error(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Relative L2 error of all gradients taken as one vector."""
     return relative(*(torch.cat([g[name].flatten() for name in expected]) for g in (got, expected)))
+
+
+@contextlib.contextmanager
+def nothing_held() -> Iterator[None]:
+    """What steps inside have stored is freed with them: nothing is left for the garbage collector to find."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+        kinds = {Worker, Sharing, Slab, Edges, Crossing}
+        assert not [o for o in gc.get_objects() if type(o) in kinds]
+    finally:
+        gc.enable()

@@ -60,16 +60,19 @@ class Crossing:
         self.pending = self.transport.post(source, self.value, self.tag)
 
     def arrive(self) -> Tensor:
-        """The state before the chunk, for which it waits."""
+        """The state before the chunk, for which it waits. Once closed it is computed again: as the first
+        time, and without a message."""
         if self.pending is not None:
             self.pending()
             self.pending = None
-        if self.given is None or self.closed:  # computed again: as the first time, and without a message
-            given = _Arrived.apply(self.anchor, self) if torch.is_grad_enabled() else self.value.clone()
-            if self.rows is not None:
-                given = given.masked_fill(self.rows.view(-1, *[1] * (given.dim() - 1)), 0)
+        if self.given is not None:
+            return self.given
+        given = _Arrived.apply(self.anchor, self) if torch.is_grad_enabled() else self.value.clone()
+        if self.rows is not None:
+            given = given.masked_fill(self.rows.view(-1, *[1] * (given.dim() - 1)), 0)
+        if not self.closed:  # kept any longer, it would hold this through its graph
             self.given = given
-        return self.given
+        return given
 
     def reset(self, rows: Tensor) -> None:
         """Lets the state arrive with zeros in `rows` (batch,) bool."""

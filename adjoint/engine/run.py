@@ -72,6 +72,36 @@ class Transport(Protocol):
         ...
 
 
+class Documents:
+    """Where the documents of a batch begin in its rows.
+
+    Args:
+        seq_idx: as in `Batch`.
+    """
+
+    def __init__(self, seq_idx: Tensor | None) -> None:
+        self.seq_idx = seq_idx
+
+    def __call__(self, chunk: Batch, before: int) -> tuple[list[int], list[list[int]]] | tuple[()]:
+        """`Past.visible` and `Past.starts` of a chunk, where the batch has `seq_idx`; `before` tokens of the
+        initial state count for the row's first document."""
+        if chunk.seq_idx is None:
+            return ()
+        start, stop = chunk.start, chunk.start + chunk.seqlen
+        visible, starts = [], []
+        for row in self._starts:
+            last = row[bisect.bisect_right(row, start) - 1]
+            visible.append(start - last + (before if last == 0 else 0))
+            starts.append([at - start for at in row if start < at < stop])
+        return visible, starts
+
+    @functools.cached_property
+    def _starts(self) -> list[list[int]]:
+        """Of each row, the first tokens of its documents, brought to the host once."""
+        assert self.seq_idx is not None
+        return checks.starts_in(self.seq_idx)
+
+
 class Worker:
     """Runs one worker's program on a batch: `run` its actions, then read the attributes.
 
@@ -125,6 +155,7 @@ class Worker:
         self.chunks = [
             batch.chunk(a, b, grid.document(c)) for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
         ]
+        self.documents = Documents(batch.seq_idx)
         self.scale: Tensor | None = None
         self.total: Tensor | None = None
         self.losses = PerChunk(grid.chunks)
@@ -335,25 +366,6 @@ class Worker:
         begin = chunk.document or -slab.before  # what was there before belongs to the first document
         follows = begin if not self.grid.dropped else self.grid.follows(c)
         return Past(slab, chunk.start, begin, follows, *self.documents(chunk, slab.before))
-
-    def documents(self, chunk: Batch, before: int) -> tuple[list[int], list[list[int]]] | tuple[()]:
-        """`Past.visible` and `Past.starts` of a chunk, where the batch has `seq_idx`; `before` tokens of the
-        initial state count for the row's first document."""
-        if chunk.seq_idx is None:
-            return ()
-        start, stop = chunk.start, chunk.start + chunk.seqlen
-        visible, starts = [], []
-        for row in self._starts:
-            last = row[bisect.bisect_right(row, start) - 1]
-            visible.append(start - last + (before if last == 0 else 0))
-            starts.append([at - start for at in row if start < at < stop])
-        return visible, starts
-
-    @functools.cached_property
-    def _starts(self) -> list[list[int]]:
-        """Of each row, the first tokens of its documents, brought to the host once."""
-        assert self.batch.seq_idx is not None
-        return checks.starts_in(self.batch.seq_idx)
 
     def forward(self, t: Tile) -> None:
         """Computes a stage's output and state; linearize keeps the tape."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 import zlib
@@ -25,7 +26,7 @@ from adjoint.engine.autograd import Around, Steps
 from adjoint.engine.crossing import Crossing
 from adjoint.engine.grid import Grid, Scheme, Tile
 from adjoint.engine.program import BUFFERS, CAPACITY, Action, Owners, Run, Share, plan
-from adjoint.engine.run import Worker
+from adjoint.engine.run import Documents, Worker
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.spread import STATES, NotAttended, Spread, SpreadPast
 from adjoint.engine.stages import Layer, Stage, costs_of
@@ -105,7 +106,10 @@ class Sharing(Worker):
     def __init__(self, owners: Owners, place: int, *given: Any) -> None:
         self.owners, self.place = owners, place
         super().__init__(*given)
-        self.spread = Spread(self.grid, owners, place, self.transport, self._span)
+        self.before = self._before()
+        # without this worker, which would hold itself, and with it keys and values after the step
+        span = functools.partial(_span, self.chunks, self.documents, self.before)
+        self.spread = Spread(self.grid, owners, place, self.transport, span)
         self.states: dict[tuple[int, int], State] = {}  # recurrent, before each of this rank's chunks
         self.crossings: dict[tuple[int, int], list[Crossing]] = {}
         self.under_way: dict[int, list[Crossing]] = collections.defaultdict(list)  # by stage
@@ -146,17 +150,8 @@ class Sharing(Worker):
             )
         return max(found, default=0)
 
-    def _span(self, c: int, row: int | None) -> tuple[int, int]:
-        """`spread.Span`."""
-        chunk = self.chunks[c]
-        if row is None:
-            return chunk.seqlen, chunk.document or -self._before()
-        known = self.documents(chunk, self._before())
-        assert known, "rows are told apart by their documents"
-        return min([*known[1][row], chunk.seqlen]), chunk.start - known[0][row]
-
     def past(self, slab: Slab, c: int, fetches: bool = False) -> SpreadPast:
-        chunk, before = self.chunks[c], self._before()
+        chunk, before = self.chunks[c], self.before
         anchor = torch.zeros((), requires_grad=True)
         begin = chunk.document or -before
         given = self.spread, slab, c, chunk.start, begin, anchor, fetches
@@ -289,7 +284,7 @@ class Sharing(Worker):
 
     def _pieces(self) -> Iterator[tuple[int, int, int]]:
         """This rank's tokens as the sequence's: (first token, how many, number among its own)."""
-        before = self._before()
+        before = self.before
         if before and self._owner(0) == self.place:
             yield -before, before, -before
         for c in range(self.grid.chunks):
@@ -298,17 +293,29 @@ class Sharing(Worker):
 
     def _own(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's tokens of a tensor of all, those before the sequence included."""
-        pieces = [whole.narrow(dim, self._before() + start, n) for start, n, _ in self._pieces()]
+        pieces = [whole.narrow(dim, self.before + start, n) for start, n, _ in self._pieces()]
         return torch.cat(pieces, dim=dim) if pieces else whole.narrow(dim, 0, 0)
 
     def whole(self, slab: Slab) -> Tensor:
         """The tensor after the sequence, zero where other ranks have it."""
         shape = [*slab.initially.shape]
-        shape[slab.dim] = self._before() + self.grid.cuts[-1]
+        shape[slab.dim] = self.before + self.grid.cuts[-1]
         out = slab.initially.new_zeros(shape)
         for start, n, own in self._pieces():
-            out.narrow(slab.dim, self._before() + start, n).copy_(slab.between(own, own + n))
+            out.narrow(slab.dim, self.before + start, n).copy_(slab.between(own, own + n))
         return out
+
+
+def _span(
+    chunks: Sequence[Batch], documents: Documents, before: int, c: int, row: int | None
+) -> tuple[int, int]:
+    """`spread.Span`, of a sequence with `before` tokens in front of it."""
+    chunk = chunks[c]
+    if row is None:
+        return chunk.seqlen, chunk.document or -before
+    known = documents(chunk, before)
+    assert known, "rows are told apart by their documents"
+    return min([*known[1][row], chunk.seqlen]), chunk.start - known[0][row]
 
 
 class SequenceSteps(Steps):

@@ -114,7 +114,9 @@ class Backbone:
             x = x if self.multiplier == 1 else x / self.multiplier
         with replaced({layer: self._recomputed(layer.forward, cache, state, seen) for layer in layers}):
             output = self.call(x, cache, chunk)
-        return output, cache.out_of(self.slots)
+        after = cache.out_of(self.slots)
+        cache.layers = []  # in the graph are layers to be computed again, which have the cache
+        return output, after
 
     def call(self, x: Tensor, cache: ChunkCache, chunk: Batch) -> Any:
         """The backbone's output on a chunk, given by its ids (batch, tokens) or its embeddings (batch,

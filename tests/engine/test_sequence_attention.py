@@ -20,6 +20,7 @@ from tests.model_helpers import (
     current_gradients,
     draw_states,
     make_ids,
+    nothing_held,
     random_from,
 )
 from tests.ranks import on_ranks
@@ -153,6 +154,24 @@ def precisions() -> None:
 
 def test_other_precisions(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, precisions)
+
+
+def held(group: Any) -> None:
+    """After a backward, without one, and without gradients."""
+    model, ids = hybrid(["mamba", "attention", "mamba2", "attention"]), make_ids(2, 31)
+    ragged = torch.tensor([[0] * 9 + [1] * 22, [0] * 4 + [1] * 1 + [2] * 26])
+    for recompute, documents in (("none", None), ("selective", None), ("full", ragged)):
+        given = {"method": Exact(5, recompute=recompute), "seq_idx": documents, "sequence_group": group}
+        with nothing_held():
+            model(ids, ids, **given).loss.backward()
+            model(ids, ids, **given)
+            with torch.no_grad():
+                model(ids, ids, **given)
+
+
+def test_a_step_is_gone_when_it_is_done(tmp_path: Path) -> None:
+    held(None)
+    on_ranks(2, tmp_path, lambda: held(world()))
 
 
 def meshes() -> None:

@@ -22,7 +22,7 @@ from tests.hf.hf_models import (
     loss_and_gradients,
     make,
 )
-from tests.model_helpers import assert_same
+from tests.model_helpers import assert_same, nothing_held
 from tests.ranks import on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
@@ -73,6 +73,22 @@ def exact(name: str) -> None:
 @pytest.mark.parametrize("name", [*RECURRENT, *ATTENDING, *ROUTED])
 def test_models_over_ranks(name: str, ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, exact, name)
+
+
+def held(group: Any) -> None:
+    """Also by the first call, which compares gradients on few tokens."""
+    ids = rows()
+    for name in ("LlamaForCausalLM", "BambaForCausalLM"):
+        for recompute in ("none", "full"):
+            model = adjoint.wrap(make(name), adjoint.Exact(7, recompute=recompute), sequence_group=group)
+            with float64_throughout(), nothing_held():
+                model(input_ids=ids, labels=ids).loss.backward()
+                model(input_ids=ids, labels=ids)
+
+
+def test_a_step_is_gone_when_it_is_done(tmp_path: Path) -> None:
+    held(None)
+    on_ranks(2, tmp_path, lambda: held(dist.group.WORLD))
 
 
 def meshes() -> None:
