@@ -26,6 +26,7 @@ from benchmarks.report import Row
 from benchmarks.runner import RESULTS, RUNS, Benchmark
 from benchmarks.scaling import Scaling
 from benchmarks.sequence import Sequence
+from benchmarks.sequence_memory import SequenceMemory
 from benchmarks.shards.command import Shards
 from benchmarks.sources import Sources
 from benchmarks.trained_windows import TrainedWindows
@@ -151,6 +152,8 @@ FIGURES = [
     Figure("docs/cluster.md, docs/paper.md", Scaling(), "", "", PROGRAMS),
     Figure("docs/which_layout.md", Sequence(), "", "--lengths 4K --workers 1 2 --repeats 1",
            ("engine/sequence.py", "engine/spread.py", "engine/crossing.py", "plan/rounds.py")),
+    Figure("docs/which_layout.md", SequenceMemory(), "", "--length 4K --workers 1 2",
+           ("engine/sequence.py", "engine/spread.py", "engine/storage.py")),
     Figure("docs/paper.md", LayerLocalCosine(), "", ""),
     Figure("docs/paper.md", Sources(), "", "--tables table-1 layer",
            ("plan/count.py", "plan/memory.py", "loss.py", "layers/*.py")),

@@ -7,7 +7,8 @@ after a pass of 2,048 tokens per process; messages are the bytes that all of the
 those that the plan has (`adjoint.plan.rounds.step_bytes`): two times a state for every chunk edge and layer,
 and for each rank that a chunk's queries reach two times these in the forward, which runs twice but for each
 rank's last chunk, and four times in the backward. Every point has processes of its own. On a machine with
-fewer cores than processes times say nothing.
+fewer cores than processes times say nothing. Memory here is mostly one chunk's work, which every process has;
+`benchmarks.sequence_memory` measures what they divide.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch.multiprocessing as mp
 
 import adjoint
 from adjoint import StackConfig
+from adjoint.engine.run import Worker
 from adjoint.plan.memory import Setup
 from adjoint.plan.model import Model
 from adjoint.plan.pretrained import outlined
@@ -53,7 +55,8 @@ MODELS: dict[str, Point] = {
 
 
 def measure(point: Point) -> Point:
-    """The largest memory of the processes, the longest of their times, the bytes of all their messages."""
+    """The largest memory of the processes, in all and of what each keeps between its chunks, the longest of
+    their times, the bytes of all their messages."""
     workers = point["workers"]
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_one, (folder, point), nprocs=workers)  # type: ignore[attr-defined]
@@ -63,6 +66,19 @@ def measure(point: Point) -> Point:
         "seconds": [max(times) for times in zip(*(one["seconds"] for one in found), strict=True)],
         "loss": found[0]["loss"],
         "sent_bytes": sum(one["sent_bytes"] for one in found),
+        **{name: max(one[name] for one in found) for name in ("keys_bytes", "edges_bytes")},
+    }
+
+
+def held_bytes(worker: Worker) -> Point:
+    """Bytes of the tensors in which a worker now has keys and values with their cotangents, and states."""
+    slabs = [slab for mine in worker.slabs.values() for slab in mine]
+    keys = [tensor for slab in slabs for tensor in (slab.written, slab.cotangents)]
+    edges = [each.memory for each in worker.edges]
+    found = {"keys_bytes": keys, "edges_bytes": edges}
+    return {
+        name: sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+        for name, tensors in found.items()
     }
 
 
@@ -71,6 +87,7 @@ def _one(rank: int, folder: str, point: Point) -> None:
     from adjoint.engine.transport import GroupTransport
 
     torch.set_num_threads(1)
+    held, run = list[Point](), Worker.run
     workers, sent, start = point["workers"], list[int](), GroupTransport._started
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=workers)
 
@@ -78,13 +95,18 @@ def _one(rank: int, folder: str, point: Point) -> None:
         sent.append(tensor.nbytes)
         return start(self, to, tensor, tag)
 
+    def weighed(self: Worker, actions: Any) -> None:
+        run(self, actions)
+        held.append(held_bytes(self))
+
     GroupTransport._started = counted  # type: ignore[method-assign]
+    Worker.run = weighed  # type: ignore[method-assign]
     ids = torch.randint(256, (1, point["length"]), generator=torch.Generator().manual_seed(0))
 
     def prepare() -> Passes:
         torch.manual_seed(0)
         model = steps.builder(point["model"])()
-        method, group = adjoint.Exact(CHUNK), dist.group.WORLD if workers > 1 else None
+        method, group = adjoint.Exact(point["chunk"]), dist.group.WORLD if workers > 1 else None
         if isinstance(model, adjoint.Stack):
             return Passes(model, lambda ids: model(ids, ids, method, sequence_group=group).loss)
         adjoint.wrap(model, method, sequence_group=group)
@@ -94,8 +116,9 @@ def _one(rank: int, folder: str, point: Point) -> None:
         sent.clear()
         return repeated(step, "cpu", math.inf, most=point["passes"])  # as many in each process
 
-    found = measured(prepare, ids, FIRST * workers, repeat, "step")
+    found = measured(prepare, ids, point["first"] * workers, repeat, "step")
     found["sent_bytes"] = sum(sent) / point["passes"]
+    found |= {name: max(one[name] for one in held) for name in held[0]}
     Path(folder, str(rank)).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -136,8 +159,9 @@ class Sequence(Benchmark):
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         of = itertools.product(range(options.repeats), options.lengths, options.models, options.workers)
+        given = {"passes": 2, "chunk": CHUNK, "first": FIRST}
         return [
-            {"name": name, "workers": n, "length": length, "number": i, "passes": 2, "model": MODELS[name]}
+            {"name": name, "workers": n, "length": length, "number": i, **given, "model": MODELS[name]}
             for i, length, name, n in of
         ]
 
