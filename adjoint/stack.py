@@ -21,7 +21,7 @@ from adjoint.engine.autograd import Steps, grouped, uncompiled
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Scheme
-from adjoint.engine.sequence import UNDER_FSDP, SequenceSteps, group_of, ranks_of
+from adjoint.engine.sequence import SequenceSteps, group_of, ranks_of
 from adjoint.engine.sharded import REPLICA, is_replica, is_sharded, joined_steps, reduce_at_once
 from adjoint.engine.stages import Embedding, Head, Layer, check_windows
 from adjoint.engine.weights import Tensors
@@ -226,8 +226,8 @@ class Stack(nn.Module):
 
         Raises:
             UserError: what a sequence_group cannot share: no method, or Backprop; no labels; return_logits;
-                `window="auto"`, `memory=`; layers under `fully_shard`; or its processes call with different
-                arguments. Or the stack is a replica of `nn.DataParallel`.
+                `window="auto"`, `memory=`; layers that `fully_shard` shards among its processes; or its
+                processes call with different arguments. Or the stack is a replica of `nn.DataParallel`.
             ValueError: an id or label is out of range, or a shape does not fit; cu_seqlens does not rise
                 from 0 to the number of tokens; a method other than Backprop meets no labels, with gradients.
         """
@@ -289,12 +289,12 @@ class Stack(nn.Module):
         """
         check_windows(self.config, scheme)
         stages, width = self.stages(scheme.recompute), self.config.d_model
+        group = None if group is None or ranks_of(group) == 1 else group
         if is_sharded(self):
-            return joined_steps(self, stages, batch, scheme)
+            return joined_steps(self, stages, batch, scheme, group)
         places = Tensors(self)
         given = stages, batch, scheme, width, lambda: places.replaced({})
-        alone = group is None or ranks_of(group) == 1
-        steps = Steps(*given) if alone else SequenceSteps(group, *given)
+        steps = Steps(*given) if group is None else SequenceSteps(group, *given)
         if steps.worker.grid.chunks > 1:
             dtype = next((p.dtype for p in steps.parameters if p.is_floating_point()), torch.float32)
             compare_own_layers(stages, steps.worker.batch.states, width, dtype, batch.ids.device)
@@ -308,8 +308,6 @@ class Stack(nn.Module):
             why = "it shares the loss of a batch: give labels, or leave sequence_group out"
         elif return_logits:
             why = "logits are those of the whole sequence in one process: leave return_logits out"
-        elif is_sharded(self):
-            why = UNDER_FSDP
         else:
             return
         raise UserError(f"sequence_group: {why}")

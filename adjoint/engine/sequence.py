@@ -40,10 +40,6 @@ from adjoint.layers import State
 WEIGHTS = 1 << 14  # elements of each parameter that are compared between ranks on first use
 WEIGHTS_NAME = "the model's weights"
 COUNTED = ("the number of rows", "the number of tokens", "the chunk size", "the number of chunks")
-UNDER_FSDP = (
-    "layers under fully_shard gather their weights in all processes at once, and ranks of a group run chunks "
-    "of their own: use DistributedDataParallel, or fully_shard the model alone"
-)
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 ALONE: Any = object()  # in a group's place: this process by itself, by the code that a group runs
 _compared: Any = WeakTensorKeyDictionary()  # a model's first parameter: groups that have compared weights
@@ -336,7 +332,7 @@ class SequenceSteps(Steps):
         batch: Batch,
         scheme: Scheme,
         width: int,
-        around: Around,
+        around: Around = contextlib.nullcontext,
         sums: Sequence[Sum] = (),
     ) -> None:
         import torch.distributed as dist
@@ -415,7 +411,8 @@ class SequenceSteps(Steps):
         }
         found = given | {name: _digest(each) for name, each in tensors.items()}
         known, group = _compared.setdefault(self.parameters[0], set()), self.transport.group.group_name
-        weights = () if group in known else [p.detach().reshape(-1)[:WEIGHTS] for p in self.parameters]
+        own = (local(p.detach()) for p in self.parameters)
+        weights = () if group in known else [p.reshape(-1)[:WEIGHTS] for p in own]
         known.add(group)
         return found | {WEIGHTS_NAME: _digest(weights)}
 
@@ -503,6 +500,11 @@ class SequenceSteps(Steps):
                     f"sequence_group: the loss is multiplied by {found[0]:g} on rank 0 and by {scale:g} on "
                     f"rank {rank} of the group; it is the whole's on every rank, and so must its factor be"
                 )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """A tensor; of a DTensor this process's shard, in the same memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _in_forward(action: Action) -> bool:

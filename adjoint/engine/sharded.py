@@ -22,12 +22,15 @@ from torch import Tensor, nn
 from adjoint.batch import Batch
 from adjoint.engine import first_use, tile
 from adjoint.engine.autograd import Steps
+from adjoint.engine.crossing import Crossing
 from adjoint.engine.grid import Scheme
 from adjoint.engine.leaves import Outside, leaves_of, unseen
 from adjoint.engine.run import AGAIN, Worker
+from adjoint.engine.sequence import ALONE, SequenceSteps, local
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stages import Layer
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
+from adjoint.engine.transport import summed
 from adjoint.errors import UserError
 from adjoint.layers import State
 
@@ -37,6 +40,11 @@ REPLICA = (
     "for each GPU (torchrun --nproc-per-node N train.py), or show one GPU alone (CUDA_VISIBLE_DEVICES=0)"
 )
 OTHERS = "shard its layers and what adjoint.wrap is given with fully_shard, or use DistributedDataParallel"
+UNDER_FSDP = (
+    "layers under fully_shard gather their weights in all processes of its mesh at once, and ranks of a "
+    "group run chunks of their own: give fully_shard a mesh with one rank of each group, such as "
+    'mesh["data"] of a mesh ("data", "sequence"), use DistributedDataParallel, or fully_shard the model alone'
+)
 
 
 def _class(module: str, name: str) -> Any:
@@ -99,6 +107,15 @@ def why_not(model: nn.Module, root: nn.Module) -> str | None:
     if any(p not in own for p in found):
         return "fully_shard was called for a module around it: give that one to adjoint.wrap"
     return None
+
+
+def why_not_shared(model: nn.Module, group: Any) -> str | None:
+    """Why the ranks of a group cannot share a sequence of a sharded model: a layer's weights are gathered by
+    all that have a shard of it, so these must be ranks of different groups, which run the same chunks at the
+    same time. None if they can."""
+    members = set() if group is ALONE else set(dist.get_process_group_ranks(group))
+    meshes = (set(p.device_mesh.mesh.flatten().tolist()) for p in _dtensors(model))
+    return UNDER_FSDP if any(len(members & mesh) > 1 for mesh in meshes) else None
 
 
 _gathered: WeakKeyDictionary[nn.Module, set[Tensor]] = WeakKeyDictionary()
@@ -171,9 +188,14 @@ class Gathering:
         return found[0]
 
 
-def gradients(root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], Any]) -> dict[Tensor, Tensor]:
+def gradients(
+    root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], Any], works: bool = True
+) -> dict[Tensor, Tensor]:
     """The gradients that `run`, forwards and backwards of a sharded model, gives its parameters. Their
     `.grad` stays as it was; hooks on its accumulation are not called.
+
+    Args:
+        works: False where there is nothing to run here, nor in any process that has a shard of the model.
 
     Raises:
         UserError: FSDP has not reduced the gradients.
@@ -186,7 +208,7 @@ def gradients(root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], A
             p.grad, p._post_accumulate_grad_hooks = None, None  # type: ignore[assignment]
         run()
         for then in (_reduce, _refuse):
-            if parameters and all(p.grad is None for p in parameters):
+            if works and parameters and all(p.grad is None for p in parameters):
                 then(root)
         return {p: p.grad for p in parameters if p.grad is not None}
     finally:
@@ -224,7 +246,8 @@ def _refuse(root: Any) -> None:
 
 
 class Joined:
-    """Several stages as one; its state is the stages' states, concatenated."""
+    """Several stages as one; its state is the stages' states, concatenated. It is lazy, as its layers run one
+    after the other: for a stage that is not it waits itself."""
 
     def __init__(self, stages: Sequence[Any]) -> None:
         self.stages, self.grows = stages, tuple(dim for stage in stages for dim in stage.grows)
@@ -238,8 +261,12 @@ class Joined:
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         before, after = iter(state), list[Tensor]()
         for stage in self.stages:
-            x, new = stage.forward(x, tuple(itertools.islice(before, len(stage.grows))), chunk)
-            after += new
+            own = tuple(itertools.islice(before, len(stage.grows)))
+            waits = not getattr(stage, "lazy", False)
+            given = tuple(s.arrive() if waits and isinstance(s, Crossing) else s for s in own)
+            x, new = stage.forward(x, given, chunk)
+            pairs = zip(own, new, strict=True)
+            after += (s.leave(t) if waits and isinstance(s, Crossing) else t for s, t in pairs)
         return x, tuple(after)
 
 
@@ -250,10 +277,11 @@ class Whole:
         stage: the model's; its forward may also be called with gradients on. root: as in `Gathering`.
     """
 
-    stateful, reach, replayable = True, 0, False
+    stateful, lazy, reach, replayable = True, True, 0, False
 
     def __init__(self, stage: Any, root: nn.Module) -> None:
         self.stage, self.gathering, self.grows = stage, Gathering(root), stage.grows
+        self.fetches = getattr(stage, "fetches", False)
 
     def parameters(self) -> Iterable[Tensor]:
         return self.stage.parameters()
@@ -282,13 +310,19 @@ class ShardedSteps(Steps):
     """`Steps` of a sharded model. If a backward may follow, the forward computes the gradients already.
 
     Args:
-        stages: the first is a `Whole`. batch, scheme, width, sums: as in `Steps`.
+        stages: the first is a `Whole`. batch, scheme, width, sums: as in `Steps`. more: of `SequenceSteps`.
     """
 
     frozen_too = False  # FSDP writes to them, and nobody else can before the backward
 
     def __init__(
-        self, stages: Sequence[Any], batch: Batch, scheme: Scheme, width: int, sums: Sequence[Sum] = ()
+        self,
+        stages: Sequence[Any],
+        batch: Batch,
+        scheme: Scheme,
+        width: int,
+        sums: Sequence[Sum] = (),
+        **more: Any,
     ) -> None:
         self.root = stages[0].gathering.root
         self.found: dict[Tensor, Tensor] | None = None
@@ -301,7 +335,13 @@ class ShardedSteps(Steps):
                 "must run the same chunks: give chunk_size instead"
             )
         reshard(self.root)
-        super().__init__(stages, batch, self._aligned(batch, scheme), width, sums=sums)
+        given: dict[str, Any] = {
+            "stages": stages,
+            "batch": batch,
+            "scheme": self._aligned(batch, scheme),
+            "width": width,
+        }
+        super().__init__(**given, sums=sums, **more)
 
     def _aligned(self, batch: Batch, scheme: Scheme) -> Scheme:
         """The scheme with as many chunks as the process with the most: all gather parameters per chunk."""
@@ -321,7 +361,8 @@ class ShardedSteps(Steps):
     def _worker(self, scheme: Scheme) -> Worker:
         worker = super()._worker(scheme)
         own = gathered(self.root) | set(self.parameters)
-        worker.gradients = _Accumulated(Outside(own=own, open=self.follows))
+        alone = self.transport is None
+        worker.gradients = _Accumulated(Outside(own=own, open=self.follows and alone))
         dtypes = precisions(self.root) | {worker.narrow}
         worker.narrow = max(dtypes & AGAIN.keys(), key=AGAIN.__getitem__)
         if self.follows and (torch.float16 in dtypes or worker.autocast == (True, torch.float16)):
@@ -336,11 +377,15 @@ class ShardedSteps(Steps):
             return super().forward()
         swept: list[Any] = []
         followed = [p for p in self.parameters if p.requires_grad]
-        self.found = gradients(self.root, followed, lambda: swept.extend(self._sweep()))
+        self.found = self._found(followed, lambda: swept.extend(self._sweep()))
         del self.worker  # its stored states grow with the sequence
         loss, final, others, self.d_initial = swept
         self.found |= {t: d for t in self.asked if (d := others.of(t)) is not None}
         return loss, final
+
+    def _found(self, followed: Sequence[Tensor], run: Callable[[], Any]) -> dict[Tensor, Tensor]:
+        """The parameters' gradients."""
+        return gradients(self.root, followed, run)
 
     def _sweep(self) -> tuple[Tensor, list[Tensor], Gradients, list[Tensor | None]]:
         """Runs forward and backward: the loss, final states and totals, gradients of tensors that are no
@@ -384,28 +429,95 @@ class ShardedSteps(Steps):
         return scaled, [None if d is None else d * scale for d in self.d_initial]
 
 
+class SharedShardedSteps(ShardedSteps, SequenceSteps):
+    """`ShardedSteps` of one rank of a group that shares the sequence. FSDP reduces gradients among processes
+    that run the same chunks; once all have run, they are summed over the group.
+
+    Args:
+        group: as in `SequenceSteps`. stages, batch, scheme, width, sums: as in `ShardedSteps`.
+
+    Raises:
+        UserError: processes that have shards of the same weights are at different places of their groups.
+    """
+
+    def __init__(self, group: Any, stages: Sequence[Any], *given: Any) -> None:
+        place, of = (0, 1) if group is ALONE else (dist.get_rank(group), dist.get_world_size(group))
+        low, high, fewest, most = largest(stages[0].gathering.root, -place, place, -of, of)
+        if -low != high or -fewest != most:
+            raise UserError(
+                "sequence_group: processes that have shards of the same weights must be at the same place of "
+                'their groups, and groups of one size: take both from one mesh, ("data", "sequence")'
+            )
+        super().__init__(stages, *given, group=group)
+
+    def _found(self, followed: Sequence[Tensor], run: Callable[[], Any]) -> dict[Tensor, Tensor]:
+        chunks = range(self.worker.grid.chunks)
+        works = any(self.owners(0, c) == self.place for c in chunks)
+        found = gradients(self.root, followed, run, works)
+        terms = [local(found[p]) if p in found else None for p in followed]
+
+        def zeros(i: int) -> Tensor:
+            found[followed[i]] = torch.zeros_like(followed[i])
+            return local(found[followed[i]])
+
+        totals = summed(terms, zeros, self.transport, self.transport.ranks)
+        for p, total in zip(followed, totals, strict=True):
+            if total is not None:
+                local(found[p]).copy_(total)
+        return found
+
+    def backward(
+        self, d_loss: Tensor | None, d_final: Sequence[Any]
+    ) -> tuple[Gradients, list[Tensor | None]]:
+        self._same_scale(d_loss)
+        return super().backward(d_loss, d_final)
+
+
+def sharded_steps(
+    stages: Sequence[Any],
+    batch: Batch,
+    scheme: Scheme,
+    width: int,
+    sums: Sequence[Sum] = (),
+    group: Any = None,
+) -> Steps:
+    """The `Steps` of a sharded model, also where the ranks of a group share the batch."""
+    given = stages, batch, scheme, width, sums
+    return ShardedSteps(*given) if group is None else SharedShardedSteps(group, *given)
+
+
 # ---------------------------------------------------------------------------------------------------- stacks
 
 
-def joined_steps(stack: Any, stages: Sequence[Any], batch: Batch, scheme: Scheme) -> Steps:
-    """The `Steps` of a sharded `Stack`, whose gradients on first use are compared with the whole's."""
+def joined_steps(stack: Any, stages: Sequence[Any], batch: Batch, scheme: Scheme, group: Any = None) -> Steps:
+    """The `Steps` of a sharded `Stack`, whose gradients on first use are compared with the whole's.
+
+    Args:
+        group: the process group whose ranks share the batch.
+
+    Raises:
+        UserError: the group's ranks cannot share it.
+    """
+    if group is not None and (why := why_not_shared(stack, group)):
+        raise UserError(f"sequence_group: {why}")
     reshard(stack)
     for stage in stages:
         if isinstance(stage, Layer):
             stage.casts.allowed = False  # its weights are not gathered yet when they would be cast
 
-    def steps(batch: Batch, scheme: Scheme) -> Steps:
+    def steps(batch: Batch, scheme: Scheme, group: Any) -> Steps:
         states = [tuple(s for state in batch.states for s in state)]
         batch = dataclasses.replace(batch, states=states)
-        return ShardedSteps([Whole(Joined(stages), stack)], batch, scheme, stack.config.d_model)
+        return sharded_steps([Whole(Joined(stages), stack)], batch, scheme, stack.config.d_model, group=group)
 
     dtype, device = next(stack.parameters()).dtype, batch.ids.device
     kinds = tuple(first_use.kind_of(s, dtype, device) for s in stages if isinstance(s, Layer))
+    alone = None if group is None else ALONE
     compared = stack.__dict__.setdefault("_adjoint_compared", set())
-    if kinds not in compared and torch.is_grad_enabled():
-        _compare(stack, steps, device)
-        compared.add(kinds)
-    return steps(batch, scheme)
+    if (kinds, alone) not in compared and torch.is_grad_enabled():
+        _compare(stack, lambda batch, scheme: steps(batch, scheme, alone), device)
+        compared.add((kinds, alone))
+    return steps(batch, scheme, group)
 
 
 def _compare(stack: Any, steps: Callable[[Batch, Scheme], Steps], device: torch.device) -> None:

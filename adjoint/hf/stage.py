@@ -17,8 +17,8 @@ from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.autograd import Around, Steps
 from adjoint.engine.grid import Scheme
-from adjoint.engine.sequence import UNDER_FSDP, SequenceSteps
-from adjoint.engine.sharded import ShardedSteps, Whole, is_sharded, trained
+from adjoint.engine.sequence import SequenceSteps
+from adjoint.engine.sharded import Whole, is_sharded, sharded_steps, trained, why_not_shared
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check
@@ -282,13 +282,15 @@ def steps_of(
     batch = dataclasses.replace(batch, states=states)
     sums = [] if stages[0].balance is None else [stages[0].balance]
     if group is not None:
-        if sharded:
-            check.refuse(model, f"sequence_group: {UNDER_FSDP}")
+        if sharded and (why := why_not_shared(model, group)):
+            check.refuse(model, f"sequence_group: {why}")
         if stages[0].noise.expected:
             check.refuse(model, check.DRAWS)
-        return SequenceSteps(group, stages, batch, scheme, width, around, sums)
     if sharded:
-        return ShardedSteps([Whole(stages[0], root_of(model)), *stages[1:]], batch, scheme, width, sums)
+        whole = Whole(stages[0], root_of(model))
+        return sharded_steps([whole, *stages[1:]], batch, scheme, width, sums, group)
+    if group is not None:
+        return SequenceSteps(group, stages, batch, scheme, width, around, sums)
     return Steps(stages, batch, scheme, width, around, sums)
 
 

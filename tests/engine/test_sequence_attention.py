@@ -23,7 +23,7 @@ from tests.model_helpers import (
     nothing_held,
     random_from,
 )
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -191,3 +191,35 @@ def meshes() -> None:
 
 def test_replicas_and_sequences_on_a_mesh(tmp_path: Path) -> None:
     on_ranks(4, tmp_path, meshes)
+
+
+def sharded() -> None:
+    """Weights of layers in shards over rows, or over everything, which ranks of a sequence may not share."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    row, group = mesh.get_local_rank("data"), mesh["sequence"]
+
+    def shard(model: Stack, mesh: Any) -> Stack:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    for mixer in (["mamba2", "attention", "mamba"], ["mamba", "mamba2"]):
+        model = shard(hybrid(mixer), mesh["data"])
+        for seqlen in (23, 4, 9):  # also where ranks have no chunk
+            ids, whole = make_ids(2, seqlen), hybrid(mixer)
+            for factor in (1, 2):  # accumulated
+                (factor * whole(ids, ids, Exact(5)).loss).backward()
+                loss = model(ids[row : row + 1], ids[row : row + 1], Exact(5), sequence_group=group).loss
+                (factor * loss).backward()
+            found: Any = {name: p.grad for name, p in model.named_parameters()}
+            assert_same({n: g.full_tensor() for n, g in found.items()}, current_gradients(whole), 1e-10)
+            model.zero_grad()
+    model = shard(hybrid(["mamba", "attention"]), dist.init_device_mesh("cpu", (4,)))
+    with refused("layers under fully_shard", 'mesh["data"]'):
+        model(ids, ids, Exact(5), sequence_group=group)
+
+
+def test_layers_under_fully_shard(tmp_path: Path) -> None:
+    on_ranks(4, tmp_path, sharded)

@@ -126,6 +126,31 @@ def test_replicas_and_sequences_on_a_mesh(tmp_path: Path) -> None:
     on_ranks(4, tmp_path, meshes)
 
 
+def sharded(name: str) -> None:
+    """Weights of layers in shards over rows: FSDP reduces gradients over these, and they are summed over the
+    sequence once."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    ids, row, data = rows(), mesh.get_local_rank("data"), mesh["data"]
+    own = ids[row : row + 1]
+    model = adjoint.wrap(make(name), adjoint.Exact(7), sequence_group=mesh["sequence"])
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=data)
+    fully_shard(model, mesh=data)
+    for seqlen in (53, 5):  # of which a rank has no chunk
+        with float64_throughout():
+            whole = loss_and_gradients(make(name), input_ids=ids[:, :seqlen], labels=ids[:, :seqlen])[1]
+            model(input_ids=own[:, :seqlen], labels=own[:, :seqlen]).loss.backward()
+        assert_same({n: p.grad.full_tensor() for n, p in model.named_parameters()}, whole, 1e-10)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BambaForCausalLM"])
+def test_layers_under_fully_shard(name: str, tmp_path: Path) -> None:
+    on_ranks(4, tmp_path, sharded, name)
+
+
 def own_attention() -> None:
     """Of a model's own code, which attends to keys that it has."""
     ids = rows()
