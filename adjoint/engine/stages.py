@@ -136,7 +136,7 @@ class Layer:
         self.block, self.reach, self.grows, self.recompute = block, reach, grows, recompute
         self.stateful = bool(grows)
         mixer: Any = getattr(block, "mixer", None)
-        self.lazy = type(block) is Block and type(mixer) in MIXERS.values() and mixer.lazy
+        self.lazy = _class_of(block) is Block and _class_of(mixer) in MIXERS.values() and mixer.lazy
         self.casts, self.tensors = Casts(), Tensors(block, buffers=False)
         self.all: list[Tensor] = list(block.parameters())
 
@@ -192,6 +192,12 @@ class Layer:
         """See `tile.windowed_vjp`."""
         assert isinstance(self.block, Block)
         return tile.windowed_vjp(self.block, self.tensors.replaced, given, gradients)
+
+
+def _class_of(module: Any) -> type:
+    """A module's class; where `fully_shard` has derived one from it, that one's base."""
+    *derived, cls = type(module).__bases__
+    return cls if any(base.__name__ == "FSDPModule" for base in derived) else type(module)
 
 
 class Head:

@@ -206,9 +206,9 @@ def sharded() -> None:
         return fully_shard(model, mesh=mesh)
 
     for mixer in (["mamba2", "attention", "mamba"], ["mamba", "mamba2"]):
-        model = shard(hybrid(mixer), mesh["data"])
+        model = shard(hybrid(mixer, attention_d_conv=3), mesh["data"])  # states cross inside of attention
         for seqlen in (23, 4, 9):  # also where ranks have no chunk
-            ids, whole = make_ids(2, seqlen), hybrid(mixer)
+            ids, whole = make_ids(2, seqlen), hybrid(mixer, attention_d_conv=3)
             for factor in (1, 2):  # accumulated
                 (factor * whole(ids, ids, Exact(5)).loss).backward()
                 loss = model(ids[row : row + 1], ids[row : row + 1], Exact(5), sequence_group=group).loss
