@@ -27,6 +27,7 @@ from benchmarks import (
     report,
     runner,
     scaling,
+    sequence,
     sources,
     steps,
     window_time,
@@ -307,6 +308,14 @@ def test_methods_alternate_and_what_would_not_fit_is_left_out() -> None:
     assert benchmark.skip(theirs, found, options) is None
     found.append((ours, {"skipped": "gradients differ"}))
     assert benchmark.failed({"rows": benchmark.rows(options, found)})
+
+
+def test_what_processes_that_share_a_sequence_keep_divides() -> None:
+    sizes = {"vocab_size": 256, "d_model": 16, "n_layer": 2, "mixer": ["diagonal", "attention"]}
+    point = {"model": {**sizes, "num_attention_heads": 2}, "length": 512, "chunk": 32, "first": 64}
+    one, two = (sequence.measure({**point, "passes": 1, "workers": workers}) for workers in (1, 2))
+    assert one["keys_bytes"] == 2 * two["keys_bytes"] == 4 * 512 * 16 * 4  # k, v and their cotangents
+    assert one["edges_bytes"] < 2 * two["edges_bytes"] == one["edges_bytes"] * 16 // 15  # none after the last
 
 
 def test_the_longest_sequence_that_fits_is_read_off_a_line_and_measured() -> None:
