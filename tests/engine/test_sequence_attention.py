@@ -196,6 +196,7 @@ def test_replicas_and_sequences_on_a_mesh(tmp_path: Path) -> None:
 
 def sharded() -> None:
     """Weights of layers in shards over rows, or over everything, which ranks of a sequence may not share."""
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
