@@ -221,4 +221,4 @@ def test_equals_their_reference(
         torch.autograd.grad(side, list(given.values()), cotangents) for side in zip(*pairs, strict=True)
     ]
     for key, one, other in zip(given, *gradients, strict=True):
-        assert relative(one, other) <= 1e-11, key
+        assert relative(one, other) <= 1e-12, key
