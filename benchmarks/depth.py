@@ -6,7 +6,7 @@ method, with three seeds. `LayerLocal` hands every layer the gradient of the las
 error can grow with the layers above; `Truncated(16)` cuts what each layer's recurrence gives back.
 
 A run is one (layers, method, seed); each finished one is kept at once, and a benchmark that was stopped goes
-on after the last. Times are not measured.
+on after the last. All of them are to fit into `MINUTES` of one core; how long they took is noted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from adjoint.tools.points.process import Point
 from benchmarks import report, runner
-from benchmarks.convergence.command import by_run, results_of, summary
+from benchmarks.convergence.command import summaries
 from benchmarks.convergence.pictures import looks
 from benchmarks.convergence.tables import label, ranged
 from benchmarks.convergence.tasks import TASKS
@@ -28,6 +28,7 @@ from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
 THIN = {"d_model": 32}
+MINUTES = 45  # what the sizes below were chosen for, on one core
 EXACT = "exact"
 
 
@@ -73,24 +74,15 @@ class Depth(Benchmark):
         return {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def payload(self, options: argparse.Namespace, found: Found) -> Row:
-        """The runs' sizes, and how many tokens each has seen."""
+        """The runs' sizes, how many tokens each has seen, and the processor's seconds for all of them."""
         sizes = {name: getattr(options, name) for name in ("seeds", "steps", "batch", "seqlen")}
         tokens = options.steps * options.batch * options.seqlen
+        seconds = sum(result.get("core_seconds", 0) for _, result in found)
         return {"model": MODEL | THIN | {"n_layer": options.layers}, "lr": TASKS["text"].lr,
-                "tokens": tokens, **sizes}  # fmt: skip
+                "tokens": tokens, "core_seconds": seconds, **sizes}  # fmt: skip
 
     def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        """A row a (layers, method): medians over the seeds, gaps to `Exact` with the same seeds."""
-        runs = by_run(found, "layers", "method")
-        return [
-            {
-                "layers": layers,
-                "method": method,
-                **summary(by_seed, results_of(runs, layers, EXACT)),
-                "note": error,
-            }
-            for (layers, method), (by_seed, error) in runs.items()
-        ]
+        return summaries(found, "layers", baseline=EXACT)
 
     def markdown(self, result: Row) -> str:
         """A line a model and method; below, what was run and where."""
@@ -103,11 +95,13 @@ class Depth(Benchmark):
             for row in result["rows"]
         ]
         seeds, steps, tokens, lr = (result[name] for name in ("seeds", "steps", "tokens", "lr"))
+        # not noted before November 2026
+        took = f"{result['core_seconds'] / 60:.0f} minutes of one core; " if "core_seconds" in result else ""
         about = (
             f"{seeds} seeds: median (least … most), nats per byte; d_model {model['d_model']}, d_state "
             f"{model['d_state']}, float32; {steps} steps of {result['batch']} × {result['seqlen']} tokens, "
             f"{tokens:,} in all; learning rate {lr:g} for every depth. "
-            f"{report.footer(result['environment'], '`python -m benchmarks.depth`, one thread')}\n"
+            f"{took}{report.footer(result['environment'], '`python -m benchmarks.depth`, one thread')}\n"
         )
         return f"{report.markdown_table(heads, lines, left=(0, 1))}\n{about}"
 

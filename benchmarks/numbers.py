@@ -20,7 +20,7 @@ from adjoint.tools.points import passes
 from adjoint.tools.points.process import ROOT
 from adjoint.train.config import TrainingConfig
 from adjoint.train.gpus import GPUS
-from benchmarks import report
+from benchmarks import depth, report
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.gpu.model import AS_GOOD
 from benchmarks.gpu.points import CAP_BYTES
@@ -90,7 +90,7 @@ def positions() -> str:
     return report.markdown_table(("positions", "in windows of", "`none`", "`previous`"), lines, left=(0,))
 
 
-SETS = ("AVX2", "avx2/"), ("AVX-512", "")  # what tables call them, and the folders of their results
+SETS = ("AVX2", "avx2/"), ("AVX-512", "avx512/")  # what tables call them, and the folders of their results
 
 
 def kernels_by_vectors() -> str:
@@ -146,6 +146,11 @@ def scan() -> Numbers:
         found |= {f"{way}_ms": ours["ms"], f"{way}_loop": loop["ms"] / ours["ms"]}
         found[f"{way}_roof"] = 100 * ours["roof_share"]
     return found
+
+
+def depth_study() -> Numbers:
+    """What the study of depth was sized for."""
+    return {"minutes": depth.MINUTES}
 
 
 def window_time() -> Numbers:
@@ -306,7 +311,7 @@ def published() -> Numbers:
 NUMBERS: dict[str, Callable[[], Numbers]] = {
     source.__name__: source
     for source in (
-        growth, scan, window_time, sixteen_million, versions, constants, recall, loss_by_position, shards,
+        growth, scan, depth_study, window_time, sixteen_million, versions, constants, recall, loss_by_position, shards,
         mini_sequence, edges, held, figure_1, figure_6, slices, whole, products, published,
     )
 }  # fmt: skip

@@ -5,8 +5,8 @@ each method: two Mamba-1 layers of d_model 64 in float32 on the CPU, AdamW, line
 the gradient clipped to norm 1. Tasks (`benchmarks.convergence.tasks`): text; recall at known distances from
 two initialisations, one whose states remember for up to a thousand tokens, one whose states forget within
 ten, so that long memory has to be learned; and recall of far distances only, by models that know it of near
-ones. Everything is repeated with several seeds, which change weights and data. Times are not measured: runs
-share the machine.
+ones. Everything is repeated with several seeds, which change weights and data. Runs share the machine: of
+times only the processor's is noted.
 
 A run is one (task, method, seed); each finished one is kept at once, and a benchmark that was stopped goes on
 after the last.
@@ -101,17 +101,7 @@ class Convergence(Benchmark):
         return {**os.environ, "OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "passive"}
 
     def rows(self, options: argparse.Namespace, found: Found) -> list[Row]:
-        """A row a (task, method): medians over the seeds."""
-        runs = by_run(found, "task", "method")
-        return [
-            {
-                "task": task,
-                "method": method,
-                **summary(by_seed, results_of(runs, task, "backprop")),
-                "note": error,
-            }
-            for (task, method), (by_seed, error) in runs.items()
-        ]
+        return summaries(found, "task", baseline="backprop")
 
     def markdown(self, result: Row) -> str:
         return f"{tables.markdown(result)}\n{tables.provenance(result)}\n"
@@ -143,19 +133,26 @@ def by_run(found: Found, *fields: str) -> Runs:
     return runs
 
 
-def results_of(runs: Runs, *key: Any) -> dict[int, Point]:
-    """By seed; none where there was no such run."""
-    return runs.get(key, ({}, ""))[0]
+def summaries(found: Found, field: str, baseline: str) -> list[Row]:
+    """A row a (field, method): medians over the seeds, gaps to the method `baseline` with the same seeds."""
+    runs = by_run(found, field, "method")
+    return [
+        {field: value, "method": method, **summary(by_seed, runs.get((value, baseline), ({}, ""))[0]),
+         "note": error}
+        for (value, method), (by_seed, error) in runs.items()
+    ]  # fmt: skip
 
 
 def summary(results: dict[int, Point], baseline: dict[int, Point]) -> Row:
-    """Held-out and training loss, the gap to the runs of `baseline` with the same seeds, and how far the
-    training curves are apart at most: over all steps, and over the first ones, before rounding has grown."""
+    """Held-out and training loss, the processor's seconds, the gap to the runs of `baseline` with the same
+    seeds, and how far the training curves are apart at most: over all steps, and over the first ones, before
+    rounding has grown."""
     row: Row = {"seeds": len(results)}
     if not results:
         return row
     row |= spread("held_out", [r["held_out"] for r in results.values()])
     row |= spread("train", [statistics.fmean(r["losses"][-BLOCK:]) for r in results.values()])
+    row |= spread("core_seconds", [r["core_seconds"] for r in results.values()])
     pairs = [(results[seed], baseline[seed]) for seed in sorted(results.keys() & baseline.keys())]
     if pairs:
         apart = [[abs(a - b) for a, b in zip(r["losses"], b["losses"], strict=True)] for r, b in pairs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,8 +50,10 @@ def measure(point: Point) -> Point:
 
     point: task, method, seed, steps, seqlen; model, batch and dtype ("float64") on request. The result holds
     the training loss of every step, the windows that the method picked (a row a step, or None), what the
-    task's `evaluate` gives, and, where there were lessons before, the accuracy after them as "before".
+    task's `evaluate` gives, the processor's time for all this as "core_seconds", and, where there were
+    lessons before, the accuracy after them as "before".
     """
+    began = time.process_time()
     task, sizes = TASKS[point["task"]], (point["seqlen"], point.get("batch", BATCH), point["seed"])
     data, lessons = open_task(point["task"], *sizes), open_lessons(point["task"], *sizes)
     torch.manual_seed(point["seed"])
@@ -71,7 +74,8 @@ def measure(point: Point) -> Point:
         losses.append(out.loss.item())
         if out.windows is not None:
             windows.append([int(w) for w in out.windows])
-    return result | {"losses": losses, "windows": windows or None} | data.evaluate(model)
+    result |= {"losses": losses, "windows": windows or None} | data.evaluate(model)
+    return result | {"core_seconds": time.process_time() - began}
 
 
 def _optimise(model: Any, data: Any, method: Any, steps: int, lr: float) -> Iterator[Any]:
