@@ -54,7 +54,7 @@ def test_accuracy_is_counted_by_distance() -> None:
     class Four:
         def __call__(self, ids: torch.Tensor) -> Any:
             back = torch.nn.functional.pad(ids[:, :-3], (3, 0), value=recall_tasks.ALPHABET)
-            return adjoint.stack.StackOutput(
+            return adjoint.StackOutput(
                 logits=10 * torch.nn.functional.one_hot(back, recall_tasks.ALPHABET + 1).float()
             )
 
@@ -121,7 +121,7 @@ def test_rows_pair_seeds_and_keep_failures() -> None:
     for point in convergence.points(options):
         shift = 0.1 if point["method"] == "exact" else 0.0
         result = {"losses": [float(point["seed"] + i) for i in range(12)], "windows": None,
-                  "held_out": 10.0**point["seed"] + shift}  # fmt: skip
+                  "held_out": 10.0**point["seed"] + shift, "core_seconds": 1.0}  # fmt: skip
         failed = (point["method"], point["seed"]) == ("exact", 2)
         found.append((point, {"error": "ended"} if failed else result))
     backprop, exact = rows = convergence.rows(options, found)
