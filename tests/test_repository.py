@@ -153,6 +153,18 @@ assert outside() == before
     run_python(code, ROOT)
 
 
+def test_the_package_may_be_imported_where_gradients_are_off() -> None:
+    code = """
+import torch, adjoint
+with torch.inference_mode():
+    model = adjoint.Stack(adjoint.StackConfig(vocab_size=5, d_model=8, n_layer=1))
+model = adjoint.Stack(model.config)
+ids = torch.zeros(1, 3, dtype=torch.long)
+model(ids, labels=ids, method=adjoint.Exact(2)).loss.backward()
+"""
+    run_python(code, ROOT)
+
+
 def test_type_checkers_and_editors_are_told_the_names_that_there_are() -> None:
     stub = ROOT / "adjoint" / "__init__.pyi"
     told = {name.rpartition(".")[2]: name.rpartition(".")[0] for _, name in imports_of(stub)}

@@ -150,7 +150,8 @@ def next_node() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-_AccumulateGrad: Any = type(torch.ones((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+with torch.inference_mode(False), torch.enable_grad():  # the package may be imported where gradients are off
+    _AccumulateGrad: Any = type(torch.ones((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
