@@ -197,11 +197,13 @@ def call_linear(dtype=FP32, window=None, scalar=False, seqlen=65536, size=4096, 
     linear.linear_scan_backward(h, a, h, h0, begins, window)
 
 
-def call_delta(dtype=BF16, seqlen=65536, nheads=32, d_k=128, d_v=128, reset=False):
+def call_delta(dtype=BF16, seqlen=65536, nheads=32, d_k=128, d_v=128, reset=False, wide=False):
+    """`wide`: a decay for each channel of the keys (KDA)."""
     q, v = empty(1, seqlen, nheads, d_k, dtype=dtype), empty(1, seqlen, nheads, d_v, dtype=dtype)
-    g, h0 = empty(1, seqlen, nheads, dtype=FP32), empty(1, nheads, d_k, d_v, dtype=FP32)
+    beta, h0 = empty(1, seqlen, nheads, dtype=FP32), empty(1, nheads, d_k, d_v, dtype=FP32)
+    g = empty(1, seqlen, nheads, d_k, dtype=FP32) if wide else beta
     begins = empty(1, seqlen, dtype=torch.bool) if reset else None
-    inputs = (q, q, v, g, g, h0, begins)
+    inputs = (q, q, v, g, beta, h0, begins)
     o, final, states = delta.gated_delta_rule_forward(*inputs)
     delta.gated_delta_rule_backward(o, final, *inputs, states)
 
@@ -239,9 +241,10 @@ def _calls() -> dict[str, Callable[[], Any]]:
         calls[f"linear scan, {name}"] = partial(call_linear, dtype)
         calls[f"linear scan, {name}, scalar, window"] = partial(call_linear, dtype, 100, scalar=True)
         calls[f"linear scan, {name}, resets"] = partial(call_linear, dtype, reset=True)
-        for d_k in (64, 128, 256):
-            calls[f"delta rule, {name}, d_k {d_k}"] = partial(call_delta, dtype, d_k=d_k)
-        calls[f"delta rule, {name}, resets"] = partial(call_delta, dtype, reset=True)
+        for rule, wide in (("delta rule", False), ("KDA", True)):
+            for d_k in (64, 128, 256):
+                calls[f"{rule}, {name}, d_k {d_k}"] = partial(call_delta, dtype, d_k=d_k, wide=wide)
+            calls[f"{rule}, {name}, resets"] = partial(call_delta, dtype, reset=True, wide=wide)
         calls[f"convolution, {name}"] = partial(call_conv, dtype)
         calls[f"convolution, {name}, resets"] = partial(call_conv, dtype, reset=True)
         calls[f"RMSNorm, {name}"] = partial(call_norm, dtype, gated=False, stream=None)

@@ -17,14 +17,19 @@ import triton.language as tl
 from adjoint.kernels.triton.common import LENGTHS
 from adjoint.kernels.triton.gated_delta_rule.forward import (
     begins_of,
+    corners,
+    decaying,
     documents_of,
     matrix,
     of_state,
     pair_decays,
     products,
-    running_sums,
     scalars,
+    since_before,
+    to_middle,
     tokens_of,
+    until_end,
+    whole_decay,
 )
 
 
@@ -55,12 +60,15 @@ def written_kernel(
     do_h,
     g_b,
     g_t,
+    g_h,
+    WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     NK: tl.constexpr,
     NV: tl.constexpr,
+    LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
@@ -80,7 +88,7 @@ def written_kernel(
     q += batch * q_b + head * q_h
     k += batch * k_b + head * k_h
     do += batch * do_b + head * do_h
-    g += batch * g_b + head
+    g += batch * g_b + head * g_h
     at = (batch * nheads + head) * chunks + chunk
     out = at * Q * d_v + (i[:, None] * d_v + m[None, :])
     begin, end = documents_of(segment, HAS_RESET, Q)
@@ -95,9 +103,11 @@ def written_kernel(
                 state = of_state(states + at * (d_k * d_v), n, m, d_k, d_v, DOT)
                 u -= tl.dot(w, state, input_precision=PRECISION, out_dtype=ACC)
         tl.store(written + out, u, mask=ok)
-        c, _ = running_sums(g, first, g_t, seqlen, own, segment, HAS_RESET, Q, ACC)
-        weights = products(q, k, first, q_t, k_t, seqlen, d_k, own, Q, K, NK, DOT, PRECISION, ACC)
-        decays = pair_decays(c, own, Q)
+        weights = products(
+            *(q, k, g, first, q_t, k_t, g_t, seqlen, d_k, own, segment),
+            *(WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC),
+        )
+        decays = pair_decays(g, first, g_t, seqlen, own, segment, WIDE, HAS_RESET, Q, ACC)
         weights = tl.where(decays > 0.0, weights * decays, 0.0).to(DOT)
         do_ = matrix(do, first, m, do_t, seqlen, d_v, own, Q, DOT)
         part = tl.dot(tl.trans(weights), do_, input_precision=PRECISION, out_dtype=ACC)
@@ -132,12 +142,15 @@ def cotangent_kernel(
     do_h,
     g_b,
     g_t,
+    g_h,
     HAS_FINAL: tl.constexpr,
+    WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     NK: tl.constexpr,
+    LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
@@ -152,7 +165,7 @@ def cotangent_kernel(
     q += batch * q_b + head * q_h
     k += batch * k_b + head * k_h
     do += batch * do_b + head * do_h
-    g += batch * g_b + head
+    g += batch * g_b + head * g_h
     state = ()
     for block in tl.static_range(NK):
         if HAS_FINAL:
@@ -172,27 +185,26 @@ def cotangent_kernel(
         everything = tl.full((Q,), 1, tl.int1)
         goes_on = tokens_of(here, 0, HAS_RESET, Q)
         own = tokens_of(here, end, HAS_RESET, Q)
-        c, whole = running_sums(g, first, g_t, seqlen, own, here, HAS_RESET, Q, ACC)
-        until = tl.where(own, tl.exp(whole - c), 0.0)
         asked = tl.zeros((Q, V), ACC)
         for block in tl.static_range(NK):
             j = block * K + n
             ok = (j < d_k)[:, None] & (m < d_v)[None, :]
             tl.store(d_states + at * size + (j[:, None] * d_v + m[None, :]), state[block], mask=ok)
-            k_ = matrix(k, first, j, k_t, seqlen, d_k, own, Q, ACC) * until[:, None]
+            until = until_end(g, first, j, g_t, seqlen, d_k, own, here, WIDE, HAS_RESET, Q, ACC)
+            k_ = matrix(k, first, j, k_t, seqlen, d_k, own, Q, ACC) * until
             asked = tl.dot(k_.to(DOT), state[block].to(DOT), asked, input_precision=PRECISION, out_dtype=ACC)
         out = d_written + at * Q * d_v
         dw = matrix(out, 0, m, d_v, Q, d_v, everything, Q, ACC) + tl.where(own[:, None], asked, 0.0)
         tl.store(out + (i[:, None] * d_v + m[None, :]), dw, mask=(i < Q)[:, None] & (m < d_v)[None, :])
         dw = tl.where(goes_on[:, None], dw, 0.0).to(DOT)
         do_ = matrix(do, first, m, do_t, seqlen, d_v, goes_on, Q, DOT)
-        c, whole = running_sums(g, first, g_t, seqlen, goes_on, here, HAS_RESET, Q, ACC)
-        since = tl.where(goes_on, tl.exp(c), 0.0)
         before = ()
         for block in tl.static_range(NK):
             j = block * K + n
-            kept = tl.where(end == 0, state[block] * tl.exp(whole), 0.0)
-            q_ = matrix(q, first, j, q_t, seqlen, d_k, goes_on, Q, ACC) * since[:, None]
+            whole = whole_decay(g, first, j, g_t, seqlen, d_k, goes_on, here, WIDE, HAS_RESET, Q, ACC)
+            kept = tl.where(end == 0, state[block] * (whole[:, None] if WIDE else whole), 0.0)
+            since = since_before(g, first, j, g_t, seqlen, d_k, goes_on, here, WIDE, HAS_RESET, Q, ACC)
+            q_ = matrix(q, first, j, q_t, seqlen, d_k, goes_on, Q, ACC) * since
             part = tl.dot(tl.trans(q_).to(DOT), do_, kept, input_precision=PRECISION, out_dtype=ACC)
             w = matrix(W + at * Q * d_k, 0, j, d_k, Q, d_k, goes_on, Q, DOT)
             part -= tl.dot(tl.trans(w), dw, input_precision=PRECISION, out_dtype=ACC)
@@ -241,19 +253,23 @@ def system_grad_kernel(
     do_h,
     g_b,
     g_t,
+    g_h,
+    WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     NK: tl.constexpr,
     NV: tl.constexpr,
+    LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
 ):
     """Of one chunk and head: dv and dbeta; ``d_right``, the cotangent of v - S k times beta, (batch, nheads,
     chunks * Q, d_v); ``d_reads`` and ``d_lower``, those of q_i . k_j and k_i . k_j, (batch, nheads, chunks,
-    Q, Q); and the share of pairs in the cotangent of c, ``dc`` (batch, nheads, chunks * Q)."""
+    Q, Q), or with decays per channel those of what is left of them; and for one decay per head the share of
+    pairs in the cotangent of c, ``dc`` (batch, nheads, chunks * Q)."""
     chunk, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunks = tl.num_programs(0)
     first, i = chunk * Q, tl.arange(0, Q)
@@ -263,8 +279,8 @@ def system_grad_kernel(
     k += batch * k_b + head * k_h
     v += batch * v_b + head * v_h
     do += batch * do_b + head * do_h
-    g += batch * g_b + head
-    beta += batch * g_b + head
+    g += batch * g_b + head * g_h
+    beta += batch * seqlen * nheads + head
     at = (batch * nheads + head) * chunks + chunk
     square = at * (Q * Q) + (i[:, None] * Q + i[None, :])
     tokens = (batch * seqlen + first) * nheads + head
@@ -272,9 +288,7 @@ def system_grad_kernel(
     for document in range(begin, end + 1):
         own = tokens_of(segment, document, HAS_RESET, Q)
         inside = own & (i < seqlen - first)
-        c, _ = running_sums(g, first, g_t, seqlen, own, segment, HAS_RESET, Q, ACC)
-        beta_ = scalars(beta, first, g_t, seqlen, own, Q, ACC)
-        since = tl.where(own & (document == 0), tl.exp(c), 0.0)
+        beta_ = scalars(beta, first, nheads, seqlen, own, Q, ACC)
         both = own[:, None] & own[None, :]
         solved = tl.load(inverses + square, mask=both, other=0.0).to(DOT)
         reads = tl.zeros((Q, Q), ACC)
@@ -297,26 +311,34 @@ def system_grad_kernel(
             if document == 0:
                 for part in range(0, NK):
                     n = part * K + tl.arange(0, K)
-                    k_ = matrix(k, first, n, k_t, seqlen, d_k, own, Q, DOT)
+                    since = since_before(g, first, n, g_t, seqlen, d_k, own, segment, WIDE, HAS_RESET, Q, ACC)
+                    k_ = (matrix(k, first, n, k_t, seqlen, d_k, own, Q, ACC) * since).to(DOT)
                     state = of_state(states + at * (d_k * d_v), n, m, d_k, d_v, DOT)
                     read = tl.dot(k_, state, input_precision=PRECISION, out_dtype=ACC)
-                    residual -= tl.where(own[:, None], read * since[:, None], 0.0)
+                    residual -= tl.where(own[:, None], read, 0.0)
             of_beta += tl.sum(right * residual, axis=1)
-        decays = pair_decays(c, own, Q)
+        decays = pair_decays(g, first, g_t, seqlen, own, segment, WIDE, HAS_RESET, Q, ACC)
         pair = (i[:, None] >= i[None, :]) & both
         below = (i[:, None] > i[None, :]) & both
         reads = tl.where(pair, reads * decays, 0.0)
         lower = tl.where(below, lower * decays, 0.0)
         tl.store(d_reads + square, reads, mask=own[:, None])
         tl.store(d_lower + square, lower * beta_[:, None], mask=own[:, None])
-        grams = products(k, k, first, k_t, k_t, seqlen, d_k, own, Q, K, NK, DOT, PRECISION, ACC)
+        grams = products(
+            *(k, k, g, first, k_t, k_t, g_t, seqlen, d_k, own, segment),
+            *(WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC),
+        )
         lower = tl.where(below, lower * grams, 0.0)
         of_beta += tl.sum(lower, axis=1)
         tl.store(dbeta + tokens + i * nheads, of_beta, mask=inside)
-        grams = products(q, k, first, q_t, k_t, seqlen, d_k, own, Q, K, NK, DOT, PRECISION, ACC)
-        pairs = tl.where(pair, reads * grams, 0.0) + lower * beta_[:, None]
-        # sums along i are of columns, in the other layout: by their own mask too
-        tl.store(dc + at * Q + i, tl.sum(pairs, axis=1) - tl.sum(pairs, axis=0), mask=own)
+        if not WIDE:
+            grams = products(
+                *(q, k, g, first, q_t, k_t, g_t, seqlen, d_k, own, segment),
+                *(WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC),
+            )
+            pairs = tl.where(pair, reads * grams, 0.0) + lower * beta_[:, None]
+            # sums along i are of columns, in the other layout: by their own mask too
+            tl.store(dc + at * Q + i, tl.sum(pairs, axis=1) - tl.sum(pairs, axis=0), mask=own)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -335,6 +357,7 @@ def key_grad_kernel(
     d_lower,
     dq,
     dk,
+    dg,
     shares,
     seqlen,
     nheads,
@@ -351,18 +374,21 @@ def key_grad_kernel(
     do_h,
     g_b,
     g_t,
+    g_h,
+    WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     NK: tl.constexpr,
     NV: tl.constexpr,
+    LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """K columns of dq and dk of one chunk and head, and what they have a share of in the cotangent of c:
-    (NK, batch, nheads, chunks * Q)."""
+    """K columns of dq and dk of one chunk and head; with decays per channel dg of these, else what they have a
+    share of in the cotangent of c: ``shares`` (NK, batch, nheads, chunks * Q)."""
     chunk, head, batch = (
         (tl.program_id(0) // NK).to(tl.int64),
         tl.program_id(1),
@@ -377,21 +403,21 @@ def key_grad_kernel(
     q += batch * q_b + head * q_h
     k += batch * k_b + head * k_h
     do += batch * do_b + head * do_h
-    g += batch * g_b + head
-    beta += batch * g_b + head
+    g += batch * g_b + head * g_h
+    beta += batch * seqlen * nheads + head
     at = (batch * nheads + head) * chunks + chunk
-    shares += ((block * tl.num_programs(2) + batch) * nheads + head) * chunks * Q + chunk * Q
+    if not WIDE:
+        shares += ((block * tl.num_programs(2) + batch) * nheads + head) * chunks * Q + chunk * Q
     square = at * (Q * Q) + (i[:, None] * Q + i[None, :])
     out = ((batch * seqlen + first) * nheads + head) * d_k + (i[:, None] * (nheads * d_k) + n[None, :])
     begin, end = documents_of(segment, HAS_RESET, Q)
     for document in range(begin, end + 1):
         own = tokens_of(segment, document, HAS_RESET, Q)
-        c, whole = running_sums(g, first, g_t, seqlen, own, segment, HAS_RESET, Q, ACC)
         of_q = tl.zeros((Q, K), ACC)
         of_k = tl.zeros((Q, K), ACC)
         last_k = tl.zeros((Q, K), ACC)
         through = tl.zeros((K,), ACC)
-        beta_ = scalars(beta, first, g_t, seqlen, own, Q, ACC)
+        beta_ = scalars(beta, first, nheads, seqlen, own, Q, ACC)
         for part in range(0, NV):
             m = part * V + tl.arange(0, V)
             if document == 0:
@@ -408,29 +434,56 @@ def key_grad_kernel(
                 u = matrix(written + at * Q * d_v, 0, m, d_v, Q, d_v, own, Q, DOT)
                 after = of_state(d_states + at * (d_k * d_v), n, m, d_k, d_v, DOT)
                 last_k = tl.dot(u, tl.trans(after), last_k, input_precision=PRECISION, out_dtype=ACC)
-        since = tl.where(own & (document == 0), tl.exp(c), 0.0)[:, None]
-        until = tl.where(own & (document == end), tl.exp(whole - c), 0.0)[:, None]
+        goes_on, ends = own & (document == 0), own & (document == end)
+        since = since_before(g, first, n, g_t, seqlen, d_k, goes_on, segment, WIDE, HAS_RESET, Q, ACC)
+        until = until_end(g, first, n, g_t, seqlen, d_k, ends, segment, WIDE, HAS_RESET, Q, ACC)
+        whole = whole_decay(g, first, n, g_t, seqlen, d_k, own, segment, WIDE, HAS_RESET, Q, ACC)
         of_q = tl.where(own[:, None], of_q * since, 0.0)
         of_k = tl.where(own[:, None], of_k * since, 0.0)
         last_k = tl.where(own[:, None], last_k * until, 0.0)
         q_ = matrix(q, first, n, q_t, seqlen, d_k, own, Q, ACC)
         k_ = matrix(k, first, n, k_t, seqlen, d_k, own, Q, ACC)
-        ends = tl.sum(last_k * k_, axis=1)
-        share = tl.sum(of_q * q_ + of_k * k_, axis=1) - ends
         # what the state after the chunk has of c at the chunk's end, where the last document's sums end
-        total = tl.sum(ends, axis=0) + tl.sum(through, axis=0) * tl.exp(whole)
-        share += tl.where((i == Q - 1) & (document == end), total, 0.0)
-        tl.store(shares + i, share, mask=own)
+        total = tl.sum(last_k * k_, axis=0) + through * whole
+        at_end = (i == Q - 1) & (document == end)
         both = own[:, None] & own[None, :]
-        q_ = matrix(q, first, n, q_t, seqlen, d_k, own, Q, DOT)
-        k_ = matrix(k, first, n, k_t, seqlen, d_k, own, Q, DOT)
-        pairs = tl.load(d_reads + square, mask=both, other=0.0).to(DOT)
-        of_q = tl.dot(pairs, k_, of_q, input_precision=PRECISION, out_dtype=ACC)
-        of_k = tl.dot(tl.trans(pairs), q_, of_k + last_k, input_precision=PRECISION, out_dtype=ACC)
-        pairs = tl.load(d_lower + square, mask=both, other=0.0).to(DOT)
-        of_k = tl.dot(pairs, k_, of_k, input_precision=PRECISION, out_dtype=ACC)
-        of_k = tl.dot(tl.trans(pairs), k_, of_k, input_precision=PRECISION, out_dtype=ACC)
         ok = (own & (i < seqlen - first))[:, None] & (n < d_k)[None, :]
+        if WIDE:
+            decays = decaying(g, first, n, g_t, seqlen, d_k, own, segment, HAS_RESET, Q, ACC)
+            wrote = (
+                last_k  # as `of_k`, of what is written: the decays' cotangents have it with the other sign
+            )
+            for bits in range(0, LEVELS):
+                left = to_middle(decays, bits, Q, ACC)
+                corner = corners(bits, Q) & both
+                left_q, left_k = (q_ * left).to(DOT), (k_ * left).to(DOT)
+                pairs = tl.load(d_reads + square, mask=corner, other=0.0).to(DOT)
+                of_q += left * tl.dot(pairs, left_k, input_precision=PRECISION, out_dtype=ACC)
+                writes = tl.dot(tl.trans(pairs), left_q, input_precision=PRECISION, out_dtype=ACC)
+                pairs = tl.load(d_lower + square, mask=corner, other=0.0).to(DOT)
+                of_k += left * tl.dot(pairs, left_k, input_precision=PRECISION, out_dtype=ACC)
+                writes = tl.dot(tl.trans(pairs), left_k, writes, input_precision=PRECISION, out_dtype=ACC)
+                wrote += left * writes
+            share = of_q * q_ + (of_k - wrote) * k_ + tl.where(at_end[:, None], total[None, :], 0.0)
+            share = tl.cumsum(tl.where(own[:, None], share, 0.0), axis=0, reverse=True)
+            share = tl.where(begins_of(segment, HAS_RESET, Q)[:, None], 0.0, share)
+            tl.store(dg + out, share, mask=ok)
+            # a token with itself: nothing decays
+            alone = tl.load(d_reads + at * (Q * Q) + i * (Q + 1), mask=own, other=0.0)[:, None]
+            of_q += alone * k_
+            of_k += wrote + alone * q_
+        else:
+            share = tl.sum(of_q * q_ + (of_k - last_k) * k_, axis=1)
+            share += tl.where(at_end, tl.sum(total, axis=0), 0.0)
+            tl.store(shares + i, share, mask=own)
+            q_ = matrix(q, first, n, q_t, seqlen, d_k, own, Q, DOT)
+            k_ = matrix(k, first, n, k_t, seqlen, d_k, own, Q, DOT)
+            pairs = tl.load(d_reads + square, mask=both, other=0.0).to(DOT)
+            of_q = tl.dot(pairs, k_, of_q, input_precision=PRECISION, out_dtype=ACC)
+            of_k = tl.dot(tl.trans(pairs), q_, of_k + last_k, input_precision=PRECISION, out_dtype=ACC)
+            pairs = tl.load(d_lower + square, mask=both, other=0.0).to(DOT)
+            of_k = tl.dot(pairs, k_, of_k, input_precision=PRECISION, out_dtype=ACC)
+            of_k = tl.dot(tl.trans(pairs), k_, of_k, input_precision=PRECISION, out_dtype=ACC)
         tl.store(dq + out, of_q, mask=ok)
         tl.store(dk + out, of_k, mask=ok)
 

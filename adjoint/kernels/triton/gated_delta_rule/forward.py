@@ -79,6 +79,26 @@ def of_state(pointer, n, m, d_k, d_v, TO: tl.constexpr):
 
 
 @triton.jit
+def decaying(
+    g,
+    first,
+    n,
+    stride,
+    seqlen,
+    d_k,
+    own,
+    segment,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """g of channels n of a document's tokens of a chunk, (Q, columns); 0 for its first token, which has
+    nothing before it that would decay."""
+    decays = own & (begins_of(segment, HAS_RESET, Q) == 0)
+    return matrix(g, first, n, stride, seqlen, d_k, decays, Q, ACC)
+
+
+@triton.jit
 def running_sums(
     g, first, stride, seqlen, own, segment, HAS_RESET: tl.constexpr, Q: tl.constexpr, ACC: tl.constexpr
 ):
@@ -89,37 +109,173 @@ def running_sums(
 
 
 @triton.jit
-def pair_decays(c, own, Q: tl.constexpr):
-    """exp(c_i - c_j) of a document's tokens j <= i, 0 for all other pairs."""
+def since_before(
+    g,
+    first,
+    n,
+    stride,
+    seqlen,
+    d_k,
+    own,
+    segment,
+    WIDE: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """What is left at each token of channels n of the state before the chunk: exp(c), (Q, columns or 1)."""
+    if WIDE:
+        decays = decaying(g, first, n, stride, seqlen, d_k, own, segment, HAS_RESET, Q, ACC)
+        c = tl.cumsum(decays, axis=0)
+    else:
+        c = running_sums(g, first, stride, seqlen, own, segment, HAS_RESET, Q, ACC)[0][:, None]
+    return tl.where(own[:, None], tl.exp(c), 0.0)
+
+
+@triton.jit
+def until_end(
+    g,
+    first,
+    n,
+    stride,
+    seqlen,
+    d_k,
+    own,
+    segment,
+    WIDE: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """What is left at the chunk's end of what each token, of its last document, writes into channels n:
+    exp(c_end - c), (Q, columns or 1). Of decays per channel it sums from the end: a difference would round
+    away what a channel keeps that decays slowly."""
+    if WIDE:
+        following = own & (tl.arange(0, Q) < Q - 1)
+        later = matrix(g + stride, first, n, stride, seqlen - 1, d_k, following, Q, ACC)
+        rest = tl.cumsum(later, axis=0, reverse=True)
+    else:
+        c, whole = running_sums(g, first, stride, seqlen, own, segment, HAS_RESET, Q, ACC)
+        rest = (whole - c)[:, None]
+    return tl.where(own[:, None], tl.exp(rest), 0.0)
+
+
+@triton.jit
+def whole_decay(
+    g,
+    first,
+    n,
+    stride,
+    seqlen,
+    d_k,
+    own,
+    segment,
+    WIDE: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """What a chunk leaves of channels n of the state before it: exp(c_end), (columns,), or a number."""
+    if WIDE:
+        whole = tl.sum(decaying(g, first, n, stride, seqlen, d_k, own, segment, HAS_RESET, Q, ACC), axis=0)
+    else:
+        whole = running_sums(g, first, stride, seqlen, own, segment, HAS_RESET, Q, ACC)[1]
+    return tl.exp(whole)
+
+
+@triton.jit
+def pair_decays(
+    g,
+    first,
+    stride,
+    seqlen,
+    own,
+    segment,
+    WIDE: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    Q: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """exp(c_i - c_j) of a document's tokens j <= i, 0 for all other pairs. Of decays per channel, which are
+    in the `products`: 1 for 0."""
     q = tl.arange(0, Q)
     pair = (q[:, None] >= q[None, :]) & own[:, None] & own[None, :]
-    return tl.exp(tl.where(pair, c[:, None] - c[None, :], float("-inf")))
+    if WIDE:
+        return pair.to(ACC)
+    else:
+        c, _ = running_sums(g, first, stride, seqlen, own, segment, HAS_RESET, Q, ACC)
+        return tl.exp(tl.where(pair, c[:, None] - c[None, :], float("-inf")))
+
+
+@triton.jit
+def corners(bits, Q: tl.constexpr):
+    """The pairs (i, j) of which j is in the first half of a block of 2 * 2**bits tokens, i in the second: for
+    bits from 0 on, every pair j < i once."""
+    i, j = tl.arange(0, Q)[:, None], tl.arange(0, Q)[None, :]
+    return (i >> (bits + 1) == j >> (bits + 1)) & (i >> bits > j >> bits)
+
+
+@triton.jit
+def to_middle(decays, bits, Q: tl.constexpr, ACC: tl.constexpr):
+    """How much channels, whose logs are ``decays`` (Q, columns), keep between each token and the middle of its
+    block of 2 * 2**bits: in the first half after the token, in the second up to it. The product of two such
+    is what is left from j to i; both are sums' exponentials, of no more than 2**bits numbers of one sign."""
+    i, t = tl.arange(0, Q)[:, None], tl.arange(0, Q)[None, :]
+    second = (i >> bits) % 2 == 1
+    between = (i >> bits == t >> bits) & ((t <= i) == second)
+    if ACC == tl.float64:
+        total = tl.dot(between.to(ACC), decays, input_precision="ieee", out_dtype=ACC)
+    else:
+        # TF32 in two parts: it has the first eleven bits of a number, and then the next eleven
+        high = (decays.to(tl.int32, bitcast=True) & -8192).to(ACC, bitcast=True)
+        total = tl.dot(between.to(ACC), decays - high, input_precision="tf32", out_dtype=ACC)
+        total = tl.dot(between.to(ACC), high, total, input_precision="tf32", out_dtype=ACC)
+    return tl.exp(total)
 
 
 @triton.jit
 def products(
     a,
     b,
+    g,
     first,
     a_t,
     b_t,
+    g_t,
     seqlen,
     d_k,
     own,
+    segment,
+    WIDE: tl.constexpr,
+    HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
     K: tl.constexpr,
     NK: tl.constexpr,
+    LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """a_i . b_j of a document's tokens, (Q, Q)."""
+    """a_i . b_j of a document's tokens, (Q, Q), their channels decayed from j to i where they have decays of
+    their own; what is not j <= i is then left to `pair_decays`."""
     total = tl.zeros((Q, Q), ACC)
+    q = tl.arange(0, Q)
     for block in range(0, NK):
         i = block * K + tl.arange(0, K)
-        a_ = matrix(a, first, i, a_t, seqlen, d_k, own, Q, DOT)
-        b_ = matrix(b, first, i, b_t, seqlen, d_k, own, Q, DOT)
-        total = tl.dot(a_, tl.trans(b_), total, input_precision=PRECISION, out_dtype=ACC)
+        if WIDE:
+            a_ = matrix(a, first, i, a_t, seqlen, d_k, own, Q, ACC)
+            b_ = matrix(b, first, i, b_t, seqlen, d_k, own, Q, ACC)
+            total += tl.where(q[:, None] == q[None, :], tl.sum(a_ * b_, axis=1)[:, None], 0.0)
+            decays = decaying(g, first, i, g_t, seqlen, d_k, own, segment, HAS_RESET, Q, ACC)
+            for bits in range(0, LEVELS):
+                left = to_middle(decays, bits, Q, ACC)
+                read, wrote = (a_ * left).to(DOT), (b_ * left).to(DOT)
+                part = tl.dot(read, tl.trans(wrote), input_precision=PRECISION, out_dtype=ACC)
+                total += tl.where(corners(bits, Q), part, 0.0)
+        else:
+            a_ = matrix(a, first, i, a_t, seqlen, d_k, own, Q, DOT)
+            b_ = matrix(b, first, i, b_t, seqlen, d_k, own, Q, DOT)
+            total = tl.dot(a_, tl.trans(b_), total, input_precision=PRECISION, out_dtype=ACC)
     return total
 
 
@@ -134,8 +290,7 @@ def inverse(lower, Q: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexp
     corner = (i // 2 == j // 2) & (i > j)
     solved = tl.where(i == j, 1.0, tl.where(corner, -lower, 0.0)).to(ACC)
     for bits in range(1, LEVELS):  # blocks of 2**bits; unrolled it takes too many registers
-        corner = (i >> (bits + 1) == j >> (bits + 1)) & (i >> bits > j >> bits)
-        joined = tl.where(corner, lower, 0.0)
+        joined = tl.where(corners(bits, Q), lower, 0.0)
         joined = tl.dot(joined, solved, input_precision=PRECISION, out_dtype=ACC)
         solved -= tl.dot(solved, joined, input_precision=PRECISION, out_dtype=ACC)
     return solved
@@ -163,6 +318,8 @@ def solve_kernel(
     v_h,
     g_b,
     g_t,
+    g_h,
+    WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
     K: tl.constexpr,
@@ -185,17 +342,20 @@ def solve_kernel(
         segment += (batch * chunks + chunk) * Q
     k += batch * k_b + head * k_h
     v += batch * v_b + head * v_h
-    g += batch * g_b + head
-    beta += batch * g_b + head
+    g += batch * g_b + head * g_h
+    beta += batch * seqlen * nheads + head
     at = (batch * nheads + head) * chunks + chunk
     begin, end = documents_of(segment, HAS_RESET, Q)
     for document in range(begin, end + 1):
         own = tokens_of(segment, document, HAS_RESET, Q)
-        c, _ = running_sums(g, first, g_t, seqlen, own, segment, HAS_RESET, Q, ACC)
-        beta_ = scalars(beta, first, g_t, seqlen, own, Q, ACC)
-        lower = products(k, k, first, k_t, k_t, seqlen, d_k, own, Q, K, NK, DOT, PRECISION, ACC)
+        beta_ = scalars(beta, first, nheads, seqlen, own, Q, ACC)
+        lower = products(
+            *(k, k, g, first, k_t, k_t, g_t, seqlen, d_k, own, segment),
+            *(WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC),
+        )
         below = (q[:, None] > q[None, :]) & own[:, None] & own[None, :]
-        lower = tl.where(below, lower * pair_decays(c, own, Q) * beta_[:, None], 0.0)
+        decays = pair_decays(g, first, g_t, seqlen, own, segment, WIDE, HAS_RESET, Q, ACC)
+        lower = tl.where(below, lower * decays * beta_[:, None], 0.0)
         solved = inverse(lower, Q, LEVELS, SOLVE, ACC)
         tl.store(inverses + at * (Q * Q) + (q[:, None] * Q + q[None, :]), solved, mask=own[:, None])
         solved = solved.to(DOT)
@@ -206,10 +366,11 @@ def solve_kernel(
             tl.store(
                 U + at * Q * d_v + (q[:, None] * d_v + m[None, :]), u, mask=own[:, None] & (m < d_v)[None, :]
             )
-        weight = tl.where(own & (document == 0), tl.exp(c) * beta_, 0.0)
+        goes_on = own & (document == 0)
         for block in range(0, NK):
             n = block * K + tl.arange(0, K)
-            k_ = matrix(k, first, n, k_t, seqlen, d_k, own, Q, ACC) * weight[:, None]
+            since = since_before(g, first, n, g_t, seqlen, d_k, goes_on, segment, WIDE, HAS_RESET, Q, ACC)
+            k_ = matrix(k, first, n, k_t, seqlen, d_k, own, Q, ACC) * (since * beta_[:, None])
             w = tl.dot(solved, k_.to(DOT), input_precision=PRECISION, out_dtype=ACC)
             tl.store(
                 W + at * Q * d_k + (q[:, None] * d_k + n[None, :]), w, mask=own[:, None] & (n < d_k)[None, :]
@@ -237,12 +398,15 @@ def state_kernel(
     k_h,
     g_b,
     g_t,
+    g_h,
     HAS_INITIAL: tl.constexpr,
+    WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     NK: tl.constexpr,
+    LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
@@ -255,7 +419,7 @@ def state_kernel(
     size = d_k * d_v
     line = batch * nheads + head
     k += batch * k_b + head * k_h
-    g += batch * g_b + head
+    g += batch * g_b + head * g_h
     state = ()
     for block in tl.static_range(NK):
         if HAS_INITIAL:
@@ -289,13 +453,13 @@ def state_kernel(
             mask=(q < Q)[:, None] & (m < d_v)[None, :],
         )
         u = tl.where(own[:, None], u, 0.0).to(DOT)
-        c, whole = running_sums(g, first, g_t, seqlen, own, here, HAS_RESET, Q, ACC)
-        until = tl.where(own, tl.exp(whole - c), 0.0)
         after = ()
         for block in tl.static_range(NK):
             i = block * K + n
-            k_ = matrix(k, first, i, k_t, seqlen, d_k, own, Q, ACC) * until[:, None]
-            kept = tl.where(end == 0, state[block] * tl.exp(whole), 0.0)
+            until = until_end(g, first, i, g_t, seqlen, d_k, own, here, WIDE, HAS_RESET, Q, ACC)
+            k_ = matrix(k, first, i, k_t, seqlen, d_k, own, Q, ACC) * until
+            whole = whole_decay(g, first, i, g_t, seqlen, d_k, own, here, WIDE, HAS_RESET, Q, ACC)
+            kept = tl.where(end == 0, state[block] * (whole[:, None] if WIDE else whole), 0.0)
             part = tl.dot(tl.trans(k_).to(DOT), u, kept, input_precision=PRECISION, out_dtype=ACC)
             after = after + (part,)  # noqa: RUF005
         state = after
@@ -326,12 +490,15 @@ def output_kernel(
     k_h,
     g_b,
     g_t,
+    g_h,
+    WIDE: tl.constexpr,
     HAS_RESET: tl.constexpr,
     Q: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     NK: tl.constexpr,
     NV: tl.constexpr,
+    LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
@@ -349,25 +516,25 @@ def output_kernel(
         segment += (batch * chunks + chunk) * Q
     q += batch * q_b + head * q_h
     k += batch * k_b + head * k_h
-    g += batch * g_b + head
+    g += batch * g_b + head * g_h
     at = (batch * nheads + head) * chunks + chunk
     out = o + ((batch * seqlen + first) * nheads + head) * d_v + (i[:, None] * (nheads * d_v) + m[None, :])
     begin, end = documents_of(segment, HAS_RESET, Q)
     for document in range(begin, end + 1):
         own = tokens_of(segment, document, HAS_RESET, Q)
-        c, _ = running_sums(g, first, g_t, seqlen, own, segment, HAS_RESET, Q, ACC)
-        weights = products(q, k, first, q_t, k_t, seqlen, d_k, own, Q, K, NK, DOT, PRECISION, ACC)
-        decays = pair_decays(c, own, Q)
+        weights = products(
+            *(q, k, g, first, q_t, k_t, g_t, seqlen, d_k, own, segment),
+            *(WIDE, HAS_RESET, Q, K, NK, LEVELS, DOT, PRECISION, ACC),
+        )
+        decays = pair_decays(g, first, g_t, seqlen, own, segment, WIDE, HAS_RESET, Q, ACC)
         weights = tl.where(decays > 0.0, weights * decays, 0.0).to(DOT)
         u = matrix(written + at * Q * d_v, 0, m, d_v, Q, d_v, own, Q, DOT)
         total = tl.dot(weights, u, input_precision=PRECISION, out_dtype=ACC)
         if document == 0:
             for block in range(0, NK):
                 n = block * K + tl.arange(0, K)
-                q_ = (
-                    matrix(q, first, n, q_t, seqlen, d_k, own, Q, ACC)
-                    * tl.exp(tl.where(own, c, 0.0))[:, None]
-                )
+                since = since_before(g, first, n, g_t, seqlen, d_k, own, segment, WIDE, HAS_RESET, Q, ACC)
+                q_ = matrix(q, first, n, q_t, seqlen, d_k, own, Q, ACC) * since
                 state = of_state(states + at * (d_k * d_v), n, m, d_k, d_v, DOT)
                 total = tl.dot(q_.to(DOT), state, total, input_precision=PRECISION, out_dtype=ACC)
         ok = (own & (i < seqlen - first))[:, None] & (m < d_v)[None, :]

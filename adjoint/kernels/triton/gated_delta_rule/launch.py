@@ -25,6 +25,7 @@ from adjoint.kernels.triton.gated_delta_rule import backward, forward
 MAX_D_K = 256
 # Columns of keys and of values that a program takes at once, by the size of the inputs' elements.
 KEYS = {2: 64, 4: 32, 8: 16}
+WIDE_KEYS = {2: 32, 4: 16, 8: 16}  # where each has a decay, but for the programs that go from chunk to chunk
 VALUES = {2: 32, 4: 32, 8: 16}
 GRAD_KEYS = {2: 32, 4: 32, 8: 16}  # of the kernel of keys' and queries' gradients, which holds most
 STATE_VALUES = {
@@ -44,7 +45,7 @@ _TL = {
 class _Call:
     """What the kernels of one call have in common."""
 
-    def __init__(self, k, v, reset):
+    def __init__(self, k, v, g, reset):
         self.batch, self.seqlen, self.nheads, self.d_k = k.shape
         self.d_v = v.shape[-1]
         if self.d_k > MAX_D_K:
@@ -60,18 +61,23 @@ class _Call:
         self.state_values = min(STATE_VALUES[size], self.values)
         products = {2: "tf32", 4: "tf32x3", 8: "ieee"}[size]
         self.state_constants: dict[str, Any] = {
+            "WIDE": g.dim() == 4,
             "HAS_RESET": reset is not None,
             "Q": DELTA_CHUNK,
             "K": columns,
             "V": self.state_values,
             "NK": triton.cdiv(self.d_k, columns),
+            "LEVELS": DELTA_CHUNK.bit_length() - 1,
             "DOT": _TL[v.dtype],
             "PRECISION": products,
             "ACC": common.tl_dtype(v.dtype),
             "num_warps": WARPS,
             "num_stages": 1,
         }
+        if g.dim() == 4:
+            columns = min(columns, WIDE_KEYS[size])
         blocks = {"V": self.values, "NV": triton.cdiv(self.d_v, self.values)}
+        blocks |= {"K": columns, "NK": triton.cdiv(self.d_k, columns)}
         self.constants = self.state_constants | blocks
         columns = min(columns, GRAD_KEYS[size])
         self.grad_constants = self.constants | {"K": columns, "NK": triton.cdiv(self.d_k, columns)}
@@ -101,8 +107,7 @@ class _Call:
         U, W = self.empty(k, tokens, self.d_v), self.empty(k, tokens, self.d_k)
         forward.solve_kernel[self.grid()](
             *(k, v, g, beta, self.segment, inverses, U, W, *self.sizes),
-            *(*k.stride()[:3], *v.stride()[:3], *g.stride()[:2]),
-            LEVELS=DELTA_CHUNK.bit_length() - 1,
+            *(*k.stride()[:3], *v.stride()[:3], *g.stride()[:3]),
             SOLVE=self.constants["PRECISION"],
             **self.constants,
         )
@@ -114,14 +119,14 @@ def _dense(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
-    """Runs S_t = exp(g_t) (I - beta_t k_t k_t') S_{t-1} + beta_t k_t v_t', o_t = S_t' q_t in every head.
+    """Runs S_t = (I - beta_t k_t k_t') exp(g_t) S_{t-1} + beta_t k_t v_t', o_t = S_t' q_t in every head.
 
-    q, k (batch, seqlen, nheads, d_k), v (batch, seqlen, nheads, d_v), g, beta (batch, seqlen, nheads),
-    initial_state (batch, nheads, d_k, d_v) or None, reset (batch, seqlen) bool or None. Returns o (like v),
+    q, k (batch, seqlen, nheads, d_k), v (batch, seqlen, nheads, d_v), beta (batch, seqlen, nheads), g like
+    beta or like k, initial_state (batch, nheads, d_k, d_v) or None, reset (batch, seqlen) bool or None. Returns o (like v),
     the final state (float32, float64 for float64 inputs) and the states before the chunks (None unless
     ``save``). Raises ValueError for d_k above 256.
     """
-    call = _Call(k, v, reset)
+    call = _Call(k, v, g, reset)
     q, k, v = _dense(q, k, v)
     g, beta = g.contiguous(), beta.contiguous()
     with common.on_device(v):
@@ -131,14 +136,14 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
         initial = None if initial_state is None else initial_state.to(call.acc).contiguous()
         forward.state_kernel[call.columns()](
             *(k, g, call.segment, U, W, initial, states, written, final, *call.walk),
-            *(*k.stride()[:3], *g.stride()[:2]),
+            *(*k.stride()[:3], *g.stride()[:3]),
             HAS_INITIAL=initial is not None,
             **call.state_constants,
         )
         o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         forward.output_kernel[call.grid(call.constants["NV"])](
             *(q, k, g, call.segment, states, written, o, *call.sizes),
-            *(*q.stride()[:3], *k.stride()[:3], *g.stride()[:2]),
+            *(*q.stride()[:3], *k.stride()[:3], *g.stride()[:3]),
             **call.constants,
         )
     return o, final, states if save else None
@@ -146,12 +151,12 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
 
 def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, states):
     """(dq, dk, dv, dg, dbeta, dinitial_state) of `gated_delta_rule_forward`, each in its tensor's dtype."""
-    call = _Call(k, v, reset)
+    call = _Call(k, v, g, reset)
     do, q, k, v = _dense(do, q, k, v)
     g, beta = g.contiguous(), beta.contiguous()
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
-    with_do = (*q.stride()[:3], *k.stride()[:3], *do.stride()[:3], *g.stride()[:2])
+    with_do = (*q.stride()[:3], *k.stride()[:3], *do.stride()[:3], *g.stride()[:3])
     with common.on_device(v):
         inverses, U, W = call.solved(k, v, g, beta)
         written, d_written = torch.empty_like(U), torch.empty_like(U)
@@ -168,26 +173,29 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
         )
         d_right = U  # which nothing reads any more
         d_reads, d_lower = torch.empty_like(inverses), torch.empty_like(inverses)
-        dc = call.empty(v, call.chunks * DELTA_CHUNK)
+        wide, blocks = call.constants["WIDE"], call.grad_constants["NK"]
+        dc = shares = None
+        if not wide:
+            dc = call.empty(v, call.chunks * DELTA_CHUNK)
+            shares = torch.empty((blocks, *dc.shape), dtype=dc.dtype, device=dc.device)
         backward.system_grad_kernel[call.grid()](
             *(q, k, v, g, beta, do, call.segment, inverses, written, d_written, states, d_right),
             *(d_reads, d_lower, dv, dbeta, dc, *call.sizes),
-            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *g.stride()[:2]),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *g.stride()[:3]),
             **call.constants,
         )
-        blocks = call.grad_constants["NK"]
-        shares = torch.empty((blocks, *dc.shape), dtype=dc.dtype, device=dc.device)
         backward.key_grad_kernel[call.grid(blocks)](
             *(q, k, g, beta, do, call.segment, written, d_right, states, d_states, d_reads, d_lower, dq, dk),
-            *(shares, *call.sizes, *with_do),
+            *(dg if wide else None, shares, *call.sizes, *with_do),
             **call.grad_constants,
         )
-        backward.decay_grad_kernel[call.grid()](
-            *(call.segment, dc, shares, dg, call.seqlen, call.nheads),
-            HAS_RESET=reset is not None,
-            Q=DELTA_CHUNK,
-            NK=blocks,
-            ACC=call.constants["ACC"],
-            num_warps=2,
-        )
+        if not wide:
+            backward.decay_grad_kernel[call.grid()](
+                *(call.segment, dc, shares, dg, call.seqlen, call.nheads),
+                HAS_RESET=reset is not None,
+                Q=DELTA_CHUNK,
+                NK=blocks,
+                ACC=call.constants["ACC"],
+                num_warps=2,
+            )
     return dq, dk, dv, dg, dbeta, d_initial
