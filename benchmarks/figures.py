@@ -135,8 +135,11 @@ FIGURES = [
     Figure("docs/results.md, docs/kernels.md", Kernels(), "", "--size small --op selective_scan --repeats 1",
            SCANS),
     Figure("docs/results.md", Kernels(), "--peers --out benchmarks/results/avx2", None, SCANS),
+    Figure("docs/results.md", Kernels(), "--peers --out benchmarks/results/avx512", None, SCANS),
     Figure("docs/results.md", Wrapped(), "--lengths 16384 --ways transformers wrapped --repeats 1 "
            "--out benchmarks/results/avx2", None, WRAPPED),
+    Figure("docs/results.md", Wrapped(), "--lengths 16384 --ways transformers wrapped --repeats 1 "
+           "--out benchmarks/results/avx512", None, WRAPPED),
     Figure("docs/results.md", WindowTime(), "", "--seqlen 1K --windows 1 64 1024 --repeats 2 --settle 0",
            SCANS),
     Figure("docs/method.md", Mixers(), "", "--lengths 512 --rounds 1 --repeats 1", (*ENGINE, *SCANS)),
