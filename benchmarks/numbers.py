@@ -311,7 +311,8 @@ def published() -> Numbers:
 NUMBERS: dict[str, Callable[[], Numbers]] = {
     source.__name__: source
     for source in (
-        growth, scan, depth_study, window_time, sixteen_million, versions, constants, recall, loss_by_position, shards,
-        mini_sequence, edges, held, figure_1, figure_6, slices, whole, products, published,
+        growth, scan, depth_study, window_time, sixteen_million, versions, constants, recall,
+        loss_by_position, shards, mini_sequence, edges, held, figure_1, figure_6, slices, whole,
+        products, published,
     )
 }  # fmt: skip

@@ -192,7 +192,8 @@ class GroupTransport(Messages):
         return self.dist.get_global_rank(self.group, worker)
 
     def post(self, source: int, out: Tensor, tag: int = 0) -> Pending:
-        wait = super().post(source, out, tag)
+        with self._told(f"rank {source} of the group"):
+            wait = super().post(source, out, tag)
 
         def told() -> Tensor:
             with self._told(f"rank {source} of the group"):

@@ -387,8 +387,8 @@ def key_grad_kernel(
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """K columns of dq and dk of one chunk and head; with decays per channel dg of these, else what they have a
-    share of in the cotangent of c: ``shares`` (NK, batch, nheads, chunks * Q)."""
+    """K columns of dq and dk of one chunk and head; with decays per channel dg of these, else their share of
+    the cotangent of c: ``shares`` (NK, batch, nheads, chunks * Q)."""
     chunk, head, batch = (
         (tl.program_id(0) // NK).to(tl.int64),
         tl.program_id(1),

@@ -217,13 +217,13 @@ def corners(bits, Q: tl.constexpr):
 
 @triton.jit
 def to_middle(decays, bits, Q: tl.constexpr, ACC: tl.constexpr):
-    """How much channels, whose logs are ``decays`` (Q, columns), keep between each token and the middle of its
-    block of 2 * 2**bits: in the first half after the token, in the second up to it. The product of two such
-    is what is left from j to i; both are sums' exponentials, of no more than 2**bits numbers of one sign."""
+    """How much channels, whose logs are ``decays`` (Q, columns), keep between each token and the middle of
+    its block of 2 * 2**bits: in the first half after the token, in the second up to it. The product of two
+    such is what is left from j to i; both are exponentials of sums of at most 2**bits numbers of one sign."""
     i, t = tl.arange(0, Q)[:, None], tl.arange(0, Q)[None, :]
     second = (i >> bits) % 2 == 1
     between = (i >> bits == t >> bits) & ((t <= i) == second)
-    if ACC == tl.float64:
+    if ACC == tl.float64:  # noqa: SIM300 - the constexpr is what knows how to compare
         total = tl.dot(between.to(ACC), decays, input_precision="ieee", out_dtype=ACC)
     else:
         # TF32 in two parts: it has the first eleven bits of a number, and then the next eleven

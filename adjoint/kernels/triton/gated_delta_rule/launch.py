@@ -122,9 +122,9 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     """Runs S_t = (I - beta_t k_t k_t') exp(g_t) S_{t-1} + beta_t k_t v_t', o_t = S_t' q_t in every head.
 
     q, k (batch, seqlen, nheads, d_k), v (batch, seqlen, nheads, d_v), beta (batch, seqlen, nheads), g like
-    beta or like k, initial_state (batch, nheads, d_k, d_v) or None, reset (batch, seqlen) bool or None. Returns o (like v),
-    the final state (float32, float64 for float64 inputs) and the states before the chunks (None unless
-    ``save``). Raises ValueError for d_k above 256.
+    beta or like k, initial_state (batch, nheads, d_k, d_v) or None, reset (batch, seqlen) bool or None.
+    Returns o (like v), the final state (float32, float64 for float64 inputs) and the states before the
+    chunks (None unless ``save``). Raises ValueError for d_k above 256.
     """
     call = _Call(k, v, g, reset)
     q, k, v = _dense(q, k, v)
