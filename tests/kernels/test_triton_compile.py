@@ -39,7 +39,8 @@ SHUFFLES = {
 def check(name, capability, only=frozenset()):
     """Nothing spills, and where the layout is ours (not the matrix products') it is the one meant."""
     built = aot.compile_call(aot.MAIN[name], capability, only)
-    assert name.startswith(aot.SPILLING) or {k.name: k.spills for k in built if k.spills} == {}
+    spills = {k.name: k.spills for k in built if k.spills}
+    assert name.startswith(aot.SPILLING) or spills in ({}, aot.SPILLS.get(name, {}))
     kind = name.partition(",")[0] + (", window" if "window" in name else "")
     if "resets" in name and f"{kind}, resets" in SHUFFLES:
         kind += ", resets"

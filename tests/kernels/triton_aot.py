@@ -259,7 +259,10 @@ def _calls() -> dict[str, Callable[[], Any]]:
 
 MAIN = _calls()
 # Of these some kernel holds more than there are registers, mostly on sm_80: see the table.
-SPILLING = "delta rule, fp32", "delta rule, bf16, resets", "delta rule, bf16, d_k 256"
+SPILLING = tuple(
+    f"{rule}, {form}" for rule in ("delta rule", "KDA") for form in ("fp32", "bf16, resets", "bf16, d_k 256")
+)
+SPILLS = {f"KDA, bf16, d_k {d_k}": {"key_grad_kernel": 124} for d_k in (64, 128)}  # bytes, on sm_80 alone
 
 INTRODUCTION = f"""\
 Compiled ahead of time, no GPU involved, as launched for one sequence of 65,536 tokens on a device of
