@@ -28,7 +28,7 @@ from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
 THIN = {"d_model": 32}
-MINUTES = 45  # what the sizes below were chosen for, on one core
+MINUTES = 60  # what the sizes below were chosen for, on one core
 EXACT = "exact"
 
 
@@ -44,8 +44,8 @@ class Depth(Benchmark):
             "--methods", nargs="+", default=[EXACT, "truncated-16", "layer-local"], metavar="NAME",
             help="as of benchmarks.convergence",
         )  # fmt: skip
-        runner.add_counts(parser, layers=([2, 8, 24, 48], "of the models"), seeds=(3, "runs of each model"),
-                          steps=(150, "optimizer steps a run"), seqlen=(256, "tokens"),
+        runner.add_counts(parser, layers=([2, 8, 24, 48], "of the models"), seeds=(5, "runs of each model"),
+                          steps=(600, "optimizer steps a run"), seqlen=(256, "tokens"),
                           batch=(4, "sequences a step"))  # fmt: skip
 
     def check(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
