@@ -3,6 +3,8 @@
 // Inputs before the chunk come from `initial_state` (batch, channels, width - 1), oldest first.
 #include "lanes.h"
 
+#include <algorithm>
+
 struct ConvArgs {
   int64_t batch, seqlen, channels, width, threads, silu;
   void* x;
@@ -15,124 +17,153 @@ struct ConvArgs {
 };
 
 namespace {
-constexpr int MAX_WIDTH = 16, TILE = 64;
+constexpr int MAX_WIDTH = 16, TOGETHER = 64;
 
+// A thread takes some tokens of all channels and walks token by token: rows are read and written as they lie in memory, and
+// those that the next tokens read again are in cache. The tap of j tokens before is numbered j.
 template <class T> struct Conv {
   typedef V<T> Vt;
+  typedef std::vector<Vt> Row;  // a vector of channels after the other
   static constexpr int L = Vec<T>::L;
   const ConvArgs& s;
   int64_t blocks() const { return (s.channels + L - 1) / L; }
 
-  struct Lane {
-    int64_t channel;
-    int width;
-    Vt weight[MAX_WIDTH], bias;
-  };
-  Lane lane(int64_t i) const {
-    Lane k;
-    k.channel = i * L;
-    k.width = int(s.channels - k.channel < L ? s.channels - k.channel : L);
-    for (int64_t j = 0; j < s.width; j++) {
-      k.weight[j] = Vt{};
-      for (int l = 0; l < k.width; l++) k.weight[j][l] = ((const T*)s.weight)[(k.channel + l) * s.width + j];
-    }
-    k.bias = s.bias ? load<T>((const T*)s.bias + k.channel, k.width) : Vt{};
-    return k;
+  // body(i, first channel, how many) for each vector of channels
+  template <class F> ALWAYS_INLINE void each_vector(F body) const {
+    const int64_t whole = s.channels / L, tail = s.channels % L;
+    for (int64_t i = 0; i < whole; i++) body(i, i * L, L);
+    if (tail) body(whole, whole * L, int(tail));
   }
-  ALWAYS_INLINE Vt input(int64_t b, int64_t t, const Lane& k) const {
-    if (t >= 0) return load<T>((const T*)s.x + b * s.x_batch_stride + t * s.x_time_stride + k.channel, k.width);
-    Vt v{};
-    if (s.initial_state)
-      for (int l = 0; l < k.width; l++)
-        v[l] = ((const T*)s.initial_state)[(b * s.channels + k.channel + l) * (s.width - 1) + s.width - 1 + t];
-    return v;
+  // body(b, first, end) for this thread's share of the tokens
+  template <class F> void each_run(int64_t thread, F body) const {
+    const int64_t tokens = s.batch * s.seqlen, end = tokens * (thread + 1) / s.threads;
+    for (int64_t i = tokens * thread / s.threads, stop; i < end; i = stop) {
+      const int64_t b = i / s.seqlen;
+      stop = end < (b + 1) * s.seqlen ? end : (b + 1) * s.seqlen;
+      body(b, i - b * s.seqlen, stop - b * s.seqlen);
+    }
+  }
+  struct Weights {
+    Row tap[MAX_WIDTH], bias;
+  };
+  Weights weights() const {
+    Weights w;
+    for (int64_t j = 0; j < s.width; j++) w.tap[j].resize(blocks());
+    w.bias.resize(blocks());
+    for (int64_t c = 0; c < s.channels; c++) {
+      for (int64_t j = 0; j < s.width; j++) w.tap[j][c / L][c % L] = ((const T*)s.weight)[(c + 1) * s.width - 1 - j];
+      if (s.bias) w.bias[c / L][c % L] = ((const T*)s.bias)[c];
+    }
+    return w;
+  }
+  // The width - 1 rows of inputs before each sequence.
+  std::vector<T> initial_rows() const {
+    const int64_t before = s.width - 1;
+    std::vector<T> rows(s.batch * before * s.channels);
+    for (int64_t i = 0; s.initial_state && i < s.batch * s.channels; i++)
+      for (int64_t j = 0; j < before; j++)
+        rows[(i / s.channels * before + j) * s.channels + i % s.channels] = ((const T*)s.initial_state)[i * before + j];
+    return rows;
   }
   // how many of the taps of token t count: fewer behind the beginning of a document
-  ALWAYS_INLINE int64_t reach(int64_t b, int64_t t) const {
+  int64_t reach(int64_t b, int64_t t) const {
     if (!s.reset) return s.width;
     int64_t n = 1;
     while (n < s.width && (t - n + 1 < 0 || !s.reset[b * s.seqlen + t - n + 1])) n++;
     return n;
   }
-  // Tiles of tokens, all channels of one after another: rows stay in cache while their lanes are walked.
-  template <class F> void each_tile(int64_t thread, F body) const {
-    std::vector<Lane> lanes;
-    for (int64_t i = 0; i < blocks(); i++) lanes.push_back(lane(i));
-    const int64_t tiles = (s.seqlen + TILE - 1) / TILE, units = s.batch * tiles;
-    for (int64_t i = units * thread / s.threads; i < units * (thread + 1) / s.threads; i++) {
-      const int64_t first = i % tiles * TILE, end = first + TILE < s.seqlen ? first + TILE : s.seqlen;
-      for (const Lane& k : lanes) body(i / tiles, first, end, k);
-    }
+  // body(how many, i, channel, width, p_t, inputs, weights) for each vector of token t, n taps of which count; the usual four
+  // are in registers
+  template <class N, class F> ALWAYS_INLINE void row_of(N n, const Weights& w, const T* const* rows, F body) const {
+    constexpr int MOST = std::is_integral<N>::value ? MAX_WIDTH : 4;
+    const Vt *weights[MOST], *bias = w.bias.data();
+    const T* inputs[MOST];
+    for (int64_t j = 0; j < n; j++) weights[j] = w.tap[j].data(), inputs[j] = rows[j];
+    each_vector([=](int64_t i, int64_t channel, int width) {
+      Vt x[MOST], weight[MOST], p = bias[i];
+      for (int64_t j = 0; j < n; j++) {
+        x[j] = load<T>(inputs[j] + channel, width);
+        weight[j] = weights[j][i];
+        p += weight[j] * x[j];
+      }
+      body(n, i, channel, width, p, x, weight);
+    });
   }
-  // body(t, p_t, inputs), inputs[i] being x_{t-i}, for the usual width, whose inputs move through registers
-  template <class F> ALWAYS_INLINE void each_token4(int64_t b, int64_t first, int64_t end, const Lane& k, F body) const {
-    Vt x[4] = {Vt{}, input(b, first - 1, k), input(b, first - 2, k), input(b, first - 3, k)};
-    for (int64_t t = first; t < end; t++) {
-      x[0] = input(b, t, k);
-      body(t, k.bias + k.weight[3] * x[0] + k.weight[2] * x[1] + k.weight[1] * x[2] + k.weight[0] * x[3], x);
-      x[3] = x[2]; x[2] = x[1]; x[1] = x[0];
-    }
+  template <class F> ALWAYS_INLINE void row(const Weights& w, const std::vector<T>& initial, int64_t b, int64_t t, int64_t n, F body) const {
+    const T* rows[MAX_WIDTH];
+    for (int64_t j = 0; j < n; j++)
+      rows[j] = t >= j ? (const T*)s.x + b * s.x_batch_stride + (t - j) * s.x_time_stride
+                       : initial.data() + ((b + 1) * (s.width - 1) + t - j) * s.channels;
+    if (n == 4) row_of(std::integral_constant<int, 4>{}, w, rows, body);
+    else row_of(n, w, rows, body);
   }
-  template <class F> ALWAYS_INLINE void each_token(int64_t b, int64_t first, int64_t end, const Lane& k, F body) const {
-    for (int64_t t = first; t < end; t++) {
-      Vt x[MAX_WIDTH], p = k.bias;
-      const int64_t n = reach(b, t);
-      for (int64_t i = 0; i < s.width; i++) x[i] = i < n ? input(b, t - i, k) : Vt{};
-      for (int64_t i = 0; i < n; i++) p += k.weight[s.width - 1 - i] * x[i];
-      body(t, p, x);
-    }
-  }
-  bool usual() const { return s.width == 4 && !s.reset; }
 
   void forward(int64_t thread) const {
-    each_tile(thread, [&](int64_t b, int64_t first, int64_t end, const Lane& k) {
-      auto body = [&](int64_t t, Vt p, const Vt*) {
-        if (s.silu) p *= sigmoidv<T>(p);
-        store<T>((T*)s.y + (b * s.seqlen + t) * s.channels + k.channel, p, k.width);
-      };
-      if (usual()) each_token4(b, first, end, k, body);
-      else each_token(b, first, end, k, body);
+    const std::vector<T> initial = initial_rows();
+    const Weights w = weights();
+    each_run(thread, [&](int64_t b, int64_t first, int64_t end) {
+      for (int64_t t = first; t < end; t++)
+        row(w, initial, b, t, reach(b, t), [silu = s.silu, y = (T*)s.y + (b * s.seqlen + t) * s.channels](
+                                               auto, int64_t, int64_t channel, int width, Vt p, const Vt*, const Vt*) {
+          store<T>(y + channel, silu ? p * sigmoidv<T>(p) : p, width);
+        });
     });
   }
-  // A tile's dx needs the dp of up to width - 1 tokens behind it, computed twice: cheaper than waiting for them.
+  // A token's dp is added to the cotangents of its taps. Those of another thread's tokens are left to that thread, which
+  // computes the dp of up to width - 1 tokens behind its own again: cheaper than waiting for them.
   void backward(int64_t thread) const {
-    T* sums = (T*)s.dweight + thread * s.channels * s.width;
-    T* bias_sums = s.dbias ? (T*)s.dbias + thread * s.channels : nullptr;
-    each_tile(thread, [&](int64_t b, int64_t first, int64_t end, const Lane& k) {
-      const int64_t ahead = end + s.width - 1 < s.seqlen ? end + s.width - 1 : s.seqlen;
-      Vt dp[TILE + MAX_WIDTH], dweight[MAX_WIDTH] = {}, dbias{};
-      auto body = [&](int64_t t, Vt p, const Vt* x) {
-        Vt d = load<T>((const T*)s.dy + b * s.dy_batch_stride + t * s.dy_time_stride + k.channel, k.width);
-        if (s.silu) {
-          const Vt sig = sigmoidv<T>(p);
-          d *= sig * (1 + p * (1 - sig));
+    const std::vector<T> initial = initial_rows();
+    std::vector<T> dinitial(initial.size());
+    const Weights w = weights();
+    const int64_t before = s.width - 1;
+    Row dweight[MAX_WIDTH], dbias(blocks());
+    for (int64_t j = 0; j < s.width; j++) dweight[j].resize(blocks());
+    each_run(thread, [&](int64_t b, int64_t first, int64_t end) {
+      const int64_t begin = first ? first : -before, ahead = end + before < s.seqlen ? end + before : s.seqlen;
+      for (int64_t t = first; t < ahead; t++) {
+        const int64_t n = reach(b, t);
+        const T* dy = (const T*)s.dy + b * s.dy_batch_stride + t * s.dy_time_stride;
+        T* dx[MAX_WIDTH];
+        Vt *to_weight[MAX_WIDTH], *to_bias = dbias.data();
+        for (int64_t j = 0; j < n; j++) {
+          dx[j] = t >= j ? (T*)s.dx + (b * s.seqlen + t - j) * s.channels
+                         : dinitial.data() + ((b + 1) * before + t - j) * s.channels;
+          to_weight[j] = dweight[j].data();
         }
-        dp[t - first] = d;
-        if (t >= end) return;
-        dbias += d;
-        for (int64_t i = 0; i < s.width; i++) dweight[s.width - 1 - i] += d * x[i];
-      };
-      if (usual()) each_token4(b, first, ahead, k, body);
-      else each_token(b, first, ahead, k, body);
-      // the cotangent of x_t, also of the inputs before the sequence
-      auto input_cotangent = [&](int64_t t) {
-        Vt d{};
-        for (int64_t i = t < 0 ? -t : 0; i < s.width && t + i < ahead; i++)
-          if (!s.reset || reach(b, t + i) > i) d += dp[t + i - first] * k.weight[s.width - 1 - i];
-        return d;
-      };
-      for (int64_t t = first; t < end; t++)
-        store<T>((T*)s.dx + (b * s.seqlen + t) * s.channels + k.channel, input_cotangent(t), k.width);
-      if (first == 0 && s.dinitial_state)
-        for (int64_t j = 0; j + 1 < s.width; j++) {
-          const Vt d = input_cotangent(j - (s.width - 1));
-          for (int l = 0; l < k.width; l++)
-            ((T*)s.dinitial_state)[(b * s.channels + k.channel + l) * (s.width - 1) + j] = d[l];
-        }
-      for (int l = 0; l < k.width; l++)
-        for (int64_t j = 0; j < s.width; j++) sums[(k.channel + l) * s.width + j] += dweight[j][l];
-      if (bias_sums) store<T>(bias_sums + k.channel, load<T>(bias_sums + k.channel, k.width) + dbias, k.width);
+        const int64_t from = t < end ? 0 : t - end + 1, stop = n < t - begin + 1 ? n : t - begin + 1;
+        row(w, initial, b, t, n, [=, silu = s.silu, all = !from && stop == n](
+                                     auto count, int64_t i, int64_t channel, int width, Vt p, const Vt* x, const Vt* weight) {
+          Vt d = load<T>(dy + channel, width);
+          if (silu) {
+            const Vt sig = sigmoidv<T>(p);
+            d *= sig * (1 + p * (1 - sig));
+          }
+          const auto put = [&](int64_t j) {  // the last tap's is the first to come to its token
+            const Vt sum = d * weight[j];
+            store<T>(dx[j] + channel, j ? load<T>(dx[j] + channel, width) + sum : sum, width);
+          };
+          if (all) for (int64_t j = 0; j < count; j++) put(j);
+          else for (int64_t j = from; j < stop; j++) put(j);
+          if (from) return;
+          to_bias[i] += d;
+          for (int64_t j = 0; j < count; j++) to_weight[j][i] += d * x[j];
+        });
+        if (t % TOGETHER == TOGETHER - 1) add(thread, dweight, dbias);  // longer sums would round more
+      }
+      for (int64_t i = 0; s.dinitial_state && first == 0 && i < s.channels * before; i++)
+        ((T*)s.dinitial_state)[b * s.channels * before + i] = dinitial[(b * before + i % before) * s.channels + i / before];
     });
+    add(thread, dweight, dbias);
+  }
+  // Moves sums to the thread's own.
+  void add(int64_t thread, Row* dweight, Row& dbias) const {
+    for (int64_t c = 0; c < s.channels; c++) {
+      T* sums = (T*)s.dweight + (thread * s.channels + c) * s.width;
+      for (int64_t j = 0; j < s.width; j++) sums[s.width - 1 - j] += dweight[j][c / L][c % L];
+      if (s.dbias) ((T*)s.dbias)[thread * s.channels + c] += dbias[c / L][c % L];
+    }
+    for (int64_t j = 0; j < s.width; j++) std::fill(dweight[j].begin(), dweight[j].end(), Vt{});
+    std::fill(dbias.begin(), dbias.end(), Vt{});
   }
 };
 

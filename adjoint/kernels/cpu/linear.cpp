@@ -1,75 +1,107 @@
 // h_t = a_t h_{t-1} + b_t with a diagonal a, or one number a token, on the CPU: forward and adjoint.
-// The caller keeps all states: they are as small as the inputs.
+// The caller keeps all states: they are as small as the inputs. A thread takes a range of states and walks token by
+// token over all of them: tensors are read and written in their order, and the states between are in cache.
 #include "linear.h"
+
+#include <algorithm>
 
 namespace {
 template <class T> struct Linear {
   typedef V<T> Vt;
   static constexpr int L = Vec<T>::L;
   const LinearArgs& s;
+  int64_t blocks() const { return (s.d_state + L - 1) / L; }
   T* at(void* p, int64_t b, int64_t t, int64_t width) const { return (T*)p + (b * s.seqlen + t) * width; }
 
-  ALWAYS_INLINE Vt decay(int64_t b, int64_t t, int64_t n, int width) const {
-    const T* a = at(s.a, b, t, s.a_width);
-    return s.a_width == 1 ? splat<T>(*a) : load<T>(a + n, width);
-  }
+  // Rows are found once a token: a store might change `s`, for all that the compiler knows.
+  struct Decay {
+    const T* a;
+    const bool scalar;
+    ALWAYS_INLINE Vt operator()(int64_t n, int width) const { return scalar ? splat<T>(*a) : load<T>(a + n, width); }
+  };
+  Decay decay(int64_t b, int64_t t) const { return {at(s.a, b, t, s.a_width), s.a_width == 1}; }
   // a x, but 0 where a is: nothing is carried to where a document begins, no NaN either.
   static ALWAYS_INLINE Vt times(Vt a, Vt x) { return a == 0 ? Vt{} : a * x; }
-  template <class F> void each(int64_t thread, F body) const {  // (batch, lanes) units of this thread
-    const int64_t blocks = (s.d_state + L - 1) / L, units = s.batch * blocks;
-    for (int64_t i = units * thread / s.threads; i < units * (thread + 1) / s.threads; i++) {
-      const int64_t n = i % blocks * L;
-      body(i / blocks, i % blocks, n, int(s.d_state - n < L ? s.d_state - n : L));
+  // body(b, first block, end) for this thread's share of (batch, blocks)
+  template <class F> void each(int64_t thread, F body) const {
+    const int64_t units = s.batch * blocks(), end = units * (thread + 1) / s.threads;
+    for (int64_t i = units * thread / s.threads; i < end;) {
+      const int64_t b = i / blocks(), first = i % blocks(), stop = std::min(first + end - i, blocks());
+      body(b, first, stop);
+      i += stop - first;
     }
   }
+  // body(block, counted from the first, its first state, how many)
+  template <class F> ALWAYS_INLINE void row(int64_t first, int64_t stop, F body) const {
+    const int64_t whole = stop * L <= s.d_state ? stop : stop - 1;
+    for (int64_t i = first; i < whole; i++) body(i - first, i * L, L);
+    if (whole < stop) body(whole - first, whole * L, int(s.d_state - whole * L));
+  }
   void forward(int64_t thread) const {
-    each(thread, [&](int64_t b, int64_t, int64_t n, int width) {
-      Vt h = s.initial_state ? load<T>((T*)s.initial_state + b * s.d_state + n, width) : Vt{};
+    const std::vector<T> zeros(s.initial_state ? 0 : s.d_state);
+    each(thread, [&](int64_t b, int64_t first, int64_t stop) {
+      const T* before = s.initial_state ? (const T*)s.initial_state + b * s.d_state : zeros.data();
       for (int64_t t = 0; t < s.seqlen; t++) {
-        h = times(decay(b, t, n, width), h) + load<T>(at(s.b, b, t, s.d_state) + n, width);
-        store<T>(at(s.h, b, t, s.d_state) + n, h, width);
+        T *h = at(s.h, b, t, s.d_state), *x = at(s.b, b, t, s.d_state);
+        row(first, stop, [=, a = decay(b, t)](int64_t, int64_t n, int width) {
+          store<T>(h + n, times(a(n, width), load<T>(before + n, width)) + load<T>(x + n, width), width);
+        });
+        before = h;
       }
     });
   }
-  void backward(int64_t thread) const {
+  template <bool WINDOWED> void backward(int64_t thread) const {
     const int64_t T_ = s.seqlen, W = s.window, owned = T_ - s.halo;
-    each(thread, [&](int64_t b, int64_t block, int64_t n, int width) {
-      std::vector<Vt> prefix(W ? T_ : 0);  // prefix sums inside each block of W tokens
-      Vt P{}, Q{};
-      if (W)
-        for (int64_t t = 0; t < T_; t++) {
-          const Vt g = load<T>(at(s.dh, b, t, s.d_state) + n, width);
-          if (t % W == 0) { Q = splat<T>(1); P = g; }
-          else { Q = Q == 0 ? Vt{} : times(decay(b, t, n, width), Q); P += times(Q, g); }
-          prefix[t] = P;
-        }
-      Vt R{}, S{};
+    const std::vector<T> zeros(s.initial_state ? 0 : s.d_state);
+    each(thread, [&](int64_t b, int64_t first, int64_t stop) {
+      const int64_t count = stop - first;
+      // prefix sums inside each block of W tokens
+      std::vector<Vt> carried(count), cuts(WINDOWED ? count : 0), prefix(WINDOWED ? T_ * count : 0);
+      Vt *R = carried.data(), *S = cuts.data();
+      const auto sums = [&](int64_t t) { return prefix.data() + std::max<int64_t>(std::min(t, T_ - 1), 0) * count; };
+      for (int64_t t = 0; t < T_ && WINDOWED; t++)
+        row(first, stop, [=, opens = t % W == 0, dh = at(s.dh, b, t, s.d_state), a = decay(b, t), sum = sums(t)](
+                             int64_t i, int64_t n, int width) {
+          const Vt g = load<T>(dh + n, width);
+          S[i] = opens ? splat<T>(1) : S[i] == 0 ? Vt{} : times(a(n, width), S[i]);
+          sum[i] = opens ? g : sum[i - count] + times(S[i], g);
+        });
+      std::fill(cuts.begin(), cuts.end(), Vt{});
       for (int64_t t = T_ - 1; t >= 0; t--) {
-        const Vt g = load<T>(at(s.dh, b, t, s.d_state) + n, width), a = decay(b, t, n, width);
-        const bool closes = W && (t % W == W - 1 || t == T_ - 1), opens = W && t % W == 0;
-        Vt mu = closes ? g : R + g;
-        R = times(a, mu);
-        if (W) {
-          if (!opens && (t / W + 1) * W < T_) mu += times(S, prefix[t + W - 1 < T_ ? t + W - 1 : T_ - 1]);
-          S = opens ? a : times(a, S);
-        }
-        if (t >= owned) mu = Vt{};
-        Vt before{};
-        if (t) before = load<T>(at(s.h, b, t - 1, s.d_state) + n, width);
-        else if (s.initial_state) before = load<T>((T*)s.initial_state + b * s.d_state + n, width);
-        store<T>(at(s.db, b, t, s.d_state) + n, mu, width);
-        if (s.a_width == 1) at(s.da, b, t, (s.d_state + L - 1) / L)[block] = lane_sum(mu * before);
-        else store<T>(at(s.da, b, t, s.d_state) + n, mu * before, width);
+        const bool opens = WINDOWED && t % W == 0, closes = WINDOWED && (t % W == W - 1 || t == T_ - 1);
+        const bool joined = WINDOWED && !opens && (t / W + 1) * W < T_, own = t < owned, scalar = s.a_width == 1;
+        const T *dh = at(s.dh, b, t, s.d_state), *before = zeros.data();
+        if (t) before = at(s.h, b, t - 1, s.d_state);
+        else if (s.initial_state) before = (const T*)s.initial_state + b * s.d_state;
+        T *db = at(s.db, b, t, s.d_state), *da = at(s.da, b, t, scalar ? blocks() : s.d_state) + (scalar ? first : 0);
+        row(first, stop, [=, decay = decay(b, t), sum = sums(t + W - 1)](int64_t i, int64_t n, int width) {
+          const Vt g = load<T>(dh + n, width), a = decay(n, width);
+          Vt mu = closes ? g : R[i] + g;
+          R[i] = times(a, mu);
+          if (WINDOWED) {
+            if (joined) mu += times(S[i], sum[i]);
+            S[i] = opens ? a : times(a, S[i]);
+          }
+          if (!own) mu = Vt{};
+          store<T>(db + n, mu, width);
+          if (scalar) da[i] = lane_sum(mu * load<T>(before + n, width));
+          else store<T>(da + n, mu * load<T>(before + n, width), width);
+        });
       }
-      if (W) R = W == 1 ? Vt{} : times(S, prefix[W - 2 < T_ ? W - 2 : T_ - 1]);
-      store<T>((T*)s.dinitial_state + b * s.d_state + n, R, width);
+      row(first, stop, [=, sum = sums(W - 2), to = (T*)s.dinitial_state + b * s.d_state](int64_t i, int64_t n, int width) {
+        store<T>(to + n, !WINDOWED ? R[i] : W == 1 ? Vt{} : times(S[i], sum[i]), width);
+      });
     });
   }
 };
 
 template <class T> void run_linear(const LinearArgs& s, bool backward) {
   Linear<T> scan{s};
-  parallel(s.threads, [&](int64_t i) { backward ? scan.backward(i) : scan.forward(i); });
+  parallel(s.threads, [&](int64_t i) {
+    if (!backward) scan.forward(i);
+    else if (s.window) scan.template backward<true>(i);
+    else scan.template backward<false>(i);
+  });
 }
 }  // namespace
 
