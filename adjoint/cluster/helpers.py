@@ -24,7 +24,6 @@ from adjoint.engine.grid import Grid, Key, Scheme, Tile
 from adjoint.engine.program import Share
 from adjoint.engine.run import Worker
 from adjoint.engine.stages import Stage
-from adjoint.engine.tile import Gradients
 from adjoint.memory import peak_memory_bytes
 from adjoint.stack import Stack
 from adjoint.train.machine import autocast
@@ -81,13 +80,12 @@ def share(worker: Worker, action: Share, helpers: Sequence[Helper], known: set[t
 
 def carry_out(worker: Worker, tiles: Sequence[Tile]) -> list[Tensor]:
     """Runs a unit's tiles; the sums of their gradients, one for each parameter of the layer."""
-    before, worker.gradients = worker.gradients, Gradients()
-    for t in tiles:
-        with worker.traced(t):
-            worker.tile(t)
+    with worker.apart() as made:
+        for t in tiles:
+            with worker.traced(t):
+                worker.tile(t)
     stage = worker.stages[tiles[0].stage]
     assert stage is not None
-    made, worker.gradients = worker.gradients, before
     return [made.sums.get(p, torch.zeros_like(p, dtype=worker.accumulate_dtype)) for p in stage.parameters()]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -233,15 +234,17 @@ class Shard:
         if worker.grid.chunks > 1:
             with autocast(spec.precision, self.device):
                 compare_own_layers(worker.stages, batch.states, worker.width, spec.dtype, self.device)
-        worker.ends = step.ended is not None
+        worker.begin_forward(ends=step.ended is not None)
         one = torch.ones((), dtype=worker.accumulate_dtype, device=self.device)
-        worker.scale = one / step.batches / batch.divisor
+        scale = one / step.batches / batch.divisor
+        worker.begin_backward(scale)
         with self._drawing(step.number):
             self._carry_out(worker, first, free=not auto)
             if auto:
                 self.windows = self._pick_windows(worker, scheme)
-                worker.grid = self._grid(scheme, batch.seqlen, self.windows)
-                then = self._step_plan(scheme, worker.grid)
+                grid = self._grid(scheme, batch.seqlen, self.windows)
+                then = self._step_plan(scheme, grid)
+                worker.begin_backward(scale, grid=grid)
                 self._rehearse(batch, scheme, then)
                 self._carry_out(worker, then)
         if step.ended is not None:
@@ -284,13 +287,11 @@ class Shard:
         width = self.spec.model.d_model
         with autocast(self.spec.precision, self.device):
             given = self._stages(), grid, batch, scheme, width, self.transport, self._traced
+            shared = functools.partial(share, helpers=self.helpers, known=self.known)
+            more: dict[str, Any] = {"share": shared, "rehearsed": self.rehearsed}
             if grid.inside:
-                worker: Worker = Sharing(self.spec.owners.in_rounds(grid), self.spec.worker, *given)
-            else:
-                worker = Worker(*given)
-        worker.share = lambda worker, action: share(worker, action, self.helpers, self.known)
-        worker.rehearsed = self.rehearsed
-        return worker
+                return Sharing(self.spec.owners.in_rounds(grid), self.spec.worker, *given, **more)
+            return Worker(*given, **more)
 
     def _rehearse(self, batch: Batch, scheme: Scheme, made: Plan) -> None:
         """Runs each kind of this worker's work once, where its messages would be in the way of that."""

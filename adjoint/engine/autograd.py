@@ -154,27 +154,35 @@ class Steps:
             if scheme.whole and (measured.tape + measured.beside) * batch.seqlen / sizes[0] <= room:
                 self.scheme = dataclasses.replace(scheme, chunk_size=batch.seqlen)
                 self.worker = self._worker(self.scheme)
+        self.grid = self.worker.grid  # of the program, as far as it is known
         self.later: Sequence[Action] = ()
 
     def _grid(self, scheme: Scheme) -> Grid:
         return make_grid(scheme, self.batch.seqlen, self.stateful, self.reach)
 
     def _make_worker(self, grid: Grid, batch: Batch, scheme: Scheme) -> Worker:
-        return Worker(self.stages, grid, batch, scheme, self.width, self.transport)
+        return Worker(
+            self.stages, grid, batch, scheme, self.width, self.transport,
+            gradients=self._new_gradients(), dtypes=self._precisions(),
+        )  # fmt: skip
 
-    def _worker(self, scheme: Scheme) -> Worker:
+    def _precisions(self) -> set[torch.dtype]:
+        """Those of computations that the stages' parameters do not show."""
+        return set()
+
+    def _new_gradients(self) -> Gradients:
+        # in a group the tensors that one process finds would have to be those of every other
+        return Gradients(Outside(self.parameters, open=self.follows and self.transport is None))
+
+    def _worker(self, scheme: Scheme, passing: tuple[tuple[float, ...], ...] = ()) -> Worker:
+        """A worker of the batch; without `passing` it is drawn, if the scheme cuts."""
         grid = self._grid(scheme)
         if scheme.cut and self.follows:
-            grid = dataclasses.replace(
-                grid, passing=draw_passing(sum(self.stateful), grid.chunks, scheme.cut)
-            )
+            drawn = passing or draw_passing(sum(self.stateful), grid.chunks, scheme.cut)
+            grid = dataclasses.replace(grid, passing=drawn)
         detached = [tuple(s.detach() for s in state) for state in self.batch.states]
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
-        worker = self._make_worker(grid, batch, scheme)
-        # in a group the tensors that one process finds would have to be those of every other
-        alone = self.transport is None
-        worker.gradients = Gradients(Outside(self.parameters, open=self.follows and alone))
-        return worker
+        return self._make_worker(grid, batch, scheme)
 
     def _measured(self) -> budget.Measured:
         """The first chunk's memory, measured by running it alone; remembered per model and kind of batch. A
@@ -204,7 +212,7 @@ class Steps:
             states: whether append-only final states are asked for; else they are empty, as on the device they
                 would take as much memory as those that are offloaded leave there.
         """
-        self.worker.ends = states
+        self.worker.begin_forward(ends=states)
         loss, final = self.forward()
         loss, *final = self.differentiable([loss, *final], lambda d, *d_final: self.backward(d, d_final))
         sums = final[len(final) - len(self.sums) :]
@@ -228,16 +236,14 @@ class Steps:
         if worker.decays is not None:
             decays = [d for d, stateful in zip(worker.decays, self.stateful, strict=True) if stateful]
             self.windows = [d.window(self.scheme.tolerance, self.batch.seqlen) for d in decays]
-            worker.grid = make_grid(
+            self.grid = make_grid(
                 self.scheme, self.batch.seqlen, self.stateful, self.reach, windows=tuple(self.windows)
             )
             self.later = self._backward_program()
-        self._share_results()
-        assert worker.total is not None
+        total, states = self._results()
         # not the worker's own tensors: an autograd function that held its outputs would never be freed
-        final = [s.detach() for state in worker.final for s in state]
-        worker.final = []  # nor are they held through the backward
-        return worker.total / self.batch.divisor, final + [s.total for s in self.sums]
+        final = [s.detach() for state in states for s in state]
+        return total / self.batch.divisor, final + [s.total for s in self.sums]
 
     def chunk_losses(self) -> list[Tensor]:
         """Runs the forward alone: the summed loss of each chunk."""
@@ -256,16 +262,19 @@ class Steps:
 
     def _planned(self, **which: Any) -> Sequence[Action]:
         """This process's part of a `plan`."""
-        return plan(self.worker.grid, self.owners, **which).programs[self.place]
+        return plan(self.grid, self.owners, **which).programs[self.place]
 
     def _run(self, actions: Sequence[Action]) -> None:
         self.worker.run(actions)
 
-    def _share_results(self) -> None:
-        """Hands what other processes have of the loss and the final states to the worker."""
+    def _results(self) -> tuple[Tensor, list[State]]:
+        """The summed loss and the final states, of all processes; the worker has neither any more."""
+        total, final = self.worker.results()
+        assert total is not None
+        return total, final
 
     def _read_by_backward(self) -> set[Key]:
-        grid = self.worker.grid
+        grid = self.grid
         if self.scheme.window == "auto":  # windows are not known yet: any of it may be read
             return {key for t in grid.forward_tiles() for key in grid.writes(t)}
         return {key for action in self._backward_program() for key in keys_of(grid, action)[0]}
@@ -278,9 +287,8 @@ class Steps:
             one.cotangent = d
             if d_loss is None and d is not None:  # a sum's cotangent reaches stages by the loss's backward
                 d_loss = d.new_zeros(())
-        worker.scale = None if d_loss is None else d_loss / self.batch.divisor
-        worker.d_final = grouped(self.batch.states, d_final)
-        worker.d_initial = [(None,) * len(state) for state in self.batch.states]
+        scale = None if d_loss is None else d_loss / self.batch.divisor
+        worker.begin_backward(scale, grouped(self.batch.states, d_final), self.grid)
         kept = {key: value for key, value in worker.store.items() if key[0] != "tape"}
         try:
             with self.around(), self.constants.restored():
@@ -289,8 +297,8 @@ class Steps:
             embedded = self.batch.ids.is_floating_point()
             return worker.gradients, d_initial + ([worker.d_ids] if embedded else [])
         finally:  # ready for a second backward, also after an interrupt
-            worker.gradients, worker.d_ids = Gradients(worker.gradients.outside), None
-            worker.store, self.later = kept, self._backward_program()
+            worker.begin_again(kept)
+            self.later = self._backward_program()
 
 
 def _is_forward(action: Action) -> bool:

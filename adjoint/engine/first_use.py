@@ -246,15 +246,16 @@ def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
     stages: list[Any] = [Embedding(table), stage, outputs]
     scheme, ids = Scheme(chunk_size), torch.arange(TOKENS, device=x.device)[None]
     grid = make_grid(scheme, TOKENS, [each.stateful for each in stages], 0)
-    worker = Worker(stages, grid, Batch(ids, ids, states=[(), tuple(s.detach() for s in state), ()]), scheme)
-    worker.gradients = Gradients(Outside(open=True))
+    batch = Batch(ids, ids, states=[(), tuple(s.detach() for s in state), ()])
+    worker = Worker(stages, grid, batch, scheme, gradients=Gradients(Outside(open=True)))
     program = plan(grid, Owners((0,) * len(stages))).programs[0]
     first = next(i for i, a in enumerate(program) if not (isinstance(a, Run) and a.tile.is_forward))
     worker.run(program[:first])
     worker.gradients.outside.close()
     final = worker.final[1]
-    worker.scale = torch.ones((), dtype=worker.accumulate_dtype, device=x.device)
-    worker.d_final[1] = tuple(torch.ones_like(s) if s.is_floating_point() else None for s in final)
+    d_final = tuple(torch.ones_like(s) if s.is_floating_point() else None for s in final)
+    scale = torch.ones((), dtype=worker.accumulate_dtype, device=x.device)
+    worker.begin_backward(scale, [(), d_final, ()])
     worker.run(program[first:])
     gradients = worker.gradients
     found = {f"initial state {i}": d for i, d in enumerate(worker.d_initial[1])}

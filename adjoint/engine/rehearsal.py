@@ -50,7 +50,7 @@ def rehearse(worker: Any, actions: Sequence[Action], known: set[Hashable]) -> No
             what it computes is worth nothing.
         known: the kinds that have run in this process; adds to them.
     """
-    worker.scale = torch.ones((), dtype=worker.accumulate_dtype, device=worker.device)
+    worker.begin_backward(torch.ones((), dtype=worker.accumulate_dtype, device=worker.device))
     worker.count_edges(actions)
     with worker.precision():
         for kind, action in kinds_of(worker, actions).items():

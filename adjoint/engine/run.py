@@ -7,7 +7,7 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -112,22 +112,23 @@ class Worker:
         width: of the tensors between stages, (batch, tokens, width); needed with a transport alone.
         transport: to the other workers; None if there are none.
         traced: gives a context for an action or a tile; entered around each action and each `Share`d tile.
+        gradients: where parameters' gradients are summed.
+        dtypes: of parameters and computations that the stages do not show.
+        share: runs a `Share`.
+        rehearsed: where messages are the device's, the kinds of work that have run (`rehearsal`): all of a
+            program's must have before its first message.
 
     Raises:
         UserError: a state of complex numbers.
 
     Attributes:
         accumulate_dtype: of sums and messages: float64 in a float64 model, else float32.
-        scale: the cotangent of the summed loss, that is the mean's over the divisor; set before the backward.
+        narrow: the narrowest precision of parameters and computations.
         total, losses: the summed loss of all chunks whose head this worker has, and of each by its number.
-        final, d_final, d_initial: final states, their cotangents (set them before the backward), and those
-            of the initial states, one tuple per stage.
+        final, d_initial: final states, and cotangents of the initial states, one tuple per stage.
         d_ids: the cotangent of the batch's embeddings, if it has them in place of ids.
         gradients: sums of parameters' gradients.
         store: values that tiles and messages have written and later actions read, by their keys (`value`).
-        ends: whether append-only final states are asked for; else they are empty in `final`.
-        rehearsed: where messages are the device's, the kinds of work that have run (`rehearsal`): all of a
-            program's must have before its first message.
     """
 
     def __init__(
@@ -139,13 +140,18 @@ class Worker:
         width: int = 0,
         transport: Transport | None = None,
         traced: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None,
+        gradients: Gradients | None = None,
+        dtypes: Collection[torch.dtype] = (),
+        share: Callable[[Worker, Share], None] | None = None,
+        rehearsed: Set[Hashable] = frozenset(),
     ) -> None:
-        dtypes = {p.dtype for stage in stages if stage is not None for p in stage.parameters()}
+        own = {p.dtype for stage in stages if stage is not None for p in stage.parameters()}
         of_states = {s.dtype for state in batch.states for s in state}  # where all parameters are frozen
         if any(dtype.is_complex for dtype in of_states):
             raise UserError("a layer's state of complex numbers: let it be of real ones (torch.view_as_real)")
-        self.accumulate_dtype = torch.float64 if torch.float64 in dtypes | of_states else torch.float32
-        self.narrow = max(dtypes & AGAIN.keys(), key=AGAIN.__getitem__, default=self.accumulate_dtype)
+        self.accumulate_dtype = torch.float64 if torch.float64 in own | of_states else torch.float32
+        used = own.union(dtypes) & AGAIN.keys()
+        self.narrow = max(used, key=AGAIN.__getitem__, default=self.accumulate_dtype)
         self.stages, self.grid, self.batch, self.transport = stages, grid, batch, transport
         self.width, self.device, initial = width, batch.ids.device, batch.states
         self.host = lies_on_host(scheme, self.device)
@@ -156,21 +162,18 @@ class Worker:
             batch.chunk(a, b, grid.document(c)) for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
         ]
         self.documents = Documents(batch.seq_idx)
-        self.scale: Tensor | None = None
         self.total: Tensor | None = None
         self.losses = PerChunk(grid.chunks)
         self.again = PerChunk(grid.chunks)  # the same, of recomputed chunks
         self.final: list[State] = list(initial)
-        self.d_final: list[Cotangents] = [(None,) * len(s) for s in initial]
-        self.d_initial: list[Cotangents] = list(self.d_final)
+        self.d_final, self.d_initial = list[Cotangents](), list[Cotangents]()
         self.d_ids: Tensor | None = None
-        self.gradients = Gradients()
+        self.gradients = Gradients() if gradients is None else gradients
         self.decays = [Decays() for _ in stages] if scheme.window == "auto" else None
         self.store: dict[Key, Any] = {}
         self.passed_on: set[Key] = set()
-        self.share: Callable[[Worker, Share], None] | None = None  # runs a `Share`
-        self.ends = True
-        self.rehearsed: set[Hashable] = set()
+        self.share, self.rehearsed, self.ends = share, rehearsed, True
+        self.begin_backward(None)
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         grows = [
@@ -202,6 +205,43 @@ class Worker:
             return 0
         at_edges = sum(p.size for p in self.packing) * self.grid.chunks * self.accumulate_dtype.itemsize
         return at_edges + sum(slab.most_bytes() for mine in self.slabs.values() for slab in mine)
+
+    def begin_forward(self, ends: bool) -> None:
+        """Says whether append-only final states are asked for; else they are empty in `final`."""
+        self.ends = ends
+
+    def begin_backward(
+        self, scale: Tensor | None, d_final: Sequence[Cotangents] | None = None, grid: Grid | None = None
+    ) -> None:
+        """Gives what a backward begins from; where actions of both are mixed, before the forward's.
+
+        Args:
+            scale: the cotangent of the summed loss, that is the mean's over the divisor.
+            d_final: the cotangents of the final states, one tuple per stage; None of none.
+            grid: the one that the backward's program was made for, where it is another: with the windows that
+                were picked after the forward.
+        """
+        none: list[Cotangents] = [(None,) * len(state) for state in self.batch.states]
+        self.scale, self.grid = scale, grid or self.grid
+        self.d_final, self.d_initial = none if d_final is None else list(d_final), list(none)
+
+    def results(self) -> tuple[Tensor | None, list[State]]:
+        """The summed loss, if any, and the final states, which it then has no more: a backward needs none."""
+        final, self.final = self.final, []
+        return self.total, final
+
+    def begin_again(self, store: dict[Key, Any]) -> None:
+        """Forgets what a backward has summed, for another one that begins from what is in `store`."""
+        self.gradients, self.d_ids, self.store = Gradients(self.gradients.outside), None, store
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[Gradients]:
+        """Sums the gradients of what runs inside by themselves."""
+        before, self.gradients = self.gradients, Gradients()
+        try:
+            yield self.gradients
+        finally:
+            self.gradients = before
 
     def run(self, actions: Sequence[Action]) -> None:
         """Runs actions in order; receives are posted a few actions ahead, so that messages travel during

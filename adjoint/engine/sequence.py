@@ -94,14 +94,14 @@ class Sharing(Worker):
     """The worker of a rank in whose tiles states, keys and values cross chunk edges (`crossing`, `spread`).
 
     Args:
-        owners, place: of chunks, in rounds (`Owners.in_rounds`), and this worker. given: as in `Worker`.
+        owners, place: of chunks, in rounds (`Owners.in_rounds`), and this worker. The rest: as in `Worker`.
     """
 
     transport: Messages
 
-    def __init__(self, owners: Owners, place: int, *given: Any) -> None:
+    def __init__(self, owners: Owners, place: int, *given: Any, **more: Any) -> None:
         self.owners, self.place = owners, place
-        super().__init__(*given)
+        super().__init__(*given, **more)
         self.before = self._before()
         # without this worker, which would hold itself, and with it keys and values after the step
         span = functools.partial(_span, self.chunks, self.documents, self.before)
@@ -362,7 +362,7 @@ class SequenceSteps(Steps):
             return super()._make_worker(grid, batch, scheme)
         owners = Owners((0,) * len(self.stages), self.workers).in_rounds(grid)
         given = self.stages, grid, batch, scheme, self.width, self.transport
-        return Sharing(owners, self.place, *given)
+        return Sharing(owners, self.place, *given, gradients=self._new_gradients(), dtypes=self._precisions())
 
     # ------------------------------------------------------------------------------------------ agreement
 
@@ -382,11 +382,12 @@ class SequenceSteps(Steps):
                     "sequence_group: every rank must call with the same rows and method, but rank "
                     f"{rank} and rank 0 of the group differ in {name}{counts}"
                 )
-        grid = self.worker.grid
+        grid = self.grid
         if grid.passing:
             drawn = torch.tensor(grid.passing, dtype=torch.float64, device=self.batch.ids.device)
             first = self.transport.all_gather(drawn, self.transport.ranks)[0]
-            self.worker.grid = dataclasses.replace(grid, passing=tuple(map(tuple, first.tolist())))
+            self.worker = self._worker(self.scheme, tuple(map(tuple, first.tolist())))
+            self.grid = self.worker.grid
 
     def _fingerprint(self) -> dict[str, int]:
         """What must be the same on all ranks, as numbers, by the names that users know it by."""
@@ -419,7 +420,7 @@ class SequenceSteps(Steps):
     # ------------------------------------------------------------------------------------------- programs
 
     def _programs(self) -> tuple[Sequence[Action], Sequence[Action]]:
-        grid = self.worker.grid
+        grid = self.grid
         if any(grid.window(k) is not None for k in range(grid.stages)):
             # inputs of other ranks' windows travel in the backward alone: there may be none
             later = self._backward_program() if self.follows else ()
@@ -431,7 +432,7 @@ class SequenceSteps(Steps):
         # windowed tiles' cotangents come in small pieces: more messages are under way
         buffers = BUFFERS if self.scheme.window is None else CAPACITY
         self.transport.buffers = buffers
-        return plan(self.worker.grid, self.owners, buffers=buffers, **which).programs[self.place]
+        return plan(self.grid, self.owners, buffers=buffers, **which).programs[self.place]
 
     def _run(self, actions: Sequence[Action]) -> None:
         super()._run(actions)
@@ -441,37 +442,40 @@ class SequenceSteps(Steps):
 
     # -------------------------------------------------------------------------------------------- results
 
-    def _share_results(self) -> None:
-        """Sums the loss; final states come from the rank with the last chunk, if they are asked for."""
-        worker, grid = self.worker, self.worker.grid
+    def _results(self) -> tuple[Tensor, list[State]]:
+        # final states come from the rank with the last chunk, if they are asked for
+        worker, grid = self.worker, self.grid
         dtype, device = worker.accumulate_dtype, worker.device
         ends = self.owners(0, grid.chunks - 1) == self.place
         for one in self.sums:
             one.share(lambda total: self.transport.all_reduce(total, self.transport.ranks))
+        mine, states = worker.results()
         if isinstance(worker, Sharing) and worker.ends:
-            self._gather_final(worker)
-        total = torch.zeros((), dtype=dtype, device=device) if worker.total is None else worker.total
-        given = zip(worker.final, worker.grows, strict=True)
+            states = self._gathered(worker, states)
+        total = torch.zeros((), dtype=dtype, device=device) if mine is None else mine
+        given = zip(states, worker.grows, strict=True)
         final = [s for state, grows in given for s in recurrent(state, grows)] if worker.ends else []
         pieces = [s.to(dtype) if ends else torch.zeros_like(s, dtype=dtype) for s in final]
         flat = torch.cat([total.to(dtype).reshape(1), *(piece.reshape(-1) for piece in pieces)])
         first, *rest = self.transport.all_reduce(flat, self.transport.ranks).split(
             [1, *(piece.numel() for piece in pieces)]
         )
-        worker.total = first[0].clone()
         if worker.ends:
             whole = (r.view_as(s).to(s.dtype) for r, s in zip(rest, final, strict=True))
-            given = zip(worker.final, worker.grows, strict=True)
-            worker.final = [
+            given = zip(states, worker.grows, strict=True)
+            states = [
                 joined((next(whole) for _ in recurrent(state, grows)), growing(state, grows), grows)
                 for state, grows in given
             ]
+        return first[0].clone(), states
 
-    def _gather_final(self, worker: Sharing) -> None:
-        """Puts together what the ranks have of states that grow."""
+    def _gathered(self, worker: Sharing, states: Sequence[State]) -> list[State]:
+        """The final states with what all ranks have of those that grow."""
+        found = list(states)
         for k, slabs in worker.slabs.items():
             past = (self.transport.all_reduce(worker.whole(slab), self.transport.ranks) for slab in slabs)
-            worker.final[k] = joined(recurrent(worker.final[k], worker.grows[k]), past, worker.grows[k])
+            found[k] = joined(recurrent(found[k], worker.grows[k]), past, worker.grows[k])
+        return found
 
     def backward(
         self, d_loss: Tensor | None, d_final: Sequence[Any]

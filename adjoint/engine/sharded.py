@@ -25,7 +25,7 @@ from adjoint.engine.autograd import Steps
 from adjoint.engine.crossing import Crossing
 from adjoint.engine.grid import Scheme
 from adjoint.engine.leaves import Outside, leaves_of, unseen
-from adjoint.engine.run import AGAIN, Worker
+from adjoint.engine.run import Worker
 from adjoint.engine.sequence import ALONE, SequenceSteps, local
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stages import Layer
@@ -358,13 +358,16 @@ class ShardedSteps(Steps):
             cuts = sorted([*cuts, start + size // 2])
         return dataclasses.replace(scheme, cut_at=tuple(cuts[1:-1]))
 
-    def _worker(self, scheme: Scheme) -> Worker:
-        worker = super()._worker(scheme)
+    def _new_gradients(self) -> Gradients:
         own = gathered(self.root) | set(self.parameters)
-        alone = self.transport is None
-        worker.gradients = _Accumulated(Outside(own=own, open=self.follows and alone))
-        dtypes = precisions(self.root) | {worker.narrow}
-        worker.narrow = max(dtypes & AGAIN.keys(), key=AGAIN.__getitem__)
+        return _Accumulated(Outside(own=own, open=self.follows and self.transport is None))
+
+    def _precisions(self) -> set[torch.dtype]:
+        return precisions(self.root)
+
+    def _worker(self, scheme: Scheme, passing: tuple[tuple[float, ...], ...] = ()) -> Worker:
+        worker = super()._worker(scheme, passing)
+        dtypes = self._precisions() | {worker.narrow}
         if self.follows and (torch.float16 in dtypes or worker.autocast == (True, torch.float16)):
             raise UserError(
                 "float16 under fully_shard: gradients are computed before a GradScaler has scaled the "
