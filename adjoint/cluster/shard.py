@@ -30,9 +30,10 @@ from adjoint.engine.first_use import compare_own_layers
 from adjoint.engine.grid import Grid, Scheme
 from adjoint.engine.program import Plan, Recv, Send
 from adjoint.engine.rehearsal import kinds_of, rehearse
-from adjoint.engine.run import Worker
+from adjoint.engine.run import Process, Worker
 from adjoint.engine.sequence import Sharing
 from adjoint.engine.stages import costs_of
+from adjoint.engine.tile import Gradients
 from adjoint.engine.transport import sum_gradients
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
@@ -113,7 +114,7 @@ class Shard:
         self.optimizer = make_optimizer(self.part, spec.training, [] if self.table is None else [self.table])
         self.carried = Carried(spec.training.carry_state, spec.spans[spec.shard])
         self.known: set[tuple[int, int]] = set()  # (helper, stage)s whose weights the helper has
-        self.rehearsed: set[Hashable] = set()  # see `Worker`
+        self.rehearsed: set[Hashable] = set()  # see `Process`
         self.windows: list[int] | None = None  # of the last batch, where the method picked them
         self.trace: list[Traced] = []  # of the last batch
         # For whoever watches from another thread: how much this worker has done, what it is at, and whether
@@ -286,12 +287,12 @@ class Shard:
     def _worker(self, batch: Batch, scheme: Scheme, grid: Grid) -> Worker:
         width = self.spec.model.d_model
         with autocast(self.spec.precision, self.device):
-            given = self._stages(), grid, batch, scheme, width, self.transport, self._traced
             shared = functools.partial(share, helpers=self.helpers, known=self.known)
-            more: dict[str, Any] = {"share": shared, "rehearsed": self.rehearsed}
+            process = Process(self.transport, self._traced, shared, self.rehearsed)
+            given = self._stages(), grid, batch, scheme, width, Gradients(), process
             if grid.inside:
-                return Sharing(self.spec.owners.in_rounds(grid), self.spec.worker, *given, **more)
-            return Worker(*given, **more)
+                return Sharing(self.spec.owners.in_rounds(grid), self.spec.worker, *given)
+            return Worker(*given)
 
     def _rehearse(self, batch: Batch, scheme: Scheme, made: Plan) -> None:
         """Runs each kind of this worker's work once, where its messages would be in the way of that."""

@@ -17,7 +17,7 @@ from adjoint.engine import budget
 from adjoint.engine.grid import Grid, Key, Scheme, make_grid
 from adjoint.engine.leaves import Outside
 from adjoint.engine.program import Action, Owners, Run, keys_of, plan
-from adjoint.engine.run import Transport, Worker
+from adjoint.engine.run import Process, Transport, Worker
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stages import Stage
 from adjoint.engine.tile import Gradients
@@ -161,14 +161,8 @@ class Steps:
         return make_grid(scheme, self.batch.seqlen, self.stateful, self.reach)
 
     def _make_worker(self, grid: Grid, batch: Batch, scheme: Scheme) -> Worker:
-        return Worker(
-            self.stages, grid, batch, scheme, self.width, self.transport,
-            gradients=self._new_gradients(), dtypes=self._precisions(),
-        )  # fmt: skip
-
-    def _precisions(self) -> set[torch.dtype]:
-        """Those of computations that the stages' parameters do not show."""
-        return set()
+        process = Process(self.transport)
+        return Worker(self.stages, grid, batch, scheme, self.width, self._new_gradients(), process)
 
     def _new_gradients(self) -> Gradients:
         # in a group the tensors that one process finds would have to be those of every other

@@ -32,14 +32,14 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 Key = tuple  # names what a tile writes: (name, stage, chunk); a spill also has the chunk it comes from
-Kind = Literal["forward", "linearize", "recompute", "backward", "windowed"]
+TileKind = Literal["forward", "linearize", "recompute", "backward", "windowed"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
     """A stage on `count` chunks from `chunk` on; only a windowed vjp has more than one."""
 
-    kind: Kind
+    kind: TileKind
     stage: int
     chunk: int
     count: int = 1

@@ -7,7 +7,8 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +73,24 @@ class Transport(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Process:
+    """What a worker has of the process that it is in.
+
+    Attributes:
+        transport: to the other workers; None if there are none.
+        traced: gives a context for an action or a tile; entered around each action and each `Share`d tile.
+        share: runs a `Share`.
+        rehearsed: where messages are the device's, the kinds of work that have run (`rehearsal`): all of a
+            program's must have before its first message.
+    """
+
+    transport: Transport | None = None
+    traced: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+    share: Callable[[Worker, Share], None] | None = None
+    rehearsed: Set[Hashable] = frozenset()
+
+
 class Documents:
     """Where the documents of a batch begin in its rows.
 
@@ -110,13 +129,8 @@ class Worker:
         batch: with a state for each stage, also for others' stages (zeros of the right sizes).
         scheme: read for host memory, `window="auto"` (then the forward notes decays) and CUDA graphs.
         width: of the tensors between stages, (batch, tokens, width); needed with a transport alone.
-        transport: to the other workers; None if there are none.
-        traced: gives a context for an action or a tile; entered around each action and each `Share`d tile.
         gradients: where parameters' gradients are summed.
-        dtypes: of parameters and computations that the stages do not show.
-        share: runs a `Share`.
-        rehearsed: where messages are the device's, the kinds of work that have run (`rehearsal`): all of a
-            program's must have before its first message.
+        process: this worker's.
 
     Raises:
         UserError: a state of complex numbers.
@@ -138,26 +152,23 @@ class Worker:
         batch: Batch,
         scheme: Scheme,
         width: int = 0,
-        transport: Transport | None = None,
-        traced: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None,
         gradients: Gradients | None = None,
-        dtypes: Collection[torch.dtype] = (),
-        share: Callable[[Worker, Share], None] | None = None,
-        rehearsed: Set[Hashable] = frozenset(),
+        process: Process | None = None,
     ) -> None:
-        own = {p.dtype for stage in stages if stage is not None for p in stage.parameters()}
+        mine = [stage for stage in stages if stage is not None]
+        own = {p.dtype for stage in mine for p in stage.parameters()}
         of_states = {s.dtype for state in batch.states for s in state}  # where all parameters are frozen
         if any(dtype.is_complex for dtype in of_states):
             raise UserError("a layer's state of complex numbers: let it be of real ones (torch.view_as_real)")
         self.accumulate_dtype = torch.float64 if torch.float64 in own | of_states else torch.float32
-        used = own.union(dtypes) & AGAIN.keys()
+        used = own.union(*(getattr(stage, "precisions", ()) for stage in mine)) & AGAIN.keys()
         self.narrow = max(used, key=AGAIN.__getitem__, default=self.accumulate_dtype)
-        self.stages, self.grid, self.batch, self.transport = stages, grid, batch, transport
+        self.stages, self.grid, self.batch, self.process = stages, grid, batch, process or Process()
+        self.transport = transport = self.process.transport
         self.width, self.device, initial = width, batch.ids.device, batch.states
         self.host = lies_on_host(scheme, self.device)
         self.waits = transport is not None and transport.on_device
         self.record = graphs.recorder(self.device) if scheme.cuda_graphs and not self.waits else None
-        self.traced = traced or (lambda action: contextlib.nullcontext())
         self.chunks = [
             batch.chunk(a, b, grid.document(c)) for c, (a, b) in enumerate(itertools.pairwise(grid.cuts))
         ]
@@ -172,7 +183,7 @@ class Worker:
         self.decays = [Decays() for _ in stages] if scheme.window == "auto" else None
         self.store: dict[Key, Any] = {}
         self.passed_on: set[Key] = set()
-        self.share, self.rehearsed, self.ends = share, rehearsed, True
+        self.ends = True
         self.begin_backward(None)
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -257,14 +268,14 @@ class Worker:
         receives = collections.deque((i, a) for i, a in enumerate(actions) if isinstance(a, Recv))
         posted: collections.deque[tuple[int | Tensor, Pending]] = collections.deque()
         self.count_edges(actions)
-        assert not self.waits or rehearsal.kinds_of(self, actions).keys() <= self.rehearsed, (
+        assert not self.waits or rehearsal.kinds_of(self, actions).keys() <= self.process.rehearsed, (
             "a kernel would be used for the first time while messages wait on the device"
         )
         left = actions if self.record is None else graphs.Graphs(self.record).replay(self, actions)
         with self.precision():
             for action in left:
                 soon = places[id(action)] + AHEAD
-                with self.traced(action):
+                with self.process.traced(action):
                     while receives and len(posted) < BUFFERS and receives[0][0] <= soon:
                         assert self.transport is not None
                         _, recv = receives.popleft()
@@ -279,8 +290,8 @@ class Worker:
                         self.store[action.key], arrive = posted.popleft()
                         arrive()
                     else:
-                        assert self.share is not None
-                        self.share(self, action)
+                        assert self.process.share is not None
+                        self.process.share(self, action)
                 self.free(action)
         self._check_again()
 

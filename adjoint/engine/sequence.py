@@ -26,7 +26,7 @@ from adjoint.engine.autograd import Around, Steps
 from adjoint.engine.crossing import Crossing
 from adjoint.engine.grid import Grid, Scheme, Tile
 from adjoint.engine.program import BUFFERS, CAPACITY, Action, Owners, Run, Share, plan
-from adjoint.engine.run import Documents, Worker
+from adjoint.engine.run import Documents, Process, Worker
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.spread import STATES, NotAttended, Spread, SpreadPast
 from adjoint.engine.stages import Layer, Stage, costs_of
@@ -94,14 +94,14 @@ class Sharing(Worker):
     """The worker of a rank in whose tiles states, keys and values cross chunk edges (`crossing`, `spread`).
 
     Args:
-        owners, place: of chunks, in rounds (`Owners.in_rounds`), and this worker. The rest: as in `Worker`.
+        owners, place: of chunks, in rounds (`Owners.in_rounds`), and this worker. given: as in `Worker`.
     """
 
     transport: Messages
 
-    def __init__(self, owners: Owners, place: int, *given: Any, **more: Any) -> None:
+    def __init__(self, owners: Owners, place: int, *given: Any) -> None:
         self.owners, self.place = owners, place
-        super().__init__(*given, **more)
+        super().__init__(*given)
         self.before = self._before()
         # without this worker, which would hold itself, and with it keys and values after the step
         span = functools.partial(_span, self.chunks, self.documents, self.before)
@@ -305,7 +305,7 @@ class Sharing(Worker):
 def _span(
     chunks: Sequence[Batch], documents: Documents, before: int, c: int, row: int | None
 ) -> tuple[int, int]:
-    """`spread.Span`, of a sequence with `before` tokens in front of it."""
+    """`spread.TokenRange`, of a sequence with `before` tokens in front of it."""
     chunk = chunks[c]
     if row is None:
         return chunk.seqlen, chunk.document or -before
@@ -361,8 +361,8 @@ class SequenceSteps(Steps):
         if not grid.inside:
             return super()._make_worker(grid, batch, scheme)
         owners = Owners((0,) * len(self.stages), self.workers).in_rounds(grid)
-        given = self.stages, grid, batch, scheme, self.width, self.transport
-        return Sharing(owners, self.place, *given, gradients=self._new_gradients(), dtypes=self._precisions())
+        given = self.stages, grid, batch, scheme, self.width, self._new_gradients(), Process(self.transport)
+        return Sharing(owners, self.place, *given)
 
     # ------------------------------------------------------------------------------------------ agreement
 

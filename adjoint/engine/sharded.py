@@ -245,7 +245,7 @@ def _refuse(root: Any) -> None:
     )
 
 
-class Joined:
+class SequentialStages:
     """Several stages as one; its state is the stages' states, concatenated. It is lazy, as its layers run one
     after the other: for a stage that is not it waits itself."""
 
@@ -282,6 +282,11 @@ class Whole:
     def __init__(self, stage: Any, root: nn.Module) -> None:
         self.stage, self.gathering, self.grows = stage, Gathering(root), stage.grows
         self.fetches = getattr(stage, "fetches", False)
+
+    @property
+    def precisions(self) -> set[torch.dtype]:
+        """Of computations, where parameters are gathered in another one."""
+        return precisions(self.gathering.root)
 
     def parameters(self) -> Iterable[Tensor]:
         return self.stage.parameters()
@@ -362,12 +367,9 @@ class ShardedSteps(Steps):
         own = gathered(self.root) | set(self.parameters)
         return _Accumulated(Outside(own=own, open=self.follows and self.transport is None))
 
-    def _precisions(self) -> set[torch.dtype]:
-        return precisions(self.root)
-
     def _worker(self, scheme: Scheme, passing: tuple[tuple[float, ...], ...] = ()) -> Worker:
         worker = super()._worker(scheme, passing)
-        dtypes = self._precisions() | {worker.narrow}
+        dtypes = precisions(self.root) | {worker.narrow}
         if self.follows and (torch.float16 in dtypes or worker.autocast == (True, torch.float16)):
             raise UserError(
                 "float16 under fully_shard: gradients are computed before a GradScaler has scaled the "
@@ -511,7 +513,8 @@ def joined_steps(stack: Any, stages: Sequence[Any], batch: Batch, scheme: Scheme
     def steps(batch: Batch, scheme: Scheme, group: Any) -> Steps:
         states = [tuple(s for state in batch.states for s in state)]
         batch = dataclasses.replace(batch, states=states)
-        return sharded_steps([Whole(Joined(stages), stack)], batch, scheme, stack.config.d_model, group=group)
+        whole = Whole(SequentialStages(stages), stack)
+        return sharded_steps([whole], batch, scheme, stack.config.d_model, group=group)
 
     dtype, device = next(stack.parameters()).dtype, batch.ids.device
     kinds = tuple(first_use.kind_of(s, dtype, device) for s in stages if isinstance(s, Layer))

@@ -34,7 +34,7 @@ from adjoint.kernels.attention import Joined
 from adjoint.kernels.checks import accumulate_dtype
 
 ALL = 1 << 62  # tokens: as far as a sequence goes
-Span = Callable[[int, int | None], tuple[int, int]]
+TokenRange = Callable[[int, int | None], tuple[int, int]]
 # Tags of messages: what is sent between two ranks under one tag arrives in the order sent.
 QUERIES, ANSWERS, LOGS, KEYS, STATES = 1, 2, 3, 4, 16
 AHEAD = 2  # turns whose queries are under way while an earlier one's are answered
@@ -57,7 +57,7 @@ class Spread:
             the first token that they see; row None for all rows together.
     """
 
-    def __init__(self, grid: Grid, owners: Owners, place: int, transport: Messages, span: Span) -> None:
+    def __init__(self, grid: Grid, owners: Owners, place: int, transport: Messages, span: TokenRange) -> None:
         self.grid, self.owners, self.place, self.transport, self.span = grid, owners, place, transport, span
         base = place - place % owners.in_turn  # the first worker with the same stages
         self.ranks = range(base, base + owners.in_turn)

@@ -49,7 +49,7 @@ REMEDIES = {
 Starts = list[tuple[int, ...]]  # of each row, the first tokens of its documents
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """What of a call its comparison on first use depends on: whether it asks for a loss, has embeddings
     instead of ids, `num_items_in_batch`, a loss of the routers, padding at the right beside a loss; the
     names of what else has a value per token; and whether a group's ranks share it."""
@@ -118,13 +118,13 @@ class Call:
         return bool(getattr(self.model.config, "return_dict", True) if given is None else given)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CallKind:
         given = self.given.get(check.ROUTED)
         routed = check.routes(self.model) if given is None else bool(given)
         counted = self.has_labels and self.has("num_items_in_batch")
         padded = self.has_labels and self.mask is not None
         beside = tuple(filter(self.has, TOKEN_WISE))
-        return Kind(self.has_labels, self.tokens.dim() == 3, counted, routed, padded, beside)
+        return CallKind(self.has_labels, self.tokens.dim() == 3, counted, routed, padded, beside)
 
     @functools.cached_property
     def logits(self) -> slice | Tensor | None:

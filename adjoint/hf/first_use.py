@@ -51,7 +51,7 @@ from adjoint.engine.spread import NotAttended
 from adjoint.engine.weights import Constants, Tensors
 from adjoint.hf import check, fla
 from adjoint.hf.cache import Slot
-from adjoint.hf.call import Call, Kind, around_blocks, kept_features, recompute_of, sizes_of
+from adjoint.hf.call import Call, CallKind, around_blocks, kept_features, recompute_of, sizes_of
 from adjoint.hf.check import ROUTED, Refused, as_refusal, refuse, routes
 from adjoint.hf.head import coefficient
 from adjoint.hf.model import (
@@ -288,7 +288,7 @@ def by_engine(steps: Callable[[Any, Tensor, Tensor], Steps]) -> Way:
     return way
 
 
-def ways(method: Any, kind: Kind, fetches: bool = False) -> tuple[Way, Way]:
+def ways(method: Any, kind: CallKind, fetches: bool = False) -> tuple[Way, Way]:
     """The loss of a causal LM, or one of a backbone's hidden states, and its gradient: of the whole and by
     chunks, as a group's ranks run them if the kind is shared; `fetches` as in `Backbone`."""
 
@@ -316,7 +316,7 @@ def ways(method: Any, kind: Kind, fetches: bool = False) -> tuple[Way, Way]:
     return by_autograd(whole), by_engine(by_chunks)
 
 
-def given(model: Any, ids: Tensor, labels: Tensor, kind: Kind) -> dict[str, Any]:
+def given(model: Any, ids: Tensor, labels: Tensor, kind: CallKind) -> dict[str, Any]:
     """The arguments of a call of this kind."""
     unpadded = (torch.arange(TOKENS, device=ids.device) < TOKENS - PADDED)[None]
     found: dict[str, Any] = dict.fromkeys(kind.beside, torch.tensor(KINDS, device=ids.device)[None])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from adjoint.engine.first_use import TOKENS, alike
 from adjoint.engine.sharded import is_sharded
 from adjoint.hf import check, first_use
-from adjoint.hf.call import Call, Kind
+from adjoint.hf.call import Call, CallKind
 from adjoint.hf.head import recomputed, refuse_own_loss, summed_loss
 from adjoint.hf.model import backbone_of, in_eval_mode, layers_of, put, some_tokens
 from adjoint.hf.replacements import replaced
@@ -133,7 +133,7 @@ def _tokens_are_apart(module: Any, x: Tensor) -> bool:
     return not bool(dx.any())
 
 
-def way(method: MiniSequence, kind: Kind) -> first_use.Way:
+def way(method: MiniSequence, kind: CallKind) -> first_use.Way:
     """The loss of a causal LM and its gradient by mini-sequences, for `first_use.compare`."""
 
     def by_pieces(model: Any, ids: Tensor, labels: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from adjoint.engine.chunk_size import chunk_size_for
 from adjoint.engine.first_use import some_numbers
 from adjoint.hf import check, first_use
 from adjoint.hf.cache import Slot, zeros
-from adjoint.hf.call import Kind, kept_features, sizes_of
+from adjoint.hf.call import CallKind, kept_features, sizes_of
 from adjoint.hf.model import PassThrough, backbone_of, class_of, in_eval_mode
 from adjoint.hf.replacements import Inside
 from adjoint.hf.stage import Backbone, CausalLM, probe
@@ -253,7 +253,7 @@ def _compare(model: Any, found: Pretrained) -> None:
         batch = Batch.of(ids, labels, states=initial)
         return Steps(stages, batch, first_use.SCHEME, found.d_model)
 
-    whole, _ = first_use.ways(None, Kind())
+    whole, _ = first_use.ways(None, CallKind())
     try:
         first_use.compare(model, whole, first_use.by_engine(by_spans), *first_use.NOT_THE_SAME)
     except check.Refused:

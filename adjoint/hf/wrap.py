@@ -50,11 +50,11 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
 from adjoint.methods import Backprop, Exact, MiniSequence, Truncated
 
-Model = TypeVar("Model", bound=nn.Module)
+ModelT = TypeVar("ModelT", bound=nn.Module)
 Method = Exact | Truncated | MiniSequence | Backprop
 
 
-def wrap(model: Model, method: Method | None = None, sequence_group: Any = None) -> Model:
+def wrap(model: ModelT, method: Method | None = None, sequence_group: Any = None) -> ModelT:
     """Makes a transformers causal LM compute its loss by a method: the same object, with the same parameters,
     state_dict, config, `generate` and `save_pretrained`.
 
@@ -112,7 +112,7 @@ def wrap(model: Model, method: Method | None = None, sequence_group: Any = None)
     return model
 
 
-def unwrap(model: Model) -> Model:
+def unwrap(model: ModelT) -> ModelT:
     """Undoes `wrap`: the model is transformers' own again. Returns it.
 
     Raises:

@@ -178,7 +178,7 @@ class MambaSSM(Library):
         return dx, ddt, dA, dB, dC, dD, dbias, dinitial
 
 
-class CausalConv1d(Library):
+class CausalConv1dLibrary(Library):
     """The convolution of causal-conv1d (CUDA); its inputs before the first token in x's dtype."""
 
     name = package = "causal-conv1d"
@@ -290,4 +290,6 @@ class FLA(Library):
 
 
 # In the order in which they are asked.
-LIBRARIES: dict[str, Library] = {library.name: library for library in (MambaSSM(), CausalConv1d(), FLA())}
+LIBRARIES: dict[str, Library] = {
+    library.name: library for library in (MambaSSM(), CausalConv1dLibrary(), FLA())
+}

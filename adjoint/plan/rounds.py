@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from adjoint.engine.grid import Kind, Tile
+from adjoint.engine.grid import Tile, TileKind
 from adjoint.plan.memory import Setup
 from adjoint.plan.simulate import Span, Timeline
 
@@ -165,14 +165,14 @@ class Walk:
         sizes = np.array([self.setup.y(int(n)) for n in self._tokens(r)])
         return now + sizes / self.bytes_per_second + self.latency
 
-    def _head(self, s: int, r: int, kind: Kind, now: Times, per_token: float) -> Times:
+    def _head(self, s: int, r: int, kind: TileKind, now: Times, per_token: float) -> Times:
         took = self._tokens(r) * per_token / self.speed[s]
         self.busy[s, self._places(r)] += took
         if not self.setup.model.stages_are_spans:
             self._note(s, r, Tile(kind, self.setup.model.n_layer + 1, 0), now, now + took)
         return now + took
 
-    def _layers(self, s: int, span: Sequence[int], kind: Kind, r: int, now: Times) -> Times:
+    def _layers(self, s: int, span: Sequence[int], kind: TileKind, r: int, now: Times) -> Times:
         began = now
         for k in span:
             layer = self.setup.model.layers[k]
@@ -197,7 +197,7 @@ class Walk:
             self._note(s, r, Tile(kind, s, 0), began, now)
         return now
 
-    def _recurrence(self, k: int, kind: Kind, ready: Times, own: Times) -> Times:
+    def _recurrence(self, k: int, kind: TileKind, ready: Times, own: Times) -> Times:
         """When each rank's recurrence is done."""
         size = self.setup.state(k)
         hop = self.latency + size / self.bytes_per_second
@@ -217,14 +217,14 @@ class Walk:
         self.edge[k] = float(done[-1])
         return done[::-1] if kind == "backward" else done
 
-    def _attention(self, s: int, k: int, kind: Kind, r: int) -> float:
+    def _attention(self, s: int, k: int, kind: TileKind, r: int) -> float:
         """Seconds of a round's pairs on each of its ranks."""
         start, stop = self.rounds[r]
         a, b = self.cuts[start:stop].astype(float), self.cuts[start + 1 : stop + 1].astype(float)
         pairs = seen_pairs(self.setup.model.layers[k].window, a, b)
         return float(pairs.mean()) * self.pairs.get((k, kind), 0.0) / self.speed[s]
 
-    def _exchanged(self, k: int, kind: Kind, r: int) -> float:
+    def _exchanged(self, k: int, kind: TileKind, r: int) -> float:
         """Seconds for which each rank's messages of a round keep its port busy."""
         c = np.arange(*self.rounds[r])
         each = asked_bytes(self.setup, k, self._tokens(r)[0])[kind == "backward"]

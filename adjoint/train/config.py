@@ -371,7 +371,7 @@ def plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Key:
+class Setting:
     """A key: the annotation of its values, its default, and its help text."""
 
     hint: Any
@@ -380,37 +380,37 @@ class Key:
 
 
 @functools.cache
-def known_keys() -> dict[str, Key]:
+def known_keys() -> dict[str, Setting]:
     """The keys by their dotted names."""
-    keys: dict[str, Key] = {}
+    keys: dict[str, Setting] = {}
     for section, value in vars(Config()).items():
         found = _method_keys() if section == "method" else _keys_of(type(value), value)
         keys |= {f"{section}.{name}": key for name, key in found.items()}
     return keys
 
 
-def _method_keys() -> dict[str, Key]:
+def _method_keys() -> dict[str, Setting]:
     """The keys of all methods together."""
-    keys = {"name": Key(Literal[tuple(METHODS)], Config().method.name, "how the gradient is computed")}
+    keys = {"name": Setting(Literal[tuple(METHODS)], Config().method.name, "how the gradient is computed")}
     takers: dict[str, list[str]] = {}
     for method, cls in METHODS.items():
         for name, key in _keys_of(cls, None).items():
             first = keys.get(name, key)
             takers.setdefault(name, []).append(method)
-            keys[name] = Key(first.hint | key.hint | None, None, first.help or key.help)
+            keys[name] = Setting(first.hint | key.hint | None, None, first.help or key.help)
     for name, methods in takers.items():
         text = f"{keys[name].help} Used by {', '.join(methods)}.".strip()
         keys[name] = dataclasses.replace(keys[name], help=text)
     return keys
 
 
-def _keys_of(cls: type, defaults: object) -> dict[str, Key]:
+def _keys_of(cls: type, defaults: object) -> dict[str, Setting]:
     """The fields of a dataclass, and of those that are its fields."""
-    keys, helps = dict[str, Key](), helps_of(cls)
+    keys, helps = dict[str, Setting](), helps_of(cls)
     for name, hint in hints_of(cls).items():
         inner = next((t for t in get_args(hint) if isinstance(t, type) and dataclasses.is_dataclass(t)), None)
         if inner is None:
-            keys[name] = Key(hint, getattr(defaults, name, None), helps.get(name, ""))
+            keys[name] = Setting(hint, getattr(defaults, name, None), helps.get(name, ""))
         else:
             keys |= {f"{name}.{key}": value for key, value in _keys_of(inner, inner()).items()}
     return keys

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adjoint.engine.grid import Grid, Key, Kind, Scheme, Tile, make_grid
+from adjoint.engine.grid import Grid, Key, Scheme, Tile, TileKind, make_grid
 from adjoint.engine.program import TIMES, Action, Owners, Plan, Recv, Run, Send, Share, keys_of, plan
 from adjoint.plan.simulate import Timeline, simulate
 from tests.cluster.threads import split
@@ -77,7 +77,7 @@ def check(
         assert not (forward and here), f"worker {worker} keeps {here}"
     assert sent == received
     for k, c in itertools.product(range(grid.stages), range(grid.chunks)):
-        times = {kind: ran[kind, k, c] for kind in get_args(Kind)}
+        times = {kind: ran[kind, k, c] for kind in get_args(TileKind)}
         windowed = grid.window(k) is not None
         assert times["forward"] + times["linearize"] == forward
         assert times["recompute"] + times["linearize"] == times["backward"] == (backward and not windowed)
